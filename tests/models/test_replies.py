@@ -19,13 +19,14 @@ from agentcache.models.text.replies.events import (
     Call,
     Event,
     ReasoningDelta,
+    Text,
     TextDelta,
     ToolCallArguments,
     ToolCallEnd,
     ToolCallStart,
     blocks_of,
 )
-from agentcache.models.text.replies.format import ReplyFormat
+from agentcache.models.text.replies.format import MarkerToken, ReplyFormat
 from agentcache.models.text.replies.reader import open_reader
 from agentcache.models.text.stop_strings import StopStrings
 from agentcache.models.text.tokenizer import Tokenizer
@@ -203,3 +204,109 @@ def test_a_piece_costs_the_same_whatever_came_before(dialect: str, key: str, beg
         assert reader.num_calls == 1
 
     assert growth(lambda size: size, read, 500, rounds=3) < MOST
+
+
+# What an argument says of its own dialect, in front of and behind what really ends it.
+_CALLS = {
+    "json_tools": ("<tool_call>\n<function=look>\n<parameter=at>\n{}\n</parameter>\n</function>\n</tool_call>", True),
+    "qwen3_coder": ("<tool_call>\n<function=look>\n<parameter=at>\n{}\n</parameter>\n</function>\n</tool_call>", True),
+    "functions": ("<function=look>\n<parameter=at>\n{}\n</parameter>\n</function>", True),
+    "glm47": ("<tool_call>look\n<arg_key>at</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>", True),
+    "longcat": (
+        "<longcat_tool_call>look\n<longcat_arg_key>at</longcat_arg_key>\n<longcat_arg_value>{}</longcat_arg_value>\n"
+        "</longcat_tool_call>",
+        True,
+    ),
+    "minimax_m2": (
+        '<minimax:tool_call>\n<invoke name="look">\n<parameter name="at">{}</parameter>\n</invoke>\n'
+        "</minimax:tool_call>",
+        True,
+    ),
+    "minicpm5": ('<function name="look"><param name="at">{}</param></function>', True),
+    "muse_spark": (
+        '<atem:function_calls>\n<atem:invoke name="look">\n<atem:parameter name="at">{}</atem:parameter>\n'
+        "</atem:invoke>\n</atem:function_calls>",
+        True,
+    ),
+    "kimi_k3": (
+        '<|open|>tools<|sep|><|open|>call tool="look"<|sep|><|open|>argument key="at" type="string"<|sep|>{}'
+        "<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>",
+        True,
+    ),
+    "deepseek": ('<|tool_call_begin|>look<|tool_sep|>{{"at": "{}"}}<|tool_call_end|>', False),
+    "kimi_k2": ('<|tool_call_begin|>look<|tool_call_argument_begin|>{{"at": "{}"}}<|tool_call_end|>', False),
+    "granite": ('<|tool_call|>[{{"name": "look", "arguments": {{"at": "{}"}}}}]<|/tool_call|>', False),
+    "mistral": ('[TOOL_CALLS]look[ARGS]{{"at": "{}"}}', False),
+    "llama3": ('<|python_tag|>{{"name": "look", "parameters": {{"at": "{}"}}}}', False),
+    "gemma4": ('<|tool_call>call:look{{at:<|"|>{}<|"|>}}<tool_call|>', False),
+    "function_gemma": ("<start_function_call>call:look{{at:<escape>{}<escape>}}<end_function_call>", False),
+    "pythonic": ('<|tool_call_start|>[look(at="{}")]<|tool_call_end|>', False),
+}
+_SAYS = "x " + " y ".join(
+    (
+        *("</parameter>", "</function>", "</tool_call>", "</arg_value>", "<tool_call>", "<function=now>", "{}", ","),
+        *("</longcat_arg_value>", "</longcat_tool_call>", "</invoke>", "</minimax:tool_call>", "</param>", "</think>"),
+        *("</atem:parameter>", "</atem:invoke>", "<|close|>argument<|sep|>", "<|tool_call_end|>", "<tool_call|>"),
+        *("<|/tool_call|>", "<escape>", "<end_function_call>", "[TOOL_CALLS]", "<|tool_call_start|>", "z"),
+    )
+)
+_ENDS = ("</parameter>", "</param>", "</arg_value>", "</longcat_arg_value>", "</atem:parameter>")
+
+
+def read_in(dialect: str, pieces: Sequence[str], types: str = "string") -> list[Block]:
+    parameters = {"type": "object", "properties": {"at": {"type": types} if types else {}}}
+    tools = Tools([{"type": "function", "function": {"name": "look", "parameters": parameters}}])
+    reader = open_reader(ReplyFormat(dialect), tools, thoughts=False)
+    reader.begin("")
+    events = [event for piece in pieces for event in reader.add(piece)]
+    return blocks_of([*events, *reader.finish(cut_off=False)])
+
+
+@pytest.mark.parametrize("types", ["string", ""])
+@pytest.mark.parametrize("dialect", _CALLS)
+def test_a_closing_tag_in_an_argument_does_not_end_it(dialect: str, types: str) -> None:
+    form, ends = _CALLS[dialect]
+    for said in (_SAYS, *(f"a {end} b{end}\n{end} c" for end in _ENDS if ends)):
+        reply, expected = form.format(said), json.dumps({"at": said})
+        for pieces in ([reply], list(reply), *([reply[:at], reply[at:]] for at in range(0, len(reply), 7))):
+            (call,) = read_in(dialect, pieces, types)
+            assert isinstance(call, Call) and json.loads(call.arguments) == json.loads(expected)
+
+
+@pytest.mark.parametrize(
+    ("reply", "arguments"),
+    [
+        ("<parameter=at>\nx\n</parameter>", {"at": "x"}),
+        ("<parameter=at>\nx\n</parameter>\n", {"at": "x"}),
+        ("<parameter=at>\nx\n</parameter>\n</fun", {"at": "x"}),
+        ("<parameter=at>\nx\n</parameter>\n</tool_call>", {"at": "x"}),
+        ("<parameter=at>\nx</parameter><parameter=b>y</parameter></function>", {"at": "x", "b": "y"}),
+        ("<parameter=at>\nx </parameter> y", {"at": "x </parameter> y"}),
+        ("<parameter=at>\n</parameter></function>", {"at": ""}),
+        ("<parameter=at>\n\n\n</parameter></function>", {"at": "\n"}),
+        ("<parameter=at>\n</parameter>x\n</parameter></function>", {"at": "</parameter>x"}),
+        ("<parameter=at>\nx</parameter>\n<function=look>\n<parameter=b>y</parameter></function>", {"at": "x"}),
+    ],
+)
+def test_where_an_argument_ends(reply: str, arguments: dict[str, str]) -> None:
+    whole = "<tool_call>\n<function=look>\n" + reply
+    for pieces in ([whole], list(whole)):
+        call = read_in("qwen3_coder", pieces)[0]
+        assert isinstance(call, Call) and json.loads(call.arguments) == arguments
+
+
+def test_a_number_ends_at_its_tag_and_words_behind_the_call_are_text() -> None:
+    reply = "<tool_call>\n<function=look>\n<parameter=at>\n5\n</parameter>\nDone."
+    for pieces in ([reply], list(reply)):
+        assert read_in("qwen3_coder", pieces, "integer") == [Call("look", '{"at": 5}'), Text("Done.")]
+
+
+def test_an_argument_has_special_tokens_as_text() -> None:
+    """A file about a format is written as the model wrote it, although text hides special tokens."""
+    end, hidden = "<｜tool▁call▁end｜>", MarkerToken("<｜tool▁call▁end｜>", 7, is_shown=False)
+    begin = MarkerToken("<｜tool▁call▁begin｜>", 6, is_shown=False)
+    reader = open_reader(ReplyFormat("deepseek", tokens=(begin, hidden)), Tools(TOOLS), thoughts=False)
+    reader.begin("")
+    text = 'look{"at": "a b"}'
+    events = reader.add(text, [(0, begin.name), (text.index(" b"), end), (len(text), end)])
+    assert blocks_of([*events, *reader.finish(cut_off=False)]) == [Call("look", '{"at": "a<｜tool▁call▁end｜> b"}')]

@@ -24,17 +24,19 @@ class CallSink:
     """Events of calls, one call at a time.
 
     Args:
-        spell: gives names and arguments as clients may see them.
+        spell: gives names as clients may see them.
+        spell_json: the same for JSON text, in whose strings markers are text.
 
     Attributes:
         events: that nobody has taken yet.
         num_calls: begun so far.
     """
 
-    def __init__(self, spell: Callable[[str], str] = _as_it_is) -> None:
+    def __init__(self, spell: Callable[[str], str] = _as_it_is, spell_json: Callable[[str], str] = _as_it_is) -> None:
         self.events: list[Event] = []
         self.num_calls = 0
         self._spell = spell
+        self._spell_json = spell_json
 
     def start(self, name: str) -> None:
         self.events.append(ToolCallStart(self.num_calls, self._spell(name)))
@@ -42,7 +44,7 @@ class CallSink:
 
     def arguments(self, json: str) -> None:
         if json:
-            self.events.append(ToolCallArguments(self.num_calls - 1, self._spell(json)))
+            self.events.append(ToolCallArguments(self.num_calls - 1, self._spell_json(json)))
 
     def end(self) -> None:
         self.events.append(ToolCallEnd(self.num_calls - 1))

@@ -21,6 +21,7 @@ _FIELD_NAME = re.compile(r"[\w\-]*")
 _WORDS = re.compile(r"[^{}()\[\],]*")  # a value without quotes
 _LONGEST_WORDS = 10_000  # characters
 _BRACKETS = {"(": "[", "[": "[", "{": "{", ")": "]", "]": "]", "}": "}", ",": ",", ":": ":"}
+_AFTER_STRING = ",:]})"
 _PLAIN = re.compile(r"[^\\\"']+")
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-7]{1,3}|.)", re.DOTALL)
 _HALF_ESCAPE = re.compile(r"\\(x[0-9a-fA-F]?|u[0-9a-fA-F]{0,3}|U[0-9a-fA-F]{0,7}|[0-7]{0,2})")
@@ -125,16 +126,27 @@ class FieldText:
 
     def _in_string(self, text: str) -> int:
         quote = self._quote
-        if text.startswith(quote):
+        is_plain = quote[0] in "\"'"
+        if text.startswith(quote) and (is_plain or (ends := self._is_followed(text[len(quote) :]))):
             self._quote = ""
             self._pass_on('"')
             return len(quote)
-        if quote[0] in "\"'":
+        if is_plain:
             return self._in_plain_string(text)
+        if text.startswith(quote):
+            if ends is None:
+                return 0
+            self._pass_on(_quoted(quote)[1:-1])
+            return len(quote)
         end = text.find(quote)
         end = end if end >= 0 else len(text) - partial_end(text, [quote])
         self._pass_on(_quoted(text[:end])[1:-1])
         return end
+
+    def _is_followed(self, text: str) -> bool | None:
+        """Whether the call goes on behind a marker that may end a string; None if nothing has come yet."""
+        text = text.lstrip(SPACE)
+        return text[0] in (*_AFTER_STRING, self._notation.close, self._notation.assign) if text else None
 
     def _in_plain_string(self, text: str) -> int:
         plain = _match_end(_PLAIN, text)

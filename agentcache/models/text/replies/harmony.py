@@ -38,7 +38,7 @@ class HarmonyReader:
         self._start, self._channel, self._constrain, self._message, *self._ends = codes
         self._any = re.compile("|".join(map(re.escape, codes)))
         self._reads_calls = tools is not None
-        self._sink = CallSink(self._codes.shown)
+        self._sink = CallSink(self._codes.shown, self._codes.in_json)
         self._state = _State.HEADER
         self._header: list[str] = []
         self._prompted = ""  # of the header, by the prompt

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 
+from agentcache.models.text.json_values import json_string
 from agentcache.models.text.marks import any_of
 
 _FIRST = 0x10F000  # of a plane for private use; what is above belongs to `Marks`
@@ -53,6 +54,13 @@ class Codes:
     def spelled(self, coded: str) -> str:
         """Coded text with all markers as their strings."""
         return coded if coded.isascii() else _ANY.sub(lambda found: self._spelled(found[0], hides=False), coded)
+
+    def in_json(self, coded: str) -> str:
+        """Coded JSON text with all markers in its strings as their strings: a file may be about them."""
+        if coded.isascii():
+            return coded
+        quoted = lambda found: json_string(self._spelled(found[0], hides=False), ensure_ascii=False)  # noqa: E731
+        return _ANY.sub(lambda found: quoted(found)[1:-1], coded)
 
     def without(self, coded: str) -> str:
         """Coded text without any marker that is a token."""

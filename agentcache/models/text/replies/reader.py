@@ -86,7 +86,7 @@ class MarkedReader:
         strings = [*dialect.markers, *sum(pairs, ())]
         used = [token for token in form.tokens if any(token.name in string for string in strings)]
         codes = self._codes = Codes((token.name, token.is_shown) for token in used)
-        self._sink = CallSink(codes.shown)
+        self._sink = CallSink(codes.shown, codes.in_json)
         self._parts = DialectParts(self._sink, tools, codes)
         self._opens = {codes.code(marker): make for marker, make in dialect.opens.items()}
         self._bare = dialect.bare

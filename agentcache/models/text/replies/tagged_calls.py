@@ -71,6 +71,7 @@ class _At(Enum):
     KEY = auto()
     VALUE = auto()
     IN_VALUE = auto()
+    BEHIND_VALUE = auto()
     JSON = auto()
     END = auto()
     OBJECTS = auto()
@@ -105,6 +106,7 @@ class TaggedCalls(Steps):
         self._types: frozenset[str] = frozenset()
         self._begun = False  # with passing on the value at work
         self._value: list[str] = []  # of the value at work, what has been read and not been passed on
+        self._behind: list[str] = []  # a closing tag, and the white space behind it
         self._has_inner: bool | None = None  # whether that is a list or an object; None if that has not come yet
         self._inner = JsonText()
         self._json = JsonText()
@@ -123,6 +125,8 @@ class TaggedCalls(Steps):
                 return self._begin_value(final)
             case _At.IN_VALUE:
                 return self._in_value()
+            case _At.BEHIND_VALUE:
+                return self._behind_value(final)
             case _At.JSON:
                 return self._in_json()
             case _At.END:
@@ -175,8 +179,8 @@ class TaggedCalls(Steps):
             return None
         if tags.call_end and text.startswith(tags.call_end):
             self._text = text[len(tags.call_end) :]
-        elif not (self._close and text.startswith(self._close)):
-            ends = [end for end in (tags.argument, tags.call_end, self._close) if end]
+        elif not any(next and text.startswith(next) for next in (self._close, tags.call)):
+            ends = [end for end in (tags.argument, tags.call_end, tags.call, self._close) if end]
             if partial_end(text, ends) == len(text) and not final:
                 return None
             self._text = text
@@ -213,12 +217,45 @@ class TaggedCalls(Steps):
         return None
 
     def _in_value(self) -> Left | None:
+        """Read on up to what may end the value. Each character is looked at once."""
         if self._tags.strips and not self._begun and not self._value:
             self._text = self._text.lstrip(SPACE)
+        text, end = self._text, self._tags.value_end
+        at = text.find(end)
+        certain = text[:at] if at >= 0 else text[: len(text) - partial_end(text, [end])]
         passes_on = self._passes_on()
-        if passes_on is None and self._tags.value_end not in self._text:
+        if at < 0 and (passes_on is None or passes_on and not self._begun and certain in ("", "\n")):
             return None
-        return self._pass_on() if passes_on else self._collect()
+        (self._pass_on if passes_on else self._collect)(certain)
+        self._text = text[len(certain) :]
+        if at >= 0:
+            self._text = self._text[len(end) :]
+            self._behind, self._at = [end], _At.BEHIND_VALUE
+        return None
+
+    def _behind_value(self, final: bool) -> Left | None:
+        """Decide whether a closing tag ends the value: only where the call goes on behind it, or the reply ends."""
+        text = self._text.lstrip(SPACE)
+        self._behind.append(self._text[: len(self._text) - len(text)])
+        self._text, tags = text, self._tags
+        nexts = [tag for tag in (tags.argument, tags.call_end, tags.call, self._close) if tag]
+        is_open = self._inner.is_in_string or not self._has_whole_cdata()
+        if not is_open and text.startswith(tuple(nexts)):
+            self._end_value()
+        elif not is_open and partial_end(text, nexts) == len(text):
+            if final:
+                self._end_value()
+        else:
+            (self._pass_on if self._passes_on() else self._collect)("".join(self._behind))
+            self._at = _At.IN_VALUE
+        return None
+
+    def _has_whole_cdata(self) -> bool:
+        """Whether the value is no `<![CDATA[…]]>` without its end."""
+        if not self._tags.cdata or self._begun:
+            return True
+        value = "".join(self._value).strip(SPACE)
+        return not value.startswith(_CDATA) or value.endswith(_CDATA_END)
 
     def _passes_on(self) -> bool | None:
         """Whether the value is passed on while it comes; None where it is not known yet."""
@@ -229,25 +266,10 @@ class TaggedCalls(Steps):
             return True
         return False if begins == _CDATA else None
 
-    def _collect(self) -> Left | None:
-        """Read on in a value that is told when it is complete. Each of its characters is looked at once."""
-        text, end = self._text, self._tags.value_end
-        at = text.find(end)
-        certain = at if at >= 0 else len(text) - partial_end(text, [end])
-        self._read_value(text[:certain])
-        self._text = text[certain:]
-        if at < 0:
-            return None
-        self._text = self._text[len(end) :]
-        if self._inner.is_in_string:
-            self._read_value(end)
-        else:
-            self._put(write_json(self._converted("".join(self._value)), ensure_ascii=False))
-            self._end_value()
-        return None
-
-    def _read_value(self, text: str) -> None:
-        """Note a piece of the value, and whether it ends within a string of a list or an object."""
+    def _collect(self, text: str) -> None:
+        """Note a piece of a value that is told when it is complete, and whether it ends within a string of a list or
+        an object.
+        """
         if not text:
             return
         self._value.append(text)
@@ -258,35 +280,26 @@ class TaggedCalls(Steps):
             self._inner.feed(text, 0)
             self._inner.take()
 
-    def _pass_on(self) -> Left | None:
+    def _pass_on(self, text: str) -> None:
         """Pass on what is certain of a string; white space that may be its end waits in `_value`."""
-        text, tags = self._text, self._tags
-        at = text.find(tags.value_end)
-        is_whole = at >= 0
+        strips = self._tags.strips
         if not self._begun:
-            begins = text if tags.strips else text.removeprefix("\n")
-            if not is_whole and not begins:
-                return None
-            at -= len(text) - len(begins)
-            text, self._begun = begins, True
+            text, self._begun = text if strips else text.removeprefix("\n"), True
             self._put('"')
-        certain = text[: at if is_whole else len(text) - partial_end(text, [tags.value_end])]
-        self._text = text[len(certain) :]
-        if not tags.strips:
-            certain, self._value = "".join([*self._value, certain]), []
-        said = certain.rstrip(SPACE) if tags.strips else certain.removesuffix("\n")
+        if not strips:
+            text, self._value = "".join([*self._value, text]), []
+        said = text.rstrip(SPACE) if strips else text.removesuffix("\n")
         if said:
             self._sink.arguments(json_string("".join([*self._value, said]), ensure_ascii=False)[1:-1])
             self._value = []
-        if len(said) < len(certain):
-            self._value.append(certain[len(said) :])
-        if is_whole:
-            self._text = self._text[len(tags.value_end) :]
-            self._sink.arguments('"')
-            self._end_value()
-        return None
+        if len(said) < len(text):
+            self._value.append(text[len(said) :])
 
     def _end_value(self) -> None:
+        if self._begun:
+            self._sink.arguments('"')
+        else:
+            self._put(write_json(self._converted("".join(self._value)), ensure_ascii=False))
         self._value, self._has_inner, self._inner = [], None, JsonText()
         self._begun, self._at = False, _At.ARGUMENTS
 
@@ -330,14 +343,25 @@ class TaggedCalls(Steps):
             self._json.complete()
             self._sink.arguments(self._json.take())
         else:
-            if self._at is _At.IN_VALUE and self._begun:
-                self._sink.arguments('"')
-                self._text = ""
+            if self._at is _At.IN_VALUE:
+                self._cut_value()
             self._sink.arguments("}" if self._num_arguments else "{}")
         self._sink.end()
         self._started = False
-        in_argument = self._at in (_At.KEY, _At.IN_VALUE)
-        return Left(rest="" if in_argument else self._text)
+        return Left(rest="" if self._at is _At.KEY else self._text)
+
+    def _cut_value(self) -> None:
+        """The reply ends in a value: a string has what has come, any other needs a closing tag."""
+        self._value.append(self._text)
+        value, end = "".join(self._value), self._tags.value_end
+        self._text = ""
+        if self._begun:
+            self._sink.arguments('"')
+        elif end in value:
+            if self._types and "string" not in self._types:
+                value, _, self._text = value.rpartition(end)
+            self._value = [value]
+            self._end_value()
 
 
 def _name_in(tag: str) -> str:
