@@ -128,6 +128,7 @@ class Config:
         adapters: loaded at start.
         aliases: further names of the served model or its adapters, each with a name it already has.
         strict_model_names: whether `claude-*` and `gpt-*` are unknown names; else they mean the served model.
+        default_agent: agents of requests that name none, by a part of the `User-Agent` header; `*` for any.
         session_headers: whether a request's agent may be taken from headers and from what clients send unasked.
         stable_prefix: whether lines in front of a conversation that change from turn to turn stay as they were in the
             cache, and are told in front of the newest message instead.
@@ -258,6 +259,15 @@ class Config:
     aliases: Mapping[str, str] = _setting(Kind.TABLE, default_factory=dict)
     strict_model_names: bool = _setting(
         Kind.SWITCH, Flag("Refuse claude-* and gpt-* names; else they mean this model.", is_bare=True), default=False
+    )
+    default_agent: Mapping[str, str] = _setting(
+        Kind.TABLE,
+        Flag(
+            "Agent of requests that name none; CLIENT=NAME: of a client by its User-Agent; may be repeated.",
+            metavar="[CLIENT=]NAME",
+            repeats=True,
+        ),
+        default_factory=dict,
     )
     session_headers: bool = _setting(
         Kind.SWITCH,

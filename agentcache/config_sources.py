@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from agentcache.adapter_settings import parse_adapters
 from agentcache.config import SETTINGS, Config, Images, Kind, default_cache_dir
+from agentcache.default_agents import parse_default_agents
 from agentcache.durable import Durability
 from agentcache.errors import ConfigError
 from agentcache.origins import parse_origins
@@ -118,6 +119,7 @@ def _convert(raw: Mapping[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {key: _plain(key, value) for key, value in one_value.items()}
     settings["adapters"] = parse_adapters(raw.get("adapters", {}))
     settings["aliases"] = _aliases(raw.get("aliases", {}))
+    settings["default_agent"] = parse_default_agents(raw.get("default_agent", {}))
     settings["cors_origins"] = parse_origins(raw.get("cors_origins", ()))
     settings |= _key_of_file(settings)
     cache_dir = Path(settings.get("cache_dir", default_cache_dir())).expanduser().absolute()

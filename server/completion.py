@@ -64,6 +64,8 @@ async def answer(request: HttpRequest, job: Job) -> Response:
     context = context_of(request)
     name_agent(request, job.requests[0].agent)
     note_model(request, job.requests[0].adapter or context.engine.model.id)
+    if job.requests[0].agent is None:
+        context.clients.note_unkept(request.headers.get("user-agent", ""))
     deadline = _deadline(context, job.timeout)
     if job.stream:
         return await _stream(request, context, job, deadline)

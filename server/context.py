@@ -17,6 +17,7 @@ from agentcache.gateway.prompt_workers import Workers, shutting_down
 from agentcache.report import ModelInfo
 from agentcache.server.body import note_read
 from agentcache.server.engine import Engine
+from agentcache.server.known_clients import KnownClients
 from agentcache.server.large_json import LargeJson
 from agentcache.server.last_turns import LastTurns
 from agentcache.server.metrics import ServerMetrics
@@ -47,6 +48,7 @@ class Context:
     keep_alive_seconds: float
     metrics: ServerMetrics = field(default_factory=ServerMetrics)
     last_turns: LastTurns = field(default_factory=LastTurns)
+    clients: KnownClients = field(default_factory=KnownClients)
 
     @cached_property
     def workers(self) -> Workers:
@@ -89,6 +91,7 @@ class Call:
     Args:
         num_bytes: length of the body.
         notes: what was read in another way than it was sent, for the client to know.
+        clients: what earlier requests have said of clients.
     """
 
     body: Reader
@@ -97,6 +100,7 @@ class Call:
     config: Config
     num_bytes: int = 0
     notes: Notes = field(default_factory=Notes)
+    clients: KnownClients = field(default_factory=KnownClients)
 
 
 def context_of(request: Request) -> Context:
@@ -148,7 +152,8 @@ async def _read(request: Request, param: str | None, read: Callable[[Call], T], 
         limit = ReadLimit(size, has_ended, rests=weight > SMALL_BODY)
         value = parse_object(raw) if weight <= LARGE_BODY else context.large_json.parse(raw, param, limit.check)
         refuse_long_lists(value, model.max_context)
-        return read(Call(Reader(value, limit=limit), request.headers, model, context.config, size))
+        body = Reader(value, limit=limit)
+        return read(Call(body, request.headers, model, context.config, size, clients=context.clients))
 
     try:
         if weight <= SMALL_BODY:

@@ -116,6 +116,11 @@ def test_known_variables_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> 
         ({"aliases": {"small": 3}}, "aliases: small"),
         ({"aliases": {"small": ""}}, "aliases: small"),
         ({"api_key_file": 3}, "api_key_file"),
+        ({"default_agent": 3}, "default_agent"),
+        ({"default_agent": ["../x"]}, "default_agent: '../x' is no agent id"),
+        ({"default_agent": ["=a"]}, "default_agent"),
+        ({"default_agent": {"copilot": 3}}, "default_agent"),
+        ({"default_agent": ["Copilot=a", "copilot=b"]}, "default_agent: 'copilot' is there twice"),
     ],
 )
 def test_values_that_make_no_sense_are_named(overrides: dict[str, object], named: str) -> None:
@@ -236,3 +241,15 @@ def test_sampling_of_requests_that_say_nothing(home: Path) -> None:
     for wrong in ({"temperature": -1.0}, {"top_p": 2.0}, {"temperature": 1e9}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             Config(**wrong)  # type: ignore[arg-type]
+
+
+def test_default_agents_from_each_source(home: Path) -> None:
+    assert load_config({}, environ={}).default_agent == {}
+    from_flags = load_config({"default_agent": ["notes", "Copilot=pilot"]}, environ={}).default_agent
+    assert from_flags == {"*": "notes", "copilot": "pilot"}
+    environ = {"AGENTCACHE_DEFAULT_AGENT": "notes, QwenCode = qwen"}
+    assert load_config({}, environ=environ).default_agent == {"*": "notes", "qwencode": "qwen"}
+    write_config(home, 'default_agent = "notes"\n')
+    assert load_config({}, environ={}).default_agent == {"*": "notes"}
+    (home / ".agentcache" / "config.toml").write_text('[default_agent]\n"*" = "notes"\nOpenAI = "sdk"\n')
+    assert load_config({}, environ={}).default_agent == {"*": "notes", "openai": "sdk"}

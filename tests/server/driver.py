@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,15 @@ def ask(
 
     with asyncio.Runner(loop_factory=loop) as runner:
         return runner.run(send())
+
+
+async def ask_each(
+    engine: FakeEngine, path: str, requests: Iterable[dict[str, Any]], *, config: Config | None = None
+) -> list[httpx.Response]:
+    """The answers of one server to POST requests, one after the other."""
+    transport = httpx.ASGITransport(create_app(engine, config or Config()))
+    async with httpx.AsyncClient(transport=transport, base_url=BASE_URL) as client:
+        return [await client.post(path, **options) for options in requests]
 
 
 def post(engine: FakeEngine, path: str, body: Any, **options: Any) -> httpx.Response:

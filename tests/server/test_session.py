@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 from typing import Any
 
 import pytest
@@ -10,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentcache.config import Config
+from agentcache.server.known_clients import KnownClients, client_name
 from agentcache.server.session import agent_of_cache_key, agent_of_session, session_of_user
 from agentcache.server.validate import check_agent_id
-from tests.server.driver import chat, complete, post, refused
+from tests.server.driver import ask_each, chat, complete, post, refused
 from tests.server.fake_engine import FakeEngine
 
 UUID = "0f3c9a52-3f6e-4a55-9d1c-6f1b2a7c8d9e"
@@ -31,6 +34,14 @@ BODY_AND_HEADERS: list[tuple[dict[str, Any], dict[str, str], str]] = [
     ({}, {"session_id": "a7"}, "a7"),
     ({}, {"x-session-affinity": "a8"}, "a8"),
     ({}, {"x-opencode-session": "a9"}, "a9"),
+    ({}, {"x-affinity": "a10"}, "a10"),
+    ({}, {"x-kilo-session": "a11"}, "a11"),
+    ({}, {"x-kilocode-taskid": "a12"}, "a12"),
+    ({}, {"agent-session-id": "a13"}, "a13"),
+    ({}, {"x-openwebui-chat-id": "a14"}, "a14"),
+    ({}, {"x-client-session-id": "a15"}, "a15"),
+    ({"metadata": {"session_id": "a16"}}, {}, "a16"),
+    ({"client_metadata": {"session_id": "a17"}}, {}, "a17"),
 ]
 
 
@@ -83,7 +94,15 @@ def test_metadata_may_be_anything(metadata: Any) -> None:
     assert post(FakeEngine(), "/v1/messages", body).status_code == 200
 
 
-UNASKED = ["X-Claude-Code-Session-Id", "session-id", "session_id", "x-session-affinity", "x-opencode-session"]
+UNASKED = [
+    "X-Claude-Code-Session-Id",
+    "session-id",
+    "session_id",
+    "x-session-affinity",
+    "x-opencode-session",
+    "x-affinity",
+    "x-litellm-session-id",
+]
 
 
 @pytest.mark.parametrize("header", UNASKED)
@@ -176,3 +195,121 @@ def test_streams_and_refusals_name_the_agent(send: Any) -> None:
     assert stream.headers.get_list("x-agentcache-agent") == ["a"]
     failing = FakeEngine(script=lambda request: [RuntimeError("x")])
     assert send(failing, {"agent": "a"}).headers["x-agentcache-agent"] == "a"
+
+
+def test_a_parents_session_is_not_the_requests() -> None:
+    engine = FakeEngine()
+    chat(engine, headers={"x-parent-session-id": "p", "x-kilo-parent-session-id": "p"})
+    assert engine.requests[0].agent is None
+
+
+@pytest.mark.parametrize("header", ["X-Session-ID", "x-session-affinity", "x-kilo-session"])
+def test_a_title_belongs_to_its_session(header: str) -> None:
+    engine = FakeEngine()
+    for session in ("ses_1a2B", "title-ses_1a2B", "summary-ses_1a2B"):
+        chat(engine, headers={header: session})
+    chat(engine, headers={header: "title-of-a-book"})
+    assert [request.agent for request in engine.requests] == ["ses_1a2B"] * 3 + ["title-of-a-book"]
+
+
+def codex(thread: str, source: str, installation: str = "i") -> dict[str, Any]:
+    """What Codex 0.171 sends of a thread."""
+    turn = json.dumps({"installation_id": installation, "thread_id": thread, "thread_source": source})
+    return {
+        "headers": {"session-id": thread, "thread-id": thread, "x-codex-turn-metadata": turn},
+        "json": {
+            "input": "hi",
+            "prompt_cache_key": thread,
+            "client_metadata": {"session_id": thread, "x-codex-turn-metadata": turn},
+        },
+    }
+
+
+@pytest.mark.parametrize("without", ["", "headers", "client_metadata"])
+def test_codexs_titles_belong_to_the_session_before_them(without: str) -> None:
+    engine = FakeEngine()
+    threads = [("a", "user", "i"), ("b", "user", "other"), ("t", "thread_title", "i"), ("u", "thread_title", "other")]
+    requests = [codex(*thread) for thread in [*threads, ("s", "subagent", "i"), ("a", "user", "i")]]
+    for request in requests:
+        if without == "headers":
+            del request["headers"]["x-codex-turn-metadata"]
+        else:
+            request["json"].pop(without, None)
+    asyncio.run(ask_each(engine, "/v1/responses", requests))
+    assert [request.agent for request in engine.requests] == ["a", "b", "a", "b", "s", "a"]
+
+
+def test_a_title_without_a_session_is_no_agent() -> None:
+    engine = FakeEngine()
+    asyncio.run(ask_each(engine, "/v1/responses", [codex("t", "thread_title")]))
+    assert engine.requests[0].agent is None
+
+
+@pytest.mark.parametrize("turn", ["", "x", "[]", "{", '{"thread_source": ["thread_title"]}', "[" * 5000])
+def test_codexs_metadata_may_be_anything(turn: str) -> None:
+    engine = FakeEngine()
+    chat(engine, headers={"session-id": "a", "x-codex-turn-metadata": turn})
+    assert engine.requests[0].agent == "a"
+
+
+def test_installations_are_bounded() -> None:
+    clients = KnownClients()
+    for number in range(1000):
+        clients.note_session(str(number), "a")
+    assert clients.latest_session("999") == "a" and clients.latest_session("0") is None
+
+
+DEFAULTS = Config(default_agent={"*": "all", "copilot": "pilot", "copilot-beta": "beta"})
+
+
+@pytest.mark.parametrize(
+    ("client", "agent"),
+    [("copilot/1.0.102 (linux)", "pilot"), ("GitHubCopilot/1", "pilot"), ("Copilot-beta/2", "beta"), ("x", "all")],
+)
+@pytest.mark.parametrize("send", [chat, complete])
+def test_clients_that_name_none_get_the_default(client: str, agent: str, send: Any) -> None:
+    engine = FakeEngine()
+    answer = send(engine, headers={"user-agent": client}, config=DEFAULTS)
+    assert answer.headers["x-agentcache-agent"] == engine.requests[0].agent == agent
+    send(engine, {"agent": "own"}, headers={"user-agent": client}, config=DEFAULTS)
+    send(engine, headers={"user-agent": client, "x-affinity": "session"}, config=DEFAULTS)
+    assert [request.agent for request in engine.requests[1:]] == ["own", "session"]
+
+
+def test_the_default_holds_without_session_headers() -> None:
+    engine = FakeEngine()
+    config = Config(default_agent={"*": "all"}, session_headers=False)
+    chat(engine, headers={"x-affinity": "session"}, config=config)
+    assert engine.requests[0].agent == "all"
+
+
+def test_only_listed_clients_get_a_default() -> None:
+    engine = FakeEngine()
+    chat(engine, headers={"user-agent": "curl/8"}, config=Config(default_agent={"copilot": "pilot"}))
+    assert engine.requests[0].agent is None
+
+
+def test_the_first_request_that_is_not_kept_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "agentcache.sessions")
+    sent = [{"headers": {"user-agent": each}} for each in ("QwenCode/0.24.4 (linux; x64)", "QwenCode/1", "aider/2", "")]
+    sent.append({"headers": {"user-agent": "aider/2", "X-Session-ID": "x"}})
+    requests = [each | {"json": {"messages": [{"role": "user", "content": "hi"}]}} for each in sent]
+    asyncio.run(ask_each(FakeEngine(), "/v1/chat/completions", requests))
+    lines = [record.getMessage() for record in caplog.records if record.name == "agentcache.sessions"]
+    assert [line.split()[2] for line in lines] == ["QwenCode", "aider", "unknown"]
+    assert "--default-agent qwencode=NAME" in lines[0] and "X-Session-ID" in lines[0]
+
+
+def test_lines_of_unkept_clients_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "agentcache.sessions")
+    clients = KnownClients()
+    for number in range(1000):
+        clients.note_unkept(f"client{number}/1")
+    clients.note_unkept("a\x1b[31m")
+    assert 0 < len(caplog.records) <= 64
+    assert max(len(record.getMessage()) for record in caplog.records) < 400
+
+
+@given(st.text())
+def test_any_user_agent_has_a_name(text: str) -> None:
+    assert 0 < len(client_name(text)) <= 40
