@@ -7,18 +7,20 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from agentcache.cli.connection import AsJson, CacheDir, running_server
+from agentcache.cli.connection import ApiKey, ApiKeyFile, AsJson, CacheDir, running_server
+from agentcache.cli.doctor_check import Check
 from agentcache.cli.doctor_model import examine_model, local_folder
+from agentcache.cli.doctor_server import examine_server, root_of
 from agentcache.config import Config
 from agentcache.config_sources import load_config
-from agentcache.errors import AgentCacheError, CacheFolderInUse, StoreError
+from agentcache.errors import AgentCacheError, CacheFolderInUse, ConfigError, StoreError
 from agentcache.ranks.rank import RANK_FOLDER, rank_folders
 from agentcache.sizes import disk_room
 from agentcache.store.disk_budget import automatic_budget, explicit_budget
@@ -37,20 +39,6 @@ print(mx.default_device().type.name)
 """
 
 
-@dataclass(frozen=True)
-class Check:
-    """One finding. `ok` is False where something keeps agentcache from working.
-
-    Args:
-        data: the same for programs, where there are numbers.
-    """
-
-    name: str
-    ok: bool
-    detail: str
-    data: Any = None
-
-
 def doctor(
     model: Annotated[
         str | None, typer.Option(help="Folder or hub id; the served or configured one without it.")
@@ -60,20 +48,38 @@ def doctor(
         str | None, typer.Option(help="Bits of cached keys and values (4).", metavar="auto|4|8|k8v4|16")
     ] = None,
     files: Annotated[bool, typer.Option("--check", help="Also verify every file of the cache folder.")] = False,
+    url: Annotated[
+        str | None, typer.Option(help="Examine a running server over HTTP instead, with tiny requests.")
+    ] = None,
+    api_key: ApiKey = None,
+    api_key_file: ApiKeyFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check the installation, the cache folder, and what is served of a model."""
+    """Check the installation, the cache folder, and what is served of a model; or, with --url, a running server."""
+    if url is not None:
+        if files or any(option is not None for option in (model, cache_dir, kv)):
+            raise ConfigError("--model, --cache-dir, --kv and --check are about this machine: leave them out with --url")
+        config = load_config({"api_key": api_key, "api_key_file": api_key_file})
+        _tell(examine_server(root_of(url), config.api_key), as_json=as_json)
+        return
     config = load_config({"model": model, "cache_dir": cache_dir, "kv": kv})
     checks = list(examine(config, model))
     if files:
         for folder in (config.cache_dir, *rank_folders(config.cache_dir)):
             checks += verify(folder)
-    if as_json:
-        typer.echo(json.dumps([asdict(check) for check in checks]))
-    else:
-        for check in checks:
+    _tell(checks, as_json=as_json)
+
+
+def _tell(checks: Iterable[Check], *, as_json: bool) -> None:
+    """Print each finding as soon as it is there, or all as JSON. A failed one means exit code 1."""
+    told = []
+    for check in checks:
+        told.append(check)
+        if not as_json:
             typer.echo(f"{'ok  ' if check.ok else 'FAIL'}  {check.name:<12}  {check.detail}")
-    if not all(check.ok for check in checks):
+    if as_json:
+        typer.echo(json.dumps([asdict(check) for check in told]))
+    if not all(check.ok for check in told):
         raise typer.Exit(1)
 
 
