@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from itertools import groupby
+from collections.abc import Iterator
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -18,7 +18,7 @@ from agentcache.server.context import Call, engine_of, name_agent, read_prompt
 from agentcache.server.messages import without_billing_header
 from agentcache.server.model_names import check_model
 from agentcache.server.options import check_chat, read_options, refuse_unsupported
-from agentcache.server.parts import read_part
+from agentcache.server.parts import plain_text, read_part, read_parts
 from agentcache.server.replies import read_reading
 from agentcache.server.sampling import MAX_TOKENS_LIMIT, read_sampling
 from agentcache.server.session import read_agent
@@ -109,7 +109,7 @@ def _read_text(reader: Reader, name: str, role: str, call: Call) -> str:
     """A string, or blocks as text."""
     if not isinstance(reader.get(name), list):
         return reader.string(name) or ""
-    return _BETWEEN_BLOCKS.join(read_part(block, role, call) for block in reader.objects(name))
+    return _BETWEEN_BLOCKS.join(read_parts(reader, name, role, call))
 
 
 def _read_message(message: Reader, call: Call) -> list[dict[str, Any]]:
@@ -123,27 +123,39 @@ def _read_message(message: Reader, call: Call) -> list[dict[str, Any]]:
         return _read_system(message, "content", call)
     if isinstance(message.get("content"), str):
         return [{"role": role, "content": message.string("content")}]
-    blocks = message.objects("content")
-    return [_read_assistant(blocks, call)] if role == "assistant" else _read_user(blocks, call)
+    return [_read_assistant(message, call)] if role == "assistant" else _read_user(message, call)
 
 
-def _read_assistant(blocks: list[Reader], call: Call) -> dict[str, Any]:
+def _read_assistant(message: Reader, call: Call) -> dict[str, Any]:
     """Text, calls and thinking, of which the chat template shows the model again what it is used to."""
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
-    for block in blocks:
-        kind = block.required_string("type")
-        if kind == "tool_use":
+    for block in _blocks(message):
+        if isinstance(block, str):
+            texts.append(block)
+        elif (kind := block.required_string("type")) == "tool_use":
             calls.append(_read_call(block))
         elif kind == "thinking":
             thoughts.append(block.string("thinking") or "")
         elif kind != "redacted_thinking":
             texts.append(read_part(block, "assistant", call))
-    message: dict[str, Any] = {"role": "assistant", "content": _BETWEEN_BLOCKS.join(texts)}
+    read: dict[str, Any] = {"role": "assistant", "content": _joined(texts)}
     if any(thoughts):
-        message["reasoning_content"] = _BETWEEN_BLOCKS.join(thoughts)
-    return message | ({"tool_calls": calls} if calls else {})
+        read["reasoning_content"] = _joined(thoughts)
+    return read | ({"tool_calls": calls} if calls else {})
+
+
+def _blocks(message: Reader) -> Iterator[str | Reader]:
+    """The blocks of a message's content: of text blocks the text."""
+    for index, block in enumerate(message.items("content")):
+        text = plain_text(block)
+        yield message.item("content", index) if text is None else text
+
+
+def _joined(texts: list[str]) -> str:
+    """Blocks as one text. Empty ones, which Anthropic's own server refuses, add nothing."""
+    return _BETWEEN_BLOCKS.join(filter(None, texts))
 
 
 def _read_call(block: Reader) -> dict[str, Any]:
@@ -151,20 +163,26 @@ def _read_call(block: Reader) -> dict[str, Any]:
     return {"id": block.required_string("id"), "type": "function", "function": function}
 
 
-def _read_user(blocks: list[Reader], call: Call) -> list[dict[str, Any]]:
+def _read_user(message: Reader, call: Call) -> list[dict[str, Any]]:
     """Tool results, each a message, and the texts between them."""
     messages: list[dict[str, Any]] = []
-    for is_result, group in groupby(blocks, _is_result):
-        if is_result:
-            messages += [_read_result(block, call) for block in group]
+    texts: list[str] = []
+    for block in _blocks(message):
+        if isinstance(block, str):
+            texts.append(block)
+        elif block.required_string("type") != "tool_result":
+            texts.append(read_part(block, "user", call))
         else:
-            text = _BETWEEN_BLOCKS.join([read_part(block, "user", call) for block in group])
-            messages.append({"role": "user", "content": text})
+            messages += _user_text(texts)
+            messages.append(_read_result(block, call))
+            texts = []
+    messages += _user_text(texts)
     return messages or [{"role": "user", "content": ""}]
 
 
-def _is_result(block: Reader) -> bool:
-    return block.required_string("type") == "tool_result"
+def _user_text(texts: list[str]) -> list[dict[str, Any]]:
+    text = _joined(texts)
+    return [{"role": "user", "content": text}] if text else []
 
 
 def _read_result(block: Reader, call: Call) -> dict[str, Any]:

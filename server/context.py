@@ -33,7 +33,8 @@ SERVER_NAME = "agentcache"  # of the Server header, by which the command line kn
 SMALL_BODY = 128 << 10
 LARGE_BODY = 1_000_000
 _BYTES_PER_GROUP = 192  # an object or list takes up to 5 µs
-_BYTES_PER_VALUE = 24  # of one
+_BYTES_PER_QUOTE = 12  # two of a key or string of one
+_BYTES_PER_COMMA = 2  # lists of numbers have nothing else, and prompts of token ids are long
 MOST_NOTES = 32
 READERS = 2  # threads that read bodies; one of them reads large ones: they share Python's lock with all else
 MOST_UNREAD = 64  # bodies that may wait for a thread
@@ -168,7 +169,9 @@ def body_weight(raw: bytes) -> int:
     """How much work it is to read a body, in bytes of plain text: a value takes as long as many bytes do."""
     if len(raw) > LARGE_BODY:  # to count takes a millisecond for a megabyte
         return len(raw)
-    return len(raw) + _BYTES_PER_GROUP * (raw.count(b"{") + raw.count(b"[")) + _BYTES_PER_VALUE * raw.count(b",")
+    num_groups = raw.count(b"{") + raw.count(b"[")
+    values = _BYTES_PER_QUOTE * raw.count(b'"') + _BYTES_PER_COMMA * raw.count(b",")
+    return len(raw) + _BYTES_PER_GROUP * num_groups + values
 
 
 def _never() -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 from agentcache.models.text.json_values import parse_json
 from agentcache.server.answer_form import read_tool_choice
 from agentcache.server.context import Call
-from agentcache.server.parts import read_part
+from agentcache.server.parts import read_parts
 from agentcache.server.validate import Reader
 
 ROLES = {
@@ -67,7 +67,7 @@ def _read_content(message: Reader, role: str, call: Call) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, list):
-        return "".join(read_part(part, role, call) for part in message.objects("content"))
+        return "".join(read_parts(message, "content", role, call))
     message.fail("content", "must be a string or a list of text parts")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from agentcache.config import Images
 from agentcache.server.context import Call
 from agentcache.server.validate import Reader
@@ -14,6 +16,23 @@ _PICTURES = {
     "document": "document",
     "input_file": "document",
 }
+
+
+def read_parts(holder: Reader, name: str, role: str, call: Call) -> list[str]:
+    """The texts of the parts in the list under `name`, as `read_part` reads each. Empty ones add nothing."""
+    read = (
+        read_part(holder.item(name, index), role, call) if (text := plain_text(part)) is None else text
+        for index, part in enumerate(holder.items(name))
+    )
+    return [text for text in read if text]
+
+
+def plain_text(part: Any) -> str | None:
+    """The text of a part that is nothing but text; None for all else. Quick, since there may be thousands."""
+    if type(part) is not dict or part.get("type") not in _TEXTS:
+        return None
+    text = part.get("text")
+    return text if type(text) is str else None
 
 
 def read_part(part: Reader, role: str, call: Call) -> str:

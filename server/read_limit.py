@@ -9,7 +9,7 @@ from agentcache.errors import InvalidRequest, Overloaded
 
 BASE_SECONDS = 2.0
 SECONDS_PER_MEGABYTE = 0.5
-_STEPS = 32  # between two looks at the clock; some hundredths of a millisecond
+STEPS = 32  # between two looks at the clock; some hundredths of a millisecond
 # A thread that computes keeps Python's lock for 5 ms whenever another one wants it. The event loop needs it several
 # times a request.
 _WORK_SECONDS = 0.0005
@@ -45,9 +45,13 @@ class ReadLimit:
             Overloaded: the request has ended.
         """
         self._steps += 1
-        if self._steps % _STEPS == 0:
-            self.check()
-            self._rest()
+        if self._steps % STEPS == 0:
+            self.look()
+
+    def look(self) -> None:
+        """As `STEPS` calls of `step`."""
+        self.check()
+        self._rest()
 
     def _rest(self) -> None:
         if self._rests and time.perf_counter() - self._rested > _WORK_SECONDS:

@@ -8,7 +8,7 @@ from typing import Any
 
 from agentcache.server.context import Call
 from agentcache.server.messages import ROLES, read_arguments, without_billing_header
-from agentcache.server.parts import read_part
+from agentcache.server.parts import read_parts
 from agentcache.server.response_tools import INPUT, shown_name
 from agentcache.server.validate import Reader
 
@@ -136,7 +136,7 @@ def _read_content(item: Reader, name: str, role: str, call: Call) -> str:
         return content
     if not isinstance(content, list):
         item.fail(name, "must be a string or a list of parts")
-    return "".join(read_part(part, role, call) for part in item.objects(name))
+    return "".join(read_parts(item, name, role, call))
 
 
 def _read_thought(item: Reader) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 from agentcache.errors import ContextLengthExceeded, InvalidRequest
 from agentcache.models.text.json_values import TooDeep, deep_place, parse_json
 from agentcache.names import is_name
-from agentcache.server.read_limit import ReadLimit
+from agentcache.server.read_limit import STEPS, ReadLimit
 
 MAX_INTEGER = 2**63 - 1
 MAX_NAME = 256  # characters of a tool's name
@@ -70,17 +70,26 @@ def refuse_many_values(raw: bytes, max_context: int) -> None:
 
 
 def refuse_long_lists(body: dict[str, Any], max_context: int) -> None:
-    """Refuse messages or token ids of which there are more than tokens fit, before anybody looks at them one by one.
+    """Refuse messages, token ids or tool results that are more than the context has tokens, before each is read.
 
     Raises:
         ContextLengthExceeded: with the name of the list.
     """
     for param in ("messages", "prompt", "input"):
         items = body.get(param)
-        if isinstance(items, list) and len(items) > max_context:
-            raise ContextLengthExceeded(
-                f"{param} has {len(items)} items; the model's context has {max_context} tokens.", param=param
-            )
+        if isinstance(items, list):
+            _refuse_long(f"{param} has {len(items)} items", len(items), max_context, param)
+    messages = body.get("messages")
+    for message in messages if isinstance(messages, list) else ():
+        blocks = message.get("content") if isinstance(message, dict) else None
+        if isinstance(blocks, list) and len(blocks) > max_context:
+            count = sum(isinstance(block, dict) and block.get("type") == "tool_result" for block in blocks)
+            _refuse_long(f"a message has {count} tool results", count, max_context, "messages")
+
+
+def _refuse_long(what: str, count: int, max_context: int, param: str) -> None:
+    if count > max_context:
+        raise ContextLengthExceeded(f"{what}; the model's context has {max_context} tokens.", param=param)
 
 
 def check_agent_id(value: str, param: str) -> str:
@@ -189,6 +198,25 @@ class Reader:
                 limit.step()
             readers.append(Reader(item, f"{path}[{index}]", limit))
         return readers
+
+    def items(self, name: str) -> Iterator[Any]:
+        """The values of the list under `name`, unchecked; none where it is absent. `item` reads one as an object."""
+        value = self.value.get(name)
+        if value is None:
+            return
+        if not isinstance(value, list):
+            self.fail(name, "must be a list")
+        for index, item in enumerate(value):
+            if index % STEPS == 0 and self._limit is not None:
+                self._limit.look()
+            yield item
+
+    def item(self, name: str, index: int) -> Reader:
+        """The object at `index` of the list under `name`."""
+        value, at = self.value[name][index], f"{name}[{index}]"
+        if not isinstance(value, dict):
+            self.fail(at, "must be an object")
+        return Reader(value, self.param(at), self._limit)
 
     def only(self, *known: str) -> None:
         """Refuses every other key."""

@@ -148,8 +148,8 @@ def _no_text(token_ids: Sequence[int]) -> Spelling:
 
 
 def _check_ids(token_ids: list[int], vocab_size: int) -> None:
-    wrong = next((i for i, token in enumerate(token_ids) if not 0 <= token < vocab_size), None)
-    if wrong is not None:
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+        wrong = next(i for i, token in enumerate(token_ids) if not 0 <= token < vocab_size)
         message = f"token id {token_ids[wrong]} is outside the vocabulary of {vocab_size}"
         raise InvalidRequest(message, param=f"prompt[{wrong}]")
 

@@ -39,6 +39,10 @@ BODIES: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         "/v1/chat/completions",
         lambda: user([{"type": "text", "text": ""}] * 15_000),
     ),
+    "messages: 15,000 parts": (
+        "/v1/messages",
+        lambda: user([{"type": "text", "text": ""}] * 15_000),
+    ),
     "messages: results": (
         "/v1/messages",
         lambda: user([{"type": "tool_result", "tool_use_id": "a", "content": "a" * 100}] * MANY),
@@ -96,6 +100,31 @@ def test_others_are_served(server: ServerProcess, quiet: tuple[Seen, int], tmp_p
         f"{before * 1e3:.1f} ms quiet, memory {(max(seen.memory) - memory) / 1e6:+.0f} MB"
     )
     check_bound(p95 < HEALTH_P95 and median < SHORT_RATIO * before and max(seen.memory) - memory < MEMORY, figures)
+
+
+ORDINARY = user([{"type": "text", "text": "hi"}])
+# Of what as many clients cost others that say "hi". Their answers come from the steps that compute the short request.
+ORDINARY_RATIO = 1.7
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"], ids=["chat", "messages"])
+@in_rounds
+def test_thousands_of_parts_cost_others_as_much_as_a_word(server: ServerProcess, tmp_path: Path, path: str) -> None:
+    """Bodies of 90 KB, quick to answer: what they add to an ordinary client's request is their reading only."""
+    parts = user([{"type": "text", "text": ""}] * 3_000)
+    short: dict[str, list[float]] = {"parts": [], "hi": []}
+    for _ in range(3):
+        for name, body in ("parts", parts), ("hi", ORDINARY):
+            attackers = [attacking(server, path, body, tmp_path, 1.5) for _ in range(ATTACKERS)]
+            with ThreadPoolExecutor(ATTACKERS) as readers:
+                reading = [readers.submit(attacker.communicate, timeout=PATIENCE) for attacker in attackers]
+                short[name] += watched(server, attackers[0]).short
+                outputs = [each.result()[0] for each in reading]
+            assert {line.split(" ", 1)[0] for output in outputs for line in output.splitlines()} == {"200"}
+    beside, ordinary = (statistics.median(short[name]) for name in ("parts", "hi"))
+    figures = f"short request {beside * 1e3:.1f} ms beside 3,000 parts, {ordinary * 1e3:.1f} ms beside as many clients"
+    print(figures)
+    check_bound(beside < ORDINARY_RATIO * ordinary, figures)
 
 
 @pytest.mark.parametrize(

@@ -103,3 +103,54 @@ def test_the_setting_leaves_images_of_the_user_out(path: str, part: dict[str, An
 def test_what_nobody_knows_is_refused_whatever_the_setting(role: str) -> None:
     body = {"messages": [{"role": role, "content": [{"type": "hologram"}]}]}
     assert refused(chat(FakeEngine(), body, config=LEAVE_OUT), 400)["param"] == "messages[0].content[0].type"
+
+
+# -- empty parts ------------------------------------------------------------------------------------------------------
+
+EMPTY = {"type": "text", "text": ""}
+INPUT_EMPTY = {"type": "input_text", "text": ""}
+USE = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
+RESULT = {"type": "tool_result", "tool_use_id": "t", "content": [EMPTY, TEXT, EMPTY]}
+FULL = {"type": "text", "text": "So?"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "shown"),
+    [
+        (
+            "/v1/messages",
+            {
+                "system": [EMPTY, FULL, EMPTY, FULL],
+                "messages": [
+                    {"role": "user", "content": [EMPTY, FULL, EMPTY]},
+                    {"role": "assistant", "content": [EMPTY, FULL, EMPTY, USE]},
+                    {"role": "user", "content": [EMPTY, RESULT, EMPTY]},
+                    {"role": "user", "content": [FULL, EMPTY, FULL]},
+                ],
+            },
+            ["So?\nSo?", "So?", "So?", "see: ", "So?\nSo?"],
+        ),
+        ("/v1/messages", {"messages": [{"role": "user", "content": [EMPTY] * 1000}]}, [""]),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [EMPTY, FULL, EMPTY]}]}, ["So?"]),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [INPUT_EMPTY, FULL, INPUT_EMPTY]}]},
+            ["So?"],
+        ),
+    ],
+)
+def test_empty_parts_add_nothing(path: str, body: dict[str, Any], shown: list[str]) -> None:
+    engine = FakeEngine()
+    limit = {"max_output_tokens": 5} if path == "/v1/responses" else {"max_tokens": 5}
+    assert post(engine, path, body | limit).status_code == 200
+    assert asked(engine) == shown
+
+
+def test_empty_thoughts_add_nothing() -> None:
+    thoughts = [{"type": "thinking", "thinking": text, "signature": "s"} for text in ("", "hm", "", "so")]
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": [*thoughts, FULL]}]
+    engine = FakeEngine()
+    body = {"max_tokens": 5, "messages": [*messages, {"role": "user", "content": "go"}]}
+    assert post(engine, "/v1/messages", body).status_code == 200
+    prompt = engine.requests[-1].prompt
+    assert isinstance(prompt, ChatPrompt) and prompt.messages[1]["reasoning_content"] == "hm\nso"

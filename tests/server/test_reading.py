@@ -18,6 +18,7 @@ from agentcache.server.app import create_app
 from agentcache.server.context import LARGE_BODY, MOST_UNREAD, READERS, SMALL_BODY, Context, body_weight
 from agentcache.server.large_json import LargeJson
 from agentcache.server.read_limit import ReadLimit
+from agentcache.server.validate import parse_object
 from tests.rounds import check_bound, in_rounds, within
 from tests.server.driver import BASE_URL, LeavingClient, refused, settle
 from tests.server.fake_engine import FakeEngine
@@ -183,6 +184,29 @@ def test_small_bodies_take_a_few_milliseconds(reader: Any, make: Callable[[int],
         read_body(raw, reader, Config(images=Images.PLACEHOLDER))
         seconds.append(time.thread_time() - begun)
     check_bound(min(seconds) < SMALL_SECONDS, f"{min(seconds) * 1e3:.1f} ms for {len(raw)} bytes")
+
+
+@pytest.mark.parametrize(("count", "bound"), [(6_000, SMALL_BODY), (38_000, LARGE_BODY)])
+def test_token_ids_weigh_little(count: int, bound: int) -> None:
+    """A hot turn of so many ids is read in less time than another thread, or a process, would take to be asked."""
+    assert body_weight(json.dumps({"prompt": [12345] * count, "max_tokens": 1}).encode()) <= bound
+
+
+@pytest.mark.parametrize("dialect", ["chat", "messages", "responses"])
+@in_rounds
+def test_parts_are_read_as_quickly_as_their_json(dialect: str) -> None:
+    message = {"role": "user", "content": [{"type": "text", "text": ""}] * 3_000}
+    raw = json.dumps({"input" if dialect == "responses" else "messages": [message], "max_tokens": 1}).encode()
+    gc.collect()
+    parsing, all_of_it = [], []
+    for _ in range(10):
+        begun = time.thread_time()
+        parse_object([raw])
+        parsing.append(time.thread_time() - begun)
+        begun = time.thread_time()
+        read_body(raw, DIALECTS[dialect][0], Config())
+        all_of_it.append(time.thread_time() - begun)
+    check_bound(min(all_of_it) < 2 * min(parsing), f"{min(all_of_it) * 1e3:.2f} ms, {min(parsing) * 1e3:.2f} for JSON")
 
 
 def test_many_values_are_read_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

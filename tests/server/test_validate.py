@@ -80,6 +80,19 @@ def test_lists_that_are_longer_than_the_context() -> None:
         assert refused.value.param == param
 
 
+def test_tool_results_are_messages() -> None:
+    """Each has a message of its own in the prompt."""
+
+    def body(kind: str, count: int) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": [{"type": kind}] * count}]}
+
+    refuse_long_lists(body("tool_result", 100), 100)
+    refuse_long_lists(body("text", 101), 100)
+    with pytest.raises(ContextLengthExceeded) as refused:
+        refuse_long_lists(body("tool_result", 101), 100)
+    assert refused.value.param == "messages" and "101 tool results" in refused.value.message
+
+
 @pytest.mark.parametrize("value", ["a", "A.b_c-9", "x" * 64, "...", ".a"])
 def test_agent_ids(value: str) -> None:
     assert check_agent_id(value, "agent") == value
