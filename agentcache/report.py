@@ -11,6 +11,7 @@ from agentcache.adapter_settings import Policy
 from agentcache.blocks.ledger import ADAPTERS, BASE, RESIDUAL, STACKS, STATE, TRUNK, RamUse
 from agentcache.blocks.prefix_match import Match
 from agentcache.models.text.replies.format import ReplyFormat
+from agentcache.models.text.thinking import USUAL, ThinkingVariables
 from agentcache.pressure import Level
 from agentcache.sampling import SamplingDefaults
 
@@ -368,7 +369,8 @@ class AdapterInfo:
 class ModelInfo:
     """The served model.
 
-    `reply_format` says how it writes thoughts and tool calls; `adapters` are by name; `kv_bits` is the number of bits
+    `reply_format` says how it writes thoughts and tool calls; `thinking` what its chat template can be told of how much
+    to think; `adapters` are by name; `kv_bits` is the number of bits
     of a cached key or value, the mean where they differ and None where it has none; `kv_precision` says which layers
     have which, and `kv_divergence` what was measured of it; `ranks` counts the processes that compute it;
     `forms_refusal` says why answers can have no form (a schema, a grammar, a call that is demanded), and is empty if
@@ -385,6 +387,7 @@ class ModelInfo:
     created: int
     has_chat_template: bool
     reply_format: ReplyFormat = ReplyFormat()
+    thinking: ThinkingVariables = USUAL
     adapters: tuple[AdapterInfo, ...] = ()
     kv_bits: float | None = None
     kv_precision: str = ""

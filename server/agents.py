@@ -25,6 +25,7 @@ from agentcache.server.options import MAX_SALT_LENGTH, read_policy, read_priorit
 from agentcache.server.reply import Completion
 from agentcache.server.request_log import note_model, note_usage
 from agentcache.server.stream import until_disconnect
+from agentcache.server.thinking import read_thinking
 from agentcache.server.validate import Reader, check_agent_id
 
 _WARM_FIELDS = (
@@ -201,7 +202,7 @@ def _read_prompt(call: Call) -> Prompt:
     if len(given) > 1:
         body.fail("messages", "and prompt are both there; send one of them")
     if given == ["messages"]:
-        return read_chat_prompt(call, add_generation_prompt=False)
+        return read_chat_prompt(call, read_thinking(call).template_kwargs, add_generation_prompt=False)
     prompts = read_prompts(body, call.model)
     if len(prompts) != 1:
         body.fail("prompt", "must be one prompt")

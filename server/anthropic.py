@@ -20,8 +20,9 @@ from agentcache.server.model_names import check_model
 from agentcache.server.options import check_chat, read_options, refuse_unsupported
 from agentcache.server.parts import plain_text, read_part, read_parts
 from agentcache.server.replies import read_reading
-from agentcache.server.sampling import MAX_TOKENS_LIMIT, read_sampling
+from agentcache.server.sampling import read_max_tokens, read_sampling
 from agentcache.server.session import read_agent
+from agentcache.server.thinking import Thinking, read_thinking
 from agentcache.server.validate import Reader
 
 _BETWEEN_BLOCKS = "\n"
@@ -38,17 +39,19 @@ async def count_tokens(request: HttpRequest) -> Response:
 
 
 def _read_counted(call: Call) -> Request:
-    return Request("count", read_chat_prompt(call), agent=read_agent(call, _user_id(call.body)))
+    prompt = read_chat_prompt(call, read_thinking(call, only_if_asked=True))
+    return Request("count", prompt, agent=read_agent(call, _user_id(call.body)))
 
 
 def read_job(call: Call) -> Job:
     body, model = call.body, call.model
-    prompt = read_chat_prompt(call)
+    thinking = read_thinking(call, only_if_asked=True)
+    prompt = read_chat_prompt(call, thinking)
     if prompt.messages[-1]["role"] == "assistant":
         body.fail("messages", "must not end with the assistant: an answer that goes on from there is not supported")
-    max_tokens = body.integer("max_tokens", minimum=0, maximum=MAX_TOKENS_LIMIT)
-    if max_tokens is None:
+    if body.get("max_tokens") is None:
         body.fail("max_tokens", "is required")
+    max_tokens = read_max_tokens(body, "max_tokens", default=None)
     sampling = read_sampling(body, model, max_tokens=max_tokens, logprobs=None, stop="stop_sequences")
     options = read_options(call, _user_id(body))
     form = read_form(body, _read_text_form(body), prompt.tools, read_anthropic_tool_choice(body), "input_schema")
@@ -58,10 +61,9 @@ def read_job(call: Call) -> Job:
         reply=AnthropicReply(
             job_id,
             options.adapter or model.id,
-            read_reading(model, prompt.tools, body, form),
+            read_reading(model, prompt.tools, body, form, thinking),
             options.return_token_ids,
             call.notes.told,
-            _wants_thoughts(body),
         ),
         stream=body.boolean("stream"),
         timeout=options.timeout,
@@ -73,16 +75,12 @@ def _read_text_form(body: Reader) -> TextForm | None:
     return read_response_format(body.object("output_config"), "format") or read_response_format(body, "output_format")
 
 
-def _wants_thoughts(body: Reader) -> bool:
-    return body.object("thinking").string("type") != "disabled"
-
-
 def _user_id(body: Reader) -> Any:
     metadata = body.get("metadata")
     return metadata.get("user_id") if isinstance(metadata, dict) else None
 
 
-def read_chat_prompt(call: Call) -> ChatPrompt:
+def read_chat_prompt(call: Call, thinking: Thinking) -> ChatPrompt:
     body = call.body
     check_model(call)
     refuse_unsupported(body, "output_format")
@@ -93,11 +91,8 @@ def read_chat_prompt(call: Call) -> ChatPrompt:
     read = [part for message in given for part in _read_message(message, call)]
     if not read:
         body.fail("messages", "must hold more than an empty system text")
-    template_kwargs = body.object("chat_template_kwargs").value
-    if not _wants_thoughts(body):
-        template_kwargs = {"enable_thinking": False} | template_kwargs
     messages = [*_read_system(body, "system", call), *read]
-    return ChatPrompt(messages, _read_tools(body), template_kwargs, num_bytes=call.num_bytes)
+    return ChatPrompt(messages, _read_tools(body), thinking.template_kwargs, num_bytes=call.num_bytes)
 
 
 def _read_system(reader: Reader, name: str, call: Call) -> list[dict[str, Any]]:

@@ -38,7 +38,6 @@ class AnthropicReply:
         id: the message's.
         model: the served model's id.
         notes: for the report.
-        shows_thoughts: whether they are sent.
     """
 
     id: str
@@ -46,12 +45,10 @@ class AnthropicReply:
     reading: Reading
     return_token_ids: bool
     notes: tuple[str, ...] = ()
-    shows_thoughts: bool = True
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         [completion] = completions
         blocks = self.reading.blocks(completion)
-        blocks = [block for block in blocks if self.shows_thoughts or not isinstance(block, Reasoning)]
         if not any(isinstance(block, Text | Call) for block in blocks):
             blocks.append(Text(""))
         called = any(isinstance(block, Call) for block in blocks)
@@ -98,7 +95,7 @@ class EventWriter:
             case TextDelta(text):
                 yield from self._into(TextDelta, {"type": "text", "text": ""})
                 yield self._delta({"type": "text_delta", "text": text})
-            case ReasoningDelta(text) if self._reply.shows_thoughts:
+            case ReasoningDelta(text):
                 yield from self._into(ReasoningDelta, {"type": "thinking", "thinking": "", "signature": ""})
                 yield self._delta({"type": "thinking_delta", "thinking": text})
                 self._thoughts.append(text)

@@ -22,6 +22,7 @@ from agentcache.server.options import Options, check_chat, read_options, refuse_
 from agentcache.server.replies import read_reading
 from agentcache.server.sampling import MAX_LOGPROBS, read_max_tokens, read_n, read_sampling
 from agentcache.server.shapes import ChatShape, OpenAIReply, Shape, TextShape
+from agentcache.server.thinking import read_thinking
 from agentcache.server.validate import Reader
 
 TEXT_MAX_TOKENS = 16
@@ -43,20 +44,22 @@ def read_chat(call: Call) -> Job:
     body, model = call.body, call.model
     check_model(call)
     refuse_unsupported(body, *_SUPPORTED)
-    prompt = read_chat_prompt(call, add_generation_prompt=body.boolean("add_generation_prompt", True))
+    thinking = read_thinking(call)
+    prompt = read_chat_prompt(
+        call, thinking.template_kwargs, add_generation_prompt=body.boolean("add_generation_prompt", True)
+    )
     logprobs = _read_chat_logprobs(body)
     max_tokens = read_max_tokens(body, "max_completion_tokens", "max_tokens", default=None)
     sampling = read_sampling(body, model, max_tokens=max_tokens, logprobs=logprobs)
     text = read_response_format(body, "response_format", "json_schema")
     form = read_form(body, text, prompt.tools, read_tool_choice(body), "function.parameters")
-    shape = ChatShape(logprobs is not None, read_reading(model, prompt.tools, body, form))
+    shape = ChatShape(logprobs is not None, read_reading(model, prompt.tools, body, form, thinking))
     return _job(call, [prompt], sampling, shape, form)
 
 
-def read_chat_prompt(call: Call, *, add_generation_prompt: bool) -> ChatPrompt:
+def read_chat_prompt(call: Call, template_kwargs: dict[str, Any], *, add_generation_prompt: bool) -> ChatPrompt:
     messages = read_messages(call)
     check_chat(call.model)
-    template_kwargs = call.body.object("chat_template_kwargs").value
     return ChatPrompt(messages, read_tools(call.body), template_kwargs, add_generation_prompt, num_bytes=call.num_bytes)
 
 

@@ -9,11 +9,12 @@ from typing import Any
 from agentcache.answer_form import AnswerForm
 from agentcache.models.text.grammars.call_syntax import calling_format
 from agentcache.models.text.replies.calls import Tools
-from agentcache.models.text.replies.events import Block, Event, blocks_of
+from agentcache.models.text.replies.events import Block, Event, ReasoningDelta, blocks_of
 from agentcache.models.text.replies.format import ReplyFormat
 from agentcache.models.text.replies.reader import open_reader
 from agentcache.report import FinishReason, ModelInfo, Update
 from agentcache.server.reply import Completion
+from agentcache.server.thinking import AS_USUAL, Thinking
 from agentcache.server.validate import Reader
 
 
@@ -25,11 +26,13 @@ class Reading:
         form: how the model writes.
         tools: the request's; None where calls are left in the text.
         thoughts: whether thoughts are told from text.
+        hides_thoughts: whether they are left out of the answer.
     """
 
     form: ReplyFormat = ReplyFormat()
     tools: Tools | None = None
     thoughts: bool = False
+    hides_thoughts: bool = False
 
     def reader(self) -> ReplyReader:
         """A reader for one stream."""
@@ -37,12 +40,21 @@ class Reading:
 
     def blocks(self, completion: Completion) -> list[Block]:
         """A whole answer."""
+        return self.read(completion)[0]
+
+    def read(self, completion: Completion) -> tuple[list[Block], int]:
+        """A whole answer, and how many of its tokens were thoughts."""
         reader = self.reader()
-        return blocks_of(event for update in completion.updates for event in reader.add(update))
+        blocks = blocks_of(event for update in completion.updates for event in reader.add(update))
+        return blocks, reader.reasoning_tokens
 
 
 def read_reading(
-    model: ModelInfo, tools: Sequence[Mapping[str, Any]] | None, body: Reader, form: AnswerForm | None = None
+    model: ModelInfo,
+    tools: Sequence[Mapping[str, Any]] | None,
+    body: Reader,
+    form: AnswerForm | None = None,
+    thinking: Thinking = AS_USUAL,
 ) -> Reading:
     """How the reply to the request `body` is read.
 
@@ -51,23 +63,29 @@ def read_reading(
     Args:
         tools: those that the chat template shows, in OpenAI's shape; None for none.
         form: that the answer must have.
+        thinking: what the request says of thoughts.
     """
     extras = body.object("agentcache")
     reads_calls = bool(tools) and extras.boolean("parse_tools", True)
-    reads_thoughts = extras.boolean("parse_reasoning", True)
+    reads_thoughts = extras.boolean("parse_reasoning", True) and thinking.parsed
     must_call = form is not None and form.must_call
     format = calling_format(model.reply_format) if must_call else model.reply_format
-    return Reading(format, Tools(tools or ()) if reads_calls else None, reads_thoughts)
+    return Reading(format, Tools(tools or ()) if reads_calls else None, reads_thoughts, not thinking.shown)
 
 
 class ReplyReader:
     """Takes the updates of one completion, each once and in order, and gives the events of what it says.
 
     The update with the `finish_reason` gives the last ones.
+
+    Attributes:
+        reasoning_tokens: tokens that were thoughts, hidden or not, as far as updates tell them apart.
     """
 
     def __init__(self, reading: Reading) -> None:
         self._reader = open_reader(reading.form, reading.tools, thoughts=reading.thoughts)
+        self._hides_thoughts = reading.hides_thoughts
+        self.reasoning_tokens = 0
 
     @property
     def num_calls(self) -> int:
@@ -80,4 +98,8 @@ class ReplyReader:
         events = self._reader.add(update.text, update.markers)
         if update.finish_reason is not None:
             events += self._reader.finish(cut_off=update.finish_reason is FinishReason.LENGTH)
+        if any(isinstance(event, ReasoningDelta) for event in events):
+            self.reasoning_tokens += len(update.token_ids)
+            if self._hides_thoughts:
+                return [event for event in events if not isinstance(event, ReasoningDelta)]
         return events

@@ -21,6 +21,7 @@ from agentcache.server.response_items import read_items
 from agentcache.server.response_tools import TOOL_TYPES, read_response_tools
 from agentcache.server.responses_reply import ResponseReply
 from agentcache.server.sampling import MAX_LOGPROBS, read_max_tokens, read_sampling
+from agentcache.server.thinking import read_thinking
 from agentcache.server.validate import Reader
 
 # Fields that would change the answer if they were ignored, with the values that ask for nothing.
@@ -28,14 +29,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {"background": (False,), "prompt": ()
 _STATE = ("previous_response_id", "conversation")
 _LOGPROBS = "message.output_text.logprobs"
 _SEALED_REASONING = "reasoning.encrypted_content"
-_EFFORTS: dict[str, dict[str, Any]] = {
-    "none": {"enable_thinking": False},
-    "minimal": {"reasoning_effort": "low"},
-    "low": {"reasoning_effort": "low"},
-    "medium": {"reasoning_effort": "medium"},
-    "high": {"reasoning_effort": "high"},
-    "xhigh": {"reasoning_effort": "high"},
-}
 
 
 async def responses(request: HttpRequest) -> Response:
@@ -48,7 +41,8 @@ def read_response(call: Call) -> Job:
     _refuse(body)
     check_chat(model, "input")
     messages, tools = read_items(call), read_response_tools(call)
-    prompt = ChatPrompt(messages, tools.shown, _template_kwargs(body), param="input", num_bytes=call.num_bytes)
+    thinking = read_thinking(call)
+    prompt = ChatPrompt(messages, tools.shown, thinking.template_kwargs, param="input", num_bytes=call.num_bytes)
     if body.string("truncation") == "auto":
         call.notes.add("truncation: nothing is left out of a prompt that is too long; it is refused")
     sampling = read_sampling(
@@ -68,7 +62,7 @@ def read_response(call: Call) -> Job:
     reply = ResponseReply(
         job_id,
         options.adapter or model.id,
-        read_reading(model, tools.shown, body, form),
+        read_reading(model, tools.shown, body, form, thinking),
         tools,
         echo=echo,
         opening=Echo.of(asked, MAX_OPENING),
@@ -103,27 +97,17 @@ def _read_logprobs(body: Reader) -> int | None:
     return top if _LOGPROBS in _read_include(body) else None
 
 
-def _template_kwargs(body: Reader) -> dict[str, Any]:
-    reasoning, given = body.object("reasoning"), body.object("chat_template_kwargs").value
-    effort = reasoning.string("effort")
-    if effort is None:
-        return given
-    if effort not in _EFFORTS:
-        reasoning.fail("effort", f"must be one of {', '.join(_EFFORTS)}")
-    return _EFFORTS[effort] | given
-
-
 def _asked(body: Reader, sampling: SamplingParams) -> dict[str, Any]:
     """What a response repeats of its request, as far as it was said."""
     parallel = body.boolean("parallel_tool_calls", True)
-    reasoning, text = body.object("reasoning"), body.object("text")
+    text, effort = body.object("text"), _effort_of(body.get("reasoning"))
     asked = {
         "instructions": body.string("instructions"),
         "max_output_tokens": body.get("max_output_tokens"),
         "metadata": body.object("metadata").value,
         "parallel_tool_calls": parallel,
         "prompt_cache_key": body.get("prompt_cache_key"),
-        "reasoning": {"effort": reasoning.string("effort"), "summary": None},
+        "reasoning": {"effort": effort, "summary": None},
         "top_logprobs": body.get("top_logprobs") or 0,
         "temperature": sampling.temperature,
         "text": {"format": text.get("format") or {"type": "text"}}
@@ -135,3 +119,9 @@ def _asked(body: Reader, sampling: SamplingParams) -> dict[str, Any]:
         "user": body.get("user"),
     }
     return asked
+
+
+def _effort_of(reasoning: Any) -> str | None:
+    """The effort as it was sent, where OpenAI's type of the response can hold it."""
+    effort = reasoning.get("effort") if isinstance(reasoning, dict) else reasoning
+    return effort if isinstance(effort, str) else None

@@ -122,12 +122,10 @@ class OutputItems:
     Attributes:
         items: all of them; the last one is open until an event of another kind, or the end. Its text is put together
             by then, or by `settle`.
-        reasoning_tokens: tokens that were thoughts, as far as updates tell them apart.
     """
 
     def __init__(self, reply: ResponseReply) -> None:
         self.items: list[dict[str, Any]] = []
-        self.reasoning_tokens = 0
         self._reply = reply
         self._reader = reply.reading.reader()
         self._is_open = False
@@ -138,10 +136,12 @@ class OutputItems:
     def num_calls(self) -> int:
         return self._reader.num_calls
 
+    @property
+    def reasoning_tokens(self) -> int:
+        return self._reader.reasoning_tokens
+
     def add(self, update: Update) -> Iterator[Said]:
         events = self._reader.add(update)
-        if any(isinstance(each, ReasoningDelta) for each in events):
-            self.reasoning_tokens += len(update.token_ids)
         self._unplaced += [token for token in update.logprobs if token.shown]
         for each in events:
             yield from self._translated(each)

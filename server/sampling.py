@@ -52,9 +52,10 @@ def _number(body: Reader, name: str, default: float) -> float:
 
 
 def read_max_tokens(body: Reader, *names: str, default: int | None) -> int | None:
-    """The first of `names` that is given; None for as many as the context holds."""
-    given = (body.integer(name, minimum=0, maximum=MAX_TOKENS_LIMIT) for name in names)
-    return next((value for value in list(given) if value is not None), default)
+    """The first of `names` that is given; None, or -1 on the wire, for as many as the context holds."""
+    given = [body.integer(name, minimum=-1, maximum=MAX_TOKENS_LIMIT) for name in names]
+    most = next((value for value in given if value is not None), default)
+    return None if most == -1 else most
 
 
 def read_n(body: Reader) -> int:
@@ -71,7 +72,7 @@ def _read_min_tokens(body: Reader, max_tokens: int | None) -> int:
 
 def _read_stop(body: Reader, name: str) -> tuple[str, ...]:
     stop = body.get(name)
-    if stop is None:
+    if stop in (None, ""):
         return ()
     strings = [stop] if isinstance(stop, str) else stop
     if not isinstance(strings, list) or len(strings) > MAX_STOP_STRINGS:

@@ -39,19 +39,21 @@ class ChatShape:
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        blocks = self.reading.blocks(completion)
+    def choice(self, index: int, completion: Completion) -> tuple[dict[str, Any], int]:
+        """A choice, and how many of its tokens were thoughts."""
+        blocks, reasoning_tokens = self.reading.read(completion)
         thought = "".join(block.text for block in blocks if isinstance(block, Reasoning))
         text = "".join(block.text for block in blocks if isinstance(block, Text))
         calls = [_call(block.name, block.arguments) for block in blocks if isinstance(block, Call)]
         message = {"role": "assistant", "content": text if text or not calls else None}
         message |= {"reasoning_content": thought} if thought else {}
-        return {
+        choice = {
             "index": index,
             "message": message | ({"tool_calls": calls} if calls else {}),
             "logprobs": chat_logprobs(completion.logprobs) if self.logprobs else None,
             "finish_reason": _finish_reason(completion, bool(calls)),
         }
+        return choice, reasoning_tokens
 
     def first(self) -> dict[str, Any]:
         return chat_piece({"role": "assistant", "content": ""})
@@ -88,17 +90,13 @@ class TextShape:
     chunk_object = "text_completion"
     reading = Reading()
 
-    def choice(self, index: int, completion: Completion) -> dict[str, Any]:
+    def choice(self, index: int, completion: Completion) -> tuple[dict[str, Any], int]:
         echoed = self._echo(index, completion) if self.echo else ""
         prompt = completion.prompt_logprobs if self.echo else ()
         offsets = TextOffsets.of_prompt(prompt, len(echoed)) + TextOffsets(len(echoed)).of(completion.logprobs)
         shown = text_logprobs([*prompt, *completion.logprobs], offsets) if self.logprobs else None
-        return {
-            "index": index,
-            "text": echoed + completion.text,
-            "logprobs": shown,
-            "finish_reason": completion.finish_reason,
-        }
+        text = echoed + completion.text
+        return {"index": index, "text": text, "logprobs": shown, "finish_reason": completion.finish_reason}, 0
 
     def _echo(self, index: int, completion: Completion) -> str:
         text = self.prompts[index]
@@ -148,16 +146,17 @@ class OpenAIReply:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        choices = [
-            self.shape.choice(index, completion) | self.token_ids(completion)
-            for index, completion in enumerate(completions)
-        ]
-        return self.envelope(self.shape.object, choices) | self.accounting(completions)
+        choices, reasoning_tokens = list[dict[str, Any]](), 0
+        for index, completion in enumerate(completions):
+            choice, thoughts = self.shape.choice(index, completion)
+            choices.append(choice | self.token_ids(completion))
+            reasoning_tokens += thoughts
+        return self.envelope(self.shape.object, choices) | self.accounting(completions, reasoning_tokens)
 
-    def accounting(self, completions: Sequence[Completion]) -> dict[str, Any]:
+    def accounting(self, completions: Sequence[Completion], reasoning_tokens: int) -> dict[str, Any]:
         reports = [completion.final_report for completion in completions]
         per_prompt = [combine_choices(reports[at : at + self.n]) for at in range(0, len(reports), self.n)]
-        return accounting(per_prompt, self.notes)
+        return accounting(per_prompt, self.notes, reasoning_tokens)
 
     def writer(self) -> StreamWriter:
         return StreamWriter(self)
@@ -195,7 +194,9 @@ class StreamWriter:
         for choice, completion in zip(self._choices, completions, strict=True):
             yield choice.end(completion)
         if self._reply.usage:
-            yield event(self._reply.envelope(self._reply.shape.chunk_object, []) | self._reply.accounting(completions))
+            thoughts = sum(choice.reasoning_tokens for choice in self._choices)
+            last = self._reply.envelope(self._reply.shape.chunk_object, [])
+            yield event(last | self._reply.accounting(completions, thoughts))
         yield DONE
 
     def fail(self, error: WireError) -> Iterator[bytes]:
@@ -216,6 +217,11 @@ class ChunkWriter:
         self._reader = reply.shape.reading.reader()
         self._offsets = TextOffsets()
         self._waiting: list[TokenLogprob] = []  # logprobs of tokens whose text is not out yet
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens so far that were thoughts."""
+        return self._reader.reasoning_tokens
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
         return self._reply.chunk(choice, self._index)
@@ -255,16 +261,17 @@ class ChunkWriter:
         return self._chunk(last | self._reply.token_ids(completion))
 
 
-def accounting(reports: Sequence[Report], notes: Sequence[str] = ()) -> dict[str, Any]:
+def accounting(reports: Sequence[Report], notes: Sequence[str] = (), reasoning_tokens: int = 0) -> dict[str, Any]:
     """`usage` and `agentcache` of one answer, whatever number of prompts it had."""
     report = combine(reports)
-    return {"usage": _usage(report), "agentcache": report_object(report, notes)}
+    return {"usage": _usage(report, reasoning_tokens), "agentcache": report_object(report, notes)}
 
 
-def _usage(report: Report) -> dict[str, Any]:
+def _usage(report: Report, reasoning_tokens: int) -> dict[str, Any]:
     return {
         "prompt_tokens": report.prompt_tokens,
         "completion_tokens": report.completion_tokens,
         "total_tokens": report.prompt_tokens + report.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": report.reused_tokens},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
     }

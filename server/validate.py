@@ -159,6 +159,8 @@ class Reader:
         value = self.value.get(name)
         if value is None:
             return None
+        if isinstance(value, float) and value.is_integer():  # languages without integers write 8.0
+            value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
             self.fail(name, "must be a whole number")
         if not minimum <= value <= maximum:

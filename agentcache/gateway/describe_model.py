@@ -29,6 +29,7 @@ def describe_model(served: ServedModel | LoadedModel, config: Config) -> ModelIn
         created=int(time.time()),
         has_chat_template=served.tokenizer.has_chat_template,
         reply_format=served.tokenizer.reply_format,
+        thinking=served.tokenizer.thinking,
         kv_bits=served.spec.bits,
         ranks=served.ranks,
         kv_precision=str(served.precision),

@@ -187,7 +187,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
     ("body", "words"),
     [
         ({"max_tokens": None}, "max_tokens is required"),
-        ({"max_tokens": -1}, "max_tokens must be"),
+        ({"max_tokens": -2}, "max_tokens must be"),
         ({"messages": []}, "messages must be a list"),
         ({"messages": "hi"}, "messages must be a list"),
         ({"messages": [{"role": "system", "content": ""}]}, "messages must hold more"),

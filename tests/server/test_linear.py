@@ -197,7 +197,6 @@ QUOTING: list[tuple[str, Body]] = [
     ("/v1/messages", {"messages": [HI], "max_tokens": 1, "model": LONG}),
     ("/v1/messages", {"messages": [HI], "max_tokens": 1, "tool_choice": {"type": LONG}}),
     ("/v1/responses", {"input": [{"type": "message", "role": LONG, "content": "hi"}]}),
-    ("/v1/responses", {"input": "hi", "reasoning": {"effort": LONG}}),
     ("/v1/agents", {"id": LONG}),
     ("/v1/agents", {"id": "alice", LONG: 1}),
     ("/v1/adapters", {"name": LONG, "path": "/nothing"}),

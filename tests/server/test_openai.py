@@ -31,6 +31,7 @@ def test_chat_answer() -> None:
         "completion_tokens": 3,
         "total_tokens": 10,
         "prompt_tokens_details": {"cached_tokens": 5},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     assert answer["agentcache"] == {
         "agent": None,
@@ -165,6 +166,7 @@ def test_several_answers_are_one_request() -> None:
         "completion_tokens": 9,
         "total_tokens": 16,
         "prompt_tokens_details": {"cached_tokens": 5},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     assert answer["agentcache"]["computed_tokens"] == 6
 

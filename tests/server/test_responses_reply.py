@@ -185,10 +185,12 @@ class ScriptedReading:
 class ScriptedReader:
     script: list[list[Event]]
     num_calls: int = 0
+    reasoning_tokens: int = 0
 
     def add(self, update: Update) -> list[Event]:
         events = self.script.pop(0) if self.script else []
         self.num_calls += sum(isinstance(event, ToolCallStart) for event in events)
+        self.reasoning_tokens += any(isinstance(event, ReasoningDelta) for event in events)
         return events
 
 

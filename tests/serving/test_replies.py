@@ -58,7 +58,8 @@ def test_streams_say_what_whole_answers_say(talk: Talk, family: str) -> None:
 
 
 def check_anthropic(talk: Talk, question: list[dict[str, Any]], message: dict[str, Any]) -> None:
-    body = {"messages": question, "max_tokens": 500, "tools": ANTHROPIC_TOOLS}
+    thinking = {"type": "enabled", "budget_tokens": 400}
+    body = {"messages": question, "max_tokens": 500, "tools": ANTHROPIC_TOOLS, "thinking": thinking}
     answer = talk.front.post("/v1/messages", body).json()
     blocks: dict[int, dict[str, Any]] = {}
     for event in talk.front.events("/v1/messages", body):

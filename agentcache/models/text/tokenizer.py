@@ -25,7 +25,8 @@ from agentcache.models.text.marks import MarkedEnds, Marks, any_of
 from agentcache.models.text.messages import plain_messages, with_strings
 from agentcache.models.text.replies.find_format import find_format
 from agentcache.models.text.replies.format import HARMONY, HARMONY_ENDS, MarkerToken, ReplyFormat
-from agentcache.models.text.template import MAX_BYTES, ChatTemplate, RenderedTooLong, check_kwargs
+from agentcache.models.text.template import MAX_BYTES, ChatTemplate, RenderedTooLong, check_kwargs, is_rendered_here
+from agentcache.models.text.thinking import ThinkingVariables, find_variables
 from agentcache.models.text.work_limit import UNLIMITED, WorkLimit
 
 __all__ = ["Detokenizer", "Encoding", "MarkedEnds", "Tokenizer"]
@@ -62,6 +63,7 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.has_chat_template: bool = wrapper.has_chat_template
         self.reply_format: ReplyFormat = _find_format(wrapper, added, self.eos_ids)
+        self.thinking: ThinkingVariables = _thinking_variables(wrapper)
         reply_markers = {token.name for token in self.reply_format.tokens}
         self.control_ids: frozenset[int] = frozenset(
             token_id
@@ -362,10 +364,22 @@ def _vocabulary(
     return Vocabulary(bytes_of, num_ids, not_text, eos_ids, encode)
 
 
-def _find_format(wrapper: TokenizerWrapper, added: Mapping[int, Any], eos_ids: Collection[int]) -> ReplyFormat:
+def _template_text(wrapper: TokenizerWrapper) -> str:
+    """All chat templates of the folder as one text; empty where there are none."""
     template = getattr(wrapper, "chat_template", None)
     templates = template.values() if isinstance(template, Mapping) else [template]
-    text = "\n".join(each for each in templates if isinstance(each, str))
+    return "\n".join(each for each in templates if isinstance(each, str))
+
+
+def _thinking_variables(wrapper: TokenizerWrapper) -> ThinkingVariables:
+    """mlx-lm hands `enable_thinking` to templates that are Python code under the name that they have for it."""
+    if is_rendered_here(wrapper):
+        return ThinkingVariables(("enable_thinking",))
+    return find_variables(_template_text(wrapper))
+
+
+def _find_format(wrapper: TokenizerWrapper, added: Mapping[int, Any], eos_ids: Collection[int]) -> ReplyFormat:
+    text = _template_text(wrapper)
     # mlx-lm infers it from the chat template, and keeps it as a parser: a function of the format's module.
     parser = getattr(wrapper, "tool_parser", None)
     tokens = {token.content: (i, token.special or i in eos_ids) for i, token in added.items()}

@@ -1,0 +1,231 @@
+"""What a request says of thinking, in the words of any dialect or server: for the template, and for the answer.
+
+Every dialect reads all spellings: OpenAI's, Anthropic's, OpenRouter's, Ollama's, LM Studio's, vLLM's, SGLang's, Qwen's
+and llama.cpp's. Where several are sent, the most direct one counts: the template's own variables, then switches, then
+efforts. A word that is not known means the nearest one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentcache.models.text.thinking import (
+    EFFORTS,
+    MEDIUM,
+    NONE,
+    ThinkingVariables,
+    ThinkingWish,
+    told,
+)
+from agentcache.server.context import Call
+from agentcache.server.validate import Reader
+
+# Names of fields, by how their values are read. All but the first group may stand in `chat_template_kwargs`, too.
+_OBJECTS = ("thinking", "reasoning")
+_SWITCHES = ("enable_thinking", "think", "enable_reasoning", "thinking_mode")
+_EFFORTS = ("reasoning_effort", "thinking_effort", "reasoning_strength")
+_BUDGETS = (
+    "thinking_budget",
+    "thinking_budget_tokens",
+    "thinking_token_budget",
+    "max_thinking_tokens",
+    "reasoning_budget",
+)
+FIELDS = (*_OBJECTS, *_SWITCHES, *_EFFORTS, *_BUDGETS)
+
+_FREE = ("adaptive", "auto", "automatic", "dynamic", "default", "")  # the model decides
+_HIDDEN, _RAW = ("hidden", "omitted", "exclude"), ("none", "raw")
+_LONGEST_WORD = 40  # characters of a word that is compared with known ones
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """What follows from a request's fields.
+
+    Args:
+        template_kwargs: for the chat template, the client's own among them.
+        shown: whether the answer has the thoughts.
+        parsed: whether they are told from the text.
+    """
+
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    shown: bool = True
+    parsed: bool = True
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What one field says; `param` is what the wire calls it."""
+
+    param: str
+    enabled: bool | None = None
+    effort: int | None = None
+    budget: int | None = None
+    free: bool = False
+    word: str = ""
+
+
+AS_USUAL = Thinking()
+
+
+def read_thinking(call: Call, *, only_if_asked: bool = False) -> Thinking:
+    """The request's fields about thinking.
+
+    Args:
+        only_if_asked: whether silence means no thoughts: in Anthropic's dialect, answers have none unless asked for.
+    """
+    body, variables = call.body, call.model.thinking
+    kwargs = body.object("chat_template_kwargs")
+    said = [*_in_template_kwargs(kwargs), *_in_body(body)]
+    wish = _wish(said)
+    # `output_config.effort` grades the whole answer, not its thoughts alone.
+    silent = only_if_asked and all(each.param == "output_config.effort" for each in said)
+    if silent and variables.can_switch:
+        wish = ThinkingWish(enabled=False)
+    values = told(wish, variables)
+    if not variables.is_guess and not (silent and wish.is_off):
+        for note in _notes(wish, said, variables, values):
+            call.notes.add(note)
+    own = {name: value for name, value in kwargs.value.items() if name not in FIELDS or not _is_read(name, value)}
+    shown = not silent and not (only_if_asked and wish.is_off) and _is_shown(body)
+    return Thinking(values | own, shown, _is_parsed(body))
+
+
+def _is_shown(body: Reader) -> bool:
+    reasoning, thinking = _fields_of(body, "reasoning"), _fields_of(body, "thinking")
+    if reasoning.boolean("exclude") or not body.boolean("include_reasoning", True):
+        return False
+    return body.string("reasoning_format") not in _HIDDEN and thinking.string("display") not in _HIDDEN
+
+
+def _is_parsed(body: Reader) -> bool:
+    return body.boolean("separate_reasoning", True) and body.string("reasoning_format") not in _RAW
+
+
+def _fields_of(body: Reader, name: str) -> Reader:
+    """The object under `name`; an empty one where it is a word or a truth value."""
+    return body.object(name) if isinstance(body.get(name), dict) else Reader({}, body.param(name))
+
+
+def _wish(said: list[_Said]) -> ThinkingWish:
+    """Of each kind, what the first field says."""
+
+    def first(get: Callable[[_Said], Any]) -> Any:
+        return next((get(each) for each in said if get(each) is not None), None)
+
+    return ThinkingWish(
+        enabled=first(lambda each: each.enabled),
+        effort=first(lambda each: each.effort),
+        budget=first(lambda each: each.budget),
+        free=any(each.free for each in said),
+    )
+
+
+def _in_template_kwargs(kwargs: Reader) -> Iterator[_Said]:
+    for name in ("enable_thinking", "thinking", *_SWITCHES[1:], *_EFFORTS, *_BUDGETS):
+        value = kwargs.get(name)
+        if value is not None and _is_read(name, value):
+            yield _read(kwargs, name)
+
+
+def _is_read(name: str, value: Any) -> bool:
+    """Whether a template's variable is of a type that says something of thinking; others are the template's own."""
+    if name in _BUDGETS:
+        return _is_whole(value)
+    return name not in ("reasoning",) and isinstance(value, bool | str)
+
+
+def _in_body(body: Reader) -> Iterator[_Said]:
+    for name in (*_SWITCHES, *_OBJECTS):
+        if isinstance(body.get(name), dict):
+            yield from _in_object(body.object(name))
+        elif body.get(name) is not None:
+            yield _read(body, name)
+    for name in (*_EFFORTS, *_BUDGETS):
+        if body.get(name) is not None:
+            yield _read(body, name)
+    output = body.object("output_config")
+    if output.get("effort") is not None:
+        yield _read(output, "effort")
+
+
+def _in_object(given: Reader) -> Iterator[_Said]:
+    """OpenAI's and OpenRouter's `reasoning`, Anthropic's `thinking`: a type, a switch, an effort, a budget."""
+    for name in ("type", "enabled", "effort"):
+        if given.get(name) is not None:
+            yield _read(given, name)
+    for name in ("budget_tokens", "max_tokens", "budget"):
+        if given.get(name) is not None:
+            yield _Said(given.param(name), budget=given.integer(name, minimum=-1))
+
+
+def _read(reader: Reader, name: str) -> _Said:
+    param, value = reader.param(name), reader.get(name)
+    if name in _BUDGETS:
+        return _Said(param, budget=reader.integer(name, minimum=-1))
+    if isinstance(value, bool):
+        return _Said(param, enabled=value)
+    if isinstance(value, int | float):
+        return _Said(param, effort=_graded(value), word=f"{value:g}")
+    if not isinstance(value, str):
+        reader.fail(name, "must say how much to think: true, false, or a word such as low or high")
+    return _Said(param, **_meaning(value, is_effort=name in (*_EFFORTS, "effort", "reasoning")), word=value)
+
+
+def _meaning(value: str, *, is_effort: bool) -> dict[str, Any]:
+    """What a word says: an effort where the field is for efforts, elsewhere also whether to think at all."""
+    word = value.strip().lower().replace("-", "_")
+    if word in _FREE:
+        return {"free": True}
+    effort = _effort(word)
+    if is_effort:
+        return {"effort": effort}
+    if word in ("true", "on", "yes", "enabled", "thinking", "think", "1"):
+        return {"enabled": True}
+    if effort == NONE or word in ("chat", "nonthinking", "non_thinking"):
+        return {"enabled": False}
+    return {"enabled": True, "effort": effort}
+
+
+def _effort(word: str) -> int:
+    if word in EFFORTS:
+        return EFFORTS[word]
+    near = [] if len(word) > _LONGEST_WORD else difflib.get_close_matches(word, EFFORTS, n=1)
+    return EFFORTS[near[0]] if near else MEDIUM
+
+
+def _graded(value: float) -> int:
+    """An effort from a number: a share up to 1, or of a hundred."""
+    share = min(value if 0 <= value <= 1 else value / 100, 1.0)
+    return NONE if share <= 0 else 1 + min(int(share * 5), 5)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _notes(
+    wish: ThinkingWish, said: list[_Said], variables: ThinkingVariables, values: dict[str, Any]
+) -> Iterator[str]:
+    """What is not done as it was asked for."""
+    efforts = {name: value for name, value in values.items() if name in dict(variables.efforts)}
+    as_told = f"it is told {next(iter(efforts.values()))!r}" if efforts else "it has no effect"
+    if wish.is_off:
+        if not variables.can_switch and (off := _first_param(said, lambda each: True)):
+            yield f"{off}: the model's template has no switch for thinking; {as_told}"
+        return
+    for each in said:
+        if each.budget not in (None, 0, -1) and not variables.budgets:
+            yield f"{each.param}: the model's template knows no budget of thoughts; {as_told}"
+        elif each.effort not in (None, NONE) and not variables.can_grade:
+            known = "thinking is on or off" if variables.can_switch else "it has no effect"
+            yield f"{each.param}: the model's template knows no efforts; {known}"
+        elif efforts and each.effort not in (None, NONE) and each.word.lower() not in efforts.values():
+            yield f"{each.param}: {each.word!r:.80} is not known to the model's template; {as_told}"
+
+
+def _first_param(said: list[_Said], wanted: Callable[[_Said], bool]) -> str:
+    return next((each.param for each in said if wanted(each)), "")
