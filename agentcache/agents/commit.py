@@ -66,7 +66,7 @@ class CachePart:
 
 @dataclass
 class Commit:
-    """A turn on its way to the disk, which may take several tries; `num_bytes` were written by those before.
+    """A turn on its way to the disk, which may take several `tries`; `num_bytes` were written by those before.
 
     Attributes:
         parts: base's, and that of an adapter's residuals, if there are any.
@@ -77,6 +77,7 @@ class Commit:
     held: Sequence[BlockName]
     done: Callable[[Committed], None]
     num_bytes: int = 0
+    tries: int = 0
 
 
 def is_wanted(node: Node, index: int) -> bool:

@@ -183,6 +183,17 @@ class Disk:
 
         return self._run(work, held=archive.names)
 
+    def look_again(self, agent_id: str, found: list[AgentRecord]) -> Committed:
+        """Try again to read an unavailable agent's lineages; add to `found` those that can be read, which are held."""
+
+        def work(done: Committed) -> None:
+            for record in self._store.load_again(agent_id):
+                self._in_use.hold_lineage(record.name)
+                self._put(record)
+                found.append(record)
+
+        return self._run(work)
+
     def _take_back(self, record: AgentRecord, done: Committed) -> None:
         """Remove a lineage of a failed import. One that cannot be removed keeps no other from being removed."""
         try:

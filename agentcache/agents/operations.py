@@ -109,6 +109,10 @@ class AgentOperations:
         record = self._agents.new(agent_id, policy=policy, system=system)
         self._persistence.save_record(replace(record, adapter=adapter), done)
 
+    def look_again(self, agent_id: str, done: Callable[[None], None]) -> None:
+        """See whether an unavailable agent can be read by now."""
+        self._persistence.look_again(agent_id, lambda: done(None))
+
     def bring_in(self, archive: ArchivedAgent, done: Callable[[Saved], None]) -> None:
         """Make an agent of an archive, durably. Raises Conflict, ArchiveRejected."""
         self._agents.new(archive.agent_id)

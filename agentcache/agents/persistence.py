@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -25,10 +27,13 @@ from agentcache.errors import StoreError
 from agentcache.models.runner import ModelRunner
 from agentcache.store.archive import ArchiveRejected
 from agentcache.store.archived_agent import ArchivedAgent
-from agentcache.store.manifest import AgentRecord, ResidualBlocks
+from agentcache.store.manifest import AgentRecord, ResidualBlocks, agent_of
 from agentcache.store.store import Store
 
 log = logging.getLogger("agentcache.persistence")
+
+LOOK_AGAIN_SECONDS = 5.0
+MOST_TRIES = 5  # of saving a turn whose blocks disappear from the folder meanwhile
 
 
 class Persistence:
@@ -61,6 +66,8 @@ class Persistence:
         self._agents = agents
         self._in_use = in_use
         self._max_lineages = max_lineages
+        self._set_aside = list(set_aside)
+        self._looked_at: dict[str, float] = {}  # when the files of unavailable agents were last read
         for record in set_aside:
             in_use.hold_lineage(record.name)
         self._disk = Disk(store, [*agents, *set_aside], in_use, caches.is_open)
@@ -125,16 +132,30 @@ class Persistence:
             cache: whose the sequence is.
         """
         blocks, kept = list(blocks), self._caches.get(cache)
-        self._in_use.hold_blocks(_names(blocks, cache))
         targets = [
             BlockToWrite(kept, block.node, index, sequence.tables[index].block_id(block.node.position))
             for block in blocks
             for index in block.groups
             if is_wanted(block.node, index) and sequence.tables[index].has(block.node.position)
         ]
-        if targets:
-            write = partial(self._disk.write, self.jobs.copy_out(targets), [target.name for target in targets])
-            self.jobs.submit(write, targets, lambda outcome: written(outcome.num_bytes))
+        with self._holding(blocks=_names(blocks, cache)):
+            if targets:
+                write = partial(self._disk.write, self.jobs.copy_out(targets), [target.name for target in targets])
+                self.jobs.submit(write, targets, lambda outcome: written(outcome.num_bytes))
+
+    @contextmanager
+    def _holding(self, lineages: Sequence[str] = (), blocks: Sequence[BlockName] = ()) -> Iterator[None]:
+        """Hold these for a job that is queued inside, which lets them go at its end; an exception does so at once."""
+        for name in lineages:
+            self._in_use.hold_lineage(name)
+        self._in_use.hold_blocks(blocks)
+        try:
+            yield
+        except BaseException:
+            for name in lineages:
+                self._in_use.let_lineage_go(name)
+            self._in_use.let_blocks_go(blocks)
+            raise
 
     def release(self, blocks: Iterable[LaneBlock], cache: str = BASE_CACHE) -> None:
         """A turn that gave these to `save_blocks` did not happen: delete what nobody else needs."""
@@ -214,7 +235,8 @@ class Persistence:
         )
 
     def _try_to_commit(self, commit: Commit) -> None:
-        """Where files went meanwhile, again, as long as RAM has what is to be written."""
+        """Where files went meanwhile, again, up to `MOST_TRIES` times while RAM has what is to be written."""
+        commit.tries += 1
         targets = [target for part in commit.parts for target in part.targets]
         for snapshot in commit.record.snapshots:
             node = self._caches.base.prefix.tree.node(snapshot.chain)
@@ -227,6 +249,8 @@ class Persistence:
             commit.num_bytes += outcome.num_bytes
             if not outcome.lost:
                 commit.done(replace(outcome, num_bytes=commit.num_bytes))
+            elif commit.tries >= MOST_TRIES:
+                give_up(f"files have gone from the cache folder {commit.tries} times while they were written")
             elif all(node.available(name.group) for node, name in needed):
                 self._try_to_commit(commit)
             elif len(commit.parts) > 1:
@@ -235,8 +259,11 @@ class Persistence:
                 del commit.parts[1:]
                 self._try_to_commit(commit)
             else:
-                self._let_go(commit.held)
-                commit.done(Committed(error="an earlier block of the agent is neither on disk nor in RAM"))
+                give_up("an earlier block of the agent is neither on disk nor in RAM")
+
+        def give_up(reason: str) -> None:
+            self._let_go(commit.held)
+            commit.done(Committed(error=reason))
 
         self.jobs.submit(partial(self._disk.commit, turn), targets, settle)
 
@@ -295,15 +322,57 @@ class Persistence:
 
         self.jobs.submit(read, settle=settle)
 
+    def look_again(self, agent_id: str, done: Callable[[], None]) -> None:
+        """Read an unavailable agent's files again, at most once in `LOOK_AGAIN_SECONDS`; call `done` then.
+
+        It can be used again once all of them are read.
+        """
+        now = time.monotonic()
+        if agent_id not in self._agents.unavailable or now < self._looked_at.get(agent_id, 0.0) + LOOK_AGAIN_SECONDS:
+            done()
+            return
+        self._looked_at[agent_id] = now
+        aside = [record for record in self._set_aside if record.id == agent_id]
+        found, contents, reasons = list[AgentRecord](), list[TranscriptContent](), list[str]()
+
+        def read() -> Committed:
+            outcome = self._disk.look_again(agent_id, found)
+            reasons.extend(reason for name, reason in self._store.unavailable.items() if agent_of(name) == agent_id)
+            try:
+                contents.extend(record.transcript.content() for record in aside)
+            except StoreError as error:
+                reasons.append(str(error))
+            return outcome
+
+        def settle(outcome: Committed) -> None:
+            self._set_aside += found
+            if outcome.error is not None:
+                reasons.append(outcome.error)
+            self._agents.note_unavailable(agent_id, next(iter(reasons), None))
+            if not reasons:
+                log.info("agent %s can be read again", agent_id)
+                self._take_in([*aside, *found])
+            done()
+
+        self.jobs.submit(read, settle=settle)
+
+    def _take_in(self, records: Sequence[AgentRecord]) -> None:
+        """Lineages that were set aside are known from now on."""
+        for record in records:
+            self._set_aside.remove(record)
+            index_lineage(self._caches, record, self._disk.files.has)
+            self._agents.put(record)
+            self._in_use.let_lineage_go(record.name)
+
     def save_record(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
         """Write only a lineage's manifest and transcript (a new agent, a fork); it is in use until that is done."""
-        self._in_use.hold_lineage(record.name)
 
         def settle(outcome: Committed) -> None:
             self._in_use.let_lineage_go(record.name)
             done(self._saved(record, outcome))
 
-        self.jobs.submit(partial(self._disk.commit, SavedTurn(record)), settle=settle)
+        with self._holding(lineages=[record.name]):
+            self.jobs.submit(partial(self._disk.commit, SavedTurn(record)), settle=settle)
 
     def bring_in(self, archive: ArchivedAgent, done: Callable[[Saved], None]) -> None:
         """Make the agent of an archive durable, and then known; its id is nobody's.
@@ -314,10 +383,6 @@ class Persistence:
         if any(map(self._disk.files.disagrees_with, archive.records)):
             raise ArchiveRejected("it has other groups of residuals than the adapter has here", param="path")
         archive.records = tuple(self._agents.as_used_now(archive.records))
-        for record in archive.records:
-            self._in_use.hold_lineage(record.name)
-            self._disk.files.learn_names(record)
-        self._in_use.hold_blocks(archive.names)
 
         def settle(outcome: Committed) -> None:
             for record in archive.records:
@@ -329,7 +394,10 @@ class Persistence:
                 self.keep_bound(max(archive.records, key=lambda record: record.last_used))
             done(Saved(outcome.num_bytes, outcome.error))
 
-        self.jobs.submit(partial(self._disk.bring_in, archive), settle=settle)
+        with self._holding([record.name for record in archive.records], archive.names):
+            for record in archive.records:
+                self._disk.files.learn_names(record)
+            self.jobs.submit(partial(self._disk.bring_in, archive), settle=settle)
 
     # -- deleting ---------------------------------------------------------------------------------------------------
 

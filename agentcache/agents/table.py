@@ -172,6 +172,12 @@ class AgentTable(Lineages):
         self._view = None
         return lineages
 
+    def note_unavailable(self, agent_id: str, reason: str | None) -> None:
+        """Why an agent cannot be used now; None for one that can."""
+        others = {each: why for each, why in self.unavailable.items() if each != agent_id}
+        self.unavailable = others if reason is None else others | {agent_id: reason}
+        self._view = None
+
     def _is_needed(self, name: str) -> bool:
         return self._in_use.has_lineage(name) or self.must_stay(name)
 

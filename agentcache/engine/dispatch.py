@@ -15,6 +15,7 @@ from agentcache.engine.messages import (
     ForkAgent,
     ImportAgent,
     ListAgents,
+    LookAgain,
     Message,
     PutAdapter,
     ReadStats,
@@ -64,6 +65,8 @@ def _dispatch(engine: Engine, message: Message, reply: Reply) -> None:
             reply(agents.list())
         case ShowAgent(agent_id):
             reply(agents.info(agent_id))
+        case LookAgain(agent_id):
+            agents.look_again(agent_id, reply)
         case CreateAgent(agent_id, adapter, policy, system):
             agents.create(agent_id, adapter, policy, system, reply)
         case ImportAgent(archive):

@@ -71,6 +71,13 @@ class ShowAgent:
 
 
 @dataclass(frozen=True)
+class LookAgain:
+    """See whether an unavailable agent can be read by now. Reply: None, once that is known."""
+
+    agent_id: str
+
+
+@dataclass(frozen=True)
 class CreateAgent:
     """Reply: `Saved`."""
 
@@ -171,6 +178,7 @@ Message = (
     Submit
     | Cancel
     | ListAgents
+    | LookAgain
     | ShowAgent
     | CreateAgent
     | ImportAgent

@@ -20,6 +20,7 @@ from agentcache.engine.messages import (
     ForkAgent,
     ImportAgent,
     ListAgents,
+    LookAgain,
     Message,
     ReadStats,
     RelieveMemory,
@@ -175,11 +176,15 @@ class AsyncEngine:
             Overloaded: too many requests wait, or the engine was closed before the request was done.
             EngineStopped: the engine failed before the request was done.
         """
-        await self._running.generate(request, take)
+        running = self._running
+        await self._look_again(request.agent)
+        await running.generate(request, take)
 
     async def count_tokens(self, request: Request) -> int:
         """Tokens that the request's prompt has, without running it; raises InvalidRequest, ContextLengthExceeded."""
-        return await self._running.count_tokens(request)
+        running = self._running
+        await self._look_again(request.agent)
+        return await running.count_tokens(request)
 
     # -- agents -----------------------------------------------------------------------------------------------------
 
@@ -189,6 +194,7 @@ class AsyncEngine:
 
     async def agent(self, agent_id: str) -> AgentInfo:
         """One agent; raises NotFound."""
+        await self._look_again(agent_id)
         return cast(AgentInfo, await self._thread.ask(ShowAgent(agent_id)))
 
     async def create_agent(
@@ -242,6 +248,7 @@ class AsyncEngine:
             InvalidRequest: the adapter cannot be used under that policy.
             Conflict: there is an agent of the new name.
         """
+        await self._look_again(agent_id)
         if new_id == agent_id:
             raise Conflict(f"agent {new_id!r} exists already", param="id")
         chosen = None
@@ -256,17 +263,20 @@ class AsyncEngine:
 
     async def delete_agent(self, agent_id: str, lineage: str | None = None) -> None:
         """Forget an agent (or one of its lineages) in RAM and on disk; raises NotFound."""
+        await self._look_again(agent_id)
         async with self._turns.turn(agent_id) as turn:
             await self._save([turn], DeleteAgent(agent_id, lineage))
 
     async def save_agent(self, agent_id: str, lineage: str | None = None) -> AgentInfo:
         """Return when everything the agent (or one of its lineages) has is on disk; raises NotFound, StoreError."""
+        await self._look_again(agent_id)
         async with self._turns.turn(agent_id) as turn:
             await self._save([turn], SaveAgent(agent_id, lineage))
             return await self.agent(agent_id)
 
     async def restore_agent(self, agent_id: str, lineage: str | None = None) -> RestoreReport:
         """Bring the blocks of an agent (or of one of its lineages) from disk into RAM; raises NotFound."""
+        await self._look_again(agent_id)
         async with self._turns.turn(agent_id) as turn:
             restored: RestoreReport = await _result([turn], self._thread.ask(RestoreAgent(agent_id, lineage)))
             return restored
@@ -277,9 +287,15 @@ class AsyncEngine:
         Args:
             kind: only base's keys and values (`base`), or only residuals (`residual`).
         """
+        await self._look_again(agent_id)
         async with self._turns.turn(agent_id):
             await self._thread.ask(EvictAgent(agent_id, lineage, kind))
             return await self.agent(agent_id)
+
+    async def _look_again(self, agent_id: str | None) -> None:
+        """Have an agent that is unavailable read again, unless that was tried just now."""
+        if agent_id is not None and agent_id in self._thread.view.agents.unavailable:
+            await self._thread.ask(LookAgain(agent_id))
 
     async def _save(self, turns: Sequence[Turn], message: Message) -> None:
         saved: Saved = await _result(turns, self._thread.ask(message))

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -188,6 +188,13 @@ class AgentFolder:
         for name in self._agents.keys() | (self._generations.keys() - listed):
             self._remove_logs(name)
         self._loaded = True
+
+    def load_again(self, names: Sequence[str]) -> list[SavedAgent]:
+        """Try again to read lineages that were unavailable; return those that are there now. On the writer's thread."""
+        for name in names:
+            self._unavailable.pop(name, None)
+            self._load(name)
+        return [agent for name in names if (agent := self._agents.get(name)) is not None]
 
     def _load(self, name: str) -> None:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from agentcache.store.agent_folder import AgentFolder, SavedAgent
 from agentcache.store.block_folder import BlockFolder
@@ -37,6 +37,12 @@ class SavedAgents:
         self._load(self.served, lambda agent: take(agent) if self._is_served(agent) else _leave_ram(agent))
         return [agent for agent in self.served.agents if self._is_served(agent)]
 
+    def load_again(self, names: Sequence[str]) -> list[SavedAgent]:
+        """As `AgentFolder.load_again`; without lineages of other models that share the folder."""
+        loaded = self.served.load_again(names)
+        self._classify(loaded)
+        return [agent for agent in loaded if self._is_served(agent)]
+
     def load_all(self) -> None:
         """From here on, what is asked below is answered for all models. No transcript stays in RAM for it."""
         for folder in self._folders.values():
@@ -47,7 +53,10 @@ class SavedAgents:
 
     def _load(self, folder: AgentFolder, take: Callable[[SavedAgent], None]) -> None:
         folder.load(take)
-        for agent in folder.agents:
+        self._classify(folder.agents)
+
+    def _classify(self, agents: Iterable[SavedAgent]) -> None:
+        for agent in agents:
             for kind, keys in agent.keys_by_kind():
                 self._blocks.classify(keys, kind)
 

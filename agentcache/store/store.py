@@ -35,7 +35,7 @@ from agentcache.store.disk_usage import DiskUsage
 from agentcache.store.former_agents import FormerAgents
 from agentcache.store.lineage_check import ServedCache
 from agentcache.store.lock import FolderLock
-from agentcache.store.manifest import AgentRecord
+from agentcache.store.manifest import AgentRecord, agent_of
 from agentcache.store.model_names import ModelNames, folder_of, write_labels
 from agentcache.store.saved_agents import SavedAgents
 
@@ -222,6 +222,21 @@ class Store:
     def unavailable(self) -> dict[str, str]:
         """The served model's lineages whose files cannot be read now, by name, and why; once agents are loaded."""
         return {**self._former.unavailable, **self._agents.served.unavailable}
+
+    def load_again(self, agent_id: str) -> list[AgentRecord]:
+        """Try again to read the agent's lineages in `unavailable`; return those that can be read now.
+
+        Those in folders with former names of the model wait for the next start. On the writer's thread.
+
+        Raises:
+            StoreError: the folder cannot be used.
+        """
+        names = [name for name in self._agents.served.unavailable if agent_of(name) == agent_id]
+        with as_store_error(f"look for agent {agent_id}"), self.visit():
+            found = self._agents.load_again(names)
+            if not (self._unavailable_models or self._agents.unavailable):
+                self._spared = set()  # what each block is needed for is known again
+            return [agent.record(self._spec.digest) for agent in found]
 
     def save_agent(self, record: AgentRecord) -> int:
         """Make a lineage durable; its blocks have to be. Returns the bytes written, O(what is new since its last save).

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from agentcache.agents.disk_jobs import DiskJobs
 from agentcache.errors import Conflict, NotFound, RequestError, StoreError
 from agentcache.store.archive import _MAGIC, ArchiveFile, ArchiveRejected
 from agentcache.store.export import export_agent
@@ -23,6 +24,7 @@ from agentcache.store.verify import verify_folder
 from tests.conftest import ModelFolder
 from tests.marks import slow
 from tests.memos import BESIDE
+from tests.serving import inside
 from tests.serving.conversation import TokenTalk, cold_ids, greedy, make_ids, open_llm
 from tests.serving.saved import LENGTHS, Saved
 
@@ -74,6 +76,23 @@ def test_the_file_is_nobody_elses_and_replaces_none(saved: Saved, archive: Path,
     with pytest.raises(Conflict):
         export_agent(saved.cache_dir, "alice", tmp_path / "link")
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["file", "link"]
+
+
+def test_a_job_that_cannot_be_queued_pins_nothing(
+    saved: Saved, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **fields: object) -> None:
+        raise StoreError("the writer has ended")
+
+    with open_llm(saved.model, tmp_path / "there") as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(DiskJobs, "submit", refuse)
+            with pytest.raises(StoreError):
+                llm.import_agent("alice", archive)
+            with pytest.raises(StoreError):
+                inside.on_loop(llm, inside.async_engine(llm).create_agent("carol"))
+        assert inside.pinned(inside.engine_of(llm)) == []
+        assert llm.import_agent("alice", archive).tokens == LENGTHS[1]
 
 
 @pytest.mark.parametrize("agent", ["bob", "../alice", "*", ""])

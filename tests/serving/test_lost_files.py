@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-from agentcache.errors import StoreError
+from agentcache.agents import persistence
+from agentcache.errors import BlocksLost, StoreError
 from agentcache.llm import LLM
+from agentcache.store.store import Store
 from agentcache.store.verify import verify_folder
 from tests.kv.store_cases import size_on_disk
 from tests.marks import slow
@@ -138,3 +141,24 @@ def test_a_folder_replaced_by_a_link_while_running(model: Path, tmp_path: Path) 
             (cache_dir / "aside").rename(cache_dir / name)
             assert talk.turn(llm, len(talk.ids) + 20).report.saved
         check_disk(llm, cache_dir)
+
+
+def test_files_that_always_go_fail_the_save(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something removes them as fast as they are written: the turn ends, and the next one saves all."""
+    tries = 0
+
+    def lose(store: Store, keys: Iterable[str]) -> None:
+        nonlocal tries
+        tries += 1
+        if tries <= 30:
+            raise BlocksLost("blocks are gone from the cache folder")
+
+    with open_llm(model, tmp_path) as llm:
+        talk = TokenTalk()
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "require_blocks", lose)
+            report = talk.turn(llm, 300).report
+        assert not report.saved and f"{persistence.MOST_TRIES} times" in str(report.save_error)
+        assert tries == persistence.MOST_TRIES
+        assert talk.turn(llm, 330).report.saved
+        check_idle(llm)

@@ -15,9 +15,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from agentcache.agents import persistence
 from agentcache.agents.disk import Disk, SavedTurn
 from agentcache.agents.in_use import InUse
-from agentcache.errors import DiskBudgetExceeded, FileUnavailable, StoreError
+from agentcache.errors import AgentUnavailable, DiskBudgetExceeded, FileUnavailable, StoreError
 from agentcache.store.cache_files import CacheFiles
 from agentcache.store.manifest import AgentRecord
 from agentcache.store.store import Store
@@ -27,6 +28,8 @@ from tests.kv.damage import agents_folder, block_file, flip, quarantined
 from tests.kv.store_cases import MODEL, SPEC, make_record, make_transcript, make_turn, open_store, tree
 from tests.kv.unreadable import CAUSES, NOBODY, Cause, as_user, give, make_newer, unreadable
 from tests.marks import slow
+from tests.serving import inside
+from tests.serving.conversation import TokenTalk, check_idle, goes_on, greedy, open_llm
 
 OTHER_MODEL = "f" * 32
 NAMES = ("ada", "bob", "carl~5e", "dora")
@@ -426,3 +429,77 @@ def test_turns_do_not_fit_and_nothing_of_others_goes(tmp_path: Path) -> None:
         store.close()
     assert tree(tmp_path) == files
     check_whole(tmp_path, starts.saved)
+
+
+# -- while serving ----------------------------------------------------------------------------------------------------
+
+
+def two_lineages(model: Path, folder: Path) -> TokenTalk:
+    """An agent with two conversations, and another agent; returns the first conversation."""
+    with open_llm(model, folder) as llm:
+        talk = TokenTalk()
+        talk.turn(llm, 300)
+        llm.generate([7, 8, 9], agent="alice", sampling=greedy(1))
+        llm.generate([1, 2, 3], agent="bob", sampling=greedy(1))
+        assert len(llm.agent("alice").lineages) == 2
+    return talk
+
+
+@pytest.mark.parametrize("which", ["alice.json", "alice.1.log", "alice~*.json"])
+def test_a_request_finds_an_agent_whose_files_can_be_read_again(
+    which: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = two_lineages(model, tmp_path)
+    monkeypatch.setattr(persistence, "LOOK_AGAIN_SECONDS", 0.0)
+    [file] = tmp_path.glob(f"agents/*/{which}")
+    causes: dict[Path, Cause] = {file: errno.EIO}
+    with unreadable(causes), open_llm(model, tmp_path) as llm:
+        for _ in range(2):
+            with pytest.raises(AgentUnavailable, match="alice"):
+                talk.fork("alice").turn(llm, 320)
+        causes.clear()
+        turn = talk.turn(llm, 330)
+        goes_on(turn, 300)
+        assert turn.report.cache_state == "warm" and turn.report.saved
+        assert len(llm.agent("alice").lineages) == 2
+        check_idle(llm)
+        assert inside.pinned(inside.engine_of(llm)) == []
+    with open_llm(model, tmp_path) as llm:
+        goes_on(talk.turn(llm, 340), 330)
+
+
+def test_an_unavailable_agent_is_not_looked_at_with_every_request(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = two_lineages(model, tmp_path)
+    looks: list[str] = []
+    look = Store.load_again
+
+    def counted(store: Store, agent_id: str) -> list[AgentRecord]:
+        looks.append(agent_id)
+        return look(store, agent_id)
+
+    monkeypatch.setattr(Store, "load_again", counted)
+    [file] = tmp_path.glob("agents/*/alice.json")
+    with unreadable({file: errno.EIO}), open_llm(model, tmp_path) as llm:
+        for _ in range(5):
+            with pytest.raises(AgentUnavailable):
+                talk.fork("alice").turn(llm, 320)
+            with pytest.raises(AgentUnavailable):
+                llm.agent("alice")
+        llm.generate([1, 2, 3, 4], agent="bob", sampling=greedy(1))
+    assert looks == ["alice"]
+
+
+def test_a_manifest_that_is_gone_meanwhile_leaves_no_agent(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two_lineages(model, tmp_path)
+    monkeypatch.setattr(persistence, "LOOK_AGAIN_SECONDS", 0.0)
+    [file] = tmp_path.glob("agents/*/bob.json")
+    causes: dict[Path, Cause] = {file: errno.EIO}
+    with unreadable(causes), open_llm(model, tmp_path) as llm:
+        causes.clear()
+        file.unlink()
+        assert llm.generate([1, 2, 3], agent="bob", sampling=greedy(1)).report.saved
+        check_idle(llm)
