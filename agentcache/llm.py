@@ -249,11 +249,7 @@ class LLM:
 
     def unload_adapter(self, name: str) -> None:
         """Refuse new requests for an adapter; raises NotFound."""
-
-        async def unload() -> None:
-            self._engine.unload_adapter(name)
-
-        self._wait(unload())
+        self._wait(self._engine.unload_adapter(name))
 
     def agents(self) -> list[AgentInfo]:
         """All agents, by id."""

@@ -51,7 +51,7 @@ async def load_adapter(request: HttpRequest) -> Response:
 async def unload_adapter(request: HttpRequest) -> Response:
     _require_access(request)
     name = request.path_params["name"]
-    engine_of(request).unload_adapter(name)
+    await engine_of(request).unload_adapter(name)
     return JSONResponse({"name": name, "deleted": True})
 
 

@@ -206,9 +206,13 @@ async def health(request: Request) -> Response:
     if engine.failure is not None:
         return JSONResponse({"status": "failed", "error": str(engine.failure)}, 503, headers)
     if not engine.ready:
-        return JSONResponse({"status": "loading"}, 503, headers)
+        phase = {} if engine.starting is None else dataclasses.asdict(engine.starting)
+        return JSONResponse({"status": "loading", **phase}, 503, headers)
     ranks = {"ranks": engine.model.ranks} if engine.model.ranks > 1 else {}
-    return JSONResponse({"status": "ok", "memory_pressure": engine.memory_pressure.word, **ranks}, headers=headers)
+    measuring = engine.measuring
+    precision = {} if measuring is None else {"measuring_precision": {"done": measuring.done, "most": measuring.most}}
+    told = {"status": "ok", "memory_pressure": engine.memory_pressure.word, **ranks, **precision}
+    return JSONResponse(told, headers=headers)
 
 
 async def metrics(request: Request) -> Response:

@@ -9,6 +9,7 @@ from agentcache.adapter_settings import AdapterFolder, Policy
 from agentcache.pressure import Level
 from agentcache.report import AdapterInfo, AgentInfo, CacheStats, ModelInfo, RestoreReport, Update
 from agentcache.request import Request
+from agentcache.start_progress import Measuring, Phase
 
 
 class Engine(Protocol):
@@ -16,6 +17,14 @@ class Engine(Protocol):
 
     @property
     def ready(self) -> bool: ...
+
+    @property
+    def starting(self) -> Phase | None:
+        """What a start is doing now."""
+
+    @property
+    def measuring(self) -> Measuring | None:
+        """How far the choice of a precision has come, while the engine serves in safe bits; else None."""
 
     @property
     def failure(self) -> Exception | None: ...
@@ -67,7 +76,7 @@ class Engine(Protocol):
 
     async def load_adapter(self, folder: AdapterFolder, /) -> AdapterInfo: ...
 
-    def unload_adapter(self, name: str, /) -> None: ...
+    async def unload_adapter(self, name: str, /) -> None: ...
 
     async def stats(self) -> CacheStats: ...
 

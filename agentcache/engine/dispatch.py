@@ -16,6 +16,7 @@ from agentcache.engine.messages import (
     ImportAgent,
     ListAgents,
     LookAgain,
+    MeasurePrecision,
     Message,
     PutAdapter,
     ReadStats,
@@ -93,6 +94,8 @@ def _dispatch(engine: Engine, message: Message, reply: Reply) -> None:
         case RelieveMemory(level):
             engine.relieve(level)
             reply(None)
+        case MeasurePrecision():
+            reply(engine.measure_precision())
         case ReadStats():
             reply(engine.stats())
         case ClearCache():

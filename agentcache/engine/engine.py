@@ -30,7 +30,8 @@ from agentcache.engine.scheduler import Scheduler
 from agentcache.engine.trunk import Trunk
 from agentcache.engine.turns import Turns
 from agentcache.engine.view import EngineView, ServedModel
-from agentcache.errors import AgentCacheError, EngineStopped, InternalError, RequestCancelled
+from agentcache.errors import AgentCacheError, Conflict, EngineStopped, InternalError, RequestCancelled
+from agentcache.kv.precision import Precision
 from agentcache.models.device_memory import Limits
 from agentcache.models.fused import counts as kernel_counts
 from agentcache.models.loader import LoadedModel
@@ -38,6 +39,7 @@ from agentcache.models.sampler import TokenScore
 from agentcache.pressure import Level
 from agentcache.ranks.lost import lost_rank
 from agentcache.report import CacheStats, FinishReason, StepDown, Traffic
+from agentcache.start_progress import Measuring
 
 log = logging.getLogger("agentcache.engine")
 
@@ -54,6 +56,7 @@ class Parts:
     Args:
         idle_seconds: see `Config.idle_seconds`.
         traffic: what goes between the processes that compute the model together.
+        keep_precision: writes a choice for later starts.
     """
 
     loaded: LoadedModel
@@ -74,6 +77,7 @@ class Parts:
     limits: Limits
     idle_seconds: float
     traffic: Callable[[], Traffic] = Traffic
+    keep_precision: Callable[[Precision], None] = lambda precision: None
 
 
 class Engine:
@@ -120,6 +124,7 @@ class Engine:
         self._limits = parts.limits
         self._idle_seconds = parts.idle_seconds
         self._traffic = parts.traffic
+        self._keep_precision = parts.keep_precision
 
     def close(self) -> None:
         """Write what is queued and let go of the cache folder.
@@ -484,6 +489,21 @@ class Engine:
         """Give memory back, as the pressure on it asks for; in the end running requests wait for one another."""
         if self.relief.relieve(level) and (victim := self.scheduler.victim()) is not None:
             self.preempt(victim)
+
+    def measure_precision(self) -> Measuring:
+        """Compute one forward pass of an unfinished search. The result is written and holds from the next start on.
+
+        Raises:
+            Conflict: the precision is final.
+            StoreError, FileUnavailable: the result could not be written.
+        """
+        search = self.loaded.search
+        if search is None:
+            raise Conflict("the precision of keys and values is chosen")
+        search.advance()
+        if search.precision is not None:
+            self._keep_precision(search.precision)
+        return search.measuring
 
     def check_integrity(self) -> None:
         """Raise BrokenInvariant unless every block of cache and trunk is accounted for."""

@@ -59,6 +59,11 @@ class Cancel:
 
 
 @dataclass(frozen=True)
+class MeasurePrecision:
+    """Compute one forward pass of the search for a precision. Reply: `Measuring`."""
+
+
+@dataclass(frozen=True)
 class ListAgents:
     """Reply: all, as `list[AgentInfo]`."""
 
@@ -190,6 +195,7 @@ Message = (
     | PutAdapter
     | DropAdapter
     | RelieveMemory
+    | MeasurePrecision
     | ReadStats
     | ClearCache
     | CheckIntegrity

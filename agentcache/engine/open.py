@@ -52,6 +52,7 @@ from agentcache.models.loader import LoadedModel
 from agentcache.models.runner import ModelRunner
 from agentcache.models.text.replies.history import first_thought
 from agentcache.ranks.world import World, join
+from agentcache.start_progress import StartProgress
 from agentcache.store.model_names import find_names
 from agentcache.store.precision_file import read_precision, write_precision
 
@@ -62,7 +63,7 @@ log = logging.getLogger("agentcache.engine")
 _PREALLOCATED_BYTES, _PREALLOCATED_TOKENS, _MOST_PREALLOCATED_BYTES = 32 << 20, 8192, 256 << 20
 _RESIDUAL_SHARE = 4  # of the RAM budget, one part is for residuals of adapters
 _WINDOWS_SHARE = 8  # one part is enough for the windows of a prompt, with all that a chunk reads and writes of them
-_KERNELS_FOUND, _PREFILL_RATES = "kernels.json", "prefill.json"
+_KERNELS_FOUND, _PREFILL_RATES, _DIVERGENCES = "kernels.json", "prefill.json", "divergences.json"
 
 
 def open_engine(
@@ -73,6 +74,8 @@ def open_engine(
     is_awaited: Callable[[], bool] = lambda: True,
     warm: bool = False,
     give_up: Callable[[RankLost], None] = lambda lost: None,
+    measure_seconds: float = math.inf,
+    progress: StartProgress | None = None,
 ) -> Engine:
     """Load the model and open the cache folder, on the thread that is to run the engine.
 
@@ -83,10 +86,13 @@ def open_engine(
         is_awaited: whether something has been posted that has not run yet; true also where nobody knows.
         warm: whether the first request is to find a process that has computed something before.
         give_up: called on some thread when this one waits for another rank for good.
+        measure_seconds: with `kv` "auto", time limit for the choice of a precision (`Measured`).
+        progress: is told what is done.
 
     Raises:
         UnsupportedModel, CacheFolderInUse, ConfigError, StoreError, RankLost: it cannot start.
     """
+    progress = progress or StartProgress()
     kernel_memo.recall(config.cache_dir / _KERNELS_FOUND)
     memo = config.cache_dir / "weights.json" if os.path.isdir(config.cache_dir) else None
     world = join(config, post, give_up)
@@ -99,12 +105,16 @@ def open_engine(
         check_weights=partial(check_weights, wishes),
         kv=config.kv,
         kept=partial(read_precision, config.cache_dir),
+        measured=config.cache_dir / _DIVERGENCES,
+        measure_seconds=measure_seconds,
+        progress=progress,
         find_names=lambda by_content: find_names(config.cache_dir, by_content.identity, by_content.first),
     )
     footprint = Footprint.of(loaded.spec, loaded.config, is_half=loaded.is_half)
     plan = plan_for(wishes, loaded, footprint, config.prefill_chunk)
     limits = Limits(wanted_limits(plan))
     try:
+        progress.begin("reading the agents, and computing a first step")
         return _put_together(config, world, loaded, footprint, plan, limits, post, is_awaited, warm=warm)
     except BaseException:
         limits.restore()
@@ -143,7 +153,7 @@ def _put_together(
         loaded, cache.slots.pools, cache.snapshots, room=plan.ram_budget, measures=config.max_divergence > 0
     )
     store = world.store(config, loaded)
-    if config.kv == AUTO:
+    if config.kv == AUTO and loaded.search is None:
         write_precision(config.cache_dir, loaded.fingerprint, loaded.precision)
     in_use = InUse()
     transcripts = ResidentTranscripts(ledger, transcript_budget(plan.ram_budget))
@@ -211,10 +221,12 @@ def _put_together(
                 plan=plan,
                 residuals=support,
                 ranks=loaded.ranks,
+                is_provisional=loaded.search is not None,
             ),
             limits=limits,
             idle_seconds=config.idle_seconds,
             traffic=world.traffic,
+            keep_precision=partial(write_precision, config.cache_dir, loaded.fingerprint),
         )
     )
 

@@ -32,6 +32,7 @@ class ServedModel:
         plan: how memory is shared out.
         residuals: which adapters can share base's cache and keep what they add to it; None where no request may.
         ranks: processes that compute it together.
+        is_provisional: whether the precision serves until another one is chosen.
     """
 
     path: Path
@@ -47,6 +48,7 @@ class ServedModel:
     num_embeddings: int | None = None
     residuals: ResidualSupport | None = None
     ranks: int = 1
+    is_provisional: bool = False
 
     @property
     def fingerprint(self) -> str:

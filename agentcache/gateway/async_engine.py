@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+import gc
+import logging
+import math
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+import mlx.core as mx
 
 from agentcache.adapter_settings import AdapterFolder, Policy
 from agentcache.agents.saved import Saved
@@ -21,6 +27,7 @@ from agentcache.engine.messages import (
     ImportAgent,
     ListAgents,
     LookAgain,
+    MeasurePrecision,
     Message,
     ReadStats,
     RelieveMemory,
@@ -29,12 +36,13 @@ from agentcache.engine.messages import (
     ShowAgent,
 )
 from agentcache.engine.open import open_engine
-from agentcache.errors import Conflict, EngineStopped, StoreError
+from agentcache.errors import AgentCacheError, Conflict, EngineStopped, StoreError
 from agentcache.gateway.adapter_loader import AdapterLoader
 from agentcache.gateway.agent_turns import AgentTurns, Turn
 from agentcache.gateway.completions import Completions
 from agentcache.gateway.describe_model import describe_model
 from agentcache.gateway.engine_thread import EngineThread
+from agentcache.gateway.gate import Gate
 from agentcache.gateway.prepare import (
     agent_policy,
 )
@@ -46,16 +54,39 @@ from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.pressure import Level
 from agentcache.report import AdapterInfo, AgentInfo, CacheStats, ModelInfo, RestoreReport, Update
 from agentcache.request import Request
+from agentcache.start_progress import Measuring, Phase, StartProgress
 from agentcache.store.archived_agent import read_archive
 from agentcache.system_memory import SystemMemory
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
+log = logging.getLogger("agentcache.engine")
+
 MOST_ARCHIVES = 8  # that may wait to be read
+MEASURE_SECONDS = 4.0  # a start that measures longer serves in safe bits first, and measures between requests
+
+
+def _through_gate(
+    method: Callable[Concatenate[AsyncEngine, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[AsyncEngine, P], Coroutine[Any, Any, T]]:
+    """Have a method wait while the engine is replaced, and keep the engine from being replaced while it runs."""
+
+    @wraps(method)
+    async def call(engine: AsyncEngine, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        async with engine._gate.inside():
+            return await method(engine, *args, **kwargs)
+
+    return call
 
 
 class AsyncEngine:
     """Start it, then `generate`. All methods belong to one event loop.
+
+    With `kv` "auto", the first start with a model measures in how many bits keys and values are kept. A server (one
+    with `warm_up`) does so for a few seconds only. If it takes longer, the engine serves in 8 bits, measures while no
+    request runs, and is then replaced by one with the chosen bits. Calls that arrive meanwhile wait. Agents stay; what
+    they have cached in 8 bits is computed once more.
 
     Args:
         warm_up: whether to start a little later, and then answer the first request as quickly as any other.
@@ -68,17 +99,14 @@ class AsyncEngine:
         self._system = system or SystemMemory()
         self._watch: asyncio.Task[None] | None = None
         self._warm_up = warm_up
-        path = config.model or str(embedded_model_path(Path(config.cache_dir).parent))
-        self._thread = EngineThread(
-            lambda post: open_engine(
-                config,
-                path,
-                post,
-                is_awaited=self._thread.is_awaited,
-                warm=warm_up,
-                give_up=self._thread.give_up,
-            )
-        )
+        self._path = config.model or str(embedded_model_path(Path(config.cache_dir).parent))
+        self._progress = StartProgress()
+        self._gate = Gate()
+        self._measuring: Measuring | None = None
+        self._failure: Exception | None = None
+        self._replacing: asyncio.Task[None] | None = None
+        self._folders: dict[str, AdapterFolder] = {}
+        self._thread = self._make_thread()
         self._workers = Workers(most_waiting=config.max_waiting_requests)
         self._archives = Workers(1, name="agentcache-archives", most_waiting=MOST_ARCHIVES)
         self._turns = AgentTurns()
@@ -90,19 +118,39 @@ class AsyncEngine:
 
     # -- life -------------------------------------------------------------------------------------------------------
 
+    def _make_thread(self) -> EngineThread:
+        thread = EngineThread(
+            lambda post: open_engine(
+                self.config,
+                self._path,
+                post,
+                is_awaited=thread.is_awaited,
+                warm=self._warm_up,
+                give_up=thread.give_up,
+                measure_seconds=MEASURE_SECONDS if self._warm_up else math.inf,
+                progress=self._progress,
+            )
+        )
+        return thread
+
     async def start(self) -> None:
         """Load the model and its adapters, and open the cache folder; raises whatever stands in the way."""
         await self._thread.start()
         try:
             await self._open()
+            for folder in self.config.adapters:
+                await self.load_adapter(folder)
         except BaseException:
             await self.close()
             raise
         if self.config.memory_pressure:
             self._watch = asyncio.create_task(watch_pressure(never_failing(self._system.pressure), self._relieve))
         self._is_open = True
+        if self._thread.view.model.is_provisional:
+            self._replacing = asyncio.create_task(self._choose_precision())
 
     async def _open(self) -> None:
+        self._progress.end()
         served = self._thread.view.model
         self._tokenizer = served.tokenizer
         if self._warm_up:
@@ -110,24 +158,80 @@ class AsyncEngine:
         self._model = describe_model(served, self.config)
         self._adapters = AdapterLoader(self._thread, self.config.cache_dir / "weights.json")
         self._completions = Completions(self.config, self._thread, self._workers, self._turns, self._adapters)
-        for folder in self.config.adapters:
-            await self.load_adapter(folder)
 
     def _relieve(self, level: Level) -> None:
-        self._thread.tell(RelieveMemory(level), _ignore)
+        if self._gate.is_open:
+            self._thread.tell(RelieveMemory(level), _ignore)
 
     async def close(self) -> None:
         """Cancel what runs, write what is due, give the cache folder back."""
         self._is_open = False
         if self._watch is not None:
             self._watch.cancel()
+        if self._replacing is not None:
+            self._replacing.cancel()
+            await asyncio.wait({self._replacing})
         end = shutting_down()
-        pools = [self._workers.close(end), self._archives.close(end)]
-        if self._adapters is not None:
-            pools.append(self._adapters.close(end))
-        await asyncio.gather(self._thread.close(), *pools)
+        await asyncio.gather(self._close_engine(end), self._workers.close(end), self._archives.close(end))
+
+    async def _close_engine(self, end: AgentCacheError) -> None:
+        """End what belongs to the engine that runs now."""
+        adapters = [] if self._adapters is None else [self._adapters.close(end)]
+        await asyncio.gather(self._thread.close(), *adapters)
         if self._tokenizer is not None:
             self._tokenizer.close()
+
+    # -- the first start with a model ---------------------------------------------------------------------------------
+
+    async def _choose_precision(self) -> None:
+        """Measure while no call is inside the gate; then replace the engine."""
+        try:
+            while self._measuring is None or self._measuring.chosen is None:
+                await self._gate.emptied()
+                self._measuring = await self._thread.ask(MeasurePrecision())
+        except AgentCacheError as error:
+            log.warning("the precision of keys and values was not measured: %s", error)
+            return
+        async with self._gate.closed():
+            log.info(
+                "keys and values are kept in %s bits from now on; the model is loaded again", self._measuring.chosen
+            )
+            try:
+                await self._replace_engine()
+            except Exception as error:
+                log.exception("the engine could not be replaced")
+                self._failure = error
+        self._measuring = None
+
+    async def _replace_engine(self) -> None:
+        """Close the engine, and open another on the same files. A failure ends the server (`failure`)."""
+        await self._close_engine(shutting_down())
+        self._thread = self._make_thread()
+        # A server freezes what start-up has made. The old engine is part of it, and has the weights.
+        gc.unfreeze()
+        self._adapters = self._completions = None
+        gc.collect()
+        mx.clear_cache()
+        await self._thread.start()
+        await self._open()
+        for folder in self._folders.values():
+            try:
+                await self.adapters.load(folder)
+            except AgentCacheError as error:
+                log.warning("adapter %r is not served any more: %s", folder.name, error)
+        if self._warm_up:
+            gc.collect()
+            gc.freeze()
+
+    @property
+    def starting(self) -> Phase | None:
+        """What a start is doing now; None when there is none."""
+        return self._progress.phase
+
+    @property
+    def measuring(self) -> Measuring | None:
+        """How far the choice of a precision has come, while the engine serves in safe bits; else None."""
+        return self._measuring
 
     @property
     def ready(self) -> bool:
@@ -137,18 +241,18 @@ class AsyncEngine:
     @property
     def failure(self) -> Exception | None:
         """What ended the engine, or kept it from starting."""
-        return self._thread.failure
+        return self._failure or self._thread.failure
 
     @property
     def memory_pressure(self) -> Level:
-        """The level that the engine works at."""
-        return self._thread.view.memory_pressure
+        """The level that the engine works at; `NORMAL` while the engine is replaced."""
+        return self._thread.view.memory_pressure if self._gate.is_open else Level.NORMAL
 
     @property
     def model(self) -> ModelInfo:
         if self._model is None:
             raise EngineStopped("the model is not loaded yet")
-        return replace(self._model, adapters=self.adapters.list())
+        return replace(self._model, adapters=() if self._adapters is None else self._adapters.list())
 
     @property
     def adapters(self) -> AdapterLoader:
@@ -165,6 +269,7 @@ class AsyncEngine:
 
     # -- completions ------------------------------------------------------------------------------------------------
 
+    @_through_gate
     async def generate(self, request: Request, take: Callable[[Update], None]) -> None:
         """Run a request and call `take` with each of its updates. Cancelling this cancels the request.
 
@@ -180,6 +285,7 @@ class AsyncEngine:
         await self._look_again(request.agent)
         await running.generate(request, take)
 
+    @_through_gate
     async def count_tokens(self, request: Request) -> int:
         """Tokens that the request's prompt has, without running it; raises InvalidRequest, ContextLengthExceeded."""
         running = self._running
@@ -188,15 +294,18 @@ class AsyncEngine:
 
     # -- agents -----------------------------------------------------------------------------------------------------
 
+    @_through_gate
     async def agents(self) -> list[AgentInfo]:
         """All agents, by id."""
         return cast(list[AgentInfo], await self._thread.ask(ListAgents()))
 
+    @_through_gate
     async def agent(self, agent_id: str) -> AgentInfo:
         """One agent; raises NotFound."""
         await self._look_again(agent_id)
         return cast(AgentInfo, await self._thread.ask(ShowAgent(agent_id)))
 
+    @_through_gate
     async def create_agent(
         self, agent_id: str, *, adapter: str | None = None, policy: Policy | None = None, system: str | None = None
     ) -> AgentInfo:
@@ -212,6 +321,7 @@ class AsyncEngine:
             await self._save([turn], CreateAgent(agent_id, adapter, chosen, system))
             return await self.agent(agent_id)
 
+    @_through_gate
     async def import_agent(self, agent_id: str, path: str) -> AgentInfo:
         """Make an agent of a file that `agentcache export` has written.
 
@@ -229,6 +339,7 @@ class AsyncEngine:
             await self._save([turn], ImportAgent(archive))
             return await self.agent(agent_id)
 
+    @_through_gate
     async def fork_agent(
         self,
         agent_id: str,
@@ -261,12 +372,14 @@ class AsyncEngine:
             await self._save([one, two], ForkAgent(agent_id, new_id, lineage, adapter, chosen))
             return await self.agent(new_id)
 
+    @_through_gate
     async def delete_agent(self, agent_id: str, lineage: str | None = None) -> None:
         """Forget an agent (or one of its lineages) in RAM and on disk; raises NotFound."""
         await self._look_again(agent_id)
         async with self._turns.turn(agent_id) as turn:
             await self._save([turn], DeleteAgent(agent_id, lineage))
 
+    @_through_gate
     async def save_agent(self, agent_id: str, lineage: str | None = None) -> AgentInfo:
         """Return when everything the agent (or one of its lineages) has is on disk; raises NotFound, StoreError."""
         await self._look_again(agent_id)
@@ -274,6 +387,7 @@ class AsyncEngine:
             await self._save([turn], SaveAgent(agent_id, lineage))
             return await self.agent(agent_id)
 
+    @_through_gate
     async def restore_agent(self, agent_id: str, lineage: str | None = None) -> RestoreReport:
         """Bring the blocks of an agent (or of one of its lineages) from disk into RAM; raises NotFound."""
         await self._look_again(agent_id)
@@ -281,6 +395,7 @@ class AsyncEngine:
             restored: RestoreReport = await _result([turn], self._thread.ask(RestoreAgent(agent_id, lineage)))
             return restored
 
+    @_through_gate
     async def evict_agent(self, agent_id: str, lineage: str | None = None, kind: str | None = None) -> AgentInfo:
         """Free the RAM of the agent (or of one of its lineages); it stays on disk; raises NotFound.
 
@@ -306,25 +421,33 @@ class AsyncEngine:
 
     # -- adapters ---------------------------------------------------------------------------------------------------
 
+    @_through_gate
     async def load_adapter(self, folder: AdapterFolder) -> AdapterInfo:
         """Serve an adapter from now on; raises InvalidRequest, UnsupportedAdapter, Conflict."""
         if self.model.is_called(folder.name):
             raise Conflict(f"{folder.name!r} is the model's own name", param="name")
-        return await self.adapters.load(folder)
+        info = await self.adapters.load(folder)
+        self._folders[folder.name] = folder
+        return info
 
-    def unload_adapter(self, name: str) -> None:
+    @_through_gate
+    async def unload_adapter(self, name: str) -> None:
         """Refuse new requests for an adapter; those that run end as they began. Raises NotFound."""
         self.adapters.unload(name)
+        self._folders.pop(name, None)
 
     # -- numbers ----------------------------------------------------------------------------------------------------
 
+    @_through_gate
     async def stats(self) -> CacheStats:
         return cast(CacheStats, await self._thread.ask(ReadStats()))
 
+    @_through_gate
     async def check_integrity(self) -> None:
         """Raises BrokenInvariant unless every block is accounted for."""
         await self._thread.ask(CheckIntegrity())
 
+    @_through_gate
     async def clear_cache(self) -> None:
         """Free all RAM that nobody is reading; agents stay on disk."""
         await self._thread.ask(ClearCache())

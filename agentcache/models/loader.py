@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,14 +25,15 @@ from agentcache.models.experts import distrust_sorted_rows
 from agentcache.models.fingerprint import ModelFingerprints, model_fingerprints
 from agentcache.models.hosting import Everywhere, host
 from agentcache.models.lora import ModelAdapters
-from agentcache.models.memo import Memo
-from agentcache.models.precision import Measured
+from agentcache.models.memo import Memo, read_memo, write_memo
+from agentcache.models.precision import Measured, PrecisionSearch
 from agentcache.models.sample_text import SAMPLE
 from agentcache.models.source_digest import source_digest
 from agentcache.models.step import CurrentStep
 from agentcache.models.survey import Survey, text_config
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.models.trunk import ModelTrunk
+from agentcache.start_progress import StartProgress
 from agentcache.store.model_names import ModelNames
 
 # By the names that families have for it, the usual one first.
@@ -63,6 +68,7 @@ class LoadedModel:
         names: what blocks and agents are named by, and what earlier ones of the same model are.
         max_context: tokens the model was made for.
         ranks: processes that have a part of it each, this one's being `model`; 1 for a model that is whole.
+        search: choice of the precision that is not finished; None if `precision` is final.
     """
 
     model: nn.Module
@@ -77,6 +83,7 @@ class LoadedModel:
     config: dict[str, Any]
     max_context: int
     ranks: int = 1
+    search: PrecisionSearch | None = None
 
     def namespace(self, salt: str) -> Namespace:
         """Where the blocks of this model and `salt` have their names."""
@@ -163,6 +170,9 @@ def load(
     kv: str = "4",
     kept: Callable[[str], Precision | None] = lambda fingerprint: None,
     find_names: Callable[[ModelFingerprints], ModelNames] = _new_names,
+    measured: Path | None = None,
+    measure_seconds: float = math.inf,
+    progress: StartProgress | None = None,
 ) -> LoadedModel:
     """Load a model on the calling thread, which must be the one that runs it.
 
@@ -174,10 +184,15 @@ def load(
         kv: in how many bits keys and values are kept, one of `BITS` or `auto`.
         kept: with `auto`, gives what was chosen for the model of a fingerprint before.
         find_names: gives the names that a cache folder has for the model.
+        measured: with `auto`, file of divergences that were measured; a search that was interrupted continues from it.
+        measure_seconds: with `auto`, time limit of the search; see `Measured.unfinished`.
+        progress: is told what is done.
 
     Raises:
         UnsupportedModel: the folder is no model, or its architecture cannot be served exactly.
     """
+    progress = progress or StartProgress()
+    progress.begin("reading the model")
     return put_on_cache(
         read_model(path_or_hub_id),
         memo=memo,
@@ -186,6 +201,9 @@ def load(
         kv=kv,
         kept=kept,
         find_names=find_names,
+        measured=measured,
+        measure_seconds=measure_seconds,
+        progress=progress,
     )
 
 
@@ -199,12 +217,16 @@ def put_on_cache(
     kept: Callable[[str], Precision | None] = lambda fingerprint: None,
     find_names: Callable[[ModelFingerprints], ModelNames] = _new_names,
     settle: Callable[[float], float] = lambda divergence: divergence,
+    measured: Path | None = None,
+    measure_seconds: float = math.inf,
+    progress: StartProgress | None = None,
 ) -> LoadedModel:
     """The second half of `load`, of what `read_model` gives; raises the same.
 
     Args:
-        settle: as in `Measured`.
+        settle: as in `PrecisionSearch`.
     """
+    progress = progress or StartProgress()
     model, config, tokenizer = read.model, read.config, read.tokenizer
     check_weights(weight_bytes(model))
     read.evaluate()
@@ -213,7 +235,21 @@ def put_on_cache(
     known = Memo(memo)
     sources = source_digest(model, known)
     known.keep()
-    choose = Measured(sample_ids(tokenizer), kept(names.current), settle) if kv == AUTO else Everywhere(BITS[kv])
+    choose: Everywhere | Measured
+    if kv == AUTO:
+        ids = sample_ids(tokenizer)
+        choose = Measured(
+            ids,
+            kept(names.current),
+            seconds=measure_seconds,
+            progress=progress,
+            current=current,
+            settle=settle,
+            **_divergences_in(measured, names.current, ids),
+        )
+    else:
+        choose = Everywhere(BITS[kv])
+    progress.begin("comparing what the model computes on the cache with mlx-lm")
     hosted = host(model, config["model_type"], config, choose=choose)
     install_wanted_positions(hosted.survey, current)
     return LoadedModel(
@@ -228,7 +264,25 @@ def put_on_cache(
         path=read.path,
         config=config,
         max_context=min(_context_length(config), max_context or 2**62),
+        search=choose.unfinished if isinstance(choose, Measured) else None,
     )
+
+
+def _divergences_in(file: Path | None, fingerprint: str, token_ids: Sequence[int]) -> dict[str, Any]:
+    """Options of `PrecisionSearch`: what `file` has of this model and this sample, and how to keep what is measured."""
+    key = hashlib.blake2b(f"{fingerprint} {token_ids}".encode(), digest_size=16).hexdigest()
+    try:
+        known = {layers: float(divergence) for layers, divergence in json.loads(read_memo(file).get(key, "{}")).items()}
+    except (ValueError, TypeError, AttributeError):
+        known = {}
+
+    def keep(divergences: Mapping[str, float]) -> None:
+        if file is not None:
+            with suppress(OSError):  # a cache folder that cannot be made ends the start later
+                file.parent.mkdir(0o700, parents=True, exist_ok=True)
+            write_memo(file, read_memo(file) | {key: json.dumps(dict(divergences))})
+
+    return {"known": known, "keep": keep}
 
 
 def sample_ids(tokenizer: Tokenizer) -> tuple[int, ...]:

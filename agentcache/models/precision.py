@@ -8,8 +8,10 @@ layer's bits cost is how far the next tokens' probabilities move (Kullback and L
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,7 +23,9 @@ from agentcache.kv.precision import BITS, LayerBits, Precision
 from agentcache.kv.step_cache import StepCache
 from agentcache.kv.step_plan import Reads, Writes
 from agentcache.models.recurrent import make_caches
+from agentcache.models.step import CurrentStep, StepInputs
 from agentcache.models.survey import Survey
+from agentcache.start_progress import Measuring, StartProgress
 
 MAX_DIVERGENCE = 0.005
 MAX_TOKENS = 256
@@ -29,41 +33,156 @@ _COMPARED = 160  # the last ones, which have something to look back at
 _COMPARED_AT_ONCE = 32  # a vocabulary may have a quarter of a million entries
 _MOST_PARTS = 8  # layers of deep models are tried a few at a time, so that the time to measure is bounded
 _LEVELS = tuple(BITS.values())
-_COARSEST, _UNQUANTISED = _LEVELS[0], _LEVELS[-1]
+_COARSEST, _SAFE, _UNQUANTISED = _LEVELS[0], LayerBits(8, 8), _LEVELS[-1]
+MOST_PASSES = 16  # with the one in which nothing is quantised
 
 Layers = Sequence[LayerBits]
 
 
-@dataclass(frozen=True)
+class PrecisionSearch:
+    """Chooses the bits of a model's layers, one forward pass at a time. On the thread that owns the model.
+
+    `find_precision` runs again after each pass, with all divergences that are known by then. So the search ends and
+    continues anywhere, also in another process.
+
+    Args:
+        model: runs on the paged cache.
+        token_ids: sample text; the first `MAX_TOKENS` are read.
+        current: the model's step.
+        known: divergences that an earlier process has measured, by `str` of a `Precision`.
+        keep: called with all of them after each measurement.
+        settle: replaces a divergence by the value that all ranks use.
+        limit: highest divergence, in nats.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        survey: Survey,
+        token_ids: Sequence[int],
+        *,
+        current: CurrentStep | None = None,
+        known: Mapping[str, float] = MappingProxyType({}),
+        keep: Callable[[Mapping[str, float]], None] = lambda known: None,
+        settle: Callable[[float], float] = lambda divergence: divergence,
+        limit: float = MAX_DIVERGENCE,
+    ) -> None:
+        self._model = model
+        self._survey = survey
+        self._ids = token_ids[:MAX_TOKENS]
+        self._current = current or CurrentStep()
+        self._known = dict(known)
+        self._keep = keep
+        self._settle = settle
+        self._limit = limit
+        self._passes = 0
+        self._reference: mx.array | None = None
+        self._precision, self._next = self._search()
+
+    @property
+    def measuring(self) -> Measuring:
+        chosen = None if self._precision is None else str(self._precision)
+        return Measuring(self._passes, max(self._passes, MOST_PASSES), chosen)
+
+    @property
+    def precision(self) -> Precision | None:
+        """What was chosen; None before the end."""
+        return self._precision
+
+    @property
+    def safe(self) -> Precision:
+        """What to serve in before the end: 8 bits, or 16 if 8 are known to be too few."""
+        eight = Precision((_SAFE,) * len(self._survey.layers))
+        too_few = self._known.get(str(eight), 0.0) > self._limit
+        return Precision((_UNQUANTISED,) * len(self._survey.layers)) if too_few else eight
+
+    def advance(self) -> None:
+        """Compute one forward pass; after the last one `precision` is known."""
+        if self._precision is not None:
+            return
+        self._passes += 1
+        if self._reference is None:
+            self._reference = self._logits((_UNQUANTISED,) * len(self._survey.layers))
+            return
+        divergence = self._settle(mean_divergence(self._reference, self._logits(self._next)))
+        self._known[str(Precision(tuple(self._next)))] = divergence
+        self._keep(self._known)
+        self._precision, self._next = self._search()
+        if self._precision is not None:
+            self._reference = None
+
+    def _search(self) -> tuple[Precision | None, Layers]:
+        """The precision, if enough is known; else the layers to measure next."""
+        count = len(self._survey.layers)
+        if not count or len(self._ids) < 2:
+            return Precision((_COARSEST,) * count), ()
+        try:
+            return find_precision(self._divergence, count, self._limit), ()
+        except _NotMeasured as missing:
+            return None, missing.layers
+
+    def _divergence(self, layers: Layers) -> float:
+        divergence = self._known.get(str(Precision(tuple(layers))))
+        if divergence is None:
+            raise _NotMeasured(layers)
+        return divergence
+
+    def _logits(self, layers: Layers) -> mx.array:
+        step = StepInputs(mx.array([self._ids]), [0], all_logits=True)
+        with self._current.of(step):
+            return _logits(self._model, self._survey.kept_in(Precision(tuple(layers))), self._ids)
+
+
+class _NotMeasured(Exception):
+    """The search needs the divergence of these layers."""
+
+    def __init__(self, layers: Layers) -> None:
+        super().__init__()
+        self.layers = layers
+
+
 class Measured:
     """Chooses the bits of a model's layers by measuring; a `ChoosePrecision`.
 
     Args:
-        token_ids: what the model reads; more than `MAX_TOKENS` are not read.
-        kept: what was chosen before, which stands where it is for as many layers.
-        settle: makes one of the divergences that several processes have measured of one model, so that all go on alike.
-        limit: divergence that is allowed.
+        token_ids: sample text, as in `PrecisionSearch`.
+        kept: earlier choice; used if it has as many layers.
+        seconds: time limit. A search that takes longer is left in `unfinished`, and the model is served in `safe` bits.
+        progress: is told of each forward pass.
+        options: others of `PrecisionSearch`.
+
+    Attributes:
+        unfinished: search to continue; None if the choice is final.
     """
 
-    token_ids: tuple[int, ...]
-    kept: Precision | None = None
-    settle: Callable[[float], float] = lambda divergence: divergence
-    limit: float = MAX_DIVERGENCE
+    def __init__(
+        self,
+        token_ids: tuple[int, ...],
+        kept: Precision | None = None,
+        *,
+        seconds: float = math.inf,
+        progress: StartProgress | None = None,
+        **options: Any,
+    ) -> None:
+        self._ids = token_ids
+        self._kept = kept
+        self._seconds = seconds
+        self._progress = progress or StartProgress()
+        self._options = options
+        self.unfinished: PrecisionSearch | None = None
 
     def __call__(self, model: nn.Module, survey: Survey) -> Precision:
-        count = len(survey.layers)
-        if self.kept is not None and len(self.kept.layers) == count:
-            return self.kept
-        ids = self.token_ids[:MAX_TOKENS]
-        if not count or len(ids) < 2:
-            return Precision((_COARSEST,) * count)
-        reference = _logits(model, survey.kept_in(Precision((_UNQUANTISED,) * count)), ids)
-
-        def divergence(layers: Layers) -> float:
-            logits = _logits(model, survey.kept_in(Precision(tuple(layers))), ids)
-            return self.settle(mean_divergence(reference, logits))
-
-        return find_precision(divergence, count, self.limit)
+        if self._kept is not None and len(self._kept.layers) == len(survey.layers):
+            return self._kept
+        search, end = PrecisionSearch(model, survey, self._ids, **self._options), time.monotonic() + self._seconds
+        with self._progress.inner("measuring in how many bits keys and values are kept, once for this model"):
+            while search.precision is None and time.monotonic() < end:
+                search.advance()
+                self._progress.advance(search.measuring.done, search.measuring.most)
+        if search.precision is None:
+            self.unfinished = search
+            return search.safe
+        return search.precision
 
 
 def find_precision(divergence: Callable[[Layers], float], num_layers: int, limit: float) -> Precision:

@@ -110,6 +110,8 @@ class Leading:
 
     def load(self, path_or_hub_id: str, **options: Any) -> LoadedModel:
         with self._leader.waiting(math.inf):  # weights take as long to read as they take
+            # All ranks measure, in the same order: no rank alone may stop or skip.
+            options |= {"measured": None, "measure_seconds": math.inf}
             loaded = load_part(self._shards, self._wire, path_or_hub_id, **options)
             agree(self._wire, loaded)
         self._adapters = LeadingAdapters(loaded.model, loaded.survey, loaded.current, self._shards, self._leader)

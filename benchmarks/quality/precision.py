@@ -21,7 +21,7 @@ from agentcache.kv.spec import CacheSpec
 from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.models.hosting import host
 from agentcache.models.loader import read_model, sample_ids
-from agentcache.models.precision import Measured
+from agentcache.models.precision import MAX_DIVERGENCE, Measured
 from agentcache.models.survey import Paged, Survey
 from benchmarks.quality.emulated import Format, make_caches
 from benchmarks.quality.exam import Answers, Exam, answer, write_exam
@@ -202,7 +202,7 @@ def _auto_table(found: Mapping[str, Examined]) -> ResultTable:
             "model": copy,
             "chosen": str(each.precision),
             "layers": [str(bits) for bits in each.precision.layers],
-            "limit": Measured(()).limit,
+            "limit": MAX_DIVERGENCE,
             "measured": each.precision.divergence,
             "seconds": each.seconds,
         }

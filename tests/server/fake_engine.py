@@ -26,6 +26,7 @@ from agentcache.report import (
     Update,
 )
 from agentcache.request import Request
+from agentcache.start_progress import Measuring, Phase
 from agentcache.store.archive import ArchiveRejected
 
 MODEL = ModelInfo(
@@ -121,6 +122,8 @@ class FakeEngine:
     ready: bool = True
     failure: BaseException | None = None
     memory_pressure: Level = Level.NORMAL
+    starting: Phase | None = None
+    measuring: Measuring | None = None
     model: ModelInfo = MODEL
     requests: list[Request] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
@@ -231,7 +234,7 @@ class FakeEngine:
         self.model = replace(self.model, adapters=(*kept, loaded))
         return loaded
 
-    def unload_adapter(self, name: str, /) -> None:
+    async def unload_adapter(self, name: str, /) -> None:
         gone = self.model.adapter(name)
         if gone is None:
             raise NotFound(f"there is no adapter {name!r}", param="name", code="adapter_not_found")

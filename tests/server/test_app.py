@@ -10,6 +10,7 @@ from agentcache.config import Config
 from agentcache.errors import StoreError
 from agentcache.pressure import Level
 from agentcache.server.app import create_app
+from agentcache.start_progress import Measuring, Phase
 from tests.server.driver import ask, chat, refused, settle
 from tests.server.fake_engine import MODEL, FakeEngine
 
@@ -25,6 +26,11 @@ def test_health_in_each_state() -> None:
     assert answer.headers["server"] == "agentcache"
     loading = ask(FakeEngine(ready=False), "GET", "/health")
     assert (loading.status_code, loading.json()) == (503, {"status": "loading"})
+    phase = Phase("reading the model", 1, 3)
+    loading = ask(FakeEngine(ready=False, starting=phase), "GET", "/health").json()
+    assert loading == {"status": "loading", "doing": "reading the model", "done": 1, "total": 3}
+    measuring = ask(FakeEngine(measuring=Measuring(2, 16)), "GET", "/health").json()
+    assert measuring["status"] == "ok" and measuring["measuring_precision"] == {"done": 2, "most": 16}
     failed = ask(FakeEngine(failure=RuntimeError("no metal")), "GET", "/health")
     assert (failed.status_code, failed.json()) == (503, {"status": "failed", "error": "no metal"})
 

@@ -196,7 +196,7 @@ def test_replaced_and_unloaded_while_it_runs(base: Path, folders: dict[str, Path
             while not said:
                 await asyncio.sleep(0.01)
             await inside.async_engine(llm).load_adapter(parse_adapters({"poet": folders["upper"]})[0])
-            inside.async_engine(llm).unload_adapter("poet")
+            await inside.async_engine(llm).unload_adapter("poet")
             with pytest.raises(NotFound):
                 await inside.async_engine(llm).generate(request, said.append)
             assert not running.done()

@@ -263,7 +263,7 @@ def test_an_unloaded_adapter_leaves_no_cache_behind_and_finds_its_files_again(ll
 
 
 async def _unload(llm: LLM, name: str) -> None:
-    inside.async_engine(llm).unload_adapter(name)
+    await inside.async_engine(llm).unload_adapter(name)
 
 
 def first_digest(llm: LLM) -> str:
