@@ -26,6 +26,7 @@ from agentcache.server.reply import Completion
 from agentcache.server.request_log import note_model, note_usage
 from agentcache.server.stream import until_disconnect
 from agentcache.server.thinking import read_thinking
+from agentcache.server.tools import read_chat_tools
 from agentcache.server.validate import Reader, check_agent_id
 
 _WARM_FIELDS = (
@@ -202,7 +203,8 @@ def _read_prompt(call: Call) -> Prompt:
     if len(given) > 1:
         body.fail("messages", "and prompt are both there; send one of them")
     if given == ["messages"]:
-        return read_chat_prompt(call, read_thinking(call).template_kwargs, add_generation_prompt=False)
+        kwargs = read_thinking(call).template_kwargs
+        return read_chat_prompt(call, read_chat_tools(call), kwargs, add_generation_prompt=False)
     prompts = read_prompts(body, call.model)
     if len(prompts) != 1:
         body.fail("prompt", "must be one prompt")

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from agentcache.answer_form import AnswerForm, CallableTool, Calls, Notation, TextForm
 from agentcache.errors import InvalidRequest
-from agentcache.models.text.json_values import json_string, write_json
+from agentcache.models.text.json_values import json_string, parse_json, write_json
+from agentcache.server.context import Call
 from agentcache.server.validate import Reader
 
 _ANY_OBJECT = '{"type": "object"}'
 # What vLLM calls them. Each is the whole form of an answer, in which no tool is called.
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+# Other servers' fields of that kind, all of which every dialect reads: vLLM's newer one, SGLang's, Ollama's.
+FORM_FIELDS = (*GUIDED, "structured_outputs", "json_schema", "regex", "format")
+_STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")  # keys of `structured_outputs`
+# Keys that a JSON schema has, and the wrapper around one has not.
+_SCHEMA_KEYS = ("type", "properties", "$ref", "$defs", "anyOf", "oneOf", "allOf", "enum", "const", "items", "required")
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -23,54 +29,91 @@ class ToolChoice:
     """Whether tools may be called, or must be.
 
     Args:
-        name: the only one that may be; None for any.
+        names: the only ones that may be; None for any.
         just_one: whether one call is all there may be.
         param: what the wire calls it.
     """
 
     may_call: bool = True
     must_call: bool = False
-    name: str | None = None
+    names: tuple[str, ...] | None = None
     just_one: bool = False
     param: str = "tool_choice"
 
+    def shown(self, tools: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+        """The tools for the chat template; None for none.
+
+        All are shown where a call is demanded: the form leaves no other, and the prompt begins as in other turns.
+        """
+        if not self.may_call:
+            return None
+        if self.names is not None and not self.must_call:
+            tools = [tool for tool in tools if tool["function"]["name"] in self.names]
+        return tools or None
+
 
 def read_tool_choice(body: Reader) -> ToolChoice:
-    """OpenAI's: a word, or a function, whose name stands in `function` (chat) or beside the type (responses)."""
+    """`tool_choice` in any dialect's spelling: a word, a tool's name, or an object with a type."""
     just_one = not body.boolean("parallel_tool_calls", True)
     choice = body.get("tool_choice")
-    if choice in (None, "auto"):
-        return ToolChoice(just_one=just_one)
-    if choice == "none":
-        return ToolChoice(may_call=False)
-    if choice == "required":
-        return ToolChoice(must_call=True, just_one=just_one)
-    if not isinstance(choice, dict) or choice.get("type") not in ("function", "custom"):
+    if choice is None or isinstance(choice, str):
+        return _choice_of_word(choice, just_one)
+    if not isinstance(choice, dict):
         body.fail("tool_choice", 'must be "auto", "none", "required" or name a function')
-    named = body.object("tool_choice")
-    function = named.object("function") if named.get("name") is None else named
-    return ToolChoice(must_call=True, name=function.required_string("name"), just_one=True)
+    given = body.object("tool_choice")
+    just_one = just_one or given.boolean("disable_parallel_tool_use")
+    kind = given.string("type")
+    if kind in ("function", "tool", "custom") or (kind is None and not {"name", "function"}.isdisjoint(choice)):
+        return ToolChoice(must_call=True, names=(_named(given, kind),), just_one=True)
+    if kind == "allowed_tools":
+        return _allowed(body, given, just_one)
+    if kind in (None, *_WORDS):
+        return _choice_of_word(kind, just_one)
+    if any(tool.get("type") == kind for tool in body.objects("tools")):  # one that a server would run
+        return ToolChoice(must_call=True, names=(kind or "",), just_one=True)
+    given.fail("type", 'must be "auto", "none", "any", "required", "tool", "function" or "allowed_tools"')
 
 
-def read_anthropic_tool_choice(body: Reader) -> ToolChoice:
-    """Anthropic's, of type `auto`, `none`, `any` or `tool`."""
-    choice = body.object("tool_choice")
-    just_one = choice.boolean("disable_parallel_tool_use")
-    match choice.string("type"):
-        case None | "auto":
-            return ToolChoice(just_one=just_one)
-        case "none":
-            return ToolChoice(may_call=False)
-        case "any":
-            return ToolChoice(must_call=True, just_one=just_one)
-        case "tool":
-            return ToolChoice(must_call=True, name=choice.required_string("name"), just_one=True)
-        case _:
-            choice.fail("type", 'must be "auto", "none", "any" or "tool"')
+_WORDS = ("", "auto", "none", "any", "required")
+
+
+def _choice_of_word(word: str | None, just_one: bool) -> ToolChoice:
+    if word in (None, "", "auto"):
+        return ToolChoice(just_one=just_one)
+    if word == "none":
+        return ToolChoice(may_call=False)
+    if word in ("any", "required"):
+        return ToolChoice(must_call=True, just_one=just_one)
+    return ToolChoice(must_call=True, names=(word or "",), just_one=True)
+
+
+def _named(given: Reader, kind: str | None) -> str:
+    """The name: beside the type, or in an object of that type."""
+    if given.get("name") is not None or kind == "tool":
+        return given.required_string("name")
+    inner = "custom" if kind == "custom" and isinstance(given.get("custom"), dict) else "function"
+    return given.object(inner).required_string("name")
+
+
+def _allowed(body: Reader, given: Reader, just_one: bool) -> ToolChoice:
+    """OpenAI's `allowed_tools`, whose list stands in an object of that name (chat) or beside the type (responses)."""
+    holder = given.object("allowed_tools") if isinstance(given.get("allowed_tools"), dict) else given
+    if holder.get("tools") is None:
+        body.fail("tool_choice", "must list the tools that are allowed")
+    mode = holder.string("mode") or "auto"
+    if mode not in ("auto", "required"):
+        holder.fail("mode", 'must be "auto" or "required"')
+    names = tuple(name for tool in holder.objects("tools") if isinstance(name := _name_of(tool.value), str))
+    return ToolChoice(must_call=mode == "required", names=names, just_one=just_one)
 
 
 def read_form(
-    body: Reader, text: TextForm | None, tools: Tools | None, choice: ToolChoice, schema: str
+    call: Call,
+    text: TextForm | None,
+    tools: Tools | None,
+    choice: ToolChoice,
+    schema: str,
+    left_out: Collection[str] = (),
 ) -> AnswerForm | None:
     """The form; None for any.
 
@@ -78,60 +121,123 @@ def read_form(
         text: that the dialect's own fields ask for.
         tools: that the model is shown, in OpenAI's shape.
         schema: what a tool of this dialect calls its arguments' schema.
+        left_out: names and types of tools that the model is not shown, because a server would run them.
     """
-    guided = read_guided(body)
-    if guided is not None and text is not None:
-        body.fail(guided.param, f"cannot be combined with {text.param}")
-    if guided is not None and choice.must_call:
-        body.fail(guided.param, f"cannot be combined with a {choice.param} that demands a call")
-    if choice.must_call:
+    body = call.body
+    whole = read_whole_form(body)
+    if whole is not None and text is not None:
+        body.fail(whole.param, f"cannot be combined with {text.param}")
+    if choice.must_call and _is_left_out(choice, tools, left_out):
+        call.notes.add(f"{choice.param}: it demands a tool that was left out; the model answers without one")
+    elif choice.must_call:
+        if whole is not None:
+            body.fail(whole.param, f"cannot be combined with a {choice.param} that demands a call")
         return AnswerForm(calls=Calls(_demanded(body, tools, choice, schema), choice.just_one))
-    if guided is not None:
-        return AnswerForm(guided)
+    if whole is not None:
+        return AnswerForm(whole)
     if text is None:
         return None
     return AnswerForm(text, Calls(_offered(body, tools, schema), choice.just_one) if tools else None)
 
 
-def read_guided(body: Reader) -> TextForm | None:
-    """vLLM's `guided_…`, of which there may be one."""
-    given = [name for name in GUIDED if body.get(name) is not None]
+def _is_left_out(choice: ToolChoice, tools: Tools | None, left_out: Collection[str]) -> bool:
+    """Whether a demand can only mean tools that the model is not shown."""
+    if choice.names is None:
+        return bool(left_out) and not tools
+    return bool(choice.names) and all(name in left_out for name in choice.names)
+
+
+def read_whole_form(body: Reader) -> TextForm | None:
+    """What vLLM, SGLang and Ollama call it, of which there may be one."""
+    given = [(body, name) for name in (*GUIDED, "json_schema", "regex", "format") if body.get(name) not in (None, "")]
+    structured = body.object("structured_outputs")
+    for name, value in structured.value.items():
+        if name in _STRUCTURED and value not in (None, False):
+            given.append((structured, name))
+        elif name == "structural_tag" and value is not None:
+            structured.fail(name, "is not supported", code="unsupported_parameter")
     if len(given) > 1:
-        body.fail(given[1], f"cannot be combined with {given[0]}")
-    match given:
-        case ["guided_json"]:
-            return _schema_form(body, "guided_json")
-        case ["guided_regex"]:
-            return TextForm(Notation.REGEX, body.required_string("guided_regex"), "guided_regex")
-        case ["guided_grammar"]:
-            return TextForm(Notation.LARK, body.required_string("guided_grammar"), "guided_grammar")
-        case ["guided_choice"]:
-            return _choice_form(body, "guided_choice")
-    return None
+        reader, name = given[1]
+        reader.fail(name, f"cannot be combined with {given[0][0].param(given[0][1])}")
+    return _whole_form(*given[0]) if given else None
+
+
+def _whole_form(reader: Reader, name: str) -> TextForm:
+    param = reader.param(name)
+    match name.removeprefix("guided_"):
+        case "regex":
+            return TextForm(Notation.REGEX, reader.required_string(name), param)
+        case "grammar":
+            return TextForm(Notation.LARK, reader.required_string(name), param)
+        case "choice":
+            return _choice_form(reader, name)
+        case "json_object":
+            return TextForm(Notation.JSON_SCHEMA, _ANY_OBJECT, param)
+        case "format" if reader.get(name) in ("json", "json_object"):
+            return TextForm(Notation.JSON_SCHEMA, _ANY_OBJECT, param)
+    return _schema_form(reader, name)
+
+
+def read_text_form(body: Reader, *more: tuple[Reader, str]) -> TextForm | None:
+    """The format of the answer's text, in the fields of any dialect; there may be one.
+
+    Args:
+        more: further places where a format may stand.
+    """
+    output = body.object("output_config")
+    places = [*more, (body, "response_format"), (output, "format"), (body, "output_format")]
+    forms = [
+        read_response_format(each, name, "json_schema" if name == "response_format" else None) for each, name in places
+    ]
+    given = [form for form in forms if form is not None]
+    if len(given) > 1:
+        raise InvalidRequest(f"{given[1].param} cannot be combined with {given[0].param}.", param=given[1].param)
+    return given[0] if given else None
 
 
 def read_response_format(body: Reader, name: str, schema_in: str | None = None) -> TextForm | None:
-    """The object under `name`, of type `text`, `json_object` or `json_schema`.
+    """The object under `name`, of type `text`, `json_object`, `json_schema` or `regex`.
 
     Args:
-        schema_in: the object in it that holds the schema; None where it does so itself.
+        schema_in: the object in it that holds the schema in this dialect; None where it does so itself.
     """
     given = body.object(name)
     kind = given.string("type")
-    if kind == "json_object":
+    if kind in ("json_object", "json", "json_schema"):
+        holder, schema = _schema_place(given, schema_in)
+        if holder.get(schema) is not None:
+            return _schema_form(holder, schema)
+        if kind == "json_schema":
+            holder.fail(schema, "is required")
         return TextForm(Notation.JSON_SCHEMA, _ANY_OBJECT, body.param(name))
-    if kind == "json_schema":
-        holder = given if schema_in is None else given.object(schema_in)
-        if holder.get("schema") is None:
-            holder.fail("schema", "is required")
-        return _schema_form(holder, "schema")
+    if kind == "regex":
+        place = next((each for each in ("regex", "value") if given.get(each) is not None), "pattern")
+        return TextForm(Notation.REGEX, given.required_string(place), given.param(place))
     if body.get(name) is not None and kind != "text":
-        given.fail("type", 'must be "text", "json_object" or "json_schema"')
+        given.fail("type", 'must be "text", "json_object", "json_schema" or "regex"')
     return None
+
+
+def _schema_place(given: Reader, schema_in: str | None) -> tuple[Reader, str]:
+    """Where a format has its schema: in the wrapper of chat, without it, or as that; where it should be if nowhere."""
+    wrapper = given.get("json_schema")
+    if isinstance(wrapper, dict) and wrapper.get("schema") is not None:
+        return given.object("json_schema"), "schema"
+    for name in ("schema", "value"):  # the latter is Text Generation Inference's
+        if given.get(name) is not None:
+            return given, name
+    if isinstance(wrapper, dict) and not set(_SCHEMA_KEYS).isdisjoint(wrapper):
+        return given, "json_schema"
+    return (given if schema_in is None else given.object(schema_in)), "schema"
 
 
 def _schema_form(reader: Reader, name: str) -> TextForm:
     schema = reader.get(name)
+    if isinstance(schema, str):  # as vLLM and SGLang take it, too
+        try:
+            schema = parse_json(schema)
+        except ValueError as error:
+            reader.fail(name, f"is no JSON schema: {error}")
     if not isinstance(schema, dict):
         reader.fail(name, "must be a JSON schema: an object")
     return TextForm(Notation.JSON_SCHEMA, _schema_text(schema, reader.param(name)), reader.param(name))
@@ -152,7 +258,7 @@ def _choice_form(body: Reader, name: str) -> TextForm:
     if not isinstance(choices, list) or not choices or not all(isinstance(each, str) and each for each in choices):
         body.fail(name, "must be a list of at least one string, none of them empty")
     # As a terminal there may be thousands.
-    return TextForm(Notation.LARK, "start: CHOICE\nCHOICE: " + " | ".join(map(json_string, choices)), name)
+    return TextForm(Notation.LARK, "start: CHOICE\nCHOICE: " + " | ".join(map(json_string, choices)), body.param(name))
 
 
 def _demanded(body: Reader, tools: Tools | None, choice: ToolChoice, schema: str) -> tuple[CallableTool, ...]:
@@ -160,11 +266,11 @@ def _demanded(body: Reader, tools: Tools | None, choice: ToolChoice, schema: str
     callable_tools = _callable_tools(body, tools or (), schema)
     if not callable_tools:
         body.fail(choice.param, "demands a call, but there are no tools")
-    if choice.name is None:
+    if choice.names is None:
         return callable_tools
-    named = tuple(tool for tool in callable_tools if tool.name == choice.name)
+    named = tuple(tool for tool in callable_tools if tool.name in choice.names)
     if not named:
-        body.fail(choice.param, f"demands {choice.name!r:.80}, which is none of the tools")
+        body.fail(choice.param, f"demands {', '.join(choice.names)!r:.80}, which is none of the tools")
     return named
 
 
@@ -181,7 +287,8 @@ def _callable_tools(body: Reader, tools: Tools, schema: str) -> tuple[CallableTo
     made = []
     for tool in tools:
         function = tool["function"]
-        param = body.param(f"tools[{places.get(function['name'], 0)}]")
+        place = places.get(function["name"])
+        param = "tools" if place is None else body.param(f"tools[{place}]")  # those added in the conversation have none
         arguments = function.get("parameters")
         arguments = _ANY_OBJECT if arguments is None else _schema_text(arguments, f"{param}.{schema}")
         made.append(CallableTool(function["name"], arguments, f"{param}.{schema}", f"{param}.{_name_field(schema)}"))

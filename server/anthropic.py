@@ -9,9 +9,8 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from agentcache.answer_form import TextForm
 from agentcache.request import ChatPrompt, Request
-from agentcache.server.answer_form import read_anthropic_tool_choice, read_form, read_response_format
+from agentcache.server.answer_form import read_form, read_text_form, read_tool_choice
 from agentcache.server.anthropic_reply import AnthropicReply
 from agentcache.server.completion import Job, answer
 from agentcache.server.context import Call, engine_of, name_agent, read_prompt
@@ -23,6 +22,7 @@ from agentcache.server.replies import read_reading
 from agentcache.server.sampling import read_max_tokens, read_sampling
 from agentcache.server.session import read_agent
 from agentcache.server.thinking import Thinking, read_thinking
+from agentcache.server.tools import ToolList, read_anthropic_tools
 from agentcache.server.validate import Reader
 
 _BETWEEN_BLOCKS = "\n"
@@ -39,14 +39,15 @@ async def count_tokens(request: HttpRequest) -> Response:
 
 
 def _read_counted(call: Call) -> Request:
-    prompt = read_chat_prompt(call, read_thinking(call, only_if_asked=True))
+    prompt = read_chat_prompt(call, read_anthropic_tools(call), read_thinking(call, only_if_asked=True))
     return Request("count", prompt, agent=read_agent(call, _user_id(call.body)))
 
 
 def read_job(call: Call) -> Job:
     body, model = call.body, call.model
     thinking = read_thinking(call, only_if_asked=True)
-    prompt = read_chat_prompt(call, thinking)
+    tools = read_anthropic_tools(call)
+    prompt = read_chat_prompt(call, tools, thinking)
     if prompt.messages[-1]["role"] == "assistant":
         body.fail("messages", "must not end with the assistant: an answer that goes on from there is not supported")
     if body.get("max_tokens") is None:
@@ -54,7 +55,8 @@ def read_job(call: Call) -> Job:
     max_tokens = read_max_tokens(body, "max_tokens", default=None)
     sampling = read_sampling(body, model, max_tokens=max_tokens, logprobs=None, stop="stop_sequences")
     options = read_options(call, _user_id(body))
-    form = read_form(body, _read_text_form(body), prompt.tools, read_anthropic_tool_choice(body), "input_schema")
+    choice = read_tool_choice(body)
+    form = read_form(call, read_text_form(body), prompt.tools, choice, "input_schema", tools.left_out)
     job_id = f"msg_{uuid.uuid4().hex}"
     return Job(
         requests=[options.request(job_id, prompt, sampling, form=form)],
@@ -70,20 +72,15 @@ def read_job(call: Call) -> Job:
     )
 
 
-def _read_text_form(body: Reader) -> TextForm | None:
-    """`output_config.format`, or as it was called before."""
-    return read_response_format(body.object("output_config"), "format") or read_response_format(body, "output_format")
-
-
 def _user_id(body: Reader) -> Any:
     metadata = body.get("metadata")
     return metadata.get("user_id") if isinstance(metadata, dict) else None
 
 
-def read_chat_prompt(call: Call, thinking: Thinking) -> ChatPrompt:
+def read_chat_prompt(call: Call, tools: ToolList, thinking: Thinking) -> ChatPrompt:
     body = call.body
     check_model(call)
-    refuse_unsupported(body, "output_format")
+    refuse_unsupported(body)
     check_chat(call.model)
     given = body.objects("messages")
     if not given:
@@ -92,7 +89,8 @@ def read_chat_prompt(call: Call, thinking: Thinking) -> ChatPrompt:
     if not read:
         body.fail("messages", "must hold more than an empty system text")
     messages = [*_read_system(body, "system", call), *read]
-    return ChatPrompt(messages, _read_tools(body), thinking.template_kwargs, num_bytes=call.num_bytes)
+    shown = tools.shown(read_tool_choice(body))
+    return ChatPrompt(messages, shown, thinking.template_kwargs, num_bytes=call.num_bytes)
 
 
 def _read_system(reader: Reader, name: str, call: Call) -> list[dict[str, Any]]:
@@ -186,19 +184,3 @@ def _read_result(block: Reader, call: Call) -> dict[str, Any]:
         "tool_call_id": block.required_string("tool_use_id"),
         "content": _read_text(block, "content", "tool", call),
     }
-
-
-def _read_tools(body: Reader) -> list[dict[str, Any]] | None:
-    tools = [_read_tool(tool) for tool in body.objects("tools")]
-    return tools if tools and read_anthropic_tool_choice(body).may_call else None
-
-
-def _read_tool(tool: Reader) -> dict[str, Any]:
-    if tool.string("type") not in (None, "custom"):
-        tool.fail("type", 'must be "custom": tools that the server runs are not supported')
-    function = {
-        "name": tool.name("name"),
-        "description": tool.string("description") or "",
-        "parameters": tool.object("input_schema").value,
-    }
-    return {"type": "function", "function": function}

@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 from agentcache.models.text.json_values import parse_json
-from agentcache.server.answer_form import read_tool_choice
 from agentcache.server.context import Call
 from agentcache.server.parts import read_parts
 from agentcache.server.validate import Reader
@@ -28,19 +27,6 @@ def read_messages(call: Call) -> list[dict[str, Any]]:
     if not messages:
         call.body.fail("messages", "must be a list of at least one message")
     return messages
-
-
-def read_tools(body: Reader) -> list[dict[str, Any]] | None:
-    """The tools for the chat template; None where there are none or `tool_choice` is "none"."""
-    tools = [_read_tool(tool) for tool in body.objects("tools")]
-    return tools if tools and read_tool_choice(body).may_call else None
-
-
-def _read_tool(tool: Reader) -> dict[str, Any]:
-    if tool.required_string("type") != "function":
-        tool.fail("type", 'must be "function"')
-    tool.object("function").name("name")
-    return tool.value
 
 
 def _read_message(message: Reader, call: Call) -> dict[str, Any]:

@@ -13,23 +13,24 @@ from agentcache.answer_form import AnswerForm
 from agentcache.report import ModelInfo
 from agentcache.request import ChatPrompt, TextPrompt, TokenPrompt
 from agentcache.sampling import SamplingParams
-from agentcache.server.answer_form import GUIDED, ToolChoice, read_form, read_response_format, read_tool_choice
+from agentcache.server.answer_form import ToolChoice, read_form, read_text_form, read_tool_choice
 from agentcache.server.completion import Job, answer
 from agentcache.server.context import Call, read_prompt
-from agentcache.server.messages import read_messages, read_tools
+from agentcache.server.messages import read_messages
 from agentcache.server.model_names import check_model
 from agentcache.server.options import Options, check_chat, read_options, refuse_unsupported
 from agentcache.server.replies import read_reading
 from agentcache.server.sampling import MAX_LOGPROBS, read_max_tokens, read_n, read_sampling
 from agentcache.server.shapes import ChatShape, OpenAIReply, Shape, TextShape
 from agentcache.server.thinking import read_thinking
+from agentcache.server.tools import ToolList, read_chat_tools
 from agentcache.server.validate import Reader
 
 TEXT_MAX_TOKENS = 16
 MAX_PROMPTS = 256
 MAX_REPEATED = 8 << 20  # characters, roughly, of prompts that an answer repeats
 _LOGPROB_CHARS = 8  # for each token of a prompt, roughly, by character of it
-_SUPPORTED = ("n", "response_format", *GUIDED)
+_SUPPORTED = ("n",)
 
 
 async def chat_completions(request: HttpRequest) -> Response:
@@ -45,22 +46,26 @@ def read_chat(call: Call) -> Job:
     check_model(call)
     refuse_unsupported(body, *_SUPPORTED)
     thinking = read_thinking(call)
+    tools = read_chat_tools(call)
     prompt = read_chat_prompt(
-        call, thinking.template_kwargs, add_generation_prompt=body.boolean("add_generation_prompt", True)
+        call, tools, thinking.template_kwargs, add_generation_prompt=body.boolean("add_generation_prompt", True)
     )
     logprobs = _read_chat_logprobs(body)
     max_tokens = read_max_tokens(body, "max_completion_tokens", "max_tokens", default=None)
     sampling = read_sampling(body, model, max_tokens=max_tokens, logprobs=logprobs)
-    text = read_response_format(body, "response_format", "json_schema")
-    form = read_form(body, text, prompt.tools, read_tool_choice(body), "function.parameters")
+    choice = read_tool_choice(body)
+    form = read_form(call, read_text_form(body), prompt.tools, choice, "function.parameters", tools.left_out)
     shape = ChatShape(logprobs is not None, read_reading(model, prompt.tools, body, form, thinking))
     return _job(call, [prompt], sampling, shape, form)
 
 
-def read_chat_prompt(call: Call, template_kwargs: dict[str, Any], *, add_generation_prompt: bool) -> ChatPrompt:
+def read_chat_prompt(
+    call: Call, tools: ToolList, template_kwargs: dict[str, Any], *, add_generation_prompt: bool
+) -> ChatPrompt:
     messages = read_messages(call)
     check_chat(call.model)
-    return ChatPrompt(messages, read_tools(call.body), template_kwargs, add_generation_prompt, num_bytes=call.num_bytes)
+    shown = tools.shown(read_tool_choice(call.body))
+    return ChatPrompt(messages, shown, template_kwargs, add_generation_prompt, num_bytes=call.num_bytes)
 
 
 def _read_chat_logprobs(body: Reader) -> int | None:
@@ -88,8 +93,7 @@ def read_text(call: Call) -> Job:
         prompt_logprobs=echo and (logprobs is not None or None in texts),
     )
     shape = TextShape(logprobs is not None, echo, tuple(text for text in texts for _ in range(read_n(body))))
-    text_form = read_response_format(body, "response_format", "json_schema")
-    return _job(call, prompts, sampling, shape, read_form(body, text_form, None, ToolChoice(), ""))
+    return _job(call, prompts, sampling, shape, read_form(call, read_text_form(body), None, ToolChoice(), ""))
 
 
 def _refuse_large_echo(body: Reader, prompts: Sequence[TextPrompt | TokenPrompt], logprobs: int | None) -> None:

@@ -13,7 +13,6 @@ from agentcache.errors import InvalidRequest
 from agentcache.report import ModelInfo
 from agentcache.request import Priority, Prompt, Request
 from agentcache.sampling import SamplingParams
-from agentcache.server.answer_form import GUIDED
 from agentcache.server.context import Call
 from agentcache.server.model_names import read_adapter
 from agentcache.server.session import read_agent
@@ -38,7 +37,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "suffix": ("",),
-    "response_format": ({"type": "text"},),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -48,11 +46,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "stop_token_ids": ([],),
     "truncate_prompt_tokens": (),
     "continue_final_message": (False,),
-    "structured_outputs": (),
-    **dict.fromkeys(GUIDED, ()),
     "grammar": ("",),
-    "json_schema": (),
-    "output_format": (),
     "container": (),
     "mcp_servers": ([],),
 }
@@ -96,9 +90,6 @@ class Options:
 def refuse_unsupported(body: Reader, *supported: str) -> None:
     """Refuse what the dialect does not have, but for the fields `supported`."""
     refuse_unless_neutral(body, {name: values for name, values in _UNSUPPORTED.items() if name not in supported})
-    output = body.object("output_config")
-    if "output_format" not in supported and output.get("format") is not None:
-        output.fail("format", "is not supported", code="unsupported_parameter")
 
 
 def refuse_unless_neutral(body: Reader, fields: Mapping[str, tuple[Any, ...]]) -> None:

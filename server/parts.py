@@ -49,6 +49,10 @@ def read_part(part: Reader, role: str, call: Call) -> str:
         return part.required_string("text")
     if kind == "refusal" and role == "assistant":
         return part.required_string("refusal")
+    if role == "system" and kind == "tool_addition":
+        return ""  # read with the other tools
+    if role == "system" and kind == "tool_removal":
+        return f"[The tool {part.object('tool').string('name')!r:.300} is no longer available.]"
     if role == "tool":
         return _left_out(part, kind, " in a tool result", call)
     if role != "user" or kind not in _PICTURES:

@@ -108,6 +108,8 @@ def _read_item(item: Reader, messages: _Messages, call: Call) -> None:
             messages.add("tool", output, tool_call_id=item.required_string("call_id"))
         case "item_reference":
             item.fail("type", "is 'item_reference', but nothing is stored here: send the item itself")
+        case "additional_tools":
+            pass  # read with the other tools
         case None:
             item.fail("type", "is required")
         case _:

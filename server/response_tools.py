@@ -13,10 +13,12 @@ from typing import Any
 from agentcache.models.text.json_values import parse_json
 from agentcache.server.answer_form import ToolChoice, read_tool_choice
 from agentcache.server.context import Call
+from agentcache.server.tools import ToolList, read_function
 from agentcache.server.validate import Reader
 
 INPUT = "input"  # the one parameter of a custom tool
 TOOL_TYPES = ("function", "custom", "namespace")
+ADDITIONAL_TOOLS = "additional_tools"  # an item of the input
 _FREE_TEXT = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
 
 
@@ -41,18 +43,23 @@ class ResponseTools:
     Args:
         shown: in the shape that chat templates expect; None for none, and where the model is not to call any.
         by_name: what each is to the client, by the name that is shown.
+        left_out: names and types of those that a server would run.
     """
 
     shown: list[dict[str, Any]] | None = None
     by_name: Mapping[str, ResponseTool] = field(default_factory=dict)
+    left_out: frozenset[str] = frozenset()
 
     def find(self, name: str) -> ResponseTool:
         return self.by_name.get(name) or ResponseTool(name)
 
     def choice(self, asked: ToolChoice) -> ToolChoice:
-        """With the name that is shown in place of the client's."""
-        names = [shown for shown, tool in self.by_name.items() if tool.name == asked.name]
-        return replace(asked, name=names[0]) if names and asked.name not in self.by_name else asked
+        """With the names that are shown in place of the client's."""
+        if asked.names is None:
+            return asked
+        shown = {tool.name: name for name, tool in reversed(list(self.by_name.items()))}
+        names = tuple(name if name in self.by_name else shown.get(name, name) for name in asked.names)
+        return replace(asked, names=names)
 
 
 def shown_name(namespace: str | None, name: str) -> str:
@@ -70,32 +77,38 @@ def custom_input(arguments: str) -> str:
 
 
 def read_response_tools(call: Call) -> ResponseTools:
-    """Tools that a server would run, and others that are not known, are left out: agents have them on by default."""
-    body = call.body
-    shown: list[dict[str, Any]] = []
-    by_name: dict[str, ResponseTool] = {}
+    """`tools`, and those that items of the input have added: Codex sends all of its tools so."""
+    body, tools, by_name = call.body, ToolList(), dict[str, ResponseTool]()
     for tool in body.objects("tools"):
-        _read_tool(tool, None, call, shown, by_name)
-    return ResponseTools(shown if shown and read_tool_choice(body).may_call else None, by_name)
+        _read_tool(tool, None, call, tools, by_name)
+    given = body.get("input")
+    for index, item in enumerate(given if isinstance(given, list) else ()):
+        if type(item) is dict and item.get("type") == ADDITIONAL_TOOLS:
+            for tool in body.item("input", index).objects("tools"):
+                _read_tool(tool, None, call, tools, by_name)
+    made = ResponseTools(None, by_name, frozenset(tools.left_out))
+    return replace(made, shown=tools.shown(made.choice(read_tool_choice(body))))
 
 
 def _read_tool(
-    tool: Reader, namespace: str | None, call: Call, shown: list[dict[str, Any]], by_name: dict[str, ResponseTool]
+    tool: Reader, namespace: str | None, call: Call, tools: ToolList, by_name: dict[str, ResponseTool]
 ) -> None:
-    kind = tool.required_string("type")
+    is_bare = tool.get("name") is not None or tool.get("function") is not None
+    kind = tool.string("type") or ("function" if is_bare else tool.required_string("type"))
     if kind == "namespace" and namespace is None:
         for inner in tool.objects("tools"):
-            _read_tool(inner, tool.name("name"), call, shown, by_name)
+            _read_tool(inner, tool.name("name"), call, tools, by_name)
         return
     if kind not in ("function", "custom"):
-        call.notes.add(f"{tool.path}: a tool of type {kind!r:.80} was left out")
-        return
-    known = ResponseTool(tool.name("name"), namespace, is_custom=kind == "custom")
+        return tools.leave_out(tool, kind, call)
+    function = read_function(tool)
+    known = ResponseTool(function["name"], namespace, is_custom=kind == "custom")
     name = shown_name(namespace, known.name)
     by_name[name] = known
-    parameters = _FREE_TEXT if known.is_custom else tool.object("parameters").value
-    function = {"name": name, "description": _read_description(tool), "parameters": parameters}
-    shown.append({"type": "function", "function": function})
+    shown = {"name": name, "description": function["description"], "parameters": function["parameters"]}
+    if known.is_custom:
+        shown |= {"description": _read_description(tool), "parameters": _FREE_TEXT}
+    tools.add({"type": "function", "function": shown})
 
 
 def _read_description(tool: Reader) -> str:

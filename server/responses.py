@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from agentcache.request import ChatPrompt
 from agentcache.sampling import SamplingParams
-from agentcache.server.answer_form import GUIDED, read_form, read_response_format, read_tool_choice
+from agentcache.server.answer_form import read_form, read_text_form, read_tool_choice
 from agentcache.server.completion import Job, answer
 from agentcache.server.context import Call, read_prompt
 from agentcache.server.model_names import check_model
@@ -52,8 +52,8 @@ def read_response(call: Call) -> Job:
         logprobs=_read_logprobs(body),
     )
     options = read_options(call)
-    text = read_response_format(body.object("text"), "format")
-    form = read_form(body, text, tools.shown, tools.choice(read_tool_choice(body)), "parameters")
+    text, choice = read_text_form(body, (body.object("text"), "format")), tools.choice(read_tool_choice(body))
+    form = read_form(call, text, tools.shown, choice, "parameters", tools.left_out)
     job_id = f"resp_{uuid.uuid4().hex}"
     asked = _asked(body, sampling)
     echo = Echo.of(asked, MAX_ECHO)
@@ -77,7 +77,7 @@ def _refuse(body: Reader) -> None:
     for name in _STATE:
         if body.get(name) is not None:
             body.fail(name, "is not supported: nothing is stored here; send the whole conversation as input")
-    refuse_unsupported(body, *GUIDED)
+    refuse_unsupported(body)
     refuse_unless_neutral(body, _UNSUPPORTED)
 
 

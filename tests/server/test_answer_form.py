@@ -11,6 +11,7 @@ import pytest
 from agentcache.answer_form import AnswerForm, CallableTool, Calls, Notation, TextForm
 from agentcache.models.text.replies.format import ReplyFormat
 from agentcache.report import FinishReason, Update
+from agentcache.request import ChatPrompt
 from tests.server.driver import chat, complete, post
 from tests.server.fake_engine import MODEL, REPORT, FakeEngine
 
@@ -76,11 +77,116 @@ CHAT: list[tuple[dict[str, Any], AnswerForm | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "form"), CHAT)
+ANY_OF_THESE = AnswerForm(calls=Calls((LOOK, NOW, SURE)))
+JUST_NOW = AnswerForm(calls=Calls((NOW,), just_one=True))
+SPELLINGS: list[tuple[dict[str, Any], AnswerForm | None]] = [
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, text("response_format.schema")),
+    ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, text("response_format.schema")),
+    ({"response_format": {"type": "json_schema", "json_schema": SCHEMA}}, text("response_format.json_schema")),
+    (
+        {"response_format": {"type": "json_object", "json_schema": {"schema": SCHEMA}}},
+        text("response_format.json_schema.schema"),
+    ),
+    ({"response_format": {"type": "json", "value": SCHEMA}}, text("response_format.value")),
+    ({"response_format": {"type": "json_object", "schema": None}}, text("response_format", definition=OBJECT)),
+    ({"response_format": {"type": "regex", "value": "a|b"}}, text("response_format.value", Notation.REGEX, "a|b")),
+    ({"response_format": None, "structured_outputs": None, "guided_json": None, "format": ""}, None),
+    ({"structured_outputs": {"json": SCHEMA}}, text("structured_outputs.json")),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA), "regex": None}}, text("structured_outputs.json")),
+    ({"structured_outputs": {"json_object": True}}, text("structured_outputs.json_object", definition=OBJECT)),
+    (
+        {"structured_outputs": {"json_object": False, "regex": "a"}},
+        text("structured_outputs.regex", Notation.REGEX, "a"),
+    ),
+    (
+        {"structured_outputs": {"choice": ["a", "b"]}},
+        text("structured_outputs.choice", Notation.LARK, 'start: CHOICE\nCHOICE: "a" | "b"'),
+    ),
+    (
+        {"structured_outputs": {"grammar": 'start: "a"'}},
+        text("structured_outputs.grammar", Notation.LARK, 'start: "a"'),
+    ),
+    ({"guided_json": json.dumps(SCHEMA)}, text("guided_json")),
+    ({"json_schema": SCHEMA}, text("json_schema")),
+    ({"json_schema": json.dumps(SCHEMA)}, text("json_schema")),
+    ({"regex": "a|b"}, text("regex", Notation.REGEX, "a|b")),
+    ({"format": "json"}, text("format", definition=OBJECT)),
+    ({"format": SCHEMA}, text("format")),
+    ({"output_config": {"format": FLAT_SCHEMA}}, text("output_config.format.schema")),
+    *(
+        ({"tools": CHAT_TOOLS, "tool_choice": choice}, ANY_OF_THESE)
+        for choice in ("any", "required", {"type": "any"}, {"type": "required"})
+    ),
+    *(
+        ({"tools": CHAT_TOOLS, "tool_choice": choice}, None)
+        for choice in (None, "", "auto", "none", {"type": "auto"}, {"type": "none"}, {})
+    ),
+    *(
+        ({"tools": CHAT_TOOLS, "tool_choice": choice}, JUST_NOW)
+        for choice in (
+            "now",
+            {"type": "tool", "name": "now"},
+            {"type": "function", "name": "now"},
+            {"type": "function", "function": {"name": "now"}},
+            {"function": {"name": "now"}},
+            {"name": "now"},
+        )
+    ),
+    (
+        {
+            "tools": CHAT_TOOLS,
+            "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+        },
+        AnswerForm(calls=Calls((LOOK, NOW, SURE), just_one=True)),
+    ),
+    (
+        {
+            "tools": CHAT_TOOLS,
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "required", "tools": [chat_tool("now"), chat_tool("sure")]},
+            },
+        },
+        AnswerForm(calls=Calls((NOW, SURE))),
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "form"), CHAT + SPELLINGS)
 def test_chat(fields: dict[str, Any], form: AnswerForm | None) -> None:
     engine = FakeEngine()
     assert chat(engine, fields).status_code == 200
     assert engine.requests[0].form == form
+
+
+@pytest.mark.parametrize("choice", ["any", {"type": "any"}, {"type": "tool", "name": "look"}, "look"])
+def test_every_dialect_reads_every_choice(choice: Any) -> None:
+    engine = FakeEngine()
+    post(engine, "/v1/responses", {"input": "hi", "tools": FLAT_TOOLS, "tool_choice": choice})
+    hi = [{"role": "user", "content": "hi"}]
+    post(engine, "/v1/messages", {"max_tokens": 5, "messages": hi, "tools": THEIR_TOOLS, "tool_choice": choice})
+    forms = [request.form for request in engine.requests]
+    assert len(forms) == 2 and all(form is not None and form.calls is not None for form in forms)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions"])
+@pytest.mark.parametrize(("fields", "form"), [pair for pair in SPELLINGS if "tools" not in pair[0]])
+def test_every_dialect_reads_every_form(path: str, fields: dict[str, Any], form: AnswerForm | None) -> None:
+    engine = FakeEngine()
+    hi = [{"role": "user", "content": "hi"}]
+    body: dict[str, Any] = (
+        {"input": "hi"} if path == "/v1/responses" else {"messages": hi, "max_tokens": 5, "prompt": "hi"}
+    )
+    assert post(engine, path, body | fields).status_code == 200
+    assert engine.requests[0].form == form
+
+
+def test_allowed_tools_are_the_only_ones_shown() -> None:
+    engine = FakeEngine()
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "now"}]}
+    chat(engine, {"tools": CHAT_TOOLS, "tool_choice": allowed})
+    prompt = engine.requests[0].prompt
+    assert isinstance(prompt, ChatPrompt) and prompt.tools == [CHAT_TOOLS[1]]
 
 
 def test_completions_have_texts_only() -> None:
@@ -153,7 +259,16 @@ def test_anthropic(fields: dict[str, Any], form: AnswerForm) -> None:
         ({"guided_regex": "a", "tools": CHAT_TOOLS, "tool_choice": "required"}, "guided_regex"),
         ({"guided_regex": 3}, "guided_regex"),
         ({"guided_choice": []}, "guided_choice"),
-        ({"guided_json": "{}"}, "guided_json"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": 5}, "guided_json"),
+        ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"regex": "a"}, "guided_json": SCHEMA}, "structured_outputs.regex"),
+        ({"response_format": CHAT_SCHEMA, "format": "json"}, "format"),
+        ({"response_format": CHAT_SCHEMA, "output_format": FLAT_SCHEMA}, "output_format.schema"),
+        ({"tool_choice": "look"}, "tool_choice"),
+        ({"tool_choice": {"type": "hologram"}, "tools": CHAT_TOOLS}, "tool_choice.type"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "some", "tools": []}}, "tool_choice.mode"),
     ],
 )
 def test_refusals_name_the_field(fields: dict[str, Any], param: str) -> None:

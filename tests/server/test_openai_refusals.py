@@ -39,7 +39,7 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function.name"),
     ({"messages": [{"role": "user", "content": "x", "name": 3}]}, "messages[0].name"),
     ({"tools": {}}, "tools"),
-    ({"tools": [{"type": "x"}]}, "tools[0].type"),
+    ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
     ({"tools": [{"type": "function"}]}, "tools[0].function.name"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs"),

@@ -1,0 +1,102 @@
+"""Definitions of tools, in any dialect's spelling, as the functions that chat templates show.
+
+Tools that a server would run are left out with a note: agents have them on by default, and a refusal would end their
+session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentcache.server.answer_form import ToolChoice
+from agentcache.server.client_tools import client_tool
+from agentcache.server.context import Call
+from agentcache.server.validate import Reader
+
+_SCHEMAS = ("parameters", "input_schema", "inputSchema")
+
+
+@dataclass
+class ToolList:
+    """A request's tools as they are read.
+
+    Attributes:
+        functions: shown ones in OpenAI's shape, by name. A later definition takes the place of an earlier one.
+        left_out: names and types of tools that the model is not shown.
+    """
+
+    functions: dict[str, dict[str, Any]] = field(default_factory=dict)
+    left_out: set[str] = field(default_factory=set)
+
+    def shown(self, choice: ToolChoice) -> list[dict[str, Any]] | None:
+        return choice.shown(list(self.functions.values()))
+
+    def add(self, tool: dict[str, Any]) -> None:
+        self.functions[tool["function"]["name"]] = tool
+
+    def leave_out(self, tool: Reader, kind: str, call: Call) -> None:
+        self.left_out |= {kind, *([tool.value["name"]] if isinstance(tool.get("name"), str) else [])}
+        call.notes.add(f"{tool.path}: a tool of type {kind!r:.80} was left out")
+
+
+def read_chat_tools(call: Call) -> ToolList:
+    """`tools` of chat completions."""
+    tools = ToolList()
+    for tool in call.body.objects("tools"):
+        kind = tool.string("type")
+        if kind == "custom" and isinstance(tool.get("custom"), dict):
+            tool.fail("type", 'must be "function": custom tools are served in /v1/responses')
+        if kind == "function" and (tool.get("function") is not None or tool.get("name") is None):
+            tool.object("function").name("name")
+            tools.add(tool.value)
+        else:
+            _add_tool(tool, kind, tools, call)
+    return tools
+
+
+def read_anthropic_tools(call: Call) -> ToolList:
+    """`tools` of messages, and those that system messages have added in the conversation since."""
+    tools = ToolList()
+    for tool in call.body.objects("tools"):
+        _add_tool(tool, tool.string("type"), tools, call)
+    for tool in _added_tools(call.body):
+        _add_tool(tool, tool.string("type"), tools, call)
+    return tools
+
+
+def _add_tool(tool: Reader, kind: str | None, tools: ToolList, call: Call) -> None:
+    if (known := client_tool(tool)) is not None:
+        tools.add({"type": "function", "function": known})
+    elif kind in (None, "function", "custom") or any(tool.get(name) is not None for name in _SCHEMAS):
+        tools.add({"type": "function", "function": read_function(tool)})
+    else:
+        tools.leave_out(tool, kind or "", call)
+
+
+def read_function(tool: Reader) -> dict[str, Any]:
+    """A function's name, description and parameters, which stand in `function` or beside the type."""
+    holder = tool.object("function") if tool.get("function") is not None else tool
+    schema = next((name for name in _SCHEMAS if holder.get(name) is not None), _SCHEMAS[0])
+    function = {
+        "name": holder.name("name"),
+        "description": holder.string("description") or "",
+        "parameters": holder.object(schema).value,
+    }
+    return function | ({"strict": True} if holder.get("strict") is True else {})
+
+
+def _added_tools(body: Reader) -> Iterator[Reader]:
+    """Definitions in `tool_addition` blocks of system messages. References to entries of `tools` say nothing new."""
+    for index, message in enumerate(body.items("messages")):
+        if type(message) is not dict or message.get("role") != "system" or type(message.get("content")) is not list:
+            continue
+        for block in body.item("messages", index).objects("content"):
+            if block.get("type") == "tool_addition":
+                tool = block.object("tool")
+                if isinstance(tool.get("definition"), dict):
+                    yield tool.object("definition")
+                elif tool.get("type") != "tool_reference" and tool.get("name") is not None:
+                    yield tool
+                yield from block.objects("tools")
