@@ -14,6 +14,7 @@ from typing import Any
 import agentcache
 
 PACKAGES = ("mlx", "mlx-metal", "mlx-cpu", "mlx-lm", "transformers", "numpy")
+_FAST_BLAS, _LIBRARIES = ("openblas", "libmkl", "libblis"), ("/usr/lib", "/usr/lib64")
 _DEVICE = "import mlx.core as mx; d = mx.default_device(); print(d.type.name, mx.device_info(d).get('device_name', ''))"
 
 
@@ -39,6 +40,32 @@ def describe_machine() -> dict[str, Any]:
         "device": _output([sys.executable, "-c", _DEVICE]) or "unknown",
         "preloaded": os.environ.get("LD_PRELOAD") or os.environ.get("DYLD_INSERT_LIBRARIES"),
     }
+
+
+def describe_blas() -> str:
+    """The BLAS of this process (Linux), and how to get a faster one."""
+    loaded, installed = fast_blas(), installed_openblas()
+    if loaded:
+        return f"preloaded: {loaded}"
+    fix = f"start with LD_PRELOAD={installed}" if installed else "apt-get install libopenblas0-pthread, and preload it"
+    return f"MLX's own; float32 models compute many times faster with OpenBLAS: {fix}"
+
+
+def fast_blas() -> str:
+    """File of the fast BLAS in this process (Linux); empty if MLX multiplies with its own, many times slower."""
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    files = (line.partition("/")[2] for line in lines)
+    return next((f"/{file}" for file in files if any(name in file.lower() for name in _FAST_BLAS)), "")
+
+
+def installed_openblas() -> str:
+    """Library file of OpenBLAS on this machine; empty if there is none in the usual places."""
+    places = ("*/openblas-*/libopenblas.so.0", "*/libopenblas.so.0", "libopenblas.so.0")
+    found = (file for root in _LIBRARIES for place in places for file in sorted(Path(root).glob(place)))
+    return str(next(found, ""))
 
 
 def describe_versions() -> dict[str, str]:

@@ -58,7 +58,9 @@ def doctor(
     """Check the installation, the cache folder, and what is served of a model; or, with --url, a running server."""
     if url is not None:
         if files or any(option is not None for option in (model, cache_dir, kv)):
-            raise ConfigError("--model, --cache-dir, --kv and --check are about this machine: leave them out with --url")
+            raise ConfigError(
+                "--model, --cache-dir, --kv and --check are about this machine: leave them out with --url"
+            )
         config = load_config({"api_key": api_key, "api_key_file": api_key_file})
         _tell(examine_server(root_of(url), config.api_key), as_json=as_json)
         return
@@ -114,7 +116,7 @@ def check_disk_budget(config: Config) -> Check:
 
 
 def check_installation() -> Iterator[Check]:
-    from agentcache.machine import describe_machine, describe_versions
+    from agentcache.machine import describe_blas, describe_machine, describe_versions
 
     machine, versions = describe_machine(), describe_versions()
     memory = f"{machine['memory_bytes'] / 1e9:.0f} GB"
@@ -122,13 +124,7 @@ def check_installation() -> Iterator[Check]:
     yield Check("versions", "mlx" in versions, ", ".join(f"{name} {version}" for name, version in versions.items()))
     yield Check("device", machine["device"] != "unknown", str(machine["device"]))
     if sys.platform == "linux" and "cpu" in str(machine["device"]).lower():
-        yield Check("BLAS", True, describe_blas(os.environ.get("LD_PRELOAD", "")))
-
-
-def describe_blas(preload: str) -> str:
-    if any(name in preload.lower() for name in ("openblas", "mkl", "blis")):
-        return f"preloaded: {preload}"
-    return "MLX's own; float32 products run many times faster with LD_PRELOAD=.../libopenblas.so.0"
+        yield Check("BLAS", True, describe_blas())
 
 
 def check_ops() -> Check:

@@ -134,6 +134,16 @@ def warn_if_open(config: Config) -> None:
         )
 
 
+def tell_of_slow_blas() -> None:
+    """Log one line if this process computes on a Linux CPU without a fast BLAS: prompts then take minutes."""
+    import mlx.core as mx
+
+    from agentcache.machine import describe_blas, fast_blas
+
+    if sys.platform == "linux" and mx.default_device() == mx.Device(mx.cpu) and not fast_blas():
+        log.warning("BLAS: %s", describe_blas())
+
+
 def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:
     """Serves until a signal; raises what kept the engine from starting."""
     from agentcache.cli.connection import open_engine
@@ -142,6 +152,7 @@ def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:
 
     # A step takes Python's lock many times: each time it would wait so long for a thread that reads a long prompt.
     sys.setswitchinterval(SWITCH_SECONDS)
+    tell_of_slow_blas()
     engine = open_engine(config, warm_up=True)
     failures: list[Exception] = []
 

@@ -13,6 +13,7 @@ import pytest
 from click.testing import Result
 from safetensors.numpy import load_file
 
+from agentcache import machine
 from agentcache.cli import doctor
 from agentcache.cli.doctor_model import examine_model
 from agentcache.config import Config
@@ -102,9 +103,14 @@ def test_quarantined_files_are_counted(tmp_path: Path) -> None:
     assert doctor.check_quarantine(tmp_path).detail.startswith("1 ")
 
 
-def test_blas() -> None:
-    assert "libopenblas" in doctor.describe_blas("/usr/lib/libopenblas.so.0")
-    assert "LD_PRELOAD" in doctor.describe_blas("")
+def test_blas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "fast_blas", lambda: "/usr/lib/libopenblas.so.0")
+    assert machine.describe_blas() == "preloaded: /usr/lib/libopenblas.so.0"
+    monkeypatch.setattr(machine, "fast_blas", lambda: "")
+    monkeypatch.setattr(machine, "installed_openblas", lambda: "/usr/lib/libopenblas.so.0")
+    assert "LD_PRELOAD=/usr/lib/libopenblas.so.0" in machine.describe_blas()
+    monkeypatch.setattr(machine, "installed_openblas", lambda: "")
+    assert "apt-get install" in machine.describe_blas()
 
 
 @pytest.mark.usefixtures("untried")
