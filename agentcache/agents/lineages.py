@@ -89,6 +89,15 @@ class PlainPrompt:
             return True
         return isinstance(self.content, str) and _leaves_out_generated_text_only(self.content, transcript)
 
+    def is_answered_by(self, transcript: Transcript) -> bool:
+        """Whether a transcript is this prompt and an answer to it, and nothing else."""
+        length = len(self.content)
+        if self.shared_with(transcript) < length:
+            return False
+        if isinstance(self.content, str):
+            return transcript.generated_ranges()[-1:] == [(length, len(transcript.text))]
+        return transcript.spans[-1:] == (("generated", len(transcript.ids) - length),)
+
     def begins_with(self, other: PlainPrompt) -> bool:
         """Whether it begins with all of another prompt of its kind."""
         if type(self.content) is not type(other.content):
@@ -143,6 +152,21 @@ def choose(lineages: Iterable[AgentRecord], prompt: PlainPrompt, salt: str) -> A
     if best is None or prompt.is_another_beginning(best[1].transcript, best[0][0]):
         return None
     return best[1]
+
+
+def is_twin(found: AgentRecord, lineages: Iterable[AgentRecord], prompt: PlainPrompt) -> bool:
+    """Whether a prompt that was sent before takes the place of `found`, its last answer.
+
+    It does where the lineage is nothing but one prompt and its answer, such as a title or a retry. In a longer
+    conversation an answer that is given anew leaves the old one, so that the user can go back to it, and the next
+    one replaces the newer of the two.
+    """
+    if not prompt.is_answered_by(found.transcript):
+        return False
+    if sum(kind == "generated" for kind, _ in found.transcript.spans) == 1:
+        return True
+    others = (each for each in lineages if each.name != found.name and each.salt == found.salt)
+    return any(each.transcript.is_in_ram and prompt.is_answered_by(each.transcript) for each in others)
 
 
 def _tokens_within(transcript: Transcript, prompt: PlainPrompt, shared: int) -> int:

@@ -80,7 +80,7 @@ class Generation:
         passed_over: how often others went before it.
         decoded_at: number of the last step that it decoded in.
         found: the agent's lineage that the prompt was matched with; None for another beginning.
-        goes_on: whether the prompt goes on from `found`, and does not change what it says.
+        goes_on: as in `Submit`.
         record: the lineage that this turn will be, before the turn.
         producer: who computes the keys and values of its tokens; None for base.
         adapter: what it is computed with, the whole way; None for base.

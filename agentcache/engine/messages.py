@@ -30,7 +30,7 @@ class Submit:
         max_tokens: to generate, at most.
         found: the agent's lineage that the prompt was matched with; None for another beginning.
         held: content of the transcript of `found`, which stays in RAM until the request ends; None without one.
-        goes_on: whether the prompt goes on from `found`, and does not change what it says.
+        goes_on: whether the turn takes the place of `found`: the prompt extends it, or is its twin (`is_twin`).
         adapter: None for base.
         submitted_at: by `time.perf_counter`.
         system_tokens: how many of the prompt are its system prompt and tools, as far as that is known.

@@ -93,10 +93,10 @@ class Turns:
             generation.saved_residuals = []
 
     def _extended(self, generation: Generation) -> AgentRecord | None:
-        """The lineage that the prompt goes on from, if nobody has changed it since it was matched.
+        """The lineage whose place the turn takes, if it has not changed since it was matched.
 
-        A prompt that changes what it says (an edit, an answer to be given anew) becomes another lineage, so that the
-        old one can be gone back to.
+        A prompt that changes what a lineage says (an edit, say) becomes another lineage, so that the user can go back
+        to the old one.
         """
         found = generation.found
         if found is None or not generation.goes_on or self._in_use.has_lineage(found.name):

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from agentcache.agents.lineages import PlainPrompt
+from agentcache.agents.lineages import PlainPrompt, is_twin
 from agentcache.agents.table import Agents
 from agentcache.blocks.transcript import Transcript
 from agentcache.config import Config
@@ -161,8 +161,11 @@ class Completions:
 
     def _claim(self, request: Request, prompt: PlainPrompt) -> Claim:
         """What the request needs for itself. One that changes what a lineage has said leaves that lineage alone."""
-        found = choose_lineage(request, prompt, self._thread.view.agents)
+        agents = self._thread.view.agents
+        found = choose_lineage(request, prompt, agents)
         goes_on = found is not None and prompt.goes_on_from(found.transcript)
+        if found is not None and not goes_on and request.sampling.max_tokens != 0:
+            goes_on = is_twin(found, agents.known(request.agent), prompt)
         return Claim(found.name if found is not None and goes_on else None, prompt, found=found)
 
     def _submitted(self, request: Request, prepared: Prepared, claim: Claim, submitted_at: float) -> Submit:

@@ -127,6 +127,36 @@ def test_a_rewrite_keeps_what_it_shares(model: Path, tmp_path: Path) -> None:
         assert report.match in ("PARTIAL", "DIVERGE")
 
 
+def test_an_identical_prompt_replaces_its_twin(model: Path, tmp_path: Path) -> None:
+    """A client that asks the same five times over leaves one lineage, whose last answer can be continued."""
+    talk = Chat()
+    with open_llm(model, tmp_path) as llm:
+        for length in (9, 4, 7, 2, 6):
+            chat = Chat()
+            report = chat.turn(llm, make_text(300), max_tokens=length).report
+            assert report.saved and report.lineage == "first"
+        assert [lineage.tokens for lineage in llm.agent("alice").lineages] == [report.prompt_tokens + 6]
+        talk.turn(llm, make_text(20, seed=2))
+        answered = llm.agent("alice").lineages[1].tokens
+        llm.chat(talk.messages[:1], greedy(0), agent="alice")
+        assert llm.agent("alice").lineages[1].tokens == answered, "a prompt that is only cached replaces no answer"
+    with open_llm(model, tmp_path) as llm:
+        goes_on(chat.turn(llm, "And now?"), report.prompt_tokens + 6)
+    assert verify_folder(tmp_path).problems == ()
+
+
+def test_answers_given_anew_leave_the_old_one_and_the_newest(model: Path, tmp_path: Path) -> None:
+    chat = Chat()
+    with open_llm(model, tmp_path) as llm:
+        chat.turn(llm, make_text(60))
+        chat.turn(llm, make_text(60, seed=2))
+        tokens = llm.agent("alice").tokens
+        reports = [llm.chat(chat.messages[:-1], greedy(3 + again), agent="alice").report for again in range(4)]
+        assert len({report.lineage for report in reports}) == 1 and reports[0].lineage != "first"
+        assert len(llm.agent("alice").lineages) == 2
+        goes_on(chat.turn(llm, "Back here."), tokens)
+
+
 @pytest.mark.slow
 def test_two_programs_under_one_name(model: Path, tmp_path: Path) -> None:
     """They share the system prompt and take turns."""

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentcache.agents.lineages import PlainPrompt, choose, staleness, unshared_tokens
+from agentcache.agents.lineages import PlainPrompt, choose, is_twin, staleness, unshared_tokens
 from agentcache.agents.table import AgentTable
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.lanes import NamedBlock
-from agentcache.blocks.transcript import Transcript
+from agentcache.blocks.transcript import Kind, Transcript
 from agentcache.store.manifest import AgentRecord
 
 BLANK = AgentTable("model").new("alice")
@@ -50,6 +50,41 @@ def test_a_prompt_goes_on_from_what_it_shares_most_with(read: type[PlainPrompt],
     lineages = [lineage("bob", "Hello Bob. How are you"), lineage("al", "Hello Al. "), BLANK]
     found = choose(lineages, read(prompt), "")
     assert (found.lineage if found else None) == expected
+
+
+def answered(name: str, *parts: str) -> AgentRecord:
+    """A lineage of prompts and answers by turns."""
+    transcript = Transcript.empty()
+    for index, part in enumerate(parts):
+        kind: Kind = "generated" if index % 2 else "prompt"
+        transcript = transcript.extended(part, map(ord, part), range(1, len(part) + 1), kind)
+    return replace(BLANK, lineage=name, transcript=transcript)
+
+
+@pytest.mark.parametrize("read", [PlainPrompt, ids_of])
+@pytest.mark.parametrize(
+    ("found", "prompt", "expected"),
+    [
+        (("Title? ", "Cats."), "Title? ", True),
+        (("Title? ", "Cats."), "Title", False),
+        (("Title? ", "Cats."), "Title? C", False),
+        (("Title? ", "Cats.", " More? "), "Title? ", False),
+        (("Title? ", "Cats.", " More? ", "No."), "Title? ", False),
+        (("Title? ", "Cats.", " More? ", "No."), "Title? Cats. More? ", False),
+        (("Title? ",), "Title? ", False),
+    ],
+)
+def test_twins(read: type[PlainPrompt], found: tuple[str, ...], prompt: str, expected: bool) -> None:
+    record = answered("one", *found)
+    assert is_twin(record, [record, answered("other", "Title? ", "Dogs.")], read(prompt)) is expected
+
+
+def test_of_a_conversation_the_newer_twin_is_replaced() -> None:
+    old, new = answered("old", "a ", "b ", "c ", "d"), answered("new", "a ", "b ", "c ", "e")
+    salted = replace(old, salt="x")
+    assert is_twin(new, [old, new], PlainPrompt("a b c "))
+    assert not is_twin(new, [salted, new], PlainPrompt("a b c "))
+    assert not is_twin(old, [old], PlainPrompt("a b c "))
 
 
 def test_of_equals_more_tokens_and_then_the_later_use_decide() -> None:
