@@ -20,7 +20,7 @@ from agentcache import __version__
 from agentcache.config import Config
 from agentcache.origins import hosts_of
 from agentcache.report import AdapterInfo, ModelInfo
-from agentcache.server import adapters, agents, anthropic, cache, openai, responses
+from agentcache.server import adapters, agents, anthropic, cache, openai, responses, stored_responses
 from agentcache.server.body import BodyLimit, WholeBody
 from agentcache.server.context import SERVER_NAME, Context, context_of, engine_of
 from agentcache.server.engine import Engine
@@ -86,6 +86,12 @@ def _routes() -> list[Route]:
         Route("/v1/chat/completions", openai.chat_completions, methods=["POST"]),
         Route("/v1/completions", openai.completions, methods=["POST"]),
         Route("/v1/responses", responses.responses, methods=["POST"]),
+        Route(
+            "/v1/responses/{id}",
+            _by_method(GET=stored_responses.show_response, DELETE=stored_responses.delete_response),
+            methods=["GET", "DELETE"],
+        ),
+        Route("/v1/responses/{id}/input_items", stored_responses.list_input_items, methods=["GET"]),
         Route("/v1/messages", anthropic.messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", anthropic.count_tokens, methods=["POST"]),
         Route("/v1/agents", _by_method(GET=agents.list_agents, POST=agents.create_agent), methods=["GET", "POST"]),

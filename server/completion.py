@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from agentcache.report import Update
 from agentcache.request import Request
 from agentcache.server.context import Context, context_of, name_agent
+from agentcache.server.engine import Engine
 from agentcache.server.errors import WireError, wire_error
 from agentcache.server.reply import Choices, Completion
 from agentcache.server.request_log import note_model, note_usage
@@ -46,11 +47,20 @@ class Reply(Protocol):
     def writer(self) -> CompletionWriter: ...
 
 
+class Settle(Protocol):
+    """What is done once an answer is whole, before its end is sent."""
+
+    async def __call__(
+        self, engine: Engine, completions: Sequence[Completion], writer: CompletionWriter | None, /
+    ) -> None: ...
+
+
 @dataclass(frozen=True)
 class Job:
     """One call: a request per prompt, and how to answer; a stream has one prompt.
 
     Args:
+        settle: called with all answers, and with the writer of a stream.
         timeout: seconds it may take; None leaves it to the server's settings.
     """
 
@@ -58,6 +68,7 @@ class Job:
     reply: Reply
     stream: bool
     timeout: float | None = None
+    settle: Settle | None = None
 
 
 async def answer(request: HttpRequest, job: Job) -> Response:
@@ -73,6 +84,8 @@ async def answer(request: HttpRequest, job: Job) -> Response:
     flat = [choice for choices in completions for choice in choices]
     note_usage(request, flat, job.requests[0].n)
     context.last_turns.note(flat[0].final_report)
+    if job.settle is not None:
+        await job.settle(context.engine, flat, None)
     return JSONResponse(job.reply.whole(flat))
 
 
@@ -155,6 +168,8 @@ async def _events(
                 update = await source.next()
         note_usage(request, choices.completions, len(choices.completions))
         context_of(request).last_turns.note(choices.completions[0].final_report)
+        if job.settle is not None:
+            await job.settle(context_of(request).engine, choices.completions, writer)
         for event in writer.end(choices.completions):
             yield event
     except Exception as error:

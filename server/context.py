@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 
 from agentcache.config import Config
-from agentcache.errors import EngineStopped, Overloaded
+from agentcache.errors import ContextLengthExceeded, EngineStopped, Overloaded
 from agentcache.gateway.prompt_workers import Workers, shutting_down
 from agentcache.report import ModelInfo
 from agentcache.server.body import note_read
@@ -22,8 +22,10 @@ from agentcache.server.large_json import LargeJson
 from agentcache.server.last_turns import LastTurns
 from agentcache.server.metrics import ServerMetrics
 from agentcache.server.read_limit import ReadLimit
+from agentcache.server.response_echo import json_size
 from agentcache.server.stream import until_disconnect
 from agentcache.server.validate import Reader, parse_object, refuse_long_lists
+from agentcache.store.response_files import Continued
 
 T = TypeVar("T")
 
@@ -93,6 +95,8 @@ class Call:
         num_bytes: length of the body.
         notes: what was read in another way than it was sent, for the client to know.
         clients: what earlier requests have said of clients.
+        continued: the stored responses and items that it refers to.
+        fallback_agent: the agent where nothing names one.
     """
 
     body: Reader
@@ -102,6 +106,8 @@ class Call:
     num_bytes: int = 0
     notes: Notes = field(default_factory=Notes)
     clients: KnownClients = field(default_factory=KnownClients)
+    continued: Continued = field(default_factory=Continued)
+    fallback_agent: str | None = None
 
 
 def context_of(request: Request) -> Context:
@@ -163,6 +169,28 @@ async def _read(request: Request, param: str | None, read: Callable[[Call], T], 
     finally:
         raw.clear()
         note_read(request)
+
+
+async def read_again(request: Request, call: Call, read: Callable[[Call], T]) -> T:
+    """What `read` makes of a request to which stored items were added; they count as a part of its body.
+
+    Raises:
+        ContextLengthExceeded: there are more of them than the context has tokens.
+    """
+    items = [*call.continued.history(), *call.continued.items.values()]
+    given = call.body.get("input")
+    count = len(items) + (len(given) if isinstance(given, list) else 1)
+    if count > call.model.max_context:
+        message = f"The conversation has {count} items; the model's context has {call.model.max_context} tokens."
+        raise ContextLengthExceeded(message, param="previous_response_id")
+
+    def work(has_ended: Callable[[], bool]) -> T:
+        num_bytes = call.num_bytes + json_size(items)
+        body = Reader(call.body.value, limit=ReadLimit(num_bytes, has_ended, rests=True))
+        return read(replace(call, body=body, num_bytes=num_bytes))
+
+    size = call.num_bytes + _BYTES_PER_GROUP * len(items)
+    return await until_disconnect(request.receive, context_of(request).workers.run(size, work))
 
 
 def body_weight(raw: bytes) -> int:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from agentcache.adapter_settings import AdapterFolder, Policy
 from agentcache.pressure import Level
 from agentcache.report import AdapterInfo, AgentInfo, CacheStats, ModelInfo, RestoreReport, Update
 from agentcache.request import Request
 from agentcache.start_progress import Measuring, Phase
+from agentcache.store.response_files import ResponseFiles
+
+T = TypeVar("T")
 
 
 class Engine(Protocol):
@@ -73,6 +76,9 @@ class Engine(Protocol):
     async def evict_agent(self, agent_id: str, lineage: str | None = None, kind: str | None = None, /) -> AgentInfo: ...
 
     async def save_agent(self, agent_id: str, lineage: str | None = None, /) -> AgentInfo: ...
+
+    async def use_responses(self, work: Callable[[ResponseFiles], T], /) -> T:
+        """What `work` returns of the stored responses; it runs on another thread, one at a time."""
 
     async def load_adapter(self, folder: AdapterFolder, /) -> AdapterInfo: ...
 

@@ -33,7 +33,7 @@ class Echo:
     @classmethod
     def of(cls, asked: Mapping[str, Any], most: int) -> Echo:
         """The echo of `asked` in at most about `most` characters: the largest fields are left out."""
-        sizes = {name: _size(value, most) for name, value in asked.items()}
+        sizes = {name: json_size(value, most) for name, value in asked.items()}
         kept, left_out = set[str](), []
         for name in sorted(sizes, key=lambda name: sizes[name]):
             if sum(sizes[each] for each in kept) + sizes[name] <= most:
@@ -54,7 +54,7 @@ class Echo:
         return f"{', '.join(self.left_out)}: too large to be repeated in the response" if self.left_out else None
 
 
-def _size(value: Any, most: int) -> int:
+def json_size(value: Any, most: float = math.inf) -> int:
     """Characters of `value` as JSON, roughly; over `most` it is not counted on."""
     size, rest = 0, [value]
     while rest and size <= most:

@@ -16,14 +16,22 @@ _BETWEEN_SYSTEM_TEXTS = "\n\n"
 _SEALED = "agentcache:"  # in front of thoughts that the client is to keep for us
 
 
+def is_reference(item: Reader) -> bool:
+    """Whether an item of the input stands for one that is stored."""
+    kind = item.get("type")
+    return kind == "item_reference" or (kind is None and item.get("role") is None and isinstance(item.get("id"), str))
+
+
 def read_items(call: Call) -> list[dict[str, Any]]:
-    """`instructions` and `input` as messages.
+    """`instructions`, the conversation that the request continues, and `input`, as messages.
 
     What the model said in one reply is one message, as it was: its thoughts, its text and its calls. System texts in
     front are one, too: many templates allow no more.
     """
     messages = _Messages()
     messages.system(call.body.string("instructions") or "")
+    for index, earlier in enumerate(call.continued.history()):
+        _read_item(call.body.at(f"previous_response_id[{index}]", earlier), messages, call)
     given = call.body.get("input")
     if isinstance(given, str):
         messages.add("user", given)
@@ -92,7 +100,9 @@ class _Messages:
 
 
 def _read_item(item: Reader, messages: _Messages, call: Call) -> None:
-    kind = item.string("type") or ("message" if item.get("role") is not None else None)
+    kind = "item_reference" if is_reference(item) else item.string("type")
+    if kind is None and item.get("role") is not None:
+        kind = "message"
     match kind:
         case "message":
             _read_message(item, messages, call)
@@ -107,7 +117,8 @@ def _read_item(item: Reader, messages: _Messages, call: Call) -> None:
             output = _read_content(item, "output", "tool", call)
             messages.add("tool", output, tool_call_id=item.required_string("call_id"))
         case "item_reference":
-            item.fail("type", "is 'item_reference', but nothing is stored here: send the item itself")
+            stored = call.continued.items[item.required_string("id")]
+            _read_item(item.at("", stored), messages, call)
         case "additional_tools":
             pass  # read with the other tools
         case None:

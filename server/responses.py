@@ -1,8 +1,8 @@
-"""`POST /v1/responses`: from OpenAI's fields to a request. Nothing is stored: clients send all of the conversation."""
+"""`POST /v1/responses`: from OpenAI's fields to a request."""
 
 from __future__ import annotations
 
-import uuid
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -12,7 +12,7 @@ from agentcache.request import ChatPrompt
 from agentcache.sampling import SamplingParams
 from agentcache.server.answer_form import read_form, read_text_form, read_tool_choice
 from agentcache.server.completion import Job, answer
-from agentcache.server.context import Call, read_prompt
+from agentcache.server.context import Call, engine_of, read_again, read_prompt
 from agentcache.server.model_names import check_model
 from agentcache.server.options import check_chat, read_options, refuse_unless_neutral, refuse_unsupported
 from agentcache.server.replies import read_reading
@@ -21,22 +21,43 @@ from agentcache.server.response_items import read_items
 from agentcache.server.response_tools import TOOL_TYPES, read_response_tools
 from agentcache.server.responses_reply import ResponseReply
 from agentcache.server.sampling import MAX_LOGPROBS, read_max_tokens, read_sampling
+from agentcache.server.stored_responses import (
+    RESPONSES_AGENT,
+    Keep,
+    References,
+    find_continued,
+    own_items,
+    read_references,
+)
 from agentcache.server.thinking import read_thinking
 from agentcache.server.validate import Reader
+from agentcache.store.response_files import new_id
 
 # Fields that would change the answer if they were ignored, with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {"background": (False,), "prompt": ()}
-_STATE = ("previous_response_id", "conversation")
 _LOGPROBS = "message.output_text.logprobs"
 _SEALED_REASONING = "reasoning.encrypted_content"
 
 
 async def responses(request: HttpRequest) -> Response:
-    return await answer(request, await read_prompt(request, "input", read_response))
+    read = await read_prompt(request, "input", _read_unless_it_refers)
+    if isinstance(read, Job):
+        return await answer(request, read)
+    call, references = read
+    continued = await find_continued(engine_of(request), references)
+    return await answer(request, await read_again(request, replace(call, continued=continued), read_response))
+
+
+def _read_unless_it_refers(call: Call) -> Job | tuple[Call, References]:
+    """The job, or where stored responses and items have to be looked up first, which."""
+    references = read_references(call.body)
+    return (call, references) if references else read_response(call)
 
 
 def read_response(call: Call) -> Job:
     body, model = call.body, call.model
+    stores = body.boolean("store", True)
+    call = replace(call, fallback_agent=RESPONSES_AGENT) if stores else call
     check_model(call)
     _refuse(body)
     check_chat(model, "input")
@@ -54,7 +75,7 @@ def read_response(call: Call) -> Job:
     options = read_options(call)
     text, choice = read_text_form(body, (body.object("text"), "format")), tools.choice(read_tool_choice(body))
     form = read_form(call, text, tools.shown, choice, "parameters", tools.left_out)
-    job_id = f"resp_{uuid.uuid4().hex}"
+    job_id = new_id("resp", options.agent)
     asked = _asked(body, sampling)
     echo = Echo.of(asked, MAX_ECHO)
     if echo.note is not None:
@@ -68,15 +89,18 @@ def read_response(call: Call) -> Job:
         opening=Echo.of(asked, MAX_OPENING),
         seals_reasoning=_SEALED_REASONING in _read_include(body),
         return_token_ids=options.return_token_ids,
+        agent=options.agent,
+        previous=body.string("previous_response_id"),
         notes=call.notes.told,
     )
-    return Job([options.request(job_id, prompt, sampling, form=form)], reply, body.boolean("stream"), options.timeout)
+    keep = Keep(options.agent, reply, own_items(call)) if stores and options.agent is not None else None
+    request = options.request(job_id, prompt, sampling, form=form)
+    return Job([request], reply, body.boolean("stream"), options.timeout, keep)
 
 
 def _refuse(body: Reader) -> None:
-    for name in _STATE:
-        if body.get(name) is not None:
-            body.fail(name, "is not supported: nothing is stored here; send the whole conversation as input")
+    if body.get("conversation") is not None:
+        body.fail("conversation", "is not supported; name a response with previous_response_id, or send all of it")
     refuse_unsupported(body)
     refuse_unless_neutral(body, _UNSUPPORTED)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,12 +26,13 @@ from agentcache.server.response_echo import Echo
 from agentcache.server.response_items import sealed
 from agentcache.server.response_tools import ResponseTools, custom_input
 from agentcache.server.stream import encode, event, spliced
+from agentcache.store.response_files import new_id
 
 # The events of an item in a stream, without their numbers: type and fields.
 Said = tuple[str, dict[str, Any]]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ResponseReply:
     """An answer to `/v1/responses`.
 
@@ -43,6 +43,8 @@ class ResponseReply:
         echo: what the response repeats of its request.
         opening: what the events in front of it repeat.
         seals_reasoning: whether thoughts go with an `encrypted_content`, from which they are read when they come back.
+        agent: the agent that answers; ids of items have its tag.
+        previous: id of the response that it continues.
         notes: for the report.
     """
 
@@ -54,11 +56,20 @@ class ResponseReply:
     opening: Echo
     seals_reasoning: bool
     return_token_ids: bool
+    agent: str | None = None
+    previous: str | None = None
     notes: tuple[str, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
+    _closed: dict[str, Any] | None = field(default=None, init=False)
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """As the last event of a stream has it."""
+        return self.close(completions) | dict(self.echo.fields)
+
+    def close(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """The whole response, without its echo; the same object at every call."""
+        if self._closed is not None:
+            return self._closed
         [completion] = completions
         output = OutputItems(self)
         for update in completion.updates:
@@ -66,7 +77,8 @@ class ResponseReply:
                 pass
         for _ in output.finish(completion):
             pass
-        return self.ended(completion, output) | dict(self.echo.fields)
+        self._closed = self.ended(completion, output)
+        return self._closed
 
     def writer(self) -> ResponseWriter:
         return ResponseWriter(self)
@@ -84,7 +96,7 @@ class ResponseReply:
             "incomplete_details": None,
             "model": self.model,
             "output": list(output),
-            "previous_response_id": None,
+            "previous_response_id": self.previous,
             "store": False,
             "usage": None,
         }
@@ -174,10 +186,13 @@ class OutputItems:
         """A custom tool is called with a text, which is known when the call's arguments are whole."""
         tool, call_id = self._reply.tools.find(name), new_call_id()
         if tool.is_custom:
-            custom = {"type": "custom_tool_call", "id": f"ctc_{uuid.uuid4().hex}", "call_id": call_id}
+            custom = {"type": "custom_tool_call", "id": self._new_id("ctc"), "call_id": call_id}
             return self._begin(custom | tool.fields | {"input": ""})
-        function = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": call_id}
+        function = {"type": "function_call", "id": self._new_id("fc"), "call_id": call_id}
         return self._begin(function | tool.fields | {"arguments": ""})
+
+    def _new_id(self, prefix: str) -> str:
+        return new_id(prefix, self._reply.agent)
 
     def _logprobs_of(self, text: str) -> list[dict[str, Any]]:
         """Of the tokens that `text` ends with; what came before them was no text, such as a marker."""
@@ -223,10 +238,10 @@ class OutputItems:
 
     def _begin_text(self, kind: str) -> Iterator[Said]:
         if kind == "message":
-            item = {"type": "message", "id": f"msg_{uuid.uuid4().hex}", "role": "assistant"}
+            item = {"type": "message", "id": self._new_id("msg"), "role": "assistant"}
             part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         else:
-            item = {"type": "reasoning", "id": f"rs_{uuid.uuid4().hex}", "summary": []}  # type: ignore[dict-item]
+            item = {"type": "reasoning", "id": self._new_id("rs"), "summary": []}  # type: ignore[dict-item]
             part = {"type": "reasoning_text", "text": ""}
         yield self._begin(item | {"content": []})
         self.items[-1]["content"] = [part]
@@ -280,6 +295,8 @@ class ResponseWriter:
         self._reply = reply
         self._output = OutputItems(reply)
         self._sent = 0
+        self._closing: list[Said] = []
+        self._closed: dict[str, Any] | None = None
         self._opening = _with_echo(reply.response("in_progress"), reply.opening)
 
     def begin(self, first: Update | None) -> Iterator[bytes]:
@@ -294,11 +311,18 @@ class ResponseWriter:
         """A stream has no event for silence; this one says what it says, however often."""
         return self._spliced("response.in_progress", self._opening)
 
+    def close(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """The whole response, without its echo; `end` sends it as it is then."""
+        if self._closed is None:
+            [completion] = completions
+            self._closing = list(self._output.finish(completion))
+            self._closed = self._reply.ended(completion, self._output)
+        return self._closed
+
     def end(self, completions: Sequence[Completion]) -> Iterator[bytes]:
-        [completion] = completions
-        for kind, fields in self._output.finish(completion):
+        response = self.close(completions)
+        for kind, fields in self._closing:
             yield self._event(kind, fields)
-        response = self._reply.ended(completion, self._output)
         yield self._spliced(f"response.{response['status']}", _with_echo(response, self._reply.echo))
 
     def fail(self, error: WireError) -> Iterator[bytes]:

@@ -42,8 +42,8 @@ def read_agent(call: Call, user_id: Any = None) -> str | None:
     """The agent that a request is for; None for none.
 
     The body's `agent` or `session_id`; then, unless the setting `session_headers` is off, the header X-Session-ID, or
-    what clients send without being asked; then the setting `default_agent`. What clients send unasked may be anything:
-    it is never refused, and always a valid id.
+    what clients send without being asked; then the agent of the stored response that it continues; then the setting
+    `default_agent`. What clients send unasked may be anything: it is never refused, and always a valid id.
 
     Args:
         user_id: Anthropic's `metadata.user_id`, the last resort.
@@ -54,9 +54,8 @@ def read_agent(call: Call, user_id: Any = None) -> str | None:
     agent = _read_named(call.body)
     if agent is None and call.config.session_headers:
         agent = _read_session(call, user_id)
-    if agent is None:
-        agent = default_agent(call.headers.get("user-agent", ""), call.config.default_agent)
-    return agent
+    client = call.headers.get("user-agent", "")
+    return agent or call.continued.agent or default_agent(client, call.config.default_agent) or call.fallback_agent
 
 
 def _read_named(body: Reader) -> str | None:

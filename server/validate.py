@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from agentcache.errors import ContextLengthExceeded, InvalidRequest
@@ -184,6 +184,10 @@ class Reader:
         if value is not None and not isinstance(value, dict):
             self.fail(name, "must be an object")
         return Reader(value or {}, self.param(name), self._limit)
+
+    def at(self, name: str, value: Mapping[str, Any]) -> Reader:
+        """An object that stands for what is under `name`, or for this one where that is empty."""
+        return Reader(dict(value), self.param(name) if name else self.path, self._limit)
 
     def objects(self, name: str) -> list[Reader]:
         """The objects of the list under `name`; empty where it is absent."""

@@ -19,9 +19,11 @@ from agentcache.agents.use_time import time_after
 from agentcache.blocks.keys import BlockName
 from agentcache.errors import AgentCacheError, BlocksLost, DiskBudgetExceeded, StoreError
 from agentcache.store.archived_agent import ArchivedAgent
+from agentcache.store.atomic import as_store_error
 from agentcache.store.block_folder import BlockCopy
 from agentcache.store.disk_usage import AGENTS
 from agentcache.store.manifest import AgentRecord
+from agentcache.store.response_files import ResponseFiles
 from agentcache.store.store import BlockWrite, Store
 
 log = logging.getLogger("agentcache.disk")
@@ -200,6 +202,15 @@ class Disk:
             self._remove(record, done)
         except StoreError as error:
             log.error("lineage %s of an import that failed stays: %s", record.name, error)
+
+    def use_responses(self, work: Callable[[ResponseFiles], None]) -> Committed:
+        """Have `work` read or change stored responses; where it finds no room, it is done again once there is some."""
+
+        def use() -> None:
+            with as_store_error("read or write stored responses"):
+                work(self._store.responses)
+
+        return self._run(lambda done: self._with_room(use, done))
 
     def clean_up(self) -> None:
         """After a job whose outcome is on its way: delete what its turn has superseded. Nobody waits for that."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.agents.commit import BlockToWrite, CachePart, Commit, is_wanted
@@ -28,12 +29,15 @@ from agentcache.models.runner import ModelRunner
 from agentcache.store.archive import ArchiveRejected
 from agentcache.store.archived_agent import ArchivedAgent
 from agentcache.store.manifest import AgentRecord, ResidualBlocks, agent_of
+from agentcache.store.response_files import ResponseFiles
 from agentcache.store.store import Store
 
 log = logging.getLogger("agentcache.persistence")
 
 LOOK_AGAIN_SECONDS = 5.0
 MOST_TRIES = 5  # of saving a turn whose blocks disappear from the folder meanwhile
+
+T = TypeVar("T")
 
 
 class Persistence:
@@ -363,6 +367,19 @@ class Persistence:
             index_lineage(self._caches, record, self._disk.files.has)
             self._agents.put(record)
             self._in_use.let_lineage_go(record.name)
+
+    def use_responses(self, work: Callable[[ResponseFiles], T], done: Callable[[T | StoreError], None]) -> None:
+        """Have the writer's thread do `work` on stored responses, behind all that is queued.
+
+        Args:
+            done: gets its result on the engine thread, or the error.
+        """
+        results: list[T] = []
+
+        def settle(outcome: Committed) -> None:
+            done(results[-1] if outcome.error is None else StoreError(outcome.error))
+
+        self.jobs.submit(partial(self._disk.use_responses, lambda files: results.append(work(files))), settle=settle)
 
     def save_record(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
         """Write only a lineage's manifest and transcript (a new agent, a fork); it is in use until that is done."""

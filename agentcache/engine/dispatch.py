@@ -26,6 +26,7 @@ from agentcache.engine.messages import (
     SaveAgent,
     ShowAgent,
     Submit,
+    UseResponses,
 )
 from agentcache.engine.output import Output
 from agentcache.errors import AgentCacheError, BrokenInvariant, EngineStopped
@@ -62,6 +63,8 @@ def _dispatch(engine: Engine, message: Message, reply: Reply) -> None:
             if generation is not None:
                 engine.cancel(generation)
             reply(None)
+        case UseResponses(work):
+            engine.persistence.use_responses(work, reply)
         case ListAgents():
             reply(agents.list())
         case ShowAgent(agent_id):

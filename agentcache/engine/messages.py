@@ -17,6 +17,7 @@ from agentcache.pressure import Level
 from agentcache.request import Request
 from agentcache.store.archived_agent import ArchivedAgent
 from agentcache.store.manifest import AgentRecord
+from agentcache.store.response_files import ResponseFiles
 
 Reply = Callable[[Any], None]
 
@@ -61,6 +62,13 @@ class Cancel:
 @dataclass(frozen=True)
 class MeasurePrecision:
     """Compute one forward pass of the search for a precision. Reply: `Measuring`."""
+
+
+@dataclass(frozen=True)
+class UseResponses:
+    """Stored responses are to be read or changed, on the writer's thread. Reply: what `work` returns."""
+
+    work: Callable[[ResponseFiles], Any]
 
 
 @dataclass(frozen=True)
@@ -182,6 +190,7 @@ class CheckIntegrity:
 Message = (
     Submit
     | Cancel
+    | UseResponses
     | ListAgents
     | LookAgain
     | ShowAgent

@@ -34,6 +34,7 @@ from agentcache.engine.messages import (
     RestoreAgent,
     SaveAgent,
     ShowAgent,
+    UseResponses,
 )
 from agentcache.engine.open import open_engine
 from agentcache.errors import AgentCacheError, Conflict, EngineStopped, StoreError
@@ -56,6 +57,7 @@ from agentcache.report import AdapterInfo, AgentInfo, CacheStats, ModelInfo, Res
 from agentcache.request import Request
 from agentcache.start_progress import Measuring, Phase, StartProgress
 from agentcache.store.archived_agent import read_archive
+from agentcache.store.response_files import ResponseFiles
 from agentcache.system_memory import SystemMemory
 
 P = ParamSpec("P")
@@ -418,6 +420,12 @@ class AsyncEngine:
             if isinstance(self.failure, EngineStopped):  # no file of ours is at fault
                 raise self.failure
             raise StoreError(saved.error)
+
+    # -- stored responses -------------------------------------------------------------------------------------------
+
+    async def use_responses(self, work: Callable[[ResponseFiles], T]) -> T:
+        """What `work` returns of the stored responses; it runs on the writer's thread. Raises StoreError."""
+        return cast(T, await self._thread.ask(UseResponses(work)))
 
     # -- adapters ---------------------------------------------------------------------------------------------------
 

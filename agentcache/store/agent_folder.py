@@ -168,6 +168,10 @@ class AgentFolder:
         """Whether the lineage has been loaded or saved, and not deleted since."""
         return name in self._agents
 
+    def has_agent(self, agent_id: str) -> bool:
+        """Whether there is a manifest of some lineage of the agent, readable or not."""
+        return agent_id in self._names or any(agent_of(name) == agent_id for name in self._names)
+
     # --- reading ---
 
     def load(self, take: Callable[[SavedAgent], None] = lambda agent: None) -> None:

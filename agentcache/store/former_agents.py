@@ -108,6 +108,10 @@ class FormerAgents:
         """Whether the lineage of that name is in a former folder."""
         return name in self._found
 
+    def has_agent(self, agent_id: str) -> bool:
+        """Whether a lineage of the agent is in a former folder."""
+        return any(folder.has_agent(agent_id) for folder in self._folders.values())
+
     def find(self, name: str) -> SavedAgent | None:
         """The files' content of the lineage of that name, if it is in a former folder."""
         return self._found[name][1] if name in self._found else None

@@ -3,6 +3,7 @@
 ``blocks/ab/<block_key>.safetensors``     one block of one cache group each
 ``agents/<model>/<id>.json``              the manifest of an agent's first lineage, and beside it its transcript log
 ``agents/<model>/<id>~<lineage>.json``    likewise of its other lineages
+``agents/<model>/<id>.responses``         the agent's stored responses (`response_files.py`)
 ``agents/<model>/model``                  the label: which model these are agents of (`model_names.py`)
 ``quarantine/``                           files that were read and failed verification
 ``lock``                                  held by the one process that uses the folder
@@ -37,6 +38,7 @@ from agentcache.store.lineage_check import ServedCache
 from agentcache.store.lock import FolderLock
 from agentcache.store.manifest import AgentRecord, agent_of
 from agentcache.store.model_names import ModelNames, folder_of, write_labels
+from agentcache.store.response_files import ResponseFiles
 from agentcache.store.saved_agents import SavedAgents
 
 __all__ = ["AgentRecord", "BlockWrite", "Store"]
@@ -66,6 +68,7 @@ class Store:
 
     Attributes:
         usage: bytes of all files, and the budget; to be looked at, and changed by the folders of files alone.
+        responses: stored responses of the served model's agents; for the writer thread.
         knows_all_manifests: whether `collect_orphans` has read all that may name blocks.
         when_lost: called on the writer thread when files were found to be gone; `has` knows which.
 
@@ -131,6 +134,7 @@ class Store:
         self._agents = SavedAgents(folders, self._model, self._spec.digest, self._blocks)
         former = {name: folders[folder_of(name)] for name in self._names.former if folder_of(name) in folders}
         self._former = FormerAgents(self._model, former)
+        self.responses = ResponseFiles(self._files, self._agent_dir, self.usage, self._fault, self._has_manifest_of)
         self._folders = self._identities()
 
     def _agent_folder(self, path: Path) -> AgentFolder:
@@ -263,8 +267,13 @@ class Store:
         """Whether the lineage of that name has ever been saved, and not deleted since. From any thread."""
         return self._agents.served.has(name) or self._former.has(name)
 
+    def _has_manifest_of(self, agent_id: str) -> bool:
+        return self._agents.served.has_agent(agent_id) or self._former.has_agent(agent_id)
+
     def delete_agent(self, name: str) -> None:
         """Remove the manifest and log of the lineage of that name, if there are any; its blocks may be shared and stay.
+
+        An agent's stored responses go with its last lineage.
 
         Raises:
             StoreError: they could not be removed.
@@ -273,6 +282,8 @@ class Store:
             unreadable = self._unreadable_blocks(name)
             self._former.remove(name)
             self._agents.served.delete(name)
+            if not self._has_manifest_of(agent_of(name)):
+                self.responses.remove(agent_of(name))
             self._delete_unreadable(unreadable)
 
     def _unreadable_blocks(self, name: str) -> list[str]:
@@ -400,6 +411,7 @@ class Store:
             is_damaged = self._agents.has_damaged or self.usage.has_quarantined(*_AGENT_SUFFIXES)
             self.knows_all_manifests = not unavailable and not is_damaged
             if self.knows_all_manifests:
+                self.responses.remove_orphans()
                 return self._blocks.delete_all_but(named)
             there = set(self.block_keys())
             self._unclaimed = there - named

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import tempfile
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
 
 from agentcache.adapter_settings import AdapterFolder, Policy
 from agentcache.blocks.ledger import RamUse
@@ -28,6 +33,10 @@ from agentcache.report import (
 from agentcache.request import Request
 from agentcache.start_progress import Measuring, Phase
 from agentcache.store.archive import ArchiveRejected
+from agentcache.store.response_files import ResponseFiles
+from tests.kv.stored_responses import response_files
+
+T = TypeVar("T")
 
 MODEL = ModelInfo(
     id="org/tiny-model",
@@ -134,6 +143,7 @@ class FakeEngine:
     evicted_kinds: list[str | None] = field(default_factory=list)
     cleared: int = 0
     closed: bool = False
+    responses: ResponseFiles | None = None  # None: made in a folder of its own by the first use
     start_error: BaseException | None = None
 
     async def start(self) -> None:
@@ -225,6 +235,13 @@ class FakeEngine:
 
     async def save_agent(self, agent_id: str, lineage: str | None = None, /) -> AgentInfo:
         return self._lineage(agent_id, lineage)
+
+    async def use_responses(self, work: Callable[[ResponseFiles], T], /) -> T:
+        if self.responses is None:
+            folder = tempfile.mkdtemp()
+            weakref.finalize(self, shutil.rmtree, folder)
+            self.responses = response_files(Path(folder))
+        return work(self.responses)
 
     async def load_adapter(self, folder: AdapterFolder, /) -> AdapterInfo:
         if folder.path == "/nothing":

@@ -58,7 +58,7 @@ def test_fields_arrive_and_are_repeated() -> None:
         assert answer[name] == fields[name]
     assert (answer["tools"], answer["prompt_cache_key"]) == ([LOOK], "alice")
     # What is not done is not said to be done.
-    assert (answer["store"], answer["reasoning"]) == (False, {"effort": "high", "summary": None})
+    assert (answer["store"], answer["reasoning"]) == (True, {"effort": "high", "summary": None})
 
 
 @pytest.mark.parametrize("name", ["session-id", "session_id", "x-session-id"])
@@ -199,7 +199,9 @@ def test_images_of_the_user_as_the_setting_says() -> None:
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
         ({"input": [{"role": "assistant", "content": [IMAGE]}]}, "input[0].content[0].type"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference"}]}, "input[0].id"),
+        ({"previous_response_id": 5}, "previous_response_id"),
+        ({"store": "yes"}, "store"),
         ({"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]}, "input[0].name"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),

@@ -219,6 +219,7 @@ def codex(thread: str, source: str, installation: str = "i") -> dict[str, Any]:
         "headers": {"session-id": thread, "thread-id": thread, "x-codex-turn-metadata": turn},
         "json": {
             "input": "hi",
+            "store": False,
             "prompt_cache_key": thread,
             "client_metadata": {"session_id": thread, "x-codex-turn-metadata": turn},
         },

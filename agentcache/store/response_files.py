@@ -1,0 +1,391 @@
+"""Stored responses of `/v1/responses`: one file of lines an agent, beside its transcripts.
+
+``agents/<model>/<id>.responses``. Each line is a checksum and a JSON object: a response, what it repeats of its
+request, and the request's items. Values that several responses share stand in the first line that has them; the others
+name their digests. A line that is torn or damaged is left out, and gone after the next write.
+
+The ids of responses and items begin with a tag of their agent, so that no index of all files is needed. They are
+compared, and never become part of a path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from agentcache.errors import FileUnavailable, StoreError
+from agentcache.names import is_name
+from agentcache.store.atomic import Fault, append_file, replace_file
+from agentcache.store.cache_files import CacheFiles, WrongFile
+from agentcache.store.disk_usage import DiskUsage
+
+SUFFIX = ".responses"
+MOST_BYTES = 32 << 20  # of an agent's file
+MOST_LINE_BYTES = MOST_BYTES // 2
+_MOST_RAM_BYTES = 2 * MOST_BYTES  # of the files whose content is in RAM
+_TAG = re.compile(r"[a-z]{2,8}_([0-9a-f]{8})[0-9a-f]{24}")
+_CHECKSUM_CHARS = 32
+
+Item = Mapping[str, Any]
+
+
+class TooLarge(StoreError):
+    """A response is longer than a line may be."""
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    """A response as it was answered.
+
+    Args:
+        body: its fields: `id`, `previous_response_id`, `output` and the rest, JSON values only.
+        echo: further fields, which repeat its request.
+        input: the request's items; none of them is a reference.
+    """
+
+    body: Mapping[str, Any]
+    echo: Mapping[str, Any]
+    input: tuple[Item, ...]
+
+    @property
+    def id(self) -> str:
+        return str(self.body["id"])
+
+    @property
+    def previous(self) -> str | None:
+        """The id of the response that it continues."""
+        previous = self.body.get("previous_response_id")
+        return previous if isinstance(previous, str) else None
+
+    @property
+    def output(self) -> tuple[Item, ...]:
+        return tuple(self.body["output"])
+
+
+@dataclass(frozen=True)
+class Continued:
+    """What a request refers to.
+
+    Args:
+        agent: of the response that it continues, or else of the first item; None where it refers to nothing.
+        responses: the one that it continues and those before it, the oldest first.
+        items: those that it refers to, by id.
+        missing: ids that are not stored, that of a response first.
+    """
+
+    agent: str | None = None
+    responses: tuple[StoredResponse, ...] = ()
+    items: Mapping[str, Item] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+
+    def history(self) -> Iterator[Item]:
+        """The items of the conversation so far."""
+        for response in self.responses:
+            yield from response.input
+            yield from response.output
+
+
+def new_id(prefix: str, agent: str | None) -> str:
+    """An id for a response or one of its items, as `prefix_…`.
+
+    Args:
+        agent: the agent that it will be stored with.
+    """
+    return f"{prefix}_{_tag(agent or '')}{secrets.token_hex(12)}"
+
+
+def _tag(agent: str) -> str:
+    return hashlib.blake2b(agent.encode(), digest_size=4).hexdigest()
+
+
+@dataclass
+class _Content:
+    """What an agent's file holds.
+
+    Attributes:
+        responses: by id, the oldest first.
+        items: output items by id.
+        values: those that lines name, by digest.
+        num_bytes: length of the file.
+        is_whole: whether each of its lines can be read.
+    """
+
+    responses: dict[str, StoredResponse] = field(default_factory=dict)
+    items: dict[str, Item] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    num_bytes: int = 0
+    is_whole: bool = True
+
+    def line_of(self, response: StoredResponse) -> bytes:
+        """The line for a response; the values that no line before it has are known then."""
+        new: dict[str, Any] = {}
+
+        def named(value: Any) -> str:
+            text = _dump(value)
+            digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+            if digest not in self.values:
+                self.values[digest] = new[digest] = value
+            return digest
+
+        fields = {"input": [named(item) for item in response.input], "echo": named(response.echo)}
+        line = _dump({"response": response.body, "values": new} | fields).encode()
+        return b"%s %s\n" % (_checksum(line), line)
+
+    def read(self, line: bytes) -> None:
+        """Take a line. Raises ValueError, LookupError or TypeError for what is none."""
+        text = line[_CHECKSUM_CHARS + 1 :]
+        if line[: _CHECKSUM_CHARS + 1] != _checksum(text) + b" ":
+            raise ValueError("its checksum does not match")
+        fields = json.loads(text)
+        self.values |= fields["values"]
+        items = tuple(self.values[digest] for digest in fields["input"])
+        response = StoredResponse(fields["response"], self.values[fields["echo"]], items)
+        if not all(isinstance(item, dict) for item in (*items, response.echo, *response.output)):
+            raise TypeError("one of its items is no object")
+        self.put(response)
+
+    def put(self, response: StoredResponse) -> None:
+        """Know a response, whose line the file has."""
+        self.responses[response.id] = response
+        self.items |= {item["id"]: item for item in response.output if isinstance(item.get("id"), str)}
+
+
+class ResponseFiles:
+    """The stored responses of one model's agents; the only reader and writer of their files. Belongs to one thread.
+
+    Args:
+        files: the way to them.
+        folder: the agents' folder, whose files `usage` knows.
+        usage: keeps the sizes and the budget.
+        fault: called at each step of the write path.
+        is_saved: whether an agent of that id is on disk.
+    """
+
+    def __init__(
+        self, files: CacheFiles, folder: Path, usage: DiskUsage, fault: Fault, is_saved: Callable[[str], bool]
+    ) -> None:
+        self._files, self._folder, self._usage, self._fault = files, folder, usage, fault
+        self._is_saved = is_saved
+        names = (os.path.basename(path) for path in usage.paths(folder) if path.endswith(SUFFIX))
+        self._agents = {
+            agent
+            for name in names
+            if is_name(agent := name.removesuffix(SUFFIX)) and not files.is_companion(folder / name)
+        }
+        self._contents: OrderedDict[str, _Content] = OrderedDict()
+
+    # --- reading ---
+
+    def find(self, response_id: str) -> tuple[str, StoredResponse] | None:
+        """The response of that id and its agent. Raises StoreError where a file cannot be read now."""
+        for agent, content in self._tagged(response_id):
+            if (found := content.responses.get(response_id)) is not None:
+                return agent, found
+        return None
+
+    def continued(self, previous: str | None, item_ids: Sequence[str]) -> Continued:
+        """What a request refers to: a response that it continues, and items. Raises StoreError as `find`."""
+        agents, responses, items, missing = list[str](), list[StoredResponse](), dict[str, Item](), list[str]()
+        seen = set[str]()
+        while previous is not None and previous not in seen:
+            seen.add(previous)
+            if (found := self.find(previous)) is None:
+                missing.append(previous)
+                break
+            agents.append(found[0])
+            responses.append(found[1])
+            previous = found[1].previous
+        for item_id in item_ids:
+            if (found_item := self._find_item(item_id)) is None:
+                missing.append(item_id)
+            else:
+                agents.append(found_item[0])
+                items[item_id] = found_item[1]
+        return Continued(next(iter(agents), None), tuple(reversed(responses)), items, tuple(missing))
+
+    def _find_item(self, item_id: str) -> tuple[str, Item] | None:
+        for agent, content in self._tagged(item_id):
+            if (item := content.items.get(item_id)) is not None:
+                return agent, item
+        return None
+
+    def _tagged(self, some_id: str) -> Iterator[tuple[str, _Content]]:
+        tag = _TAG.fullmatch(some_id)
+        for agent in sorted(self._agents) if tag else ():
+            if _tag(agent) == tag[1]:  # type: ignore[index]
+                yield agent, self._content(agent)
+
+    def _content(self, agent: str) -> _Content:
+        content = self._contents.pop(agent, None) or self._read(agent)
+        self._contents[agent] = content
+        rest = sum(each.num_bytes for each in self._contents.values()) - _MOST_RAM_BYTES
+        while rest > 0 and len(self._contents) > 1:
+            _, dropped = self._contents.popitem(last=False)
+            rest -= dropped.num_bytes
+        return content
+
+    def _read(self, agent: str) -> _Content:
+        content = _Content()
+        if agent not in self._agents:
+            return content
+        try:
+            data = self._files.read(self._path(agent), 2 * MOST_BYTES)
+        except FileNotFoundError:
+            return content
+        except WrongFile as error:
+            raise StoreError(f"the stored responses of agent {agent} cannot be read: {error}") from error
+        except (OSError, MemoryError) as error:
+            raise FileUnavailable(self._files.describe(self._path(agent), error)) from error
+        content.num_bytes = len(data)
+        content.is_whole = not data or data.endswith(b"\n")
+        for line in data.splitlines():
+            try:
+                content.read(line)
+            except (ValueError, LookupError, TypeError, RecursionError):
+                content.is_whole = False
+        return content
+
+    # --- writing ---
+
+    def add(self, agent: str, response: StoredResponse) -> int:
+        """Store a response of an agent that is on disk; durable on return. Returns the bytes written.
+
+        Where the file would be too long, conversations that were continued longest ago leave it.
+
+        Raises:
+            TooLarge: the response alone is.
+            DiskBudgetExceeded: it does not fit; nothing has changed.
+            StoreError: it could not be written, or the agent is not on disk.
+        """
+        if not self._is_saved(agent):
+            raise StoreError(f"agent {agent} is not on disk")
+        content = self._content(agent)
+        try:
+            line = content.line_of(response)
+            if len(line) > MOST_LINE_BYTES:
+                raise TooLarge(f"it takes {len(line)} bytes, and at most {MOST_LINE_BYTES} are stored")
+            if not content.num_bytes or not content.is_whole or content.num_bytes + len(line) > MOST_BYTES:
+                return self._rewrite(agent, [*_latest(content, response.previous), response])
+            try:
+                self._append(agent, content, line)
+            except FileNotFoundError:  # somebody has removed it
+                return self._rewrite(agent, [*content.responses.values(), response])
+        except BaseException:
+            self._contents.pop(agent, None)  # the next use reads the file again
+            raise
+        content.put(response)
+        return len(line)
+
+    def delete(self, response_id: str) -> bool:
+        """Forget a response; whether there was one. Raises StoreError, OSError."""
+        found = self.find(response_id)
+        if found is None:
+            return False
+        agent, gone = found
+        kept = [each for each in self._content(agent).responses.values() if each is not gone]
+        if kept:
+            self._rewrite(agent, kept)
+        else:
+            self.remove(agent)
+        return True
+
+    def remove(self, agent: str) -> None:
+        """Remove an agent's file, if there is one. Raises OSError."""
+        self._contents.pop(agent, None)
+        if agent in self._agents:
+            self._usage.remove(self._path(agent))
+            self._files.sync_folder(self._folder)
+            self._agents.discard(agent)
+
+    def remove_orphans(self) -> None:
+        """Remove the files of agents that are not on disk any more. Raises OSError."""
+        for agent in sorted(self._agents):
+            if not self._is_saved(agent):
+                self.remove(agent)
+
+    def _append(self, agent: str, content: _Content, line: bytes) -> None:
+        path = self._path(agent)
+        self._usage.require(len(line))
+        try:
+            append_file(self._files, path, line, content.num_bytes, "responses", self._fault)
+            self._files.sync_folder(self._folder)  # flushes the drive
+        except BaseException:
+            self._usage.refresh(path)
+            raise
+        content.num_bytes += len(line)
+        self._usage.record_written(path, content.num_bytes, len(line))
+
+    def _rewrite(self, agent: str, responses: Iterable[StoredResponse]) -> int:
+        """Replace an agent's file by one with these responses; returns the bytes written."""
+        content, path = _Content(), self._path(agent)
+        lines = []
+        for response in responses:
+            lines.append(content.line_of(response))
+            content.put(response)
+        data = b"".join(lines)
+        self._usage.require(len(data))
+        self._agents.add(agent)
+        self._contents.pop(agent, None)
+        try:
+            replace_file(self._files, path, data, "responses", self._fault)
+        except BaseException:
+            self._usage.refresh(path)
+            raise
+        content.num_bytes = len(data)
+        self._usage.record_written(path, len(data), len(data))
+        self._contents[agent] = content
+        return len(data)
+
+    def _path(self, agent: str) -> Path:
+        return self._folder / f"{agent}{SUFFIX}"
+
+
+def _latest(content: _Content, continued: str | None) -> list[StoredResponse]:
+    """The responses that stay when a file is written anew, in half of its bound: whole conversations, the latest first.
+
+    Args:
+        continued: the response that is about to be continued; its conversation goes first. If that is too long alone,
+            its latest responses stay.
+    """
+    chosen: set[str] = set()
+    room, sizes = MOST_BYTES // 2, _Content()
+    for newest in filter(None, (content.responses.get(continued or ""), *reversed(content.responses.values()))):
+        chain = list[str]()
+        for response in _chain(content, newest, chosen):
+            room -= len(sizes.line_of(response))
+            if room < 0:
+                break
+            chain.append(response.id)
+        if room >= 0 or not chosen:
+            chosen.update(chain)
+        if room < 0:
+            break
+    return [response for response in content.responses.values() if response.id in chosen]
+
+
+def _chain(content: _Content, newest: StoredResponse, known: set[str]) -> Iterator[StoredResponse]:
+    """A response and those that it continues, as far as they are stored here and not `known`."""
+    seen: set[str] = set()
+    response: StoredResponse | None = newest
+    while response is not None and response.id not in known and response.id not in seen:
+        seen.add(response.id)
+        yield response
+        response = content.responses.get(response.previous or "")
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=True, separators=(",", ":"))
+
+
+def _checksum(text: bytes) -> bytes:
+    return xxhash.xxh3_128_hexdigest(text).encode()

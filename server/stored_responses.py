@@ -1,0 +1,155 @@
+"""Responses that are kept by id: what a request refers to, how an answer is stored, `GET` and `DELETE` of one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from agentcache.errors import AgentCacheError, EngineStopped, InvalidRequest, NotFound
+from agentcache.server.completion import CompletionWriter
+from agentcache.server.context import Call, context_of, engine_of
+from agentcache.server.engine import Engine
+from agentcache.server.reply import Completion
+from agentcache.server.response_items import is_reference
+from agentcache.server.responses_reply import ResponseReply, ResponseWriter
+from agentcache.server.validate import Reader
+from agentcache.store.response_files import Continued, Item, ResponseFiles, StoredResponse
+
+log = logging.getLogger("agentcache.server")
+
+# Of stored responses whose requests name no agent, and continue no other's. `--default-agent` names another one.
+RESPONSES_AGENT = "responses"
+_NOT_STORED = ("agentcache", "token_ids", "prompt_token_ids")  # fields of an answer
+
+
+@dataclass(frozen=True)
+class References:
+    """What a request refers to by id.
+
+    Args:
+        previous: the response that it continues.
+        items: of its input: where each stands, by id.
+    """
+
+    previous: str | None
+    items: Mapping[str, str]
+
+    def __bool__(self) -> bool:
+        return self.previous is not None or bool(self.items)
+
+
+def read_references(body: Reader) -> References:
+    """The ids in `previous_response_id` and in the references among `input`. Raises InvalidRequest."""
+    given = body.get("input")
+    items = filter(is_reference, body.objects("input") if isinstance(given, list) else ())
+    return References(
+        body.string("previous_response_id"), {item.required_string("id"): item.param("id") for item in items}
+    )
+
+
+async def find_continued(engine: Engine, references: References) -> Continued:
+    """What a request refers to.
+
+    Raises:
+        InvalidRequest: the response that it continues, or one before it, is not stored.
+        NotFound: an item is not stored.
+    """
+    previous, items = references.previous, tuple(references.items)
+    found = await engine.use_responses(lambda files: files.continued(previous, items))
+    for missing in found.missing:
+        if (param := references.items.get(missing)) is not None:
+            message = f"Item with id {missing!r:.100} not found: only those of responses with store: true are kept."
+            raise NotFound(f"{message} Send the item itself.", param=param, code="item_not_found")
+        message = f"Previous response with id {missing!r:.100} not found: only responses with store: true are kept."
+        if missing != previous:
+            message = f"The response {missing!r:.100}, which the previous one continues, is not stored any more."
+        raise InvalidRequest(message, param="previous_response_id", code="previous_response_not_found")
+    return found
+
+
+def own_items(call: Call) -> tuple[Item, ...]:
+    """The request's own input as items, none of which is a reference."""
+    given = call.body.get("input")
+    if isinstance(given, str):
+        return ({"type": "message", "role": "user", "content": given},)
+    return tuple(call.continued.items[item.value["id"]] if is_reference(item) else item.value for item in _items(call))
+
+
+def _items(call: Call) -> list[Reader]:
+    return call.body.objects("input")
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Stores an answer once it is whole, before the client gets its end.
+
+    Args:
+        agent: that it is stored with.
+        input: items of its request.
+    """
+
+    agent: str
+    reply: ResponseReply
+    input: tuple[Item, ...]
+
+    async def __call__(
+        self, engine: Engine, completions: Sequence[Completion], writer: CompletionWriter | None
+    ) -> None:
+        """Have the answer say whether it is stored; an answer that cannot be is given all the same."""
+        assert writer is None or isinstance(writer, ResponseWriter)
+        answer = self.reply.close(completions) if writer is None else writer.close(completions)
+        body = {name: value for name, value in answer.items() if name not in _NOT_STORED} | {"store": True}
+        response = StoredResponse(body, self.reply.echo.fields, self.input)
+        try:
+            await engine.use_responses(lambda files: files.add(self.agent, response))
+        except EngineStopped:
+            raise
+        except AgentCacheError as error:
+            log.error("response %s of agent %s is not stored: %s", response.id, self.agent, error)
+            answer["agentcache"]["notes"].append("store: the response could not be stored; the server's log says why")
+        else:
+            answer["store"] = True
+
+
+async def show_response(request: HttpRequest) -> Response:
+    _, stored = await _find(request)
+    return JSONResponse({**stored.body, **stored.echo})
+
+
+async def list_input_items(request: HttpRequest) -> Response:
+    """The items of a response's request, without those of the conversation before it."""
+    _, stored = await _find(request)
+    data = [dict(item) for item in stored.input]
+    ids = [item.get("id") for item in data]
+    ends: Mapping[str, Any] = {"first_id": ids[0], "last_id": ids[-1]} if ids else {"first_id": None, "last_id": None}
+    return JSONResponse({"object": "list", "data": data, "has_more": False, **ends})
+
+
+async def delete_response(request: HttpRequest) -> Response:
+    response_id = request.path_params["id"]
+    if not await engine_of(request).use_responses(lambda files: files.delete(response_id)):
+        raise _not_found(response_id)
+    return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+
+async def _find(request: HttpRequest) -> tuple[str, StoredResponse]:
+    engine_of(request)  # it can answer
+    response_id: str = request.path_params["id"]
+
+    def find(files: ResponseFiles) -> tuple[str, StoredResponse] | None:
+        return files.find(response_id)
+
+    found = await context_of(request).engine.use_responses(find)
+    if found is None:
+        raise _not_found(response_id)
+    return found
+
+
+def _not_found(response_id: str) -> NotFound:
+    message = f"Response with id {response_id!r:.100} not found: only responses with store: true are kept."
+    return NotFound(message, param="{id}", code="response_not_found")
