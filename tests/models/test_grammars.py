@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,9 @@ FAMILIAR = {
 
 
 def _is_own(dialect: str) -> bool:
-    """Whether arguments are written in another way than as JSON."""
+    """Whether arguments are written in another way than as JSON, and mlx-lm has a parser for that."""
+    if find_spec(f"mlx_lm.tool_parsers.{dialect}") is None:
+        return False
     syntax = call_syntax(ReplyFormat(dialect))
     return syntax.argument is not None or syntax.fields is not None
 

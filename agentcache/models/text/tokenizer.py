@@ -25,9 +25,11 @@ from agentcache.models.text.marks import MarkedEnds, Marks, any_of
 from agentcache.models.text.messages import plain_messages, with_strings
 from agentcache.models.text.replies.find_format import find_format
 from agentcache.models.text.replies.format import HARMONY, HARMONY_ENDS, MarkerToken, ReplyFormat
+from agentcache.models.text.replies.written import WrittenReply
 from agentcache.models.text.template import MAX_BYTES, ChatTemplate, RenderedTooLong, check_kwargs, is_rendered_here
 from agentcache.models.text.thinking import ThinkingVariables, find_variables
 from agentcache.models.text.work_limit import UNLIMITED, WorkLimit
+from agentcache.models.text.write_replies import write_replies
 
 __all__ = ["Detokenizer", "Encoding", "MarkedEnds", "Tokenizer"]
 
@@ -366,9 +368,13 @@ def _vocabulary(
 
 def _template_text(wrapper: TokenizerWrapper) -> str:
     """All chat templates of the folder as one text; empty where there are none."""
+    return "\n".join(_templates(wrapper))
+
+
+def _templates(wrapper: TokenizerWrapper) -> list[str]:
     template = getattr(wrapper, "chat_template", None)
     templates = template.values() if isinstance(template, Mapping) else [template]
-    return "\n".join(each for each in templates if isinstance(each, str))
+    return [each for each in templates if isinstance(each, str)]
 
 
 def _thinking_variables(wrapper: TokenizerWrapper) -> ThinkingVariables:
@@ -383,7 +389,13 @@ def _find_format(wrapper: TokenizerWrapper, added: Mapping[int, Any], eos_ids: C
     # mlx-lm infers it from the chat template, and keeps it as a parser: a function of the format's module.
     parser = getattr(wrapper, "tool_parser", None)
     tokens = {token.content: (i, token.special or i in eos_ids) for i, token in added.items()}
-    return find_format(text, tokens, parser.__module__.rpartition(".")[2] if parser else None)
+    written = [] if "tool_calls" not in text or is_rendered_here(wrapper) else _write_replies(wrapper)
+    return find_format(text, tokens, parser.__module__.rpartition(".")[2] if parser else None, written)
+
+
+def _write_replies(wrapper: TokenizerWrapper) -> list[WrittenReply]:
+    specials = tuple(sorted((name, str(token)) for name, token in wrapper.special_tokens_map.items()))
+    return [reply for template in _templates(wrapper) for reply in write_replies(template, specials)]
 
 
 def _runs(token_ids: Sequence[int], control_ids: frozenset[int]) -> Iterator[tuple[bool, Sequence[int]]]:

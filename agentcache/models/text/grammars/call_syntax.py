@@ -13,6 +13,7 @@ from agentcache.models.text.replies.format import HARMONY, ReplyFormat
 
 _NAME = "NAME"  # stands for the tool's
 _TYPE = "TYPE"  # stands for an argument's
+_IS_STRING = "IS_STRING"  # stands for true or false
 _WORD = re.compile("[A-Za-z0-9_]{1,100}")
 _WORDS = re.compile(r"[A-Za-z0-9_\-]+")
 
@@ -25,7 +26,8 @@ class ArgumentSyntax:
     """How an argument is written that has a tag of its own. There may be a line break between the parts.
 
     Args:
-        name_open, name_close: what its name stands between; `TYPE` stands for the type of the value.
+        name_open, name_close: what its name stands between; `TYPE` stands for the type of the value, `IS_STRING` for
+            whether it is a string.
         value_open: in front of its value; empty where that follows the name at once.
         close: behind its value: the first in the text ends it.
         on_lines: whether a value stands on lines of its own: the line break on either side is no part of it; else no
@@ -40,11 +42,12 @@ class ArgumentSyntax:
 
     @property
     def says_type(self) -> bool:
-        return _TYPE in self.name_close
+        return _TYPE in self.name_close or _IS_STRING in self.name_close
 
     def name_closed(self, type_: str) -> str:
         """`type_` is JSON schema's name of it."""
-        return self.name_close.replace(_TYPE, "number" if type_ == "integer" else type_)
+        closed = self.name_close.replace(_IS_STRING, "true" if type_ == "string" else "false")
+        return closed.replace(_TYPE, "number" if type_ == "integer" else type_)
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,23 @@ _DEEPSEEK = CallSyntax(
     "<｜tool▁calls▁end｜>",
 )
 
+
+def _dsml(section: str) -> CallSyntax:
+    """DeepSeek's of V3.2 and V4."""
+    return CallSyntax(
+        f'<｜DSML｜invoke name="{_NAME}">\n',
+        "</｜DSML｜invoke>\n",
+        "",
+        f"<｜DSML｜{section}>\n",
+        f"</｜DSML｜{section}>",
+        ArgumentSyntax('<｜DSML｜parameter name="', f'" string="{_IS_STRING}">', "</｜DSML｜parameter>"),
+    )
+
+
+def _listed(before: str, after: str, name_key: str = "name", arguments: str = "arguments") -> CallSyntax:
+    return CallSyntax(f'{{"{name_key}": "{_NAME}", "{arguments}": ', "}", ", ", before, after)
+
+
 _KEYS = ArgumentSyntax("<arg_key>", "</arg_key>", "</arg_value>", "<arg_value>")
 
 _SYNTAX: dict[str, CallSyntax] = {
@@ -188,7 +208,46 @@ _SYNTAX: dict[str, CallSyntax] = {
     ),
     "deepseek": _DEEPSEEK,
     "mistral": CallSyntax(f"[TOOL_CALLS]{_NAME}[ARGS]", "", ""),
-    "granite": replace(_as_object("", "", ", "), begin="<|tool_call|>[", end="]"),
+    "granite": _listed("<|tool_call|>[", "]"),
+    "apertus": CallSyntax(f'{{"{_NAME}": ', "}", ", ", "<|tools_prefix|>[", "]<|tools_suffix|>"),
+    "cohere": CallSyntax(
+        f'{{"tool_call_id": "0", "tool_name": "{_NAME}", "parameters": ',
+        "}",
+        ",\n",
+        "<|START_ACTION|>[\n",
+        "\n]<|END_ACTION|>",
+    ),
+    "command_r": _listed("Action:\n```json\n[", "]```", "tool_name", "parameters"),
+    "minimax_m1": replace(_as_object("", ""), begin="<tool_calls>\n", end="\n</tool_calls>"),
+    "apriel": _listed("<tool_calls>[", "]</tool_calls>"),
+    "nemotron": _listed("<TOOLCALL>[", "]</TOOLCALL>"),
+    "gigachat": _as_object("<|function_call|>", "", ""),
+    "gigachat_3": _as_object("<|message_sep|>\n\nfunction call<|role_sep|>\n", "", ""),
+    "functools": _listed("functools[", "]"),
+    "solar": CallSyntax(
+        f"<|tool_call:begin|>call00000<|tool_call:name|>{_NAME}<|tool_call:args|>",
+        "<|tool_call:end|>",
+        "",
+        "<|tool_calls|>",
+        "<|calls|>",
+    ),
+    "seed_oss": CallSyntax(
+        f"<seed:tool_call>\n<function={_NAME}>\n",
+        "</function>\n</seed:tool_call>",
+        argument=ArgumentSyntax("<parameter=", ">", "</parameter>"),
+    ),
+    "hunyuan": CallSyntax(
+        f"<tool_call:opensource>{_NAME}<tool_sep:opensource>\n",
+        "</tool_call:opensource>\n",
+        "",
+        "<tool_calls:opensource>\n",
+        "</tool_calls:opensource>",
+        ArgumentSyntax(
+            "<arg_key:opensource>", "</arg_key:opensource>", "</arg_value:opensource>", "<arg_value:opensource>"
+        ),
+    ),
+    "deepseek_v4": _dsml("tool_calls"),
+    "deepseek_v32": _dsml("function_calls"),
     "llama3": _as_object("", "", "; ", "parameters"),
     "gemma4": _as_fields("<|tool_call>", "call:", "{", "}", "<tool_call|>", FieldSyntax(":", ",", '<|"|>')),
     "function_gemma": _as_fields(

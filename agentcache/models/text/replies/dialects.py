@@ -32,19 +32,31 @@ class Dialect:
         opens: makes the reader for what stands behind a marker, by marker.
         noise: markers that say nothing by themselves.
         bare: whether a reply that begins with a JSON object may be a call.
+        hints: texts that tell of the dialect in a chat template or in what it writes; empty for the markers that open
+            calls.
     """
 
     opens: Mapping[str, Open] = field(default_factory=dict)
     noise: tuple[str, ...] = ()
     bare: bool = False
+    hints: tuple[str, ...] = ()
 
     @property
     def markers(self) -> tuple[str, ...]:
         return (*self.opens, *self.noise)
 
+    @property
+    def signs(self) -> tuple[str, ...]:
+        """Texts that tell of the dialect."""
+        return self.hints or (*self.opens,)
+
 
 def _objects(close: str) -> Open:
     return lambda parts: ObjectCalls(parts.sink, parts.codes.code(close), parts.tools)
+
+
+def _keyed(close: str) -> Open:
+    return lambda parts: ObjectCalls(parts.sink, parts.codes.code(close), parts.tools, is_keyed=True)
 
 
 def _header(close: str) -> Open:
@@ -70,11 +82,25 @@ def bare_object(parts: DialectParts) -> CallReader:
 
 
 _XML = Tags("<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>", strips=False)
+_PYTHON_XML = replace(_XML, untyped=True)
 _KEYS = Tags("", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "", untyped=True)
 _LONGCAT = Tags(
     "", "", "<longcat_arg_key>", "</longcat_arg_key>", "<longcat_arg_value>", "</longcat_arg_value>", "", untyped=True
 )
+_HUNYUAN = Tags(
+    "<tool_call:opensource>",
+    "<tool_sep:opensource>",
+    "<arg_key:opensource>",
+    "</arg_key:opensource>",
+    "<arg_value:opensource>",
+    "</arg_value:opensource>",
+    "</tool_call:opensource>",
+    untyped=True,
+)
 _INVOKE = Tags("<invoke", ">", "<parameter", ">", "", "</parameter>", "</invoke>")
+_DSML = Tags(
+    "<｜DSML｜invoke", ">", "<｜DSML｜parameter", ">", "", "</｜DSML｜parameter>", "</｜DSML｜invoke>", untyped=True
+)
 _ATEM = Tags("<atem:invoke", ">", "<atem:parameter", ">", "", "</atem:parameter>", "</atem:invoke>", untyped=True)
 _NAMED = Tags("", ">", "<param", ">", "", "</param>", "</function>", cdata=True)
 _XTML = Tags(
@@ -85,18 +111,20 @@ _GEMMA_4 = FieldNotation(",", "call:", "{", "}", ":", ('<|"|>', '"'))
 _FUNCTION_GEMMA = FieldNotation(",", "call:", "{", "}", ":", ("<escape>", '"'))
 _PYTHON = FieldNotation("[],;", "", "(", ")", "=", ('"""', "'''", '"', "'"))
 
-# By mlx-lm's names of its parsers, and names of ours for what it does not read.
+# By mlx-lm's names of its parsers, and names of ours for what it does not read. What a template writes for a call is
+# read by one of these; of several that read it alike, mlx-lm's choice is taken, or else the first.
 DIALECTS: dict[str, Dialect] = {
-    "json_tools": Dialect({"<tool_call>": _tagged("</tool_call>", _XML)}, ("</tool_call>",)),
     "qwen3_coder": Dialect(
         {"<tool_call>": _tagged("</tool_call>", _XML), "<function=": _tagged("", replace(_XML, call=""))},
         ("</tool_call>", "</function>", "</parameter>"),
+        hints=("<tool_call>\n<function=", "<tool_call>\\n<function="),
     ),
-    "functions": Dialect({"<function=": _tagged("", replace(_XML, call=""))}, ("</function>",)),
     "glm47": Dialect(
         {"<tool_call>": _tagged("</tool_call>", _KEYS)},
         ("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        hints=("<arg_key>",),
     ),
+    "json_tools": Dialect({"<tool_call>": _tagged("</tool_call>", _XML)}, ("</tool_call>",)),
     "longcat": Dialect(
         {"<longcat_tool_call>": _tagged("</longcat_tool_call>", _LONGCAT)},
         (
@@ -107,7 +135,23 @@ DIALECTS: dict[str, Dialect] = {
             "</longcat_arg_value>",
         ),
     ),
+    "hunyuan": Dialect(
+        {"<tool_calls:opensource>": _tagged("</tool_calls:opensource>", _HUNYUAN)},
+        ("</tool_calls:opensource>",),
+        hints=("'<tool_calls{}>'.format",),
+    ),
+    "seed_oss": Dialect({"<seed:tool_call>": _tagged("</seed:tool_call>", _PYTHON_XML)}, ("</seed:tool_call>",)),
     "minimax_m2": Dialect({"<minimax:tool_call>": _tagged("</minimax:tool_call>", _INVOKE)}, ("</minimax:tool_call>",)),
+    "deepseek_v4": Dialect(
+        {"<｜DSML｜tool_calls>": _tagged("</｜DSML｜tool_calls>", _DSML)},
+        ("</｜DSML｜tool_calls>",),
+        hints=("｜DSML｜tool_calls", "dsml_token + 'tool_calls"),
+    ),
+    "deepseek_v32": Dialect(
+        {"<｜DSML｜function_calls>": _tagged("</｜DSML｜function_calls>", _DSML)},
+        ("</｜DSML｜function_calls>",),
+        hints=("｜DSML｜",),
+    ),
     "minicpm5": Dialect({"<function name=": _tagged("", _NAMED)}, ("</function>",)),
     "muse_spark": Dialect(
         {"<atem:function_calls>": _tagged("</atem:function_calls>", _ATEM)}, ("</atem:function_calls>",)
@@ -116,6 +160,7 @@ DIALECTS: dict[str, Dialect] = {
         {"<|open|>tools<|sep|>": _tagged("<|close|>tools<|sep|>", _XTML)},
         (
             "<|close|>tools<|sep|>",
+            "<|close|>think<|sep|>",
             "<|open|>response<|sep|>",
             "<|close|>response<|sep|>",
             "<|close|>message<|sep|>",
@@ -123,6 +168,7 @@ DIALECTS: dict[str, Dialect] = {
             "<|close|>",
             "<|sep|>",
         ),
+        hints=("<|open|>",),
     ),
     "kimi_k2": Dialect(
         {"<|tool_call_begin|>": _header("<|tool_call_end|>")},
@@ -132,6 +178,7 @@ DIALECTS: dict[str, Dialect] = {
             "<|tool_call_end|>",
             "<|tool_call_argument_begin|>",
         ),
+        hints=("<|tool_calls_section_begin|>",),
     ),
     "deepseek": Dialect(
         {
@@ -148,16 +195,60 @@ DIALECTS: dict[str, Dialect] = {
             "<|tool_call_end|>",
             "<|tool_sep|>",
         ),
+        hints=("<｜tool▁calls▁begin｜>", "<|tool_calls_end|>"),
+    ),
+    "solar": Dialect(
+        {"<|tool_call:begin|>": _header("<|tool_call:end|>")},
+        (
+            "<|begin|>assistant",
+            "<|content|>",
+            "<|end|>",
+            "<|tool_calls|>",
+            "<|calls|>",
+            "<|tool_call:name|>",
+            "<|tool_call:args|>",
+            "<|tool_call:end|>",
+        ),
     ),
     "mistral": Dialect({"[TOOL_CALLS]": _header("")}, ("[ARGS]", "[CALL_ID]")),
     "granite": Dialect({"<|tool_call|>": _objects("<|/tool_call|>")}, ("<|/tool_call|>",)),
-    "llama3": Dialect({"<|python_tag|>": _objects("")}, ("<|eom_id|>",), bare=True),
-    "gemma4": Dialect({"<|tool_call>": _fields("<tool_call|>", _GEMMA_4)}, ("<tool_call|>", '<|"|>')),
+    "apertus": Dialect({"<|tools_prefix|>": _keyed("<|tools_suffix|>")}, ("<|tools_suffix|>",)),
+    "cohere": Dialect(
+        {"<|START_ACTION|>": _objects("<|END_ACTION|>")},
+        ("<|END_ACTION|>", "<|START_TEXT|>", "<|END_TEXT|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    ),
+    "command_r": Dialect({"Action:\n```json": _objects("```"), "Action: ```json": _objects("```")}),
+    "minimax_m1": Dialect(
+        {"<tool_calls>": _objects("</tool_calls>")}, ("</tool_calls>",), hints=("<tool_calls>\n{", "<tool_calls>\\n{")
+    ),
+    "apriel": Dialect({"<tool_calls>": _objects("</tool_calls>")}, ("</tool_calls>", "[END FINAL RESPONSE]")),
+    "nemotron": Dialect({"<TOOLCALL>": _objects("</TOOLCALL>")}, ("</TOOLCALL>",)),
+    "gigachat": Dialect({"<|function_call|>": _objects("")}, ("<|message_sep|>",)),
+    "gigachat_3": Dialect(
+        {"<|message_sep|>\n\nfunction call<|role_sep|>": _objects("")},
+        ("<|message_sep|>",),
+        hints=("function call<|role_sep|>",),
+    ),
+    "functools": Dialect({"functools[": _objects("")}),
+    "gemma4": Dialect(
+        {"<|tool_call>": _fields("<tool_call|>", _GEMMA_4)}, ("<tool_call|>", '<|"|>', "<|tool_response>")
+    ),
     "function_gemma": Dialect(
         {"<start_function_call>": _fields("<end_function_call>", _FUNCTION_GEMMA)},
         ("<end_function_call>", "<escape>"),
     ),
-    "pythonic": Dialect({"<|tool_call_start|>": _fields("<|tool_call_end|>", _PYTHON)}, ("<|tool_call_end|>",)),
+    "pythonic": Dialect(
+        {"<|tool_call_start|>": _fields("<|tool_call_end|>", _PYTHON)},
+        ("<|tool_call_end|>",),
+        hints=("<|tool_list_start|>", "<|tool_call_start|>"),
+    ),
+    "functions": Dialect({"<function=": _tagged("", replace(_XML, call=""))}, ("</function>",)),
+    "llama3": Dialect(
+        {"<|python_tag|>": _objects("")},
+        ("<|eom_id|>",),
+        bare=True,
+        hints=("<|python_tag|>", '"parameters": dictionary of argument name'),
+    ),
 }
 DIALECTS["laguna"] = DIALECTS["glm47"]
 
@@ -173,4 +264,10 @@ THOUGHTS: tuple[tuple[str, str], ...] = (
     ("<thought>", "</thought>"),
     ("<|channel>thought", "<channel|>"),
     ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+    ("<mm:think>", "</mm:think>"),
+    ("<think:opensource>", "</think:opensource>"),
+    ("<|inner_prefix|>", "<|inner_suffix|>"),
+    ("<|think|>", "<|end|><|begin|>assistant"),
+    ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
+    ("<thinking>", "</thinking>"),
 )

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 
 from agentcache.models.text.replies.dialects import DIALECTS, THOUGHTS
 from agentcache.models.text.replies.format import HARMONY, HARMONY_MARKERS, MarkerToken, ReplyFormat
+from agentcache.models.text.replies.written import WrittenReply, find_dialect
 
 
-def find_format(template: str, tokens: Mapping[str, tuple[int, bool]], mlx_lm_parser: str | None) -> ReplyFormat:
+def find_format(
+    template: str,
+    tokens: Mapping[str, tuple[int, bool]],
+    mlx_lm_parser: str | None,
+    written: Sequence[WrittenReply] = (),
+) -> ReplyFormat:
     """The format of a model.
 
     Args:
         template: its chat template; all of them where there are several.
         tokens: id, and whether it is special, of each added token by its content.
         mlx_lm_parser: what mlx-lm takes for the format of its tool calls.
+        written: what the template writes for replies with calls.
     """
+    all_text = "\n".join([template, *(reply.prompt + reply.text for reply in written)])
     if all(marker in tokens for marker in ("<|start|>", "<|channel|>", "<|message|>")):
         dialect: str | None = HARMONY
         thoughts: tuple[tuple[str, str], ...] = ()
     else:
-        dialect = _find_dialect(template, tokens, mlx_lm_parser)
-        thoughts = tuple(pair for pair in THOUGHTS if _has_pair(pair, template, tokens))
+        dialect = _find_dialect(template, tokens, mlx_lm_parser, written)
+        thoughts = tuple(pair for pair in THOUGHTS if _has_pair(pair, all_text, tokens))
     markers = HARMONY_MARKERS if dialect == HARMONY else DIALECTS[dialect].markers if dialect is not None else ()
     single = [name for name in tokens if any(name in marker for marker in (*markers, *sum(thoughts, ())))]
-    thinks_first = any(_only_closes(pair, template) for pair in thoughts)
+    thinks_first = any(_only_closes(pair, all_text) for pair in thoughts)
     return ReplyFormat(
         dialect,
         thoughts,
@@ -33,39 +42,39 @@ def find_format(template: str, tokens: Mapping[str, tuple[int, bool]], mlx_lm_pa
     )
 
 
-def _has_pair(pair: tuple[str, str], template: str, tokens: Mapping[str, object]) -> bool:
-    if all(marker in tokens for marker in pair) or pair[1] in template:
+def _has_pair(pair: tuple[str, str], text: str, tokens: Mapping[str, object]) -> bool:
+    start, end = pair
+    if all(marker in tokens or marker in text for marker in pair) or (end in text and _is_tag(pair)):
         return True
     # Markers of several tokens are those of a model that has their first and last ones.
-    return "<|channel>" in tokens and "<channel|>" in tokens and pair == ("<|channel>thought", "<channel|>")
+    return "<|channel>" in tokens and "<channel|>" in tokens and start == "<|channel>thought"
 
 
-def _only_closes(pair: tuple[str, str], template: str) -> bool:
-    """Whether a template knows where a thought ends, but not where it begins, as DeepSeek-R1's first one."""
+def _is_tag(pair: tuple[str, str]) -> bool:
+    return pair[1].replace("/", "") == pair[0]
+
+
+def _only_closes(pair: tuple[str, str], text: str) -> bool:
+    """Whether a template knows where a thought ends, but not where it begins.
+
+    One that asks whether a reply has the end in it knows of replies without thoughts: their model writes the beginning.
+    """
     start, end = pair
-    return end in template and start not in template and end.replace("/", "") == start
+    if end not in text or start in text or not _is_tag(pair):
+        return False
+    return re.search(rf"""["']{re.escape(end)}["']\s+in\b""", text) is None
 
 
-def _find_dialect(template: str, tokens: Mapping[str, object], mlx_lm_parser: str | None) -> str | None:
-    known = {*tokens}
-
-    def has(marker: str) -> bool:
-        return marker in known or marker in template
-
+def _find_dialect(
+    template: str, tokens: Mapping[str, object], mlx_lm_parser: str | None, written: Sequence[WrittenReply]
+) -> str | None:
+    """The dialect that reads what the template writes, or else the one whose markers it or the tokenizer names."""
+    for reply in written:
+        if reply.shows_calls and (found := find_dialect(reply, mlx_lm_parser)) is not None:
+            return found
     if mlx_lm_parser in DIALECTS:
         return mlx_lm_parser
-    if has("<｜tool▁calls▁begin｜>") or "<|tool_calls_end|>" in template:
-        return "deepseek"
-    if has("[TOOL_CALLS]"):
-        return "mistral"
-    if has("<|python_tag|>"):
-        return "llama3"
-    if has("<|tool_call|>"):
-        return "granite"
-    if has("<tool_call>"):
-        return "json_tools"
-    if "<function=" in template:
-        return "functions"
-    if '"parameters": dictionary of argument name' in template:
-        return "llama3"
-    return None
+    told = [name for name, dialect in DIALECTS.items() if any(sign in template for sign in dialect.signs)]
+    if told:
+        return told[0]
+    return next((name for name, dialect in DIALECTS.items() if any(sign in tokens for sign in dialect.signs)), None)

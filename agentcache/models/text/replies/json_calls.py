@@ -14,7 +14,10 @@ _NAME_KEYS = ("name", "tool_name")
 _ARGUMENT_KEYS = ("arguments", "parameters", "args")
 _NESTING_KEYS = ("function", "tool")
 _FIRST_KEYS = (*_NAME_KEYS, *_NESTING_KEYS, "type")  # of call objects that nothing but their keys announces
-_NO_NAME = re.compile(r"```(json)?|<[|｜]tool[_▁](sep|call[_▁]argument[_▁]begin)[|｜]>|\[CALL_ID\][^\[]*|\[ARGS\]")
+_NO_NAME = re.compile(
+    r"```(json)?|<[|｜]tool[_▁](sep|call[_▁]argument[_▁]begin)[|｜]>|\[CALL_ID\][^\[]*|\[ARGS\]"
+    r"|<\|tool_call:(name|args)\|>"
+)
 
 
 class _InCall(Enum):
@@ -112,12 +115,16 @@ class ObjectCalls(Steps):
     Args:
         close: empty for none.
         must_be_known: whether only the request's tools can be called so: where nothing but JSON says that it is a call.
+        is_keyed: whether a call is its name as a key, and its arguments as that key's value.
     """
 
-    def __init__(self, sink: CallSink, close: str, tools: Tools, *, must_be_known: bool = False) -> None:
+    def __init__(
+        self, sink: CallSink, close: str, tools: Tools, *, must_be_known: bool = False, is_keyed: bool = False
+    ) -> None:
         super().__init__(sink, close)
         self._tools = tools
         self._must_be_known = must_be_known
+        self._is_keyed = is_keyed
         self._begin()
 
     def _begin(self) -> None:
@@ -190,7 +197,9 @@ class ObjectCalls(Steps):
             return None
         self._value, self._captured = JsonText(), ""
         self._at = _InObject.OTHER
-        if self._key in _ARGUMENT_KEYS:
+        if self._is_keyed and self._name is None and text[0] == "{":
+            self._name, self._at = str(parse_json(f'"{self._key}"')), _InObject.ARGUMENTS
+        elif self._key in _ARGUMENT_KEYS:
             kinds = {"{": _InObject.ARGUMENTS, '"': _InObject.ARGUMENTS_IN_STRING, "n": _InObject.OTHER}
             if text[0] not in kinds:
                 return self._failed()

@@ -18,6 +18,7 @@ _MAX_DEPTH = MAX_REPLY_DEPTH - 1  # of one argument, within the object of all
 _LONGEST_LITERAL = 10_000  # characters that are read as a Python literal
 _NAME_ATTRIBUTE = re.compile(r'(?:name|tool|key)\s*=\s*(?:"([^"]*)"|\'([^\']*)\'|([^\s"\'>]+))')
 _TYPE_ATTRIBUTE = re.compile(r'\btype\s*=\s*"([^"]*)"')
+_STRING_ATTRIBUTE = re.compile(r'\bstring\s*=\s*"(true|false)"')
 _NAME = re.compile(r"[\w.:/\-]+")
 _CDATA, _CDATA_END = "<![CDATA[", "]]>"
 
@@ -200,8 +201,8 @@ class TaggedCalls(Steps):
             return self._cut_off() if len(self._text) > LONGEST_HEADER else None
         named = self._text[:end]
         self._key = _name_in(named)
-        type_ = _TYPE_ATTRIBUTE.search(named)
-        self._types = frozenset([type_[1]]) if type_ is not None else self._tools.types(self._name, self._key)
+        types = _types_in(named)
+        self._types = self._tools.types(self._name, self._key) if types is None else types
         self._text, self._at = self._text[end + len(self._tags.argument_end) :], _At.VALUE
         self._begun = False
         return None
@@ -370,6 +371,15 @@ def _name_in(tag: str) -> str:
     if attribute is None:
         return tag.strip().strip("\"'")
     return next(group for group in attribute.groups() if group is not None).replace("&quot;", '"').replace("&amp;", "&")
+
+
+def _types_in(tag: str) -> frozenset[str] | None:
+    """The types that a tag gives a value, empty for any but a string; None where it gives none."""
+    if (type_ := _TYPE_ATTRIBUTE.search(tag)) is not None:
+        return frozenset([type_[1]])
+    if (string := _STRING_ATTRIBUTE.search(tag)) is not None:
+        return frozenset(["string"] if string[1] == "true" else [])
+    return None
 
 
 def converted(text: str, types: frozenset[str], *, untyped: bool) -> Any:
