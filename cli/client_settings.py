@@ -31,10 +31,18 @@ class UnreadableSettings(AgentCacheError):
 
 @dataclass(frozen=True)
 class Value:
-    """One setting: its path of keys, and what it is to be (something that JSON can say)."""
+    """One setting.
+
+    Args:
+        path: its keys, from the outermost table on.
+        value: something that JSON can say; with `adds` a list.
+        adds: whether the items are added to a list of the user's, which keeps its own. No items are added where none
+            are wanted; those of an earlier time are taken out.
+    """
 
     path: Path_
     value: Any
+    adds: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,9 @@ def put_in(file: Path, values: Sequence[Value], note: Mapping[str, Any] | None) 
     entries = []
     for each in values:
         current = _get(document, each.path)
+        if each.adds:
+            entries += _add_items(file, document, each, known.get(each.path))
+            continue
         if each.path in known and _equal(current, known[each.path]["value"]):
             entries.append(known[each.path] | {"value": each.value})
         else:
@@ -91,7 +102,9 @@ def take_out(note: Mapping[str, Any]) -> Change:
     before = _read(file)
     document, kept = _parsed(file, before), []
     for path, entry in reversed(_noted(note).items()):
-        if not _equal(_get(document, path), entry["value"]):
+        if entry.get("adds"):
+            kept += [] if _take_items(file, document, path, entry) else [".".join(path)]
+        elif not _equal(_get(document, path), entry["value"]):
             kept.append(".".join(path))
         elif "before" in entry:
             _set(file, document, path, entry["before"])
@@ -119,6 +132,44 @@ def write(change: Change) -> None:
         sync_path(change.file.parent)
     finally:
         temp.unlink(missing_ok=True)
+
+
+# --- lists that are added to ---
+
+
+def _add_items(
+    file: Path, document: MutableMapping[str, Any], wanted: Value, earlier: dict[str, Any] | None
+) -> list[dict[str, Any]]:
+    """Add the items of `wanted`; the entry of the note, or none where nothing was added.
+
+    Args:
+        earlier: the entry of the last time; its items are taken out first.
+    """
+    if earlier is not None:
+        _take_items(file, document, wanted.path, earlier)
+    current: Any = _get(document, wanted.path)
+    if current is not _ABSENT and not isinstance(current, list):
+        raise UnreadableSettings(f"{file}: {'.'.join(wanted.path)} is no list")
+    own: list[Any] = list(current) if isinstance(current, list) else []
+    added = [item for item in wanted.value if item not in own]
+    if not added:
+        return []
+    entry = _entry(Value(wanted.path, added), current, _num_tables(document, wanted.path))
+    _set(file, document, wanted.path, own + added)
+    return [entry | {"adds": True}]
+
+
+def _take_items(file: Path, document: MutableMapping[str, Any], path: Path_, entry: Mapping[str, Any]) -> bool:
+    """Take out the items that were added, whatever was added since; whether the setting is still a list."""
+    current = _get(document, path)
+    if not isinstance(current, list):
+        return False
+    left = [item for item in current if item not in entry["value"]]
+    if left or "before" in entry:
+        _set(file, document, path, left)
+    else:
+        _remove(document, path, entry["tables"])
+    return True
 
 
 # --- documents ---

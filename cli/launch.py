@@ -5,141 +5,48 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
-from enum import StrEnum
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from agentcache.cli.client_settings import Change, UnreadableSettings, Value, put_in, take_out, write
+from agentcache.cli.coding_agents import PROGRAMS, CodingAgent, Program, Served, folder_session
 from agentcache.cli.connection import ApiKey, ApiKeyFile, Url, find_server
+from agentcache.cli.doctor_server import root_of
 from agentcache.client import Client
 from agentcache.config_sources import default_config_file
-from agentcache.errors import AgentCacheError, StoreError
-
-KEY_VARIABLE = "AGENTCACHE_API_KEY"
-_OUTPUT_TOKENS = 4096
-
-
-class CodingAgent(StrEnum):
-    CLAUDE = "claude"
-    CODEX = "codex"
-    OPENCODE = "opencode"
-    PI = "pi"
+from agentcache.errors import AgentCacheError, ConfigError, StoreError
 
 
 class NoServer(AgentCacheError):
     """There is nothing to launch an agent with."""
 
 
-@dataclass(frozen=True)
-class Served:
-    """The running server, as settings name it. The key itself is never written to a file.
-
-    Args:
-        has_key: whether clients must present one.
-    """
-
-    url: str
-    model: str
-    context: int
-    has_key: bool
-
-    @property
-    def output(self) -> int:
-        return min(_OUTPUT_TOKENS, self.context // 4)
-
-
-@dataclass(frozen=True)
-class Program:
-    """A coding agent.
-
-    Args:
-        file: its settings, as its environment says.
-        values: what they are for a server.
-        start: how it is started then.
-        key: how it is given the server's key, where it has one.
-    """
-
-    file: Callable[[], Path]
-    values: Callable[[Served], list[Value]]
-    start: str
-    key: str = f"with the server's key in {KEY_VARIABLE}"
-
-
-def _home(variable: str, *default: str) -> Path:
-    named = os.environ.get(variable)
-    return Path(named).expanduser() if named else Path.home().joinpath(*default)
-
-
-def _claude(served: Served) -> list[Value]:
-    values = {"ANTHROPIC_BASE_URL": served.url, "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
-    if not served.has_key:
-        values["ANTHROPIC_AUTH_TOKEN"] = "none"
-    return [Value(("env", name), value) for name, value in values.items()]
-
-
-def _codex(served: Served) -> list[Value]:
-    provider = {"name": "agentcache", "base_url": f"{served.url}/v1", "wire_api": "responses"}
-    if served.has_key:
-        provider["env_key"] = KEY_VARIABLE
-    return [
-        Value(("model",), served.model),
-        Value(("model_provider",), "agentcache"),
-        Value(("model_context_window",), served.context),
-        *(Value(("model_providers", "agentcache", name), value) for name, value in provider.items()),
-    ]
-
-
-def _opencode(served: Served) -> list[Value]:
-    key = {"apiKey": f"{{env:{KEY_VARIABLE}}}"} if served.has_key else {}
-    provider = {
-        "npm": "@ai-sdk/openai-compatible",
-        "options": {"baseURL": f"{served.url}/v1"} | key,
-        "models": {served.model: {"limit": {"context": served.context, "output": served.output}}},
-    }
-    return [Value(("provider", "agentcache"), provider), Value(("model",), f"agentcache/{served.model}")]
-
-
-def _pi(served: Served) -> list[Value]:
-    provider = {
-        "baseUrl": f"{served.url}/v1",
-        "api": "openai-completions",
-        "apiKey": KEY_VARIABLE if served.has_key else "none",
-        "compat": {"sendSessionAffinityHeaders": True},
-        "models": [{"id": served.model, "contextWindow": served.context, "maxTokens": served.output}],
-    }
-    return [Value(("providers", "agentcache"), provider)]
-
-
-PROGRAMS = {
-    CodingAgent.CLAUDE: Program(
-        lambda: _home("CLAUDE_CONFIG_DIR", ".claude") / "settings.json",
-        _claude,
-        "claude",
-        key="with the server's key in ANTHROPIC_AUTH_TOKEN",
-    ),
-    CodingAgent.CODEX: Program(lambda: _home("CODEX_HOME", ".codex") / "config.toml", _codex, "codex"),
-    CodingAgent.OPENCODE: Program(
-        lambda: _home("XDG_CONFIG_HOME", ".config") / "opencode" / "opencode.json", _opencode, "opencode"
-    ),
-    CodingAgent.PI: Program(
-        lambda: _home("PI_CODING_AGENT_DIR", ".pi", "agent") / "models.json", _pi, "pi --model agentcache/{model}"
-    ),
-}
+class NoProgram(AgentCacheError):
+    """The agent is not installed, or cannot be started."""
 
 
 def launch(
     agent: Annotated[CodingAgent, typer.Argument(help="The coding agent.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Behind --: what it is started with.")] = None,
+    start: Annotated[bool, typer.Option("--start", help="Start it then, in this folder.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be changed.")] = False,
     undo: Annotated[bool, typer.Option("--undo", help="Take back what was changed.")] = False,
     url: Url = None,
     api_key: ApiKey = None,
     api_key_file: ApiKeyFile = None,
 ) -> None:
-    """Put the running server into a coding agent's settings, whose other settings stay. `--undo` takes it out again."""
+    """Put the running server into a coding agent's settings, whose other settings stay. `--undo` takes it out again.
+
+    An agent that takes variables only, or a file named on its command line, is started with them by `--start`.
+    """
+    if arguments and not start:
+        raise ConfigError("arguments for the agent need --start")
+    if start and (dry_run or undo):
+        raise ConfigError("--start goes with neither --dry-run nor --undo")
     program, note_file = PROGRAMS[agent], default_config_file().parent / "launch" / f"{agent}.json"
     note = _read_note(note_file)
     if undo:
@@ -151,25 +58,49 @@ def launch(
         for name in change.kept:
             typer.echo(f"{name} was changed since, and stays", err=True)
         return
-    served = _served(url, api_key, api_key_file)
-    _do(_put_in(program, served, note, dry_run=dry_run), note_file, dry_run=dry_run)
-    typer.echo(f"{'then' if dry_run else 'now'}: {program.start.format(model=served.model)}", err=True)
+    served, key = _served(agent, url, api_key, api_key_file)
+    if program.file is not None:
+        _do(_put_in(program.file(), program.values(served), note, dry_run=dry_run), note_file, dry_run=dry_run)
+    if start:
+        _start(program, served, key, arguments or [])
+    command = shlex.join(_command(program, served))
+    variables = [f"{name}={shlex.quote(value)}" for name, value in program.environment(served).items()]
+    typer.echo(f"{'then' if dry_run else 'now'}: {' '.join([*variables, command])}", err=True)
     if served.has_key:
-        typer.echo(program.key, err=True)
+        typer.echo(f"with the server's key in {program.key}", err=True)
 
 
-def _served(url: str | None, api_key: str | None, api_key_file: Path | None) -> Served:
+def _served(
+    agent: CodingAgent, url: str | None, api_key: str | None, api_key_file: Path | None
+) -> tuple[Served, str | None]:
+    """The running server, and its key."""
     config, found = find_server(url, api_key, None, None, api_key_file)
     if found is None:
         raise NoServer("no server runs on the configured port: start one with agentcache serve, or name it with --url")
-    with Client(found, config.api_key) as client:
+    root, session = root_of(found), folder_session(agent, Path.cwd())
+    with Client(root, config.api_key) as client:
         [model] = [each for each in client.request("GET", "/v1/models")["data"] if "parent" not in each]
-    return Served(found.rstrip("/"), model["id"], model["max_model_len"], config.api_key is not None)
+    served = Served(root, model["id"], model["max_model_len"], config.api_key is not None, session)
+    return served, config.api_key
 
 
-def _put_in(program: Program, served: Served, note: dict[str, Any] | None, *, dry_run: bool) -> Change:
+def _command(program: Program, served: Served) -> list[str]:
+    file = "" if program.file is None else str(program.file())
+    return [part.format(model=served.model, file=file) for part in program.command]
+
+
+def _start(program: Program, served: Served, key: str | None, arguments: Sequence[str]) -> NoReturn:
+    """Become the agent: this process goes on as it. Raises NoProgram."""
+    command = [*_command(program, served), *arguments]
+    variables = program.environment(served) | ({program.key: key} if key is not None else {})
+    try:
+        os.execvpe(command[0], command, {**os.environ, **variables})
+    except OSError as error:
+        raise NoProgram(f"{command[0]} cannot be started: {error.strerror}; is it installed?") from error
+
+
+def _put_in(file: Path, values: list[Value], note: dict[str, Any] | None, *, dry_run: bool) -> Change:
     """The change; where the file cannot be parsed, and the user says so, a new file in its place."""
-    file, values = program.file(), program.values(served)
     try:
         return put_in(file, values, note)
     except UnreadableSettings as error:

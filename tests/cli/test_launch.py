@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import stat
 import tomllib
 from dataclasses import replace
@@ -16,18 +18,26 @@ from hypothesis import strategies as st
 
 from agentcache.cli import launch as launch_module
 from agentcache.cli.client_settings import UnreadableSettings, Value, put_in, take_out, write
-from agentcache.cli.launch import PROGRAMS, CodingAgent, Served
+from agentcache.cli.coding_agents import PROGRAMS, SMALL_CONTEXT, CodingAgent, Served, folder_session
+from agentcache.names import is_name
 from tests.cli.conftest import Invoke
 from tests.examples import examples
 
 URL = "http://127.0.0.1:8000"
-SERVED = Served(URL, "tiny-model", 4096, has_key=False)
+SERVED = Served(URL, "tiny-model", 4096, has_key=False, session="x-project-01234567")
+KEYED = replace(SERVED, has_key=True)
 FILES = {
     CodingAgent.CLAUDE: ".claude/settings.json",
     CodingAgent.CODEX: ".codex/config.toml",
     CodingAgent.OPENCODE: ".config/opencode/opencode.json",
+    CodingAgent.KILO: ".config/kilo/kilo.json",
     CodingAgent.PI: ".pi/agent/models.json",
+    CodingAgent.QWEN: ".qwen/settings.json",
+    CodingAgent.CLINE: ".cline/data/settings/providers.json",
+    CodingAgent.CONTINUE: ".agentcache/launch/continue.yaml",
+    CodingAgent.CRUSH: ".config/crush/crush.json",
 }
+WITH_FILES = list(FILES)
 CODEX = """# mine
 model = "gpt-5"  # the best
 approval_policy = "never"
@@ -39,22 +49,28 @@ name = "Other"
 command = "docs"
 """
 OWN = {
-    CodingAgent.CLAUDE: '{"model": "opus", "env": {"EDITOR": "vi", "ANTHROPIC_BASE_URL": "https://proxy.example"}}',
+    CodingAgent.CLAUDE: """{"model": "opus", "env": {"EDITOR": "vi", "ANTHROPIC_BASE_URL": "https://proxy.example"},
+        "permissions": {"allow": ["Bash(ls)"], "deny": ["WebFetch", "Task"]}}""",
     CodingAgent.CODEX: CODEX,
     CodingAgent.OPENCODE: '{"$schema": "x", "model": "anthropic/claude", "provider": {"mine": {"npm": "y"}}}',
+    CodingAgent.KILO: '{"model": "kilo/x", "permission": {"bash": "ask"}}',
     CodingAgent.PI: '{"providers": {"ollama": {"baseUrl": "z"}}}',
+    CodingAgent.QWEN: '{"security": {"auth": {"selectedType": "qwen-oauth"}}, "model": {"generationConfig": {"t": 1}}}',
+    CodingAgent.CLINE: '{"version": 1, "lastUsedProvider": "cline", "providers": {"cline": {"settings": {}}}}',
+    CodingAgent.CONTINUE: "{}",
+    CodingAgent.CRUSH: '{"providers": {"openai": {"api_key": "$OPENAI_API_KEY"}}, "options": {"debug": true}}',
 }
 
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CLAUDE_CONFIG_DIR", "CODEX_HOME", "XDG_CONFIG_HOME", "PI_CODING_AGENT_DIR"):
+    for name in ("CLAUDE_CONFIG_DIR", "CODEX_HOME", "XDG_CONFIG_HOME", "PI_CODING_AGENT_DIR", "QWEN_HOME", "CLINE_DIR"):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_module, "_served", lambda *options: SERVED)
+    monkeypatch.setattr(launch_module, "_served", lambda *options: (SERVED, None))
 
 
 def parsed(file: Path) -> dict[str, Any]:
@@ -65,7 +81,7 @@ def parsed(file: Path) -> dict[str, Any]:
 
 def own(home: Path, agent: CodingAgent) -> Path:
     file = home / FILES[agent]
-    file.parent.mkdir(parents=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(OWN[agent])
     file.chmod(0o640)
     return file
@@ -82,7 +98,7 @@ def kept(before: Any, after: Any, changed: list[tuple[str, ...]], at: tuple[str,
     return bool(before == after)
 
 
-@pytest.mark.parametrize("agent", CodingAgent)
+@pytest.mark.parametrize("agent", WITH_FILES)
 @pytest.mark.usefixtures("served")
 def test_there_and_back(agent: CodingAgent, home: Path, invoke: Invoke) -> None:
     file = own(home, agent)
@@ -95,10 +111,10 @@ def test_there_and_back(agent: CodingAgent, home: Path, invoke: Invoke) -> None:
         found: Any = after
         for key in value.path:
             found = found[key]
-        assert found == value.value
+        assert set(found) >= set(value.value) if value.adds else found == value.value
     assert kept(before, after, [value.path for value in values])
     assert stat.S_IMODE(file.stat().st_mode) == 0o640
-    assert [path.name for path in file.parent.iterdir()] == [file.name]
+    assert {path.name for path in file.parent.iterdir()} - {"continue.json"} == {file.name}
     assert invoke("launch", agent, "--undo").exit_code == 0
     assert parsed(file) == before
     if agent is CodingAgent.CODEX:
@@ -106,7 +122,7 @@ def test_there_and_back(agent: CodingAgent, home: Path, invoke: Invoke) -> None:
     assert invoke("launch", agent, "--undo").stdout == f"nothing to undo for {agent}\n"
 
 
-@pytest.mark.parametrize("agent", CodingAgent)
+@pytest.mark.parametrize("agent", WITH_FILES)
 @pytest.mark.usefixtures("served")
 def test_settings_that_were_not_there(agent: CodingAgent, home: Path, invoke: Invoke) -> None:
     file = home / FILES[agent]
@@ -119,7 +135,7 @@ def test_settings_that_were_not_there(agent: CodingAgent, home: Path, invoke: In
     assert not file.exists()
 
 
-@pytest.mark.parametrize("agent", CodingAgent)
+@pytest.mark.parametrize("agent", WITH_FILES)
 @pytest.mark.usefixtures("served")
 def test_a_dry_run_only_shows(agent: CodingAgent, home: Path, invoke: Invoke) -> None:
     file = own(home, agent)
@@ -128,7 +144,7 @@ def test_a_dry_run_only_shows(agent: CodingAgent, home: Path, invoke: Invoke) ->
     assert f"--- {file}" in shown.stdout and any(
         line.startswith("+") and URL in line for line in shown.stdout.split("\n")
     )
-    assert not (home / ".agentcache" / "launch").exists()
+    assert not (home / ".agentcache" / "launch" / f"{agent}.json").exists()
     invoke("launch", agent)
     written = file.read_text()
     undone = invoke("launch", agent, "--undo", "--dry-run")
@@ -136,7 +152,7 @@ def test_a_dry_run_only_shows(agent: CodingAgent, home: Path, invoke: Invoke) ->
     assert file.read_text() == written
 
 
-@pytest.mark.parametrize("agent", CodingAgent)
+@pytest.mark.parametrize("agent", WITH_FILES)
 @pytest.mark.parametrize("text", ["{", "// a comment\n{}", "[1]", "\x00", "a = = 1", '"x"'])
 @pytest.mark.usefixtures("served")
 def test_what_cannot_be_parsed_is_not_touched(agent: CodingAgent, text: str, home: Path, invoke: Invoke) -> None:
@@ -175,6 +191,7 @@ def test_what_was_changed_since_stays(home: Path, invoke: Invoke) -> None:
     assert parsed(file) == {
         "model": "opus",
         "env": {"EDITOR": "vi", "ANTHROPIC_BASE_URL": "https://newer.example"},
+        "permissions": {"allow": ["Bash(ls)"], "deny": ["WebFetch", "Task"]},
         "theme": "dark",
     }
 
@@ -182,8 +199,8 @@ def test_what_was_changed_since_stays(home: Path, invoke: Invoke) -> None:
 def test_another_server_later(home: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     """Undoing brings back what was there before the first one."""
     file = own(home, CodingAgent.CLAUDE)
-    for served in (SERVED, replace(SERVED, url="http://127.0.0.1:9000", has_key=True)):
-        monkeypatch.setattr(launch_module, "_served", lambda *options, served=served: served)
+    for served in (SERVED, replace(KEYED, url="http://127.0.0.1:9000")):
+        monkeypatch.setattr(launch_module, "_served", lambda *options, served=served: (served, None))
         assert invoke("launch", "claude").exit_code == 0
     assert parsed(file)["env"]["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:9000"
     invoke("launch", "claude", "--undo")
@@ -203,11 +220,127 @@ def test_a_link_stays_one(home: Path, invoke: Invoke) -> None:
 
 @pytest.mark.parametrize("agent", CodingAgent)
 def test_no_key_is_written_to_a_file(agent: CodingAgent) -> None:
-    """How the agent gets it is said by name."""
+    """A variable has it, which a settings file may name."""
     program = PROGRAMS[agent]
-    values = json.dumps([value.value for value in program.values(replace(SERVED, has_key=True))])
-    assert ("AGENTCACHE_API_KEY" in values) == (agent is not CodingAgent.CLAUDE)
-    assert "key in" in program.key
+    said = json.dumps([*(value.value for value in program.values(KEYED)), program.environment(KEYED)])
+    assert program.key.endswith(("_KEY", "_TOKEN")) and "none" not in said
+    assert "AGENTCACHE_API_KEY" in said or program.key != "AGENTCACHE_API_KEY"
+
+
+@pytest.mark.parametrize("agent", CodingAgent)
+def test_every_agent_is_told_server_model_and_session(agent: CodingAgent) -> None:
+    """A session is named where the agent names none."""
+    program = PROGRAMS[agent]
+    said = json.dumps([*(value.value for value in program.values(SERVED)), program.environment(SERVED)])
+    assert URL in said and (SERVED.model in said or agent is CodingAgent.CLAUDE)
+    assert ("X-Session-ID" in said and SERVED.session in said) is not program.names_session
+
+
+def test_the_session_of_a_folder(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("a", "b", "a b/c", "é" * 60, "x" * 90, "..a")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    names = [folder_session("openhands", folder) for folder in [*folders, Path("/")]]
+    assert len(set(names)) == len(names) and all(is_name(name) for name in names), names
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    assert folder_session("openhands", tmp_path / "link") == names[0] == folder_session("openhands", tmp_path / "a")
+    assert folder_session("qwen", tmp_path / "a") != names[0]
+
+
+def test_a_small_context_leaves_tools_of_claude_out(
+    home: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user's own list stays, whatever was added to it since; a larger model later brings the tools back."""
+    file = own(home, CodingAgent.CLAUDE)
+    monkeypatch.setattr(launch_module, "_served", lambda *options: (SERVED, None))
+    invoke("launch", "claude")
+    settings = parsed(file)
+    assert settings["permissions"]["disableAutoMode"] == "disable"
+    assert settings["permissions"]["deny"][:2] == ["WebFetch", "Task"]
+    assert {"Agent", "Workflow"} < set(settings["permissions"]["deny"])
+    assert settings["permissions"]["deny"].count("Task") == 1
+    settings["permissions"]["deny"].append("Read(.env)")
+    file.write_text(json.dumps(settings))
+    large = replace(SERVED, context=SMALL_CONTEXT + 1)
+    monkeypatch.setattr(launch_module, "_served", lambda *options: (large, None))
+    invoke("launch", "claude")
+    assert parsed(file)["permissions"]["deny"] == ["WebFetch", "Task", "Read(.env)"]
+    monkeypatch.setattr(launch_module, "_served", lambda *options: (SERVED, None))
+    invoke("launch", "claude")
+    assert "Agent" in parsed(file)["permissions"]["deny"]
+    assert invoke("launch", "claude", "--undo").exit_code == 0
+    undone = parsed(file)
+    assert undone["permissions"] == {"allow": ["Bash(ls)"], "deny": ["WebFetch", "Task", "Read(.env)"]}
+
+
+def test_a_large_context_leaves_no_list(home: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_module, "_served", lambda *options: (replace(SERVED, context=200_000), None))
+    invoke("launch", "claude")
+    assert parsed(home / FILES[CodingAgent.CLAUDE])["permissions"] == {"disableAutoMode": "disable"}
+
+
+@pytest.mark.usefixtures("served")
+def test_a_setting_that_is_no_list(home: Path, invoke: Invoke) -> None:
+    file = own(home, CodingAgent.CLAUDE)
+    file.write_text('{"permissions": {"deny": "x"}}')
+    refused = invoke("launch", "claude")
+    assert refused.exit_code == 1 and "permissions.deny is no list" in refused.stderr
+    assert file.read_text() == '{"permissions": {"deny": "x"}}'
+
+
+@pytest.mark.usefixtures("served")
+def test_agents_that_take_variables_only(home: Path, invoke: Invoke) -> None:
+    """Nothing is written, and the line can be pasted into a shell."""
+    for agent in sorted(set(CodingAgent) - set(FILES)):
+        done = invoke("launch", agent)
+        assert done.exit_code == 0 and done.stdout == "", done.stderr
+        words = shlex.split(done.stderr.removeprefix("now: "))
+        variables = dict(word.split("=", 1) for word in words if "=" in word)
+        assert variables == PROGRAMS[agent].environment(SERVED)
+        assert invoke("launch", agent, "--undo").stdout == f"nothing to undo for {agent}\n"
+    assert list(home.iterdir()) == []
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, str]]]:
+    """What was started, with its variables."""
+    found: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr(os, "execvpe", lambda name, command, variables: found.append((command, variables)))
+    return found
+
+
+@pytest.mark.parametrize("agent", CodingAgent)
+def test_an_agent_is_started(
+    agent: CodingAgent,
+    home: Path,
+    invoke: Invoke,
+    monkeypatch: pytest.MonkeyPatch,
+    started: list[tuple[list[str], dict[str, str]]],
+) -> None:
+    monkeypatch.setattr(launch_module, "_served", lambda *options: (KEYED, "s3cret"))
+    assert invoke("launch", agent, "--start", "--", "-p", "hi there").exit_code == 0
+    [(command, variables)] = started
+    program = PROGRAMS[agent]
+    assert command[0] == program.command[0] and command[-2:] == ["-p", "hi there"]
+    assert "{" not in "".join(command)
+    assert variables[program.key] == "s3cret" and variables["HOME"] == str(home)
+    assert program.environment(KEYED).items() <= variables.items()
+    if agent in FILES:
+        assert "s3cret" not in (home / FILES[agent]).read_text()
+
+
+@pytest.mark.usefixtures("served")
+def test_an_agent_that_is_not_installed(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    done = invoke("launch", "copilot", "--start")
+    assert done.exit_code == 1 and "copilot cannot be started" in done.stderr and "installed" in done.stderr
+
+
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize("options", [["--", "-p"], ["--start", "--dry-run"], ["--start", "--undo"]])
+def test_options_that_do_not_go_together(options: list[str], home: Path, invoke: Invoke) -> None:
+    assert invoke("launch", "qwen", *options).exit_code == 2
+    assert list(home.iterdir()) == []
 
 
 def test_a_note_that_is_none(home: Path, invoke: Invoke) -> None:

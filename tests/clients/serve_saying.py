@@ -29,7 +29,10 @@ OBJECT = {"cats": 42}
 CALLS: dict[str, dict[str, Any]] = {
     "look": {"place": "garden"},
     "Bash": {"command": "echo 42 cats > cats.txt", "description": "Writes"},  # Claude Code
-    "bash": {"command": "echo 42 cats > cats.txt", "description": "Writes"},  # OpenCode, pi
+    "bash": {"command": "echo 42 cats > cats.txt", "description": "Writes"},  # OpenCode, pi, Kilo, Copilot, vibe
+    "run_shell_command": {"command": "echo 42 cats > cats.txt", "is_background": False},  # Qwen Code
+    "run_commands": {"commands": ["echo 42 cats > cats.txt"]},  # Cline
+    "terminal": {"command": "echo 42 cats > cats.txt", "security_risk": "LOW", "summary": "Writes"},  # OpenHands
     "exec_command": {"cmd": "echo 42 cats > cats.txt"},  # Codex
     "shell_command": {"command": "echo 42 cats > cats.txt"},
     "shell": {"command": ["bash", "-c", "echo 42 cats > cats.txt"]},
@@ -47,7 +50,7 @@ def reply_to(prompt: ChatPrompt, form: AnswerForm | None) -> str:
     is_answered |= "42 cats" in str(prompt.messages[-1]["content"])  # of a client that tells a tool's result as a user
     thought = f"<think>\n{THOUGHT}\n</think>\n\n"
     if name is not None and not is_answered:
-        return thought + _call(name, CALLS[name])
+        return thought + _call(name, _known(CALLS[name], name, prompt))
     if form is not None and form.text is not None:
         return thought + json.dumps(OBJECT)
     if form is not None:
@@ -55,6 +58,15 @@ def reply_to(prompt: ChatPrompt, form: AnswerForm | None) -> str:
         return thought + _call(name, ANSWERS.get(name, OBJECT))
     asks_json = any("json_schema" in str(message["content"]) for message in prompt.messages[:1])
     return thought + (f"```json\n{json.dumps(OBJECT)}\n```" if asks_json else ANSWER)
+
+
+def _known(arguments: dict[str, Any], name: str, prompt: ChatPrompt) -> dict[str, Any]:
+    """The arguments that the client's tool has, where it refuses others, as vibe's `bash` does."""
+    described = next(tool["function"] for tool in prompt.tools or () if tool["function"]["name"] == name)
+    parameters = described.get("parameters", {})
+    if name != "bash" or parameters.get("additionalProperties") is not False:
+        return arguments
+    return {key: value for key, value in arguments.items() if key in parameters["properties"]}
 
 
 def _call(name: str, arguments: dict[str, Any]) -> str:
