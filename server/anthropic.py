@@ -14,10 +14,10 @@ from agentcache.server.answer_form import read_form, read_text_form, read_tool_c
 from agentcache.server.anthropic_reply import AnthropicReply
 from agentcache.server.completion import Job, answer
 from agentcache.server.context import Call, engine_of, name_agent, read_prompt
-from agentcache.server.messages import without_billing_header
+from agentcache.server.messages import read_arguments, without_billing_header
 from agentcache.server.model_names import check_model
 from agentcache.server.options import check_chat, read_options, refuse_unsupported
-from agentcache.server.parts import plain_text, read_part, read_parts
+from agentcache.server.parts import plain_text, read_part, read_parts, tool_text
 from agentcache.server.replies import read_reading
 from agentcache.server.sampling import read_max_tokens, read_sampling
 from agentcache.server.session import read_agent
@@ -152,7 +152,7 @@ def _joined(texts: list[str]) -> str:
 
 
 def _read_call(block: Reader) -> dict[str, Any]:
-    function = {"name": block.required_string("name"), "arguments": block.object("input").value}
+    function = {"name": block.required_string("name"), "arguments": read_arguments(block, "input")}
     return {"id": block.required_string("id"), "type": "function", "function": function}
 
 
@@ -182,5 +182,5 @@ def _read_result(block: Reader, call: Call) -> dict[str, Any]:
     return {
         "role": "tool",
         "tool_call_id": block.required_string("tool_use_id"),
-        "content": _read_text(block, "content", "tool", call),
+        "content": tool_text(block, "content", _BETWEEN_BLOCKS, call),
     }

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from agentcache.models.text.json_values import parse_json
+from agentcache.models.text.json_values import parse_json, write_json
 from agentcache.server.context import Call
-from agentcache.server.parts import read_parts
+from agentcache.server.parts import THOUGHTS, read_parts, readable, tool_text
 from agentcache.server.validate import Reader
 
 ROLES = {
@@ -18,6 +18,9 @@ ROLES = {
     "tool": "tool",
     "function": "tool",
 }
+
+# Names of a message's fields that hold what the model thought.
+REASONING_KEYS = frozenset(("reasoning_content", "reasoning", "thinking"))
 
 _BILLING_HEADER = re.compile(r"^x-anthropic-billing-header:[^\n]*\n*", re.IGNORECASE | re.MULTILINE)
 
@@ -36,25 +39,53 @@ def _read_message(message: Reader, call: Call) -> dict[str, Any]:
     role = ROLES[given]
     message.string("name")
     message.string("tool_call_id")
-    calls = [_read_call(call) for call in message.objects("tool_calls")]
+    calls = [_read_call(call) for call in message.objects("tool_calls")] or _former_call(message, role)
     if calls and role != "assistant":
         message.fail("tool_calls", "belongs to assistant messages only")
-    read = {name: value for name, value in message.value.items() if value is not None}
+    read = {name: value for name, value in message.value.items() if value is not None and name != "function_call"}
+    if role == "assistant" and not REASONING_KEYS & read.keys() and (thought := _read_thoughts(message)):
+        read["reasoning_content"] = thought
     content = _read_content(message, role, call)
     read |= {"role": role, "content": without_billing_header(content) if role == "system" else content}
+    if given == "function" and "tool_call_id" not in read and message.string("name"):
+        read["tool_call_id"] = _former_id(message)
     return read | ({"tool_calls": calls} if calls else {})
 
 
 def _read_content(message: Reader, role: str, call: Call) -> str:
-    """The content as one text. An assistant may have said nothing."""
+    """The content as one text. An assistant may have said nothing, a tool may have brought nothing, or any value."""
     content = message.get("content")
-    if content is None and role == "assistant":
-        return ""
     if isinstance(content, str):
         return content
+    if role == "tool":
+        return tool_text(message, "content", "", call)
+    if content is None and role == "assistant":
+        return ""
     if isinstance(content, list):
-        return "".join(read_parts(message, "content", role, call))
+        return "".join(read_parts(message, "content", role, call, without=THOUGHTS if role == "assistant" else ()))
     message.fail("content", "must be a string or a list of text parts")
+
+
+def _read_thoughts(message: Reader) -> str:
+    """What parts of the content say that the model thought. The chat template shows of it what it is used to."""
+    if not isinstance(message.get("content"), list):
+        return ""
+    parts = (part for part in message.items("content") if type(part) is dict and part.get("type") in THOUGHTS)
+    return "\n".join(filter(None, map(readable, parts)))
+
+
+def _former_call(message: Reader, role: str) -> list[dict[str, Any]]:
+    """OpenAI's `function_call` of former days, whose result is the next message of role `function`."""
+    if role != "assistant" or not isinstance(message.get("function_call"), dict):
+        return []
+    function = message.object("function_call")
+    said = {"name": function.required_string("name"), "arguments": read_arguments(function)}
+    return [{"id": _former_id(function), "type": "function", "function": said}]
+
+
+def _former_id(named: Reader) -> str:
+    """An id for calls and results that have none: both halves name the function."""
+    return f"call_{named.string('name')}"
 
 
 def without_billing_header(text: str) -> str:
@@ -63,17 +94,26 @@ def without_billing_header(text: str) -> str:
 
 
 def _read_call(call: Reader) -> dict[str, Any]:
+    if isinstance(call.get("custom"), dict):
+        custom = call.object("custom")
+        said = {"name": custom.required_string("name"), "arguments": {"input": custom.string("input") or ""}}
+        return {"id": call.string("id"), "type": "function", "function": said}
     function = call.object("function")
     function.required_string("name")
     return call.value | {"function": function.value | {"arguments": read_arguments(function)}}
 
 
-def read_arguments(function: Reader) -> Any:
-    """Arguments as an object where they are one: templates want it so, while the wire has a string of JSON."""
-    arguments = function.get("arguments")
+def read_arguments(function: Reader, name: str = "arguments") -> Any:
+    """Arguments as an object where they are one: templates want it so, while the wire has a string of JSON.
+
+    What is neither is its JSON text: a refusal would end the conversation for good.
+    """
+    arguments = function.get(name)
     if isinstance(arguments, dict):
         return arguments
-    text = function.string("arguments") or "{}"
+    if arguments is not None and not isinstance(arguments, str):
+        return write_json(arguments)
+    text = function.string(name) or "{}"
     try:
         value = parse_json(text)
     except ValueError:

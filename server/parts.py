@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from agentcache.config import Images
+from agentcache.models.text.json_values import write_json
 from agentcache.server.context import Call
+from agentcache.server.documents import document_text
 from agentcache.server.validate import Reader
 
 _TEXTS = ("text", "input_text", "output_text")
-_PICTURES = {
-    "image": "image",
-    "image_url": "image",
-    "input_image": "image",
-    "document": "document",
-    "input_file": "document",
+THOUGHTS = ("thinking", "reasoning", "reasoning_text", "redacted_thinking")  # parts of what an assistant says
+_MEDIA = {
+    **dict.fromkeys(("image", "image_url", "input_image"), "image"),
+    **dict.fromkeys(("document", "input_file", "file"), "document"),
+    **dict.fromkeys(("audio", "audio_url", "input_audio"), "audio"),
+    **dict.fromkeys(("video", "video_url", "input_video"), "video"),
 }
+# Fields of parts of other kinds that can be read, such as calls and results of tools that a server has run.
+_READABLE = frozenset(
+    ("text", "thinking", "refusal", "summary", "transcript", "title", "name", "tool_name", "query", "url", "source")
+    + ("content", "results", "output", "stdout", "stderr", "error_code", "code", "command")
+)
+_AS_JSON = ("input", "arguments")
 
 
-def read_parts(holder: Reader, name: str, role: str, call: Call) -> list[str]:
-    """The texts of the parts in the list under `name`, as `read_part` reads each. Empty ones add nothing."""
+def read_parts(holder: Reader, name: str, role: str, call: Call, *, without: Collection[str] = ()) -> list[str]:
+    """The texts of the parts in the list under `name`, as `read_part` reads each. Empty ones add nothing.
+
+    Args:
+        without: types of parts that are not read here.
+    """
     read = (
         read_part(holder.item(name, index), role, call) if (text := plain_text(part)) is None else text
         for index, part in enumerate(holder.items(name))
+        if not (without and type(part) is dict and part.get("type") in without)
     )
     return [text for text in read if text]
 
@@ -38,34 +52,83 @@ def plain_text(part: Any) -> str | None:
 def read_part(part: Reader, role: str, call: Call) -> str:
     """The text of one part, or what stands in its place; that is noted in `call`.
 
-    A refusal of what a tool has brought would end the conversation for good, since it stays in the history. Pictures of
-    the user's are refused unless the setting `images` says otherwise: an answer that ignores them would mislead.
+    A refusal of what stays in the history would end the conversation for good. So only media in the newest message of
+    a user are refused, unless the setting `images` says otherwise: an answer that ignores them would mislead.
 
     Args:
         role: of the message, as chat templates call it.
     """
-    kind = part.required_string("type")
-    if kind in _TEXTS:
+    kind = part.string("type")
+    if kind in _TEXTS or (kind is None and part.get("text") is not None):
         return part.required_string("text")
+    if kind is None:
+        part.fail("type", "is required")
     if kind == "refusal" and role == "assistant":
         return part.required_string("refusal")
     if role == "system" and kind == "tool_addition":
         return ""  # read with the other tools
     if role == "system" and kind == "tool_removal":
         return f"[The tool {part.object('tool').string('name')!r:.300} is no longer available.]"
-    if role == "tool":
-        return _left_out(part, kind, " in a tool result", call)
-    if role != "user" or kind not in _PICTURES:
-        part.fail("type", f"is {kind!r:.80}; only text parts are supported")
-    if call.config.images is Images.REFUSE:
+    if _MEDIA.get(kind) == "document" and (text := document_text(part.value)) is not None:
+        return text
+    if kind not in _MEDIA and (text := readable(part.value)):
+        call.notes.add(f"{_message_of(part)}: a part of type {kind!r:.80} was read as text")
+        return f"[{kind:.80}]\n{text}"
+    if kind in _MEDIA and role == "user" and call.config.images is Images.REFUSE and _is_newest(part, call):
         way_out = 'with the server\'s setting images = "placeholder" (--images placeholder) it would be left out'
         part.fail("type", f"is {kind!r:.80}; only text parts are supported; {way_out}")
-    return _left_out(part, kind, "", call)
+    return _left_out(part, kind, " in a tool result" if role == "tool" else "", call)
+
+
+def readable(value: Any) -> str:
+    """What can be read in a part: texts, titles, addresses, what was asked and found. Empty for nothing."""
+    lines: list[str] = []
+    rest = [value]
+    while rest:
+        match rest.pop():
+            case str(text) if text:
+                lines.append(text)
+            case list(items):
+                rest += reversed(items)
+            case dict(fields):
+                read = [
+                    write_json(inner, ensure_ascii=False) if name in _AS_JSON and inner else inner
+                    for name, inner in fields.items()
+                    if name in _READABLE or name in _AS_JSON
+                ]
+                rest += reversed(read)
+    return "\n".join(lines)
+
+
+def _message_of(part: Reader) -> str:
+    return part.path.partition(".")[0]
+
+
+def _is_newest(part: Reader, call: Call) -> bool:
+    """Whether a part is in the last message of the conversation."""
+    place = _message_of(part)
+    messages = call.body.get(place.partition("[")[0])
+    return not isinstance(messages, list) or place.endswith(f"[{len(messages) - 1}]")
 
 
 def _left_out(part: Reader, kind: str, where: str, call: Call) -> str:
-    what = _PICTURES.get(kind)
-    named = f"a part of type {kind!r:.80}" if what is None else f"{'an' if what == 'image' else 'a'} {what}"
-    message = part.path.partition(".")[0]
-    call.notes.add(f"{message}: {named}{where} was replaced by a placeholder")
+    what = _MEDIA.get(kind)
+    named = (
+        f"a part of type {kind!r:.80}" if what is None else f"{'a' if what in ('document', 'video') else 'an'} {what}"
+    )
+    call.notes.add(f"{_message_of(part)}: {named}{where} was replaced by a placeholder")
     return f"[{what or kind:.80} omitted: this model reads text only]"
+
+
+def tool_text(holder: Reader, name: str, between: str, call: Call) -> str:
+    """What a tool has brought: a text, parts, nothing, or any other value as JSON."""
+    value = holder.get(name)
+    if value is None or isinstance(value, str):
+        return holder.string(name) or ""
+    if isinstance(value, list) and all(isinstance(part, dict) and "type" in part for part in value):
+        return between.join(read_parts(holder, name, "tool", call))
+    call.notes.add(f"{holder.param(name)}: a value that is no text was read as JSON")
+    try:
+        return write_json(value, ensure_ascii=False)
+    except ValueError:
+        holder.fail(name, "must be a string or a list of text parts")

@@ -8,7 +8,7 @@ from typing import Any
 
 from agentcache.server.context import Call
 from agentcache.server.messages import ROLES, read_arguments, without_billing_header
-from agentcache.server.parts import read_parts
+from agentcache.server.parts import read_parts, tool_text
 from agentcache.server.response_tools import INPUT, shown_name
 from agentcache.server.validate import Reader
 
@@ -114,7 +114,9 @@ def _read_item(item: Reader, messages: _Messages, call: Call) -> None:
         case "custom_tool_call":
             messages.call(item, {INPUT: item.required_string("input")})
         case "function_call_output" | "custom_tool_call_output":
-            output = _read_content(item, "output", "tool", call)
+            if "output" not in item.value:
+                item.fail("output", "is required")
+            output = tool_text(item, "output", "", call)
             messages.add("tool", output, tool_call_id=item.required_string("call_id"))
         case "item_reference":
             stored = call.continued.items[item.required_string("id")]

@@ -37,7 +37,7 @@ def parse_object(raw: list[bytes]) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise InvalidRequest("The body is not valid UTF-8.", code="invalid_json") from None
     try:
-        value = parse_json(text)
+        value = parse_json(text, mends_halves=True)
     except TooDeep as error:
         place = deep_place(text)
         message = f"The body is not valid JSON: {error}{place and f', at {place!r:.80}'}."

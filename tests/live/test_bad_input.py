@@ -62,8 +62,6 @@ BROKEN = {
     "not UTF-8": b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}',
     "NaN": b'{"messages": [{"role": "user", "content": "hi"}], "temperature": NaN}',
     "Infinity": b'{"prompt": "x", "temperature": -Infinity}',
-    "lone surrogate": b'{"messages": [{"role": "user", "content": "\\ud83d"}]}',
-    "lone surrogate in a key": b'{"prompt": "x", "\\udc00": 1}',
     "deep lists": b'{"messages": ' + b"[" * 200_000 + b"]" * 200_000 + b"}",
     "deep objects": b'{"a":' * 300 + b"1" + b"}" * 300,
     "huge number": b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",

@@ -140,6 +140,11 @@ def test_what_could_not_be_shown_again(text: str, problem: str) -> None:
         parse_json(text)
 
 
+def test_halves_of_pairs_are_mended_where_asked_for() -> None:
+    assert parse_json(r'[{"\uDFFF": "a\ud800", "b": 1}]', mends_halves=True) == [{"\ufffd": "a\ufffd", "b": 1}]
+    assert parse_json(r'"\ud83d\ude00"', mends_halves=True) == "😀"
+
+
 def test_nesting_up_to_the_limit() -> None:
     assert parse_json(lists(MAX_DEPTH)) and parse_json(lists(3), max_depth=3)
     with pytest.raises(ValueError, match="nested"):

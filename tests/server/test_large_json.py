@@ -50,7 +50,7 @@ def test_as_small_bodies_are(ascii_only: bool) -> None:
 
 @pytest.mark.parametrize(
     "raw",
-    [b"", b"[]", b"{", b'{"a": NaN}', b'{"a": "\xff"}', b'{"a": "\\ud800"}', b'{"a": ' + b"[" * MAX_DEPTH + b"}"],
+    [b"", b"[]", b"{", b'{"a": NaN}', b'{"a": "\xff"}', b'{"a": ' + b"[" * MAX_DEPTH + b"}"],
 )
 def test_refused_as_small_bodies_are(raw: bytes) -> None:
     with pytest.raises(InvalidRequest) as expected:

@@ -191,7 +191,6 @@ QUOTING: list[tuple[str, Body]] = [
     ("/v1/chat/completions", {"messages": [HI], "agentcache": {"policy": LONG}}),
     ("/v1/chat/completions", {"messages": [HI], "agentcache": {"salt": LONG}}),
     ("/v1/chat/completions", {"messages": [HI], "priority": LONG}),
-    ("/v1/chat/completions", user({"type": LONG})),
     ("/v1/chat/completions", {"messages": [{"role": LONG, "content": "hi"}]}),
     ("/v1/chat/completions", {"messages": [HI], "tools": functions(1), "tool_choice": NAMED}),
     ("/v1/messages", {"messages": [HI], "max_tokens": 1, "model": LONG}),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -54,6 +55,30 @@ def test_arguments_that_are_no_object_stay_text(arguments: str) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
     [message] = read({"role": "assistant", "content": "x", "tool_calls": [call]})
     assert message["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+def test_a_former_call_and_its_result_are_a_pair() -> None:
+    function = {"name": "f", "arguments": '{"x": 1}'}
+    said, result = read(
+        {"role": "assistant", "content": None, "function_call": function},
+        {"role": "function", "name": "f", "content": "y"},
+    )
+    called = {"id": "call_f", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    assert said == {"role": "assistant", "content": "", "tool_calls": [called]}
+    assert result == {"role": "tool", "name": "f", "content": "y", "tool_call_id": "call_f"}
+
+
+def test_a_custom_call_has_its_text_as_argument() -> None:
+    call = {"id": "c", "type": "custom", "custom": {"name": "patch", "input": "*** x"}}
+    [message] = read({"role": "assistant", "tool_calls": [call]})
+    assert message["tool_calls"][0]["function"] == {"name": "patch", "arguments": {"input": "*** x"}}
+
+
+@pytest.mark.parametrize("arguments", [[1], 5, True])
+def test_arguments_of_other_types_are_text(arguments: object) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    [message] = read({"role": "assistant", "tool_calls": [call]})
+    assert message["tool_calls"][0]["function"]["arguments"] == json.dumps(arguments)
 
 
 def test_other_fields_reach_the_template() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 import pytest
@@ -100,9 +101,147 @@ def test_the_setting_leaves_images_of_the_user_out(path: str, part: dict[str, An
 
 
 @pytest.mark.parametrize("role", ["user", "system", "assistant"])
-def test_what_nobody_knows_is_refused_whatever_the_setting(role: str) -> None:
-    body = {"messages": [{"role": role, "content": [{"type": "hologram"}]}]}
-    assert refused(chat(FakeEngine(), body, config=LEAVE_OUT), 400)["param"] == "messages[0].content[0].type"
+def test_what_is_not_known_is_a_placeholder(role: str) -> None:
+    engine = FakeEngine()
+    answer = chat(
+        engine, {"messages": [{"role": role, "content": [{"type": "hologram"}]}, {"role": "user", "content": "x"}]}
+    )
+    assert asked(engine)[0] == "[hologram omitted: this model reads text only]"
+    [note] = answer.json()["agentcache"]["notes"]
+    assert note == "messages[0]: a part of type 'hologram' was replaced by a placeholder"
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "video_url", "file"])
+def test_media_in_the_history_do_not_end_the_session(kind: str) -> None:
+    """The client was refused, left them in its history, and goes on."""
+    shown = {"role": "user", "content": [TEXT, {"type": kind}]}
+    engine = FakeEngine()
+    assert refused(chat(engine, {"messages": [shown]}), 400)["param"] == "messages[0].content[1].type"
+    answer = chat(engine, {"messages": [shown, {"role": "user", "content": "Without it, then."}]})
+    assert "omitted: this model reads text only]" in asked(engine)[0]
+    assert len(answer.json()["agentcache"]["notes"]) == 1
+
+
+SEARCH = {"type": "server_tool_use", "id": "srv_1", "name": "web_search", "input": {"query": "cats"}}
+FOUND = {
+    "type": "web_search_tool_result",
+    "tool_use_id": "srv_1",
+    "content": [
+        {"type": "web_search_result", "title": "Cats", "url": "https://x.example", "encrypted_content": "Zm9v"},
+    ],
+}
+RUN = {"type": "code_execution_tool_result", "content": {"type": "code_execution_result", "stdout": "42", "stderr": ""}}
+
+
+@pytest.mark.parametrize(
+    ("block", "shown"),
+    [
+        (SEARCH, '[server_tool_use]\nweb_search\n{"query": "cats"}'),
+        (FOUND, "[web_search_tool_result]\nCats\nhttps://x.example"),
+        (RUN, "[code_execution_tool_result]\n42"),
+        ({"type": "mcp_tool_result", "content": [{"type": "text", "text": "blue"}]}, "[mcp_tool_result]\nblue"),
+        ({"type": "compaction", "content": "So far."}, "[compaction]\nSo far."),
+        ({"type": "container_upload", "file_id": "f"}, "[container_upload omitted: this model reads text only]"),
+    ],
+)
+def test_what_servers_have_run_can_be_read(block: dict[str, Any], shown: str) -> None:
+    engine = FakeEngine()
+    said = {"role": "assistant", "content": [{"type": "text", "text": "I look."}, block]}
+    body = {
+        "max_tokens": 5,
+        "messages": [{"role": "user", "content": "look"}, said, {"role": "user", "content": "So?"}],
+    }
+    [note] = post(engine, "/v1/messages", body).json()["agentcache"]["notes"]
+    assert asked(engine)[1] == "I look.\n" + shown
+    assert note.startswith("messages[1]: a part of type")
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "thinking", "thinking": "Hm."},
+        {"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]},
+        {"type": "reasoning", "text": "Hm."},
+    ],
+)
+def test_thoughts_among_the_parts_of_chat(part: dict[str, Any]) -> None:
+    engine = FakeEngine()
+    said = {"role": "assistant", "content": [part, {"type": "redacted_thinking", "data": "x"}, TEXT]}
+    chat(engine, {"messages": [{"role": "user", "content": "hi"}, said, {"role": "user", "content": "So?"}]})
+    prompt = engine.requests[-1].prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.messages[1] == {"role": "assistant", "content": "see: ", "reasoning_content": "Hm."}
+
+
+@pytest.mark.parametrize(
+    ("content", "shown", "num_notes"),
+    [
+        (None, "", 0),
+        ([], "", 0),
+        ({"a": ["é"]}, '{"a": ["é"]}', 1),
+        (42, "42", 1),
+        (["x"], '["x"]', 1),
+        (False, "false", 1),
+    ],
+)
+def test_whatever_a_tool_has_brought(content: Any, shown: str, num_notes: int) -> None:
+    turn = tool_turn(TEXT)
+    turn[2]["content"] = content
+    engine = FakeEngine()
+    answer = chat(engine, {"messages": turn})
+    assert asked(engine)[2] == shown and len(answer.json()["agentcache"]["notes"]) == num_notes
+    result = {"type": "tool_result", "tool_use_id": "t", "content": content}
+    post(engine, "/v1/messages", {"max_tokens": 5, "messages": [{"role": "user", "content": [result]}]})
+    assert asked(engine) == [shown]
+    items = [{"type": "function_call_output", "call_id": "t", "output": content}]
+    post(engine, "/v1/responses", {"input": items})
+    assert asked(engine) == [shown]
+
+
+BASE64 = base64.b64encode("Grüße".encode()).decode()
+PLAIN = "<document>\nGrüße\n</document>"
+NAMED = '<document title="a.md">\nGrüße\n</document>'
+
+
+@pytest.mark.parametrize(
+    ("document", "shown"),
+    [
+        ({"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "Grüße"}}, PLAIN),
+        ({"type": "document", "source": {"type": "text", "data": "Grüße"}, "title": "a.md"}, NAMED),
+        ({"type": "document", "source": {"type": "content", "content": "Grüße"}}, PLAIN),
+        ({"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "Grüße"}]}}, PLAIN),
+        ({"type": "document", "source": {"type": "base64", "media_type": "text/csv", "data": BASE64}}, PLAIN),
+        ({"type": "file", "file": {"filename": "a.md", "file_data": f"data:text/markdown;base64,{BASE64}"}}, NAMED),
+        ({"type": "input_file", "filename": "a.md", "file_data": BASE64}, NAMED),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_plain_text_documents_are_read(path: str, document: dict[str, Any], shown: str) -> None:
+    engine = FakeEngine()
+    messages = [{"role": "user", "content": [document]}]
+    body = {"input": messages} if path == "/v1/responses" else {"messages": messages, "max_tokens": 5}
+    assert post(engine, path, body).json()["agentcache"]["notes"] == []
+    assert asked(engine) == [shown]
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": BASE64}},
+        {"type": "document", "source": {"type": "base64", "media_type": "text/plain", "data": "%"}},
+        {"type": "document", "source": {"type": "base64", "media_type": "text/plain", "data": "/w=="}},
+        {"type": "document", "source": {"type": "text", "data": 5}},
+        {"type": "document", "source": {"type": "file", "file_id": "f"}},
+        {"type": "file", "file": {"filename": "a.pdf", "file_data": BASE64}},
+        {"type": "document"},
+    ],
+)
+def test_other_documents_are_refused_or_left_out(document: dict[str, Any]) -> None:
+    body = {"messages": [{"role": "user", "content": [document]}]}
+    assert refused(chat(FakeEngine(), body), 400)["param"] == "messages[0].content[0].type"
+    engine = FakeEngine()
+    chat(engine, body, config=LEAVE_OUT)
+    assert asked(engine) == ["[document omitted: this model reads text only]"]
 
 
 # -- empty parts ------------------------------------------------------------------------------------------------------

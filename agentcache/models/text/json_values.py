@@ -19,6 +19,7 @@ _NESTED = frozenset((dict, list))
 _PLACE_STEPS = 6
 _MOST_TOKENS = 100_000  # some hundredths of a second
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*+"|[\[\]{},:]', re.DOTALL)
+_HALF = re.compile("[\ud800-\udfff]")
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -26,17 +27,29 @@ class _RefusedConstant(ValueError):
     """NaN or Infinity, which Python's reader takes and JSON does not have."""
 
 
+class _HalfOfPair(ValueError):
+    """Half of a surrogate pair, which is no character."""
+
+
 class TooDeep(ValueError):
     """A value with more levels of objects and lists than may be."""
 
 
-def parse_json(text: str, *, max_depth: int = MAX_DEPTH, max_chars: int | None = None, strict: bool = True) -> Any:
+def parse_json(
+    text: str,
+    *,
+    max_depth: int = MAX_DEPTH,
+    max_chars: int | None = None,
+    strict: bool = True,
+    mends_halves: bool = False,
+) -> Any:
     """The value that `text` holds. Of equal keys in an object the last one counts.
 
     Args:
         max_depth: levels of objects and lists there may be.
         max_chars: length of the longest text that is read; None for any.
         strict: whether raw control characters in strings are errors.
+        mends_halves: whether half of a surrogate pair becomes U+FFFD instead of an error.
 
     Raises:
         TooDeep: nested deeper than `max_depth`; a `ValueError`, too.
@@ -56,7 +69,12 @@ def parse_json(text: str, *, max_depth: int = MAX_DEPTH, max_chars: int | None =
     if text.count("[") + text.count("{") > max_depth:
         _check_tree(value, max_depth)
     if _SURROGATE_ESCAPE.search(text) is not None:
-        _check_strings(value)
+        try:
+            _check_strings(value)
+        except _HalfOfPair:
+            if not mends_halves:
+                raise
+            return _mended(value)
     return value
 
 
@@ -163,4 +181,13 @@ def _check_string(value: Any) -> None:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
-        raise ValueError("a string in it holds half of a surrogate pair") from None
+        raise _HalfOfPair("a string in it holds half of a surrogate pair") from None
+
+
+def _mended(value: Any) -> Any:
+    """A value that is not nested too deeply, with U+FFFD in place of halves of surrogate pairs."""
+    if isinstance(value, str):
+        return _HALF.sub("\ufffd", value)
+    if isinstance(value, dict):
+        return {_mended(key): _mended(inner) for key, inner in value.items()}
+    return [_mended(inner) for inner in value] if isinstance(value, list) else value

@@ -1,0 +1,69 @@
+"""Documents in a message's content that are plain text, which any model can read."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from agentcache.models.text.json_values import json_string
+
+_DATA_URL = re.compile(r"data:([^;,]*)[^,]*?(;base64)?,", re.IGNORECASE)
+_TEXT_TYPE = re.compile(r"text/|application/(?:.*\+)?(?:json|xml|yaml|x-yaml|toml|javascript|x-sh|sql|csv|typescript)")
+_TEXT_FILE = re.compile(
+    r".*\.(?:txt|md|rst|csv|tsv|json|jsonl|ya?ml|toml|xml|html?|css|[jt]sx?|py|rs|go|c|h|cpp|java|rb|sh|sql|ini|cfg|log)",
+    re.IGNORECASE,
+)
+
+
+def document_text(part: dict[str, Any]) -> str | None:
+    """The text of a document or file, between tags with its title; None for one that is no text, or is elsewhere.
+
+    Args:
+        part: Anthropic's `document`, OpenAI's `file` (chat) or `input_file` (responses).
+    """
+    file = part["file"] if isinstance(part.get("file"), dict) else part
+    source = part["source"] if isinstance(part.get("source"), dict) else {}
+    title = next((name for name in (part.get("title"), file.get("filename")) if isinstance(name, str) and name), "")
+    text = _of_source(source) if source else _of_data(file.get("file_data"), "", title)
+    if text is None:
+        return None
+    front = f" title={json_string(title, ensure_ascii=False)}" if title else ""
+    return f"<document{front}>\n{text}\n</document>"
+
+
+def _of_source(source: dict[str, Any]) -> str | None:
+    match source.get("type"):
+        case "text":
+            return source["data"] if isinstance(source.get("data"), str) else None
+        case "content":
+            texts = list(_texts(source.get("content")))
+            return "\n".join(texts) if texts else None
+        case "base64":
+            media_type = source.get("media_type")
+            return _of_data(source.get("data"), media_type if isinstance(media_type, str) else "", "")
+    return None
+
+
+def _texts(content: Any) -> Iterator[str]:
+    if isinstance(content, str):
+        yield content
+    for block in content if isinstance(content, list) else ():
+        if isinstance(block, dict) and isinstance(block.get("text"), str):
+            yield block["text"]
+
+
+def _of_data(data: Any, media_type: str, name: str) -> str | None:
+    """Base64, perhaps as a data URL, of a type or with a file name that says that it is text."""
+    if not isinstance(data, str):
+        return None
+    if (url := _DATA_URL.match(data)) is not None:
+        media_type, data = url[1] or media_type, data[url.end() :]
+    if not (_TEXT_TYPE.match(media_type.lower()) or (len(name) < 300 and _TEXT_FILE.fullmatch(name))):
+        return None
+    try:
+        return base64.b64decode(data, validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError, ValueError):
+        return None
