@@ -63,7 +63,8 @@ log = logging.getLogger("agentcache.engine")
 _PREALLOCATED_BYTES, _PREALLOCATED_TOKENS, _MOST_PREALLOCATED_BYTES = 32 << 20, 8192, 256 << 20
 _RESIDUAL_SHARE = 4  # of the RAM budget, one part is for residuals of adapters
 _WINDOWS_SHARE = 8  # one part is enough for the windows of a prompt, with all that a chunk reads and writes of them
-_KERNELS_FOUND, _PREFILL_RATES, _DIVERGENCES = "kernels.json", "prefill.json", "divergences.json"
+_KERNELS_FOUND, _PREFILL_RATES = "kernels.json", "prefill.json"
+DIVERGENCES = "divergences.json"  # numbers that searches for a precision have measured
 
 
 def open_engine(
@@ -105,7 +106,7 @@ def open_engine(
         check_weights=partial(check_weights, wishes),
         kv=config.kv,
         kept=partial(read_precision, config.cache_dir),
-        measured=config.cache_dir / _DIVERGENCES,
+        measured=config.cache_dir / DIVERGENCES,
         measure_seconds=measure_seconds,
         progress=progress,
         find_names=lambda by_content: find_names(config.cache_dir, by_content.identity, by_content.first),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from agentcache.config import Config
-from agentcache.engine.open import check_weights, plan_for, wishes_of
+from agentcache.engine.open import DIVERGENCES, check_weights, plan_for, wishes_of
 from agentcache.gateway.describe_model import describe_model
 from agentcache.memory_plan import MemoryPlan
 from agentcache.models.footprint import Footprint
@@ -30,6 +30,8 @@ class InspectedModel:
 def inspect_model(config: Config, model_path: str) -> InspectedModel:
     """Load a model as a server would, with all that is proved then; on the calling thread.
 
+    What is measured of its precision stays in the cache folder, for the server that starts next.
+
     Raises:
         UnsupportedModel: it cannot be served.
         ConfigError: it does not fit.
@@ -41,6 +43,7 @@ def inspect_model(config: Config, model_path: str) -> InspectedModel:
         check_weights=partial(check_weights, wishes),
         kv=config.kv,
         kept=partial(read_precision, config.cache_dir),
+        measured=config.cache_dir / DIVERGENCES,
     )
     loaded.tokenizer.grammars.start()
     footprint = Footprint.of(loaded.spec, loaded.config, is_half=loaded.is_half)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,8 +26,8 @@ from agentcache.models.fingerprint import ModelFingerprints, model_fingerprints
 from agentcache.models.hosting import Everywhere, host
 from agentcache.models.lora import ModelAdapters
 from agentcache.models.memo import Memo, read_memo, write_memo
-from agentcache.models.precision import Measured, PrecisionSearch
-from agentcache.models.sample_text import SAMPLE
+from agentcache.models.precision import Measured, Numbers, PrecisionSearch
+from agentcache.models.sample_text import CODE, PROSE, SAMPLE
 from agentcache.models.source_digest import source_digest
 from agentcache.models.step import CurrentStep
 from agentcache.models.survey import Survey, text_config
@@ -51,6 +51,7 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _VOCABULARY_SIZES = ("vocab_size", "num_vocab")  # in configs
 _TEXT_SUFFIXES = (".json", ".jinja", ".txt")
 _MAX_TEXT_BYTES = 1 << 28
+_CHAT_TOKENS, _TEXT_TOKENS = 80, 56  # of each text that precision is measured on; a pass reads all of them
 _T = TypeVar("_T")
 
 
@@ -184,7 +185,7 @@ def load(
         kv: in how many bits keys and values are kept, one of `BITS` or `auto`.
         kept: with `auto`, gives what was chosen for the model of a fingerprint before.
         find_names: gives the names that a cache folder has for the model.
-        measured: with `auto`, file of divergences that were measured; a search that was interrupted continues from it.
+        measured: with `auto`, file of numbers that were measured; a search that was interrupted continues from it.
         measure_seconds: with `auto`, time limit of the search; see `Measured.unfinished`.
         progress: is told what is done.
 
@@ -237,15 +238,15 @@ def put_on_cache(
     known.keep()
     choose: Everywhere | Measured
     if kv == AUTO:
-        ids = sample_ids(tokenizer)
+        texts = sample_ids(tokenizer)
         choose = Measured(
-            ids,
+            texts,
             kept(names.current),
             seconds=measure_seconds,
             progress=progress,
             current=current,
             settle=settle,
-            **_divergences_in(measured, names.current, ids),
+            **_numbers_in(measured, names.current, texts),
         )
     else:
         choose = Everywhere(BITS[kv])
@@ -268,30 +269,32 @@ def put_on_cache(
     )
 
 
-def _divergences_in(file: Path | None, fingerprint: str, token_ids: Sequence[int]) -> dict[str, Any]:
+def _numbers_in(file: Path | None, fingerprint: str, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Options of `PrecisionSearch`: what `file` has of this model and this sample, and how to keep what is measured."""
-    key = hashlib.blake2b(f"{fingerprint} {token_ids}".encode(), digest_size=16).hexdigest()
+    key = hashlib.blake2b(f"{fingerprint} {texts}".encode(), digest_size=16).hexdigest()
     try:
-        known = {layers: float(divergence) for layers, divergence in json.loads(read_memo(file).get(key, "{}")).items()}
+        entries = json.loads(read_memo(file).get(key, "{}")).items()
+        known = {what: [float(number) for number in numbers] for what, numbers in entries}
     except (ValueError, TypeError, AttributeError):
         known = {}
 
-    def keep(divergences: Mapping[str, float]) -> None:
+    def keep(numbers: Numbers) -> None:
         if file is not None:
             with suppress(OSError):  # a cache folder that cannot be made ends the start later
                 file.parent.mkdir(0o700, parents=True, exist_ok=True)
-            write_memo(file, read_memo(file) | {key: json.dumps(dict(divergences))})
+            write_memo(file, read_memo(file) | {key: json.dumps(dict(numbers))})
 
     return {"known": known, "keep": keep}
 
 
-def sample_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The text that precision is measured on, as the model's own chats look, where its template takes it."""
+def sample_ids(tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """The beginnings of the texts that precision is measured on: a chat as the model's own look, prose, and code."""
     try:
-        text = tokenizer.render_chat(SAMPLE, add_generation_prompt=False)
+        chat = tokenizer.render_chat(SAMPLE, add_generation_prompt=False)
     except InvalidRequest:
-        text = tokenizer.raw_prompt("".join(f"{each['role']}: {each['content']}\n" for each in SAMPLE))
-    return tuple(tokenizer.encode(text).ids)
+        chat = tokenizer.raw_prompt("".join(f"{each['role']}: {each['content']}\n" for each in SAMPLE))
+    texts = [(chat, _CHAT_TOKENS), *((tokenizer.raw_prompt(text), _TEXT_TOKENS) for text in (PROSE, CODE))]
+    return tuple(tuple(tokenizer.encode(text).ids[:count]) for text, count in texts)
 
 
 def read_model(path_or_hub_id: str) -> ReadModel:

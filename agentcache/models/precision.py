@@ -1,7 +1,7 @@
-"""`--kv auto`: as few bits for keys and values as the model's logits stand, found out by measuring.
+"""`--kv auto`: the fewest bits of keys and values that keep a model's answers, found out by measuring.
 
-The model reads a text on the paged cache, once with nothing quantised and then with some layers quantised; what a
-layer's bits cost is how far the next tokens' probabilities move (Kullback and Leibler, in nats). So a threshold of
+The model reads a sample on the paged cache, first with nothing quantised and then with layers quantised. The harm of a
+precision is how far the next tokens' probabilities move (Kullback and Leibler's divergence, in nats). So a limit of
 0.005 is a loss of about half a percent in perplexity.
 """
 
@@ -11,72 +11,61 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
-import mlx.core as mx
 import mlx.nn as nn
 
-from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.blocks.pool import BlockTable
-from agentcache.kv.arena import LayerArena
+from agentcache.kv.packing import Packing, Plain
 from agentcache.kv.precision import BITS, LayerBits, Precision
-from agentcache.kv.step_cache import StepCache
-from agentcache.kv.step_plan import Reads, Writes
-from agentcache.models.recurrent import make_caches
-from agentcache.models.step import CurrentStep, StepInputs
+from agentcache.models.find_precision import SAFE, Layers, find_precision
+from agentcache.models.precision_runs import PrecisionRuns
+from agentcache.models.step import CurrentStep
 from agentcache.models.survey import Survey
 from agentcache.start_progress import Measuring, StartProgress
 
 MAX_DIVERGENCE = 0.005
-MAX_TOKENS = 256
-_COMPARED = 160  # the last ones, which have something to look back at
-_COMPARED_AT_ONCE = 32  # a vocabulary may have a quarter of a million entries
-_MOST_PARTS = 8  # layers of deep models are tried a few at a time, so that the time to measure is bounded
-_LEVELS = tuple(BITS.values())
-_COARSEST, _SAFE, _UNQUANTISED = _LEVELS[0], LayerBits(8, 8), _LEVELS[-1]
-MOST_PASSES = 16  # with the one in which nothing is quantised
+MOST_PASSES = 15  # with the one in which nothing is quantised; most models take two, or six to nine
+_COARSEST, _UNQUANTISED = LayerBits(4, 4), LayerBits(16, 16)
 
-Layers = Sequence[LayerBits]
+Numbers = Mapping[str, Sequence[float]]  # by what was measured
 
 
 class PrecisionSearch:
     """Chooses the bits of a model's layers, one forward pass at a time. On the thread that owns the model.
 
-    `find_precision` runs again after each pass, with all divergences that are known by then. So the search ends and
+    `find_precision` runs again after each pass, with all numbers that are known by then. So the search ends and
     continues anywhere, also in another process.
 
     Args:
         model: runs on the paged cache.
-        token_ids: sample text; the first `MAX_TOKENS` are read.
+        texts: token ids of each text of the sample.
         current: the model's step.
-        known: divergences that an earlier process has measured, by `str` of a `Precision`.
+        known: numbers that an earlier process has measured of this model and sample.
         keep: called with all of them after each measurement.
-        settle: replaces a divergence by the value that all ranks use.
-        limit: highest divergence, in nats.
+        settle: replaces a number by the value that all ranks use.
+        limit: highest divergence, in nats; `MAX_DIVERGENCE` by default.
     """
 
     def __init__(
         self,
         model: nn.Module,
         survey: Survey,
-        token_ids: Sequence[int],
+        texts: Sequence[Sequence[int]],
         *,
         current: CurrentStep | None = None,
-        known: Mapping[str, float] = MappingProxyType({}),
-        keep: Callable[[Mapping[str, float]], None] = lambda known: None,
-        settle: Callable[[float], float] = lambda divergence: divergence,
-        limit: float = MAX_DIVERGENCE,
+        known: Numbers = MappingProxyType({}),
+        keep: Callable[[Numbers], None] = lambda known: None,
+        settle: Callable[[float], float] = lambda number: number,
+        limit: float | None = None,
     ) -> None:
-        self._model = model
         self._survey = survey
-        self._ids = token_ids[:MAX_TOKENS]
-        self._current = current or CurrentStep()
-        self._known = dict(known)
+        self._runs = PrecisionRuns(model, survey, texts, current or CurrentStep())
+        self._known = {what: list(numbers) for what, numbers in known.items()}
         self._keep = keep
         self._settle = settle
-        self._limit = limit
+        self._limit = MAX_DIVERGENCE if limit is None else limit
         self._passes = 0
-        self._reference: mx.array | None = None
+        self._sizes = {bits: _sizes(survey, bits) for bits in BITS.values()}
         self._precision, self._next = self._search()
 
     @property
@@ -92,8 +81,8 @@ class PrecisionSearch:
     @property
     def safe(self) -> Precision:
         """What to serve in before the end: 8 bits, or 16 if 8 are known to be too few."""
-        eight = Precision((_SAFE,) * len(self._survey.layers))
-        too_few = self._known.get(str(eight), 0.0) > self._limit
+        eight = Precision((SAFE,) * len(self._survey.layers))
+        too_few = self._known.get(str(eight), [0.0])[0] > self._limit
         return Precision((_UNQUANTISED,) * len(self._survey.layers)) if too_few else eight
 
     def advance(self) -> None:
@@ -101,51 +90,86 @@ class PrecisionSearch:
         if self._precision is not None:
             return
         self._passes += 1
-        if self._reference is None:
-            self._reference = self._logits((_UNQUANTISED,) * len(self._survey.layers))
-            return
-        divergence = self._settle(mean_divergence(self._reference, self._logits(self._next)))
-        self._known[str(Precision(tuple(self._next)))] = divergence
-        self._keep(self._known)
+        self._compute()
         self._precision, self._next = self._search()
         if self._precision is not None:
-            self._reference = None
+            self._runs.forget()
 
-    def _search(self) -> tuple[Precision | None, Layers]:
-        """The precision, if enough is known; else the layers to measure next."""
-        count = len(self._survey.layers)
-        if not count or len(self._ids) < 2:
-            return Precision((_COARSEST,) * count), ()
+    def _compute(self) -> None:
+        """The pass without quantisation, or else the one that comes next."""
+        if not self._runs.has_reference:
+            self._runs.compute_reference()
+            return
+        what, measure = self._next
+        self._known[what] = [self._settle(number) for number in measure()]
+        self._keep(self._known)
+
+    def _search(self) -> tuple[Precision | None, _Measurement]:
+        """The precision, if enough is known; else what to measure next."""
+        nothing = _Measurement("", list)
+        if not self.num_layers or not self._runs.has_texts:
+            return Precision((_COARSEST,) * self.num_layers), nothing
         try:
-            return find_precision(self._divergence, count, self._limit), ()
+            return find_precision(self, self._limit), nothing
         except _NotMeasured as missing:
-            return None, missing.layers
+            return None, missing.measurement
 
-    def _divergence(self, layers: Layers) -> float:
-        divergence = self._known.get(str(Precision(tuple(layers))))
-        if divergence is None:
-            raise _NotMeasured(layers)
-        return divergence
+    # What `find_precision` asks:
 
-    def _logits(self, layers: Layers) -> mx.array:
-        step = StepInputs(mx.array([self._ids]), [0], all_logits=True)
-        with self._current.of(step):
-            return _logits(self._model, self._survey.kept_in(Precision(tuple(layers))), self._ids)
+    @property
+    def num_layers(self) -> int:
+        return len(self._survey.layers)
+
+    def size(self, layer: int, bits: LayerBits) -> float:
+        return self._sizes[bits][layer]
+
+    def divergence(self, layers: Layers) -> float:
+        return self._number(str(Precision(tuple(layers))), lambda: [self._runs.divergence(layers)])[0]
+
+    def errors(self, bits: LayerBits) -> Sequence[float]:
+        return self._number(f"errors in {bits}", lambda: self._runs.errors(bits))
+
+    def _number(self, what: str, measure: Callable[[], Sequence[float]]) -> Sequence[float]:
+        if what not in self._known:
+            raise _NotMeasured(_Measurement(what, measure))
+        return self._known[what]
+
+
+class _Measurement(NamedTuple):
+    """What is measured, and how."""
+
+    what: str
+    measure: Callable[[], Sequence[float]]
 
 
 class _NotMeasured(Exception):
-    """The search needs the divergence of these layers."""
+    """The search needs a number that is not known."""
 
-    def __init__(self, layers: Layers) -> None:
+    def __init__(self, measurement: _Measurement) -> None:
         super().__init__()
-        self.layers = layers
+        self.measurement = measurement
+
+
+def _sizes(survey: Survey, bits: LayerBits) -> list[float]:
+    """Bytes of a token in each layer."""
+    packings = survey.kept_in(Precision((bits,) * len(survey.layers))).packings
+    return [
+        layer.num_kv_heads * (_bytes(packing.keys, layer.key_dim) + _bytes(packing.values, layer.value_dim))
+        for layer, packing in zip(survey.layers, packings, strict=True)
+    ]
+
+
+def _bytes(packing: Packing, dim: int) -> float:
+    """Of `dim` values, with scales and biases."""
+    scales = 0.0 if isinstance(packing, Plain) else 32 / packing.group_size
+    return dim * (packing.bits + scales) / 8
 
 
 class Measured:
     """Chooses the bits of a model's layers by measuring; a `ChoosePrecision`.
 
     Args:
-        token_ids: sample text, as in `PrecisionSearch`.
+        texts: sample, as in `PrecisionSearch`.
         kept: earlier choice; used if it has as many layers.
         seconds: time limit. A search that takes longer is left in `unfinished`, and the model is served in `safe` bits.
         progress: is told of each forward pass.
@@ -157,14 +181,14 @@ class Measured:
 
     def __init__(
         self,
-        token_ids: tuple[int, ...],
+        texts: Sequence[Sequence[int]],
         kept: Precision | None = None,
         *,
         seconds: float = math.inf,
         progress: StartProgress | None = None,
         **options: Any,
     ) -> None:
-        self._ids = token_ids
+        self._texts = texts
         self._kept = kept
         self._seconds = seconds
         self._progress = progress or StartProgress()
@@ -174,7 +198,7 @@ class Measured:
     def __call__(self, model: nn.Module, survey: Survey) -> Precision:
         if self._kept is not None and len(self._kept.layers) == len(survey.layers):
             return self._kept
-        search, end = PrecisionSearch(model, survey, self._ids, **self._options), time.monotonic() + self._seconds
+        search, end = PrecisionSearch(model, survey, self._texts, **self._options), time.monotonic() + self._seconds
         with self._progress.inner("measuring in how many bits keys and values are kept, once for this model"):
             while search.precision is None and time.monotonic() < end:
                 search.advance()
@@ -183,88 +207,3 @@ class Measured:
             self.unfinished = search
             return search.safe
         return search.precision
-
-
-def find_precision(divergence: Callable[[Layers], float], num_layers: int, limit: float) -> Precision:
-    """The fewest bits that are within `limit` in all layers, and then 4 for layers that do little harm in them.
-
-    Most models are asked once. No model is asked more than 15 times: once for each way to keep all layers, once for
-    each part of them, and four times for parts together.
-
-    Args:
-        divergence: of layers in these bits, from unquantised ones.
-    """
-    level, total = _fewest_for_all(divergence, num_layers, limit)
-    raised = Precision((level,) * num_layers, total)
-    if level == _COARSEST:
-        return raised
-
-    def lowered(parts: Sequence[range]) -> list[LayerBits]:
-        layers = list(raised.layers)
-        for part in parts:
-            layers[part.start : part.stop] = [_COARSEST] * len(part)
-        return layers
-
-    added = {part: max(0.0, divergence(lowered([part])) - total) for part in _parts(num_layers)}
-    chosen, expected = list[range](), total
-    for part in sorted(added, key=added.__getitem__):
-        expected += added[part]
-        if expected <= limit:
-            chosen.append(part)
-    # What parts add by themselves is about what they add together, which is measured.
-    while chosen:
-        together = divergence(lowered(chosen))
-        if together <= limit:
-            return Precision(tuple(lowered(chosen)), together)
-        del chosen[len(chosen) // 2 :]
-    return raised
-
-
-def _fewest_for_all(divergence: Callable[[Layers], float], num_layers: int, limit: float) -> tuple[LayerBits, float]:
-    """For all layers alike, with the divergence in them."""
-    for level in _LEVELS[:-1]:
-        total = divergence([level] * num_layers)
-        if total <= limit:
-            return level, total
-    return _UNQUANTISED, 0.0
-
-
-def _parts(num_layers: int) -> list[range]:
-    """Layers that follow each other, in at most `_MOST_PARTS` parts."""
-    count = min(num_layers, _MOST_PARTS)
-    bounds = [num_layers * index // count for index in range(count + 1)]
-    return [range(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
-
-
-def mean_divergence(reference: mx.array, logits: mx.array) -> float:
-    """Of the probabilities of `logits` from those of `reference`, both [n, vocabulary]: the mean over n, in nats.
-
-    Infinite where either is no number at some place.
-    """
-    total = 0.0
-    for begin in range(0, reference.shape[0], _COMPARED_AT_ONCE):
-        theirs, ours = (_log_softmax(each[begin : begin + _COMPARED_AT_ONCE]) for each in (reference, logits))
-        # A vocabulary's padding may have a logit of minus infinity, on both sides.
-        odds = mx.exp(theirs)
-        total += mx.where(odds > 0, odds * (theirs - ours), odds).sum().item()
-    return math.inf if math.isnan(total) else max(0.0, total / reference.shape[0])
-
-
-def _log_softmax(logits: mx.array) -> mx.array:
-    logits = logits.astype(mx.float32)
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-
-
-def _logits(model: nn.Module, survey: Survey, token_ids: Sequence[int]) -> mx.array:
-    """Of the last positions [n, vocabulary], read from the paged cache as serving reads it."""
-    count = len(token_ids)
-    table = BlockTable(list(range(-(-count // BLOCK_SIZE))))
-    caches = []
-    for layer, packing in zip(survey.layers, survey.packings, strict=True):
-        arena = LayerArena(layer, packing)
-        arena.grow(len(table.block_ids))
-        caches.append(StepCache(arena, Reads([table], [0], count, layer.window), Writes([table], [0], count), 0))
-    logits = model(mx.array([token_ids]), cache=survey.caches(caches, make_caches(None, survey.recurrent)))
-    last: mx.array = mx.contiguous(logits[0, -_COMPARED:])
-    mx.eval(last)
-    return last

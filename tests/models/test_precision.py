@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import mlx.core as mx
@@ -11,12 +12,16 @@ import mlx.nn as nn
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx.utils import tree_flatten
 
 from agentcache.kv.precision import BITS, LayerBits, Precision
 from agentcache.models.builtin.embedded import embedded_model_path
+from agentcache.models.find_precision import Measurements
+from agentcache.models.find_precision import find_precision as search
 from agentcache.models.hosting import Everywhere, Hosted, host
 from agentcache.models.loader import read_model, sample_ids
-from agentcache.models.precision import MAX_DIVERGENCE, Measured, find_precision, mean_divergence
+from agentcache.models.precision import MAX_DIVERGENCE, Measured, PrecisionSearch
+from agentcache.models.precision_runs import in_float32, mean_divergence
 from benchmarks.quality.outliers import add_key_biases, add_outliers
 from tests.conftest import ModelFolder
 from tests.examples import examples
@@ -46,12 +51,48 @@ def test_layers_in_different_bits_are_proved_together(model_folder: ModelFolder)
         assert len(set(hosted.survey.packings)) >= 2
 
 
+SHARES = {LEVELS[0]: 1.0, LEVELS[1]: 0.1, LEVELS[2]: 0.01, LEVELS[3]: 0.0}
+Divergence = Callable[[Sequence[LayerBits]], float]
+
+
+@dataclass
+class Model:
+    """What a search asks of a model, without one.
+
+    Args:
+        harms: of each layer in 4 bits, as `errors` tells them.
+    """
+
+    divergence_of: Divergence
+    harms: Sequence[float]
+    tried: list[list[LayerBits]] = field(default_factory=list)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.harms)
+
+    def size(self, layer: int, bits: LayerBits) -> float:
+        return bits.keys + bits.values
+
+    def divergence(self, layers: Sequence[LayerBits]) -> float:
+        self.tried.append(list(layers))
+        return self.divergence_of(layers)
+
+    def errors(self, bits: LayerBits) -> list[float]:
+        return [SHARES[bits] * harm for harm in self.harms]
+
+
+def find_precision(divergence: Divergence, num_layers: int, limit: float) -> Precision:
+    """The search, of a model whose layers look alike."""
+    model: Measurements = Model(divergence, [1.0] * num_layers)
+    return search(model, limit)
+
+
 def costs(harms: Sequence[float]):  # type: ignore[no-untyped-def]
     """A model whose layers do so much harm in 4 bits each, a tenth with keys in 8, a hundredth in 8."""
 
     def divergence(layers: Sequence[LayerBits]) -> float:
-        shares = {LEVELS[0]: 1.0, LEVELS[1]: 0.1, LEVELS[2]: 0.01, LEVELS[3]: 0.0}
-        return sum(harm * shares[bits] for harm, bits in zip(harms, layers, strict=True))
+        return sum(harm * SHARES[bits] for harm, bits in zip(harms, layers, strict=True))
 
     return divergence
 
@@ -65,8 +106,31 @@ def test_the_limit_holds_whatever_layers_do(harms: list[float], limit: float) ->
 
 
 def test_a_layer_that_does_harm_is_raised_and_no_other() -> None:
-    found = find_precision(costs([0.001, 0.001, 0.9, 0.001]), 4, 0.02)
+    harms = [0.001, 0.001, 0.9, 0.001]
+    found = search(Model(costs(harms), harms), 0.02)
     assert found.layers == (FOUR, FOUR, LEVELS[2], FOUR)
+
+
+def test_values_are_lowered_before_keys() -> None:
+    """SmolLM2's shape: 4 bits everywhere and keys in 8 are both too coarse; no layer stands 4."""
+    harms = [0.003 + 0.001 * (index % 7) for index in range(30)]
+    found = search(Model(costs(harms), harms), 0.01)
+    assert set(found.layers) == {LEVELS[1], LEVELS[2]}
+    lowered = [harm for harm, bits in zip(harms, found.layers, strict=True) if bits == LEVELS[1]]
+    kept = [harm for harm, bits in zip(harms, found.layers, strict=True) if bits == LEVELS[2]]
+    assert max(lowered) <= min(kept) and found.divergence is not None and found.divergence > 0.007
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(st.lists(st.floats(0, 2), min_size=1, max_size=40), st.floats(1e-4, 1))
+def test_no_format_for_all_layers_is_smaller(harms: list[float], limit: float) -> None:
+    found = search(Model(costs(harms), harms), limit)
+    sizes = [
+        sum(bits.keys + bits.values for bits in layers)
+        for layers in (found.layers, *([b] * len(harms) for b in LEVELS))
+    ]
+    within = [size for size, bits in zip(sizes[1:], LEVELS, strict=True) if costs(harms)([bits] * len(harms)) <= limit]
+    assert sizes[0] <= min(within)
 
 
 def test_nothing_is_raised_without_need() -> None:
@@ -115,7 +179,7 @@ def test_divergence_is_kullback_and_leiblers() -> None:
 
 
 @pytest.fixture(scope="module")
-def embedded(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Hosted, tuple[int, ...]]:
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Hosted, tuple[tuple[int, ...], ...]]:
     read = read_model(str(embedded_model_path(tmp_path_factory.mktemp("embedded"))))
     read.evaluate()
     ids = sample_ids(read.tokenizer)
@@ -124,7 +188,7 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Hoste
 
 
 @pytest.mark.slow
-def test_the_embedded_model_does_with_4_bits(embedded: tuple[nn.Module, Hosted, tuple[int, ...]]) -> None:
+def test_the_embedded_model_does_with_4_bits(embedded: tuple[nn.Module, Hosted, tuple[tuple[int, ...], ...]]) -> None:
     model, hosted, ids = embedded
     found = Measured(ids)(model, hosted.survey)
     assert set(found.layers) == {FOUR} and found.divergence is not None
@@ -139,10 +203,10 @@ def test_outliers_are_found_and_bits_raised(spoil: object, tmp_path: Path) -> No
     read.evaluate()
     ids = sample_ids(read.tokenizer)
     read.tokenizer.close()
-    before = read.model(mx.array([ids]))
+    before = read.model(mx.array([ids[0]]))
     assert callable(spoil)
     spoil(read.model)
-    after = read.model(mx.array([ids]))
+    after = read.model(mx.array([ids[0]]))
     assert (mx.abs(after - before).max() / mx.abs(before).max()).item() < 1e-4
     survey = host(read.model, "qwen3", read.config, check=False).survey
     plain = Measured(ids, limit=float("inf"))(read.model, survey)
@@ -152,3 +216,54 @@ def test_outliers_are_found_and_bits_raised(spoil: object, tmp_path: Path) -> No
     assert max(bits.keys for bits in found.layers) > 4
     again = Measured(ids, kept=found)(read.model, survey)
     assert again is found
+
+
+def test_an_interrupted_search_loses_nothing(tmp_path: Path) -> None:
+    """Each number is kept when it is measured; another search begins with the next one."""
+    read = read_model(str(embedded_model_path(tmp_path)))
+    read.evaluate()
+    texts = sample_ids(read.tokenizer)
+    read.tokenizer.close()
+    survey = host(read.model, "qwen3", read.config, check=False).survey
+    kept: dict[str, list[float]] = {}
+
+    def search() -> PrecisionSearch:
+        return PrecisionSearch(read.model, survey, texts, known=kept, keep=kept.update, limit=0.0015)
+
+    whole = search()
+    while whole.precision is None:
+        whole.advance()
+    assert whole.measuring.done > 3 and {"errors in 4", "k8v4", "4"} < kept.keys()
+    numbers = dict(kept)
+    kept.clear()
+
+    passes, found = 0, None
+    while found is None:
+        one = search()
+        for _ in range(2):  # the reference, and one measurement
+            one.advance()
+        passes, found = passes + 1, one.precision
+    assert found == whole.precision and kept == numbers
+    assert passes == whole.measuring.done - 1
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+def test_a_model_computes_in_float32(dtype: mx.Dtype, model_folder: ModelFolder) -> None:
+    """Whatever the weights are kept in; and the model is as before when the search is over."""
+    read = read_model(str(model_folder("qwen2")))
+    read.tokenizer.close()
+    read.model.set_dtype(dtype)
+    nn.quantize(read.model, 32, 8)
+    before = dict(tree_flatten(read.model.parameters()))
+    kinds = {name: type(module) for name, module in read.model.named_modules()}
+    ids = mx.array([list(range(5, 20))])
+    expected = read.model(ids)
+    with in_float32(read.model):
+        inside = read.model(ids)
+        mx.eval(inside)
+    assert inside.dtype == mx.float32
+    if dtype == mx.float32:
+        assert mx.abs(inside - expected).max().item() < 1e-3 * mx.abs(expected).max().item()
+    after = dict(tree_flatten(read.model.parameters()))
+    assert before.keys() == after.keys() and all(before[name] is after[name] for name in before)
+    assert kinds == {name: type(module) for name, module in read.model.named_modules()}

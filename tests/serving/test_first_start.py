@@ -19,6 +19,7 @@ from agentcache.errors import UnsupportedModel
 from agentcache.gateway import async_engine
 from agentcache.gateway.async_engine import AsyncEngine
 from agentcache.models import precision as precision_module
+from agentcache.models.precision import PrecisionSearch
 from agentcache.report import Report, Update
 from agentcache.request import Request, TokenPrompt
 from agentcache.sampling import SamplingParams
@@ -112,13 +113,13 @@ def test_calls_wait_while_the_engine_is_replaced(model: Path, tmp_path: Path) ->
 
 def test_an_interrupted_search_loses_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[object] = []
-    compute = precision_module._logits
+    compute = PrecisionSearch._compute
 
-    def counted(*args: Any) -> Any:
-        passes.append(args)
-        return compute(*args)
+    def counted(search: PrecisionSearch) -> None:
+        passes.append(search)
+        compute(search)
 
-    monkeypatch.setattr(precision_module, "_logits", counted)
+    monkeypatch.setattr(PrecisionSearch, "_compute", counted)
     monkeypatch.setattr(precision_module, "MAX_DIVERGENCE", 1e-9)  # many passes
 
     async def whole() -> None:

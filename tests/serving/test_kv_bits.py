@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from agentcache.config import Config
+from agentcache.gateway.inspect_model import inspect_model
 from agentcache.kv.precision import LayerBits, Precision
 from agentcache.llm import LLM
 from agentcache.models.builtin.embedded import embedded_model_path
@@ -106,6 +108,17 @@ def test_auto_is_the_default_and_finds_what_was_kept_in_4_bits(tmp_path: Path, m
         assert llm.model.kv_precision == "4" and llm.model.kv_divergence is not None
         report = llm.generate(PROMPT, GREEDY, agent="a").report
     assert report is not None and report.computed_tokens <= 4
-    monkeypatch.setattr("agentcache.models.precision._logits", None)  # whoever measures again fails
+    monkeypatch.setattr("agentcache.models.precision_runs.PrecisionRuns._forward", None)  # whoever measures again fails
     with LLM(str(model), cache_dir=tmp_path / "cache") as llm:
         assert llm.model.kv_precision == "4"
+
+
+def test_doctor_keeps_what_it_measures(
+    model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that starts behind it measures nothing."""
+    model, config = str(model_folder("qwen2", num_hidden_layers=2)), Config(cache_dir=tmp_path / "cache", kv="auto")
+    told = inspect_model(config, model).info
+    monkeypatch.setattr("agentcache.models.precision_runs.PrecisionRuns._forward", None)  # whoever measures again fails
+    with LLM(model, cache_dir=tmp_path / "cache", kv="auto") as llm:
+        assert (llm.model.kv_precision, llm.model.kv_divergence) == (told.kv_precision, told.kv_divergence)

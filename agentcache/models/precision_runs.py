@@ -1,0 +1,262 @@
+"""Passes of a model over a sample, with keys and values in given bits: what a search for a precision measures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.pool import BlockTable
+from agentcache.kv.arena import LayerArena
+from agentcache.kv.precision import UNQUANTISED_BITS, LayerBits, Precision
+from agentcache.kv.step_cache import StepCache
+from agentcache.kv.step_plan import Reads, Writes
+from agentcache.models.layers import LayerCall, hooked
+from agentcache.models.recurrent import make_caches
+from agentcache.models.step import CurrentStep, StepInputs
+from agentcache.models.survey import Survey
+from agentcache.system_memory import SystemMemory
+
+_COMPARED_AT_ONCE = 32  # a vocabulary may have a quarter of a million entries
+_FAMILIAR = 0.5  # of the loss of a guess among all tokens: a text with more loss is not one of the model's language
+_COPY_SHARE = 4  # of the memory that is available, one part may be a copy of the weights
+_UNQUANTISED = LayerBits(UNQUANTISED_BITS, UNQUANTISED_BITS)
+
+Texts = Sequence[Sequence[int]]
+
+
+@dataclass
+class Reference:
+    """What the model gives for each text with unquantised keys and values.
+
+    Args:
+        logprobs: [tokens, vocabulary] of each text that counts.
+        is_float32: whether it was computed in float32 (`in_float32`).
+        inputs, outputs: of each call of a layer, for each text that counts; inputs are None where a layer takes none.
+    """
+
+    is_float32: bool = False
+    texts: Texts = ()
+    logprobs: list[mx.array] = field(default_factory=list)
+    inputs: list[list[mx.array | None]] = field(default_factory=list)
+    outputs: list[list[mx.array]] = field(default_factory=list)
+
+
+class PrecisionRuns:
+    """Runs a model on the paged cache, as serving does. On the thread that runs the model.
+
+    Args:
+        texts: token ids of each text. Texts whose loss says that the model does not know their language do not count,
+            unless that is all of them.
+    """
+
+    def __init__(self, model: nn.Module, survey: Survey, texts: Texts, current: CurrentStep) -> None:
+        self._model = model
+        self._survey = survey
+        self._current = current
+        self._texts = [tuple(text) for text in texts if len(text) >= 2]
+        self._reference: Reference | None = None
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether anything can be measured."""
+        return bool(self._texts)
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether `compute_reference` was called, which all others need."""
+        return self._reference is not None
+
+    def forget(self) -> None:
+        """Give the reference's memory back."""
+        self._reference = None
+
+    def divergence(self, layers: Sequence[LayerBits]) -> float:
+        """The mean over all positions of the texts that count, in nats; infinite where a logit is no number."""
+        reference = self._reference
+        assert reference is not None  # computed first
+        total = count = 0.0
+        with self._device_dtype(reference):
+            for text, expected in zip(reference.texts, reference.logprobs, strict=True):
+                total += len(text) * _divergence(expected, self._run(text, layers))
+                count += len(text)
+        return total / count
+
+    def errors(self, bits: LayerBits) -> list[float]:
+        """Of each layer of the survey: the mean squared change of its output, relative to the output.
+
+        Each layer gets its input of the reference run, so that errors of lower layers do not count.
+        """
+        reference, count = self._reference, len(self._survey.layers)
+        assert reference is not None  # computed first
+        calls: list[mx.array] = []
+        with self._device_dtype(reference):
+            for text, inputs, expected in zip(reference.texts, reference.inputs, reference.outputs, strict=True):
+                trace = _Trace(inputs)
+                with hooked(self._model, trace.compute):
+                    self._forward(text, [bits] * count)  # the head is never computed: nothing reads it
+                changes = [_change(*pair) for pair in zip(expected, trace.outputs, strict=True)]
+                mx.eval(changes)
+                calls = [one + other for one, other in zip(calls, changes, strict=True)] if calls else changes
+        errors = [float(each.item()) for each in calls]
+        shared = [layer.index for layer in self._survey.layers]
+        return [errors[layer.index] / shared.count(layer.index) for layer in self._survey.layers]
+
+    def compute_reference(self) -> None:
+        """One pass with nothing quantised."""
+        made = Reference(is_float32=_gains_by_float32(self._model))
+        runs = []
+        with self._device_dtype(made):
+            for text in self._texts:
+                trace = _Trace()
+                with hooked(self._model, trace.compute):
+                    logprobs = _log_softmax(self._run(text, [_UNQUANTISED] * len(self._survey.layers)))
+                mx.eval(logprobs)
+                runs.append((text, logprobs, trace))
+        familiar = [run for run in runs if _loss(run[0], run[1]) <= _FAMILIAR * math.log(run[1].shape[-1])]
+        made.texts = [text for text, _, _ in familiar or runs]
+        for _, logprobs, trace in familiar or runs:
+            made.logprobs.append(logprobs)
+            made.inputs.append(trace.inputs)
+            made.outputs.append(trace.outputs)
+        self._reference = made
+
+    def _device_dtype(self, reference: Reference) -> AbstractContextManager[None]:
+        return in_float32(self._model) if reference.is_float32 else nullcontext()
+
+    def _run(self, text: Sequence[int], layers: Sequence[LayerBits]) -> mx.array:
+        """[tokens, vocabulary], computed."""
+        logits: mx.array = mx.contiguous(self._forward(text, layers)[0])
+        mx.eval(logits)
+        return logits
+
+    def _forward(self, text: Sequence[int], layers: Sequence[LayerBits]) -> Any:
+        survey, count = self._survey.kept_in(Precision(tuple(layers))), len(text)
+        table = BlockTable(list(range(-(-count // BLOCK_SIZE))))
+        caches = []
+        for layer, packing in zip(survey.layers, survey.packings, strict=True):
+            arena = LayerArena(layer, packing)
+            arena.grow(len(table.block_ids))
+            caches.append(StepCache(arena, Reads([table], [0], count, layer.window), Writes([table], [0], count), 0))
+        ids = mx.array([text])
+        with self._current.of(StepInputs(ids, [0], all_logits=True)):
+            return self._model(ids, cache=survey.caches(caches, make_caches(None, survey.recurrent)))
+
+
+class _Trace:
+    """Inputs and outputs of the layers' calls, in order.
+
+    Args:
+        given: inputs to compute the calls with, in place of what comes from below.
+    """
+
+    def __init__(self, given: Sequence[mx.array | None] | None = None) -> None:
+        self.inputs: list[mx.array | None] = []
+        self.outputs: list[mx.array] = []
+        self._given = given
+
+    def compute(self, call: LayerCall) -> Any:
+        given = None if self._given is None else self._given[len(self.outputs)]
+        self.inputs.append(call.x if given is None else given)
+        out = call.compute(given)
+        self.outputs.append(out[0] if isinstance(out, tuple) else out)
+        return out
+
+
+def _change(expected: mx.array, actual: mx.array) -> mx.array:
+    """Of outputs [..., hidden]: the mean squared change, relative to each position's length. A lazy scalar."""
+    expected, actual = expected.astype(mx.float32), actual.astype(mx.float32)
+    squares = mx.maximum(mx.square(expected).sum(axis=-1), 1e-12)
+    return mx.nan_to_num((mx.square(actual - expected).sum(axis=-1) / squares).mean(), nan=1.0, posinf=1.0)
+
+
+def _loss(text: Sequence[int], logprobs: mx.array) -> float:
+    """Nats a token."""
+    chosen = mx.take_along_axis(logprobs[:-1], mx.array(text[1:])[:, None], axis=-1)
+    return -float(chosen.mean().item())
+
+
+def mean_divergence(reference: mx.array, logits: mx.array) -> float:
+    """Return the divergence of `logits` from `reference` (Kullback and Leibler's), both [n, vocabulary].
+
+    The mean over n, in nats; infinite where either is no number at some place.
+    """
+    return _divergence(_log_softmax(reference), logits)
+
+
+def _divergence(theirs: mx.array, logits: mx.array) -> float:
+    """`mean_divergence`, from logarithms of probabilities."""
+    total = 0.0
+    for begin in range(0, theirs.shape[0], _COMPARED_AT_ONCE):
+        logs = theirs[begin : begin + _COMPARED_AT_ONCE]
+        # A vocabulary's padding may have a logit of minus infinity, on both sides.
+        odds = mx.exp(logs)
+        ours = _log_softmax(logits[begin : begin + _COMPARED_AT_ONCE])
+        total += mx.where(odds > 0, odds * (logs - ours), odds).sum().item()
+    return math.inf if math.isnan(total) else max(0.0, total / theirs.shape[0])
+
+
+def _log_softmax(logits: mx.array) -> mx.array:
+    logits = logits.astype(mx.float32)
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+@contextmanager
+def in_float32(model: nn.Module) -> Iterator[None]:
+    """Inside, the model computes in float32, on a copy of its weights."""
+    quantised = [(path, module) for path, module in model.named_modules() if type(module) in _PLAIN]
+    model.update_modules(tree_unflatten([(path, _plain(module)) for path, module in quantised]))
+    before = model.parameters()
+    try:
+        model.update(tree_map(_as_float32, before))
+        mx.eval(model.parameters())
+        yield
+    finally:
+        model.update(before)
+        model.update_modules(tree_unflatten(quantised))
+        mx.clear_cache()
+
+
+_PLAIN: dict[type[nn.Module], type[nn.Module]] = {nn.QuantizedLinear: nn.Linear, nn.QuantizedEmbedding: nn.Embedding}
+
+
+def _gains_by_float32(model: nn.Module) -> bool:
+    """Whether a search in float32 is quicker, and memory holds the copy.
+
+    A CPU multiplies matrices in float32 seven times as fast as in bfloat16, and a hundred times as fast as quantised
+    ones. A search compares bits of keys and values, whatever the weights' rounding.
+    """
+    if mx.default_device() != mx.Device(mx.cpu):
+        return False
+    arrays = [array for _, array in tree_flatten(model.parameters())]
+    if all(array.dtype == mx.float32 for array in arrays):
+        return False
+    packed = {id(module.weight): 32 // module.bits for module in model.modules() if type(module) in _PLAIN}
+    available = SystemMemory().available()
+    values = sum(array.size * packed.get(id(array), 1) for array in arrays)
+    return available is not None and 4 * values <= available // _COPY_SHARE
+
+
+def _plain(module: nn.Module) -> nn.Module:
+    """The same module with its weight as numbers, lazily."""
+    weight = mx.dequantize(
+        module.weight, module.scales, module.get("biases"), module.group_size, module.bits, mode=module.mode
+    )
+    made = _PLAIN[type(module)](1, 1)
+    if "bias" in made:
+        del made["bias"]
+    made.weight = weight
+    if "bias" in module:
+        made.bias = module.bias
+    return made
+
+
+def _as_float32(array: mx.array) -> mx.array:
+    return array.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else array
