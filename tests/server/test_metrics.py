@@ -20,6 +20,7 @@ from agentcache.server.app import create_app
 from tests.server.driver import BASE_URL, LeavingClient
 from tests.server.fake_engine import REPORT, FakeEngine
 
+DURATION = "agentcache_http_request_duration_seconds"
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -204,6 +205,16 @@ def test_every_label_has_a_closed_set_of_values() -> None:
     for name, values in found.items():
         assert values <= CLOSED[name], (name, values - CLOSED[name])
     assert "other" in found["method"]
+
+
+def test_methods_that_a_route_lacks_are_one_series() -> None:
+    """A page of metrics is rendered on the event loop: its length is its cost to others."""
+    methods = ("GET", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD", "BREW")
+    paths = ("/v1/messages", "/v1/responses", "/v1/completions")
+    found = scrape(FakeEngine(), *((method, path, None) for path in paths for method in methods))
+    counts = {name: value for name, value in found.items() if name.startswith(f"{DURATION}_count") and "405" in name}
+    assert len(counts) == len(paths) and sum(counts.values()) == len(paths) * len(methods)
+    assert all("method=other" in name for name in counts)
 
 
 def test_accounts_of_adapters_are_one() -> None:
