@@ -225,7 +225,7 @@ async def metrics(request: Request) -> Response:
     context = context_of(request)
     answers = context.engine.ready and context.engine.failure is None
     stats = await context.engine.stats() if answers else None
-    return Response(context.metrics.render(stats), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(await context.metrics.render(stats), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def list_models(request: Request) -> Response:

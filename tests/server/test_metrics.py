@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route
 
@@ -17,6 +18,7 @@ from agentcache.config import Config
 from agentcache.errors import InvalidRequest
 from agentcache.report import CacheState, CacheStats, FinishReason, StepDown, Update
 from agentcache.server.app import create_app
+from agentcache.server.metrics import ServerMetrics
 from tests.server.driver import BASE_URL, LeavingClient
 from tests.server.fake_engine import REPORT, FakeEngine
 
@@ -215,6 +217,37 @@ def test_methods_that_a_route_lacks_are_one_series() -> None:
     counts = {name: value for name, value in found.items() if name.startswith(f"{DURATION}_count") and "405" in name}
     assert len(counts) == len(paths) and sum(counts.values()) == len(paths) * len(methods)
     assert all("method=other" in name for name in counts)
+
+
+def test_a_long_page_lets_others_go_between() -> None:
+    """Of each of its pieces, and says the same as a short one."""
+    metrics = ServerMetrics()
+    for number in range(100):
+        metrics.http_seconds.labels("POST", f"/v1/{number}", "200").observe(0.1)
+
+    async def run() -> tuple[bytes, list[Metric], int]:
+        turns = 0
+
+        async def count_turns() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        other = asyncio.create_task(count_turns())
+        page = await metrics.render(None)
+        other.cancel()
+        return page, list(metrics.registry.collect()), turns
+
+    page, collected, turns = asyncio.run(run())
+    found = [(sample.name, sample.labels) for each in families_of(page) for sample in each.samples]
+    whole = [(sample.name, sample.labels) for each in collected for sample in each.samples]
+    assert found[:-1] == [each for each in whole if not each[0].endswith("_created")]
+    assert turns > len(found) // 100 and page.count(f"# TYPE {DURATION} ".encode()) == 1
+
+
+def families_of(page: bytes) -> list[Metric]:
+    return list(text_string_to_metric_families(page.decode()))
 
 
 def test_accounts_of_adapters_are_one() -> None:
