@@ -36,12 +36,12 @@ class Measuring:
 
     Args:
         done: forward passes.
-        most: forward passes that it can take; most models need a few.
+        most: forward passes that it can take, as far as is known; most models need a few.
         chosen: the precision, such as "4"; None before the end.
     """
 
     done: int
-    most: int
+    most: int = 0
     chosen: str | None = None
 
 

@@ -147,12 +147,13 @@ class AsyncEngine:
             raise
         if self.config.memory_pressure:
             self._watch = asyncio.create_task(watch_pressure(never_failing(self._system.pressure), self._relieve))
+        self._progress.end()
         self._is_open = True
         if self._thread.view.model.is_provisional:
+            self._measuring = Measuring(0)
             self._replacing = asyncio.create_task(self._choose_precision())
 
     async def _open(self) -> None:
-        self._progress.end()
         served = self._thread.view.model
         self._tokenizer = served.tokenizer
         if self._warm_up:
@@ -188,16 +189,15 @@ class AsyncEngine:
     async def _choose_precision(self) -> None:
         """Measure while no call is inside the gate; then replace the engine."""
         try:
-            while self._measuring is None or self._measuring.chosen is None:
+            measuring = Measuring(0)
+            while measuring.chosen is None:
                 await self._gate.emptied()
-                self._measuring = await self._thread.ask(MeasurePrecision())
+                measuring = self._measuring = await self._thread.ask(MeasurePrecision())
         except AgentCacheError as error:
             log.warning("the precision of keys and values was not measured: %s", error)
             return
         async with self._gate.closed():
-            log.info(
-                "keys and values are kept in %s bits from now on; the model is loaded again", self._measuring.chosen
-            )
+            log.info("keys and values are kept in %s bits from now on; the model is loaded again", measuring.chosen)
             try:
                 await self._replace_engine()
             except Exception as error:
@@ -216,6 +216,7 @@ class AsyncEngine:
         mx.clear_cache()
         await self._thread.start()
         await self._open()
+        self._progress.end()
         for folder in self._folders.values():
             try:
                 await self.adapters.load(folder)
