@@ -218,7 +218,12 @@ def multilora(
 def quality(
     model: Annotated[str | None, typer.Option(help="Model folder. Default: the embedded model.")] = None,
     adapter: Annotated[list[str] | None, typer.Option(help="Folder of an adapter for it; may be repeated.")] = None,
-    only: Annotated[str, typer.Option(help="Parts, such as precision,restore. Default: all.")] = "",
+    only: Annotated[
+        str, typer.Option(help="Parts, such as precision,restore. Default: all, but of a --model or --text only texts.")
+    ] = "",
+    text: Annotated[list[str] | None, typer.Option(help="File that texts reads; may be repeated.")] = None,
+    formats: Annotated[str, typer.Option(help="Settings of --kv that texts compares.")] = "16,8,k8v4,auto,4",
+    tokens: Annotated[int, typer.Option(min=16, max=8192, help="That texts reads of each file.")] = 512,
     scale: Annotated[float, typer.Option(min=0.01, max=10, help="Share of a full run's documents.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of documents and questions.")] = 1000,
     out: Out = RESULTS,
@@ -227,12 +232,30 @@ def quality(
 ) -> None:
     """What 4 bits, restoring and sharing cost in answers: perplexity, recall, divergence."""
     from benchmarks.quality.plan import QualityPlan
-    from benchmarks.quality_benchmark import PARTS, QUICK, build_report, hand_out, measure_quality
+    from benchmarks.quality.texts import read_formats
+    from benchmarks.quality_benchmark import (
+        OF_THE_EMBEDDED_MODEL,
+        PARTS,
+        QUICK,
+        build_report,
+        hand_out,
+        measure_quality,
+    )
 
-    parts = tuple(only.split(",")) if only else QUICK.parts if quick else tuple(PARTS)
+    default = ("texts",) if model or text else OF_THE_EMBEDDED_MODEL
+    parts = tuple(only.split(",")) if only else QUICK.parts if quick else default
     if unknown := set(parts) - set(PARTS):
         raise ConfigError(f"--only names {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    plan = QualityPlan(parts, model, tuple(adapter or ()), QUICK.scale if quick else scale, seed)
+    plan = QualityPlan(
+        parts,
+        model,
+        tuple(adapter or ()),
+        QUICK.scale if quick else scale,
+        seed,
+        texts=tuple(text or ()),
+        formats=read_formats(formats),
+        text_tokens=tokens,
+    )
     hand_out(plan, build_report(plan, measured(measure_quality, plan)), out, as_json=as_json)
 
 

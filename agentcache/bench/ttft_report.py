@@ -87,7 +87,7 @@ def _summarise_kind(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def _summarise_cache(files: Files, warm: Sequence[Sample], hot: Sequence[Sample]) -> dict[str, Any]:
-    """Bytes and rates of restoring and of saving; a turn's own Q4 bytes beside what the server wrote for it."""
+    """Bytes and rates of restoring and of saving; a turn's own keys and values beside what the server wrote for it."""
     bytes_per_token = files.data_bytes / hot[0].context_tokens
     turn_tokens = statistics.median(s.prompt_tokens - s.context_tokens + s.completion_tokens for s in hot)
     written = [sample.written_bytes for sample in hot if sample.written_bytes is not None]
@@ -95,12 +95,12 @@ def _summarise_cache(files: Files, warm: Sequence[Sample], hot: Sequence[Sample]
     return {
         "files": files.count,
         "file_bytes": files.total_bytes,
-        "q4_bytes": files.data_bytes,
-        "q4_bytes_per_token": bytes_per_token,
+        "kv_bytes": files.data_bytes,
+        "kv_bytes_per_token": bytes_per_token,
         "raw_read_bytes_per_s": files.read_bytes_per_s,
         "restore_bytes_per_s": statistics.median(rates) if rates else None,
         "turn_tokens": turn_tokens,
-        "turn_q4_bytes": bytes_per_token * turn_tokens,
+        "turn_kv_bytes": bytes_per_token * turn_tokens,
         "turn_written_bytes": statistics.median(written) if written else None,
     }
 
@@ -121,7 +121,7 @@ def ttft_table(report: Report) -> Table:
 
 def cache_table(report: Report) -> Table:
     """A line a length: what was read from disk and how fast, what a turn wrote, how fast it was decoded."""
-    headings = ("Q4 data", "restored", "restore rate", "raw read", "turn's Q4 data", "turn wrote", "decode")
+    headings = ("KV data", "restored", "restore rate", "raw read", "turn's KV data", "turn wrote", "decode")
     table = number_table("The cache behind it", ("context", *headings), no_wrap=True)
     for size in report["sizes"]:
         if not size["skipped"]:
@@ -145,11 +145,11 @@ def _ttft_cells(size: dict[str, Any]) -> list[str]:
 def _cache_cells(size: dict[str, Any]) -> list[str]:
     cache = size["cache"]
     return [
-        kilobytes(cache["q4_bytes"]),
+        kilobytes(cache["kv_bytes"]),
         kilobytes(max(size["warm"]["restored_bytes"])),
         _rate(cache["restore_bytes_per_s"]),
         _rate(cache["raw_read_bytes_per_s"]),
-        kilobytes(cache["turn_q4_bytes"]),
+        kilobytes(cache["turn_kv_bytes"]),
         kilobytes(cache["turn_written_bytes"]),
         f"{size['hot']['decode_tokens_per_s']['median']:.1f} tokens/s",
     ]

@@ -85,7 +85,7 @@ class PrecisionRuns:
         total = count = 0.0
         with self._device_dtype(reference):
             for text, expected in zip(reference.texts, reference.logprobs, strict=True):
-                total += len(text) * _divergence(expected, self._run(text, layers))
+                total += len(text) * divergence_of(expected, self._run(text, layers))
                 count += len(text)
         return total / count
 
@@ -111,14 +111,13 @@ class PrecisionRuns:
 
     def compute_reference(self) -> None:
         """One pass with nothing quantised."""
-        made = Reference(is_float32=_gains_by_float32(self._model))
+        made = Reference(is_float32=gains_by_float32(self._model))
         runs = []
         with self._device_dtype(made):
             for text in self._texts:
                 trace = _Trace()
                 with hooked(self._model, trace.compute):
-                    logprobs = _log_softmax(self._run(text, [_UNQUANTISED] * len(self._survey.layers)))
-                mx.eval(logprobs)
+                    logprobs = self.logprobs(text, [_UNQUANTISED] * len(self._survey.layers))
                 runs.append((text, logprobs, trace))
         familiar = [run for run in runs if _loss(run[0], run[1]) <= _FAMILIAR * math.log(run[1].shape[-1])]
         made.texts = [text for text, _, _ in familiar or runs]
@@ -130,6 +129,12 @@ class PrecisionRuns:
 
     def _device_dtype(self, reference: Reference) -> AbstractContextManager[None]:
         return in_float32(self._model) if reference.is_float32 else nullcontext()
+
+    def logprobs(self, text: Sequence[int], layers: Sequence[LayerBits]) -> mx.array:
+        """Of all that may follow each token of any text, with layers in these bits: [tokens, vocabulary], computed."""
+        logprobs = _log_softmax(self._run(text, layers))
+        mx.eval(logprobs)
+        return logprobs
 
     def _run(self, text: Sequence[int], layers: Sequence[LayerBits]) -> mx.array:
         """[tokens, vocabulary], computed."""
@@ -188,10 +193,10 @@ def mean_divergence(reference: mx.array, logits: mx.array) -> float:
 
     The mean over n, in nats; infinite where either is no number at some place.
     """
-    return _divergence(_log_softmax(reference), logits)
+    return divergence_of(_log_softmax(reference), logits)
 
 
-def _divergence(theirs: mx.array, logits: mx.array) -> float:
+def divergence_of(theirs: mx.array, logits: mx.array) -> float:
     """`mean_divergence`, from logarithms of probabilities."""
     total = 0.0
     for begin in range(0, theirs.shape[0], _COMPARED_AT_ONCE):
@@ -227,7 +232,7 @@ def in_float32(model: nn.Module) -> Iterator[None]:
 _PLAIN: dict[type[nn.Module], type[nn.Module]] = {nn.QuantizedLinear: nn.Linear, nn.QuantizedEmbedding: nn.Embedding}
 
 
-def _gains_by_float32(model: nn.Module) -> bool:
+def gains_by_float32(model: nn.Module) -> bool:
     """Whether a search in float32 is quicker, and memory holds the copy.
 
     A CPU multiplies matrices in float32 seven times as fast as in bfloat16, and a hundred times as fast as quantised

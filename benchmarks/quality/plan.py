@@ -24,6 +24,9 @@ class QualityPlan:
         scale: how much of everything, as a share of a full run.
         seed: of documents and questions.
         tokens: of a conversation, and between a fact and its question.
+        texts: files that the part `texts` reads; without any, prose and code of this repository.
+        formats: settings of `--kv` that it compares, from the first on.
+        text_tokens: that it reads of each.
     """
 
     parts: tuple[str, ...] = ()
@@ -32,6 +35,9 @@ class QualityPlan:
     scale: float = 1.0
     seed: int = 1000
     tokens: int = 640
+    texts: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ("16", "8", "k8v4", "auto", "4")
+    text_tokens: int = 512
 
     def scaled(self, count: int, least: int = 1) -> int:
         """A number of documents, questions or agents in this run, where a full one has `count`."""

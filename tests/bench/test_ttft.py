@@ -89,7 +89,7 @@ def test_the_report_begins_with_caveats_and_says_where_it_ran(report: dict[str, 
 def test_a_turn_weighs_its_prompt_and_its_answer(report: dict[str, Any]) -> None:
     cache = report["sizes"][0]["cache"]
     assert cache["turn_tokens"] == PLAN.turn_tokens + PLAN.new_tokens
-    assert cache["turn_q4_bytes"] == cache["turn_tokens"]  # the fake's tokens take a byte
+    assert cache["turn_kv_bytes"] == cache["turn_tokens"]  # the fake's tokens take a byte
     assert cache["turn_written_bytes"] > 600
 
 
@@ -137,5 +137,5 @@ def test_the_command_measures_the_real_server(tmp_path: Path) -> None:
     for kind in ("warm", "warm, evicted", "hot"):
         assert size[kind]["computed_tokens"] == [16]
     assert size["warm"]["restored_bytes"][0] > 0
-    assert size["cache"]["q4_bytes"] > 0
+    assert size["cache"]["kv_bytes"] > 0
     assert (tmp_path / "ttft.png").stat().st_size > 1024

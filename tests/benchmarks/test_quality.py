@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from agentcache.bench.plots import can_plot
+from agentcache.errors import ConfigError
 from agentcache.kv.precision import LayerBits
 from agentcache.llm import LLM
 from agentcache.models.builtin.embedded import embedded_model_path
@@ -21,6 +22,8 @@ from benchmarks.quality.plan import QualityPlan
 from benchmarks.quality.precision import Bench
 from benchmarks.quality.restore import COLD, DAMAGED, EVICTED, HOT, WARM, measure_restore
 from benchmarks.quality.table import ResultTable
+from benchmarks.quality.texts import measure_texts, read_formats
+from tests.conftest import ModelFolder
 
 SMALLEST = QualityPlan(scale=0.01, tokens=160)
 FOUR = LayerBits(4, 4)
@@ -129,3 +132,37 @@ def test_one_command_writes_tables_and_pictures(tmp_path: Path) -> None:
     assert [table["name"] for table in report["tables"]] == ["restore"]
     assert "| hot | 12 | 0 |" in (tmp_path / "quality.md").read_text()
     assert (tmp_path / "quality_restore.png").exists() == can_plot()
+
+
+def test_a_model_reads_texts_in_the_formats_that_are_asked_for(tmp_path: Path) -> None:
+    """Rows come one by one, each text's 16 bits first; finer formats are nearer to them."""
+    texts = [tmp_path / "one.txt", tmp_path / "other.md"]
+    for index, text in enumerate(texts):
+        text.write_text("Marc lives in Cairo. " * (20 + index))
+    told: list[str] = []
+    plan = QualityPlan(texts=tuple(map(str, texts)), formats=("4", "auto", "k8v4"), text_tokens=48)
+    tables = measure_texts(plan, told.append)
+    assert [table.name for table in tables] == ["texts, one.txt", "texts, other.md", "texts, all texts"]
+    for table in tables:
+        rows = {row["format"]: row for row in table.rows}
+        assert list(rows) == ["16", "4", "auto", "k8v4"]
+        assert rows["16"]["change"] == rows["16"]["divergence"] == 0 < rows["k8v4"]["divergence"]
+        assert rows["k8v4"]["divergence"] < rows["4"]["divergence"] == rows["auto"]["divergence"]
+        assert [rows[name]["bits"] for name in ("16", "k8v4", "4")] == [16, 6.5, 4.5]
+    assert [line.split()[:3] for line in told[:2]] == [["one.txt", "--kv", "16"], ["one.txt", "--kv", "4"]]
+    assert len(told) == 8
+
+
+def test_formats_that_there_are_not_are_named() -> None:
+    assert read_formats("16, k8v4,auto") == ("16", "k8v4", "auto")
+    with pytest.raises(ConfigError, match=r"--formats names 5; there are 4, k8v4, 8, 16, auto"):
+        read_formats("4,5")
+
+
+@pytest.mark.slow
+def test_of_a_model_of_ones_own_only_texts_are_measured(model_folder: ModelFolder, tmp_path: Path) -> None:
+    command = ["quality", "--model", str(model_folder("qwen2", num_hidden_layers=2)), "--formats", "16,auto"]
+    done = CliRunner().invoke(app, [*command, "--tokens", "32", "--out", str(tmp_path), "--json"])
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "quality.json").read_text())
+    assert [table["name"] for table in report["tables"]] == ["texts, prose", "texts, code", "texts, all texts"]

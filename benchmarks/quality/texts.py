@@ -1,0 +1,174 @@
+"""What each format of keys and values costs a real model on real texts: perplexity and divergence, text by text.
+
+The model runs on the paged cache, as it is served. Rows are told as they come: the first after one pass over one text.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from agentcache.errors import ConfigError
+from agentcache.kv.precision import AUTO, BITS, Precision
+from agentcache.models.builtin.embedded import embedded_model_path
+from agentcache.models.hosting import host
+from agentcache.models.loader import read_model, sample_ids
+from agentcache.models.precision import Measured
+from agentcache.models.precision_runs import PrecisionRuns, divergence_of, gains_by_float32, in_float32
+from agentcache.models.step import CurrentStep
+from benchmarks.quality.plan import Part, QualityPlan
+from benchmarks.quality.table import ResultTable
+
+_ROOT = Path(__file__).parent.parent.parent
+_OWN_TEXTS = {"prose": _ROOT / "docs" / "server.md", "code": _ROOT / "agentcache" / "engine" / "engine.py"}
+_REFERENCE = "16"
+_COLUMNS = {
+    "format": "--kv",
+    "bits": "bits a value",
+    "bytes": "bytes a token",
+    "perplexity": "perplexity",
+    "change": "change",
+    "divergence": "divergence",
+}
+_FORMATS = {"bits": ".2f", "bytes": ",.0f", "perplexity": ".3f", "change": "+.2%", "divergence": ".5f"}
+_NOTES = (
+    "Change of perplexity from 16 bits, and divergence of the next token's odds from theirs (Kullback and Leibler's, "
+    "mean, in nats).",
+    "Over few tokens a change is mostly chance: its standard error is the root of 2d/n, of a divergence d over n "
+    "tokens.",
+)
+
+
+def read_formats(names: str) -> tuple[str, ...]:
+    """Settings of `--kv`, separated by commas. Raises ConfigError."""
+    formats = tuple(name.strip() for name in names.split(","))
+    known = (*BITS, AUTO)
+    if unknown := set(formats) - set(known):
+        raise ConfigError(f"--formats names {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    return formats
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """One text in one format.
+
+    Args:
+        losses: of each token behind the first, in nats.
+        divergence: from the unquantised one, a position, in nats.
+    """
+
+    losses: np.ndarray
+    divergence: float
+
+
+class TextBench:
+    """A model that reads texts with keys and values in any precision. On the calling thread."""
+
+    def __init__(self, folder: Path, texts: Mapping[str, Path], num_tokens: int) -> None:
+        read = read_model(str(folder))
+        read.evaluate()
+        try:
+            self.texts = {
+                name: tuple(read.tokenizer.encode(read.tokenizer.raw_prompt(_read(file))).ids[:num_tokens])
+                for name, file in texts.items()
+            }
+            self._sample = sample_ids(read.tokenizer)
+        finally:
+            read.tokenizer.close()
+        self._model = read.model
+        self._survey = host(read.model, read.config["model_type"], read.config, check=False).survey
+        self._config = read.config
+        self._runs = PrecisionRuns(read.model, self._survey, (), CurrentStep())
+
+    def precision(self, name: str) -> Precision:
+        """What a setting of `--kv` comes to; `auto` is measured at its first use."""
+        return self.auto if name == AUTO else Precision((BITS[name],) * len(self._survey.layers))
+
+    @cached_property
+    def auto(self) -> Precision:
+        return Measured(self._sample)(self._model, self._survey)
+
+    def size(self, precision: Precision) -> tuple[float, int]:
+        """Bits a value with scales and biases, and bytes a token."""
+        spec = self._survey.kept_in(precision).spec(self._config["model_type"], self._config)
+        values = sum(each.num_kv_heads * (each.key_dim + each.value_dim) for each in self._survey.layers)
+        return 8 * spec.bytes_per_token / values, spec.bytes_per_token
+
+    def read(self, formats: Sequence[str]) -> Iterator[tuple[str, str, Precision, _Reading]]:
+        """Text, format, precision and reading, one after the other; 16 bits come first in each text."""
+        for text, ids in self.texts.items():
+            expected: mx.array | None = None
+            for name in dict.fromkeys((_REFERENCE, *formats)):
+                precision = self.precision(name)
+                with in_float32(self._model) if gains_by_float32(self._model) else nullcontext():
+                    logprobs = self._runs.logprobs(ids, precision.layers)
+                expected = logprobs if expected is None else expected
+                chosen = mx.take_along_axis(logprobs[:-1], mx.array(ids[1:])[:, None], axis=-1)
+                yield text, name, precision, _Reading(-np.array(chosen[:, 0]), divergence_of(expected, logprobs))
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--text {file}: {error}") from error
+
+
+def measure_texts(plan: QualityPlan, progress: Callable[[str], None]) -> list[ResultTable]:
+    """A table for each text, and one of all texts where there are several."""
+    files = {Path(file).name: Path(file) for file in plan.texts} or _OWN_TEXTS
+    with tempfile.TemporaryDirectory(prefix="agentcache-quality-") as home:
+        folder = Path(plan.model) if plan.model else embedded_model_path(Path(home))
+        bench = TextBench(folder, files, plan.text_tokens)
+    found: dict[str, dict[str, _Reading]] = {text: {} for text in files}
+    precisions: dict[str, Precision] = {}
+    rows: dict[str, list[dict[str, Any]]] = {text: [] for text in files}
+    for text, name, precision, reading in bench.read(plan.formats):
+        precisions[name], found[text][name] = precision, reading
+        row = _row(bench, name, precision, reading, found[text][_REFERENCE])
+        rows[text].append(row)
+        progress(
+            f"{text:<24} --kv {name:<5} {row['bytes']:>9,} bytes a token  perplexity {row['perplexity']:9.3f} "
+            f"({row['change']:+.2%})  divergence {row['divergence']:.5f}"
+        )
+    if len(files) > 1:
+        joined = {name: _joined([found[text][name] for text in files]) for name in precisions}
+        rows["all texts"] = [
+            _row(bench, name, precision, joined[name], joined[_REFERENCE]) for name, precision in precisions.items()
+        ]
+    counts = {text: len(ids) for text, ids in bench.texts.items()}
+    counts["all texts"] = sum(counts.values())
+    notes = (*_NOTES, *([f"auto: {precisions[AUTO]}."] if AUTO in precisions else []))
+    return [
+        ResultTable(f"texts, {text}", f"{text}, {counts[text]:,} tokens", _COLUMNS, each, _FORMATS, notes)
+        for text, each in rows.items()
+    ]
+
+
+def _joined(readings: Sequence[_Reading]) -> _Reading:
+    positions = [len(each.losses) + 1 for each in readings]
+    divergence = np.average([each.divergence for each in readings], weights=positions)
+    return _Reading(np.concatenate([each.losses for each in readings]), float(divergence))
+
+
+def _row(bench: TextBench, name: str, precision: Precision, reading: _Reading, reference: _Reading) -> dict[str, Any]:
+    bits, num_bytes = bench.size(precision)
+    return {
+        "format": name,
+        "bits": bits,
+        "bytes": num_bytes,
+        "perplexity": float(np.exp(reading.losses.mean())),
+        "change": float(np.expm1((reading.losses - reference.losses).mean())),
+        "divergence": reading.divergence,
+    }
+
+
+PART = Part(measure_texts)
