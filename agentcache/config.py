@@ -127,7 +127,7 @@ class Config:
         max_lineages: conversations that are kept of one agent.
         adapters: loaded at start.
         aliases: further names of the served model or its adapters, each with a name it already has.
-        strict_model_names: whether `claude-*` and `gpt-*` are unknown names; else they mean the served model.
+        strict_model_names: whether `claude-*`, `gpt-*` and placeholders are unknown names; else they mean this model.
         default_agent: agents of requests that name none, by a part of the `User-Agent` header; `*` for any.
         session_headers: whether a request's agent may be taken from headers and from what clients send unasked.
         stable_prefix: whether lines in front of a conversation that change from turn to turn stay as they were in the

@@ -9,8 +9,17 @@ from agentcache.errors import NotFound
 from agentcache.report import AdapterInfo, ModelInfo
 from agentcache.server.context import Call
 
+_UNKNOWN = "model_not_found"
 # Agents' clients have such names built in, and other ones of the same kind for their side requests.
-_BUILT_IN = re.compile(r"(claude|gpt)-.", re.IGNORECASE)
+_BUILT_IN = re.compile(r"(?:[\w.-]+/)*(claude|gpt)-.", re.IGNORECASE)
+# What clients send where a model has to be named and any will do: no name, or one that says no more than "a model".
+_PLACEHOLDER = re.compile(
+    r"\s*(?:(?:any|auto|current|custom|default|dummy|empty|llm|loaded|local|localhost|my|none|null|placeholder|served|test"
+    r"|undefined|unknown|your)?[-_ ]?(?:model|llm|name|ai)?(?:[-_ ](?:model|name|here))*)\s*",
+    re.IGNORECASE,
+)
+_NEWEST = "latest"  # what Ollama calls a model without another tag
+_LONGEST_PLACEHOLDER = 40  # characters
 
 
 def check_model(call: Call) -> None:
@@ -35,7 +44,7 @@ def adapter_in(name: str, model: ModelInfo, config: Config) -> str | None:
     """The adapter that a model's name means; None for base.
 
     The served model's names, `<base>:<adapter>` and adapters' own names come first, then the settings' aliases of them,
-    then the names that clients have built in.
+    then placeholders, the served names in another spelling, and the names that clients have built in.
 
     Raises:
         NotFound: the name means nothing here.
@@ -45,10 +54,26 @@ def adapter_in(name: str, model: ModelInfo, config: Config) -> str | None:
     except NotFound as unknown:
         if name in config.aliases:
             return _aliased(name, model, config)
-        if _BUILT_IN.match(name) and not config.strict_model_names:
+        if config.strict_model_names or unknown.code != _UNKNOWN:
+            raise
+        if len(name) <= _LONGEST_PLACEHOLDER and _PLACEHOLDER.fullmatch(name):
+            return None
+        if (spelled := _spelled(name, model)) != name:
+            return _served(spelled, model)
+        if _BUILT_IN.match(name):
             adapter = model.adapter(name.rpartition(":")[2])
             return None if adapter is None else adapter.name
         raise unknown
+
+
+def _spelled(name: str, model: ModelInfo) -> str:
+    """The served name that `name` spells in another way; `name` itself where there is none.
+
+    Case does not count, nor what clients put around a name: a provider in front (`openai/`), Ollama's tag `:latest`.
+    """
+    bare = name.lower().removesuffix(f":{_NEWEST}")
+    known = [model.id, model.name, *(adapter.name for adapter in model.adapters)]
+    return next((each for each in known if bare == each.lower() or bare.endswith("/" + each.lower())), name)
 
 
 def _served(name: str, model: ModelInfo) -> str | None:
@@ -56,11 +81,13 @@ def _served(name: str, model: ModelInfo) -> str | None:
         return None
     base, _, adapter = name.rpartition(":")
     if adapter and model.is_called(base):
+        if adapter == _NEWEST and model.adapter(_NEWEST) is None:
+            return None
         return known_adapter(adapter, model, "model").name
     if model.adapter(name) is not None:
         return name
     message = f"The model {name!r:.80} is not served here; this is {model.id!r}."
-    raise NotFound(message, param="model", code="model_not_found")
+    raise NotFound(message, param="model", code=_UNKNOWN)
 
 
 def _aliased(alias: str, model: ModelInfo, config: Config) -> str | None:

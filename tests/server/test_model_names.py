@@ -49,6 +49,53 @@ def test_other_names_are_unknown(engine: FakeEngine, name: str) -> None:
     assert refused(chat(engine, {"model": name}), 404)["code"] == "model_not_found"
 
 
+PLACEHOLDERS = [
+    "",
+    " ",
+    "local-model",
+    "local",
+    "default",
+    "Default_Model",
+    "model",
+    "none",
+    "unknown",
+    "my-model",
+    "auto",
+]
+PLACEHOLDERS += ["custom-model", "your-model-name", "model-name-here", "test", "null", "current", "local_llm", "any"]
+SPELLINGS = ["Org/Tiny-Model", "tiny-model:latest", "openai/tiny-model", "openai/org/tiny-model", "TINY-MODEL"]
+
+
+@pytest.mark.parametrize("name", PLACEHOLDERS + SPELLINGS)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/completions", "/v1/responses"])
+def test_names_that_say_no_more_than_a_model_mean_it(engine: FakeEngine, path: str, name: str) -> None:
+    hi = [{"role": "user", "content": "x"}]
+    body: dict[str, Any] = (
+        {"input": "x"} if path == "/v1/responses" else {"messages": hi, "prompt": "x", "max_tokens": 5}
+    )
+    assert post(engine, path, body | {"model": name}).json()["model"] == MODEL.id
+    assert engine.requests[0].adapter is None
+    if name != "default":
+        assert post(engine, path, body | {"model": name}, config=STRICT).status_code == 404
+
+
+@pytest.mark.parametrize("name", ["openai/poet", "Poet", "poet:latest"])
+def test_spellings_of_adapters(engine: FakeEngine, name: str) -> None:
+    assert chat(engine, {"model": name}).json()["model"] == "poet"
+    assert engine.requests[0].adapter == "poet"
+
+
+@pytest.mark.parametrize("name", ["openai/gpt-4o", "openrouter/anthropic/claude-sonnet-4"])
+def test_a_provider_in_front_of_a_built_in_name(engine: FakeEngine, name: str) -> None:
+    assert chat(engine, {"model": name}).json()["model"] == MODEL.id
+
+
+def test_an_adapter_called_like_a_placeholder_is_meant_by_it(engine: FakeEngine) -> None:
+    engine.model = replace(MODEL, adapters=(replace(POET, name="local"),))
+    chat(engine, {"model": "local"})
+    assert engine.requests[0].adapter == "local"
+
+
 def test_what_has_such_a_name_is_meant_by_it(engine: FakeEngine) -> None:
     engine.model = replace(MODEL, adapters=(replace(POET, name="gpt-poet"), POET))
     for name, adapter in (("gpt-poet", "gpt-poet"), ("gpt-4o:poet", "poet"), ("gpt-4o", None)):

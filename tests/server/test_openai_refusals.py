@@ -12,7 +12,7 @@ from tests.server.driver import chat, complete, refused
 from tests.server.fake_engine import MODEL, FakeEngine
 
 
-@pytest.mark.parametrize(("name", "word"), [("llama", "tiny-model"), ("default:poet", "adapter"), ("", "not served")])
+@pytest.mark.parametrize(("name", "word"), [("llama", "tiny-model"), ("default:poet", "adapter")])
 def test_unknown_models(name: str, word: str) -> None:
     error = refused(chat(FakeEngine(), {"model": name}), 404)
     assert error["param"] == "model" and word in error["message"]
