@@ -26,7 +26,7 @@ from agentcache.gateway.async_engine import AsyncEngine
 from agentcache.models.text.grammars.call_syntax import calling_format
 from agentcache.models.text.replies.calls import Tools
 from agentcache.models.text.replies.events import Block, Event, blocks_of
-from agentcache.models.text.replies.reader import open_reader
+from agentcache.models.text.replies.reading import Reading
 from agentcache.report import (
     AdapterInfo,
     AgentInfo,
@@ -191,8 +191,17 @@ class LLM:
             raise TypeError(f"there is no option {name!r}; there are {', '.join(RequestOptions.__annotations__)}")
         as_asked: dict[str, Any] = {**options, "policy": _policy(options.get("policy"))}
         sampling = sampling or SamplingParams(max_tokens=512, **self.model.sampling.known)
-        request = Request(uuid.uuid4().hex, prompt, sampling, invocation_start=invocation_start, **as_asked)
+        reading = self._reading(prompt, options.get("form")) if isinstance(prompt, ChatPrompt) else Reading()
+        request = Request(
+            uuid.uuid4().hex, prompt, sampling, invocation_start=invocation_start, reading=reading, **as_asked
+        )
         return self._wait(self._collect(request))
+
+    def _reading(self, prompt: ChatPrompt, form: AnswerForm | None) -> Reading:
+        must_call = form is not None and form.must_call
+        known = self._engine.model.reply_format
+        tools = Tools(prompt.tools) if prompt.tools else None
+        return Reading(calling_format(known) if must_call else known, tools, thoughts=True)
 
     def token_times(self, request: Request) -> list[float]:
         """Run a request and return when each token arrived (`time.perf_counter`); for benchmarks."""
@@ -225,11 +234,7 @@ class LLM:
         """What a chat's reply says."""
         if not isinstance(request.prompt, ChatPrompt):
             return ()
-        tools = Tools(request.prompt.tools) if request.prompt.tools else None
-        form = self._engine.model.reply_format
-        if request.form is not None and request.form.must_call:
-            form = calling_format(form)
-        reader = open_reader(form, tools, thoughts=True)
+        reader = request.reading.open(whole=True)
         events: list[Event] = []
         for update in updates:
             if update.prompt_end is not None:

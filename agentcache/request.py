@@ -8,6 +8,7 @@ from typing import Any
 
 from agentcache.adapter_settings import Policy
 from agentcache.answer_form import AnswerForm
+from agentcache.models.text.replies.reading import Reading
 from agentcache.sampling import SamplingParams
 
 
@@ -70,6 +71,7 @@ class Request:
         invocation_start: token from which an activated adapter acts; None for its invocation's last occurrence.
         invocation_optional: base answers where the prompt does not invoke the adapter, instead of a refusal.
         form: what form the answer must have; None for any.
+        reading: what the answer is read for: `sampling.stop` counts in its text, outside thoughts and calls.
     """
 
     request_id: str
@@ -85,6 +87,7 @@ class Request:
     invocation_start: int | None = None
     invocation_optional: bool = False
     form: AnswerForm | None = None
+    reading: Reading = field(default_factory=Reading, compare=False)
 
     @property
     def is_background(self) -> bool:

@@ -57,13 +57,14 @@ def read_job(call: Call) -> Job:
     options = read_options(call, _user_id(body))
     choice = read_tool_choice(body)
     form = read_form(call, read_text_form(body), prompt.tools, choice, "input_schema", tools.left_out)
+    reading = read_reading(model, prompt.tools, body, form, thinking)
     job_id = f"msg_{uuid.uuid4().hex}"
     return Job(
-        requests=[options.request(job_id, prompt, sampling, form=form)],
+        requests=[options.request(job_id, prompt, sampling, form=form, reading=reading)],
         reply=AnthropicReply(
             job_id,
             options.adapter or model.id,
-            read_reading(model, prompt.tools, body, form, thinking),
+            reading,
             options.return_token_ids,
             call.notes.told,
         ),

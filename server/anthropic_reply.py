@@ -21,9 +21,10 @@ from agentcache.models.text.replies.events import (
     ToolCallArguments,
     ToolCallStart,
 )
+from agentcache.models.text.replies.reading import Reading
 from agentcache.report import FinishReason, Report, Update
 from agentcache.server.errors import WireError
-from agentcache.server.replies import Reading
+from agentcache.server.replies import ReplyReader, read_whole
 from agentcache.server.reply import Completion, report_object
 from agentcache.server.stream import event
 
@@ -48,7 +49,7 @@ class AnthropicReply:
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         [completion] = completions
-        blocks = self.reading.blocks(completion)
+        blocks, _ = read_whole(self.reading, completion)
         if not any(isinstance(block, Text | Call) for block in blocks):
             blocks.append(Text(""))
         called = any(isinstance(block, Call) for block in blocks)
@@ -73,7 +74,7 @@ class EventWriter:
 
     def __init__(self, reply: AnthropicReply) -> None:
         self._reply = reply
-        self._reader = reply.reading.reader()
+        self._reader = ReplyReader(reply.reading)
         self._blocks = 0  # begun
         self._open: type[Event] | None = None  # what the open block's deltas come as
         self._thoughts: list[str] = []  # in the open block

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from starlette.requests import Request as HttpRequest
@@ -149,11 +150,9 @@ def _job(call: Call, prompts: list[Any], sampling: SamplingParams, shape: Shape,
     if n > 1 and options.return_token_ids and n * call.num_bytes > MAX_REPEATED:
         body.fail("n", f"would repeat the tokens of a prompt of {call.num_bytes} bytes {n} times; send less")
     usage = options.report or body.object("stream_options").boolean("include_usage")
+    make = partial(options.request, sampling=sampling, n=n, form=form, reading=shape.reading)
     return Job(
-        requests=[
-            options.request(f"{job_id}-{index}" if index else job_id, prompt, sampling, n=n, form=form)
-            for index, prompt in enumerate(prompts)
-        ],
+        requests=[make(f"{job_id}-{index}" if index else job_id, prompt) for index, prompt in enumerate(prompts)],
         reply=OpenAIReply(
             job_id, options.adapter or call.model.id, shape, usage, options.return_token_ids, call.notes.told, n
         ),

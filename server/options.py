@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from agentcache.adapter_settings import Policy, parse_policy
 from agentcache.answer_form import AnswerForm
 from agentcache.errors import InvalidRequest
+from agentcache.models.text.replies.reading import Reading
 from agentcache.report import ModelInfo
 from agentcache.request import Priority, Prompt, Request
 from agentcache.sampling import SamplingParams
@@ -63,6 +64,7 @@ class MakeRequest(Protocol):
         *,
         n: int = 1,
         form: AnswerForm | None = None,
+        reading: Reading = ...,
     ) -> Request: ...
 
 

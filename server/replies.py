@@ -3,50 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from agentcache.answer_form import AnswerForm
 from agentcache.models.text.grammars.call_syntax import calling_format
 from agentcache.models.text.replies.calls import Tools
 from agentcache.models.text.replies.events import Block, Event, ReasoningDelta, blocks_of
-from agentcache.models.text.replies.format import ReplyFormat
-from agentcache.models.text.replies.reader import open_reader
+from agentcache.models.text.replies.reading import Reading
 from agentcache.report import FinishReason, ModelInfo, Update
 from agentcache.server.reply import Completion
 from agentcache.server.thinking import AS_USUAL, Thinking
 from agentcache.server.validate import Reader
 
 
-@dataclass(frozen=True)
-class Reading:
-    """What to look for in a reply; without arguments, nothing: all of it is text.
-
-    Args:
-        form: how the model writes.
-        tools: the request's; None where calls are left in the text.
-        thoughts: whether thoughts are told from text.
-        hides_thoughts: whether they are left out of the answer.
-    """
-
-    form: ReplyFormat = ReplyFormat()
-    tools: Tools | None = None
-    thoughts: bool = False
-    hides_thoughts: bool = False
-
-    def reader(self) -> ReplyReader:
-        """A reader for one stream."""
-        return ReplyReader(self)
-
-    def blocks(self, completion: Completion) -> list[Block]:
-        """A whole answer."""
-        return self.read(completion)[0]
-
-    def read(self, completion: Completion) -> tuple[list[Block], int]:
-        """A whole answer, and how many of its tokens were thoughts."""
-        reader = self.reader()
-        blocks = blocks_of(event for update in completion.updates for event in reader.add(update))
-        return blocks, reader.reasoning_tokens
+def read_whole(reading: Reading, completion: Completion) -> tuple[list[Block], int]:
+    """What a whole answer says, and how many of its tokens were thoughts."""
+    reader = ReplyReader(reading, whole=True)
+    blocks = blocks_of(event for update in completion.updates for event in reader.add(update))
+    return blocks, reader.reasoning_tokens
 
 
 def read_reading(
@@ -78,12 +52,15 @@ class ReplyReader:
 
     The update with the `finish_reason` gives the last ones.
 
+    Args:
+        whole: whether the events are used only when all of them are known, not streamed.
+
     Attributes:
         reasoning_tokens: tokens that were thoughts, hidden or not, as far as updates tell them apart.
     """
 
-    def __init__(self, reading: Reading) -> None:
-        self._reader = open_reader(reading.form, reading.tools, thoughts=reading.thoughts)
+    def __init__(self, reading: Reading, *, whole: bool = False) -> None:
+        self._reader = reading.open(whole=whole)
         self._hides_thoughts = reading.hides_thoughts
         self.reasoning_tokens = 0
 

@@ -80,10 +80,11 @@ def read_response(call: Call) -> Job:
     echo = Echo.of(asked, MAX_ECHO)
     if echo.note is not None:
         call.notes.add(echo.note)
+    reading = read_reading(model, tools.shown, body, form, thinking)
     reply = ResponseReply(
         job_id,
         options.adapter or model.id,
-        read_reading(model, tools.shown, body, form, thinking),
+        reading,
         tools,
         echo=echo,
         opening=Echo.of(asked, MAX_OPENING),
@@ -94,7 +95,7 @@ def read_response(call: Call) -> Job:
         notes=call.notes.told,
     )
     keep = Keep(options.agent, reply, own_items(call)) if stores and options.agent is not None else None
-    request = options.request(job_id, prompt, sampling, form=form)
+    request = options.request(job_id, prompt, sampling, form=form, reading=reading)
     return Job([request], reply, body.boolean("stream"), options.timeout, keep)
 
 

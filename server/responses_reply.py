@@ -17,10 +17,11 @@ from agentcache.models.text.replies.events import (
     ToolCallEnd,
     ToolCallStart,
 )
+from agentcache.models.text.replies.reading import Reading
 from agentcache.report import FinishReason, TokenLogprob, Update
 from agentcache.server.errors import WireError
 from agentcache.server.logprobs import chat_logprobs
-from agentcache.server.replies import Reading
+from agentcache.server.replies import ReplyReader
 from agentcache.server.reply import Completion, report_object
 from agentcache.server.response_echo import Echo
 from agentcache.server.response_items import sealed
@@ -71,7 +72,7 @@ class ResponseReply:
         if self._closed is not None:
             return self._closed
         [completion] = completions
-        output = OutputItems(self)
+        output = OutputItems(self, whole=True)
         for update in completion.updates:
             for _ in output.add(update):
                 pass
@@ -136,10 +137,10 @@ class OutputItems:
             by then, or by `settle`.
     """
 
-    def __init__(self, reply: ResponseReply) -> None:
+    def __init__(self, reply: ResponseReply, *, whole: bool = False) -> None:
         self.items: list[dict[str, Any]] = []
         self._reply = reply
-        self._reader = reply.reading.reader()
+        self._reader = ReplyReader(reply.reading, whole=whole)
         self._is_open = False
         self._texts: list[str] = []  # of the open item, or of its call's arguments
         self._unplaced: list[TokenLogprob] = []  # of tokens whose text is not out yet

@@ -18,10 +18,11 @@ from agentcache.models.text.replies.events import (
     ToolCallArguments,
     ToolCallStart,
 )
+from agentcache.models.text.replies.reading import Reading
 from agentcache.report import FinishReason, Report, TokenLogprob, Update
 from agentcache.server.errors import WireError
 from agentcache.server.logprobs import TextOffsets, chat_logprobs, text_logprobs
-from agentcache.server.replies import Reading
+from agentcache.server.replies import ReplyReader, read_whole
 from agentcache.server.reply import Completion, combine, combine_choices, report_object
 from agentcache.server.stream import TextEvents, event
 
@@ -41,7 +42,7 @@ class ChatShape:
 
     def choice(self, index: int, completion: Completion) -> tuple[dict[str, Any], int]:
         """A choice, and how many of its tokens were thoughts."""
-        blocks, reasoning_tokens = self.reading.read(completion)
+        blocks, reasoning_tokens = read_whole(self.reading, completion)
         thought = "".join(block.text for block in blocks if isinstance(block, Reasoning))
         text = "".join(block.text for block in blocks if isinstance(block, Text))
         calls = [_call(block.name, block.arguments) for block in blocks if isinstance(block, Call)]
@@ -214,7 +215,7 @@ class ChunkWriter:
         self._texts = TextEvents(lambda text: self._chunk(reply.shape.piece(text, ())))
         self._thoughts = TextEvents(lambda text: self._chunk(chat_piece({"reasoning_content": text})))
         self._arguments = self._texts  # of the call at work
-        self._reader = reply.shape.reading.reader()
+        self._reader = ReplyReader(reply.shape.reading)
         self._offsets = TextOffsets()
         self._waiting: list[TokenLogprob] = []  # logprobs of tokens whose text is not out yet
 

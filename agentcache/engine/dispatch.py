@@ -31,9 +31,10 @@ from agentcache.engine.messages import (
 from agentcache.engine.output import Output
 from agentcache.errors import AgentCacheError, BrokenInvariant, EngineStopped
 from agentcache.models.adapters import AdapterContent
+from agentcache.models.text.replies.stop_search import StopSearch
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.ranks.lost import lost_rank
-from agentcache.report import StepDown
+from agentcache.report import PROMPT_END, StepDown
 from agentcache.request import ChatPrompt
 from agentcache.threads import as_exception
 
@@ -109,6 +110,17 @@ def _dispatch(engine: Engine, message: Message, reply: Reply) -> None:
             reply(None)
 
 
+def _stop_search(submitted: Submit) -> StopSearch | None:
+    if not submitted.stops:
+        return None
+    reading = submitted.request.reading
+    if reading.is_plain:
+        return StopSearch(submitted.stops, None)
+    reader = reading.open()
+    reader.begin(submitted.match.transcript.text[-PROMPT_END:])
+    return StopSearch(submitted.stops, reader)
+
+
 def _generation(submitted: Submit, tokenizer: Tokenizer, emit: Reply) -> Generation:
     use, sampling = submitted.adapter, submitted.request.sampling
     detokenizer = tokenizer.detokenizer(after=submitted.match.transcript.ids[-1])
@@ -118,7 +130,7 @@ def _generation(submitted: Submit, tokenizer: Tokenizer, emit: Reply) -> Generat
         max_tokens=submitted.max_tokens,
         output=Output(
             detokenizer,
-            submitted.stops,
+            _stop_search(submitted),
             tokenizer.markers if isinstance(submitted.request.prompt, ChatPrompt) else {},
             sampling.min_tokens,
         ),

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from agentcache.models.text.replies.format import MarkerToken
-from agentcache.models.text.stop_strings import NO_STOPS, StopStrings
+from agentcache.models.text.replies.markers import Placed
+from agentcache.models.text.replies.stop_search import StopSearch
+from agentcache.models.text.stop_strings import FoundStop
 
 _NO_MARKERS: Mapping[int, MarkerToken] = {}
 
@@ -47,7 +49,8 @@ class Output:
 
     Args:
         detokenizer: a fresh one.
-        stops: strings that end the generation; none of it is shown, nor what could still become one.
+        stops: looks for strings that end the generation; none of it is shown, nor what could still become one. None
+            where there are no such strings.
         markers: tokens whose positions are told, by id.
         min_tokens: tokens in whose text no stop string is looked for.
 
@@ -58,7 +61,7 @@ class Output:
     def __init__(
         self,
         detokenizer: Detokenizer,
-        stops: StopStrings = NO_STOPS,
+        stops: StopSearch | None = None,
         markers: Mapping[int, MarkerToken] = _NO_MARKERS,
         min_tokens: int = 0,
     ) -> None:
@@ -67,7 +70,6 @@ class Output:
         self._min_tokens = min_tokens
         self._placed: list[tuple[int, MarkerToken]] = []  # that are not shown yet, by their positions in the text
         self._stops = stops
-        self._state = 0  # of `stops`
         self._ids: list[int] = []
         self._length = 0  # of the text
         self._held = ""  # the end of it that is not shown yet
@@ -92,30 +94,45 @@ class Output:
         marker = self._markers.get(token_id)
         if marker is not None:
             self._placed.append((self._length - len(marker.name) if marker.is_shown else self._length, marker))
-        elif not self._stops:
+        elif self._stops is None:
             return Shown(new_text)
-        if not self._stops or len(self._ids) <= self._min_tokens:
-            begin = self._length - len(new_text)
-            return Shown(new_text, self._markers_until(begin, self._length))
-        return self._show(new_text, is_last=False)
+        if self._stops is None:
+            return Shown(new_text, self._markers_until(self._length - len(new_text), self._length))
+        if marker is None and not self._held and not self._placed and len(self._ids) > self._min_tokens:
+            found = self._stops.feed(new_text)
+            if found is None and not self._stops.num_held:
+                return Shown(new_text)
+            return self._cut(self._stops, new_text, found, is_last=False)
+        placed = () if marker is None else self._placed_in(new_text)
+        if len(self._ids) <= self._min_tokens:
+            self._stops.skip(new_text, placed)
+            return Shown(new_text, self._markers_until(self._length - len(new_text), self._length))
+        return self._show(self._stops, new_text, placed, is_last=False)
 
     def finish(self) -> Shown:
         """The rest, when no further token comes."""
         new_text = self._detokenizer.finish()
-        if not self._stops:
+        if self._stops is None:
             return Shown(new_text)
         self._length += len(new_text)
-        return Shown("") if self.stopped else self._show(new_text, is_last=True)
+        return Shown("") if self.stopped else self._show(self._stops, new_text, (), is_last=True)
 
-    def _show(self, new_text: str, *, is_last: bool) -> Shown:
+    def _placed_in(self, new_text: str) -> Sequence[Placed]:
+        """Where in `new_text` its marker stands, which came last."""
+        at, marker = self._placed[-1]
+        return ((at - self._length + len(new_text), marker.name),)
+
+    def _show(self, stops: StopSearch, new_text: str, placed: Sequence[Placed], *, is_last: bool) -> Shown:
+        return self._cut(stops, new_text, stops.feed(new_text, placed, is_last=is_last), is_last=is_last)
+
+    def _cut(self, stops: StopSearch, new_text: str, found: FoundStop | None, *, is_last: bool) -> Shown:
         begin = self._length - len(new_text) - len(self._held)
         self._held += new_text
-        self._state, found = self._stops.feed(self._state, new_text)
         if found is not None:
-            self._end, self.stop_string = self._length - len(new_text) + found.at, found.string
-            until = self._end
+            self._end, self.stop_string = found.at, found.string
+            until = found.at
         else:
-            until = self._length - (0 if is_last else self._stops.num_held(self._state))
+            until = max(begin, self._length - (0 if is_last else stops.num_held))
         text, self._held = self._held[: until - begin], self._held[until - begin :]
         return Shown(text, self._markers_until(begin, until))
 

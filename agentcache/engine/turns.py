@@ -190,6 +190,8 @@ class Turns:
         rest = generation.output.finish()
         if rest.text or rest.markers:
             generation.emit(Update(text=rest.text, markers=rest.markers))
+        if generation.output.stopped:
+            generation.finish_reason = FinishReason.STOP
         transcript = self._transcript(generation)
         self._keep_state(generation, len(transcript))
         if generation.request.agent is None:

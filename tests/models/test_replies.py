@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,12 @@ from hypothesis import strategies as st
 
 from agentcache.engine.output import Output
 from agentcache.models.text.replies.calls import Tools
-from agentcache.models.text.replies.dialects import DIALECTS
+from agentcache.models.text.replies.dialects import DIALECTS, THOUGHTS
 from agentcache.models.text.replies.events import (
     Block,
     Call,
     Event,
+    Reasoning,
     ReasoningDelta,
     Text,
     TextDelta,
@@ -27,8 +29,7 @@ from agentcache.models.text.replies.events import (
     blocks_of,
 )
 from agentcache.models.text.replies.format import MarkerToken, ReplyFormat
-from agentcache.models.text.replies.reader import open_reader
-from agentcache.models.text.stop_strings import StopStrings
+from agentcache.models.text.replies.reader import DOUBTED, DOUBTED_UNTHOUGHT, open_reader
 from agentcache.models.text.tokenizer import Tokenizer
 from tests.examples import examples
 from tests.growth import MOST, growth
@@ -62,17 +63,21 @@ def in_bytes(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[int]:
     return split
 
 
-def events_of(tokenizer: Tokenizer, token_ids: Sequence[int], stop: Sequence[str] = ()) -> list[Event]:
+def events_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[Event]:
+    """The events of a reply; each character of its text is in one zone."""
     prompt = tokenizer.render_chat(QUESTION, TOOLS)
-    output = Output(tokenizer.detokenizer(tokenizer.encode(prompt).ids[-1]), StopStrings(stop), tokenizer.markers)
+    output = Output(tokenizer.detokenizer(tokenizer.encode(prompt).ids[-1]), markers=tokenizer.markers)
     reader = open_reader(tokenizer.reply_format, Tools(TOOLS), thoughts=True)
     reader.begin(prompt[-256:])
-    events: list[Event] = []
-    for token in token_ids:
-        shown = output.add(token)
+    events, length, in_zones = list[Event](), 0, 0
+    for shown in [*map(output.add, token_ids), output.finish()]:
         events += reader.add(shown.text, shown.markers)
-    rest = output.finish()
-    return [*events, *reader.add(rest.text, rest.markers), *reader.finish(cut_off=False)]
+        length += len(shown.text)
+        in_zones += sum(size for size, _ in reader.take_zones())
+        assert in_zones <= length
+    events += reader.finish(cut_off=False)
+    assert in_zones + sum(size for size, _ in reader.take_zones()) == length
+    return events
 
 
 @pytest.mark.parametrize("cut", ["tokens", "bytes"])
@@ -310,3 +315,84 @@ def test_an_argument_has_special_tokens_as_text() -> None:
     text = 'look{"at": "a b"}'
     events = reader.add(text, [(0, begin.name), (text.index(" b"), end), (len(text), end)])
     assert blocks_of([*events, *reader.finish(cut_off=False)]) == [Call("look", '{"at": "a<｜tool▁call▁end｜> b"}')]
+
+
+# Replies whose thought is closed twice: what they say as a whole, and as a stream where that is another thing.
+_TWICE: list[tuple[str, str, list[Block], list[Block]]] = [
+    ("{s}\n", "{e}private planning{e}visible", [Reasoning("private planning"), Text("visible")], []),
+    ("{s}\n", "{e}\nprivate\n\n{e}\n\nvisible", [Reasoning("private"), Text("visible")], []),
+    ("{s}", "a{e}b{e}c", [Reasoning("a\nb"), Text("c")], []),
+    ("{s}", "a{e}b{e}c{e}d", [Reasoning("a\nb\nc"), Text("d")], []),
+    ("", "{s}a{e}b{e}c", [Reasoning("a\nb"), Text("c")], []),
+    ("", "{e}b{e}c", [Reasoning("b"), Text("c")], []),
+    ("", "{s}{e}b{s}c{e}d", [Reasoning("bc"), Text("d")], []),
+    ("", "b{e}c", [Reasoning("b"), Text("c")], [Text("bc")]),
+    ("", "Well{s}a{e}c", [Text("Well"), Reasoning("a"), Text("c")], []),
+    (
+        "{s}",
+        "a{e}" + "b" * 900 + "{e}c",
+        [Reasoning("a\n" + "b" * 900), Text("c")],
+        [Reasoning("a"), Text("b" * 900 + "c")],
+    ),
+    ("{s}", "a{e}b" + "{e}" * 3, [Reasoning("a\nb")], []),
+    ("{s}", "a{e}only this", [Reasoning("a"), Text("only this")], []),
+    ("{s}", "a{e}b<tool_call>none</tool_call> c{e}d", [Reasoning("a\nbnone c"), Text("d")], []),
+    (
+        "{s}",
+        'a{e}b<tool_call>{{"name": "now", "arguments": {{}}}}</tool_call>c{e}d',
+        [Reasoning("a"), Text("b"), Call("now", "{}"), Text("cd")],
+        [],
+    ),
+]
+
+
+@pytest.mark.parametrize("pair", THOUGHTS, ids=[start for start, _ in THOUGHTS])
+@pytest.mark.parametrize(("prompt", "reply", "whole", "stream"), _TWICE)
+def test_a_thought_that_is_closed_twice(
+    pair: tuple[str, str], prompt: str, reply: str, whole: list[Block], stream: list[Block]
+) -> None:
+    start, end = pair
+    prompt, reply = (text.format(s=start, e=end) for text in (prompt, reply))
+    for is_whole, expected in ((True, whole), (False, stream or whole)):
+        for size in (1, 3, len(reply)):
+            reader = open_reader(ReplyFormat("json_tools", (pair,)), Tools(TOOLS), thoughts=True, whole=is_whole)
+            reader.begin(prompt)
+            events = [event for at in range(0, len(reply), size) for event in reader.add(reply[at : at + size])]
+            assert blocks_of([*events, *reader.finish(cut_off=False)]) == expected
+            assert sum(length for length, _ in reader.take_zones()) == len(reply)
+
+
+@pytest.mark.parametrize(("thought", "most"), [("hm", DOUBTED), ("", DOUBTED_UNTHOUGHT)])
+def test_an_answer_is_held_no_longer_than_needed(thought: str, most: int) -> None:
+    """Behind the first closing marker; without a thought, not at all."""
+    reader = open_reader(ReplyFormat("json_tools", (("<think>", "</think>"),)), Tools(TOOLS), thoughts=True)
+    reader.begin("<think>")
+    reader.add(thought + "</think>")
+    given = shown = 0
+    while given < 1000:
+        given += 1
+        shown += sum(len(event.text) for event in reader.add("x") if isinstance(event, TextDelta))
+        assert shown == (0 if given < most else given)
+    plain = open_reader(ReplyFormat("json_tools", (("<think>", "</think>"),)), Tools(TOOLS), thoughts=True)
+    plain.begin("<think></think>")
+    assert plain.add("x") == [TextDelta("x")]
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_zones_are_what_is_said(name: str, folder: Path) -> None:
+    tokenizer = tokenizer_of(name, folder)
+    prompt = tokenizer.render_chat(QUESTION, TOOLS)
+    for reply, blocks in FAMILIES[name].replies:
+        output = Output(tokenizer.detokenizer(tokenizer.encode(prompt).ids[-1]), markers=tokenizer.markers)
+        reader = open_reader(tokenizer.reply_format, Tools(TOOLS), thoughts=True)
+        reader.begin(prompt[-256:])
+        text = ""
+        for token in tokenizer.encode(reply).ids:
+            shown = output.add(token)
+            reader.add(shown.text, shown.markers)
+            text += shown.text
+        reader.finish(cut_off=False)
+        zones = reader.take_zones()
+        ends = accumulate(length for length, _ in zones)
+        said = "".join(text[end - length : end] for end, (length, is_said) in zip(ends, zones, strict=True) if is_said)
+        assert said.split() == "".join(block.text for block in blocks if isinstance(block, Text)).split()

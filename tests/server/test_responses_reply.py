@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,10 +175,12 @@ def test_several_calls_where_one_was_wanted_are_told() -> None:
 class ScriptedReading:
     """Reads out of the i-th update what the i-th list says."""
 
+    hides_thoughts = False
+
     def __init__(self, script: list[list[Event]]) -> None:
         self.script = script
 
-    def reader(self) -> ScriptedReader:
+    def open(self, *, whole: bool) -> ScriptedReader:
         return ScriptedReader(list(self.script))
 
 
@@ -185,13 +188,14 @@ class ScriptedReading:
 class ScriptedReader:
     script: list[list[Event]]
     num_calls: int = 0
-    reasoning_tokens: int = 0
 
-    def add(self, update: Update) -> list[Event]:
+    def add(self, text: str, placed: Sequence[tuple[int, str]]) -> list[Event]:
         events = self.script.pop(0) if self.script else []
         self.num_calls += sum(isinstance(event, ToolCallStart) for event in events)
-        self.reasoning_tokens += any(isinstance(event, ReasoningDelta) for event in events)
         return events
+
+    def finish(self, *, cut_off: bool) -> list[Event]:
+        return []
 
 
 TEXT = st.text("ab ", min_size=1, max_size=3)

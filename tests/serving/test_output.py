@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 from hypothesis import assume, example, given, settings
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from agentcache.engine.output import Output
 from agentcache.models.text.detokenizer import Detokenizer
 from agentcache.models.text.replies.format import MarkerToken
+from agentcache.models.text.replies.stop_search import StopSearch
 from agentcache.models.text.stop_strings import StopStrings
 from tests.examples import examples
 from tests.growth import MOST, growth
@@ -38,6 +39,10 @@ class Pieces:
         return late
 
 
+def searched(stop: Iterable[str]) -> StopSearch | None:
+    return StopSearch(StopStrings(stop), None) if stop else None
+
+
 PIECES = st.lists(st.text("ab", max_size=4), max_size=12)
 STOPS = st.lists(st.text("ab", min_size=1, max_size=5), max_size=3)
 
@@ -58,7 +63,7 @@ def run(output: Output, num_tokens: int) -> tuple[list[str], int]:
 @example(["a", "b", "c"], ["abd", "bc"], "")
 @example(["x"], ["ab"], "ab")
 def test_streams_up_to_the_first_stop_string(pieces: list[str], stop: list[str], late: str) -> None:
-    output = Output(Pieces(pieces, late if pieces else ""), StopStrings(stop))
+    output = Output(Pieces(pieces, late if pieces else ""), searched(stop))
     shown, taken = run(output, len(pieces))
     seen = "".join(pieces[:taken]) + (late if pieces and taken == len(pieces) else "")
     text = "".join(shown)
@@ -76,7 +81,7 @@ def test_streams_up_to_the_first_stop_string(pieces: list[str], stop: list[str],
 @given(PIECES, STOPS)
 def test_nothing_is_shown_that_may_become_a_stop_string(pieces: list[str], stop: list[str]) -> None:
     """And no more is held back than that."""
-    output, text = Output(Pieces(pieces), StopStrings(stop)), ""
+    output, text = Output(Pieces(pieces), searched(stop)), ""
     for token in range(len(pieces)):
         text += output.add(token).text
         if output.stopped:
@@ -90,7 +95,7 @@ def test_nothing_is_shown_that_may_become_a_stop_string(pieces: list[str], stop:
 @given(PIECES, STOPS, st.text("ab", max_size=3))
 def test_the_transcript_takes_whole_tokens_before_the_stop(pieces: list[str], stop: list[str], late: str) -> None:
     detokenizer = Pieces(pieces, late if pieces else "")
-    output = Output(detokenizer, StopStrings(stop))
+    output = Output(detokenizer, searched(stop))
     shown, taken = run(output, len(pieces))
     text, generated = "".join(shown), output.generated()
     count = len(generated.ids)
@@ -114,7 +119,7 @@ def test_the_transcript_takes_whole_tokens_before_the_stop(pieces: list[str], st
 )
 def test_tokens_that_end_inside_characters(pieces: list[bytes], stop: list[str], control: set[int]) -> None:
     bytes_of: Callable[[int], bytes] = lambda token: b"" if token in control else pieces[token]  # noqa: E731
-    output = Output(Detokenizer(bytes_of, control), StopStrings(stop))
+    output = Output(Detokenizer(bytes_of, control), searched(stop))
     shown, taken = run(output, len(pieces))
     alone = Detokenizer(bytes_of, control)
     seen = "".join(alone.add(token) for token in range(taken)) + alone.finish()
@@ -131,14 +136,14 @@ def test_tokens_that_end_inside_characters(pieces: list[bytes], stop: list[str],
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_stop_string_across_tokens(at_once: bool) -> None:
     pieces = ["Hello <|end|> you"] if at_once else ["Hello", " <|", "e", "", "nd|", "> you"]
-    output = Output(Pieces(pieces), StopStrings(["<|end|>"]))
+    output = Output(Pieces(pieces), searched(["<|end|>"]))
     shown, _ = run(output, len(pieces))
     assert "".join(shown) == "Hello "
     assert output.generated().text == ("" if at_once else "Hello")
 
 
 def test_the_end_of_the_text_can_complete_a_stop_string() -> None:
-    output = Output(Pieces(["one tw"], late="o"), StopStrings(["two"]))
+    output = Output(Pieces(["one tw"], late="o"), searched(["two"]))
     assert run(output, 1)[0] == ["one ", ""]
     assert output.stopped
     assert list(output.generated().ids) == []
@@ -152,7 +157,7 @@ def test_without_stop_strings_everything_is_shown_at_once() -> None:
 def test_text_alone_decides_where_tokens_are_cut(pieces: list[str]) -> None:
     """The same text in other pieces is the same text shown, where one stop string is given."""
     assume(pieces)
-    one, many = Output(Pieces(["".join(pieces)]), StopStrings(["ab"])), Output(Pieces(pieces), StopStrings(["ab"]))
+    one, many = Output(Pieces(["".join(pieces)]), searched(["ab"])), Output(Pieces(pieces), searched(["ab"]))
     assert "".join(run(one, 1)[0]) == "".join(run(many, len(pieces))[0])
 
 
@@ -162,7 +167,7 @@ def test_text_alone_decides_where_tokens_are_cut(pieces: list[str]) -> None:
 )
 def test_no_stop_string_is_looked_for_in_the_first_tokens(min_tokens: int, shown: str) -> None:
     pieces = ["xab", "ab", "a", "b", "ab"]
-    output = Output(Pieces(pieces), StopStrings(["ab"]), min_tokens=min_tokens)
+    output = Output(Pieces(pieces), searched(["ab"]), min_tokens=min_tokens)
     assert "".join(run(output, len(pieces))[0]) == shown
     assert output.stopped is (min_tokens < 5)
 
@@ -183,7 +188,7 @@ class Marked(Pieces):
 @given(st.lists(st.sampled_from(["a", "b", "ab", "", "<m>", "m>"]), max_size=12), STOPS)
 def test_markers_are_placed_in_the_text_that_is_shown(pieces: list[str], stop: list[str]) -> None:
     detokenizer = Marked(pieces)
-    output = Output(detokenizer, StopStrings(stop), detokenizer.markers)
+    output = Output(detokenizer, searched(stop), detokenizer.markers)
     text, places = "", list[tuple[int, str]]()
     for token in range(len(pieces)):
         shown = output.add(token)
@@ -209,7 +214,7 @@ def test_a_token_costs_the_same_whatever_came_before() -> None:
     said = [b"ab", b"a", b"b", "é".encode()[:1], "é".encode()[1:], b" word", b"", b"xxxx"]
 
     def take(num_tokens: int) -> None:
-        output = Output(Detokenizer(lambda token: said[token % len(said)], set()), stops)
+        output = Output(Detokenizer(lambda token: said[token % len(said)], set()), StopSearch(stops, None))
         for token in range(num_tokens):
             output.add(token)
         assert not output.stopped
@@ -221,7 +226,7 @@ def test_a_long_stop_string_is_held_in_time() -> None:
     """A text that goes on being the beginning of one."""
 
     def take(num_tokens: int) -> None:
-        output = Output(Detokenizer(lambda token: b"abab", set()), StopStrings(["ab" * 8000 + "!"]))
+        output = Output(Detokenizer(lambda token: b"abab", set()), searched(["ab" * 8000 + "!"]))
         for token in range(num_tokens):
             output.add(token)
 

@@ -11,6 +11,7 @@ from agentcache.models.text.replies.events import Event, ReasoningDelta, TextDel
 from agentcache.models.text.replies.format import HARMONY_MARKERS, ReplyFormat
 from agentcache.models.text.replies.json_text import JsonText
 from agentcache.models.text.replies.markers import Codes, Placed
+from agentcache.models.text.replies.zones import Zone, Zones
 
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(r"\s*(\w+)")
@@ -46,6 +47,8 @@ class HarmonyReader:
         self._tool = ""
         self._arguments = JsonText()
         self._has_begun = False  # the message or call at work, with what is passed on
+        self._zones = Zones(self._codes.shown)
+        self._undecided: list[str] = []  # a header, or text of a model that does not know the format
         self._pause = {ReasoningDelta: "", TextDelta: ""}  # in front of a further message of the kind
 
     @property
@@ -71,9 +74,15 @@ class HarmonyReader:
         said = "".join(self._header).removeprefix(self._prompted)
         if self._state is _State.HEADER and said and self._channel not in said:
             self._state = _State.TEXT  # no message at all: a model that does not know the format
+            self._zones.pass_over(said.removesuffix("".join(self._undecided)))
             self._pass_on(said)
+        else:
+            self._zones.add("".join(self._undecided), is_said=False)
         self._end_message()
         return self._take()
+
+    def take_zones(self) -> list[Zone]:
+        return self._zones.take()
 
     def _take(self) -> list[Event]:
         events = self._sink.events
@@ -84,6 +93,8 @@ class HarmonyReader:
         done = 0
         for found in self._any.finditer(text):
             self._pass_on(text[done : found.start()])
+            self._zones.add("".join([*self._undecided, found[0]]), is_said=False)
+            self._undecided.clear()
             self._mark(found[0])
             done = found.end()
         self._pass_on(text[done:])
@@ -113,8 +124,11 @@ class HarmonyReader:
     def _pass_on(self, text: str) -> None:
         if not text:
             return
+        if self._state in (_State.THOUGHT, _State.TEXT, _State.BROKEN_CALL):
+            self._zones.add(text, is_said=self._state is not _State.THOUGHT)
         if self._state is _State.HEADER:
             self._header.append(text)
+            self._undecided.append(text)
         elif self._state is _State.CALL:
             self._pass_on_arguments(text)
         else:
@@ -124,7 +138,9 @@ class HarmonyReader:
 
     def _pass_on_arguments(self, text: str) -> None:
         if not self._has_begun:
-            text = text.lstrip(SPACE)
+            space = len(text) - len(text.lstrip(SPACE))
+            self._zones.add(text[:space], is_said=False)
+            text = text[space:]
             if not text:
                 return
             if not text.startswith("{"):
@@ -134,6 +150,7 @@ class HarmonyReader:
             self._sink.start(self._tool)
             self._has_begun = True
         end = self._arguments.feed(text, 0)
+        self._zones.add(text[:end] if self._arguments.is_broken else text, is_said=False)
         self._sink.arguments(self._arguments.take())
         if self._arguments.is_broken:
             self._end_message()

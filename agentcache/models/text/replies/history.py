@@ -76,7 +76,7 @@ class ReplyReading:
 
     def read(self, reply: str, prompt_end: str) -> ReadReply:
         """A reply in marked text; `prompt_end` stands in front of it."""
-        reader = open_reader(self._form, self._tools, thoughts=True)
+        reader = open_reader(self._form, self._tools, thoughts=True, whole=True)
         reader.begin(prompt_end)
         texts, placed, length, done = list[str](), list[tuple[int, str]](), 0, 0
         for found in self._markers.finditer(reply):

@@ -5,15 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from enum import Enum, auto
+from math import inf
 from typing import Protocol
 
 from agentcache.models.text.marks import any_of
-from agentcache.models.text.replies.calls import SPACE, CallReader, CallSink, Left, Tools, partial_end
+from agentcache.models.text.replies.calls import SPACE, CallReader, CallSink, Tools, partial_end
 from agentcache.models.text.replies.dialects import DIALECTS, Dialect, DialectParts, bare_object
 from agentcache.models.text.replies.events import Event, ReasoningDelta, TextDelta
 from agentcache.models.text.replies.format import HARMONY, ReplyFormat
 from agentcache.models.text.replies.harmony import HarmonyReader
 from agentcache.models.text.replies.markers import Codes, Placed
+from agentcache.models.text.replies.zones import Zone, Zones
+
+# Characters behind a closing marker that a stream holds until it shows them, in case that another one follows: less
+# than a second of most models' answers, and more where a model has closed its thought at once.
+DOUBTED, DOUBTED_UNTHOUGHT = 120, 400
 
 
 class ReplyReader(Protocol):
@@ -35,13 +41,17 @@ class ReplyReader(Protocol):
     def finish(self, *, cut_off: bool) -> list[Event]:
         """No more text comes; `cut_off` if that is not the model's doing."""
 
+    def take_zones(self) -> list[Zone]:
+        """What has become certain since the last time of the text that was added: which of it is said."""
 
-def open_reader(form: ReplyFormat, tools: Tools | None, *, thoughts: bool) -> ReplyReader:
+
+def open_reader(form: ReplyFormat, tools: Tools | None, *, thoughts: bool, whole: bool = False) -> ReplyReader:
     """A reader for one reply.
 
     Args:
         tools: that may be called; None if calls are to be left in the text.
         thoughts: whether thoughts are told from text.
+        whole: whether the events are used only when all of them are known, not streamed (see `MarkedReader`).
     """
     if form.dialect == HARMONY:
         return HarmonyReader(form, tools)
@@ -49,7 +59,7 @@ def open_reader(form: ReplyFormat, tools: Tools | None, *, thoughts: bool) -> Re
     pairs = form.thoughts if thoughts else ()
     if dialect is None and not pairs:
         return PlainReader()
-    return MarkedReader(form, dialect, tools or Tools(), pairs)
+    return MarkedReader(form, dialect, tools or Tools(), pairs, whole=whole)
 
 
 class PlainReader:
@@ -66,6 +76,9 @@ class PlainReader:
     def finish(self, *, cut_off: bool) -> list[Event]:
         return []
 
+    def take_zones(self) -> list[Zone]:
+        raise NotImplementedError("all of the text is said")
+
 
 class _State(Enum):
     TEXT = auto()
@@ -76,11 +89,22 @@ class _State(Enum):
 class MarkedReader:
     """Replies in which markers stand around thoughts and calls.
 
-    White space next to thoughts and calls belongs to nobody.
+    White space next to thoughts and calls belongs to neither.
+
+    A thought may be closed twice: what stands in front of the last closing marker is thought, as chat templates take
+    it, too, unless a call comes first. A whole reply is read so. A stream cannot take text back: behind a closing
+    marker it holds the first `DOUBTED` characters, or `DOUBTED_UNTHOUGHT` where nothing was thought. A marker that
+    comes later closes nothing there; nor does one in a reply that began with text.
     """
 
     def __init__(
-        self, form: ReplyFormat, dialect: Dialect | None, tools: Tools, pairs: Sequence[tuple[str, str]]
+        self,
+        form: ReplyFormat,
+        dialect: Dialect | None,
+        tools: Tools,
+        pairs: Sequence[tuple[str, str]],
+        *,
+        whole: bool = False,
     ) -> None:
         dialect = dialect or Dialect()
         strings = [*dialect.markers, *sum(pairs, ())]
@@ -112,6 +136,13 @@ class MarkedReader:
         self._may_stop = self._may_begin
         self._thought_gap = ""
         self._calls: CallReader | None = None
+        self._undecided: list[str] = []  # what may be calls, or be none
+        self._num_before = 0  # calls in front of those
+        self._zones = Zones(codes.shown)
+        self._is_whole = whole and bool(pairs)
+        self._doubted = inf if self._is_whole else 0.0  # characters of text that a closing marker would make thought
+        self._held: list[tuple[str, bool]] = []  # text that may become thought, and what is no text of it
+        self._has_closed = self._has_thought = False
 
     @property
     def num_calls(self) -> int:
@@ -130,9 +161,10 @@ class MarkedReader:
 
     def add(self, text: str, placed: Sequence[Placed] = ()) -> list[Event]:
         text = self._codes.coded(text, placed)
-        if self._state is _State.TEXT and not self._text and self._is_plain(text):
+        if self._state is _State.TEXT and not self._text and not self._doubted and self._is_plain(text):
             self._strips = False
             gap, self._gap = self._gap, ""
+            self._zones.add(text, is_said=True)
             return [TextDelta(gap + text)]
         if self._state is _State.THOUGHT and not self._text and not self._may_stop.search(text):
             self._think(text)
@@ -143,12 +175,16 @@ class MarkedReader:
 
     def finish(self, *, cut_off: bool) -> list[Event]:
         self._read(final=True)
+        self._settle()
         if self._thinks_first and self._state is _State.THOUGHT and not cut_off:
             # Nothing has marked it, neither its beginning nor its end: it was the answer.
-            self._say("".join(self._thought))
+            self._show_text("".join(self._thought))
         if self._state is _State.TEXT and self._gap:
             self._sink.events.append(TextDelta(self._gap))
         return self._take()
+
+    def take_zones(self) -> list[Zone]:
+        return self._zones.take()
 
     def _is_plain(self, text: str) -> bool:
         """Whether text can be passed on at once: no marker begins in it, nor may white space at either end be none."""
@@ -173,7 +209,7 @@ class MarkedReader:
 
     def _in_text(self, final: bool) -> bool:
         text = self._text
-        if self._bare and not self._said and text.lstrip(SPACE).startswith("{"):
+        if self._bare and not self._has_text() and text.lstrip(SPACE).startswith("{"):
             self._open_calls("", bare_object(self._parts))
             return True
         found = self._any.search(text)
@@ -185,18 +221,68 @@ class MarkedReader:
         marker, self._text = found[0], text[found.end() :]
         self._say(text[: found.start()])
         if marker in self._starts:
+            self._settle(is_thought=self._has_closed)
+            self._skip(marker)
             self._open_thought(self._starts[marker])
         elif marker in self._opens:
             self._open_calls(marker, self._opens[marker](self._parts))
         elif marker in self._ends:
-            self._strips, self._gap = True, ""
+            self._settle(is_thought=True)
+            self._skip(marker)
+            self._close_thought()
+        else:
+            self._skip(marker)
         return True
+
+    def _has_text(self) -> bool:
+        return self._said or any(not is_skipped and not piece.isspace() for piece, is_skipped in self._held)
+
+    def _skip(self, text: str) -> None:
+        """Text that clients do not see."""
+        if self._held:
+            self._held.append((text, True))
+        else:
+            self._zones.add(text, is_said=False)
+
+    def _settle(self, *, is_thought: bool = False) -> None:
+        """Text that was held is text, or thought."""
+        held, self._held = self._held, []
+        for piece, is_skipped in held:
+            self._zones.add(piece, is_said=not (is_skipped or is_thought))
+        text = "".join(piece for piece, is_skipped in held if not is_skipped)
+        if not text:
+            return
+        if is_thought:
+            self._thought_gap, self._strips = "\n" if self._has_thought else "", True
+            self._show_thought(text)
+        else:
+            self._doubted = 0.0
+            self._show_text(text)
+
+    def _close_thought(self) -> None:
+        """Behind a closing marker. Where a stream has not held what it would close, it closes nothing more."""
+        self._strips, self._gap = True, ""
+        closes = self._state is _State.THOUGHT or self._doubted or not self._said
+        self._state, self._has_closed = _State.TEXT, True
+        self._doubted = 0.0
+        if closes and not self.num_calls:
+            self._doubted = inf if self._is_whole else float(DOUBTED if self._has_thought else DOUBTED_UNTHOUGHT)
 
     def _may_be_longer(self, text: str) -> bool:
         """Whether a marker of which this is the beginning may yet come."""
         return any(len(marker) > len(text) and marker.startswith(text) for marker in self._markers)
 
     def _say(self, text: str) -> None:
+        if not self._doubted:
+            self._zones.add(text, is_said=True)
+            self._show_text(text)
+        elif text:
+            self._held.append((text, False))
+            self._doubted -= len(text)
+            if self._doubted <= 0:
+                self._settle()
+
+    def _show_text(self, text: str) -> None:
         text = self._codes.without(text)
         if self._strips or not self._said:
             stripped = text.lstrip()
@@ -228,14 +314,21 @@ class MarkedReader:
             return False
         self._think(text[:at])
         self._text = text[at + len(stop) :]
+        if stop not in self._breaks:
+            self._skip(stop)
         if stop in self._starts:  # it is open already
             return True
-        self._thinks_first, self._gap, self._strips, self._state = False, "", True, _State.TEXT
+        self._thinks_first = False
+        self._close_thought()
         if stop in self._breaks:
-            self._text = stop + self._text
+            self._open_calls(stop, self._opens[stop](self._parts))
         return True
 
     def _think(self, text: str) -> None:
+        self._zones.add(text, is_said=False)
+        self._show_thought(text)
+
+    def _show_thought(self, text: str) -> None:
         text = self._codes.without(text)
         text = text.lstrip() if self._strips else text
         if not text:
@@ -243,6 +336,7 @@ class MarkedReader:
         self._strips = False
         certain = text.rstrip()
         if certain:
+            self._has_thought = True
             if self._thinks_first:
                 self._thought.append(self._thought_gap + certain)
             self._sink.events.append(ReasoningDelta(self._thought_gap + certain))
@@ -250,30 +344,36 @@ class MarkedReader:
         self._thought_gap += text[len(certain) :]
 
     def _open_calls(self, marker: str, calls: CallReader) -> None:
-        self._state, self._calls = _State.CALLS, calls
+        self._state, self._calls, self._undecided = _State.CALLS, calls, [marker]
+        self._num_before = self.num_calls
 
     def _in_calls(self, final: bool) -> bool:
         assert self._calls is not None
         text, self._text = self._text, ""
+        self._undecided.append(text)
+        events, self._sink.events = self._sink.events, []
         left = self._calls.feed(text, final)
-        if left is None:
+        own, self._sink.events = self._sink.events, events
+        is_call = self.num_calls > self._num_before
+        if is_call:
+            self._settle()
+            self._doubted = 0.0
+        self._sink.events += own
+        if left is None and not is_call:
             return False
-        self._state, self._calls = _State.TEXT, None
-        self._show(left)
-        self._text = left.rest
-        return True
-
-    def _show(self, left: Left) -> None:
-        """What the calls have left. White space around them is nobody's, but that around what was no call is text."""
-        shown = self._codes.without(left.shown)
-        if self._bare and not self._said and shown:
-            self._said = True
-            self._sink.events.append(TextDelta(self._gap + shown))
-            self._gap = ""
-        elif left.has_failed:
-            self._say(shown)
-        else:
+        read, self._undecided = "".join(self._undecided), []
+        if left is None:
+            self._skip(read)
+            return False
+        self._state, self._calls, self._text = _State.TEXT, None, left.rest
+        given_back = left.shown + left.rest
+        self._skip(read[: max(0, len(read) - len(given_back))])
+        self._zones.pass_over(given_back[: max(0, len(given_back) - len(read))])
+        if left.has_failed:
+            self._say(left.shown)
+        else:  # white space around calls is none of the text's
             self._gap, self._strips = "", True
+        return True
 
 
 def _beginnings(markers: Sequence[str], others: str) -> re.Pattern[str]:
