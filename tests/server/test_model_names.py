@@ -75,7 +75,7 @@ def test_names_that_say_no_more_than_a_model_mean_it(engine: FakeEngine, path: s
     )
     assert post(engine, path, body | {"model": name}).json()["model"] == MODEL.id
     assert engine.requests[0].adapter is None
-    if name != "default":
+    if name not in ("default", "tiny-model:latest"):  # which are its names
         assert post(engine, path, body | {"model": name}, config=STRICT).status_code == 404
 
 
