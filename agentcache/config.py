@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from agentcache.adapter_settings import AdapterFolder
+from agentcache.default_agents import RESPONSES_AGENT
 from agentcache.durable import Durability
 from agentcache.errors import ConfigError, InvalidRequest
 from agentcache.sampling import SamplingDefaults
@@ -124,7 +125,7 @@ class Config:
         prefill_chunk: prompt tokens computed at once, at most; on a GPU up to 2,048 while nobody generates.
         max_stall_ms: milliseconds that computing prompt tokens may keep others from generating.
         decode_share: share of the time that generating gets while prompts wait; above 0 and below 1.
-        max_lineages: conversations that are kept of one agent.
+        max_lineages: conversations that are kept of one agent; of `shared_agents` at least `SHARED_LINEAGES`.
         adapters: loaded at start.
         aliases: further names of the served model or its adapters, each with a name it already has.
         strict_model_names: whether `claude-*`, `gpt-*` and placeholders are unknown names; else they mean this model.
@@ -287,6 +288,11 @@ class Config:
     log_requests: bool = _setting(
         Kind.SWITCH, Flag("Log a line for each request, without its content.", is_bare=True), default=False
     )
+
+    @property
+    def shared_agents(self) -> frozenset[str]:
+        """Agents of requests that name none; they hold conversations of several clients."""
+        return frozenset({RESPONSES_AGENT, *self.default_agent.values()})
 
     @property
     def sampling(self) -> SamplingDefaults:

@@ -9,6 +9,10 @@ from agentcache.errors import ConfigError
 from agentcache.names import RULE, is_name
 
 ANY_CLIENT = "*"
+# Of responses that are to be stored and whose requests name no agent.
+RESPONSES_AGENT = "responses"
+# Conversations that an agent of several clients or conversations at once keeps at least: each would push out another.
+SHARED_LINEAGES = 32
 
 
 def parse_default_agents(value: Any) -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from agentcache.default_agents import RESPONSES_AGENT
 from agentcache.request import ChatPrompt
 from agentcache.sampling import SamplingParams
 from agentcache.server.answer_form import read_form, read_text_form, read_tool_choice
@@ -22,7 +23,6 @@ from agentcache.server.response_tools import TOOL_TYPES, read_response_tools
 from agentcache.server.responses_reply import ResponseReply
 from agentcache.server.sampling import MAX_LOGPROBS, read_max_tokens, read_sampling
 from agentcache.server.stored_responses import (
-    RESPONSES_AGENT,
     Keep,
     References,
     find_continued,

@@ -22,8 +22,6 @@ from agentcache.store.response_files import Continued, Item, ResponseFiles, Stor
 
 log = logging.getLogger("agentcache.server")
 
-# Of stored responses whose requests name no agent, and continue no other's. `--default-agent` names another one.
-RESPONSES_AGENT = "responses"
 _NOT_STORED = ("agentcache", "token_ids", "prompt_token_ids")  # fields of an answer
 
 

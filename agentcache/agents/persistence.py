@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,6 +24,7 @@ from agentcache.blocks.keys import BASE_CACHE, BlockName
 from agentcache.blocks.lanes import NamedBlock
 from agentcache.blocks.sequence import CacheSequence, LaneBlock
 from agentcache.blocks.transcript import Transcript, TranscriptContent
+from agentcache.default_agents import SHARED_LINEAGES
 from agentcache.errors import StoreError
 from agentcache.models.runner import ModelRunner
 from agentcache.store.archive import ArchiveRejected
@@ -46,6 +47,7 @@ class Persistence:
     Args:
         post: runs a function on the engine thread soon; callable from any thread.
         max_lineages: lineages that an agent may have; those beyond are given up.
+        shared: agents that may have `SHARED_LINEAGES` at least.
         first_thought: as for `SavedSnapshots`.
         set_aside: lineages of unavailable agents that can be read; nothing of them is changed or evicted.
 
@@ -64,12 +66,13 @@ class Persistence:
         max_lineages: int,
         first_thought: Callable[[Transcript], int | None],
         set_aside: Sequence[AgentRecord] = (),
+        shared: Collection[str] = (),
     ) -> None:
         self._caches = caches
         self._store = store
         self._agents = agents
         self._in_use = in_use
-        self._max_lineages = max_lineages
+        self._max_lineages, self._shared = max_lineages, shared
         self._set_aside = list(set_aside)
         self._looked_at: dict[str, float] = {}  # when the files of unavailable agents were last read
         for record in set_aside:
@@ -427,13 +430,17 @@ class Persistence:
         if not self._store.has_agent(latest.name):
             self._give_up_unsaved(latest)
             return
-        while (surplus := self._agents.surplus(latest.id, self._max_lineages)) is not None:
-            log.info("dropping a lineage of agent %s, which has more than %d", surplus.id, self._max_lineages)
+        bound = self._bound(latest.id)
+        while (surplus := self._agents.surplus(latest.id, bound)) is not None:
+            log.info("dropping a lineage of agent %s, which has more than %d", surplus.id, bound)
             self.delete_lineage(surplus, partial(_note_removal, surplus))
+
+    def _bound(self, agent_id: str) -> int:
+        return max(self._max_lineages, SHARED_LINEAGES) if agent_id in self._shared else self._max_lineages
 
     def _give_up_unsaved(self, record: AgentRecord) -> None:
         known = self._agents.find(record.name)
-        if known is not None and self._agents.count(record.id) > self._max_lineages:
+        if known is not None and self._agents.count(record.id) > self._bound(record.id):
             self.delete_lineage(known, partial(_note_removal, known))
 
     def empty_lineage(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:

@@ -171,6 +171,7 @@ def _put_together(
         config.max_lineages,
         partial(first_thought, form=loaded.tokenizer.reply_format),
         set_aside,
+        config.shared_agents,
     )
     requests = Requests()
     restorer = Restorer(caches, store, post, lambda: not requests.running, is_awaited)

@@ -91,8 +91,13 @@ def replace_file(files: CacheFiles, path: Path, data: bytes, kind: str, fault: F
     files.sync_folder(path.parent, covered=covered)
 
 
-def append_file(files: CacheFiles, path: Path, data: bytes, offset: int, kind: str, fault: Fault) -> None:
-    """Write `data` at `offset` and cut off what was behind it; durable once a later sync has ended.
+def append_file(
+    files: CacheFiles, path: Path, data: bytes, offset: int, kind: str, fault: Fault, *, covered: bool = True
+) -> None:
+    """Write `data` at `offset` and cut off what was behind it; durable on return.
+
+    Args:
+        covered: whether a later sync has the new content kept (`durable.sync`).
 
     Raises:
         OSError: the disk is full, say; the first `offset` bytes are untouched then.
@@ -103,7 +108,7 @@ def append_file(files: CacheFiles, path: Path, data: bytes, offset: int, kind: s
             os.ftruncate(fd, offset)
             write_all(fd, [data], offset)
             fault(f"{kind}-appended")
-            files.sync(fd, covered=True)
+            files.sync(fd, covered=covered)
             fault(f"{kind}-synced")
         except BaseException:
             with suppress(OSError):

@@ -317,8 +317,7 @@ class ResponseFiles:
         path = self._path(agent)
         self._usage.require(len(line))
         try:
-            append_file(self._files, path, line, content.num_bytes, "responses", self._fault)
-            self._files.sync_folder(self._folder)  # flushes the drive
+            append_file(self._files, path, line, content.num_bytes, "responses", self._fault, covered=False)
         except BaseException:
             self._usage.refresh(path)
             raise
