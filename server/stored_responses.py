@@ -115,6 +115,8 @@ class Keep:
 
 
 async def show_response(request: HttpRequest) -> Response:
+    if request.query_params.get("stream", "").lower() in ("true", "1"):
+        raise InvalidRequest("stream is not supported here: a stored response is whole.", param="stream")
     _, stored = await _find(request)
     return JSONResponse({**stored.body, **stored.echo})
 

@@ -79,6 +79,7 @@ def test_a_response_by_its_id() -> None:
     assert told.keys() - shown.keys() == {"agentcache", "prompt_token_ids", "token_ids"}
     assert shown == {name: told[name] for name in shown}
     assert Response.model_validate(shown).output_text == "Hello w\u2028é"
+    assert refused(get(engine, f"{told['id']}?stream=true"), 400)["param"] == "stream"
     items = get(engine, f"{told['id']}/input_items").json()
     assert (items["object"], items["data"], items["has_more"]) == ("list", fields["input"], False)
     assert get(engine, told["id"], "DELETE").json() == {"id": told["id"], "object": "response", "deleted": True}
