@@ -38,11 +38,15 @@ class Value:
         value: something that JSON can say; with `adds` a list.
         adds: whether the items are added to a list of the user's, which keeps its own. No items are added where none
             are wanted; those of an earlier time are taken out.
+        is_default: whether a value of the user's stays.
+        ignores: keys of a table `value` that its program changes by itself.
     """
 
     path: Path_
     value: Any
     adds: bool = False
+    is_default: bool = False
+    ignores: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,11 +90,14 @@ def put_in(file: Path, values: Sequence[Value], note: Mapping[str, Any] | None) 
         if each.adds:
             entries += _add_items(file, document, each, known.get(each.path))
             continue
-        if each.path in known and _equal(current, known[each.path]["value"]):
+        if each.is_default and each.path not in known and _is_decided(document, each.path):
+            continue
+        if each.path in known and _equal(current, known[each.path]["value"], each.ignores):
             entries.append(known[each.path] | {"value": each.value})
         else:
             entries.append(_entry(each, current, _num_tables(document, each.path)))
-        _set(file, document, each.path, each.value)
+        if not _equal(current, each.value, each.ignores):
+            _set(file, document, each.path, each.value)
     entries += [entry for path, entry in known.items() if path not in {each.path for each in values}]
     existed = bool(note["existed"]) if note is not None else before is not None
     return Change(file, before, _text(file, document), {"file": str(file), "existed": existed, "set": entries})
@@ -104,7 +111,7 @@ def take_out(note: Mapping[str, Any]) -> Change:
     for path, entry in reversed(_noted(note).items()):
         if entry.get("adds"):
             kept += [] if _take_items(file, document, path, entry) else [".".join(path)]
-        elif not _equal(_get(document, path), entry["value"]):
+        elif not _equal(_get(document, path), entry["value"], entry.get("ignores", ())):
             kept.append(".".join(path))
         elif "before" in entry:
             _set(file, document, path, entry["before"])
@@ -220,6 +227,15 @@ def _set(file: Path, document: MutableMapping[str, Any], path: Path_, value: Any
     document[path[-1]] = copy.deepcopy(value)
 
 
+def _is_decided(document: Any, path: Path_) -> bool:
+    """Whether the setting is there, or a value stands where a table of it would be."""
+    return any(
+        (found := _get(document, path[:depth])) is not _ABSENT
+        and (depth == len(path) or not isinstance(found, Mapping))
+        for depth in range(1, len(path) + 1)
+    )
+
+
 def _num_tables(document: Any, path: Path_) -> int:
     """How many of the tables that the setting is in are there."""
     return sum(_get(document, path[:depth]) is not _ABSENT for depth in range(1, len(path)))
@@ -235,10 +251,13 @@ def _remove(document: MutableMapping[str, Any], path: Path_, num_tables: int) ->
     del document[path[0]]
 
 
-def _equal(current: Any, value: Any) -> bool:
+def _equal(current: Any, value: Any, ignored: Sequence[str] = ()) -> bool:
     if current is _ABSENT:
         return False
-    return bool(getattr(current, "unwrap", lambda: current)() == value)
+    plain = getattr(current, "unwrap", lambda: current)()
+    if ignored and isinstance(plain, Mapping):
+        plain, value = ({key: each[key] for key in each if key not in ignored} for each in (plain, value))
+    return bool(plain == value)
 
 
 # --- notes ---
@@ -246,6 +265,8 @@ def _equal(current: Any, value: Any) -> bool:
 
 def _entry(value: Value, replaced: Any, num_tables: int) -> dict[str, Any]:
     entry = {"path": list(value.path), "value": value.value, "tables": num_tables}
+    if value.ignores:
+        entry["ignores"] = list(value.ignores)
     if replaced is not _ABSENT:
         entry["before"] = getattr(replaced, "unwrap", lambda: replaced)()
     return entry

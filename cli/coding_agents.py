@@ -147,6 +147,11 @@ def _opencode(served: Served) -> list[Value]:
     return [Value(("provider", "agentcache"), provider), Value(("model",), f"agentcache/{served.model}")]
 
 
+def _kilo(served: Served) -> list[Value]:
+    """A settings file without a word on shell commands is an old one for Kilo: it then allows them all, for good."""
+    return [*_opencode(served), Value(("permission", "bash"), "ask", is_default=True)]
+
+
 def _pi(served: Served) -> list[Value]:
     provider = {
         "baseUrl": served.base_url,
@@ -173,7 +178,7 @@ def _qwen(served: Served) -> list[Value]:
 
 
 def _cline(served: Served) -> list[Value]:
-    """The file is refused whole without a date and a source."""
+    """The file is refused whole without a date, which Cline then keeps, and a source."""
     key = {} if served.has_key else {"apiKey": "none"}
     provider = {
         "settings": {
@@ -189,7 +194,7 @@ def _cline(served: Served) -> list[Value]:
     return [
         Value(("version",), 1),
         Value(("lastUsedProvider",), "openai-compatible"),
-        Value(("providers", "openai-compatible"), provider),
+        Value(("providers", "openai-compatible"), provider, ignores=("updatedAt",)),
     ]
 
 
@@ -266,7 +271,7 @@ PROGRAMS = {
     CodingAgent.OPENCODE: Program(
         ("opencode",), lambda: _home("XDG_CONFIG_HOME", ".config") / "opencode" / "opencode.json", _opencode
     ),
-    CodingAgent.KILO: Program(("kilo",), lambda: _home("XDG_CONFIG_HOME", ".config") / "kilo" / "kilo.json", _opencode),
+    CodingAgent.KILO: Program(("kilo",), lambda: _home("XDG_CONFIG_HOME", ".config") / "kilo" / "kilo.json", _kilo),
     CodingAgent.PI: Program(
         ("pi", "--model", "agentcache/{model}"),
         lambda: _home("PI_CODING_AGENT_DIR", ".pi", "agent") / "models.json",

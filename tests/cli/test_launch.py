@@ -53,7 +53,7 @@ OWN = {
         "permissions": {"allow": ["Bash(ls)"], "deny": ["WebFetch", "Task"]}}""",
     CodingAgent.CODEX: CODEX,
     CodingAgent.OPENCODE: '{"$schema": "x", "model": "anthropic/claude", "provider": {"mine": {"npm": "y"}}}',
-    CodingAgent.KILO: '{"model": "kilo/x", "permission": {"bash": "ask"}}',
+    CodingAgent.KILO: '{"model": "kilo/x", "permission": {"edit": "deny"}}',
     CodingAgent.PI: '{"providers": {"ollama": {"baseUrl": "z"}}}',
     CodingAgent.QWEN: '{"security": {"auth": {"selectedType": "qwen-oauth"}}, "model": {"generationConfig": {"t": 1}}}',
     CodingAgent.CLINE: '{"version": 1, "lastUsedProvider": "cline", "providers": {"cline": {"settings": {}}}}',
@@ -277,6 +277,43 @@ def test_a_large_context_leaves_no_list(home: Path, invoke: Invoke, monkeypatch:
     monkeypatch.setattr(launch_module, "_served", lambda *options: (replace(SERVED, context=200_000), None))
     invoke("launch", "claude")
     assert parsed(home / FILES[CodingAgent.CLAUDE])["permissions"] == {"disableAutoMode": "disable"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"bash": "ask"}),
+        ({"permission": {"edit": "deny"}}, {"edit": "deny", "bash": "ask"}),
+        ({"permission": {"bash": "allow"}}, {"bash": "allow"}),
+        ({"permission": {"bash": {"ls": "allow"}}}, {"bash": {"ls": "allow"}}),
+        ({"permission": "allow"}, "allow"),
+    ],
+)
+@pytest.mark.usefixtures("served")
+def test_kilo_asks_before_commands_unless_the_user_has_said_otherwise(
+    before: dict[str, Any], after: Any, home: Path, invoke: Invoke
+) -> None:
+    file = own(home, CodingAgent.KILO)
+    file.write_text(json.dumps(before))
+    for _ in range(2):
+        assert invoke("launch", "kilo").exit_code == 0
+        assert parsed(file)["permission"] == after
+    assert invoke("launch", "kilo", "--undo").exit_code == 0
+    assert parsed(file) == before
+
+
+@pytest.mark.usefixtures("served")
+def test_what_the_agent_itself_changes_is_no_change(home: Path, invoke: Invoke) -> None:
+    """Cline keeps the date of its last use."""
+    file = own(home, CodingAgent.CLINE)
+    invoke("launch", "cline")
+    used = parsed(file)
+    used["providers"]["openai-compatible"]["updatedAt"] = "2026-11-26T00:00:00.000Z"
+    file.write_text(json.dumps(used))
+    assert "stays as it is" in invoke("launch", "cline").stdout or parsed(file) == used
+    undone = invoke("launch", "cline", "--undo")
+    assert undone.exit_code == 0 and "was changed since" not in undone.stderr
+    assert parsed(file) == json.loads(OWN[CodingAgent.CLINE])
 
 
 @pytest.mark.usefixtures("served")
