@@ -40,7 +40,7 @@ class Echo:
                 kept.add(name)
             else:
                 left_out.append(name)
-        fields = {name: _finite(value) if name in kept else _EMPTY.get(name) for name, value in asked.items()}
+        fields = {name: finite(value) if name in kept else _EMPTY.get(name) for name, value in asked.items()}
         return cls(fields, tuple(left_out))
 
     @cached_property
@@ -70,10 +70,10 @@ def json_size(value: Any, most: float = math.inf) -> int:
     return size
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """As it was sent, but for numbers that are too large to be written."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {name: _finite(inner) for name, inner in value.items()}
-    return [_finite(inner) for inner in value] if isinstance(value, list) else value
+        return {name: finite(inner) for name, inner in value.items()}
+    return [finite(inner) for inner in value] if isinstance(value, list) else value

@@ -15,6 +15,7 @@ from agentcache.server.completion import CompletionWriter
 from agentcache.server.context import Call, context_of, engine_of
 from agentcache.server.engine import Engine
 from agentcache.server.reply import Completion
+from agentcache.server.response_echo import finite
 from agentcache.server.response_items import is_reference
 from agentcache.server.responses_reply import ResponseReply, ResponseWriter
 from agentcache.server.validate import Reader
@@ -124,7 +125,7 @@ async def show_response(request: HttpRequest) -> Response:
 async def list_input_items(request: HttpRequest) -> Response:
     """The items of a response's request, without those of the conversation before it."""
     _, stored = await _find(request)
-    data = [dict(item) for item in stored.input]
+    data = [finite(item) for item in stored.input]
     ids = [item.get("id") for item in data]
     ends: Mapping[str, Any] = {"first_id": ids[0], "last_id": ids[-1]} if ids else {"first_id": None, "last_id": None}
     return JSONResponse({"object": "list", "data": data, "has_more": False, **ends})

@@ -87,6 +87,17 @@ def test_a_response_by_its_id() -> None:
         assert refused(get(engine, told["id"], method), 404)["code"] == "response_not_found"
 
 
+@pytest.mark.parametrize("value", ["1e999", "123456789012345678901234567890", '"\\ud800"', "null", '{"id": ["a"]}'])
+def test_items_may_hold_anything(value: str) -> None:
+    engine = FakeEngine()
+    item = '{"role": "user", "content": "hi", "x": %s}' % value  # noqa: UP031
+    body = f'{{"input": [{item}], "metadata": {{"x": {value}}}, "user": {value if value[0] == chr(34) else "null"}}}'
+    told = ask(engine, "POST", "/v1/responses", content=body).json()
+    for path in (told["id"], f"{told['id']}/input_items"):
+        assert get(engine, path).status_code == 200
+    assert respond(engine, {"previous_response_id": told["id"]}).status_code == 200
+
+
 @pytest.mark.parametrize("path", ["resp_x", "resp_" + "0" * 32, "..%2f..%2fx", "%00", "x" * 3000])
 @pytest.mark.parametrize("method", ["GET", "DELETE"])
 def test_unknown_responses_are_not_found(path: str, method: str) -> None:

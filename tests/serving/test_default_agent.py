@@ -1,4 +1,4 @@
-"""Conversations of clients that name no session, under one agent: each is continued from the cache, and few are kept."""
+"""Conversations of clients that name no session, under one agent: each is continued warm, and few are kept."""
 
 from __future__ import annotations
 
