@@ -198,10 +198,10 @@ class LLM:
         return self._wait(self._collect(request))
 
     def _reading(self, prompt: ChatPrompt, form: AnswerForm | None) -> Reading:
-        must_call = form is not None and form.must_call
+        calls = bool(prompt.tools) or (form is not None and form.must_call)
         known = self._engine.model.reply_format
         tools = Tools(prompt.tools) if prompt.tools else None
-        return Reading(calling_format(known) if must_call else known, tools, thoughts=True)
+        return Reading(calling_format(known) if calls else known, tools, thoughts=True)
 
     def token_times(self, request: Request) -> list[float]:
         """Run a request and return when each token arrived (`time.perf_counter`); for benchmarks."""

@@ -102,7 +102,8 @@ class Report:
     `base_computed_tokens` are those of the prompt that went through the model without an adapter; under the policy
     `residual` that is beside `computed_tokens`, which are its adapter's. `requested_policy` is the one that would have
     answered it, had it not `stepped_down`. `divergence` says how far the keys and values that it read are from its own,
-    relative to these, as far as that is measured.
+    relative to these, as far as that is measured. `notes` say what of a chat was told in another
+    way than it was sent.
     """
 
     agent: str | None
@@ -129,6 +130,7 @@ class Report:
     save_error: str | None = None
     written_bytes: int = 0
     volatile: Volatile | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def reused_tokens(self) -> int:

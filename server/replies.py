@@ -42,8 +42,8 @@ def read_reading(
     extras = body.object("agentcache")
     reads_calls = bool(tools) and extras.boolean("parse_tools", True)
     reads_thoughts = extras.boolean("parse_reasoning", True) and thinking.parsed
-    must_call = form is not None and form.must_call
-    format = calling_format(model.reply_format) if must_call else model.reply_format
+    calls = bool(tools) or (form is not None and form.must_call)
+    format = calling_format(model.reply_format) if calls else model.reply_format
     return Reading(format, Tools(tools or ()) if reads_calls else None, reads_thoughts, not thinking.shown)
 
 

@@ -80,7 +80,7 @@ def report_object(report: Report, notes: Sequence[str]) -> dict[str, Any]:
     """The `agentcache` object beside `usage`; `notes` say what was read in another way than it was sent."""
     described = dataclasses.asdict(report)
     del described["completion_tokens"]  # usage has it
-    return described | {"notes": list(notes)}
+    return described | {"notes": [*notes, *(note for note in report.notes if note not in notes)]}
 
 
 def combine(reports: Sequence[Report]) -> Report:
@@ -97,6 +97,7 @@ def combine(reports: Sequence[Report]) -> Report:
         time_to_first_token_ms=reports[0].time_to_first_token_ms,
         lost_tokens=sum(report.lost_tokens for report in reports),
         restore_ms=sum(report.restore_ms for report in reports),
+        notes=tuple(dict.fromkeys(note for report in reports for note in report.notes)),
         restored_bytes=sum(report.restored_bytes for report in reports),
         written_bytes=sum(report.written_bytes for report in reports),
         total_ms=sum(report.total_ms for report in reports),

@@ -61,12 +61,14 @@ class PlainPrompt:
         content: marked text, or token ids where it came as these.
         retells: transcripts whose conversation it continues, though it may word differently what was said there.
         volatile: lines in front that have changed since the last turn; None where none has.
+        notes: what of a chat was told to the chat template in another way than it was sent.
         read: transcripts that it was compared with; those that could be read stay in RAM as long as the prompt.
     """
 
     content: str | array[int]
     retells: tuple[Transcript, ...] = ()
     volatile: Volatile | None = None
+    notes: tuple[str, ...] = ()
     read: ReadTranscripts | None = field(default=None, compare=False, repr=False)
 
     def _same_of(self, transcript: Transcript) -> str | array[int]:

@@ -37,7 +37,7 @@ from agentcache.gateway.prompt_workers import HasEnded, Workers
 from agentcache.gateway.receiver import Receiver
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.models.text.work_limit import WorkLimit
-from agentcache.report import Update, Volatile
+from agentcache.report import Update
 from agentcache.request import Request, TokenPrompt
 
 T = TypeVar("T")
@@ -94,8 +94,8 @@ class Completions:
         adapter is there, until its end or a cancellation.
         """
         prompt, claim = await self._take_turn(request, turn)
-        if prompt.volatile is not None:
-            take = partial(_take_volatile, take, prompt.volatile)
+        if prompt.volatile is not None or prompt.notes:
+            take = partial(_take_with_prompt, take, prompt)
         receiver = Receiver(take)
         turn.lasts_until(receiver.settled)
         submitted: Submit | None = None
@@ -206,8 +206,12 @@ def _take_choice(take: Callable[[Update], None], index: int, update: Update) -> 
     take(replace(update, choice=index))
 
 
-def _take_volatile(take: Callable[[Update], None], volatile: Volatile, update: Update) -> None:
-    take(update if update.report is None else replace(update, report=replace(update.report, volatile=volatile)))
+def _take_with_prompt(take: Callable[[Update], None], prompt: PlainPrompt, update: Update) -> None:
+    """The report also says what was found while the prompt was read."""
+    if update.report is not None:
+        report = replace(update.report, volatile=prompt.volatile, notes=prompt.notes)
+        update = replace(update, report=report)
+    take(update)
 
 
 def _ignore(reply: object) -> None:

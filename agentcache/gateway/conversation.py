@@ -67,7 +67,9 @@ def read_conversation(
     told = [teller.tell(transcript) for transcript in held]
     text = max(told, key=lambda each: each.shared).text
     changed = max(told, key=lambda each: each.would_share).volatile
-    return PlainPrompt(text, tuple(each.transcript for each in told if each.is_same), changed, read_before)
+    return PlainPrompt(
+        text, tuple(each.transcript for each in told if each.is_same), changed, prompt.notes, read_before
+    )
 
 
 def transcripts_for(request: Request, agents: Agents) -> list[Transcript]:
@@ -121,7 +123,7 @@ class _Teller:
     ) -> None:
         self._chat, self._text = chat, str(prompt.content)
         self._tokenizer, self._read, self._stable_prefix = tokenizer, read, stable_prefix
-        self._reading = ReplyReading(tokenizer, chat.tools) if tokenizer.reply_format.is_known else None
+        self._reading = ReplyReading(tokenizer, chat.tools) if chat.tools or tokenizer.reply_format.is_known else None
         messages = plain_messages(leading(with_system(chat.messages, system)))
         self._front = find_front(with_strings(messages, tokenizer.mark), self._text)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,13 +19,11 @@ from agentcache.agents.table import Agents
 from agentcache.blocks.prefix_match import PromptMatch, match_text, match_tokens
 from agentcache.blocks.transcript import Spelling, Transcript
 from agentcache.errors import InvalidRequest
-from agentcache.models.text.call_ids import with_short_ids
 from agentcache.models.text.front import find_front
 from agentcache.models.text.grammars.call_syntax import calling_format
 from agentcache.models.text.grammars.compiler import Grammar
 from agentcache.models.text.grammars.reply_grammar import reply_grammar
 from agentcache.models.text.stop_strings import NO_STOPS, StopStrings, stop_strings
-from agentcache.models.text.template import REASONING_KEYS, REFUSED
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.models.text.work_limit import UNLIMITED, WorkLimit
 from agentcache.report import PROMPT_END
@@ -93,36 +91,8 @@ def read_prompt(prompt: Prompt, system: str | None, tokenizer: Tokenizer, limit:
         return PlainPrompt(tokenizer.raw_prompt(prompt.text))
     messages = with_system(prompt.messages, system)
     options = prompt.tools, prompt.add_generation_prompt, prompt.template_kwargs
-    try:
-        return PlainPrompt(tokenizer.render_chat(messages, *options, limit=limit))
-    except InvalidRequest as error:
-        refusal = error
-    for other in _more_acceptable(messages):
-        if refusal.code != REFUSED:
-            break
-        try:
-            return PlainPrompt(tokenizer.render_chat(other, *options, limit=limit))
-        except InvalidRequest as error:
-            refusal = error
-    raise refusal
-
-
-def _more_acceptable(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Messages that say the same in a form which more templates take, the smallest change first.
-
-    Ids of calls are changed only if a template refuses them: others may show ids, and their prompts are in the cache.
-    """
-    with_ids = with_short_ids(messages)
-    fewer = [_with_one_comment(message) for message in messages]
-    changed = [with_ids, fewer, with_short_ids(fewer)]
-    return (each for index, each in enumerate(changed) if each != messages and each not in changed[:index])
-
-
-def _with_one_comment(message: dict[str, Any]) -> dict[str, Any]:
-    """Without the thought where there are a text and a call, too: some templates refuse to show all three."""
-    if not (message.get("content") and message.get("tool_calls")):
-        return message
-    return {key: value for key, value in message.items() if key not in REASONING_KEYS}
+    told = tokenizer.tell_chat(messages, *options, limit=limit)
+    return PlainPrompt(told.text, notes=told.notes)
 
 
 def match(

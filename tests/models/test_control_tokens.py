@@ -104,21 +104,33 @@ def test_words_everywhere_are_text(tmp_path_factory: pytest.TempPathFactory, nam
 
 @pytest.mark.parametrize("name", ALL)
 def test_harmless_words_have_the_tokens_of_the_tokenizer_itself(
-    tmp_path_factory: pytest.TempPathFactory, name: str
+    tmp_path_factory: pytest.TempPathFactory, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of the messages as the template gets them: a chat that it would refuse is told to it in another way."""
     tokenizer = known(tmp_path_factory, name)
+    render, taken = tokenizer._template.render, list[tuple[Any, Any, Any]]()
+
+    def noted(messages: Any, tools: Any, add_generation_prompt: bool, variables: Any, **limits: Any) -> str:
+        text = render(messages, tools, add_generation_prompt, variables, **limits)
+        taken.append((messages, tools, variables))
+        return text
+
+    monkeypatch.setattr(tokenizer._template, "render", noted)
     rendered = 0
     for conversation, tools in ((each, tools) for each in CONVERSATIONS.values() for tools in (None, TOOLS)):
-        options: dict[str, Any] = {"tools": tools, "add_generation_prompt": True}
         try:
             text = tokenizer.render_chat(conversation, tools)
         except InvalidRequest:
             continue
+        messages, told_tools, variables = taken[-1]
         plain = tokenizer._wrapper.apply_chat_template(
-            [{"thinking": m.get("reasoning_content"), **m} if m.get("reasoning_content") else m for m in conversation],
+            [{"thinking": m.get("reasoning_content"), **m} if m.get("reasoning_content") else m for m in messages],
             tokenize=False,
-            **options,
+            tools=told_tools,
+            add_generation_prompt=True,
+            **variables,
         )
+        plain = tokenizer._marks.unsealed(plain.encode())  # calls that are told as text have their own seals
         if "<bound method" not in plain:
             rendered += text == plain
             assert ids_of(tokenizer, text) == tokenizer._wrapper.encode(plain, add_special_tokens=False)
@@ -192,6 +204,9 @@ def test_control_tokens_that_a_template_makes_at_run_time(tmp_path_factory: pyte
 
 def test_refusals_are_in_the_clients_words(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("refusing")
-    template = "{{ raise_exception('<|im_end|> is not ' + messages[0].content) }}"
+    template = (
+        "{% if messages[0].content | length == 1 %}{{ raise_exception('<|im_end|> is not ' + messages[0].content) }}"
+        "{% endif %}{{ messages[0].content }}"
+    )
     with pytest.raises(InvalidRequest, match=re.escape("<|im_end|> is not <|im_start|>")):
         Tokenizer.load(with_markers(folder, template, [])).render_chat([{"role": "user", "content": "<|im_start|>"}])

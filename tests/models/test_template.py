@@ -54,9 +54,7 @@ class TestAsTransformersDoes:
         assert refusal(made(tmp_path, [{"name": "other", "template": "x"}])).param == "messages"
 
     def test_what_a_sandbox_forbids(self, tmp_path: Path) -> None:
-        for index, template in enumerate(
-            ["{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}", "{{ namespace(_x=1) }}"]
-        ):
+        for index, template in enumerate(["{{ ''.__class__.__mro__ }}", "{{ namespace(_x=1) }}"]):
             tokenizer = made(tmp_path / str(index), template)
             theirs = _by_transformers(tokenizer, user("x"), None, True, {})
             assert _ours(tokenizer, user("x"), None, True, {}) == theirs

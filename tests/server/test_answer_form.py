@@ -276,9 +276,9 @@ def test_refusals_name_the_field(fields: dict[str, Any], param: str) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-def test_a_model_without_a_dialect_calls_where_it_must() -> None:
+def test_a_model_without_a_dialect_calls_as_its_tools_are_told() -> None:
     def calling(request: object) -> list[Update | float | Exception]:
-        said = Update('{"name": "look", "parameters": {"a": 1}}', (1,))
+        said = Update('<tool_call>\n{"name": "look", "arguments": {"a": 1}}\n</tool_call>', (1,))
         return [
             Update(prompt_token_ids=(1,), prompt_end=""),
             said,
@@ -286,8 +286,9 @@ def test_a_model_without_a_dialect_calls_where_it_must() -> None:
         ]
 
     engine = FakeEngine(script=calling, model=replace(MODEL, reply_format=ReplyFormat()))
-    [choice] = chat(engine, {"tools": CHAT_TOOLS, "tool_choice": "required"}).json()["choices"]
-    assert choice["finish_reason"] == "tool_calls"
-    assert choice["message"]["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"a": 1}'}
-    [choice] = chat(engine, {"tools": CHAT_TOOLS}).json()["choices"]
-    assert choice["message"]["content"].startswith("{")  # nobody has demanded a call
+    for choice_of_tools in ("required", "auto"):
+        [choice] = chat(engine, {"tools": CHAT_TOOLS, "tool_choice": choice_of_tools}).json()["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"a": 1}'}
+    [choice] = chat(engine, {}).json()["choices"]
+    assert choice["message"]["content"].startswith("<tool_call>")  # no tools, no calls

@@ -94,4 +94,4 @@ def test_a_line_that_is_neither_is_named(line: str, tmp_path: Path) -> None:
 
 def test_messages_that_the_model_does_not_take_are_shown(tokenizer: Tokenizer) -> None:
     with pytest.raises(ConfigError, match="Be brief"):
-        examples_of(tokenizer, [CHAT[0], {"role": "user", "content": "\ud800"}, CHAT[2]])
+        examples_of(tokenizer, [CHAT[0], {"role": "user", "content": 3}, CHAT[2]])

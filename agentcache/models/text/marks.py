@@ -89,6 +89,10 @@ class Marks:
         """
         content = self.seals.join_halves(content)
         content = self._special_bytes.sub(lambda found: self.mark_of[found[0].decode()].encode(), content)
+        return self.unsealed(content)
+
+    def unsealed(self, content: bytes | bytearray) -> str:
+        """The text of what a template has written, in UTF-8, with its sealed control tokens as their strings."""
         return self.seals.unseal(content).decode("utf-8", "surrogatepass")
 
     def unmark(self, text: str) -> str:

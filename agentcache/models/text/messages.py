@@ -7,18 +7,29 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from agentcache.errors import InvalidRequest
-from agentcache.models.text.json_values import parse_json
+from agentcache.models.text.json_values import parse_json, write_json
 
 _MOST_APPENDED = 8
+_MEDIA = ("image", "input_image", "audio", "input_audio", "video", "file", "input_file", "document")
 
 
-def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with their content as one string and tool call arguments as data, as mlx-lm gives them to templates.
+Note = Callable[[str], None]
+
+
+def _ignore(note: str) -> None:
+    return None
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]], note: Note = _ignore) -> list[dict[str, Any]]:
+    """Messages with their content as one string and the arguments of calls as objects, as chat templates want them.
+
+    Args:
+        note: called with what is told in another way than it was sent.
 
     Raises:
-        InvalidRequest: a message without a role, or content that is not text.
+        InvalidRequest: a message without a role, or content that is neither text nor parts, or media.
     """
-    return [_plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    return [_plain_message(message, f"messages[{index}]", note) for index, message in enumerate(messages)]
 
 
 def with_strings(value: Any, change: Callable[[str], str]) -> Any:
@@ -51,40 +62,62 @@ def _copy(name: str, number: int) -> str:
     return f"{name}\ufffd{number}" if number > _MOST_APPENDED else name + "\ufffd" * number
 
 
-def _plain_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _plain_message(message: Mapping[str, Any], where: str, note: Note) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequest("A message is an object with a `role`.", param=where)
-    plain = {**message, "content": _plain_content(message.get("content"), f"{where}.content")}
-    if message.get("tool_calls"):
-        plain["tool_calls"] = [_with_data_arguments(call) for call in message["tool_calls"]]
+    plain = {**message, "content": _plain_content(message.get("content"), f"{where}.content", note)}
+    calls = message.get("tool_calls")
+    if calls:
+        plain["tool_calls"] = [_with_object_arguments(call, note) for call in calls]
     return plain
 
 
-def _plain_content(content: Any, where: str) -> str:
+def _plain_content(content: Any, where: str, note: Note) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise InvalidRequest("Content is a string or a list of text parts.", param=where)
-    return "".join(_part_text(part, f"{where}[{index}]") for index, part in enumerate(content))
+        raise InvalidRequest("Content is a string or a list of parts.", param=where)
+    return "".join(_part_text(part, f"{where}[{index}]", note) for index, part in enumerate(content))
 
 
-def _part_text(part: Any, where: str) -> str:
+def _part_text(part: Any, where: str, note: Note) -> str:
     if isinstance(part, str):
         return part
-    if isinstance(part, Mapping) and isinstance(part.get("text"), str) and part.get("type", "text") == "text":
-        return str(part["text"])
-    raise InvalidRequest("Only content parts of type `text` are supported.", param=where)
+    kind = part.get("type", "text") if isinstance(part, Mapping) else None
+    if not isinstance(kind, str) or kind.startswith(_MEDIA):
+        raise InvalidRequest("Only text is supported, no pictures, sounds or files.", param=where)
+    text = next((part[key] for key in ("text", "thinking") if isinstance(part.get(key), str)), None)
+    if kind != "text" or text is None:
+        note(f"messages: a part of type {kind!r:.80} is told as text")
+    return _as_json(part) if text is None else str(text)
 
 
-def _with_data_arguments(call: Any) -> Any:
+def _as_json(value: Any) -> str:
+    try:
+        return write_json(value, ensure_ascii=False)
+    except ValueError:
+        return str(value)
+
+
+def _with_object_arguments(call: Any, note: Note) -> Any:
     """Templates write arguments as JSON or walk through them; clients send them as a JSON string."""
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, Mapping):
         return call
-    try:
-        arguments = parse_json(function["arguments"])
-    except ValueError:
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {**function, "arguments": _object(function.get("arguments"), note)}}
+
+
+def _object(arguments: Any, note: Note) -> dict[str, Any]:
+    """Arguments as an object: of nothing an empty one, of what else is none one that holds it."""
+    value = arguments
+    if isinstance(arguments, str):
+        try:
+            value = parse_json(arguments) if arguments.strip() else None
+        except ValueError:
+            value = arguments
+    if isinstance(value, Mapping):
+        return dict(value)
+    note("messages: arguments of a call that are no object are told as one")
+    return {} if value is None else {"arguments": value}

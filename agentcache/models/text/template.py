@@ -169,23 +169,18 @@ class ChatTemplate:
         prompts the marks alone keep clients' special-token strings text.
         """
         if template not in self._sealed:
-            try:
-                self._sealed[template] = all(self._keeps_controls(template, *each, limit) for each in _HARMLESS)
-            except (InvalidRequest, RenderedTooLong):  # the request that is being rendered fails likewise
-                return True
+            self._sealed[template] = all(self._keeps_controls(template, *each, limit) for each in _HARMLESS)
         return self._sealed[template]
 
     def _keeps_controls(self, template: str, messages: Any, tools: Any, limit: WorkLimit) -> bool:
-        """Whether messages have the same control tokens with seals and without; True where a template refuses them."""
+        """Whether messages have the same control tokens with seals and without; True where that cannot be told."""
         try:
             sealed, plain = (
                 self._render(template, is_sealed, messages, tools, True, {}, limit, MAX_BYTES)
                 for is_sealed in (True, False)
             )
-        except InvalidRequest as error:
-            if error.code == REFUSED:
-                return True
-            raise
+        except (InvalidRequest, RenderedTooLong):
+            return True
         return self._marks.controls_in(sealed) == self._marks.controls_in(plain)
 
     def _run_code(
@@ -223,7 +218,7 @@ class ChatTemplate:
             raise _failed("broke off") from None
 
     def _text(self, kind: bytes, content: bytearray, is_sealed: bool) -> str:
-        text = self._marks.mark_unsealed(content) if is_sealed else content.decode("utf-8", "surrogatepass")
+        text = self._marks.mark_unsealed(content) if is_sealed else self._marks.unsealed(content)
         if kind == RenderOutcome.TEXT:
             return text
         if kind == RenderOutcome.TOO_LONG:
@@ -250,7 +245,7 @@ def _failed(how: str) -> InvalidRequest:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message without what is None, and with what the model thought under every name that a template may know."""
-    kept = {key: value for key, value in message.items() if value is not None}
+    """A message without what is None but content, and with its thought under every name that a template may know."""
+    kept = {key: value for key, value in message.items() if value is not None or key == "content"}
     thought = next((kept[key] for key in REASONING_KEYS if key in kept), None)
     return kept if thought is None else {"thinking": thought, **kept, "reasoning_content": thought}

@@ -21,7 +21,7 @@ import jinja2.nodes
 import jinja2.optimizer
 import jinja2.parser
 import jinja2.utils
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import SandboxedEnvironment
 
 from agentcache.confined_child import serve
 
@@ -59,12 +59,12 @@ def _message(error: Exception) -> bytes:
     return str(error)[:2000].encode("utf-8", "backslashreplace")
 
 
-# -- the environment, as transformers makes it ----------------------------------------------------------------------
+# -- the environment: as transformers makes it, but templates may change lists and dicts, which are copies here ------
 
 
 @lru_cache(maxsize=16)
 def _compiled(template: str, seals: bytes) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
+    environment = SandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
@@ -123,8 +123,10 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike jinja's own, without escapes for HTML."""
-    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    """Unlike jinja's own, without escapes for HTML, and with generators (of `map`, say) as lists."""
+    return json.dumps(
+        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=list
+    )
 
 
 def _raise_exception(message: str) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,13 +17,14 @@ from mlx_lm.utils import load_tokenizer
 
 from agentcache.blocks.transcript import Encoding, Spelling
 from agentcache.errors import ContextLengthExceeded, InvalidRequest, UnsupportedModel
+from agentcache.models.text.chat import ChatRenderer, RenderedChat
 from agentcache.models.text.detokenizer import Detokenizer, DummySpace, TokenBytes
 from agentcache.models.text.encoder import MarkedEncoder
 from agentcache.models.text.generation_config import end_tokens
 from agentcache.models.text.grammars.compiler import Grammars, Vocabulary
 from agentcache.models.text.longest_token import longest_token
 from agentcache.models.text.marks import MarkedEnds, Marks, any_of
-from agentcache.models.text.messages import plain_messages, with_strings
+from agentcache.models.text.messages import with_strings
 from agentcache.models.text.replies.find_format import find_format
 from agentcache.models.text.replies.format import HARMONY, HARMONY_ENDS, MarkerToken, ReplyFormat
 from agentcache.models.text.replies.written import WrittenReply
@@ -63,7 +65,6 @@ class Tokenizer:
         self.eos_ids: frozenset[int] = frozenset((*wrapper.eos_token_ids, *known_ends))
         self._contents: dict[int, str] = {token_id: token.content for token_id, token in added.items()}
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
-        self.has_chat_template: bool = wrapper.has_chat_template
         self.reply_format: ReplyFormat = _find_format(wrapper, added, self.eos_ids)
         self.thinking: ThinkingVariables = _thinking_variables(wrapper)
         reply_markers = {token.name for token in self.reply_format.tokens}
@@ -87,6 +88,7 @@ class Tokenizer:
         self._token_bytes = TokenBytes(content.get("decoder"), backend.id_to_token, self._contents)
         self._longest_token = longest_token(content)
         self._template = ChatTemplate(wrapper, self._marks)
+        self._chat = ChatRenderer(self._marks, self.reply_format, wrapper.has_chat_template)
         self._bytes_of = partial(_bytes_of, self.control_ids, self._contents, self._token_bytes)
         # Markers that are tokens are no text: readers take them for markers wherever they stand.
         not_text = self.control_ids | self.markers.keys()
@@ -94,6 +96,11 @@ class Tokenizer:
         # Without the tokenizer itself: as a circle it would outlive its last user, and its processes with it.
         self.grammars = Grammars(partial(_vocabulary, self._bytes_of, self._encoder, num_ids, not_text, self.eos_ids))
         self._lock = threading.Lock()
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chats are rendered by a template: False also for one that was found to refuse every chat."""
+        return self._chat.uses_template
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
@@ -116,6 +123,7 @@ class Tokenizer:
         self.grammars.start()
         if self.has_chat_template:
             self._template.start()
+            self.render_chat([{"role": "user", "content": "hello"}])
 
     def close(self) -> None:
         """End the processes that render chats and try grammars; they come back when they are needed."""
@@ -132,7 +140,20 @@ class Tokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
         limit: WorkLimit = UNLIMITED,
     ) -> str:
+        """The text of `tell_chat`. Raises the same."""
+        return self.tell_chat(messages, tools, add_generation_prompt, template_kwargs, limit).text
+
+    def tell_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+        limit: WorkLimit = UNLIMITED,
+    ) -> RenderedChat:
         """The chat template's text for `messages`, marked: strings in them are text, whatever they spell.
+
+        What the template would refuse or drop is told to it in another way, which the notes say.
 
         Raises:
             InvalidRequest: messages the template does not take, takes too long or too much memory for, or
@@ -141,15 +162,19 @@ class Tokenizer:
         template_kwargs = template_kwargs or {}
         check_kwargs(template_kwargs)
         try:
-            marked = with_strings(plain_messages(messages), self.mark)
-            if not self.has_chat_template:
-                text = self.raw_prompt(_fallback_template(marked, add_generation_prompt), reserved_are_marks=True)
-            else:
-                marked_tools, kwargs = with_strings(tools, self.mark), with_strings(template_kwargs, self.mark)
-                text = self._apply_template(marked, marked_tools, add_generation_prompt, kwargs, limit)
+            kwargs = with_strings(template_kwargs, self.mark)
+
+            def render(messages: Any, tools: Any, variables: Mapping[str, Any]) -> str:
+                return self._apply_template(messages, tools, add_generation_prompt, {**variables, **kwargs}, limit)
+
+            def probe(messages: Any, tools: Any, variables: Mapping[str, Any]) -> str:
+                return self._apply_template(messages, tools, True, variables, limit)
+
+            without = partial(self._without_template, add_generation_prompt)
+            told = self._chat.tell(render, probe, without, messages, tools)
         except RecursionError as error:
             raise InvalidRequest("The messages or tools are nested too deeply.", param="messages") from error
-        return _without_surrogates(text, "messages")
+        return replace(told, text=_without_surrogates(told.text, "messages"))
 
     def raw_prompt(self, text: str, *, reserved_are_marks: bool = False) -> str:
         """Marked text of a raw prompt: special tokens in it are control, and BOS stands in front if the model wants it.
@@ -249,6 +274,10 @@ class Tokenizer:
         return self._bytes_of(token_id)
 
     # Inside
+
+    def _without_template(self, add_generation_prompt: bool, messages: Sequence[Mapping[str, Any]]) -> str:
+        lines = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+        return self.raw_prompt(lines + ("assistant:" if add_generation_prompt else ""), reserved_are_marks=True)
 
     def _apply_template(
         self,
@@ -409,11 +438,6 @@ def _runs(token_ids: Sequence[int], control_ids: frozenset[int]) -> Iterator[tup
             first = index + 1
     if first < len(token_ids):
         yield False, token_ids[first:]
-
-
-def _fallback_template(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
-    lines = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
-    return lines + ("assistant:" if add_generation_prompt else "")
 
 
 def _without_surrogates(text: str, param: str | None) -> str:

@@ -17,8 +17,8 @@ _IS_STRING = "IS_STRING"  # stands for true or false
 _WORD = re.compile("[A-Za-z0-9_]{1,100}")
 _WORDS = re.compile(r"[A-Za-z0-9_\-]+")
 
-# Of a model that has no dialect, calls are written and read as Llama's: JSON, and nothing around it.
-_BARE = "llama3"
+# Of a model that has no dialect: its tools are told as text, which shows calls in this one (`repairs/notation.py`).
+_TOLD = "json_tools"
 
 
 @dataclass(frozen=True)
@@ -258,13 +258,13 @@ _SYNTAX: dict[str, CallSyntax] = {
 
 
 def calling_format(form: ReplyFormat) -> ReplyFormat:
-    """How the model's replies are read where they must call a tool, which a model without a dialect then does, too."""
-    return form if form.dialect is not None else replace(form, dialect=_BARE)
+    """How the model's replies are read where there are tools, which a model without a dialect then calls, too."""
+    return form if form.dialect is not None else replace(form, dialect=_TOLD)
 
 
 def call_syntax(form: ReplyFormat) -> CallSyntax:
     """How a model writes its calls, but for Harmony."""
-    dialect, tokens = form.dialect or _BARE, {token.name for token in form.tokens}
+    dialect, tokens = form.dialect or _TOLD, {token.name for token in form.tokens}
     assert dialect != HARMONY  # whose calls are messages
     if dialect == "mistral" and "[ARGS]" not in tokens:
         return _MISTRAL_LIST

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from agentcache.blocks.prefix_match import shared_until
 from agentcache.blocks.transcript import Transcript
+from agentcache.models.text.grammars.call_syntax import calling_format
 from agentcache.models.text.json_values import canonical_json, parse_json
 from agentcache.models.text.marks import any_of
 from agentcache.models.text.replies.calls import Tools
@@ -68,7 +69,7 @@ class ReplyReading:
 
     def __init__(self, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] | None) -> None:
         self._tokenizer = tokenizer
-        self._form: ReplyFormat = tokenizer.reply_format
+        self._form: ReplyFormat = calling_format(tokenizer.reply_format) if tools else tokenizer.reply_format
         self._tools = Tools(tools) if tools else None
         self._shown = {token.name: token.is_shown for token in self._form.tokens}
         self._markers = any_of(self._shown)

@@ -1,0 +1,141 @@
+"""Chats as prompts: told to the model's template in the way that it takes, with notes of what that changes."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentcache.errors import InvalidRequest
+from agentcache.models.text.call_ids import with_short_ids
+from agentcache.models.text.marks import Marks
+from agentcache.models.text.messages import plain_messages, with_strings
+from agentcache.models.text.repairs.find_repairs import find_repairs
+from agentcache.models.text.repairs.kinds import NO_TEMPLATE, PLAINEST, Message, Repairs
+from agentcache.models.text.repairs.notation import call_notation
+from agentcache.models.text.repairs.steps import Repaired, repaired
+from agentcache.models.text.replies.format import ReplyFormat
+from agentcache.models.text.template import REASONING_KEYS, REFUSED
+
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
+
+log = logging.getLogger(__name__)
+
+# Renders marked messages and tools with further variables for the template.
+Render = Callable[[Sequence[Message], Sequence[Message] | None, Mapping[str, Any]], str]
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """A chat's prompt as marked text.
+
+    Args:
+        notes: what was told in another way than it was sent, one a kind.
+    """
+
+    text: str
+    notes: tuple[str, ...] = ()
+
+
+class ChatRenderer:
+    """Tells chats to one chat template. From any thread.
+
+    The repairs that the template needs are found at the first chat and are the same in every turn.
+
+    Args:
+        form: of the model's replies; calls that the template does not show are told in its notation.
+        has_template: whether there is one.
+    """
+
+    def __init__(self, marks: Marks, form: ReplyFormat, has_template: bool) -> None:
+        self._marks = marks
+        self._notation = call_notation(form, marks.seals.seal)
+        self._repairs: Repairs | None = None if has_template else NO_TEMPLATE
+        self._lock = threading.Lock()
+
+    @property
+    def uses_template(self) -> bool:
+        """Whether there is a template, and none was found yet that refuses every chat."""
+        return self._repairs is not NO_TEMPLATE
+
+    def tell(
+        self,
+        render: Render,
+        probe: Render,
+        render_without: Callable[[Sequence[Message]], str],
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> RenderedChat:
+        """The prompt of a chat.
+
+        Args:
+            render: applies the template with what the request sets.
+            probe: applies it with nothing set.
+            render_without: stands in for a template.
+
+        Raises:
+            As `render`; InvalidRequest with the code `REFUSED` where the template refuses every form of the chat.
+        """
+        notes: list[str] = []
+
+        def mark(text: str) -> str:
+            if _HALF_PAIR.search(text):
+                notes.append("messages: half of a surrogate pair is no character and was replaced by U+FFFD")
+                text = _HALF_PAIR.sub("\ufffd", text)
+            return self._marks.mark(text)
+
+        marked = with_strings(plain_messages(messages, notes.append), mark)
+        marked_tools = with_strings(tools, mark)
+        repairs = self._found_repairs(probe)
+        if repairs is NO_TEMPLATE:
+            told = repaired(marked, marked_tools, repairs, self._notation)
+            return _rendered(
+                self._marks.unsealed(render_without(told.messages).encode("utf-8", "surrogatepass")), notes, told
+            )
+        refusal: InvalidRequest | None = None
+        for told in self._ways(marked, marked_tools, repairs):
+            try:
+                return _rendered(render(told.messages, told.tools, told.variables), notes, told)
+            except InvalidRequest as error:
+                if error.code != REFUSED:
+                    raise
+                refusal = refusal or error
+        assert refusal is not None
+        raise refusal
+
+    def _ways(self, messages: list[Message], tools: list[Message] | None, repairs: Repairs) -> Iterator[Repaired]:
+        """The chat in forms that ever more templates take.
+
+        Ids of calls are changed only if a template refuses them: others may show ids, and their prompts are in the
+        cache.
+        """
+        yield repaired(messages, tools, repairs, self._notation)
+        fewer = [_with_one_comment(message) for message in messages]
+        tried = [messages]
+        for way in (with_short_ids(messages), fewer, with_short_ids(fewer)):
+            if way not in tried:
+                tried.append(way)
+                yield repaired(way, tools, repairs, self._notation)
+        yield repaired(with_short_ids(fewer), tools, PLAINEST, self._notation)
+
+    def _found_repairs(self, probe: Render) -> Repairs:
+        with self._lock:
+            if self._repairs is None:
+                self._repairs = find_repairs(probe, self._notation)
+                if self._repairs is NO_TEMPLATE:
+                    log.warning("the model's chat template refuses every conversation; chats are served without it")
+            return self._repairs
+
+
+def _rendered(text: str, notes: Sequence[str], told: Repaired) -> RenderedChat:
+    return RenderedChat(text, tuple(dict.fromkeys([*notes, *told.notes])))
+
+
+def _with_one_comment(message: Message) -> Message:
+    """Without the thought where there are a text and a call, too: some templates refuse to show all three."""
+    if not (message.get("content") and message.get("tool_calls")):
+        return message
+    return {key: value for key, value in message.items() if key not in REASONING_KEYS}

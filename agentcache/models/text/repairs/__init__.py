@@ -1,0 +1,1 @@
+"""Conversations as a chat template takes them."""

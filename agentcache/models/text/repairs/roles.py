@@ -1,0 +1,106 @@
+"""Repairs of roles and of their order."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from agentcache.models.text.repairs.kinds import GAP, SYSTEM_ROLES, Message, Work, num_leading
+
+_PLACEHOLDER = "Hello."  # of a user who has said nothing yet
+
+
+def rename_developer(work: Work) -> None:
+    if work.repairs.rename_developer:
+        work.messages = [
+            {**message, "role": "system"} if message.get("role") == "developer" else message
+            for message in work.messages
+        ]
+
+
+def join_systems(work: Work) -> None:
+    """The leading system messages as one."""
+    leading = num_leading(work.messages)
+    if work.repairs.join_systems and leading > 1:
+        work.note("messages: the system messages in front are told as one")
+        text = GAP.join(str(message["content"]) for message in work.messages[:leading])
+        work.messages = [{**work.messages[0], "content": text}, *work.messages[leading:]]
+
+
+def move_later_systems(work: Work) -> None:
+    """Later system messages as marked user text; between a call and its results: behind the results."""
+    leading = num_leading(work.messages)
+    later = any(message.get("role") in SYSTEM_ROLES for message in work.messages[leading:])
+    if not work.repairs.move_later_systems or not later:
+        return
+    work.note("messages: later system messages are told as marked user text at their place")
+    told, held, is_calling = work.messages[:leading], list[Message](), False
+    for message in work.messages[leading:]:
+        role = message.get("role")
+        if role in SYSTEM_ROLES:
+            (held if is_calling else told).append(_marked(message))
+            continue
+        if role != "tool":
+            told += held
+            held, is_calling = [], bool(message.get("tool_calls"))
+        told.append(message)
+    work.messages = told + held
+
+
+def _marked(message: Message) -> Message:
+    return {"role": "user", "content": f"<system>\n{message['content']}\n</system>"}
+
+
+def system_in_user(work: Work) -> None:
+    """For a template without a system role."""
+    leading = num_leading(work.messages)
+    if work.repairs.no_system_role and leading:
+        work.note("messages: the model's chat template has no system role; that text is told as marked user text")
+        work.messages = [*map(_marked, work.messages[:leading]), *work.messages[leading:]]
+        if leading == len(work.messages) or work.messages[leading].get("role") == "user":
+            _join_run(work, 0, leading + 1)
+
+
+def _join_run(work: Work, begin: int, end: int) -> None:
+    run = work.messages[begin:end]
+    text = GAP.join(str(message.get("content") or "") for message in run)
+    work.messages[begin:end] = [{**run[-1], "content": text}]
+
+
+def user_first(work: Work) -> None:
+    if not work.repairs.user_first:
+        return
+    leading = num_leading(work.messages)
+    if leading == len(work.messages) or work.messages[leading].get("role") != "user":
+        work.note("messages: a short user message stands in front, which the model's chat template demands")
+        work.messages.insert(leading, {"role": "user", "content": _PLACEHOLDER})
+
+
+def user_behind_result(work: Work) -> None:
+    if not work.repairs.user_behind_result:
+        return
+    told: list[Message] = []
+    for message in work.messages:
+        before = told[-1] if told else {}
+        if message.get("role") == "user" and before.get("role") == "tool":
+            work.note("messages: user text behind a tool's result is told as a part of the result")
+            told[-1] = {**before, "content": f"{before.get('content') or ''}{GAP}<user>\n{message['content']}\n</user>"}
+        else:
+            told.append(message)
+    work.messages = told
+
+
+def join_neighbours(work: Work) -> None:
+    """User messages in a row as one; likewise the assistant's, where at most the last one calls tools."""
+    if not work.repairs.join_neighbours:
+        return
+    told: list[Message] = []
+    for role, run in groupby(work.messages, key=lambda message: message.get("role")):
+        for message in run:
+            before = told[-1] if told else {}
+            if role not in ("user", "assistant") or before.get("role") != role or before.get("tool_calls"):
+                told.append(message)
+                continue
+            work.note(f"messages: {role} messages in a row are told as one")
+            parts = [str(each["content"]) for each in (before, message) if each.get("content")]
+            told[-1] = {**before, **message, "content": GAP.join(parts)}
+    work.messages = told

@@ -1,0 +1,65 @@
+"""Tells a chat template in another way what it refuses or drops. Only the template sees the result.
+
+Each step depends on the template and on the messages up to its place, so that the text of a conversation is the
+beginning of the text of a longer one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from agentcache.models.text.repairs import calls, roles
+from agentcache.models.text.repairs.kinds import Message, Repairs, Work
+from agentcache.models.text.repairs.notation import CallNotation
+
+# In this order; docs/server.md has it for users.
+_STEPS: tuple[Callable[[Work], None], ...] = (
+    calls.fill_tools,
+    calls.offer_variables,
+    roles.rename_developer,
+    roles.join_systems,
+    calls.tools_as_text,
+    roles.move_later_systems,
+    calls.pair_calls,
+    calls.named_ids,
+    calls.one_call_a_message,
+    calls.calls_as_text,
+    roles.system_in_user,
+    roles.user_first,
+    roles.user_behind_result,
+    calls.words_in_front,
+    roles.join_neighbours,
+    calls.empty_tools,
+    calls.string_arguments,
+    calls.empty_content,
+)
+
+
+@dataclass(frozen=True)
+class Repaired:
+    """A conversation as the template gets it.
+
+    Args:
+        variables: for the template.
+        notes: what is told in another way than it was sent, one a kind.
+    """
+
+    messages: list[Message]
+    tools: list[Message] | None
+    variables: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+
+
+def repaired(
+    messages: Sequence[Message], tools: Sequence[Message] | None, repairs: Repairs, notation: CallNotation
+) -> Repaired:
+    """The conversation as a template with these repairs takes it.
+
+    Args:
+        messages: with content as one string and arguments as objects (`messages.plain_messages`).
+    """
+    work = Work([dict(message) for message in messages], None if tools is None else list(tools), repairs, notation)
+    for step in _STEPS:
+        step(work)
+    return Repaired(work.messages, work.tools, work.variables, tuple(work.notes))

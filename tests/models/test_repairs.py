@@ -1,0 +1,175 @@
+"""Conversations told to strict templates: each template here is short and has one habit of published ones."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentcache.models.text.tokenizer import Tokenizer
+from tests.tokenizers_factory import byte_bpe
+
+Message = dict[str, Any]
+
+LOOP = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+ONE_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('first') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+DROPS_LATER = (
+    "{% for m in messages %}{% if m.role != 'system' or loop.first %}<{{ m.role }}>{{ m.content }}{% endif %}"
+    "{% endfor %}"
+)
+IN_TURNS = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns') }}"
+    "{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+ONE_CALL = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<{{ m.role }}>{% if m.tool_calls %}"
+    "{% if m.tool_calls | length > 1 %}{{ raise_exception('single') }}{% endif %}{{ m.tool_calls[0] | tojson }}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+STRING_ARGUMENTS = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}{% endfor %}"
+)
+NAMES_FUNCTIONS = "{{ functions + datetime }}" + LOOP
+TAKES_NOTHING = "{{ raise_exception('no') }}"
+TEMPLATES = {
+    "a loop": LOOP,
+    "one system": ONE_SYSTEM,
+    "drops later systems": DROPS_LATER,
+    "in turns": IN_TURNS,
+    "one call": ONE_CALL,
+    "string arguments": STRING_ARGUMENTS,
+    "names functions": NAMES_FUNCTIONS,
+    "takes nothing": TAKES_NOTHING,
+}
+
+LOOK = {"type": "function", "function": {"name": "look", "description": "LOOKAROUND", "parameters": {}}}
+SYSTEM, LATER = {"role": "system", "content": "BEKIND"}, {"role": "system", "content": "REMIND"}
+USER, AGAIN = {"role": "user", "content": "HELLO"}, {"role": "user", "content": "AGAIN"}
+ANSWER = {"role": "assistant", "content": "ANSWER"}
+
+
+def call(id: str, arguments: str) -> Message:
+    return {"id": id, "type": "function", "function": {"name": "look", "arguments": arguments}}
+
+
+def result(id: str, text: str | None) -> Message:
+    return {"role": "tool", "tool_call_id": id, "content": text}
+
+
+CALLS = [
+    USER,
+    {"role": "assistant", "content": None, "tool_calls": [call("a", '{"p": "GARDEN"}'), call("b", '{"p": "CELLAR"}')]},
+    result("a", "SLEEPS"),
+    result("b", "OPENED"),
+    AGAIN,
+]
+CONVERSATIONS: dict[str, list[Message]] = {
+    "two systems": [SYSTEM, LATER, USER],
+    "a later system": [SYSTEM, USER, ANSWER, LATER, AGAIN],
+    "two users": [USER, AGAIN],
+    "an assistant first": [ANSWER, USER],
+    "no user": [SYSTEM],
+    "calls": CALLS,
+    "odd arguments": [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call("a", '{"p": "CUT'), call("b", "null")]},
+        result("a", None),
+        result("b", "OPENED"),
+    ],
+    "odd parts": [USER, {"role": "assistant", "content": [{"type": "thinking", "thinking": "HMMM"}]}, AGAIN],
+}
+WORDS = ("BEKIND", "REMIND", "HELLO", "AGAIN", "ANSWER", "GARDEN", "CELLAR", "SLEEPS", "OPENED", "CUT", "HMMM")
+_MADE: dict[str, Tokenizer] = {}
+
+
+def made(factory: pytest.TempPathFactory, name: str) -> Tokenizer:
+    if name not in _MADE:
+        _MADE[name] = Tokenizer.load(byte_bpe(factory.mktemp("repairs"), chat_template=TEMPLATES[name]))
+    return _MADE[name]
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_every_word_reaches_the_model(tmp_path_factory: pytest.TempPathFactory, name: str, conversation: str) -> None:
+    messages = CONVERSATIONS[conversation]
+    told = made(tmp_path_factory, name).tell_chat(messages, [LOOK])
+    for word in (word for word in WORDS if word in str(messages)):
+        assert word in told.text
+    assert "LOOKAROUND" in told.text
+    assert len(set(told.notes)) == len(told.notes)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [SYSTEM, LATER, USER, ANSWER, AGAIN],
+        [USER, ANSWER, LATER, AGAIN, ANSWER, USER],
+        [USER, AGAIN, ANSWER, USER, ANSWER, USER],
+        [*CALLS, ANSWER, USER],
+    ],
+    ids=["systems", "a later system", "neighbours", "calls"],
+)
+def test_the_prefix_holds(tmp_path_factory: pytest.TempPathFactory, name: str, messages: list[Message]) -> None:
+    """The text of each turn's prompt is the beginning of the next one's."""
+    tokenizer = made(tmp_path_factory, name)
+    ends = [i + 1 for i, each in enumerate(messages[:-1]) if each["role"] != "assistant"]
+    turns = [end for end in ends if messages[end]["role"] == "assistant"]
+    texts = [tokenizer.render_chat(messages[:end], [LOOK], add_generation_prompt=False) for end in turns]
+    whole = tokenizer.render_chat(messages, [LOOK], add_generation_prompt=False)
+    assert all(whole.startswith(text) for text in texts)
+
+
+def test_what_a_template_takes_is_told_as_it_is(tmp_path_factory: pytest.TempPathFactory) -> None:
+    tokenizer = made(tmp_path_factory, "a loop")
+    told = tokenizer.tell_chat([SYSTEM, USER, LATER, AGAIN, ANSWER])
+    assert told.text == "<system>BEKIND<user>HELLO<system>REMIND<user>AGAIN<assistant>ANSWER"
+    assert told.notes == ()
+
+
+def test_notes_say_what_was_repaired(tmp_path_factory: pytest.TempPathFactory) -> None:
+    told = made(tmp_path_factory, "drops later systems").tell_chat([SYSTEM, LATER, USER, ANSWER, LATER, AGAIN])
+    assert [note.partition(";")[0] for note in told.notes] == [
+        "messages: the system messages in front are told as one",
+        "messages: later system messages are told as marked user text at their place",
+    ]
+
+
+def test_a_template_that_takes_nothing_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = Tokenizer.load(byte_bpe(tmp_path, chat_template=TAKES_NOTHING))
+    assert tokenizer.has_chat_template
+    assert tokenizer.render_chat([USER]).endswith("user: HELLO\nassistant:")
+    assert not tokenizer.has_chat_template
+    assert "refuses every conversation" in caplog.text
+
+
+def test_half_a_pair_becomes_a_replacement_character(tmp_path_factory: pytest.TempPathFactory) -> None:
+    told = made(tmp_path_factory, "a loop").tell_chat([{"role": "user", "content": "a\ud83db"}])
+    assert told.text == "<user>a\ufffdb"
+    assert "surrogate" in told.notes[0]
+
+
+def test_bare_tools_are_filled(tmp_path: Path) -> None:
+    template = "{% for t in tools or [] %}{{ t.function.name + t.function.description }}{% endfor %}" + LOOP
+    tokenizer = Tokenizer.load(byte_bpe(tmp_path, chat_template=template))
+    assert "bare" in tokenizer.render_chat([USER], [{"type": "function", "function": {"name": "bare"}}])
+
+
+def test_a_template_that_is_slow_with_tools_serves_other_chats(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow = "{% if tools %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
+    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    tokenizer = Tokenizer.load(byte_bpe(tmp_path, chat_template=slow + plain))
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert tokenizer.render_chat([{"role": "user", "content": "hi"}]) == "user: hi\n"
+        assert "was not tried with every kind of chat" in caplog.text
+    finally:
+        tokenizer.close()
