@@ -53,7 +53,7 @@ SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in 
 
 
 def start(tokenizer: Tokenizer, form: AnswerForm, prompt_end: str | None = None) -> Following:
-    reply = calling_format(tokenizer.reply_format) if form.must_call else tokenizer.reply_format
+    reply = calling_format(tokenizer.reply_format)
     return tokenizer.grammars.compile(reply_grammar(form, reply, prompt_end)).follow()
 
 
@@ -105,9 +105,9 @@ def _begun(said: bytes, closer: bytes) -> int:
     return max(k for k in range(len(closer)) if said.endswith(closer[:k]))
 
 
-def read(tokenizer: Tokenizer, form: AnswerForm, prompt_end: str, token_ids: Iterator[int]) -> list[Block]:
+def read(tokenizer: Tokenizer, prompt_end: str, token_ids: Iterator[int]) -> list[Block]:
     """What a reply says, as clients are told."""
-    reply = calling_format(tokenizer.reply_format) if form.must_call else tokenizer.reply_format
+    reply = calling_format(tokenizer.reply_format)
     output, reader = (
         Output(tokenizer.detokenizer(), markers=tokenizer.markers),
         open_reader(reply, Tools(SHORT_TOOLS), thoughts=True),
@@ -136,7 +136,7 @@ def test_every_family_calls_in_its_own_dialect_and_says_what_it_must(family: str
     for form in (calling(SHORT_TOOLS), calling(SHORT_TOOLS, just_one=True), of_schema(SCHEMA), both):
         for seed in range(6):
             token_ids = walk(tokenizer, start(tokenizer, form, prompt_end), seed)
-            blocks = read(tokenizer, form, prompt_end, token_ids)
+            blocks = read(tokenizer, prompt_end, token_ids)
             calls = [block for block in blocks if isinstance(block, Call)]
             said = "".join(block.text for block in blocks if isinstance(block, Text))
             assert {type(block) for block in blocks} <= {Reasoning, Text, Call}

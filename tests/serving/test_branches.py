@@ -21,18 +21,18 @@ def test_both_branches_are_found(family: str, model_folder: ModelFolder, tmp_pat
     with scripted() as script, open_front(model, tmp_path / "cache") as front:
         talk = Talk(front, script)
         messages: list[dict[str, Any]] = [SYSTEM, {"role": "user", "content": "Look around, everywhere." * 8}]
-        for number in range(3):
+        for number in range(6):
             message = talk.chat(as_template_writes(calling(family, number)), messages)
             messages += [message, result(message, number)]
         with_thoughts = list(messages)
-        for number in (3, 4, 5):
+        for number in (6, 7, 8):
             messages.append(talk.chat(answering(family, number), messages))
             messages.append({"role": "user", "content": f"And {number}?"})
-        talk.chat(answering(family, 6), messages)
+        talk.chat(answering(family, 9), messages)
         # The user takes all that back and has the tools' last result answered anew; then what was taken back.
-        talk.chat(answering(family, 7), with_thoughts)
+        talk.chat(answering(family, 10), with_thoughts)
         assert talk.reports[-1]["computed_tokens"] <= 40
-        talk.chat(answering(family, 8), messages)
+        talk.chat(answering(family, 11), messages)
         assert talk.reports[-1]["computed_tokens"] <= 40
 
 

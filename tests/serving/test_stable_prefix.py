@@ -43,7 +43,7 @@ def line(number: int) -> str:
 
 
 def system_at(number: int) -> dict[str, Any]:
-    text = f"You look around and say what is there.\n{line(number)}\n" + SYSTEM["content"]
+    text = f"Say what is there.\n{line(number)}\n" + SYSTEM["content"]
     return {"role": "system", "content": text}
 
 

@@ -12,6 +12,7 @@ from agentcache.models.text.replies.format import HARMONY, ReplyFormat
 
 Message = dict[str, Any]
 
+_HARMONY_CALL = CallSyntax("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", "<|call|>")
 
 @dataclass(frozen=True)
 class CallNotation:
@@ -51,7 +52,9 @@ class CallNotation:
 
 def call_notation(form: ReplyFormat, seal: Callable[[str], str]) -> CallNotation:
     """The notation of a model's replies, with its control tokens sealed; `<tool_call>` and JSON where it has none."""
-    syntax = call_syntax(ReplyFormat() if form.dialect == HARMONY else form)
+    if form.dialect == HARMONY:
+        return CallNotation(_sealed(_HARMONY_CALL, seal))
+    syntax = call_syntax(form)
     return CallNotation(_sealed(syntax.as_json or syntax, seal))
 
 
