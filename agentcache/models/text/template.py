@@ -169,17 +169,24 @@ class ChatTemplate:
         prompts the marks alone keep clients' special-token strings text.
         """
         if template not in self._sealed:
-            self._sealed[template] = all(self._keeps_controls(template, *each, limit) for each in _HARMLESS)
+            try:
+                self._sealed[template] = all(self._keeps_controls(template, *each, limit) for each in _HARMLESS)
+            except InvalidRequest:  # it takes too long, or too much memory: it is not asked again
+                self._sealed[template] = True
         return self._sealed[template]
 
     def _keeps_controls(self, template: str, messages: Any, tools: Any, limit: WorkLimit) -> bool:
-        """Whether messages have the same control tokens with seals and without; True where that cannot be told."""
+        """Whether messages have the same control tokens with seals and without; True where it refuses them."""
         try:
             sealed, plain = (
                 self._render(template, is_sealed, messages, tools, True, {}, limit, MAX_BYTES)
                 for is_sealed in (True, False)
             )
-        except (InvalidRequest, RenderedTooLong):
+        except RenderedTooLong:
+            return True
+        except InvalidRequest as error:
+            if error.code != REFUSED:
+                raise
             return True
         return self._marks.controls_in(sealed) == self._marks.controls_in(plain)
 

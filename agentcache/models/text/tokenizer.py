@@ -165,10 +165,11 @@ class Tokenizer:
             kwargs = with_strings(template_kwargs, self.mark)
 
             def render(messages: Any, tools: Any, variables: Mapping[str, Any]) -> str:
-                return self._apply_template(messages, tools, add_generation_prompt, {**variables, **kwargs}, limit)
+                variables = {**self._unknown(variables), **kwargs}
+                return self._apply_template(messages, tools, add_generation_prompt, variables, limit)
 
             def probe(messages: Any, tools: Any, variables: Mapping[str, Any]) -> str:
-                return self._apply_template(messages, tools, True, variables, limit)
+                return self._apply_template(messages, tools, True, self._unknown(variables), limit)
 
             without = partial(self._without_template, add_generation_prompt)
             told = self._chat.tell(render, probe, without, messages, tools)
@@ -278,6 +279,10 @@ class Tokenizer:
     def _without_template(self, add_generation_prompt: bool, messages: Sequence[Mapping[str, Any]]) -> str:
         lines = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
         return self.raw_prompt(lines + ("assistant:" if add_generation_prompt else ""), reserved_are_marks=True)
+
+    def _unknown(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """Variables for a template but for special tokens that the tokenizer has."""
+        return {name: value for name, value in variables.items() if name not in self._wrapper.special_tokens_map}
 
     def _apply_template(
         self,

@@ -41,7 +41,8 @@ def offer_variables(work: Work) -> None:
     if work.repairs.offer_variables:
         functions = [tool.get("function", tool) for tool in work.tools or ()]
         today = datetime.now().strftime("%Y-%m-%d")
-        work.variables = {"functions": write_json(functions, ensure_ascii=False), "datetime": today}
+        specials = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), "")
+        work.variables = {**specials, "functions": write_json(functions, ensure_ascii=False), "datetime": today}
 
 
 def empty_tools(work: Work) -> None:
@@ -93,6 +94,18 @@ def calls_as_text(work: Work) -> None:
     work.note("messages: the model's chat template shows no tool calls here; they are told as text")
     is_told = {"assistant", "tool"} if repairs.results_as_text else {"assistant"}
     work.messages = [_told_call(each, work) if each.get("role") in is_told else each for each in work.messages]
+
+
+def worded_calls_as_text(work: Work) -> None:
+    if not work.repairs.worded_calls_as_text:
+        return
+    told: list[Message] = []
+    for run in _calls_with_results(work.messages):
+        if run[0].get("tool_calls") and run[0].get("content"):
+            work.note("messages: the model's chat template drops text beside a call; both are told as text")
+            run = [_told_call(message, work) for message in run]
+        told += run
+    work.messages = told
 
 
 def _told_call(message: Message, work: Work) -> Message:

@@ -15,6 +15,8 @@ from agentcache.models.text.repairs.notation import CallNotation
 from agentcache.models.text.repairs.steps import repaired
 from agentcache.models.text.template import REFUSED
 
+Tools = Sequence[Message] | None
+
 # Renders messages and tools as they are, with further variables for the template.
 Render = Callable[[Sequence[Message], Sequence[Message] | None, Mapping[str, Any]], str]
 
@@ -31,12 +33,12 @@ class _Probe:
     notation: CallNotation
     repairs: Repairs = field(default_factory=Repairs)
 
-    def shows(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> bool:
+    def shows(self, messages: Sequence[Message], tools: Tools = None) -> bool:
         """Whether the text, with the repairs found so far, has every marker word of the messages and tools."""
         text = self.text(messages, tools)
         return text is not None and _words([messages, tools]) <= set(_WORD.findall(text))
 
-    def text(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> str | None:
+    def text(self, messages: Sequence[Message], tools: Tools = None) -> str | None:
         """The template's text with the repairs found so far; None where it refuses the messages."""
         told = repaired(messages, tools, self.repairs, self.notation)
         try:
@@ -46,13 +48,24 @@ class _Probe:
                 raise
             return None
 
-    def need(self, name: str, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> None:
-        """Switch the repair of that name on if the template needs it for these messages and it helps."""
+    def need(
+        self, ways: str | Sequence[str | tuple[str, ...]], messages: Sequence[Message], tools: Tools = None
+    ) -> None:
+        """Switch on the first of these repairs, or tuples of repairs, that has the template show the messages.
+
+        None is switched on where it shows them already, or none of them helps.
+        """
         if self.shows(messages, tools):
             return
-        tried = replace(self, repairs=self.repairs.with_(name))
-        if tried.shows(messages, tools):
-            self.repairs = tried.repairs
+        for way in (ways,) if isinstance(ways, str) else ways:
+            tried = self.with_(*((way,) if isinstance(way, str) else way))
+            if tried.shows(messages, tools):
+                self.repairs = tried.repairs
+                return
+
+    def with_(self, *names: str) -> _Probe:
+        """The same with further repairs."""
+        return replace(self, repairs=self.repairs.with_(*names))
 
 
 def find_repairs(render: Render, notation: CallNotation) -> Repairs:
@@ -74,8 +87,7 @@ def find_repairs(render: Render, notation: CallNotation) -> Repairs:
 
 
 def _find_all(probe: _Probe) -> None:
-    probe.need("offer_variables", [_USER])
-    probe.need("empty_tools", [_USER])
+    probe.need(("offer_variables", "empty_tools", ("offer_variables", "empty_tools")), [_USER])
     probe.need("no_system_role", [_SYSTEM, _USER])
     probe.need("rename_developer", [{"role": "developer", "content": "Zqdeveloper"}, _USER])
     probe.need("join_systems", [_SYSTEM, {"role": "system", "content": "Zqsecond"}, _USER])
@@ -86,36 +98,48 @@ def _find_all(probe: _Probe) -> None:
     probe.need("user_first", [_ANSWER, _USER])
     probe.need("user_first", [_SYSTEM, _ANSWER, _USER])
     probe.need("user_first", [_SYSTEM])
+    probe.need("user_first", [_SYSTEM], _TOOLS)
     _find_calls(probe)
+    _try_further(probe)
 
 
 def _find_calls(probe: _Probe) -> None:
     one = [_USER, _calling(_call("Zqgarden")), _result("Zqsleeps")]
-    probe.need("fill_tools", [_USER], [{"type": "function", "function": {"name": "Zqlook"}}])
+    probe.need("fill_tools", [_USER], [_NAMED])
     probe.need("fill_tools", [_USER], [_BARE_PARAMETER])
     probe.need("tools_as_text", [_USER], _TOOLS)
     if not probe.shows(one, _TOOLS):
         for ids, empty, as_string in product(CallIds, EmptyContent, (False, True)):
             repairs = replace(probe.repairs, call_ids=ids, empty_content=empty, string_arguments=as_string)
-            tried = _Probe(probe.render, probe.notation, repairs)
+            tried = replace(probe, repairs=repairs)
             if tried.shows(one, _TOOLS):
                 probe.repairs = tried.repairs
                 break
         else:
-            probe.need("calls_as_text", one, _TOOLS)
-            if not probe.repairs.calls_as_text:
-                told = _Probe(probe.render, probe.notation, probe.repairs.with_("calls_as_text"))
-                told.need("results_as_text", one, _TOOLS)
-                probe.repairs = told.repairs if told.repairs.results_as_text else probe.repairs
-    probe.need(
-        "calls_without_words", [_USER, _calling(_call("Zqgarden"), content="Zqwords"), _result("Zqsleeps")], _TOOLS
-    )
+            probe.need(("calls_as_text", ("calls_as_text", "results_as_text")), one, _TOOLS)
+    worded = [_USER, _calling(_call("Zqgarden"), content="Zqwords"), _result("Zqsleeps")]
+    probe.need(("calls_without_words", "worded_calls_as_text"), [*worded, _ANSWER, _AGAIN], _TOOLS)
     two = [_USER, _calling(_call("Zqgarden"), _call("Zqcellar", 1)), _result("Zqsleeps"), _result("Zqopened", 1)]
     probe.need("one_call_a_message", two, _TOOLS)
     probe.need("calls_as_text_without_tools", [*one, _ANSWER, _AGAIN])
     probe.need("user_behind_result", [*one, _AGAIN], _TOOLS)
     probe.need("results_with_calls", [_USER, _result("Zqsleeps"), _AGAIN], _TOOLS)
     probe.need("calls_with_results", [_USER, _calling(_call("Zqgarden")), _AGAIN], _TOOLS)
+    probe.need("no_system_role", [_SYSTEM, *one], _TOOLS)
+
+
+def _try_further(probe: _Probe) -> None:
+    """Whatever the template still refuses or drops: try each repair that takes nothing else away."""
+    shown = [each for each in _WHOLE if probe.shows(*each)]
+    for each in _WHOLE:
+        if each in shown:
+            continue
+        for name in _SWITCHES:
+            tried = probe.with_(name)
+            if tried.shows(*each) and all(tried.shows(*other) for other in shown):
+                probe.repairs = tried.repairs
+                shown.append(each)
+                break
 
 
 _SYSTEM: Message = {"role": "system", "content": "Zqsystem"}
@@ -129,6 +153,7 @@ _PLACE = {
     "properties": {"place": {"type": "string", "description": "Zqplace"}},
     "required": ["place"],
 }
+_NAMED: Message = {"type": "function", "function": {"name": "Zqlook"}}
 _BARE_PARAMETER: Message = {
     "type": "function",
     "function": {
@@ -165,3 +190,38 @@ def _words(value: Any) -> set[str]:
     if isinstance(value, Mapping):
         return set().union(*(_words(part) for pair in value.items() for part in pair))
     return set().union(*map(_words, value)) if isinstance(value, Sequence) else set()
+
+
+# Those that change least come first.
+_SWITCHES = (
+    *("user_first", "join_systems", "move_later_systems", "join_neighbours", "user_behind_result"),
+    *("results_with_calls", "calls_with_results", "one_call_a_message", "calls_without_words", "worded_calls_as_text"),
+    *("empty_tools", "calls_as_text_without_tools", "tools_as_text", "calls_as_text", "no_system_role"),
+)
+_CALL = _calling(_call("Zqgarden"))
+_CALLS = _calling(_call("Zqgarden"), _call("Zqcellar", 1), content="Zqwords")
+_RESULTS = [_result("Zqsleeps"), _result("Zqopened", 1)]
+_PART_OF_CALLS: list[list[Message]] = [
+    [_SYSTEM, _USER, _CALL, _result("Zqsleeps"), _ANSWER, _AGAIN],
+    [_SYSTEM, _USER, _CALL, _result("Zqsleeps"), _AGAIN],
+    [_USER, _CALLS, *_RESULTS],
+    [_USER, _CALLS, *_RESULTS, _ANSWER, _AGAIN],
+    [_USER, _CALLS, *_RESULTS, _AGAIN, _ANSWER, _LATER],
+    [_USER, _CALLS, *reversed(_RESULTS), _CALL, _result("Zqsleeps"), _ANSWER],
+    [_USER, _CALL, _LATER, _result("Zqsleeps"), _AGAIN],
+    [_USER, _CALL, _result(""), _AGAIN],
+]
+# Conversations as clients send them.
+_WHOLE: list[tuple[list[Message], Tools]] = [
+    ([_USER], None),
+    ([_SYSTEM], None),
+    ([_SYSTEM, _ANSWER], None),
+    ([_USER, _ANSWER], None),
+    ([_SYSTEM, _LATER, _USER, _ANSWER, _AGAIN], None),
+    ([_SYSTEM, _USER, _AGAIN, _ANSWER, _LATER], None),
+    ([_USER, _LATER, _ANSWER, _FURTHER, _AGAIN], None),
+    ([_ANSWER, _FURTHER, _USER], None),
+    ([_SYSTEM, _USER], [_NAMED]),
+    ([_SYSTEM], _TOOLS),
+    *((messages, tools) for tools in (_TOOLS, None) for messages in _PART_OF_CALLS),
+]

@@ -10,6 +10,7 @@ from agentcache.models.text.repairs.notation import CallNotation
 
 Message = dict[str, Any]
 
+PLACEHOLDER = "Hello."  # of a user who has said nothing yet
 GAP = "\n\n"  # between texts that become one
 SYSTEM_ROLES = ("system", "developer")
 
@@ -43,6 +44,7 @@ class Repairs:
         user_behind_result: user text behind a tool's result becomes a part of the result.
         one_call_a_message: calls made at once become messages of one call, each followed by its result.
         calls_without_words: text beside a call becomes a message of its own in front of it.
+        worded_calls_as_text: calls with text beside them become text, and their results a user's.
         results_with_calls: results of unknown calls become user text.
         calls_with_results: calls without a result get an empty one.
         fill_tools: tools and their parameters get an empty description, tools also parameters, where they have none.
@@ -54,7 +56,8 @@ class Repairs:
         empty_content: content of a call without words.
         string_arguments: arguments of calls are JSON text instead of an object.
         call_ids: ids of calls and of their results.
-        offer_variables: the template gets the tools and the date as variables that some templates demand.
+        offer_variables: the template gets variables that some templates demand: the tools, the date, and empty
+            special tokens for those that the tokenizer lacks.
     """
 
     rename_developer: bool = False
@@ -66,6 +69,7 @@ class Repairs:
     user_behind_result: bool = False
     one_call_a_message: bool = False
     calls_without_words: bool = False
+    worded_calls_as_text: bool = False
     results_with_calls: bool = False
     calls_with_results: bool = False
     fill_tools: bool = False
@@ -79,9 +83,9 @@ class Repairs:
     string_arguments: bool = False
     offer_variables: bool = False
 
-    def with_(self, name: str, value: Any = True) -> Repairs:
-        """The repairs with one more."""
-        return replace(self, **{name: value})
+    def with_(self, *names: str) -> Repairs:
+        """These and further repairs, by the names of attributes."""
+        return replace(self, **dict.fromkeys(names, True))
 
 
 # The last resort, for a conversation that a template refuses all the same: user and assistant text in turns.

@@ -14,6 +14,7 @@ Message = dict[str, Any]
 
 _HARMONY_CALL = CallSyntax("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", "<|call|>")
 
+
 @dataclass(frozen=True)
 class CallNotation:
     """How calls are told as text: as the reader of the model's replies reads them."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from agentcache.models.text.repairs.kinds import GAP, SYSTEM_ROLES, Message, Work, num_leading
-
-_PLACEHOLDER = "Hello."  # of a user who has said nothing yet
+from agentcache.models.text.repairs.kinds import GAP, PLACEHOLDER, SYSTEM_ROLES, Message, Work, num_leading
 
 
 def rename_developer(work: Work) -> None:
@@ -72,7 +70,7 @@ def user_first(work: Work) -> None:
     leading = num_leading(work.messages)
     if leading == len(work.messages) or work.messages[leading].get("role") != "user":
         work.note("messages: a short user message stands in front, which the model's chat template demands")
-        work.messages.insert(leading, {"role": "user", "content": _PLACEHOLDER})
+        work.messages.insert(leading, {"role": "user", "content": PLACEHOLDER})
 
 
 def user_behind_result(work: Work) -> None:
@@ -97,7 +95,8 @@ def join_neighbours(work: Work) -> None:
     for role, run in groupby(work.messages, key=lambda message: message.get("role")):
         for message in run:
             before = told[-1] if told else {}
-            if role not in ("user", "assistant") or before.get("role") != role or before.get("tool_calls"):
+            is_apart = work.repairs.calls_without_words and message.get("tool_calls")
+            if role not in ("user", "assistant") or before.get("role") != role or before.get("tool_calls") or is_apart:
                 told.append(message)
                 continue
             work.note(f"messages: {role} messages in a row are told as one")

@@ -21,6 +21,7 @@ _STEPS: tuple[Callable[[Work], None], ...] = (
     roles.join_systems,
     calls.tools_as_text,
     roles.move_later_systems,
+    calls.worded_calls_as_text,
     calls.pair_calls,
     calls.named_ids,
     calls.one_call_a_message,
