@@ -85,7 +85,8 @@ class Repairs:
 
     def with_(self, *names: str) -> Repairs:
         """These and further repairs, by the names of attributes."""
-        return replace(self, **dict.fromkeys(names, True))
+        switched: dict[str, Any] = dict.fromkeys(names, True)
+        return replace(self, **switched)
 
 
 # The last resort, for a conversation that a template refuses all the same: user and assistant text in turns.
