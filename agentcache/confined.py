@@ -15,11 +15,11 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
-from agentcache.confined_child import CPU_SECONDS, MEMORY_BYTES, MEMORY_PER_BYTE, OUT_OF_MEMORY
+from agentcache.confined_child import CPU_SECONDS, MEMORY_BYTES, MEMORY_PER_BYTE, OUT_OF_MEMORY, cpu_seconds
 from agentcache.errors import Overloaded
 
 # The child's own limit is CPU time; this is for a machine that has none to spare, and a child that does not get any.
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 20.0  # beside what the CPU time goes beyond `CPU_SECONDS`
 _LOOK_SECONDS = 0.05
 # The package's folder comes last: no module in it may stand in front of the standard library's.
 _PROGRAM = (
@@ -58,9 +58,11 @@ class ConfinedWork:
 
     Args:
         module: what a process runs; its `main` gets `arguments`.
+        seconds_per_byte: as the module gives it to `confined_child.serve`.
     """
 
-    def __init__(self, module: str, *arguments: str) -> None:
+    def __init__(self, module: str, *arguments: str, seconds_per_byte: float = 0.0) -> None:
+        self._seconds_per_byte = seconds_per_byte
         self._program = (module, str(Path(__file__).parents[1]), *arguments)
         self._idle: list[_Process] = []
         weakref.finalize(self, _close_all, self._idle)
@@ -92,7 +94,8 @@ class ConfinedWork:
         """
         process = self._idle_process() or _Process(self._program)
         try:
-            kind, content = process.ask(request, max_bytes, go_on)
+            seconds = cpu_seconds(sum(map(len, request)), self._seconds_per_byte)
+            kind, content = process.ask(request, max_bytes, go_on, seconds)
         except BaseException:
             process.close()
             raise
@@ -129,10 +132,16 @@ class _Process:
                 raise Overloaded(f"no process can be started: {error.strerror}") from error
         self._socket.settimeout(_LOOK_SECONDS)
 
-    def ask(self, request: list[bytes], max_bytes: int | None, go_on: Callable[[], None]) -> tuple[bytes, bytearray]:
-        """The reply's kind and content. Close the process if this raises."""
+    def ask(
+        self, request: list[bytes], max_bytes: int | None, go_on: Callable[[], None], seconds: float
+    ) -> tuple[bytes, bytearray]:
+        """The reply's kind and content. Close the process if this raises.
+
+        Args:
+            seconds: CPU time that the child allows itself.
+        """
         size = sum(map(len, request))
-        watch = _Watch(self._process.pid, size, go_on)
+        watch = _Watch(self._process.pid, size, go_on, PATIENCE_SECONDS + seconds - CPU_SECONDS)
         try:
             self._send(size.to_bytes(8, "little"), watch)
             while request:
@@ -143,7 +152,7 @@ class _Process:
                 raise ReplyTooLong(num_bytes)
             return bytes(head[:1]), self._receive(num_bytes, watch)
         except (ConnectionError, EOFError):
-            raise self._death() from None
+            raise self._death(seconds) from None
 
     @property
     def is_alive(self) -> bool:
@@ -178,25 +187,26 @@ class _Process:
             rest = rest[received:]
         return data
 
-    def _death(self) -> Exception:
+    def _death(self, seconds: float) -> Exception:
         if self._process.wait() == -signal.SIGPROF:
-            return OverLimit(f"longer than {CPU_SECONDS:.0f} s")
+            return OverLimit(f"longer than {seconds:.0f} s")
         return ChildBroke("the process ended")
 
 
 class _Watch:
     """Looks after one request: what takes long may take too much, or have nobody left who waits for it."""
 
-    def __init__(self, pid: int, size: int, go_on: Callable[[], None]) -> None:
+    def __init__(self, pid: int, size: int, go_on: Callable[[], None], patience: float) -> None:
         self._pid = pid
         self._most_memory = MEMORY_BYTES * 2 + MEMORY_PER_BYTE * size
         self._go_on = go_on
-        self._deadline = time.monotonic() + PATIENCE_SECONDS
+        self._patience = patience  # seconds
+        self._deadline = time.monotonic() + patience
 
     def look(self) -> None:
         self._go_on()
         if time.monotonic() > self._deadline:
-            raise OverLimit(f"longer than {PATIENCE_SECONDS:.0f} s")
+            raise OverLimit(f"longer than {self._patience:.0f} s")
         if sys.platform != "linux" and self._resident_bytes() > self._most_memory:
             raise _too_much_memory()
 

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 
 from agentcache.malloc import give_back_freed
 
-CPU_SECONDS = 2.0  # per request
+CPU_SECONDS = 2.0  # per request, and at most for a large one:
+MOST_CPU_SECONDS = 20.0
 # What a request may take beside what the process has from the start, and for each byte that it sends.
 MEMORY_BYTES = 96 << 20
 MEMORY_PER_BYTE = 8
@@ -25,10 +26,16 @@ OUT_OF_MEMORY = b"m"  # the kind of reply that says so; every other is the work'
 Answer = Callable[[list[bytes]], tuple[bytes, bytes]]
 
 
-def serve(answer: Answer) -> None:
+def cpu_seconds(num_bytes: int, seconds_per_byte: float) -> float:
+    """What a request of that size may take."""
+    return min(MOST_CPU_SECONDS, CPU_SECONDS + seconds_per_byte * num_bytes)
+
+
+def serve(answer: Answer, seconds_per_byte: float = 0.0) -> None:
     """Answer requests until the other side is gone.
 
     Args:
+        seconds_per_byte: see `cpu_seconds`.
         answer: the kind of a request's reply and its content. The request comes in a list, so that it can be taken out
             and let go of.
     """
@@ -38,7 +45,8 @@ def serve(answer: Answer) -> None:
     own_memory = _address_space()
     while head := requests.read(8):
         size = int.from_bytes(head, "little")
-        with _limits(own_memory and own_memory + MEMORY_BYTES + MEMORY_PER_BYTE * size):
+        memory = own_memory and own_memory + MEMORY_BYTES + MEMORY_PER_BYTE * size
+        with _limits(memory, cpu_seconds(size, seconds_per_byte)):
             kind, content = _answered(answer, [requests.read(size)])
         replies.write(kind + len(content).to_bytes(8, "little"))
         replies.write(content)
@@ -56,14 +64,14 @@ def _answered(answer: Answer, request: list[bytes]) -> tuple[bytes, bytes]:
 
 
 @contextlib.contextmanager
-def _limits(address_space: int) -> Iterator[None]:
+def _limits(address_space: int, seconds: float) -> Iterator[None]:
     """The default action of the timer's signal ends the process, also in the middle of a call into C.
 
     An `address_space` of 0 is not limited: only Linux holds to it, and elsewhere the parent watches.
     """
     if address_space:
         resource.setrlimit(resource.RLIMIT_AS, (address_space, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     yield
     signal.setitimer(signal.ITIMER_PROF, 0)
 

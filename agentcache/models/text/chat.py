@@ -14,7 +14,7 @@ from agentcache.models.text.call_ids import with_short_ids
 from agentcache.models.text.marks import Marks
 from agentcache.models.text.messages import plain_messages, with_strings
 from agentcache.models.text.repairs.find_repairs import find_repairs
-from agentcache.models.text.repairs.kinds import NO_TEMPLATE, PLAINEST, Message, Repairs
+from agentcache.models.text.repairs.kinds import NO_TEMPLATE, PLACEHOLDER, PLAINEST, Message, Repairs
 from agentcache.models.text.repairs.notation import call_notation
 from agentcache.models.text.repairs.steps import Repaired, repaired
 from agentcache.models.text.replies.format import ReplyFormat
@@ -68,10 +68,12 @@ class ChatRenderer:
         render_without: Callable[[Sequence[Message]], str],
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool = True,
     ) -> RenderedChat:
         """The prompt of a chat.
 
         Args:
+            add_generation_prompt: whether an answer follows; without, a user message that a repair put last is cut off.
             render: applies the template with what the request sets.
             probe: applies it with nothing set.
             render_without: stands in for a template.
@@ -98,7 +100,10 @@ class ChatRenderer:
         refusal: InvalidRequest | None = None
         for told in self._ways(marked, marked_tools, repairs):
             try:
-                return _rendered(render(told.messages, told.tools, told.variables), notes, told)
+                text = render(told.messages, told.tools, told.variables)
+                if told.ends_with_placeholder and not add_generation_prompt:
+                    text = text[: text.rfind(PLACEHOLDER)]
+                return _rendered(text, notes, told)
             except InvalidRequest as error:
                 if error.code != REFUSED:
                     raise
@@ -131,7 +136,16 @@ class ChatRenderer:
 
 
 def _rendered(text: str, notes: Sequence[str], told: Repaired) -> RenderedChat:
-    return RenderedChat(text, tuple(dict.fromkeys([*notes, *told.notes])))
+    return RenderedChat(text, tuple(dict.fromkeys([*notes, *told.notes, *_unseen_tools(text, told.tools)])))
+
+
+def _unseen_tools(text: str, tools: Sequence[Message] | None) -> Iterator[str]:
+    """A note of tools whose names the prompt lacks: a call of them is not told to the model."""
+    functions = [tool.get("function", tool) for tool in tools or () if isinstance(tool, Mapping)]
+    names = [str(each.get("name")) for each in functions if isinstance(each, Mapping)]
+    unseen = [name for name in names if name not in text]
+    if unseen:
+        yield f"tools: the model's chat template does not show {', '.join(unseen)[:200]}; the model does not see them"
 
 
 def _with_one_comment(message: Message) -> Message:

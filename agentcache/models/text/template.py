@@ -13,7 +13,7 @@ from agentcache.confined import ChildBroke, ConfinedWork, OverLimit, ReplyTooLon
 from agentcache.errors import InvalidRequest, UnsupportedModel
 from agentcache.models.text.marks import NO_SEALS, Marks
 from agentcache.models.text.messages import with_strings
-from agentcache.models.text.template_child import RenderOutcome
+from agentcache.models.text.template_child import SECONDS_PER_BYTE, RenderOutcome
 from agentcache.models.text.work_limit import WorkLimit
 
 MAX_BYTES = 64 << 20
@@ -88,7 +88,7 @@ class ChatTemplate:
     def __init__(self, wrapper: TokenizerWrapper, marks: Marks) -> None:
         self._wrapper = wrapper
         self._marks = marks
-        self._work = ConfinedWork("agentcache.models.text.template_child")
+        self._work = ConfinedWork("agentcache.models.text.template_child", seconds_per_byte=SECONDS_PER_BYTE)
         self._sealed: dict[str, bool] = {}  # by template
 
     def start(self) -> None:

@@ -172,7 +172,7 @@ class Tokenizer:
                 return self._apply_template(messages, tools, True, self._unknown(variables), limit)
 
             without = partial(self._without_template, add_generation_prompt)
-            told = self._chat.tell(render, probe, without, messages, tools)
+            told = self._chat.tell(render, probe, without, messages, tools, add_generation_prompt)
         except RecursionError as error:
             raise InvalidRequest("The messages or tools are nested too deeply.", param="messages") from error
         return replace(told, text=_without_surrogates(told.text, "messages"))

@@ -117,6 +117,7 @@ class Work:
     repairs: Repairs
     notation: CallNotation
     notes: list[str] = field(default_factory=list)
+    ends_with_placeholder: bool = False
     variables: dict[str, str] = field(default_factory=dict)
 
     def note(self, text: str) -> None:

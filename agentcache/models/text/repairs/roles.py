@@ -70,6 +70,7 @@ def user_first(work: Work) -> None:
     leading = num_leading(work.messages)
     if leading == len(work.messages) or work.messages[leading].get("role") != "user":
         work.note("messages: a short user message stands in front, which the model's chat template demands")
+        work.ends_with_placeholder = leading == len(work.messages)
         work.messages.insert(leading, {"role": "user", "content": PLACEHOLDER})
 
 

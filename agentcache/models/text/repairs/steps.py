@@ -44,12 +44,14 @@ class Repaired:
     Args:
         variables: for the template.
         notes: what is told in another way than it was sent, one a kind.
+        ends_with_placeholder: whether the last message is a user's that stands for one that is missing.
     """
 
     messages: list[Message]
     tools: list[Message] | None
     variables: Mapping[str, str]
     notes: tuple[str, ...] = ()
+    ends_with_placeholder: bool = False
 
 
 def repaired(
@@ -63,4 +65,4 @@ def repaired(
     work = Work([dict(message) for message in messages], None if tools is None else list(tools), repairs, notation)
     for step in _STEPS:
         step(work)
-    return Repaired(work.messages, work.tools, work.variables, tuple(work.notes))
+    return Repaired(work.messages, work.tools, work.variables, tuple(work.notes), work.ends_with_placeholder)
