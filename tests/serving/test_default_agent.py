@@ -43,6 +43,7 @@ def test_conversations_that_take_turns_are_all_continued(chatting: Path, tmp_pat
         assert len(agent["lineages"]) == 12
 
 
+@pytest.mark.slow
 def test_the_number_of_conversations_is_bounded(
     chatting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

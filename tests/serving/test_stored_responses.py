@@ -58,6 +58,7 @@ def test_responses_go_with_their_agent(chatting: Path, tmp_path: Path) -> None:
     assert not verify_folder(tmp_path).problems
 
 
+@pytest.mark.slow
 def test_files_of_agents_that_another_release_has_deleted_go_at_start(chatting: Path, tmp_path: Path) -> None:
     with open_front(chatting, tmp_path) as front:
         kept, gone = (respond(front, "hi", agent=agent) for agent in ("alice", "bob"))
@@ -71,6 +72,7 @@ def test_files_of_agents_that_another_release_has_deleted_go_at_start(chatting: 
         assert 0 < front.get("/v1/cache/stats").json()["disk_bytes_by"]["agents"] < usage
 
 
+@pytest.mark.slow
 def test_files_of_agents_that_cannot_be_read_now_stay(chatting: Path, tmp_path: Path) -> None:
     with open_front(chatting, tmp_path) as front:
         told = respond(front, "hi", agent="alice")
@@ -85,6 +87,7 @@ def test_files_of_agents_that_cannot_be_read_now_stay(chatting: Path, tmp_path: 
         assert respond(front, "more", told)["agentcache"]["cache_state"] == "warm"
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_removed_meanwhile(chatting: Path, tmp_path: Path) -> None:
     with open_front(chatting, tmp_path / "cache") as front:
         respond(front, "hi", agent="alice")
