@@ -14,9 +14,10 @@ from agentcache.server.answer_form import read_form, read_text_form, read_tool_c
 from agentcache.server.anthropic_reply import AnthropicReply
 from agentcache.server.completion import Job, answer
 from agentcache.server.context import Call, engine_of, name_agent, read_prompt
+from agentcache.server.fields import Dialect, check_fields
 from agentcache.server.messages import read_arguments, without_billing_header
 from agentcache.server.model_names import check_model
-from agentcache.server.options import check_chat, read_options, refuse_unsupported
+from agentcache.server.options import check_chat, read_options
 from agentcache.server.parts import plain_text, read_part, read_parts, tool_text
 from agentcache.server.replies import read_reading
 from agentcache.server.sampling import read_max_tokens, read_sampling
@@ -81,7 +82,7 @@ def _user_id(body: Reader) -> Any:
 def read_chat_prompt(call: Call, tools: ToolList, thinking: Thinking) -> ChatPrompt:
     body = call.body
     check_model(call)
-    refuse_unsupported(body)
+    check_fields(call, Dialect.MESSAGES)
     check_chat(call.model)
     given = body.objects("messages")
     if not given:

@@ -17,9 +17,10 @@ from agentcache.sampling import SamplingParams
 from agentcache.server.answer_form import ToolChoice, read_form, read_text_form, read_tool_choice
 from agentcache.server.completion import Job, answer
 from agentcache.server.context import Call, read_prompt
+from agentcache.server.fields import MAX_TOKENS, Dialect, check_fields
 from agentcache.server.messages import read_messages
 from agentcache.server.model_names import check_model
-from agentcache.server.options import Options, check_chat, read_options, refuse_unsupported
+from agentcache.server.options import Options, check_chat, read_options
 from agentcache.server.replies import read_reading
 from agentcache.server.sampling import MAX_LOGPROBS, read_max_tokens, read_n, read_sampling
 from agentcache.server.shapes import ChatShape, OpenAIReply, Shape, TextShape
@@ -31,7 +32,6 @@ TEXT_MAX_TOKENS = 16
 MAX_PROMPTS = 256
 MAX_REPEATED = 8 << 20  # characters, roughly, of prompts that an answer repeats
 _LOGPROB_CHARS = 8  # for each token of a prompt, roughly, by character of it
-_SUPPORTED = ("n",)
 
 
 async def chat_completions(request: HttpRequest) -> Response:
@@ -45,14 +45,14 @@ async def completions(request: HttpRequest) -> Response:
 def read_chat(call: Call) -> Job:
     body, model = call.body, call.model
     check_model(call)
-    refuse_unsupported(body, *_SUPPORTED)
+    check_fields(call, Dialect.CHAT)
     thinking = read_thinking(call)
     tools = read_chat_tools(call)
     prompt = read_chat_prompt(
         call, tools, thinking.template_kwargs, add_generation_prompt=body.boolean("add_generation_prompt", True)
     )
     logprobs = _read_chat_logprobs(body)
-    max_tokens = read_max_tokens(body, "max_completion_tokens", "max_tokens", default=None)
+    max_tokens = read_max_tokens(body, *MAX_TOKENS, default=None)
     sampling = read_sampling(body, model, max_tokens=max_tokens, logprobs=logprobs)
     choice = read_tool_choice(body)
     form = read_form(call, read_text_form(body), prompt.tools, choice, "function.parameters", tools.left_out)
@@ -80,7 +80,7 @@ def _read_chat_logprobs(body: Reader) -> int | None:
 def read_text(call: Call) -> Job:
     body, model = call.body, call.model
     check_model(call)
-    refuse_unsupported(body, *_SUPPORTED)
+    check_fields(call, Dialect.COMPLETIONS)
     prompts = read_prompts(body, model)
     logprobs = body.integer("logprobs", minimum=0, maximum=MAX_LOGPROBS)
     echo = body.boolean("echo")
@@ -89,7 +89,7 @@ def read_text(call: Call) -> Job:
     sampling = read_sampling(
         body,
         model,
-        max_tokens=read_max_tokens(body, "max_tokens", default=TEXT_MAX_TOKENS),
+        max_tokens=read_max_tokens(body, *MAX_TOKENS, default=TEXT_MAX_TOKENS),
         logprobs=logprobs,
         prompt_logprobs=echo and (logprobs is not None or None in texts),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -32,25 +31,6 @@ _EXTRAS = (
     "parse_tools",
     "parse_reasoning",
 )
-
-# Fields that would change the answer if they were ignored, with the values that ask for nothing.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "suffix": ("",),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    "use_beam_search": (False,),
-    "stop_token_ids": ([],),
-    "truncate_prompt_tokens": (),
-    "continue_final_message": (False,),
-    "grammar": ("",),
-    "container": (),
-    "mcp_servers": ([],),
-}
 
 
 class MakeRequest(Protocol):
@@ -89,24 +69,6 @@ class Options:
     timeout: float | None
 
 
-def refuse_unsupported(body: Reader, *supported: str) -> None:
-    """Refuse what the dialect does not have, but for the fields `supported`."""
-    refuse_unless_neutral(body, {name: values for name, values in _UNSUPPORTED.items() if name not in supported})
-
-
-def refuse_unless_neutral(body: Reader, fields: Mapping[str, tuple[Any, ...]]) -> None:
-    """Refuse fields that say anything but one of the values that ask for nothing."""
-    for name, neutral in fields.items():
-        value = body.get(name)
-        if value is not None and not any(_same(value, allowed) for allowed in neutral):
-            body.fail(name, "is not supported", code="unsupported_parameter")
-
-
-def _same(value: Any, allowed: Any) -> bool:
-    """Equality of JSON values: true is not 1."""
-    return isinstance(value, bool) == isinstance(allowed, bool) and bool(value == allowed)
-
-
 def check_chat(model: ModelInfo, param: str = "messages") -> None:
     if not model.has_chat_template:
         message = f"The model {model.id!r} has no chat template; use /v1/completions."
@@ -122,9 +84,10 @@ def read_options(call: Call, user_id: Any = None) -> Options:
     body = call.body
     extras = body.object("agentcache")
     extras.only(*_EXTRAS)
-    salt = extras.string("salt") or ""
+    holder, name = (extras, "salt") if extras.get("salt") is not None else (body, "cache_salt")  # the latter is vLLM's
+    salt = holder.string(name) or ""
     if len(salt) > MAX_SALT_LENGTH:
-        extras.fail("salt", f"must have at most {MAX_SALT_LENGTH} characters")
+        holder.fail(name, f"must have at most {MAX_SALT_LENGTH} characters")
     agent, adapter, lineage = read_agent(call, user_id), read_adapter(call), extras.string("lineage")
     if lineage is not None and agent is None:
         extras.fail("lineage", "needs an agent")
@@ -144,7 +107,7 @@ def read_options(call: Call, user_id: Any = None) -> Options:
         agent,
         adapter,
         report=extras.boolean("report"),
-        return_token_ids=extras.boolean("return_token_ids"),
+        return_token_ids=extras.boolean("return_token_ids") or body.boolean("return_token_ids"),
         timeout=read_timeout(body),
     )
 

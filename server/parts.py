@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from agentcache.config import Images
@@ -35,10 +35,17 @@ def read_parts(holder: Reader, name: str, role: str, call: Call, *, without: Col
     """
     read = (
         read_part(holder.item(name, index), role, call) if (text := plain_text(part)) is None else text
-        for index, part in enumerate(holder.items(name))
-        if not (without and type(part) is dict and part.get("type") in without)
+        for index, part in _parts(holder, name, without)
     )
     return [text for text in read if text]
+
+
+def _parts(holder: Reader, name: str, without: Collection[str]) -> Iterable[tuple[int, Any]]:
+    """The parts with their places."""
+    parts = enumerate(holder.items(name))
+    if not without:
+        return parts
+    return ((index, part) for index, part in parts if type(part) is not dict or part.get("type") not in without)
 
 
 def plain_text(part: Any) -> str | None:

@@ -14,8 +14,9 @@ from agentcache.sampling import SamplingParams
 from agentcache.server.answer_form import read_form, read_text_form, read_tool_choice
 from agentcache.server.completion import Job, answer
 from agentcache.server.context import Call, engine_of, read_again, read_prompt
+from agentcache.server.fields import Dialect, check_fields
 from agentcache.server.model_names import check_model
-from agentcache.server.options import check_chat, read_options, refuse_unless_neutral, refuse_unsupported
+from agentcache.server.options import check_chat, read_options
 from agentcache.server.replies import read_reading
 from agentcache.server.response_echo import MAX_ECHO, MAX_OPENING, Echo
 from agentcache.server.response_items import read_items
@@ -33,8 +34,6 @@ from agentcache.server.thinking import read_thinking
 from agentcache.server.validate import Reader
 from agentcache.store.response_files import new_id
 
-# Fields that would change the answer if they were ignored, with the values that ask for nothing.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {"background": (False,), "prompt": ()}
 _LOGPROBS = "message.output_text.logprobs"
 _SEALED_REASONING = "reasoning.encrypted_content"
 
@@ -60,6 +59,7 @@ def read_response(call: Call) -> Job:
     call = replace(call, fallback_agent=RESPONSES_AGENT) if stores else call
     check_model(call)
     _refuse(body)
+    check_fields(call, Dialect.RESPONSES)
     check_chat(model, "input")
     messages, tools = read_items(call), read_response_tools(call)
     thinking = read_thinking(call)
@@ -102,8 +102,6 @@ def read_response(call: Call) -> Job:
 def _refuse(body: Reader) -> None:
     if body.get("conversation") is not None:
         body.fail("conversation", "is not supported; name a response with previous_response_id, or send all of it")
-    refuse_unsupported(body)
-    refuse_unless_neutral(body, _UNSUPPORTED)
 
 
 def _read_include(body: Reader) -> list[str]:

@@ -33,7 +33,7 @@ def read_sampling(
         top_p=_number(body, "top_p", default.top_p),
         top_k=max(default.top_k if top_k is None else top_k, 0),
         min_p=_number(body, "min_p", default.min_p),
-        repetition_penalty=_number(body, "repetition_penalty", default.repetition_penalty),
+        repetition_penalty=_read_repetition(body, default.repetition_penalty),
         frequency_penalty=_number(body, "frequency_penalty", 0.0),
         presence_penalty=_number(body, "presence_penalty", 0.0),
         logit_bias=_read_logit_bias(body, model.vocab_size),
@@ -48,6 +48,13 @@ def read_sampling(
 
 def _number(body: Reader, name: str, default: float) -> float:
     least, greatest = BOUNDS[name]
+    return body.number(name, default, minimum=least, maximum=greatest)
+
+
+def _read_repetition(body: Reader, default: float) -> float:
+    """`repetition_penalty`, or as llama.cpp and Ollama call it."""
+    name = "repetition_penalty" if body.get("repetition_penalty") is not None else "repeat_penalty"
+    least, greatest = BOUNDS["repetition_penalty"]
     return body.number(name, default, minimum=least, maximum=greatest)
 
 
