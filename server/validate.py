@@ -212,10 +212,10 @@ class Reader:
             return
         if not isinstance(value, list):
             self.fail(name, "must be a list")
-        for index, item in enumerate(value):
-            if index % STEPS == 0 and self._limit is not None:
+        for start in range(0, len(value), STEPS):
+            if self._limit is not None:
                 self._limit.look()
-            yield item
+            yield from value[start : start + STEPS]
 
     def item(self, name: str, index: int) -> Reader:
         """The object at `index` of the list under `name`."""
