@@ -137,9 +137,79 @@ def test_what_a_template_writes_is_read_at_every_border(name: str, work: Confine
     assert json.loads(blocks[-1].arguments if isinstance(blocks[-1], Call) else "") == ARGUMENTS
 
 
+M3 = "]<]minimax[>["
+_CALL = {"path": "a <b> </path>\n", "n": 7, "o": {"k": [1, {"l": "x"}], "m": True}}
+_TREE = (
+    f'{M3}<tool_call>\n{M3}<invoke name="make">{M3}<path>a <b> </path>\n{M3}</path>{M3}<n>7{M3}</n>{M3}<o>{M3}<k>'
+    f"{M3}<item>1{M3}</item>{M3}<item>{M3}<l>x{M3}</l>{M3}</item>{M3}</k>{M3}<m>true{M3}</m>{M3}</o>{M3}</invoke>\n"
+)
+_ATEM = (
+    '<atem:function_calls>\n<atem:invoke name="make">\n<atem:parameter name="path">a <b> </path>\n</atem:parameter>\n'
+    '<atem:parameter name="n">7</atem:parameter>\n<atem:parameter name="o">{"k": [1, {"l": "x"}], "m": true}'
+    "</atem:parameter>\n</atem:invoke>\n</atem:function_calls>"
+)
+_MUSE = ReplyFormat("muse_spark", (("to=self<|message|>", "<|eom|>"),))
+_AT_START = "<|start|>assistant"
+HEADED = [
+    (ReplyFormat("minimax_m3"), "", f"Well.{_TREE}{M3}</tool_call>", ["Well.", _CALL]),
+    (
+        ReplyFormat("minimax_m3"),
+        "",
+        f'{_TREE}{M3}<invoke name="make">{M3}</invoke>\n{M3}</tool_call>',
+        [_CALL, {}],
+    ),
+    (ReplyFormat("minimax_m3"), "", _TREE.partition(f"{M3}</k>")[0], [{"path": _CALL["path"], "n": 7}]),
+    (ReplyFormat("minimax_m3"), "", f'{M3}<tool_call>{M3}<invoke name="make">{{"n": 7}}{M3}</invoke>', [{"n": 7}]),
+    (_MUSE, _AT_START, " to=user<|message|>Well.<|eot|>", ["Well."]),
+    (
+        _MUSE,
+        _AT_START,
+        f" to=self<|message|>Hm.<|eom|>{_AT_START} to=make<|message|>{_ATEM}<|eom|>"
+        f"{_AT_START} to=make<|message|>{_ATEM}",
+        [("Hm.",), _CALL, _CALL],
+    ),
+    (_MUSE, _AT_START, _ATEM, [_CALL]),  # as it is demanded
+    (_MUSE, _AT_START, "to be", ["to be"]),
+    (ReplyFormat("functionary"), ">>>", "all\nWell.", ["Well."]),
+    (ReplyFormat("functionary"), ">>>", f"all\nWell.>>>make\n{json.dumps(_CALL)}", ["Well.", _CALL]),
+    (ReplyFormat("functionary"), ">>>", f'make\n{json.dumps(_CALL)}>>>make\n{{"n": 7}}', [_CALL, {"n": 7}]),
+    (ReplyFormat("functionary"), ">>>", "all\n>>> 1 + 1\n2", [">>> 1 + 1\n2"]),
+    (ReplyFormat("functionary"), ">>>", '{"a": 1}', ['{"a": 1}']),
+]
+
+
+@pytest.mark.parametrize(("form", "prompt", "text", "expected"), HEADED)
+def test_trees_and_headers_are_read_at_every_border(
+    form: ReplyFormat, prompt: str, text: str, expected: list[Any]
+) -> None:
+    for pieces in ([*text], *([text[:at], text[at:]] for at in range(len(text)))):
+        told = [
+            json.loads(each.arguments)
+            if isinstance(each, Call)
+            else (each.text,)
+            if isinstance(each, Reasoning)
+            else each.text
+            for each in read(form, *pieces, prompt=prompt)
+        ]
+        assert told == expected
+
+
+@pytest.mark.parametrize("name", ["glm47", "minimax_m2", "kimi_k3", "hunyuan", "seed_oss", "deepseek_v4", "muse_spark"])
+def test_strings_between_tags_keep_their_white_space(name: str) -> None:
+    text = "  a\n\n\tb\n"
+    syntax = call_syntax(ReplyFormat(name))
+    argument = syntax.argument
+    assert argument is not None
+    written = f"{argument.name_open}path{argument.name_closed('string')}{argument.value_open}{text}{argument.close}"
+    call = f"{syntax.begin}{syntax.opened('make')}{written}{syntax.close}{syntax.end}"
+    for pieces in ([call], [*call]):
+        [block] = read(ReplyFormat(name), *pieces)
+        assert isinstance(block, Call) and json.loads(block.arguments) == {"path": text}
+
+
 def render(work: ConfinedWork, template: str, message: dict[str, Any]) -> str:
     """What a template writes for one message of the assistant, without what is around it."""
-    text = render_in(work, template, {}, [message], add_generation_prompt=False)
+    text = render_in(work, template, {}, [message], TOOLS, add_generation_prompt=False)
     assert text is not None
     return text.removeprefix("<assistant>").removesuffix("</turn>\n")
 

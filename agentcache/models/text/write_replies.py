@@ -23,7 +23,7 @@ from agentcache.models.text.template_child import RenderOutcome
 
 _MAX_BYTES = 1 << 20
 # What some templates use without being given it.
-_DEFAULTS = {"bos_token": "", "eos_token": "", "functions": "", "datetime": ""}
+DEFAULTS = {"bos_token": "", "eos_token": "", "functions": "", "datetime": ""}
 _THOUGHT = {"reasoning_content": THOUGHT, "thinking": THOUGHT, "reasoning": THOUGHT}
 # Templates differ in what they take: two calls or one, a text, none or null beside them, arguments as data or text.
 _WAYS: tuple[dict[str, Any], ...] = (
@@ -48,7 +48,7 @@ def write_replies(template: str, special_tokens: tuple[tuple[str, str], ...]) ->
         return ()
     work = ConfinedWork("agentcache.models.text.template_child")
     try:
-        return write_in(work, template, {**_DEFAULTS, **dict(special_tokens)})
+        return write_in(work, template, {**DEFAULTS, **dict(special_tokens)})
     except (OverLimit, ReplyTooLong, ChildBroke, Overloaded):
         return ()
     finally:
@@ -57,12 +57,12 @@ def write_replies(template: str, special_tokens: tuple[tuple[str, str], ...]) ->
 
 def write_in(work: ConfinedWork, template: str, variables: Mapping[str, Any]) -> tuple[WrittenReply, ...]:
     """The same in a given process."""
-    prompt = render_in(work, template, variables, [USER], add_generation_prompt=True)
+    prompt = render_in(work, template, variables, [USER], TOOLS, add_generation_prompt=True)
     if prompt is None:
         return ()
     replies: list[WrittenReply] = []
     for message in _WAYS:
-        whole = render_in(work, template, variables, [USER, message], add_generation_prompt=False)
+        whole = render_in(work, template, variables, [USER, message], TOOLS, add_generation_prompt=False)
         if whole is None:
             continue
         replies.append(written_reply(prompt, whole, len(message["tool_calls"])))
@@ -76,6 +76,7 @@ def render_in(
     template: str,
     variables: Mapping[str, Any],
     messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
     *,
     add_generation_prompt: bool,
 ) -> str | None:
@@ -83,7 +84,7 @@ def render_in(
     given = {
         **variables,
         "messages": [dict(message) for message in messages],
-        "tools": TOOLS,
+        "tools": list(tools),
         "documents": None,
         "add_generation_prompt": add_generation_prompt,
     }

@@ -176,6 +176,14 @@ _SYNTAX: dict[str, CallSyntax] = {
         "</minimax:tool_call>",
         ArgumentSyntax('<parameter name="', '">', "</parameter>"),
     ),
+    "minimax_m3": CallSyntax(
+        f']<]minimax[>[<invoke name="{_NAME}">',
+        "]<]minimax[>[</invoke>\n",
+        "",
+        "]<]minimax[>[<tool_call>\n",
+        "]<]minimax[>[</tool_call>",
+    ),
+    "functionary": CallSyntax(f"{_NAME}\n", "", ">>>", ">>>"),
     "minicpm5": CallSyntax(
         f'<function name="{_NAME}">', "</function>", argument=ArgumentSyntax('<param name="', '">', "</param>")
     ),

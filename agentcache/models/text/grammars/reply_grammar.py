@@ -87,8 +87,10 @@ class _Writer:
         self._reply = reply
         self._rules = Rules({token.name: token.id for token in reply.tokens})
         self._parts: list[Part] = []
+        self._prompt_end = ""
 
     def write(self, form: AnswerForm, prompt_end: str | None) -> ReplyGrammar:
+        self._prompt_end = prompt_end or ""
         if prompt_end is None:
             start = self._body(form)
         elif self._reply.dialect == HARMONY:
@@ -169,9 +171,9 @@ class _Writer:
     def _calls(self, calls: Calls, syntax: CallSyntax) -> str:
         call = self._rules.rule(" | ".join(self._call(tool, syntax) for tool in _callable(calls.tools)))
         further = "" if calls.just_one else f"({self._rules.spelled(syntax.between)} {call})*"
-        return self._rules.rule(
-            f"{self._rules.spelled(syntax.begin)} {call} {further} {self._rules.spelled(syntax.end)}"
-        )
+        # The prompt may have begun the calls, as that of Functionary does.
+        begin = "" if self._prompt_end.endswith(syntax.begin) else self._rules.spelled(syntax.begin)
+        return self._rules.rule(f"{begin} {call} {further} {self._rules.spelled(syntax.end)}")
 
     def _call(self, tool: CallableTool, syntax: CallSyntax) -> str:
         whole = self._arguments(tool)  # refuses what is no schema

@@ -9,16 +9,23 @@ from agentcache.models.text.replies.calls import CallReader, CallSink, Tools
 from agentcache.models.text.replies.field_calls import FieldCalls, FieldNotation
 from agentcache.models.text.replies.json_calls import HeaderCall, ObjectCalls, function_name
 from agentcache.models.text.replies.markers import Codes
+from agentcache.models.text.replies.nested_calls import NestedCalls
+from agentcache.models.text.replies.recipients import HeaderEnd, LineCalls
 from agentcache.models.text.replies.tagged_calls import TaggedCalls, Tags
 
 
 @dataclass(frozen=True)
 class DialectParts:
-    """What a reader of calls is made of."""
+    """What a reader of calls is made of.
+
+    Args:
+        marker: that has opened the calls, as clients may see it; empty where it is the prompt's.
+    """
 
     sink: CallSink
     tools: Tools
     codes: Codes
+    marker: str = ""
 
 
 Open = Callable[[DialectParts], CallReader]
@@ -76,13 +83,25 @@ def _fields(close: str, notation: FieldNotation) -> Open:
     return lambda parts: FieldCalls(parts.sink, parts.codes.code(close), parts.tools, notation.coded(parts.codes.code))
 
 
+def _nested(close: str, sign: str) -> Open:
+    return lambda parts: NestedCalls(parts.sink, parts.codes.code(close), parts.tools, parts.codes.code(sign))
+
+
+def _headed(message: str) -> Open:
+    return lambda parts: HeaderEnd(parts.codes.code(message))
+
+
+def _lines(parts: DialectParts) -> CallReader:
+    return LineCalls(parts.sink, parts.tools, parts.marker)
+
+
 def bare_object(parts: DialectParts) -> CallReader:
     """Reads a reply that is nothing but JSON: a call if it names one of the request's tools."""
     return ObjectCalls(parts.sink, "", parts.tools, must_be_known=True)
 
 
-_XML = Tags("<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>", strips=False)
-_PYTHON_XML = replace(_XML, untyped=True)
+_XML = Tags("<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>", on_lines=True)
+_PYTHON_XML = replace(_XML, untyped=True, on_lines=False)
 _KEYS = Tags("", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "", untyped=True)
 _LONGCAT = Tags(
     "", "", "<longcat_arg_key>", "</longcat_arg_key>", "<longcat_arg_value>", "</longcat_arg_value>", "", untyped=True
@@ -154,8 +173,19 @@ DIALECTS: dict[str, Dialect] = {
     ),
     "minicpm5": Dialect({"<function name=": _tagged("", _NAMED)}, ("</function>",)),
     "muse_spark": Dialect(
-        {"<atem:function_calls>": _tagged("</atem:function_calls>", _ATEM)}, ("</atem:function_calls>",)
+        {
+            "<atem:function_calls>": _tagged("</atem:function_calls>", _ATEM),
+            "<|start|>assistant": _headed("<|message|>"),
+        },
+        ("</atem:function_calls>", "to=self<|message|>", "<|eom|>", "<|eot|>"),
+        hints=("<atem:function_calls>",),
     ),
+    "minimax_m3": Dialect(
+        {"]<]minimax[>[<tool_call>": _nested("]<]minimax[>[</tool_call>", "]<]minimax[>[")},
+        ("]<]minimax[>[",),
+        hints=("]<]minimax[>[",),
+    ),
+    "functionary": Dialect({">>>": _lines}, hints=(">>>${recipient}", ">>>all\n")),
     "kimi_k3": Dialect(
         {"<|open|>tools<|sep|>": _tagged("<|close|>tools<|sep|>", _XTML)},
         (
@@ -270,4 +300,5 @@ THOUGHTS: tuple[tuple[str, str], ...] = (
     ("<|think|>", "<|end|><|begin|>assistant"),
     ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
     ("<thinking>", "</thinking>"),
+    ("to=self<|message|>", "<|eom|>"),
 )

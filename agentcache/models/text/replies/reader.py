@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum, auto
 from math import inf
 from typing import Protocol
@@ -154,6 +155,11 @@ class MarkedReader:
         if opened is not None:
             self._open_thought(list(self._starts.values())[opened])
             self._thinks_first = False
+        elif (
+            marker := next((each for each in self._opens if end.endswith(self._codes.spelled(each))), None)
+        ) is not None:
+            self._open_calls("", self._opens[marker](self._parts))
+            self._thinks_first = False
         elif self._thinks_first and not any(end.endswith(self._codes.spelled(close)) for close in self._ends):
             self._open_thought(next(iter(self._starts.values())))
         else:
@@ -225,7 +231,7 @@ class MarkedReader:
             self._skip(marker)
             self._open_thought(self._starts[marker])
         elif marker in self._opens:
-            self._open_calls(marker, self._opens[marker](self._parts))
+            self._open_calls(marker, self._opens[marker](replace(self._parts, marker=self._codes.shown(marker))))
         elif marker in self._ends:
             self._settle(is_thought=True)
             self._skip(marker)

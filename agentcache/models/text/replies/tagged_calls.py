@@ -34,7 +34,8 @@ class Tags:
         value: what its value stands behind; empty where that is `argument_end`.
         value_end: what ends the value.
         call_end: what ends the call; empty where that is the marker that closes all calls.
-        strips: whether white space around a value is no part of it; else one line break on either side is none.
+        on_lines: whether a value stands on lines of its own: one line break on either side is no part of it. Else a
+            string is all that stands between the tags, and white space around any other value means nothing.
         untyped: whether a value of unknown type may be more than a string.
         cdata: whether values may stand in `<![CDATA[…]]>`.
     """
@@ -46,7 +47,7 @@ class Tags:
     value: str
     value_end: str
     call_end: str
-    strips: bool = True
+    on_lines: bool = False
     untyped: bool = False
     cdata: bool = False
 
@@ -59,7 +60,7 @@ class Tags:
             code(self.value),
             code(self.value_end),
             code(self.call_end),
-            self.strips,
+            self.on_lines,
             self.untyped,
             self.cdata,
         )
@@ -160,7 +161,7 @@ class TaggedCalls(Steps):
         at, mark = min(found, default=(len(self._text), ""))
         if at <= LONGEST_HEADER and not found:
             return None
-        name = _name_in(self._text[:at])
+        name = name_in(self._text[:at])
         if at > LONGEST_HEADER or _NAME.fullmatch(name) is None:
             return self._failed()
         self._text = self._text[at + len(mark) if mark == tags.name_end else at :]
@@ -200,7 +201,7 @@ class TaggedCalls(Steps):
         if end < 0:
             return self._cut_off() if len(self._text) > LONGEST_HEADER else None
         named = self._text[:end]
-        self._key = _name_in(named)
+        self._key = name_in(named)
         types = _types_in(named)
         self._types = self._tools.types(self._name, self._key) if types is None else types
         self._text, self._at = self._text[end + len(self._tags.argument_end) :], _At.VALUE
@@ -219,7 +220,7 @@ class TaggedCalls(Steps):
 
     def _in_value(self) -> Left | None:
         """Read on up to what may end the value. Each character is looked at once."""
-        if self._tags.strips and not self._begun and not self._value:
+        if not self._tags.on_lines and self._types != {"string"} and not self._value:
             self._text = self._text.lstrip(SPACE)
         text, end = self._text, self._tags.value_end
         at = text.find(end)
@@ -282,17 +283,15 @@ class TaggedCalls(Steps):
             self._inner.take()
 
     def _pass_on(self, text: str) -> None:
-        """Pass on what is certain of a string; white space that may be its end waits in `_value`."""
-        strips = self._tags.strips
+        """Pass on what is certain of a string; a line break that may be its end waits in `_value`."""
+        on_lines = self._tags.on_lines
         if not self._begun:
-            text, self._begun = text if strips else text.removeprefix("\n"), True
+            text, self._begun = text.removeprefix("\n") if on_lines else text, True
             self._put('"')
-        if not strips:
-            text, self._value = "".join([*self._value, text]), []
-        said = text.rstrip(SPACE) if strips else text.removesuffix("\n")
+        text, self._value = "".join([*self._value, text]), []
+        said = text.removesuffix("\n") if on_lines else text
         if said:
-            self._sink.arguments(json_string("".join([*self._value, said]), ensure_ascii=False)[1:-1])
-            self._value = []
+            self._sink.arguments(json_string(said, ensure_ascii=False)[1:-1])
         if len(said) < len(text):
             self._value.append(text[len(said) :])
 
@@ -314,7 +313,10 @@ class TaggedCalls(Steps):
         inner = value.strip(SPACE)
         if self._tags.cdata and inner.startswith(_CDATA):
             return converted(inner.removeprefix(_CDATA).removesuffix(_CDATA_END), self._types, untyped=False)
-        value = value.strip(SPACE) if self._tags.strips else value.removeprefix("\n").removesuffix("\n")
+        if self._tags.on_lines:
+            value = value.removeprefix("\n").removesuffix("\n")
+        elif self._types != {"string"}:
+            value = value.strip(SPACE)
         return converted(value, self._types, untyped=self._tags.untyped)
 
     def _in_json(self) -> Left | None:
@@ -365,7 +367,7 @@ class TaggedCalls(Steps):
             self._end_value()
 
 
-def _name_in(tag: str) -> str:
+def name_in(tag: str) -> str:
     """The name in a tag: an attribute's value, or all there is."""
     attribute = _NAME_ATTRIBUTE.search(tag)
     if attribute is None:

@@ -1,0 +1,64 @@
+"""Headers that say whom the words behind them are for: the user, a tool, or the model itself."""
+
+from __future__ import annotations
+
+import re
+
+from agentcache.models.text.replies.calls import LONGEST_HEADER, SPACE, CallReader, CallSink, Left, Tools
+from agentcache.models.text.replies.json_calls import HeaderCall
+
+_TO_SELF = "to=self"
+_EVERYONE = "all"
+_BEGINS = re.compile(r"\s*(t(o(=.*)?)?)?", re.DOTALL)
+
+
+class HeaderEnd:
+    """Drops a header up to the marker behind it; where it says that the model talks to itself a thought begins.
+
+    Args:
+        message: the marker.
+    """
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+        self._text = ""
+
+    def feed(self, text: str, final: bool) -> Left | None:
+        self._text += text
+        header, found, rest = self._text.partition(self._message)
+        if found:
+            return Left(rest=f"{_TO_SELF}{self._message}{rest}" if header.strip(SPACE) == _TO_SELF else rest)
+        # What begins otherwise is no header: a call that was demanded stands alone.
+        if final or len(header) > LONGEST_HEADER or _BEGINS.fullmatch(header) is None:
+            return Left(rest=self._text)
+        return None
+
+
+class LineCalls:
+    """A line with a tool's name and JSON behind it, or with the word for everyone and text behind it.
+
+    Args:
+        marker: in front of the line, as far as it is part of the reply.
+    """
+
+    def __init__(self, sink: CallSink, tools: Tools, marker: str) -> None:
+        self._sink = sink
+        self._tools = tools
+        self._marker = marker
+        self._text = ""
+        self._call: CallReader | None = None
+
+    def feed(self, text: str, final: bool) -> Left | None:
+        if self._call is not None:
+            return self._call.feed(text, final)
+        self._text += text
+        line, newline, rest = self._text.partition("\n")
+        if not newline and not final and len(line) <= LONGEST_HEADER:
+            return None
+        name = line.strip(SPACE)
+        if newline and name == _EVERYONE:
+            return Left(rest=rest)
+        if not newline or not self._tools.has(name):
+            return Left(shown=self._marker + line + newline, rest=rest, has_failed=True)
+        self._call = HeaderCall(self._sink, "", lambda header: header.strip(SPACE) or None)
+        return self._call.feed(self._text, final)
