@@ -375,6 +375,7 @@ class ModelInfo:
     to think; `adapters` are by name; `kv_bits` is the number of bits
     of a cached key or value, the mean where they differ and None where it has none; `kv_precision` says which layers
     have which, and `kv_divergence` what was measured of it; `ranks` counts the processes that compute it;
+    `template_repairs` names what its chat template is told in another way, None where the template is not used;
     `forms_refusal` says why answers can have no form (a schema, a grammar, a call that is demanded), and is empty if
     they can; `sampling` is for what a request does not say.
     """
@@ -388,6 +389,7 @@ class ModelInfo:
     vocab_size: int
     created: int
     has_chat_template: bool
+    template_repairs: tuple[str, ...] | None = ()
     reply_format: ReplyFormat = ReplyFormat()
     thinking: ThinkingVariables = USUAL
     adapters: tuple[AdapterInfo, ...] = ()

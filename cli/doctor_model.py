@@ -53,6 +53,8 @@ def _served(model: Mapping[str, Any], stats: Mapping[str, Any]) -> Iterator[Find
     yield _sampling(model.get("sampling", {}))
     yield _groups(groups)
     yield _forms(model.get("structured_output_refusal"))
+    if (template := model.get("chat_template")) is not None:
+        yield _template(template["repairs"] if template["used"] else None)
     accounts = stats["ram_accounts"]
     plan = {
         "limit": stats["memory_limit"],
@@ -73,6 +75,7 @@ def _loaded(config: Config, home: Path) -> Iterator[Finding]:
     yield _sampling(info.sampling.known)
     yield _groups(info.cache_groups)
     yield _forms(info.forms_refusal)
+    yield _template(info.template_repairs)
     for_states = state_budget(config.state_budget, found.plan.ram_budget)
     yield _memory(info.cache_groups, info.max_context, dataclasses.asdict(found.plan), for_states)
 
@@ -117,6 +120,16 @@ def _sampling(known: Mapping[str, Any]) -> Finding:
 def _forms(refusal: str | None) -> Finding:
     detail = f"off: {refusal}" if refusal else "schemas, grammars and demanded tool calls are kept to"
     return Finding("forms", detail, {"structured_output": not refusal, "refusal": refusal or None})
+
+
+def _template(repairs: Sequence[str] | None) -> Finding:
+    if repairs is None:
+        detail = "not used: the model has none, or one that refuses every chat; messages are lines with their roles"
+    elif repairs:
+        detail = f"chats are told to it in another way where it refuses or drops something: {', '.join(repairs)}"
+    else:
+        detail = "takes every chat as it is"
+    return Finding("template", detail, {"used": repairs is not None, "repairs": list(repairs or ())})
 
 
 def _groups(groups: Sequence[CacheGroupInfo]) -> Finding:

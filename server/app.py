@@ -252,6 +252,7 @@ def _model_object(model: ModelInfo) -> dict[str, Any]:
         "kv_precision": model.kv_precision,
         "kv_divergence": model.kv_divergence,
         "cache_groups": [dataclasses.asdict(group) for group in model.cache_groups],
+        "chat_template": {"used": model.template_repairs is not None, "repairs": list(model.template_repairs or ())},
         "structured_output": not model.forms_refusal,
         "structured_output_refusal": model.forms_refusal or None,
     }

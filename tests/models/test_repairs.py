@@ -35,6 +35,17 @@ STRING_ARGUMENTS = (
     "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
     "{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}{% endfor %}"
 )
+# Roles in turns but for calls; the system's text stands with a last user's only; text beside calls is dropped.
+SYSTEM_AT_THE_END = (
+    "{% set ns = namespace(n=0) %}{% if messages[0].role == 'system' %}{% set system = messages[0].content %}"
+    "{% set messages = messages[1:] %}{% endif %}{% for m in messages %}"
+    "{% if m.role != 'tool' and m.tool_calls is not defined %}{% if (m.role == 'user') != (ns.n % 2 == 0) %}"
+    "{{ raise_exception('turns') }}{% endif %}{% set ns.n = ns.n + 1 %}{% endif %}{% endfor %}"
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{% if m.tool_calls is defined %}"
+    "{{ m.tool_calls | tojson }}{% elif loop.last and m.role == 'user' and system is defined %}"
+    "<user>{{ system + m.content }}{% else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+)
+NAMES_AN_ABSENT_TOKEN = "{{ unk_token + '<start>' }}{% set n = tools | length %}" + LOOP
 NAMES_FUNCTIONS = "{{ functions + datetime }}" + LOOP
 TAKES_NOTHING = "{{ raise_exception('no') }}"
 TEMPLATES = {
@@ -45,6 +56,8 @@ TEMPLATES = {
     "one call": ONE_CALL,
     "string arguments": STRING_ARGUMENTS,
     "names functions": NAMES_FUNCTIONS,
+    "system at the end": SYSTEM_AT_THE_END,
+    "names an absent token": NAMES_AN_ABSENT_TOKEN,
     "takes nothing": TAKES_NOTHING,
 }
 
@@ -76,6 +89,12 @@ CONVERSATIONS: dict[str, list[Message]] = {
     "an assistant first": [ANSWER, USER],
     "no user": [SYSTEM],
     "calls": CALLS,
+    "a call with words": [
+        SYSTEM,
+        USER,
+        {"role": "assistant", "content": "ANSWER", "tool_calls": [call("a", '{"p": "GARDEN"}')]},
+        result("a", "SLEEPS"),
+    ],
     "odd arguments": [
         USER,
         {"role": "assistant", "content": None, "tool_calls": [call("a", '{"p": "CUT'), call("b", "null")]},
@@ -146,6 +165,8 @@ def test_a_template_that_takes_nothing_is_not_used(tmp_path: Path, caplog: pytes
     assert tokenizer.has_chat_template
     assert tokenizer.render_chat([USER]).endswith("user: HELLO\nassistant:")
     assert not tokenizer.has_chat_template
+    assert tokenizer.has_template_file
+    assert tokenizer.template_repairs() is None
     assert "refuses every conversation" in caplog.text
 
 
@@ -161,6 +182,7 @@ def test_bare_tools_are_filled(tmp_path: Path) -> None:
     assert "bare" in tokenizer.render_chat([USER], [{"type": "function", "function": {"name": "bare"}}])
 
 
+@pytest.mark.slow
 def test_a_template_that_is_slow_with_tools_serves_other_chats(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -173,3 +195,33 @@ def test_a_template_that_is_slow_with_tools_serves_other_chats(
         assert "was not tried with every kind of chat" in caplog.text
     finally:
         tokenizer.close()
+
+
+@pytest.mark.parametrize("name", ["in turns", "system at the end", "a loop"])
+def test_a_prompt_without_words_of_a_user_begins_that_with_them(
+    tmp_path_factory: pytest.TempPathFactory, name: str
+) -> None:
+    tokenizer = made(tmp_path_factory, name)
+    warmed = tokenizer.render_chat([SYSTEM], [LOOK], add_generation_prompt=False)
+    assert "BEKIND" in warmed
+    assert tokenizer.render_chat([SYSTEM, USER, ANSWER, AGAIN], [LOOK]).startswith(warmed)
+
+
+def test_tools_that_no_repair_shows_are_named(tmp_path: Path) -> None:
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content.split('You can call')[0] }}{% endfor %}"
+    told = Tokenizer.load(byte_bpe(tmp_path, chat_template=template)).tell_chat([USER], [LOOK])
+    assert told.notes == ("tools: the model's chat template does not show look; the model does not see them",)
+
+
+@pytest.mark.slow
+def test_a_long_conversation_may_take_its_time(tmp_path: Path) -> None:
+    """A template that looks through the conversation once a message."""
+    template = "{% for m in messages %}{% for n in messages %}{% endfor %}{{ m.content }}{% endfor %}"
+    tokenizer = Tokenizer.load(byte_bpe(tmp_path, chat_template=template))
+    text = tokenizer.render_chat([USER, ANSWER] * 4000)
+    assert text.endswith("HELLOANSWER")
+
+
+def test_repairs_have_names(tmp_path_factory: pytest.TempPathFactory) -> None:
+    assert made(tmp_path_factory, "a loop").template_repairs() == ("tools_as_text", "calls_as_text")
+    assert "join_systems" in (made(tmp_path_factory, "one system").template_repairs() or ())

@@ -51,6 +51,7 @@ def test_models() -> None:
         "kv_precision": "4 (layers 0 in k8v4)",
         "kv_divergence": 0.003,
         "cache_groups": [described | {"bytes_per_snapshot": 0, "bytes_per_block": 36864, "packing": ""}],
+        "chat_template": {"used": True, "repairs": []},
         "structured_output": True,
         "structured_output_refusal": None,
     }

@@ -61,6 +61,15 @@ class ChatRenderer:
         """Whether there is a template, and none was found yet that refuses every chat."""
         return self._repairs is not NO_TEMPLATE
 
+    def repairs(self, probe: Render) -> tuple[str, ...] | None:
+        """The names of the repairs that the template needs (see `Repairs`); None where it is not used.
+
+        Args:
+            probe: as of `tell`.
+        """
+        found = self._found_repairs(probe)
+        return None if found is NO_TEMPLATE else found.names
+
     def tell(
         self,
         render: Render,

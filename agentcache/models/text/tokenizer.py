@@ -102,6 +102,21 @@ class Tokenizer:
         """Whether chats are rendered by a template: False also for one that was found to refuse every chat."""
         return self._chat.uses_template
 
+    @property
+    def has_template_file(self) -> bool:
+        """Whether the model comes with a chat template, used or not: then it is one for chats."""
+        return bool(self._wrapper.has_chat_template)
+
+    def template_repairs(self) -> tuple[str, ...] | None:
+        """What the chat template needs to be told in another way, by name (see `Repairs`); None where it is not used.
+
+        Found at the first call or chat.
+
+        Raises:
+            UnsupportedModel: the template cannot be read.
+        """
+        return self._chat.repairs(partial(self._probe_template, UNLIMITED))
+
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
         """Load from a model folder; no code in it is run.
@@ -168,9 +183,7 @@ class Tokenizer:
                 variables = {**self._unknown(variables), **kwargs}
                 return self._apply_template(messages, tools, add_generation_prompt, variables, limit)
 
-            def probe(messages: Any, tools: Any, variables: Mapping[str, Any]) -> str:
-                return self._apply_template(messages, tools, True, self._unknown(variables), limit)
-
+            probe = partial(self._probe_template, limit)
             without = partial(self._without_template, add_generation_prompt)
             told = self._chat.tell(render, probe, without, messages, tools, add_generation_prompt)
         except RecursionError as error:
@@ -279,6 +292,9 @@ class Tokenizer:
     def _without_template(self, add_generation_prompt: bool, messages: Sequence[Mapping[str, Any]]) -> str:
         lines = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
         return self.raw_prompt(lines + ("assistant:" if add_generation_prompt else ""), reserved_are_marks=True)
+
+    def _probe_template(self, limit: WorkLimit, messages: Any, tools: Any, variables: Mapping[str, Any]) -> str:
+        return self._apply_template(messages, tools, True, self._unknown(variables), limit)
 
     def _unknown(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """Variables for a template but for special tokens that the tokenizer has."""

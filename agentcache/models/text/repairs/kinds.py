@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
 
@@ -82,6 +82,11 @@ class Repairs:
     call_ids: CallIds = CallIds.AS_SENT
     string_arguments: bool = False
     offer_variables: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The repairs by the names of their attributes, in order."""
+        return tuple(each.name for each in fields(self) if getattr(self, each.name) != each.default)
 
     def with_(self, *names: str) -> Repairs:
         """These and further repairs, by the names of attributes."""

@@ -1,0 +1,41 @@
+"""Every conversation through every published chat template: none is refused, and no word of it is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agentcache.models.text.tokenizer import Tokenizer
+from tests.real.conversations import CONVERSATIONS
+from tests.real.folders import FAMILIES, family_folder, template_folder, template_names
+
+pytestmark = pytest.mark.slow
+
+
+def _tokenizer(folder: Path, name: str) -> Tokenizer:
+    write = family_folder if name in FAMILIES else template_folder
+    return Tokenizer.load(write(folder, name, ["x"]))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_show_every_conversation(name: str, tmp_path: Path) -> None:
+    assert list(_lost(_tokenizer(tmp_path, name))) == []
+
+
+def test_every_template_shows_every_conversation(tmp_path: Path) -> None:
+    lost = {name: list(_lost(_tokenizer(tmp_path / name, name))) for name in template_names()}
+    assert {name: each for name, each in lost.items() if each} == {}
+
+
+def _lost(tokenizer: Tokenizer) -> Iterator[tuple[str, set[str]]]:
+    """Conversations with the words that the prompt's tokens lack."""
+    try:
+        for conversation in CONVERSATIONS:
+            told = tokenizer.tell_chat(conversation.messages, conversation.tools or None)
+            prompt = tokenizer.unmark(tokenizer.spell(tokenizer.encode(told.text).ids).text)
+            if lost := {word for word in conversation.words if word not in prompt}:
+                yield conversation.name, lost
+    finally:
+        tokenizer.close()
