@@ -13,6 +13,8 @@ from tests.real.folders import FAMILIES, family_folder, template_folder, templat
 
 pytestmark = pytest.mark.slow
 
+_PARTS = 8  # of the templates, for several processes
+
 
 def _tokenizer(folder: Path, name: str) -> Tokenizer:
     write = family_folder if name in FAMILIES else template_folder
@@ -24,8 +26,10 @@ def test_families_show_every_conversation(name: str, tmp_path: Path) -> None:
     assert list(_lost(_tokenizer(tmp_path, name))) == []
 
 
-def test_every_template_shows_every_conversation(tmp_path: Path) -> None:
-    lost = {name: list(_lost(_tokenizer(tmp_path / name, name))) for name in template_names()}
+@pytest.mark.parametrize("part", range(_PARTS))
+def test_every_template_shows_every_conversation(part: int, tmp_path: Path) -> None:
+    names = template_names()[part::_PARTS]
+    lost = {name: list(_lost(_tokenizer(tmp_path / name, name))) for name in names}
     assert {name: each for name, each in lost.items() if each} == {}
 
 
