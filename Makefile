@@ -49,6 +49,11 @@ CLIENTS := $(VENV)/clients
 FOR_A_WHILE := $(if $(shell command -v timeout),timeout 600)
 PYTHON_CLIENTS_STAMP := $(CLIENTS)/python/installed
 NODE_CLIENTS_STAMP := $(CLIENTS)/node/installed
+PYTHON_AGENTS_STAMP := $(CLIENTS)/agents/installed
+# Coding agents in Python need a newer one than agentcache does.
+NEWER_PYTHON = $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 $(wildcard \
+	$(HOME)/.pyenv/versions/3.1[234]*/bin/python),$(shell \
+	$(name) -c 'import sys; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && echo $(name))))
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help demo test test-all lint types bench benchmarks clients install clean
@@ -91,7 +96,7 @@ bench: $(INSTALL_STAMP) ## time to first token: cold, warm and hot
 benchmarks: $(INSTALL_STAMP) ## the tools that are not installed: make benchmarks ARGS=overhead (no ARGS: list them)
 	$(RUN) $(BIN)/python -m benchmarks $(or $(ARGS),--help)
 
-clients: $(PYTHON_CLIENTS_STAMP) $(NODE_CLIENTS_STAMP) ## install the SDKs and coding agents that test-all drives
+clients: $(PYTHON_CLIENTS_STAMP) $(NODE_CLIENTS_STAMP) $(PYTHON_AGENTS_STAMP) ## install the SDKs and coding agents that test-all drives
 
 install: $(INSTALL_STAMP) ## make .venv with agentcache in it (editable)
 
@@ -121,6 +126,12 @@ $(NODE_CLIENTS_STAMP): tests/clients/package.json | $(VENV_STAMP)
 	@command -v npm >/dev/null || { echo "no npm here: coding agents are not tested" >&2; exit 1; }
 	mkdir -p $(CLIENTS)/node && cp $< $(CLIENTS)/node/
 	$(FOR_A_WHILE) npm install --silent --no-fund --no-audit --prefix $(CLIENTS)/node
+	@touch $@
+
+$(PYTHON_AGENTS_STAMP): tests/clients/python-agents.txt | $(VENV_STAMP)
+	@test -n "$(NEWER_PYTHON)" || { echo "no Python 3.12 here: coding agents in Python are not tested" >&2; exit 1; }
+	for package in $$(grep -v '^#' $<); do own=$(CLIENTS)/agents/$${package%%=*}; $(NEWER_PYTHON) -m venv $$own && \
+		$(FOR_A_WHILE) $$own/bin/python -m pip install --quiet --disable-pip-version-check $$package || exit 1; done
 	@touch $@
 
 $(DEV_STAMP): $(VENV_STAMP) pyproject.toml

@@ -74,16 +74,20 @@ class ServerProcess:
         return self._process.pid
 
     def __enter__(self) -> ServerProcess:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start it, also after `kill`, at the same address. Raises ServerNotStarted."""
         try:
             self._start()
             self._wait_until_ready()
         except BaseException:
             self.close()
             raise
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def kill(self) -> None:
         """SIGKILL: no goodbye, no flush. Returns when the process is gone."""

@@ -1,7 +1,7 @@
-"""Coding agents themselves, as npm has them, set up by `agentcache launch`: each works, and goes on from its cache.
+"""Coding agents themselves, as npm and PyPI have them, started by `agentcache launch`: each works, and stays warm.
 
-A turn asks; the agent's tool writes a file because the model has called it; the model answers. The second turn goes on
-with the conversation: what it computes is what it adds, whatever else the agent has asked meanwhile.
+A turn asks; the agent's tool writes a file because the model has called it; the model answers. The third turn follows
+SIGKILL and a new start of the server: it computes what it adds, whatever else the agent has asked meanwhile.
 """
 
 from __future__ import annotations
@@ -9,40 +9,65 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from agentcache.cli.coding_agents import PROGRAMS
+from agentcache.cli.coding_agents import CodingAgent as Name
 from agentcache.server_process import PACKAGE_PARENT, ServerProcess
 from tests.clients.serve_saying import ANSWER
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
+QUESTIONS = ("Write down how many cats there are.", "And who counted them?", "And when?")
+
 
 @dataclass(frozen=True)
 class CodingAgent:
-    """A program that is asked once, and then goes on.
+    """A program that is asked once, and then again in the same conversation.
 
     Args:
-        environment: what it needs beside its settings.
+        first: its arguments; `{ask}` is the question.
+        again: likewise.
+        environment: keeps it from asking servers that cannot be reached.
+        end: arguments with which a process ends that it leaves behind.
     """
 
     first: tuple[str, ...]
     again: tuple[str, ...]
     environment: tuple[tuple[str, str], ...] = ()
+    end: tuple[str, ...] = ()
 
 
 _CLAUDE = ("--allowedTools", "Bash")
 _CODEX = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
+_VIBE = ("--trust", "--auto-approve")
 AGENTS = {
-    "claude": CodingAgent(("-p", "{ask}", *_CLAUDE), ("-p", "{ask}", "--continue", *_CLAUDE)),
-    "codex": CodingAgent(("exec", *_CODEX, "{ask}"), ("exec", *_CODEX, "resume", "--last", "{ask}")),
-    "opencode": CodingAgent(("run", "{ask}"), ("run", "--continue", "{ask}")),
-    "pi": CodingAgent(
-        ("-p", "--model", "agentcache/{model}", "{ask}"),
-        ("-p", "--model", "agentcache/{model}", "--continue", "{ask}"),
+    Name.CLAUDE: CodingAgent(("-p", "{ask}", *_CLAUDE), ("-p", "{ask}", "--continue", *_CLAUDE)),
+    Name.CODEX: CodingAgent(("exec", *_CODEX, "{ask}"), ("exec", *_CODEX, "resume", "--last", "{ask}")),
+    Name.OPENCODE: CodingAgent(("run", "{ask}"), ("run", "--continue", "{ask}")),
+    Name.KILO: CodingAgent(
+        ("run", "--auto", "{ask}"),
+        ("run", "--auto", "--continue", "{ask}"),
+        environment=(("KILO_DISABLE_MODELS_FETCH", "1"), ("KILO_TELEMETRY_LEVEL", "off")),
+    ),
+    Name.PI: CodingAgent(("-p", "{ask}"), ("-p", "--continue", "{ask}")),
+    Name.QWEN: CodingAgent(("-p", "{ask}", "--yolo"), ("-p", "{ask}", "--yolo", "--continue")),
+    # It continues a conversation in a terminal only: each question begins another, in the session of the folder.
+    Name.CLINE: CodingAgent(("{ask}",), ("{ask}",), end=("hub", "stop")),
+    Name.CONTINUE: CodingAgent(("--auto", "-p", "{ask}"), ("--auto", "--resume", "-p", "{ask}")),
+    Name.CRUSH: CodingAgent(("run", "{ask}"), ("run", "--continue", "{ask}")),
+    Name.COPILOT: CodingAgent(("-p", "{ask}", "--allow-all-tools"), ("-p", "{ask}", "--continue", "--allow-all-tools")),
+    Name.VIBE: CodingAgent((*_VIBE, "-p", "{ask}"), (*_VIBE, "--continue", "-p", "{ask}")),
+    Name.OPENHANDS: CodingAgent(
+        ("--headless", "-t", "{ask}"),
+        ("--headless", "--resume", "--last", "-t", "{ask}"),
+        environment=(("LITELLM_LOCAL_MODEL_COST_MAP", "True"), ("GIT_TERMINAL_PROMPT", "0")),
     ),
 }
 
@@ -50,27 +75,27 @@ AGENTS = {
 class Desk:
     """A home and a project of their own for one program."""
 
-    def __init__(self, folder: Path, clients: Path, server: ServerProcess) -> None:
-        self.project, self._clients, self._server = folder / "project", clients, server
+    def __init__(self, folder: Path, program: Path, agent: CodingAgent) -> None:
+        self.project, self._program, self._agent = folder / "project", program, agent
         self.project.mkdir()
         home = folder / "home"
         home.mkdir()
-        kept = {name: os.environ[name] for name in ("PATH", "LANG", "TERM") if name in os.environ}
-        self._environment = kept | {"HOME": str(home), "DISABLE_AUTOUPDATER": "1", "CI": "1"}
+        kept = {name: os.environ[name] for name in ("LANG", "TERM") if name in os.environ}
+        # npm's `node` beside the programs goes before the system's, which may be too old for some of them.
+        path = os.pathsep.join([str(program.parent), os.environ["PATH"]])
+        own = {"HOME": str(home), "PATH": path, "DISABLE_AUTOUPDATER": "1", "CI": "1"}
+        self._environment = kept | own | dict(agent.environment)
 
-    def launch(self, name: str) -> None:
-        environment = self._environment | {"PYTHONPATH": str(PACKAGE_PARENT)}
-        command = [sys.executable, "-m", "agentcache", "launch", name, "--url", self._server.client.url]
-        subprocess.run(command, env=environment, check=True, capture_output=True, timeout=60)
+    def launch(self, name: Name, url: str, arguments: tuple[str, ...], ask: str) -> str:
+        filled = [argument.format(ask=ask) for argument in arguments]
+        command = [sys.executable, "-m", "agentcache", "launch", name, "--url", url, "--start", "--", *filled]
+        return self._run(command, {"PYTHONPATH": str(PACKAGE_PARENT)})
 
-    def run(self, name: str, arguments: tuple[str, ...], ask: str) -> str:
-        model = self._server.client.request("GET", "/v1/models")["data"][0]["id"]
-        filled = [argument.format(ask=ask, model=model) for argument in arguments]
-        command = [self._clients / "node" / "node_modules" / ".bin" / name, *filled]
+    def _run(self, command: list[Any], environment: dict[str, str]) -> str:
         done = subprocess.run(
             command,
             cwd=self.project,
-            env=self._environment,
+            env=self._environment | environment,
             capture_output=True,
             text=True,
             timeout=300,
@@ -79,22 +104,59 @@ class Desk:
         assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         return done.stdout
 
+    def leave(self) -> None:
+        if self._agent.end:
+            self._run([self._program, *self._agent.end], {})
+
+
+@pytest.fixture
+def desk(request: pytest.FixtureRequest, clients_folder: Path, tmp_path: Path) -> Iterator[Desk]:
+    """The desk of the agent that is the test's parameter; skips where the agent is not installed."""
+    name: Name = request.getfixturevalue("name")
+    command = PROGRAMS[name].command[0]
+    places = [clients_folder / "node" / "node_modules" / ".bin", *clients_folder.glob("agents/*/bin")]
+    program = next((place / command for place in places if (place / command).exists()), None)
+    if program is None:
+        pytest.skip(f"{command} is not in {clients_folder}: make clients, which needs npm, or Python 3.12 and newer")
+    desk = Desk(tmp_path, program, AGENTS[name])
+    try:
+        yield desk
+    finally:
+        desk.leave()
+
 
 def agents_of(server: ServerProcess) -> dict[str, dict[str, Any]]:
     return {agent["id"]: agent for agent in server.client.request("GET", "/v1/agents")["data"]}
 
 
+def test_every_agent_is_tried() -> None:
+    assert set(AGENTS) == set(PROGRAMS)
+
+
 @pytest.mark.parametrize("name", AGENTS)
-def test_coding_agent(name: str, clients_folder: Path, saying: ServerProcess, tmp_path: Path) -> None:
-    program = clients_folder / "node" / "node_modules" / ".bin" / name
-    if not program.exists():
-        pytest.skip(f"{name} is not in {clients_folder}: make clients, which needs npm")
-    agent, desk, before = AGENTS[name], Desk(tmp_path, clients_folder, saying), agents_of(saying)
-    desk.launch(name)
-    said = desk.run(name, agent.first, "Write down how many cats there are.")
-    assert ANSWER in said
+def test_coding_agent(name: Name, desk: Desk, saying: ServerProcess) -> None:
+    agent, before = AGENTS[name], agents_of(saying)
+    said = desk.launch(name, saying.client.url, agent.first, QUESTIONS[0])
+    assert ANSWER in " ".join(said.split())
     assert (desk.project / "cats.txt").read_text().strip() == "42 cats"
-    assert ANSWER in desk.run(name, agent.again, "And who counted them?")
+    assert ANSWER in " ".join(desk.launch(name, saying.client.url, agent.again, QUESTIONS[1]).split())
     [session] = agents_of(saying).keys() - before.keys()
-    turn = agents_of(saying)[session]["last_turn"]
-    assert turn["prompt_tokens"] > 2000 and turn["computed_tokens"] < 0.2 * turn["prompt_tokens"], turn
+    saying.kill()
+    saying.start()
+    assert ANSWER in " ".join(desk.launch(name, saying.client.url, agent.again, QUESTIONS[2]).split())
+    after = agents_of(saying)
+    assert after.keys() - before.keys() == {session}
+    turn = after[session]["last_turn"]
+    assert turn["prompt_tokens"] > 2000
+    prompts, cached = tokens_of(saying)
+    print(f"{name}: computed {prompts - cached:.0f} of {prompts:.0f} tokens; session {session}")
+    assert prompts - cached < 0.2 * prompts, turn
+
+
+def tokens_of(server: ServerProcess) -> tuple[float, float]:
+    """Prompt tokens of all requests since the server's start, and those of them that were not computed."""
+    lines = httpx.get(f"{server.client.url}/metrics", trust_env=False).text.splitlines()
+    values = [(line.split()[0], float(line.split()[1])) for line in lines if not line.startswith("#")]
+    prompts = sum(value for name, value in values if name == "agentcache_prompt_tokens_total")
+    cached = sum(value for name, value in values if name.startswith("agentcache_prompt_tokens_cached_total"))
+    return prompts, cached
