@@ -87,7 +87,7 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
     (CHAT, {"messages": HI, "model": 3}, "model"),
-    (CHAT, {"messages": HI, "max_tokens": -1}, "max_tokens"),
+    (CHAT, {"messages": HI, "max_tokens": -2}, "max_tokens"),
     (CHAT, {"messages": HI, "max_tokens": "many"}, "max_tokens"),
     (CHAT, {"messages": HI, "max_tokens": 1.5}, "max_tokens"),
     (CHAT, {"messages": HI, "max_completion_tokens": True}, "max_completion_tokens"),
