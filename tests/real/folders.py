@@ -22,6 +22,10 @@ from tests.tokenizers_factory import byte_bpe
 _SPECIAL = re.compile(r"<[|｜][^<>|｜\s]{1,40}[|｜]>|\[/?[A-Z_]{3,25}\]|</?(?:start|end)_of_[a-z]+>|◁[^▷\s]{1,20}▷")
 
 
+# As text, or as token ids.
+Script = str | Sequence[int]
+
+
 @dataclass(frozen=True)
 class Family:
     """What the authors of a model publish beside its weights.
@@ -100,7 +104,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def family_folder(folder: Path, name: str, scripts: Sequence[str]) -> Path:
+def family_folder(folder: Path, name: str, scripts: Sequence[Script]) -> Path:
     """A folder of one of `FAMILIES`; its model answers with `scripts`, whose special tokens end them.
 
     Raises:
@@ -177,8 +181,18 @@ def _template_folder() -> Path:
     return unpacked(TEMPLATES) / "vendor/llama.cpp/models/templates"
 
 
-def _write_model(folder: Path, tokenizer: Tokenizer, scripts: Sequence[str], config: dict[str, Any]) -> None:
-    ids = [tokenizer.encode(script, add_special_tokens=False).ids or [0] for script in scripts]
+def rescript(folder: Path, scripts: Sequence[Script]) -> None:
+    """Other scripts for the model of a folder."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    named = {name: value for name, value in config.items() if name.endswith("_token_id")}
+    _write_model(folder, Tokenizer.from_file(str(folder / "tokenizer.json")), scripts, named)
+
+
+def _write_model(folder: Path, tokenizer: Tokenizer, scripts: Sequence[Script], config: dict[str, Any]) -> None:
+    ids = [
+        (tokenizer.encode(script, add_special_tokens=False).ids or [0]) if isinstance(script, str) else script
+        for script in scripts
+    ]
     size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
     write_scripted_model(folder, ids, vocab_size=size, **config)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from tests.reply_formats import TOOLS
@@ -25,8 +26,10 @@ class Talk:
         self.reports: list[dict[str, Any]] = []
 
     def say(self, reply: str) -> None:
-        tokenizer = self.front.tokenizer
-        self._script.token_ids = [*tokenizer.encode(reply).ids, min(tokenizer.eos_ids)]
+        self.say_ids(self.front.tokenizer.encode(reply).ids)
+
+    def say_ids(self, token_ids: Sequence[int]) -> None:
+        self._script.token_ids = [*token_ids, min(self.front.tokenizer.eos_ids)]
 
     def chat(self, reply: str, messages: list[dict[str, Any]], agent: str | None = "a") -> dict[str, Any]:
         """The assistant's message."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ModelFolder
+from tests.models.test_replies import in_bytes
 from tests.serving.front import open_front
 from tests.serving.scripted import scripted
 from tests.serving.talk import Talk
@@ -80,3 +81,15 @@ def test_a_stop_string_that_is_decided_at_the_end_is_named(talk: Talk) -> None:
     answer = talk.front.post("/v1/messages", body | {"max_tokens": num_tokens}).json()
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "STOP")
     assert [block.get("text", block.get("thinking")) for block in answer["content"]] == ["hm", "It "]
+
+
+@pytest.mark.parametrize("dialect", ["chat", "messages", "responses"])
+def test_replies_are_told_apart_at_every_byte(talk: Talk, dialect: str) -> None:
+    """Each token is one byte; markers are tokens. The same test with published tokenizers: `tests/real`."""
+    tokenizer = talk.front.tokenizer
+    call = CALL.replace("STOP", "日 </x> 🙂")
+    reply = f"<think>\nhm 日\n</think>\n\nFünf 🙂\n{call}"
+    talk.say_ids(in_bytes(tokenizer, tokenizer.encode(reply).ids))
+    for streams in (False, True):
+        said = say_in(talk.front, dialect, streams=streams, **stop_in(dialect, "never"))
+        assert said == Said("hm 日", "Fünf 🙂", (("look", {"at": "日 </x> 🙂"}),))
