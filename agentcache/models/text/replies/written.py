@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from agentcache.models.text.json_values import parse_json, write_json
 from agentcache.models.text.replies.calls import Tools
 from agentcache.models.text.replies.dialects import DIALECTS
 from agentcache.models.text.replies.events import Call, Text, blocks_of
@@ -57,7 +57,7 @@ def call_message(num_calls: int, **more: Any) -> dict[str, Any]:
 def with_string_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
     """The same for a template that wants arguments as JSON text."""
     calls = [
-        call | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}
+        call | {"function": call["function"] | {"arguments": write_json(call["function"]["arguments"])}}
         for call in message["tool_calls"]
     ]
     return {**message, "tool_calls": calls}
@@ -114,7 +114,7 @@ def _left(name: str, written: WrittenReply) -> int | None:
     reader = open_reader(ReplyFormat(name), _TOOLS, thoughts=False)
     reader.begin(written.prompt)
     blocks = blocks_of([*reader.add(written.text), *reader.finish(cut_off=False)])
-    calls = tuple((block.name, json.loads(block.arguments)) for block in blocks if isinstance(block, Call))
+    calls = tuple((block.name, parse_json(block.arguments)) for block in blocks if isinstance(block, Call))
     if calls != _ARGUMENTS[: written.num_calls]:
         return None
     return sum(len(block.text) for block in blocks if isinstance(block, Text))
