@@ -158,7 +158,8 @@ class AsyncEngine:
         self._tokenizer = served.tokenizer
         if self._warm_up:
             await self._workers.run(0, lambda has_ended: served.tokenizer.start())
-        self._model = describe_model(served, self.config)
+        model = describe_model(served, self.config)
+        self._model = model if self._model is None else replace(model, adapters=self._model.adapters)
         self._adapters = AdapterLoader(self._thread, self.config.cache_dir / "weights.json")
         self._completions = Completions(self.config, self._thread, self._workers, self._turns, self._adapters)
 
@@ -195,6 +196,7 @@ class AsyncEngine:
                 measuring = self._measuring = await self._thread.ask(MeasurePrecision())
         except AgentCacheError as error:
             log.warning("the precision of keys and values was not measured: %s", error)
+            self._measuring = None
             return
         async with self._gate.closed():
             log.info("keys and values are kept in %s bits from now on; the model is loaded again", measuring.chosen)
@@ -207,6 +209,8 @@ class AsyncEngine:
 
     async def _replace_engine(self) -> None:
         """Close the engine, and open another on the same files. A failure ends the server (`failure`)."""
+        # Requests that name an adapter are read meanwhile, and wait at the gate.
+        self._model = replace(self.model, adapters=self.adapters.list())
         await self._close_engine(shutting_down())
         self._thread = self._make_thread()
         # A server freezes what start-up has made. The old engine is part of it, and has the weights.
@@ -255,7 +259,9 @@ class AsyncEngine:
     def model(self) -> ModelInfo:
         if self._model is None:
             raise EngineStopped("the model is not loaded yet")
-        return replace(self._model, adapters=() if self._adapters is None else self._adapters.list())
+        if self._adapters is None or not self._gate.is_open:
+            return self._model
+        return replace(self._model, adapters=self._adapters.list())
 
     @property
     def adapters(self) -> AdapterLoader:
@@ -424,6 +430,7 @@ class AsyncEngine:
 
     # -- stored responses -------------------------------------------------------------------------------------------
 
+    @_through_gate
     async def use_responses(self, work: Callable[[ResponseFiles], T]) -> T:
         """What `work` returns of the stored responses; it runs on the writer's thread. Raises StoreError."""
         return cast(T, await self._thread.ask(UseResponses(work)))

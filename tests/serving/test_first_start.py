@@ -15,7 +15,7 @@ import pytest
 
 from agentcache.adapter_settings import AdapterFolder, Policy
 from agentcache.config import Config
-from agentcache.errors import UnsupportedModel
+from agentcache.errors import OutOfBlocks, UnsupportedModel
 from agentcache.gateway import async_engine
 from agentcache.gateway.async_engine import AsyncEngine
 from agentcache.models import precision as precision_module
@@ -103,7 +103,10 @@ def test_calls_wait_while_the_engine_is_replaced(model: Path, tmp_path: Path) ->
         while engine._gate.is_open:
             await asyncio.sleep(0)
         assert engine.ready
-        stats, agents, report = await asyncio.gather(engine.stats(), engine.agents(), ask(engine, "bob"))
+        stats, agents, report, response = await asyncio.gather(
+            engine.stats(), engine.agents(), ask(engine, "bob"), engine.use_responses(lambda files: files.find("resp"))
+        )
+        assert response is None
         assert engine.model.kv_precision != "8" and agents == [] and report.computed_tokens == len(PROMPT)
         await until_chosen(engine)
         await engine.close()
@@ -158,6 +161,11 @@ def test_adapters_are_served_on(model: Path, tmp_path: Path, caplog: pytest.LogC
         for name, folder in folders.items():
             await engine.load_adapter(AdapterFolder(name, str(folder), Policy.AUTO))
         (folders["gone"] / "adapters.safetensors").unlink()
+        while engine._gate.is_open:
+            await asyncio.sleep(0)
+        while not engine._gate.is_open:  # a request that names one is read meanwhile
+            assert {adapter.name for adapter in engine.model.adapters} == set(folders)
+            await asyncio.sleep(0)
         await until_chosen(engine)
         assert [adapter.name for adapter in engine.model.adapters] == ["kept"]
         assert (await ask(engine, adapter="kept")).computed_tokens == len(PROMPT)
@@ -182,6 +190,26 @@ def test_the_old_engine_leaves_memory(model: Path, tmp_path: Path) -> None:
         await engine.close()
 
     run(serve())
+
+
+def test_a_search_that_fails_is_over(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(search: PrecisionSearch) -> None:
+        raise OutOfBlocks("no room")
+
+    monkeypatch.setattr(PrecisionSearch, "_compute", fail)
+
+    async def serve() -> None:
+        engine = open_on(model, tmp_path)
+        await engine.start()
+        await until_chosen(engine)
+        assert engine.ready and engine.model.kv_precision == "8"
+        await engine.close()
+
+    with caplog.at_level(logging.WARNING):
+        run(serve())
+    assert "was not measured" in caplog.text
 
 
 def test_a_replacement_that_fails_ends_the_engine(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
