@@ -69,7 +69,7 @@ class Change:
 
 
 def put_in(file: Path, values: Sequence[Value], note: Mapping[str, Any] | None) -> Change:
-    """Put values into a settings file.
+    """Put values into a settings file. Values of the last time that are not among them are taken out.
 
     Args:
         note: of the last time, if that was not undone.
@@ -83,7 +83,8 @@ def put_in(file: Path, values: Sequence[Value], note: Mapping[str, Any] | None) 
         raise UnreadableSettings(f"{note['file']} was changed before: take that back first, with --undo")
     before = _read(file)
     document = _parsed(file, before)
-    known = _noted(note)
+    known, wanted = _noted(note), {each.path for each in values}
+    _take_back(file, document, {path: entry for path, entry in known.items() if path not in wanted})
     entries = []
     for each in values:
         current = _get(document, each.path)
@@ -98,7 +99,6 @@ def put_in(file: Path, values: Sequence[Value], note: Mapping[str, Any] | None) 
             entries.append(_entry(each, current, _num_tables(document, each.path)))
         if not _equal(current, each.value, each.ignores):
             _set(file, document, each.path, each.value)
-    entries += [entry for path, entry in known.items() if path not in {each.path for each in values}]
     existed = bool(note["existed"]) if note is not None else before is not None
     return Change(file, before, _text(file, document), {"file": str(file), "existed": existed, "set": entries})
 
@@ -107,16 +107,8 @@ def take_out(note: Mapping[str, Any]) -> Change:
     """Undo what a note says. Raises UnreadableSettings."""
     file = Path(note["file"])
     before = _read(file)
-    document, kept = _parsed(file, before), []
-    for path, entry in reversed(_noted(note).items()):
-        if entry.get("adds"):
-            kept += [] if _take_items(file, document, path, entry) else [".".join(path)]
-        elif not _equal(_get(document, path), entry["value"], entry.get("ignores", ())):
-            kept.append(".".join(path))
-        elif "before" in entry:
-            _set(file, document, path, entry["before"])
-        else:
-            _remove(document, path, entry["tables"])
+    document = _parsed(file, before)
+    kept = _take_back(file, document, _noted(note))
     after = None if before is None or (not document and not note["existed"]) else _text(file, document)
     return Change(file, before, after, None, tuple(kept))
 
@@ -139,6 +131,21 @@ def write(change: Change) -> None:
         sync_path(change.file.parent)
     finally:
         temp.unlink(missing_ok=True)
+
+
+def _take_back(file: Path, document: MutableMapping[str, Any], entries: Mapping[Path_, dict[str, Any]]) -> list[str]:
+    """Undo entries of a note, the last one first; returns the settings that were changed since, and stay."""
+    kept: list[str] = []
+    for path, entry in reversed(entries.items()):
+        if entry.get("adds"):
+            kept += [] if _take_items(file, document, path, entry) else [".".join(path)]
+        elif not _equal(_get(document, path), entry["value"], entry.get("ignores", ())):
+            kept.append(".".join(path))
+        elif "before" in entry:
+            _set(file, document, path, entry["before"])
+        else:
+            _remove(document, path, entry["tables"])
+    return kept
 
 
 # --- lists that are added to ---

@@ -123,7 +123,8 @@ def _do(change: Change, note_file: Path, *, dry_run: bool) -> None:
     try:
         if change.note is not None:  # first, so that whatever happens can be undone
             note_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            note_file.write_text(json.dumps(change.note, indent=1), encoding="utf-8")
+            # It may hold keys of the user's that were replaced: whole or as before, and as private as a new file.
+            write(Change(note_file, None, json.dumps(change.note, indent=1), None))
         if change.after != change.before:
             write(change)
         if change.note is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -16,6 +17,7 @@ import tomlkit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentcache.cli import client_settings
 from agentcache.cli import launch as launch_module
 from agentcache.cli.client_settings import UnreadableSettings, Value, put_in, take_out, write
 from agentcache.cli.coding_agents import PROGRAMS, SMALL_CONTEXT, CodingAgent, Served, folder_session
@@ -74,8 +76,11 @@ def served(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parsed(file: Path) -> dict[str, Any]:
-    text = file.read_text()
-    found: dict[str, Any] = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
+    return parsed_text(file.read_text(), file.suffix)
+
+
+def parsed_text(text: str, suffix: str) -> dict[str, Any]:
+    found: dict[str, Any] = tomllib.loads(text) if suffix == ".toml" else json.loads(text)
     return found
 
 
@@ -205,6 +210,53 @@ def test_another_server_later(home: Path, invoke: Invoke, monkeypatch: pytest.Mo
     assert parsed(file)["env"]["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:9000"
     invoke("launch", "claude", "--undo")
     assert parsed(file) == json.loads(OWN[CodingAgent.CLAUDE])
+
+
+@pytest.mark.parametrize("agent", WITH_FILES)
+@pytest.mark.parametrize("served", [(SERVED, KEYED), (KEYED, SERVED)])
+def test_values_that_a_later_server_does_not_want(
+    agent: CodingAgent,
+    served: tuple[Served, Served],
+    tmp_path_factory: pytest.TempPathFactory,
+    invoke: Invoke,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as `none` for the key, once there is one: the settings are those that the later server alone would get."""
+    found = []
+    for servers in (served, served[1:]):
+        home = tmp_path_factory.mktemp("home")
+        monkeypatch.setenv("HOME", str(home))
+        file = own(home, agent)
+        for each in servers:
+            monkeypatch.setattr(launch_module, "_served", lambda *options, each=each: (each, None))
+            assert invoke("launch", agent).exit_code == 0
+        found.append(parsed(file))
+        assert invoke("launch", agent, "--undo").exit_code == 0
+        assert parsed(file) == parsed_text(OWN[agent], file.suffix)
+    assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("served")
+def test_the_note_is_private_and_whole(home: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds what was replaced, such as the user's own key."""
+    file = own(home, CodingAgent.CLAUDE)
+    file.write_text('{"env": {"ANTHROPIC_AUTH_TOKEN": "sk-mine"}}')
+    note = home / ".agentcache" / "launch" / "claude.json"
+    note.parent.mkdir(parents=True, mode=0o755)
+    assert invoke("launch", "claude").exit_code == 0
+    assert "sk-mine" in note.read_text() and stat.S_IMODE(note.stat().st_mode) == 0o600
+    whole = note.read_text()
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(client_settings, "sync", full)
+    other = replace(SERVED, url="http://127.0.0.1:9000")
+    monkeypatch.setattr(launch_module, "_served", lambda *options: (other, None))
+    assert invoke("launch", "claude").exit_code == 1
+    assert note.read_text() == whole
+    monkeypatch.undo()
+    assert {path.name for path in note.parent.iterdir()} == {note.name}
 
 
 @pytest.mark.usefixtures("served")
