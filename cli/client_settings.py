@@ -136,7 +136,7 @@ def write(change: Change) -> None:
 def _take_back(file: Path, document: MutableMapping[str, Any], entries: Mapping[Path_, dict[str, Any]]) -> list[str]:
     """Undo entries of a note, the last one first; returns the settings that were changed since, and stay."""
     kept: list[str] = []
-    for path, entry in reversed(entries.items()):
+    for path, entry in reversed(list(entries.items())):
         if entry.get("adds"):
             kept += [] if _take_items(file, document, path, entry) else [".".join(path)]
         elif not _equal(_get(document, path), entry["value"], entry.get("ignores", ())):
