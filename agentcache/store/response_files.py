@@ -17,6 +17,7 @@ import re
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -169,20 +170,46 @@ class ResponseFiles:
         usage: keeps the sizes and the budget.
         fault: called at each step of the write path.
         is_saved: whether an agent of that id is on disk.
+        former: agents' folders with former names of the model. Their files are moved to `folder`, except those of
+            agents that have a file there; these go with their agent.
     """
 
     def __init__(
-        self, files: CacheFiles, folder: Path, usage: DiskUsage, fault: Fault, is_saved: Callable[[str], bool]
+        self,
+        files: CacheFiles,
+        folder: Path,
+        usage: DiskUsage,
+        fault: Fault,
+        is_saved: Callable[[str], bool],
+        former: Sequence[Path] = (),
     ) -> None:
         self._files, self._folder, self._usage, self._fault = files, folder, usage, fault
-        self._is_saved = is_saved
-        names = (os.path.basename(path) for path in usage.paths(folder) if path.endswith(SUFFIX))
-        self._agents = {
+        self._is_saved, self._former = is_saved, former
+        self._agents = self._listed(folder)
+        self._contents: OrderedDict[str, _Content] = OrderedDict()
+        for each in former:
+            self._move_from(each)
+
+    def _listed(self, folder: Path) -> set[str]:
+        """The agents that have a file in a folder."""
+        names = (os.path.basename(path) for path in self._usage.paths(folder) if path.endswith(SUFFIX))
+        return {
             agent
             for name in names
-            if is_name(agent := name.removesuffix(SUFFIX)) and not files.is_companion(folder / name)
+            if is_name(agent := name.removesuffix(SUFFIX)) and not self._files.is_companion(folder / name)
         }
-        self._contents: OrderedDict[str, _Content] = OrderedDict()
+
+    def _move_from(self, folder: Path) -> None:
+        known = {agent.casefold() for agent in self._agents}
+        for agent in sorted(self._listed(folder)):
+            source, target = folder / f"{agent}{SUFFIX}", self._path(agent)
+            if agent.casefold() not in known:
+                with suppress(OSError):  # the next start tries again
+                    self._files.rename(source, target)
+                    self._usage.forget(source)
+                    self._usage.refresh(target)
+                    self._agents.add(agent)
+                    known.add(agent.casefold())
 
     # --- reading ---
 
@@ -278,7 +305,7 @@ class ResponseFiles:
                 return self._rewrite(agent, [*_latest(content, response.previous), response])
             try:
                 self._append(agent, content, line)
-            except FileNotFoundError:  # somebody has removed it
+            except FileNotFoundError:  # it was removed meanwhile
                 return self._rewrite(agent, [*content.responses.values(), response])
         except BaseException:
             self._contents.pop(agent, None)  # the next use reads the file again
@@ -302,6 +329,8 @@ class ResponseFiles:
     def remove(self, agent: str) -> None:
         """Remove an agent's file, if there is one. Raises OSError."""
         self._contents.pop(agent, None)
+        for folder in self._former:
+            self._usage.remove(folder / f"{agent}{SUFFIX}")
         if agent in self._agents:
             self._usage.remove(self._path(agent))
             self._files.sync_folder(self._folder)

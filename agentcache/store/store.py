@@ -134,7 +134,14 @@ class Store:
         self._agents = SavedAgents(folders, self._model, self._spec.digest, self._blocks)
         former = {name: folders[folder_of(name)] for name in self._names.former if folder_of(name) in folders}
         self._former = FormerAgents(self._model, former)
-        self.responses = ResponseFiles(self._files, self._agent_dir, self.usage, self._fault, self._has_manifest_of)
+        self.responses = ResponseFiles(
+            self._files,
+            self._agent_dir,
+            self.usage,
+            self._fault,
+            self._has_manifest_of,
+            [self._agent_dir.parent / folder_of(name) for name in former],
+        )
         self._folders = self._identities()
 
     def _agent_folder(self, path: Path) -> AgentFolder:

@@ -18,6 +18,7 @@ from agentcache.store.manifest import AgentRecord
 from agentcache.store.model_names import LABEL, ModelNames, find_names
 from agentcache.store.verify import verify_folder
 from tests.kv.store_cases import make_record, make_transcript, make_turn, open_store, tree
+from tests.kv.stored_responses import stored
 
 IDENTITY, FIRST, LATER = "1" * 32, "2" * 32, "3" * 32
 MOST = 8
@@ -204,6 +205,27 @@ def test_a_lineage_whose_move_was_cut_short_is_there_once(tmp_path: Path, merged
     with open_store(tmp_path, model=merged) as store:
         assert {each.name: each for each in store.load_agents(MOST)} == {each.name: each for each in records}
     assert not list(later.glob("a.*")) and list(later.glob("c.*"))
+
+
+def test_stored_responses_are_found_and_go_with_their_agent(tmp_path: Path, merged: ModelNames) -> None:
+    """One of an agent that has some in both folders goes with it, too."""
+    later = {agent: stored(agent) for agent in ("a", "c")}
+    with open_store(tmp_path, model=LATER) as store:
+        for agent, response in later.items():
+            store.responses.add(agent, response)
+    with open_store(tmp_path, model=FIRST) as store:
+        store.responses.add("a", stored("a"))
+    for _ in range(2):
+        with open_store(tmp_path, model=merged) as store:
+            records = store.load_agents(MOST)
+            store.collect_orphans()
+            assert store.responses.find(later["c"].id) == ("c", later["c"])
+            assert len(list(tmp_path.glob("agents/*/*.responses"))) == 3
+    with open_store(tmp_path, model=merged) as store:
+        for record in store.load_agents(MOST):
+            store.delete_agent(record.name)
+        assert {record.id for record in records} == {"a", "b", "c"}
+    assert not list(tmp_path.glob("agents/*/*.responses"))
 
 
 def test_a_lineage_that_is_deleted_stays_deleted(tmp_path: Path, merged: ModelNames) -> None:
