@@ -75,7 +75,9 @@ def read_thinking(call: Call, *, only_if_asked: bool = False) -> Thinking:
     """The request's fields about thinking.
 
     Args:
-        only_if_asked: whether silence means no thoughts: in Anthropic's dialect, answers have none unless asked for.
+        only_if_asked: whether answers have thoughts only where the request asks for them, as in Anthropic's dialect.
+            The model thinks by default all the same: switched off, many templates write another prompt than the next
+            turn repeats, and replies would be computed again.
     """
     body, variables = call.body, call.model.thinking
     kwargs = body.object("chat_template_kwargs")
@@ -83,10 +85,8 @@ def read_thinking(call: Call, *, only_if_asked: bool = False) -> Thinking:
     wish = _wish(said)
     # `output_config.effort` grades the whole answer, not its thoughts alone.
     silent = only_if_asked and all(each.param == "output_config.effort" for each in said)
-    if silent and variables.can_switch:
-        wish = ThinkingWish(enabled=False)
     values = told(wish, variables)
-    if not variables.is_guess and not (silent and wish.is_off):
+    if not variables.is_guess:
         for note in _notes(wish, said, variables, values):
             call.notes.add(note)
     own = {name: value for name, value in kwargs.value.items() if name not in FIELDS or not _is_read(name, value)}
