@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -225,3 +227,33 @@ def test_a_long_conversation_may_take_its_time(tmp_path: Path) -> None:
 def test_repairs_have_names(tmp_path_factory: pytest.TempPathFactory) -> None:
     assert made(tmp_path_factory, "a loop").template_repairs() == ("tools_as_text", "calls_as_text")
     assert "join_systems" in (made(tmp_path_factory, "one system").template_repairs() or ())
+
+
+def growing(chosen: random.Random) -> Iterator[list[Message]]:
+    """A conversation as it is sent turn by turn, with all that clients do."""
+    messages = [SYSTEM] * chosen.randrange(3)
+    num_calls = 0
+    for turn in range(3):
+        messages += [LATER] * (chosen.random() < 0.3)
+        messages += [{"role": "user", "content": f"QUESTION{turn}"}] * chosen.choice([1, 1, 2])
+        yield list(messages)
+        while chosen.random() < 0.5:
+            ids = [f"callnum{num_calls + i:02}" for i in range(chosen.choice([1, 2]))]
+            num_calls += len(ids)
+            calls = [call(id, f'{{"p": "{id}"}}') for id in ids]
+            messages.append({"role": "assistant", "content": chosen.choice([None, "WORDS"]), "tool_calls": calls})
+            messages += [result(id, f"RESULT{id}") for id in ids]
+            messages += [AGAIN] * (chosen.random() < 0.2)
+            yield list(messages)
+        messages += [ANSWER] * chosen.choice([1, 1, 2])
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+def test_each_turn_begins_the_next_one(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
+    tokenizer = made(tmp_path_factory, name)
+    for seed in range(6):
+        before = ""
+        for messages in growing(random.Random(seed)):
+            text = tokenizer.render_chat(messages, [LOOK], add_generation_prompt=False)
+            assert text.startswith(before), (seed, len(messages))
+            before = text
