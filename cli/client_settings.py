@@ -58,7 +58,7 @@ class Change:
         before: its text; None where there is none.
         after: what it is to be; None for no file.
         note: what undoes it; None for nothing that is to be undone any more.
-        kept: settings that were changed by somebody else since, and stay.
+        kept: settings that have changed since, and stay.
     """
 
     file: Path

@@ -90,7 +90,7 @@ def _command(program: Program, served: Served) -> list[str]:
 
 
 def _start(program: Program, served: Served, key: str | None, arguments: Sequence[str]) -> NoReturn:
-    """Become the agent: this process goes on as it. Raises NoProgram."""
+    """Replace this process by the agent. Raises NoProgram."""
     command = [*_command(program, served), *arguments]
     variables = program.environment(served) | ({program.key: key} if key is not None else {})
     try:
