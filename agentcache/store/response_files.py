@@ -361,7 +361,8 @@ class ResponseFiles:
             lines.append(content.line_of(response))
             content.put(response)
         data = b"".join(lines)
-        self._usage.require(len(data))
+        if (added := len(data) - self._usage.size_of(path)) > 0:  # one that gets shorter makes room
+            self._usage.require(added)
         self._agents.add(agent)
         self._contents.pop(agent, None)
         try:

@@ -55,6 +55,15 @@ def body(number: int) -> dict[str, object]:
     return {"id": new_id("resp", "alice")[:13] + f"{number:024x}", "output": []}
 
 
+def test_a_response_is_deleted_where_the_disk_is_full(tmp_path: Path) -> None:
+    files, (gone, kept) = response_files(tmp_path), (stored("alice", "one"), stored("alice", "two"))
+    for each in (gone, kept):
+        files.add("alice", each)
+    full = response_files(tmp_path, budget=file_of(tmp_path).stat().st_size)
+    assert full.delete(gone.id)
+    assert has(response_files(tmp_path), gone, kept) == [False, True]
+
+
 @pytest.mark.parametrize("damage", ["torn", "flipped", "no JSON", "foreign value"])
 def test_a_damaged_line_costs_nothing_but_itself(damage: str, tmp_path: Path) -> None:
     files, responses = response_files(tmp_path), [stored("alice", str(number)) for number in range(3)]
