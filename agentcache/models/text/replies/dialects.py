@@ -130,6 +130,9 @@ _GEMMA_4 = FieldNotation(",", "call:", "{", "}", ":", ('<|"|>', '"'))
 _FUNCTION_GEMMA = FieldNotation(",", "call:", "{", "}", ":", ("<escape>", '"'))
 _PYTHON = FieldNotation("[],;", "", "(", ")", "=", ('"""', "'''", '"', "'"))
 
+_DSML_NOISE = ("</｜DSML｜tool_calls>", "</｜DSML｜function_calls>")
+_DSML_OPENS = {close.replace("/", ""): _tagged(close, _DSML) for close in _DSML_NOISE}
+
 # By mlx-lm's names of its parsers, and names of ours for what it does not read. What a template writes for a call is
 # read by one of these; of several that read it alike, mlx-lm's choice is taken, or else the first.
 DIALECTS: dict[str, Dialect] = {
@@ -161,16 +164,9 @@ DIALECTS: dict[str, Dialect] = {
     ),
     "seed_oss": Dialect({"<seed:tool_call>": _tagged("</seed:tool_call>", _PYTHON_XML)}, ("</seed:tool_call>",)),
     "minimax_m2": Dialect({"<minimax:tool_call>": _tagged("</minimax:tool_call>", _INVOKE)}, ("</minimax:tool_call>",)),
-    "deepseek_v4": Dialect(
-        {"<｜DSML｜tool_calls>": _tagged("</｜DSML｜tool_calls>", _DSML)},
-        ("</｜DSML｜tool_calls>",),
-        hints=("｜DSML｜tool_calls", "dsml_token + 'tool_calls"),
-    ),
-    "deepseek_v32": Dialect(
-        {"<｜DSML｜function_calls>": _tagged("</｜DSML｜function_calls>", _DSML)},
-        ("</｜DSML｜function_calls>",),
-        hints=("｜DSML｜",),
-    ),
+    # A tokenizer alone does not tell the two apart, so that each reads both.
+    "deepseek_v4": Dialect(_DSML_OPENS, _DSML_NOISE, hints=("｜DSML｜tool_calls", "dsml_token + 'tool_calls")),
+    "deepseek_v32": Dialect(_DSML_OPENS, _DSML_NOISE, hints=("｜DSML｜",)),
     "minicpm5": Dialect({"<function name=": _tagged("", _NAMED)}, ("</function>",)),
     "muse_spark": Dialect(
         {
