@@ -429,7 +429,7 @@ def _templates(wrapper: TokenizerWrapper) -> list[str]:
 
 def _thinking_variables(wrapper: TokenizerWrapper) -> ThinkingVariables:
     """mlx-lm hands `enable_thinking` to templates that are Python code under the name that they have for it."""
-    if is_rendered_here(wrapper):
+    if wrapper.has_chat_template and is_rendered_here(wrapper):
         return ThinkingVariables(("enable_thinking",))
     return find_variables(_template_text(wrapper))
 
