@@ -187,7 +187,7 @@ def test_an_id_that_is_none_in_a_path(http: httpx.Client, bad: str) -> None:
     refused(http.delete(f"/v1/agents/{bad}"), 400, "{id}", "invalid_request")
 
 
-@pytest.mark.parametrize("path", ["/v1/agents/../../x", "/v1/agents/%2e%2e", "/v1/agents/a%2Fb", "/v1/agents/"])
+@pytest.mark.parametrize("path", ["/v1/agents/../../x", "/v1/agents/%2e%2e", "/v1/agents/a%2Fb"])
 def test_paths_lead_nowhere(live_server: ServerProcess, path: str) -> None:
     """Sent as they are: httpx would tidy them up."""
     connection = http.client.HTTPConnection(*live_server.client.url.removeprefix("http://").split(":"))

@@ -19,6 +19,8 @@ from agentcache.engine.generation import Generation
 from agentcache.engine.open import open_engine
 from agentcache.engine.output import Output
 from agentcache.gateway.prepare import choose_lineage, held_by, make_grammar, match, read_prompt
+from agentcache.models.text.replies.stop_search import StopSearch
+from agentcache.models.text.stop_strings import stop_strings
 from agentcache.models.text.work_limit import UNLIMITED
 from agentcache.report import Report, Update
 from agentcache.request import Request, TokenPrompt
@@ -73,6 +75,7 @@ class ByHand:
         found = choose_lineage(request, prompt, inside.agent_table(engine))
         matched = match(prompt, held_by(request, found), tokenizer)
         grammar = None if form is None else make_grammar(request, matched.transcript, tokenizer, UNLIMITED)
+        search = StopSearch(stop_strings(sampling.stop), None) if sampling.stop else None
         receiver = Receiver(
             Generation(
                 request=request,
@@ -81,7 +84,7 @@ class ByHand:
                 found=found,
                 goes_on=found is not None and prompt.goes_on_from(found.transcript),
                 max_tokens=sampling.max_tokens or 0,
-                output=Output(tokenizer.detokenizer(after=ids[-1]), sampling.stop),
+                output=Output(tokenizer.detokenizer(after=ids[-1]), search),
                 emit=lambda update: receiver.updates.append(update),
                 producer=adapter.producer if adapter else producer,
                 adapter=adapter,
