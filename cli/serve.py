@@ -152,8 +152,8 @@ def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:
 
     # A step takes Python's lock many times: each time it would wait so long for a thread that reads a long prompt.
     sys.setswitchinterval(SWITCH_SECONDS)
-    tell_of_slow_blas()
     engine = open_engine(config, warm_up=True)
+    tell_of_slow_blas()
     failures: list[Exception] = []
 
     def on_start(failure: Exception | None) -> None:
