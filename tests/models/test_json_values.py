@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agentcache.models.text.json_values import (
@@ -86,6 +86,7 @@ def test_a_text_that_is_too_long() -> None:
         parse_json("[1, 2]", max_chars=5)
 
 
+@example({"": []}, 1)
 @given(values, st.integers(0, 6))
 def test_what_is_too_deep_has_a_place(value: Any, most: int) -> None:
     """Exactly what has more levels is refused, and the place is where a step deeper would be too deep."""

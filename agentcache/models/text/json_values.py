@@ -103,7 +103,8 @@ def deep_place(text: str, *, max_depth: int = MAX_DEPTH) -> str:
 
 
 def _path(steps: list[str | int]) -> str:
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")
+    texts = (f"[{step}]" if isinstance(step, int) else f".{step}" if step else '[""]' for step in steps)
+    return "".join(texts).removeprefix(".")
 
 
 def written_and_read(value: Any, *, max_depth: int = MAX_DEPTH) -> Any:

@@ -38,6 +38,7 @@ __all__ = ["Detokenizer", "Encoding", "MarkedEnds", "Tokenizer"]
 _CONTROL_NAME = re.compile(r"<([|｜])[^<>|｜]+\1>")
 _FAST_CLASS = "PreTrainedTokenizerFast"
 _TOKENIZER_SUFFIXES = (".json", ".jinja", ".txt", ".model")
+_PROBE_BYTES = 1 << 16  # of the text for a conversation of a few words, with the texts of tools
 _UTF8_BYTES = 4  # of a character, at most
 
 
@@ -294,7 +295,14 @@ class Tokenizer:
         return self.raw_prompt(lines + ("assistant:" if add_generation_prompt else ""), reserved_are_marks=True)
 
     def _probe_template(self, limit: WorkLimit, messages: Any, tools: Any, variables: Mapping[str, Any]) -> str:
-        return self._apply_template(messages, tools, True, self._unknown(variables), limit)
+        """Render a short conversation of marker words, whatever the model's context; raises as `ChatTemplate.render`."""
+        work = WorkLimit(has_ended=limit.has_ended)
+        try:
+            return self._template.render(
+                messages, tools, True, self._unknown(variables), limit=work, max_bytes=_PROBE_BYTES
+            )
+        except RenderedTooLong as error:
+            raise InvalidRequest(f"{error} for a few words", param="messages") from None
 
     def _unknown(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """Variables for a template but for special tokens that the tokenizer has."""
