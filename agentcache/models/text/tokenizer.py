@@ -295,7 +295,7 @@ class Tokenizer:
         return self.raw_prompt(lines + ("assistant:" if add_generation_prompt else ""), reserved_are_marks=True)
 
     def _probe_template(self, limit: WorkLimit, messages: Any, tools: Any, variables: Mapping[str, Any]) -> str:
-        """Render a short conversation of marker words, whatever the model's context; raises as `ChatTemplate.render`."""
+        """Render a short conversation of marker words, whatever the context; raises as `ChatTemplate.render`."""
         work = WorkLimit(has_ended=limit.has_ended)
         try:
             return self._template.render(
