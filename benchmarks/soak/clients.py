@@ -303,7 +303,7 @@ class Client:
             self._allowed("time limit", answer, _BUSY)
 
     async def _blunder(self) -> None:
-        broken = self._rng.choice(({}, {"prompt": 7}, {"prompt": "x", "max_tokens": -1}, {"prompt": "x", "stop": [""]}))
+        broken = self._rng.choice(({}, {"prompt": 7}, {"prompt": "x", "max_tokens": -2}, {"prompt": "x", "stop": [7]}))
         answer = await self._http.post("/v1/completions", json=broken)
         self._allowed("blunder", answer, {(400, "invalid_request")} | _BUSY)
 

@@ -90,6 +90,7 @@ class ChatTemplate:
         self._marks = marks
         self._work = ConfinedWork("agentcache.models.text.template_child", seconds_per_byte=SECONDS_PER_BYTE)
         self._sealed: dict[str, bool] = {}  # by template
+        self._greedy: set[str] = set()  # templates that took too much for a few words
 
     def start(self) -> None:
         """Have a process ready for the first messages."""
@@ -173,7 +174,16 @@ class ChatTemplate:
                 self._sealed[template] = all(self._keeps_controls(template, *each, limit) for each in _HARMLESS)
             except InvalidRequest:  # it takes too long, or too much memory: it is not asked again
                 self._sealed[template] = True
+                self._greedy.add(template)
         return self._sealed[template]
+
+    def is_greedy(self, tools: Sequence[Mapping[str, Any]] | None, limit: WorkLimit) -> bool:
+        """Whether the template took too much time or memory for a few harmless words."""
+        if is_rendered_here(self._wrapper):
+            return False
+        template = self._choose(None if tools is None else list(tools))
+        self._is_sealed(template, limit)
+        return template in self._greedy
 
     def _keeps_controls(self, template: str, messages: Any, tools: Any, limit: WorkLimit) -> bool:
         """Whether messages have the same control tokens with seals and without; True where it refuses them."""

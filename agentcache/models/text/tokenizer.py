@@ -297,6 +297,8 @@ class Tokenizer:
     def _probe_template(self, limit: WorkLimit, messages: Any, tools: Any, variables: Mapping[str, Any]) -> str:
         """Render a short conversation of marker words, whatever the context; raises as `ChatTemplate.render`."""
         work = WorkLimit(has_ended=limit.has_ended)
+        if self._template.is_greedy(tools, work):
+            raise InvalidRequest("the model's chat template takes too much for a few words", param="messages")
         try:
             return self._template.render(
                 messages, tools, True, self._unknown(variables), limit=work, max_bytes=_PROBE_BYTES
