@@ -13,8 +13,13 @@ const { z } = require("zod");
 const messages = existsSync(file) ? JSON.parse(readFileSync(file, "utf8")) : [];
 const isFirst = messages.length === 0;
 messages.push({ role: "user", content: question });
+const bodies = [];
+function recording(address, request) {
+  bodies.push(String(request.body));
+  return fetch(address, request);
+}
 const options = {
-  model: createOpenAI({ baseURL: url, apiKey: "none" })(model),
+  model: createOpenAI({ baseURL: url, apiKey: "none", fetch: recording })(model),
   messages,
   stopWhen: stepCountIs(5),
   maxRetries: 0,
@@ -29,7 +34,7 @@ const options = {
 const result = isFirst ? await generateText(options) : streamText(options);
 const text = await result.text;
 const steps = await result.steps;
-messages.push(...(await result.response).messages);
+messages.push(...(await result.responseMessages)); // of all steps; `response` has the last one's
 writeFileSync(file, JSON.stringify(messages));
-const referred = steps.map((step) => JSON.stringify(step.request.body ?? "").split("item_reference").length - 1);
+const referred = bodies.map((body) => body.split("item_reference").length - 1);
 console.log(JSON.stringify({ text, steps: steps.length, referred }));
