@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 log = logging.getLogger("agentcache.start")
 
+QUIET_SECONDS = 2.0  # a phase that is over by then is not in the log
 LOG_SECONDS = 5.0  # between two lines on the same phase
 
 
@@ -55,12 +57,20 @@ class StartProgress:
     def __init__(self) -> None:
         self.phase: Phase | None = None
         self._logged_at = 0.0
+        self._timer: threading.Timer | None = None
 
     def begin(self, doing: str) -> None:
-        """Enter a phase, and say so in the log."""
-        self.phase = Phase(doing)
-        self._logged_at = time.monotonic()
-        log.info("%s", doing)
+        """Enter a phase. The log says so if it lasts."""
+        self._enter(Phase(doing))
+
+    def _enter(self, phase: Phase | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self.phase, self._timer, self._logged_at = phase, None, time.monotonic()
+        if phase is not None:
+            self._timer = threading.Timer(QUIET_SECONDS, log.info, ("%s", phase))
+            self._timer.daemon = True
+            self._timer.start()
 
     @contextmanager
     def inner(self, doing: str) -> Iterator[None]:
@@ -70,7 +80,7 @@ class StartProgress:
         try:
             yield
         finally:
-            self.phase = outer
+            self._enter(outer)
 
     def advance(self, done: int, total: int) -> None:
         """So many pieces of the phase are done. Every few seconds the log says so."""
@@ -82,5 +92,5 @@ class StartProgress:
             log.info("%s", self.phase)
 
     def end(self) -> None:
-        """The start is over."""
-        self.phase = None
+        """The start is over, or has failed."""
+        self._enter(None)

@@ -137,6 +137,18 @@ class AsyncEngine:
 
     async def start(self) -> None:
         """Load the model and its adapters, and open the cache folder; raises whatever stands in the way."""
+        try:
+            await self._start()
+        finally:
+            self._progress.end()
+        if self.config.memory_pressure:
+            self._watch = asyncio.create_task(watch_pressure(never_failing(self._system.pressure), self._relieve))
+        self._is_open = True
+        if self._thread.view.model.is_provisional:
+            self._measuring = Measuring(0)
+            self._replacing = asyncio.create_task(self._choose_precision())
+
+    async def _start(self) -> None:
         await self._thread.start()
         try:
             await self._open()
@@ -145,13 +157,6 @@ class AsyncEngine:
         except BaseException:
             await self.close()
             raise
-        if self.config.memory_pressure:
-            self._watch = asyncio.create_task(watch_pressure(never_failing(self._system.pressure), self._relieve))
-        self._progress.end()
-        self._is_open = True
-        if self._thread.view.model.is_provisional:
-            self._measuring = Measuring(0)
-            self._replacing = asyncio.create_task(self._choose_precision())
 
     async def _open(self) -> None:
         served = self._thread.view.model
