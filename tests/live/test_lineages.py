@@ -174,7 +174,8 @@ class Session:
 
     def _post(self, http: httpx.Client, system: str, history: list[Message], tools: bool) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self._client.model, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
-        body["agentcache"] = {"report": True, "parse_tools": False, "parse_reasoning": False}  # all that is generated is text
+        # All that is generated is text, whatever markers a random model writes.
+        body["agentcache"] = {"report": True, "parse_tools": False, "parse_reasoning": False}
         if self._client.anthropic:
             declared = [tool["function"] for tool in TOOLS]
             offered = [{"name": each["name"], "input_schema": each["parameters"]} for each in declared]

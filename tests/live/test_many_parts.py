@@ -108,6 +108,7 @@ ORDINARY_RATIO = 1.7
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"], ids=["chat", "messages"])
+@pytest.mark.alone
 @in_rounds
 def test_thousands_of_parts_cost_others_as_much_as_a_word(server: ServerProcess, tmp_path: Path, path: str) -> None:
     """Bodies of 90 KB, quick to answer: what they add to an ordinary client's request is their reading only."""
