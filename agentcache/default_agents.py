@@ -1,4 +1,4 @@
-"""Agents of clients that name no session: what the setting `default_agent` says."""
+"""The setting `default_agent`: agents for clients that name no session."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def open_engine(
         warm: whether the first request is to find a process that has computed something before.
         give_up: called on some thread when this one waits for another rank for good.
         measure_seconds: with `kv` "auto", time limit for the choice of a precision (`Measured`).
-        progress: is told what is done.
+        progress: phases of the start; written here.
 
     Raises:
         UnsupportedModel, CacheFolderInUse, ConfigError, StoreError, RankLost: it cannot start.

@@ -207,7 +207,7 @@ def _take_choice(take: Callable[[Update], None], index: int, update: Update) -> 
 
 
 def _take_with_prompt(take: Callable[[Update], None], prompt: PlainPrompt, update: Update) -> None:
-    """The report also says what was found while the prompt was read."""
+    """Add the findings about the prompt to the report."""
     if update.report is not None:
         report = replace(update.report, volatile=prompt.volatile, notes=prompt.notes)
         update = replace(update, report=report)

@@ -30,7 +30,7 @@ class InspectedModel:
 def inspect_model(config: Config, model_path: str) -> InspectedModel:
     """Load a model as a server would, with all that is proved then; on the calling thread.
 
-    What is measured of its precision stays in the cache folder, for the server that starts next.
+    Measurements for the choice of a precision stay in the cache folder, for the next start of a server.
 
     Raises:
         UnsupportedModel: it cannot be served.

@@ -20,7 +20,7 @@ Layers = Sequence[LayerBits]
 
 
 class Measurements(Protocol):
-    """What a search asks of a model; each answer costs one pass at most. What it raises ends the search."""
+    """Measurements of a model. Each costs one forward pass at most; its exceptions end the search."""
 
     @property
     def num_layers(self) -> int:
@@ -67,7 +67,7 @@ class _Search:
     """One search.
 
     Args:
-        best: the smallest of what is known to be within the limit.
+        best: smallest precision known to be within the limit.
     """
 
     model: Measurements

@@ -187,7 +187,7 @@ def load(
         find_names: gives the names that a cache folder has for the model.
         measured: with `auto`, file of numbers that were measured; a search that was interrupted continues from it.
         measure_seconds: with `auto`, time limit of the search; see `Measured.unfinished`.
-        progress: is told what is done.
+        progress: phases of the start; written here.
 
     Raises:
         UnsupportedModel: the folder is no model, or its architecture cannot be served exactly.
