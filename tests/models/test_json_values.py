@@ -41,6 +41,15 @@ def test_any_text_gives_a_value_or_one_error(text: str) -> None:
     assert parse_json(write_json(value)) == value
 
 
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e400", 1.7976931348623157e308), ("[-1e400]", [-1.7976931348623157e308]), ("1e-400", 0.0)]
+)
+def test_a_number_out_of_range_becomes_one_that_json_can_say(text: str, value: Any) -> None:
+    assert parse_json(text) == value
+    assert written_and_read(parse_json(text)) == value
+    assert parse_json(canonical_json(parse_json(text))) == value
+
+
 def are_equal(one: Any, other: Any) -> bool:
     """Equality with types."""
     if isinstance(one, dict) and isinstance(other, dict):

@@ -50,7 +50,9 @@ def nearly(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]
     return st.fixed_dictionaries({name: mostly(value) for name, value in fields.items()})
 
 
-ARGUMENTS = st.sampled_from(["{}", "no JSON", "[1]", DEEP, "[" * 5000, '{"x": "\\ud800"}'])
+ARGUMENTS = st.sampled_from(
+    ["{}", "no JSON", "[1]", DEEP, "[" * 5000, '{"x": "\\ud800"}', HUGE, '{"x": -1e400}', '{"x": [1e400]}']
+)
 KINDS = st.sampled_from(["text", "image", "image_url", "document", "tool_use", "thinking", "hologram"])
 part = nearly(type=KINDS, text=ODD_TEXT, id=ODD_TEXT, name=ODD_TEXT, input=st.just({}) | anything)
 result = nearly(type=st.just("tool_result"), tool_use_id=ODD_TEXT, content=ODD_TEXT | st.lists(part, max_size=2))

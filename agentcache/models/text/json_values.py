@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -45,6 +46,9 @@ def parse_json(
 ) -> Any:
     """The value that `text` holds. Of equal keys in an object the last one counts.
 
+    A number beyond the range of float64 becomes the largest one there is: Python's reader makes it infinite, and JSON
+    cannot say that again.
+
     Args:
         max_depth: levels of objects and lists there may be.
         max_chars: length of the longest text that is read; None for any.
@@ -59,7 +63,7 @@ def parse_json(
     if max_chars is not None and len(text) > max_chars:
         raise ValueError(f"it has more than {max_chars} characters")
     try:
-        value = json.loads(text, parse_constant=_refuse_constant, strict=strict)
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, strict=strict)
     except (json.JSONDecodeError, _RefusedConstant):
         raise
     except RecursionError:
@@ -143,6 +147,10 @@ def canonical_json(value: Any) -> str:
 def json_string(text: str, *, ensure_ascii: bool = True) -> str:
     """`text` as a JSON string, with its quotes."""
     return json.dumps(text, ensure_ascii=ensure_ascii)
+
+
+def _finite(number: str) -> float:
+    return min(max(float(number), -sys.float_info.max), sys.float_info.max)
 
 
 def _refuse_constant(name: str) -> NoReturn:
