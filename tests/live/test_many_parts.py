@@ -81,6 +81,7 @@ def quiet(server: ServerProcess) -> tuple[Seen, int]:
 
 
 @pytest.mark.parametrize("name", BODIES)
+@pytest.mark.alone
 @in_rounds
 def test_others_are_served(server: ServerProcess, quiet: tuple[Seen, int], tmp_path: Path, name: str) -> None:
     path, make = BODIES[name]
