@@ -75,7 +75,10 @@ class Notes:
         self._first: list[str] = []
         self._more = 0
 
-    def add(self, note: str) -> None:
+    def add(self, note: str, *, once: bool = False) -> None:
+        """Add a note; with `once` unless it is there."""
+        if once and note in self._first:
+            return
         if len(self._first) < MOST_NOTES:
             self._first.append(note)
         else:

@@ -1,12 +1,12 @@
 """What becomes of each field of a request's body, by dialect: the one table that `docs/server.md` shows.
 
 A field is obeyed, has no bearing on an answer of this server, or is refused unless its value asks for nothing. All
-others are noted as without effect, so that nothing is ignored in silence.
+others are noted as without effect, so that nothing is ignored in silence. `KEYS` says the same of the objects in them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from typing import Any
 
@@ -57,7 +57,8 @@ OBEYED: Mapping[Dialect, frozenset[str]] = {
 
 # What is for a service with accounts, prices, places and caches of its own, or for speed only.
 WITHOUT_BEARING = frozenset(
-    ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_retention", "cache_control")
+    ("user", "metadata", "client_metadata", "store", "service_tier", "safety_identifier", "cache_control")
+    + ("prompt_cache_retention", "prompt_cache_options")
     + ("prediction", "keep_alive", "cache_prompt", "id_slot", "request_id", "betas", "anthropic_beta")
     + ("anthropic_version", "inference_geo", "speed", "stream_options", "max_tool_calls", "context_management")
 )
@@ -91,29 +92,95 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "background": (False,),
     "conversation": (),
 }
+_TEXT_FORMAT = frozenset(
+    ("type", "name", "description", "strict", "schema", "json_schema", "value", "regex", "pattern")
+)
+_BUDGETS = ("max_tokens", "budget_tokens", "budget")
+TOOL = "tools[]"  # the place of a tool's definition, wherever it stands
+
+# The keys of objects that are obeyed or have no bearing, by place. An object at no place of these is free in form, as
+# schemas, metadata and variables of templates are, or its reader refuses other keys.
+KEYS: Mapping[str, frozenset[str]] = {
+    "stream_options": frozenset(("include_usage", "include_obfuscation")),
+    "reasoning": frozenset(("type", "enabled", "effort", *_BUDGETS, "exclude", "summary", "generate_summary")),
+    "thinking": frozenset(("type", "enabled", "effort", *_BUDGETS, "display")),
+    "output_config": frozenset(("effort", "format")),
+    "text": frozenset(("format",)),
+    "structured_outputs": frozenset(("json", "regex", "choice", "grammar", "json_object", "structural_tag")),
+    **dict.fromkeys(("response_format", "output_format", "output_config.format", "text.format"), _TEXT_FORMAT),
+    **dict.fromkeys(
+        ("response_format.json_schema", "output_format.json_schema", "output_config.format.json_schema")
+        + ("text.format.json_schema",),
+        frozenset(("name", "description", "strict", "schema")),
+    ),
+    "tool_choice": frozenset(
+        ("type", "name", "function", "custom", "disable_parallel_tool_use", "allowed_tools", "mode", "tools")
+    ),
+    "tool_choice.function": frozenset(("name",)),
+    "tool_choice.custom": frozenset(("name",)),
+    "tool_choice.allowed_tools": frozenset(("mode", "tools")),
+    TOOL: frozenset(
+        ("type", "name", "description", "parameters", "input_schema", "inputSchema", "strict", "function", "format")
+        + ("tools", "max_characters", "display_width_px", "display_height_px", "display_number")
+        + ("cache_control", "eager_input_streaming")
+    ),
+    f"{TOOL}.function": frozenset(("name", "description", "parameters", "input_schema", "inputSchema", "strict")),
+    f"{TOOL}.format": frozenset(("type", "syntax", "definition")),
+}
 _REFUSED_THERE: Mapping[Dialect, Mapping[str, tuple[Any, ...]]] = {Dialect.RESPONSES: {"prompt": ()}}
 
 
 def check_fields(call: Call, dialect: Dialect) -> None:
     """Refuse fields that matter and are not supported, and note those that are not known.
 
+    Keys of tools are noted where tools are read: some are left out whole.
+
     Raises:
         InvalidRequest: with the field's name.
     """
-    unknown = []
+    unknown: list[str] = []
     refused = {**REFUSED, **_REFUSED_THERE.get(dialect, {})}
     for name, value in call.body.value.items():
-        if value is None or name in OBEYED[dialect]:
+        if value is None:
             continue
-        if name in refused:
+        if name in OBEYED[dialect] or name in WITHOUT_BEARING:
+            unknown += _unknown_keys(value, name)
+        elif name in refused:
             if not any(_same(value, allowed) for allowed in refused[name]):
                 call.body.fail(name, "is not supported", code="unsupported_parameter")
-        elif name not in WITHOUT_BEARING:
-            unknown.append(name)
+        else:
+            unknown.append(f"{name:.{_LONGEST_NAME}}")
+    _note(call, unknown, "without effect")
+
+
+def note_tool_keys(call: Call, tool: Mapping[str, Any], *, is_shown: bool = False) -> None:
+    """Note keys of a tool's definition that are not known.
+
+    Args:
+        is_shown: whether the chat template is told the definition as it was sent.
+    """
+    effect = "shown to the model if its chat template shows all of a tool" if is_shown else "without effect"
+    _note(call, list(_unknown_keys(tool, TOOL)), effect)
+
+
+def _unknown_keys(value: Any, place: str) -> Iterator[str]:
+    """The paths of keys in `value` that `KEYS` does not have. null counts as absent."""
+    known = KEYS.get(place)
+    if known is None or type(value) is not dict or (place.endswith(".json_schema") and "schema" not in value):
+        return  # the last one is the schema itself, without a wrapper
+    for name, inner in value.items():
+        if inner is None:
+            continue
+        if name in known:
+            yield from _unknown_keys(inner, f"{place}.{name}")
+        else:
+            yield f"{place}.{name:.{_LONGEST_NAME}}"
+
+
+def _note(call: Call, unknown: list[str], effect: str) -> None:
     if unknown:
-        names = ", ".join(f"{name:.{_LONGEST_NAME}}" for name in unknown[:_MOST_NAMES])
         more = f" and {len(unknown) - _MOST_NAMES} more" if len(unknown) > _MOST_NAMES else ""
-        call.notes.add(f"{names}{more}: not known to this dialect, without effect")
+        call.notes.add(f"{', '.join(unknown[:_MOST_NAMES])}{more}: not known to this dialect, {effect}", once=True)
 
 
 def _same(value: Any, allowed: Any) -> bool:

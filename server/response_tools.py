@@ -13,6 +13,7 @@ from typing import Any
 from agentcache.models.text.json_values import parse_json
 from agentcache.server.answer_form import ToolChoice, read_tool_choice
 from agentcache.server.context import Call
+from agentcache.server.fields import note_tool_keys
 from agentcache.server.tools import ToolList, read_function
 from agentcache.server.validate import Reader
 
@@ -96,11 +97,13 @@ def _read_tool(
     is_bare = tool.get("name") is not None or tool.get("function") is not None
     kind = tool.string("type") or ("function" if is_bare else tool.required_string("type"))
     if kind == "namespace" and namespace is None:
+        note_tool_keys(call, tool.value)
         for inner in tool.objects("tools"):
             _read_tool(inner, tool.name("name"), call, tools, by_name)
         return
     if kind not in ("function", "custom"):
         return tools.leave_out(tool, kind, call)
+    note_tool_keys(call, tool.value)
     function = read_function(tool)
     known = ResponseTool(function["name"], namespace, is_custom=kind == "custom")
     name = shown_name(namespace, known.name)

@@ -13,6 +13,7 @@ from typing import Any
 from agentcache.server.answer_form import ToolChoice
 from agentcache.server.client_tools import client_tool
 from agentcache.server.context import Call
+from agentcache.server.fields import note_tool_keys
 from agentcache.server.validate import Reader
 
 _SCHEMAS = ("parameters", "input_schema", "inputSchema")
@@ -50,6 +51,7 @@ def read_chat_tools(call: Call) -> ToolList:
             tool.fail("type", 'must be "function": custom tools are served in /v1/responses')
         if kind == "function" and (tool.get("function") is not None or tool.get("name") is None):
             tool.object("function").name("name")
+            note_tool_keys(call, tool.value, is_shown=True)
             tools.add(tool.value)
         else:
             _add_tool(tool, kind, tools, call)
@@ -67,12 +69,12 @@ def read_anthropic_tools(call: Call) -> ToolList:
 
 
 def _add_tool(tool: Reader, kind: str | None, tools: ToolList, call: Call) -> None:
-    if (known := client_tool(tool)) is not None:
-        tools.add({"type": "function", "function": known})
-    elif kind in (None, "function", "custom") or any(tool.get(name) is not None for name in _SCHEMAS):
-        tools.add({"type": "function", "function": read_function(tool)})
-    else:
-        tools.leave_out(tool, kind or "", call)
+    if (function := client_tool(tool)) is None:
+        if kind not in (None, "function", "custom") and all(tool.get(name) is None for name in _SCHEMAS):
+            return tools.leave_out(tool, kind or "", call)
+        function = read_function(tool)
+    note_tool_keys(call, tool.value)
+    tools.add({"type": "function", "function": function})
 
 
 def read_function(tool: Reader) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator
 from dataclasses import fields as fields_of
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 
 from agentcache.request import Request
-from agentcache.server.fields import OBEYED, REFUSED, WITHOUT_BEARING, Dialect
+from agentcache.server.fields import KEYS, OBEYED, REFUSED, WITHOUT_BEARING, Dialect
 from tests.server.driver import post
 from tests.server.fake_engine import POET, FakeEngine
 from tests.server.test_thinking import thinker
@@ -157,6 +159,119 @@ def test_other_fields_are_noted(dialect: Dialect) -> None:
     assert "992 more" in note and len(note) < 500
 
 
+NESTED: dict[str, list[str]] = {
+    "stream_options": ["continuous_usage_stats"],
+    "reasoning": ["mode"],
+    "thinking": ["clear_thinking"],
+    "text": ["verbosity"],
+    "text.format": ["example"],
+    "output_config": ["task_budget"],
+    "output_config.format": ["example"],
+    "response_format": ["example"],
+    "response_format.json_schema": ["example"],
+    "output_format.json_schema": ["example"],
+    "structured_outputs": ["whitespace_pattern"],
+    "tool_choice": ["x"],
+    "tool_choice.function": ["x"],
+    "tool_choice.allowed_tools": ["x"],
+}
+NEEDED: dict[str, dict[str, Any]] = {
+    "structured_outputs": {"regex": "a"},
+    "tool_choice": {"type": "auto"},
+    "tool_choice.function": {"name": "look"},
+    "tool_choice.allowed_tools": {"tools": [TOOL]},
+    **dict.fromkeys(("text.format", "output_config.format", "response_format"), {"type": "text"}),
+    **dict.fromkeys(("response_format.json_schema", "output_format.json_schema"), {"schema": SCHEMA}),
+}
+AROUND = {
+    "json_schema": {"type": "json_schema"},
+    "function": {"type": "function"},
+    "allowed_tools": {"type": "allowed_tools"},
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "dialect"),
+    [
+        (place, dialect)
+        for place in NESTED
+        for dialect in Dialect
+        if place.partition(".")[0] in OBEYED[dialect] | WITHOUT_BEARING
+    ],
+)
+def test_other_keys_of_objects_are_noted(place: str, dialect: Dialect) -> None:
+    field, *inner = place.split(".")
+    value = NEEDED.get(place, {}) | dict.fromkeys(NESTED[place], "x") | {"a_null": None}
+    for name in reversed(inner):
+        value = AROUND.get(name, {}) | {name: value}
+    tools = {"tools": [TOOL]} if field == "tool_choice" else {}
+    answer = post(thinker(), PATHS[dialect], BODIES[dialect] | tools | {field: value})
+    assert answer.status_code == 200, answer.text
+    names = ", ".join(f"{place}.{name}" for name in NESTED[place])
+    assert f"{names}: not known to this dialect, without effect" in answer.json()["agentcache"]["notes"]
+
+
+@pytest.mark.parametrize("dialect", [Dialect.CHAT, Dialect.MESSAGES, Dialect.RESPONSES])
+def test_other_keys_of_tools_are_noted_once(dialect: Dialect) -> None:
+    tools: list[dict[str, Any]] = [TOOL | {"name": f"look_{index}", "input_examples": [{}]} for index in range(50)]
+    if dialect is Dialect.CHAT:
+        tools.append({"type": "function", "function": {"name": "say", "returns": {}}})
+    if dialect is Dialect.RESPONSES:
+        inner = {"type": "function", "name": "say", "returns": {}}
+        tools.append({"type": "namespace", "name": "mine", "tools": [inner], "x": 1})
+    if dialect is Dialect.MESSAGES:
+        tools.append({"type": "bash_20250124", "name": "bash", "input_examples": [], "defer_loading": True})
+    tools.append({"type": "web_search", "max_uses": 5})  # left out, whatever it says
+    answer = post(thinker(), PATHS[dialect], BODIES[dialect] | {"tools": tools})
+    *noted, left_out = answer.json()["agentcache"]["notes"]
+    notes = {
+        Dialect.CHAT: ["tools[].function.returns"],
+        Dialect.MESSAGES: ["tools[].input_examples, tools[].defer_loading"],
+        Dialect.RESPONSES: ["tools[].x", "tools[].returns"],
+    }[dialect]
+    effects = [
+        "shown to the model if its chat template shows all of a tool" if dialect is Dialect.CHAT else "without effect"
+    ]
+    wanted = ["tools[].input_examples: not known to this dialect, without effect"]
+    assert noted == wanted + [f"{names}: not known to this dialect, {effects[0]}" for names in notes]
+    assert "left out" in left_out
+
+
+TRACES = sorted((Path(__file__).parents[1] / "clients" / "traces").glob("*.json"))
+
+
+@pytest.mark.parametrize("trace", TRACES, ids=lambda path: path.stem)
+def test_what_agents_send_is_known(trace: Path) -> None:
+    recorded = json.loads(trace.read_text(encoding="utf-8"))
+    for request in recorded["requests"]:
+        tools = recorded["tools"][request["tools"]]
+        body = request["body"] | ({"tools": tools} if tools else {}) | {"model": "default", "stream": False}
+        answer = post(thinker(), request["path"], body)
+        assert answer.status_code == 200, answer.text
+        assert not [note for note in answer.json()["agentcache"]["notes"] if "not known to this dialect" in note]
+
+
+SCHEMA_FORMAT = {"name": "a", "strict": True, "schema": SCHEMA, "description": "An answer."}
+SENT_BY_CLIENTS: list[tuple[Dialect, dict[str, Any]]] = [
+    (Dialect.CHAT, {"response_format": {"type": "json_schema", "json_schema": SCHEMA_FORMAT}}),
+    (Dialect.CHAT, {"response_format": {"type": "json_schema", "json_schema": SCHEMA | {"title": "A", "x": 1}}}),
+    (Dialect.CHAT, {"stream_options": {"include_usage": True, "include_obfuscation": False}}),
+    (Dialect.CHAT, {"reasoning": {"effort": "low", "exclude": False, "max_tokens": 100, "enabled": True}}),
+    (Dialect.CHAT, {"chat_template_kwargs": {"anything": 1}, "metadata": {"a": "b"}, "logit_bias": {"5": 1}}),
+    (Dialect.CHAT, TOOLS | {"tool_choice": {"type": "function", "function": {"name": "look"}}}),
+    (Dialect.RESPONSES, {"text": {"format": SCHEMA_FORMAT | {"type": "json_schema"}}}),
+    (Dialect.RESPONSES, {"reasoning": {"summary": "auto", "effort": None}, "client_metadata": {"thread_id": "a"}}),
+    (Dialect.MESSAGES, {"thinking": {"type": "adaptive", "display": "summarized"}, "metadata": {"user_id": "x"}}),
+    (Dialect.MESSAGES, TOOLS | {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}),
+    (Dialect.MESSAGES, {"output_config": {"effort": "high", "format": {"type": "json_schema", "schema": SCHEMA}}}),
+]
+
+
+@pytest.mark.parametrize(("dialect", "sent"), SENT_BY_CLIENTS)
+def test_what_sdks_send_is_known(dialect: Dialect, sent: dict[str, Any]) -> None:
+    assert not outcome(dialect, BODIES[dialect] | sent)[2]
+
+
 def test_the_documents_table_is_this_one() -> None:
     text = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
     section = text.partition("## Fields\n")[2].partition("\n## ")[0]
@@ -166,8 +281,18 @@ def test_the_documents_table_is_this_one() -> None:
         assert set().union(*(rows[group] for group in groups)) == OBEYED[dialect]
     [bearing] = [line for line in section.splitlines() if line.startswith("Without bearing")]
     [refused] = [line for line in section.splitlines() if line.startswith("Refused by name")]
+    objects = {place: names for line in section.splitlines() for place, names in _keys(line)}
+    assert objects == {place: keys for place, keys in KEYS.items() if not place.endswith(".json_schema")}
     assert _names(bearing) == WITHOUT_BEARING and _names(refused) == {*REFUSED, "prompt"}
 
 
 def _names(text: str) -> set[str]:
     return set(re.findall(r"`(\w+)`", text))
+
+
+def _keys(line: str) -> Iterator[tuple[str, set[str]]]:
+    """The keys of each object that a row of the second table tells of."""
+    cells = line.split("|")
+    for place in re.findall(r"`([\w.[\]]+)`", cells[1]) if len(cells) > 3 else ():
+        if not place.endswith(".json_schema"):
+            yield place, _names(cells[2])
