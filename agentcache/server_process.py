@@ -5,6 +5,7 @@ For the demo and the benchmarks, which have to kill a server to show what it lea
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -45,6 +46,9 @@ class ServerProcess:
         command: what to run in place of `agentcache serve`.
         ready_seconds: how long it may take until `/health` answers 200.
         environment: settings beside the arguments, as AGENTCACHE_* variables.
+
+    Attributes:
+        started_at: `time.monotonic` of the last start of the process; infinite before the first one.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class ServerProcess:
         options = ["--host", "127.0.0.1", "--port", str(self._port), "--cache-dir", str(cache_dir), *extra]
         self._command = [*command, *options, *(["--model", model] if model else [])]
         self._process: subprocess.Popen[bytes] | None = None
+        self.started_at = math.inf
         self.client = Client(f"http://127.0.0.1:{self._port}")
 
     @property
@@ -111,6 +116,7 @@ class ServerProcess:
 
     def _start(self) -> None:
         with self._log.open("ab") as log:
+            self.started_at = time.monotonic()
             # A session of its own: Ctrl-C reaches the owner only, which then ends the server in order.
             self._process = subprocess.Popen(
                 self._command,

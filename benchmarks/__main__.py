@@ -135,6 +135,19 @@ def restore(
 
 
 @app.command()
+def start(
+    model: Annotated[str | None, typer.Option(help="Model folder. Default: the embedded model.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, max=100, help="First starts, each on a cache folder of its own.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """A first start: seconds until the server answers and until the precision is chosen, beside a bare load."""
+    from benchmarks.start import START, StartPlan, build_report, measure_start
+
+    plan = StartPlan(model, rounds)
+    START.hand_out(build_report(plan, measured(measure_start, plan)), None, as_json=as_json)
+
+
+@app.command()
 def durability(
     model: Annotated[str | None, typer.Option(help="Model folder. Default: the embedded model.")] = None,
     cache_dir: Annotated[Path | None, typer.Option(help="Folder on the drive to measure. Default: temporary.")] = None,

@@ -20,6 +20,7 @@ COMMANDS = (
     "compare",
     "adapters",
     "restore",
+    "start",
     "durability",
     "python",
     "forms",

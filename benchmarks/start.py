@@ -1,0 +1,187 @@
+"""How long a first start with a model takes: until the server answers, and until `--kv auto` has chosen its bits.
+
+    load      a process that imports mlx-lm and reads the model's weights, and does nothing else
+    ready     from the start of `agentcache serve` with an empty cache folder to the first 200 of `/health`
+    chosen    to the end of the search, when the engine has been replaced by one with the chosen bits
+    again     as ready, of the second start on the same cache folder, which knows all of it
+
+All of it is measured in turns in one run, and no request is sent. The processor's time is what counts on a machine
+that does other work meanwhile: it is that of the server's process alone.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from agentcache.bench.reporter import Report, Reporter, number_table
+from agentcache.models.builtin.embedded import embedded_model_path
+from agentcache.server_process import ServerProcess
+from benchmarks.streams import BenchmarkFailed
+
+CAVEATS = [
+    "The model's files are in the page cache: a load of its own comes before what is measured.",
+    "A bound is 2 loads and 20 s, in seconds of the clock; on a machine with other work the clock says little.",
+]
+_LOAD = "import sys, mlx.core as mx, mlx_lm; mx.eval(mlx_lm.load(sys.argv[1])[0].parameters())"
+_FIXED_SECONDS, _LOADS = 20.0, 2.0
+_LONGEST_SECONDS = 1800.0
+_LOOK_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class StartPlan:
+    """What to measure.
+
+    Args:
+        model: folder; None for the embedded model.
+        rounds: first starts, each with a load before it and a second start behind it.
+        extra: further arguments of `agentcache serve`.
+    """
+
+    model: str | None = None
+    rounds: int = 1
+    extra: tuple[str, ...] = ("--kv", "auto")
+
+
+@dataclass(frozen=True)
+class Span:
+    """Time since a process was started.
+
+    Args:
+        seconds: by the clock.
+        cpu_seconds: of the processor; None where the system does not say (it is read from /proc).
+    """
+
+    seconds: float
+    cpu_seconds: float | None
+
+    @classmethod
+    def median(cls, spans: Sequence[Span]) -> Span:
+        cpu = [span.cpu_seconds for span in spans if span.cpu_seconds is not None]
+        return cls(statistics.median(span.seconds for span in spans), statistics.median(cpu) if cpu else None)
+
+
+@dataclass(frozen=True)
+class StartResult:
+    """Medians over the rounds.
+
+    Args:
+        precision: what was chosen, as `/v1/models` says it.
+    """
+
+    load: Span
+    ready: Span
+    chosen: Span
+    again: Span
+    precision: str
+
+    def share_of_bound(self, span: Span) -> float:
+        """Of 2 loads and 20 s."""
+        return span.seconds / (_LOADS * self.load.seconds + _FIXED_SECONDS)
+
+
+def measure_start(plan: StartPlan, progress: Callable[[str], None]) -> StartResult:
+    """Run the plan on real processes, with cache folders that are gone when it returns or raises."""
+    with tempfile.TemporaryDirectory(prefix="agentcache-bench-") as folder:
+        home = Path(folder)
+        model = Path(plan.model) if plan.model else embedded_model_path(home)
+        _load(model)
+        rounds = [_round(plan, model, home / f"round-{number}", progress) for number in range(plan.rounds)]
+    spans = {name: Span.median([found[name] for found, _ in rounds]) for name in ("load", "ready", "chosen", "again")}
+    return StartResult(**spans, precision=rounds[-1][1])
+
+
+def _round(plan: StartPlan, model: Path, home: Path, progress: Callable[[str], None]) -> tuple[dict[str, Span], str]:
+    home.mkdir()
+    found = {"load": _load(model)}
+    progress(f"mlx-lm has read the model after {found['load'].seconds:.1f} s")
+    with _serving(plan, model, home) as server:
+        found["ready"] = _span(server)
+        progress(f"ready after {found['ready'].seconds:.1f} s")
+        while _is_measuring(server):
+            time.sleep(_LOOK_SECONDS)
+        found["chosen"], precision = _span(server), _precision(server)
+        progress(f"{precision} chosen after {found['chosen'].seconds:.1f} s")
+    with _serving(plan, model, home) as server:
+        found["again"] = _span(server)
+        if _is_measuring(server) or _precision(server) != precision:
+            raise BenchmarkFailed("the second start did not know what the first one had chosen")
+    return found, precision
+
+
+def _serving(plan: StartPlan, model: Path, home: Path) -> ServerProcess:
+    settings: dict[str, Any] = {"model": str(model), "extra": plan.extra, "ready_seconds": _LONGEST_SECONDS}
+    return ServerProcess(home / "cache", home / "log", **settings)
+
+
+def _load(model: Path) -> Span:
+    before, began = _children_seconds(), time.perf_counter()
+    subprocess.run([sys.executable, "-c", _LOAD, str(model)], check=True, stdin=subprocess.DEVNULL)
+    return Span(time.perf_counter() - began, _children_seconds() - before)
+
+
+def _children_seconds() -> float:
+    """Processor time of all children that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _span(server: ServerProcess) -> Span:
+    """The time since the server was started."""
+    return Span(time.monotonic() - server.started_at, _process_seconds(server.pid))
+
+
+def _process_seconds(pid: int) -> float | None:
+    """Processor time of a running process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # user and system
+
+
+def _is_measuring(server: ServerProcess) -> bool:
+    """Whether a search is not over. Raises ServerError if the server has failed."""
+    return "measuring_precision" in server.client.request("GET", "/health")
+
+
+def _precision(server: ServerProcess) -> str:
+    return str(server.client.request("GET", "/v1/models")["data"][0]["kv_precision"])
+
+
+def build_report(plan: StartPlan, result: StartResult) -> Report:
+    """All of a run as plain data."""
+    rows: list[dict[str, Any]] = [
+        {"what": "load", **asdict(result.load)},
+        {"what": "ready", **asdict(result.ready), "share_of_bound": result.share_of_bound(result.ready)},
+        {"what": "chosen", **asdict(result.chosen), "share_of_bound": result.share_of_bound(result.chosen)},
+        {"what": "again", **asdict(result.again), "share_of_bound": result.share_of_bound(result.again)},
+    ]
+    return START.report(plan, CAVEATS, model=plan.model or "embedded", precision=result.precision, rows=rows)
+
+
+def start_table(report: Report) -> Table:
+    """A line a span."""
+    table = number_table(
+        f"A first start; chosen: {report['precision']}", ("", "seconds", "CPU", "of 2 loads + 20 s"), named=True
+    )
+    for row in report["rows"]:
+        cpu, share = row["cpu_seconds"], row.get("share_of_bound")
+        cells = ["-" if cpu is None else f"{cpu:.1f} s", "" if share is None else f"{share:.2f}"]
+        table.add_row(row["what"], f"{row['seconds']:.1f} s", *cells)
+    return table
+
+
+START = Reporter("start", "a first start with a model", (start_table,))
