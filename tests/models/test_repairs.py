@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agentcache.errors import InvalidRequest
+from agentcache.models.text.messages import plain_messages
+from agentcache.models.text.repairs.kinds import Repairs
+from agentcache.models.text.repairs.notation import call_notation
+from agentcache.models.text.repairs.steps import repaired
+from agentcache.models.text.replies.format import ReplyFormat
 from agentcache.models.text.tokenizer import Tokenizer
 from tests.tokenizers_factory import byte_bpe
 
@@ -47,6 +54,12 @@ SYSTEM_AT_THE_END = (
     "{{ m.tool_calls | tojson }}{% elif loop.last and m.role == 'user' and system is defined %}"
     "<user>{{ system + m.content }}{% else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
 )
+# Kimi K2's template shows a call's id and no name.
+SHOWS_IDS = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<{{ m.role }}>{{ m.tool_call_id }}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.id }}{{ c.function.arguments | tojson }}{% endfor %}"
+    "{% endfor %}"
+)
 NAMES_AN_ABSENT_TOKEN = "{{ unk_token + '<start>' }}{% set n = tools | length %}" + LOOP
 NAMES_FUNCTIONS = "{{ functions + datetime }}" + LOOP
 TAKES_NOTHING = "{{ raise_exception('no') }}"
@@ -57,6 +70,7 @@ TEMPLATES = {
     "in turns": IN_TURNS,
     "one call": ONE_CALL,
     "string arguments": STRING_ARGUMENTS,
+    "shows ids": SHOWS_IDS,
     "names functions": NAMES_FUNCTIONS,
     "system at the end": SYSTEM_AT_THE_END,
     "names an absent token": NAMES_AN_ABSENT_TOKEN,
@@ -84,6 +98,17 @@ CALLS = [
     result("b", "OPENED"),
     AGAIN,
 ]
+
+
+def calls_of(first: Any, second: Any) -> list[Message]:
+    """`CALLS` with other ids of the calls and of their results."""
+    made = [{**call("", f'{{"p": "{word}"}}'), "id": id} for id, word in ((first, "GARDEN"), (second, "CELLAR"))]
+    results = [
+        {"role": "tool", "tool_call_id": id, "content": text} for id, text in ((first, "SLEEPS"), (second, "OPENED"))
+    ]
+    return [USER, {"role": "assistant", "content": None, "tool_calls": made}, *results, AGAIN]
+
+
 CONVERSATIONS: dict[str, list[Message]] = {
     "two systems": [SYSTEM, LATER, USER],
     "a later system": [SYSTEM, USER, ANSWER, LATER, AGAIN],
@@ -103,9 +128,13 @@ CONVERSATIONS: dict[str, list[Message]] = {
         result("a", None),
         result("b", "OPENED"),
     ],
+    "calls of one id": calls_of("a", "a"),
+    "calls without ids": calls_of(None, None),
+    "ids that are no text": calls_of(7, ["b"]),
     "odd parts": [USER, {"role": "assistant", "content": [{"type": "thinking", "thinking": "HMMM"}]}, AGAIN],
 }
 WORDS = ("BEKIND", "REMIND", "HELLO", "AGAIN", "ANSWER", "GARDEN", "CELLAR", "SLEEPS", "OPENED", "CUT", "HMMM")
+NOTATION = call_notation(ReplyFormat(), lambda text: text)
 _MADE: dict[str, Tokenizer] = {}
 
 
@@ -222,6 +251,51 @@ def test_a_long_conversation_may_take_its_time(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(byte_bpe(tmp_path, chat_template=template))
     text = tokenizer.render_chat([USER, ANSWER] * 4000)
     assert text.endswith("HELLOANSWER")
+
+
+@pytest.mark.parametrize("conversation", ["calls", "calls of one id", "calls without ids", "ids that are no text"])
+def test_results_stay_with_their_calls(tmp_path_factory: pytest.TempPathFactory, conversation: str) -> None:
+    text = made(tmp_path_factory, "one call").render_chat(CONVERSATIONS[conversation], [LOOK])
+    places = [text.index(word) for word in ("GARDEN", "SLEEPS", "CELLAR", "OPENED")]
+    assert places == sorted(places)
+    assert [text.count(word) for word in ("SLEEPS", "OPENED")] == [1, 1]
+    named = made(tmp_path_factory, "shows ids").render_chat(CONVERSATIONS[conversation], [LOOK])
+    assert 'functions.look:0{"p": "GARDEN"}functions.look:1{"p": "CELLAR"}' in named
+    assert "<tool>functions.look:0SLEEPS<tool>functions.look:1OPENED" in named
+
+
+def test_ids_may_be_used_again(tmp_path_factory: pytest.TempPathFactory) -> None:
+    again = [*calls_of("a", "a"), ANSWER, *calls_of("a", "a")]
+    named = made(tmp_path_factory, "shows ids").render_chat(again, [LOOK])
+    assert "<tool>functions.look:2SLEEPS<tool>functions.look:3OPENED" in named
+
+
+def test_a_call_without_result_gets_one_though_another_has_its_id() -> None:
+    calling, *results, again = calls_of("a", "a")[1:]
+    told = repaired(
+        plain_messages([USER, calling, results[0], again]), None, Repairs(calls_with_results=True), NOTATION
+    ).messages
+    assert [each["content"] for each in told if each["role"] == "tool"] == ["SLEEPS", ""]
+
+
+@pytest.mark.parametrize("calls", [7, {"a": 1}, [7], [None], [{"id": "a", "function": "look"}]])
+def test_calls_that_are_none_are_refused(tmp_path_factory: pytest.TempPathFactory, calls: Any) -> None:
+    for name in TEMPLATES:
+        with pytest.raises(InvalidRequest, match="tool call"):
+            made(tmp_path_factory, name).tell_chat([USER, {"role": "assistant", "content": "", "tool_calls": calls}])
+
+
+@pytest.mark.parametrize("repair", ["join_neighbours", "user_behind_result"])
+def test_thousands_of_messages_in_a_row_are_joined_quickly(repair: str) -> None:
+    def seconds(count: int) -> float:
+        row = [{"role": "user", "content": "x" * 100}] * count
+        begun = time.process_time()
+        told = repaired([result("a", "SLEEPS"), *row], None, Repairs().with_(repair), NOTATION)
+        assert len(told.messages) <= 2
+        return time.process_time() - begun
+
+    seconds(1_000)
+    assert seconds(16_000) < 20 * min(seconds(2_000) for _ in range(3))  # 8 times as many
 
 
 def test_repairs_have_names(tmp_path_factory: pytest.TempPathFactory) -> None:

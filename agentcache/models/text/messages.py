@@ -27,7 +27,8 @@ def plain_messages(messages: Sequence[Mapping[str, Any]], note: Note = _ignore) 
         note: called with what is told in another way than it was sent.
 
     Raises:
-        InvalidRequest: a message without a role, or content that is neither text nor parts, or media.
+        InvalidRequest: a message without a role, content that is neither text nor parts, media, or calls that are no
+            objects.
     """
     return [_plain_message(message, f"messages[{index}]", note) for index, message in enumerate(messages)]
 
@@ -68,7 +69,9 @@ def _plain_message(message: Mapping[str, Any], where: str, note: Note) -> dict[s
     plain = {**message, "content": _plain_content(message.get("content"), f"{where}.content", note)}
     calls = message.get("tool_calls")
     if calls:
-        plain["tool_calls"] = [_with_object_arguments(call, note) for call in calls]
+        plain["tool_calls"] = _plain_calls(calls, f"{where}.tool_calls", note)
+    if "tool_call_id" in message:
+        plain["tool_call_id"] = _plain_id(message["tool_call_id"])
     return plain
 
 
@@ -101,12 +104,26 @@ def _as_json(value: Any) -> str:
         return str(value)
 
 
-def _with_object_arguments(call: Any, note: Note) -> Any:
+def _plain_calls(calls: Any, where: str, note: Note) -> list[dict[str, Any]]:
+    if not isinstance(calls, list | tuple):
+        raise InvalidRequest("The tool calls of a message are a list.", param=where)
+    return [_plain_call(call, f"{where}[{index}]", note) for index, call in enumerate(calls)]
+
+
+def _plain_call(call: Any, where: str, note: Note) -> dict[str, Any]:
     """Templates write arguments as JSON or walk through them; clients send them as a JSON string."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping):
-        return call
-    return {**call, "function": {**function, "arguments": _object(function.get("arguments"), note)}}
+    function = call.get("function") if isinstance(call, Mapping) else call
+    if not isinstance(function, Mapping | None) or call is None:
+        raise InvalidRequest("A tool call is an object with a `function`.", param=where)
+    plain = {**call, "id": _plain_id(call["id"])} if "id" in call else dict(call)
+    if function is not None:
+        plain["function"] = {**function, "arguments": _object(function.get("arguments"), note)}
+    return plain
+
+
+def _plain_id(call_id: Any) -> str | None:
+    """An id as text: clients send numbers, too."""
+    return call_id if call_id is None or isinstance(call_id, str) else _as_json(call_id)
 
 
 def _object(arguments: Any, note: Note) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from itertools import chain
 from typing import Any
 
 from agentcache.models.text.json_values import write_json
@@ -55,19 +57,22 @@ def named_ids(work: Work) -> None:
     if work.repairs.call_ids is not CallIds.NAMED:
         return
     told: list[Message] = []
-    names: dict[Any, str] = {}
+    names: dict[Any, deque[Any]] = {}  # by id, of the results to come
     count = 0
     for message in work.messages:
-        calls = []
+        calls, own = [], defaultdict[Any, deque[Any]](deque)
         for call in message.get("tool_calls") or ():
-            names[call.get("id")] = f"functions.{(call.get('function') or {}).get('name')}:{count}"
-            calls.append({**call, "id": names[call.get("id")]})
+            name = f"functions.{(call.get('function') or {}).get('name')}:{count}"
+            own[call.get("id")].append(name)
+            calls.append({**call, "id": name})
             count += 1
+        names |= own
         if calls:
             message = {**message, "tool_calls": calls}
         elif message.get("role") == "tool":
             id = message.get("tool_call_id")
-            message = {**message, "tool_call_id": names.get(id, id)}
+            waiting = names.get(id, [id])
+            message = {**message, "tool_call_id": waiting.popleft() if len(waiting) > 1 else waiting[0]}
         told.append(message)
     work.messages = told
 
@@ -129,12 +134,14 @@ def one_call_a_message(work: Work) -> None:
             told += run
             continue
         work.note("messages: calls made at once are told one by one")
-        results = {message.get("tool_call_id"): message for message in reversed(run[1:])}
+        results = defaultdict[Any, deque[Message]](deque)  # several calls may have one id, or none
+        for message in run[1:]:
+            results[message.get("tool_call_id")].append(message)
         for index, call in enumerate(calls):
             told.append({**run[0], "content": run[0].get("content") if index == 0 else "", "tool_calls": [call]})
-            told += [results[call.get("id")]] if call.get("id") in results else []
-        ids = {call.get("id") for call in calls}
-        told += [message for message in run[1:] if message.get("tool_call_id") not in ids]
+            if waiting := results[call.get("id")]:
+                told.append(waiting.popleft())
+        told += chain.from_iterable(results.values())
     work.messages = told
 
 
@@ -172,7 +179,6 @@ def pair_calls(work: Work) -> None:
     told: list[Message] = []
     for run in _calls_with_results(work.messages):
         ids = [call.get("id") for call in run[0].get("tool_calls") or ()]
-        found = {message.get("tool_call_id") for message in run[1:]}
         for message in run:
             if (
                 message.get("role") == "tool"
@@ -183,8 +189,8 @@ def pair_calls(work: Work) -> None:
                 message = _told_call(message, work)
             told.append(message)
         if work.repairs.calls_with_results and ids and run[-1] is not work.messages[-1]:
-            missing = [id for id in ids if id not in found]
-            told += [{"role": "tool", "tool_call_id": id, "content": ""} for id in missing]
+            missing = Counter(ids) - Counter(message.get("tool_call_id") for message in run[1:])
+            told += [{"role": "tool", "tool_call_id": id, "content": ""} for id in missing.elements()]
     work.messages = told
 
 

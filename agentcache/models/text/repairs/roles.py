@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+from collections.abc import Sequence
 
 from agentcache.models.text.repairs.kinds import GAP, PLACEHOLDER, SYSTEM_ROLES, Message, Work, num_leading
 
@@ -77,30 +77,55 @@ def user_first(work: Work) -> None:
 def user_behind_result(work: Work) -> None:
     if not work.repairs.user_behind_result:
         return
-    told: list[Message] = []
+    told = _Joined()
     for message in work.messages:
-        before = told[-1] if told else {}
-        if message.get("role") == "user" and before.get("role") == "tool":
+        if message.get("role") == "user" and told.last.get("role") == "tool":
             work.note("messages: user text behind a tool's result is told as a part of the result")
-            told[-1] = {**before, "content": f"{before.get('content') or ''}{GAP}<user>\n{message['content']}\n</user>"}
+            told.join({}, f"<user>\n{message['content']}\n</user>")
         else:
-            told.append(message)
-    work.messages = told
+            told.add(message)
+    work.messages = told.messages()
 
 
 def join_neighbours(work: Work) -> None:
     """User messages in a row as one; likewise the assistant's, where at most the last one calls tools."""
     if not work.repairs.join_neighbours:
         return
-    told: list[Message] = []
-    for role, run in groupby(work.messages, key=lambda message: message.get("role")):
-        for message in run:
-            before = told[-1] if told else {}
-            is_apart = work.repairs.calls_without_words and message.get("tool_calls")
-            if role not in ("user", "assistant") or before.get("role") != role or before.get("tool_calls") or is_apart:
-                told.append(message)
-                continue
-            work.note(f"messages: {role} messages in a row are told as one")
-            parts = [str(each["content"]) for each in (before, message) if each.get("content")]
-            told[-1] = {**before, **message, "content": GAP.join(parts)}
-    work.messages = told
+    told = _Joined()
+    for message in work.messages:
+        role, before = message.get("role"), told.last
+        is_apart = work.repairs.calls_without_words and message.get("tool_calls")
+        if role not in ("user", "assistant") or before.get("role") != role or before.get("tool_calls") or is_apart:
+            told.add(message)
+            continue
+        work.note(f"messages: {role} messages in a row are told as one")
+        told.join(message, str(message.get("content") or ""))
+    work.messages = told.messages()
+
+
+class _Joined:
+    """Messages of which some become one. The texts of one are joined once: thousands may stand in a row."""
+
+    def __init__(self) -> None:
+        self._told: list[tuple[Message, list[str]]] = []
+
+    @property
+    def last(self) -> Message:
+        """The last message, with its own content only; an empty one in front of the first."""
+        return self._told[-1][0] if self._told else {}
+
+    def add(self, message: Message) -> None:
+        self._told.append((message, []))
+
+    def join(self, fields: Message, text: str) -> None:
+        """Add text to the last message, and further fields."""
+        message, texts = self._told[-1]
+        self._told[-1] = message | fields | {"content": message.get("content")}, texts
+        texts.append(text)
+
+    def messages(self) -> list[Message]:
+        return [_with_texts(message, texts) if texts else message for message, texts in self._told]
+
+
+def _with_texts(message: Message, texts: Sequence[str]) -> Message:
+    return message | {"content": GAP.join(filter(None, [str(message.get("content") or ""), *texts]))}
