@@ -10,11 +10,12 @@ import pytest
 
 from agentcache.confined import ConfinedWork
 from agentcache.models.text.grammars.call_syntax import call_syntax
+from agentcache.models.text.json_values import MAX_REPLY_DEPTH, parse_json
 from agentcache.models.text.replies.calls import Tools
 from agentcache.models.text.replies.dialects import DIALECTS
 from agentcache.models.text.replies.events import Block, Call, Reasoning, Text, blocks_of
 from agentcache.models.text.replies.find_format import find_format
-from agentcache.models.text.replies.format import ReplyFormat
+from agentcache.models.text.replies.format import MarkerToken, ReplyFormat
 from agentcache.models.text.replies.reader import open_reader
 from agentcache.models.text.replies.written import WrittenReply
 from agentcache.models.text.write_replies import render_in, write_in, write_replies
@@ -175,6 +176,10 @@ HEADED = [
     (ReplyFormat("functionary"), ">>>", f'make\n{json.dumps(_CALL)}>>>make\n{{"n": 7}}', [_CALL, {"n": 7}]),
     (ReplyFormat("functionary"), ">>>", "all\n>>> 1 + 1\n2", [">>> 1 + 1\n2"]),
     (ReplyFormat("functionary"), ">>>", '{"a": 1}', ['{"a": 1}']),
+    (ReplyFormat("functionary"), "", '>>>make\nplease: {"n": 7}', ['>>>make\nplease: {"n": 7}']),
+    (_MUSE, "", f"{_AT_START}] no header<|message|>Well.", ["] no header<|message|>Well."]),
+    (ReplyFormat("apertus"), "", r'<|tools_prefix|>[{"ma\ke": {}}]', [{}]),
+    (ReplyFormat("apertus"), "", '<|tools_prefix|>[{"": {}}]', ['[{"": {}}]']),
 ]
 
 
@@ -192,6 +197,38 @@ def test_trees_and_headers_are_read_at_every_border(
             for each in read(form, *pieces, prompt=prompt)
         ]
         assert told == expected
+
+
+@pytest.mark.parametrize("num_tags", [30, 60, 88, 89, 200])
+def test_arguments_are_never_nested_too_deeply_to_be_sent_back(num_tags: int) -> None:
+    tags = [f"{M3}<k{index}>" for index in range(num_tags)]
+    value = f"{''.join(tags)}{'[' * 60}{']' * 60}{''.join(reversed(tags)).replace('<k', '</k')}"
+    first = read(ReplyFormat("minimax_m3"), f'{M3}<tool_call>{M3}<invoke name="make">{value}{M3}</invoke>')[0]
+    assert isinstance(first, Call)
+    assert set(parse_json(first.arguments, max_depth=MAX_REPLY_DEPTH)) <= {"k0"}
+
+
+@pytest.mark.parametrize(
+    "begin",
+    ["<tool_call>\n<function=make>\n<parameter=", f'{M3}<tool_call>{M3}<invoke name="make">{M3}<'],
+    ids=["tagged", "nested"],
+)
+@pytest.mark.parametrize("tag", ["x" * 2_000, f"{'x' * 1_000}>"], ids=["open", "closed"])
+def test_a_reply_goes_on_behind_a_tag_that_is_too_long(begin: str, tag: str) -> None:
+    form, text = ReplyFormat("qwen3_coder" if "function" in begin else "minimax_m3"), f"{begin}{tag} Well."
+    for pieces in ([text], [*text]):
+        call, said = read(form, *pieces)
+        assert isinstance(call, Call) and call.arguments == "{}"
+        assert isinstance(said, Text) and said.text.endswith("xxx Well." if tag[-1] == "x" else "xxx> Well.")
+
+
+def test_zones_count_a_marker_that_is_told_as_text() -> None:
+    reader = open_reader(ReplyFormat("functionary", tokens=(MarkerToken(">>>", 1, True),)), Tools(TOOLS), thoughts=True)
+    reader.begin("")
+    text = ">>>nothing like a call\nwell"
+    blocks = blocks_of([*reader.add(text, [(0, ">>>")]), *reader.finish(cut_off=False)])
+    assert blocks == [Text(text)]
+    assert sum(length for length, _ in reader.take_zones()) == len(text)
 
 
 @pytest.mark.parametrize("name", ["glm47", "minimax_m2", "kimi_k3", "hunyuan", "seed_oss", "deepseek_v4", "muse_spark"])

@@ -71,7 +71,7 @@ def named_ids(work: Work) -> None:
             message = {**message, "tool_calls": calls}
         elif message.get("role") == "tool":
             id = message.get("tool_call_id")
-            waiting = names.get(id, [id])
+            waiting = names.get(id, deque([id]))
             message = {**message, "tool_call_id": waiting.popleft() if len(waiting) > 1 else waiting[0]}
         told.append(message)
     work.messages = told

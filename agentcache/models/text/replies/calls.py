@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from agentcache.models.text.replies.events import Event, ToolCallArguments, ToolCallEnd, ToolCallStart
+from agentcache.models.text.replies.json_text import JsonText
 
 SPACE = " \t\n\r"
 LONGEST_HEADER = 512  # characters in which a call's name has to come
@@ -207,6 +208,17 @@ class Steps(ABC):
     def _failed(self) -> Left:
         """No call after all."""
         return Left(shown=self._raw.removesuffix(self._text), rest=self._text, has_failed=True)
+
+    def _read_json(self, value: JsonText) -> None:
+        """Pass on the arguments as far as the text has more of them."""
+        self._text = self._text[value.feed(self._text, 0) :]
+        self._sink.arguments(value.take())
+
+    def _end_json(self, value: JsonText) -> None:
+        """End a call in the middle of its arguments, which become complete."""
+        value.complete()
+        self._sink.arguments(value.take())
+        self._sink.end()
 
     def _behind_call(self, left_over: str) -> str:
         """The text behind a call without what does not matter there: closing brackets too many, a fence's end."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from enum import Enum, auto
+from typing import Any
 
 from agentcache.models.text.json_values import MAX_REPLY_DEPTH, parse_json, write_json
 from agentcache.models.text.replies.calls import LONGEST_HEADER, SPACE, CallSink, Left, Steps, Tools
@@ -80,8 +81,7 @@ class HeaderCall(Steps):
         return None
 
     def _in_arguments(self) -> Left | None:
-        self._text = self._text[self._arguments.feed(self._text, 0) :]
-        self._sink.arguments(self._arguments.take())
+        self._read_json(self._arguments)
         if self._arguments.is_broken:
             return self._cut_off()
         if self._arguments.is_done:
@@ -91,9 +91,7 @@ class HeaderCall(Steps):
 
     def _cut_off(self) -> Left:
         if self._at is _InCall.ARGUMENTS:
-            self._arguments.complete()
-            self._sink.arguments(self._arguments.take())
-            self._sink.end()
+            self._end_json(self._arguments)
         return Left(rest=self._text)
 
 
@@ -198,8 +196,9 @@ class ObjectCalls(Steps):
         self._value, self._captured = JsonText(), ""
         self._at = _InObject.OTHER
         if self._is_keyed and self._name is None and text[0] == "{":
-            self._name, self._at = str(parse_json(f'"{self._key}"')), _InObject.ARGUMENTS
-        elif self._key in _ARGUMENT_KEYS:
+            self._at = _InObject.ARGUMENTS
+            return self._take_name(_mended_string(f'"{self._key}"'))
+        if self._key in _ARGUMENT_KEYS:
             kinds = {"{": _InObject.ARGUMENTS, '"': _InObject.ARGUMENTS_IN_STRING, "n": _InObject.OTHER}
             if text[0] not in kinds:
                 return self._failed()
@@ -233,17 +232,20 @@ class ObjectCalls(Steps):
     def _end_value(self) -> Left | None:
         at, self._at = self._at, _InObject.KEY
         if at is _InObject.NAME:
-            name = parse_json(self._captured)
-            if not isinstance(name, str) or not name or (self._must_be_known and not self._tools.has(name)):
-                return self._failed()
-            self._name = name
-            held, self._held = self._held, ""
-            self._pass_on(held)
-        elif at is _InObject.ARGUMENTS_IN_STRING:
+            return self._take_name(parse_json(self._captured))
+        if at is _InObject.ARGUMENTS_IN_STRING:
             arguments = _object_in(self._captured)
             if arguments is None:
                 return self._failed()
             self._pass_on(arguments)
+        return None
+
+    def _take_name(self, name: Any) -> Left | None:
+        if not isinstance(name, str) or not name or (self._must_be_known and not self._tools.has(name)):
+            return self._failed()
+        self._name = name
+        held, self._held = self._held, ""
+        self._pass_on(held)
         return None
 
     def _pass_on(self, arguments: str) -> None:
@@ -299,6 +301,13 @@ def _string_end(text: str) -> int | None:
             return found + 1
         at = found + 1
     return None
+
+
+def _mended_string(text: str) -> Any:
+    """The string that a JSON string holds, whatever escapes the model has written in it."""
+    mended = JsonText()
+    mended.feed(text, 0)
+    return parse_json(mended.take())
 
 
 def _object_in(string: str) -> str | None:

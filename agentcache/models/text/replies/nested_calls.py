@@ -19,10 +19,12 @@ class _Element:
     """An argument, or a part of one.
 
     Args:
+        max_depth: levels of objects and lists that its value may have.
         types: JSON schema's names of those that it may have; empty where nothing is known.
     """
 
     name: str
+    max_depth: int
     types: frozenset[str] = frozenset()
     text: list[str] = field(default_factory=list)
     parts: list[tuple[str, Any]] = field(default_factory=list)
@@ -33,7 +35,7 @@ class _Element:
             text = "".join(self.text)
             if not text and self.types & {"array", "object"}:
                 return [] if "array" in self.types else {}
-            return converted(text, self.types, untyped=True)
+            return converted(text, self.types, untyped=True, max_depth=self.max_depth)
         if all(name == _ITEM for name, _ in self.parts):
             return [value for _, value in self.parts]
         return dict(self.parts)
@@ -110,15 +112,18 @@ class NestedCalls(Steps):
     def _tag(self) -> Left | None:
         text, begin = self._text, len(self._sign)
         end = text.find(">", begin + 1)
-        if end < 0:
-            return self._cut_off() if len(text) > LONGEST_HEADER else None
+        if end < 0 and len(text) <= LONGEST_HEADER:
+            return None
+        if not 0 <= end <= LONGEST_HEADER:
+            return self._break_off()
         tag = text[begin:end].lstrip("<")
         self._text = text[end + 1 :]
         if not tag.startswith("/"):
-            if len(self._open) >= MAX_REPLY_DEPTH - 1:
-                return self._cut_off()
+            max_depth = MAX_REPLY_DEPTH - 1 - len(self._open)  # the object of all arguments is a level, too
+            if not max_depth:
+                return self._break_off()
             types = frozenset[str]() if self._open else self._tools.types(self._name, tag)
-            self._open.append(_Element(tag, types))
+            self._open.append(_Element(tag, max_depth, types))
         elif self._open:
             self._end_element()
         else:
@@ -141,21 +146,23 @@ class NestedCalls(Steps):
         self._started, self._at = False, _At.CALL
 
     def _in_json(self) -> Left | None:
-        self._text = self._text[self._json.feed(self._text, 0) :]
-        self._sink.arguments(self._json.take())
+        self._read_json(self._json)
         if self._json.is_broken:
             return self._cut_off()
         if self._json.is_done:
             self._at = _At.ARGUMENTS
         return None
 
+    def _break_off(self) -> Left:
+        """The call cannot be read any further: the rest is text."""
+        self._open = []
+        return self._cut_off()
+
     def _cut_off(self) -> Left:
         if not self._started:
             return Left(rest=self._text) if self._any else self._failed()
         if self._at is _At.JSON:
-            self._json.complete()
-            self._sink.arguments(self._json.take())
-            self._sink.end()
+            self._end_json(self._json)
         else:
             self._end_call()
         return Left(rest="" if self._open else self._text)

@@ -372,7 +372,8 @@ class MarkedReader:
             self._skip(read)
             return False
         self._state, self._calls, self._text = _State.TEXT, None, left.rest
-        given_back = left.shown + left.rest
+        # Without codes: a marker may be told as its name.
+        read, given_back = self._codes.shown(read), self._codes.shown(left.shown + left.rest)
         self._skip(read[: max(0, len(read) - len(given_back))])
         self._zones.pass_over(given_back[: max(0, len(given_back) - len(read))])
         if left.has_failed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from agentcache.models.text.replies.calls import LONGEST_HEADER, SPACE, CallReader, CallSink, Left, Tools
 from agentcache.models.text.replies.json_calls import HeaderCall
@@ -26,12 +27,12 @@ class HeaderEnd:
     def feed(self, text: str, final: bool) -> Left | None:
         self._text += text
         header, found, rest = self._text.partition(self._message)
+        # What begins otherwise is no header: a call that was demanded stands alone.
+        if len(header) > LONGEST_HEADER or _BEGINS.fullmatch(header) is None:
+            return Left(rest=self._text)
         if found:
             return Left(rest=f"{_TO_SELF}{self._message}{rest}" if header.strip(SPACE) == _TO_SELF else rest)
-        # What begins otherwise is no header: a call that was demanded stands alone.
-        if final or len(header) > LONGEST_HEADER or _BEGINS.fullmatch(header) is None:
-            return Left(rest=self._text)
-        return None
+        return Left(rest=self._text) if final else None
 
 
 class LineCalls:
@@ -50,7 +51,7 @@ class LineCalls:
 
     def feed(self, text: str, final: bool) -> Left | None:
         if self._call is not None:
-            return self._call.feed(text, final)
+            return self._read_call(self._call, text, final)
         self._text += text
         line, newline, rest = self._text.partition("\n")
         if not newline and not final and len(line) <= LONGEST_HEADER:
@@ -60,5 +61,9 @@ class LineCalls:
             return Left(rest=rest)
         if not newline or not self._tools.has(name):
             return Left(shown=self._marker + line + newline, rest=rest, has_failed=True)
-        self._call = HeaderCall(self._sink, "", lambda header: header.strip(SPACE) or None)
-        return self._call.feed(self._text, final)
+        self._call = HeaderCall(self._sink, "", lambda header: name if header.strip(SPACE) == name else None)
+        return self._read_call(self._call, self._text, final)
+
+    def _read_call(self, call: CallReader, text: str, final: bool) -> Left | None:
+        left = call.feed(text, final)
+        return replace(left, shown=self._marker + left.shown) if left is not None and left.has_failed else left

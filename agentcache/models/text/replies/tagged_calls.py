@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -198,8 +199,11 @@ class TaggedCalls(Steps):
 
     def _in_key(self) -> Left | None:
         end = self._text.find(self._tags.argument_end)
-        if end < 0:
-            return self._cut_off() if len(self._text) > LONGEST_HEADER else None
+        if end < 0 and len(self._text) <= LONGEST_HEADER:
+            return None
+        if not 0 <= end <= LONGEST_HEADER:
+            self._at = _At.ARGUMENTS  # the rest is text
+            return self._cut_off()
         named = self._text[:end]
         self._key = name_in(named)
         types = _types_in(named)
@@ -320,8 +324,7 @@ class TaggedCalls(Steps):
         return converted(value, self._types, untyped=self._tags.untyped)
 
     def _in_json(self) -> Left | None:
-        self._text = self._text[self._json.feed(self._text, 0) :]
-        self._sink.arguments(self._json.take())
+        self._read_json(self._json)
         if self._json.is_broken:
             return self._cut_off()
         if self._json.is_done:
@@ -343,13 +346,12 @@ class TaggedCalls(Steps):
         if not self._started:
             return Left(rest=self._text) if self._any else self._failed()
         if self._at is _At.JSON:
-            self._json.complete()
-            self._sink.arguments(self._json.take())
+            self._end_json(self._json)
         else:
             if self._at is _At.IN_VALUE:
                 self._cut_value()
             self._sink.arguments("}" if self._num_arguments else "{}")
-        self._sink.end()
+            self._sink.end()
         self._started = False
         return Left(rest="" if self._at is _At.KEY else self._text)
 
@@ -384,12 +386,13 @@ def _types_in(tag: str) -> frozenset[str] | None:
     return None
 
 
-def converted(text: str, types: frozenset[str], *, untyped: bool) -> Any:
+def converted(text: str, types: frozenset[str], *, untyped: bool, max_depth: int = _MAX_DEPTH) -> Any:
     """The value that an argument's text stands for.
 
     Args:
         types: that the tool knows it to have.
         untyped: whether it is what it looks like where those are none, instead of a string.
+        max_depth: levels of objects and lists; a value with more of them stays text.
     """
     if "string" in types and len(types) == 1:
         return text
@@ -400,13 +403,13 @@ def converted(text: str, types: frozenset[str], *, untyped: bool) -> Any:
     for kind, read in _READERS.items():
         if kind in types:
             try:
-                return written_and_read(read(text), max_depth=_MAX_DEPTH)
+                return written_and_read(read(text), max_depth=max_depth)
             except (ValueError, LookupError, SyntaxError, TypeError, ArithmeticError, MemoryError, RecursionError):
                 continue
     if "string" in types:
         return text
     try:
-        return written_and_read(_structure(text), max_depth=_MAX_DEPTH)
+        return written_and_read(_structure(text), max_depth=max_depth)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return text
 
@@ -431,11 +434,14 @@ def _boolean(text: str) -> bool:
 
 def _structure(text: str) -> Any:
     try:
-        return parse_json(text, strict=False)
+        value = parse_json(text, strict=False)
     except ValueError:
         if len(text) > _LONGEST_LITERAL:
             raise
         return ast.literal_eval(text)
+    if isinstance(value, float) and math.isinf(float(text)):
+        raise ValueError("no float64 holds it")  # which `parse_json` makes the largest one
+    return value
 
 
 _READERS: dict[str, Callable[[str], Any]] = {
