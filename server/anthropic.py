@@ -18,7 +18,7 @@ from agentcache.server.fields import Dialect, check_fields
 from agentcache.server.messages import read_arguments, without_billing_header
 from agentcache.server.model_names import check_model
 from agentcache.server.options import check_chat, read_options
-from agentcache.server.parts import plain_text, read_part, read_parts, tool_text
+from agentcache.server.parts import is_newest, plain_text, read_part, read_parts, tool_text
 from agentcache.server.replies import read_reading
 from agentcache.server.sampling import read_max_tokens, read_sampling
 from agentcache.server.session import read_agent
@@ -112,7 +112,7 @@ def _read_message(message: Reader, call: Call) -> list[dict[str, Any]]:
     role = message.required_string("role")
     if role not in ("user", "assistant", "system"):
         message.fail("role", 'must be "user", "assistant" or "system"')
-    if message.get("content") is None and role != "assistant":
+    if "content" not in message.value and role != "assistant" and is_newest(message, call):
         message.fail("content", "is required")
     if role == "system":
         return _read_system(message, "content", call)
@@ -129,7 +129,7 @@ def _read_assistant(message: Reader, call: Call) -> dict[str, Any]:
     for block in _blocks(message):
         if isinstance(block, str):
             texts.append(block)
-        elif (kind := block.required_string("type")) == "tool_use":
+        elif (kind := block.string("type")) == "tool_use":
             calls.append(_read_call(block))
         elif kind == "thinking":
             thoughts.append(block.string("thinking") or "")
@@ -165,7 +165,7 @@ def _read_user(message: Reader, call: Call) -> list[dict[str, Any]]:
     for block in _blocks(message):
         if isinstance(block, str):
             texts.append(block)
-        elif block.required_string("type") != "tool_result":
+        elif block.string("type") != "tool_result":
             texts.append(read_part(block, "user", call))
         else:
             messages += _user_text(texts)

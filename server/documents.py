@@ -19,7 +19,7 @@ _TEXT_FILE = re.compile(
 
 
 def document_text(part: dict[str, Any]) -> str | None:
-    """The text of a document or file, between tags with its title; None for one that is no text, or is elsewhere.
+    """The text of a document or file, between tags with its title and context; None for no text, or one elsewhere.
 
     Args:
         part: Anthropic's `document`, OpenAI's `file` (chat) or `input_file` (responses).
@@ -30,7 +30,12 @@ def document_text(part: dict[str, Any]) -> str | None:
     text = _of_source(source) if source else _of_data(file.get("file_data"), "", title)
     if text is None:
         return None
-    front = f" title={json_string(title, ensure_ascii=False)}" if title else ""
+    named = {"title": title, "context": part.get("context")}
+    front = "".join(
+        f" {name}={json_string(value, ensure_ascii=False)}"
+        for name, value in named.items()
+        if isinstance(value, str) and value
+    )
     return f"<document{front}>\n{text}\n</document>"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from agentcache.models.text.json_values import parse_json, write_json
 from agentcache.server.context import Call
-from agentcache.server.parts import THOUGHTS, read_parts, readable, tool_text
+from agentcache.server.parts import THOUGHTS, is_newest, read_parts, readable, tool_text
 from agentcache.server.validate import Reader
 
 ROLES = {
@@ -39,7 +39,8 @@ def _read_message(message: Reader, call: Call) -> dict[str, Any]:
     role = ROLES[given]
     message.string("name")
     message.string("tool_call_id")
-    calls = [_read_call(call) for call in message.objects("tool_calls")] or _former_call(message, role)
+    in_history = not is_newest(message, call)
+    calls = [_read_call(said, in_history) for said in message.objects("tool_calls")] or _former_call(message, role)
     if calls and role != "assistant":
         message.fail("tool_calls", "belongs to assistant messages only")
     read = {name: value for name, value in message.value.items() if value is not None and name != "function_call"}
@@ -59,7 +60,7 @@ def _read_content(message: Reader, role: str, call: Call) -> str:
         return content
     if role == "tool":
         return tool_text(message, "content", "", call)
-    if content is None and role == "assistant":
+    if content is None and (role == "assistant" or "content" in message.value or not is_newest(message, call)):
         return ""
     if isinstance(content, list):
         return "".join(read_parts(message, "content", role, call, without=THOUGHTS if role == "assistant" else ()))
@@ -93,14 +94,19 @@ def without_billing_header(text: str) -> str:
     return _BILLING_HEADER.sub("", text)
 
 
-def _read_call(call: Reader) -> dict[str, Any]:
+def _read_call(call: Reader, in_history: bool) -> dict[str, Any]:
+    """A call in any shape; in the history also one without a name: a refusal would end the conversation for good."""
     if isinstance(call.get("custom"), dict):
         custom = call.object("custom")
         said = {"name": custom.required_string("name"), "arguments": {"input": custom.string("input") or ""}}
         return {"id": call.string("id"), "type": "function", "function": said}
+    if call.get("function") is None and call.get("name") is not None:  # as frameworks keep them
+        arguments = read_arguments(call, "args" if call.get("arguments") is None else "arguments")
+        said = {"name": call.required_string("name"), "arguments": arguments}
+        return {"id": call.string("id"), "type": "function", "function": said}
     function = call.object("function")
-    function.required_string("name")
-    return call.value | {"function": function.value | {"arguments": read_arguments(function)}}
+    name = (function.string("name") or "") if in_history else function.required_string("name")
+    return call.value | {"function": function.value | {"name": name, "arguments": read_arguments(function)}}
 
 
 def read_arguments(function: Reader, name: str = "arguments") -> Any:

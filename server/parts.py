@@ -22,9 +22,11 @@ _MEDIA = {
 # Fields of parts of other kinds that can be read, such as calls and results of tools that a server has run.
 _READABLE = frozenset(
     ("text", "thinking", "refusal", "summary", "transcript", "title", "name", "tool_name", "query", "url", "source")
-    + ("content", "results", "output", "stdout", "stderr", "error_code", "code", "command")
+    + ("content", "results", "output", "stdout", "stderr", "error_code", "code", "command", "description", "uri")
+    + ("value", "result", "resource", "context", "message", "error", "queries", "filename", "outputs", "logs", "action")
+    + ("server_name", "server_label", "toolName", "tool_references", "json")
 )
-_AS_JSON = ("input", "arguments")
+_AS_JSON = ("input", "arguments", "args")
 
 
 def read_parts(holder: Reader, name: str, role: str, call: Call, *, without: Collection[str] = ()) -> list[str]:
@@ -50,10 +52,12 @@ def _parts(holder: Reader, name: str, without: Collection[str]) -> Iterable[tupl
 
 def plain_text(part: Any) -> str | None:
     """The text of a part that is nothing but text; None for all else. Quick, since there may be thousands."""
+    if type(part) is str:
+        return part
     if type(part) is not dict or part.get("type") not in _TEXTS:
         return None
-    text = part.get("text")
-    return text if type(text) is str else None
+    text = part.get("text", part)
+    return "" if text is None else text if type(text) is str else None
 
 
 def read_part(part: Reader, role: str, call: Call) -> str:
@@ -66,10 +70,8 @@ def read_part(part: Reader, role: str, call: Call) -> str:
         role: of the message, as chat templates call it.
     """
     kind = part.string("type")
-    if kind in _TEXTS or (kind is None and part.get("text") is not None):
-        return part.required_string("text")
-    if kind is None:
-        part.fail("type", "is required")
+    if kind in _TEXTS or kind is None:
+        return _read_text(part, kind, role, call)
     if kind == "refusal" and role == "assistant":
         return part.required_string("refusal")
     if role == "system" and kind == "tool_addition":
@@ -81,10 +83,23 @@ def read_part(part: Reader, role: str, call: Call) -> str:
     if kind not in _MEDIA and (text := readable(part.value)):
         call.notes.add(f"{_message_of(part)}: a part of type {kind!r:.80} was read as text")
         return f"[{kind:.80}]\n{text}"
-    if kind in _MEDIA and role == "user" and call.config.images is Images.REFUSE and _is_newest(part, call):
+    if kind in _MEDIA and role == "user" and call.config.images is Images.REFUSE and is_newest(part, call):
         way_out = 'with the server\'s setting images = "placeholder" (--images placeholder) it would be left out'
         part.fail("type", f"is {kind!r:.80}; only text parts are supported; {way_out}")
     return _left_out(part, kind, " in a tool result" if role == "tool" else "", call)
+
+
+def _read_text(part: Reader, kind: str | None, role: str, call: Call) -> str:
+    """The text of a part that is to be one, also where it stands elsewhere in the part."""
+    text = part.get("text")
+    if isinstance(text, str):
+        return part.required_string("text")
+    if found := readable(part.value):
+        call.notes.add(f"{_message_of(part)}: a part without a text of its own was read as text")
+        return found
+    if role != "tool" and is_newest(part, call):
+        part.fail("type" if kind is None else "text", "is required")
+    return ""
 
 
 def readable(value: Any) -> str:
@@ -97,6 +112,8 @@ def readable(value: Any) -> str:
                 lines.append(text)
             case list(items):
                 rest += reversed(items)
+            case {"type": "text", "data": str(text)}:  # the source of a document
+                lines.append(text)
             case dict(fields):
                 read = [
                     write_json(inner, ensure_ascii=False) if name in _AS_JSON and inner else inner
@@ -111,11 +128,12 @@ def _message_of(part: Reader) -> str:
     return part.path.partition(".")[0]
 
 
-def _is_newest(part: Reader, call: Call) -> bool:
-    """Whether a part is in the last message of the conversation."""
+def is_newest(part: Reader, call: Call) -> bool:
+    """Whether an object is the last message of the conversation, or in it."""
     place = _message_of(part)
-    messages = call.body.get(place.partition("[")[0])
-    return not isinstance(messages, list) or place.endswith(f"[{len(messages) - 1}]")
+    name = place.partition("[")[0]
+    messages = call.body.get(name)
+    return not isinstance(messages, list) or place == f"{name}[{len(messages) - 1}]"
 
 
 def _left_out(part: Reader, kind: str, where: str, call: Call) -> str:

@@ -8,11 +8,13 @@ from typing import Any
 
 from agentcache.server.context import Call
 from agentcache.server.messages import ROLES, read_arguments, without_billing_header
-from agentcache.server.parts import read_parts, tool_text
+from agentcache.server.parts import is_newest, read_parts, readable, tool_text
 from agentcache.server.response_tools import INPUT, shown_name
 from agentcache.server.validate import Reader
 
 _BETWEEN_SYSTEM_TEXTS = "\n\n"
+_CALL = "_call"
+_NOT_SAID = ("type", "id", "call_id", "status", "encrypted_content", "execution")  # of an item of another kind
 _SEALED = "agentcache:"  # in front of thoughts that the client is to keep for us
 
 
@@ -77,8 +79,9 @@ class _Messages:
         else:
             self.add("system", text)
 
-    def call(self, item: Reader, arguments: Any) -> None:
-        function = {"name": shown_name(item.string("namespace"), item.required_string("name")), "arguments": arguments}
+    def call(self, item: Reader, arguments: Any, name: str | None = None) -> None:
+        name = item.required_string("name") if name is None else name
+        function = {"name": shown_name(item.string("namespace"), name), "arguments": arguments}
         said = {"id": item.required_string("call_id"), "type": "function", "function": function}
         self._open_reply().setdefault("tool_calls", []).append(said)
 
@@ -107,7 +110,7 @@ def _read_item(item: Reader, messages: _Messages, call: Call) -> None:
         case "message":
             _read_message(item, messages, call)
         case "reasoning":
-            if text := _read_thought(item):
+            if text := _read_thought(item, call):
                 messages.think(text)
         case "function_call":
             messages.call(item, read_arguments(item))
@@ -126,8 +129,27 @@ def _read_item(item: Reader, messages: _Messages, call: Call) -> None:
         case None:
             item.fail("type", "is required")
         case _:
-            # Of a tool that the model was not shown, or of a server that keeps more: a refusal would end the session.
-            call.notes.add(f"{item.path}: an item of type {kind!r:.80} was left out")
+            _read_other(item, kind, messages, call)
+
+
+def _read_other(item: Reader, kind: str, messages: _Messages, call: Call) -> None:
+    """An item of a tool that the model was not shown, or of a server that keeps more.
+
+    A refusal would end the session. Calls that a client has run and their results stay in pairs; of all else, what can
+    be read is told as text.
+    """
+    said = {name: value for name, value in item.value.items() if name not in _NOT_SAID and value is not None}
+    if item.get("call_id") is not None and kind.endswith(_CALL):
+        messages.call(item, read_arguments(item) if "arguments" in said else said, kind.removesuffix(_CALL))
+    elif item.get("call_id") is not None and kind.endswith("_output"):
+        output = tool_text(item if "output" in said else item.at("", {"output": said}), "output", "", call)
+        messages.add("tool", output, tool_call_id=item.required_string("call_id"))
+    elif text := readable(said):
+        call.notes.add(f"{item.path}: an item of type {kind!r:.80} was read as text")
+        text = f"[{kind:.80}]\n{text}\n"
+        messages.say(text) if kind.endswith(_CALL) else messages.add("user", text)
+    else:
+        call.notes.add(f"{item.path}: an item of type {kind!r:.80} was left out")
 
 
 def _read_message(item: Reader, messages: _Messages, call: Call) -> None:
@@ -149,18 +171,19 @@ def _read_content(item: Reader, name: str, role: str, call: Call) -> str:
     content = item.get(name)
     if isinstance(content, str):
         return content
+    if content is None and (role == "assistant" or not is_newest(item, call)):
+        return ""
     if not isinstance(content, list):
         item.fail(name, "must be a string or a list of parts")
     return "".join(read_parts(item, name, role, call))
 
 
-def _read_thought(item: Reader) -> str:
+def _read_thought(item: Reader, call: Call) -> str:
     """What the model thought. Of items that are not ours, what the client shows of it."""
-    for name, kind in (("content", "reasoning_text"), ("summary", "summary_text")):
-        texts = [part.required_string("text") for part in item.objects(name) if part.string("type") == kind]
-        if texts:
-            return "\n".join(texts)
-    return _unsealed(item.string("encrypted_content") or "")
+    for part in item.objects("content") if is_newest(item, call) else ():
+        part.required_string("text")
+    shown = readable(item.get("content")) or readable(item.get("summary"))
+    return shown or _unsealed(item.string("encrypted_content") or "")
 
 
 def sealed(thought: str) -> str:

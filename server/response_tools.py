@@ -19,7 +19,7 @@ from agentcache.server.validate import Reader
 
 INPUT = "input"  # the one parameter of a custom tool
 TOOL_TYPES = ("function", "custom", "namespace")
-ADDITIONAL_TOOLS = "additional_tools"  # an item of the input
+ADDITIONAL_TOOLS = ("additional_tools", "tool_search_output")  # items of the input
 _FREE_TEXT = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
 
 
@@ -84,7 +84,7 @@ def read_response_tools(call: Call) -> ResponseTools:
         _read_tool(tool, None, call, tools, by_name)
     given = body.get("input")
     for index, item in enumerate(given if isinstance(given, list) else ()):
-        if type(item) is dict and item.get("type") == ADDITIONAL_TOOLS:
+        if type(item) is dict and item.get("type") in ADDITIONAL_TOOLS:
             for tool in body.item("input", index).objects("tools"):
                 _read_tool(tool, None, call, tools, by_name)
     made = ResponseTools(None, by_name, frozenset(tools.left_out))

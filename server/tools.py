@@ -84,7 +84,7 @@ def read_function(tool: Reader) -> dict[str, Any]:
     function = {
         "name": holder.name("name"),
         "description": holder.string("description") or "",
-        "parameters": holder.object(schema).value,
+        "parameters": {} if holder.get(schema) == [] else holder.object(schema).value,  # as PHP writes it
     }
     return function | ({"strict": True} if holder.get("strict") is True else {})
 

@@ -57,6 +57,26 @@ def test_arguments_that_are_no_object_stay_text(arguments: str) -> None:
     assert message["tool_calls"][0]["function"]["arguments"] == arguments
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"id": "1", "type": "tool_call", "name": "f", "args": {"x": 1}},
+        {"id": "1", "type": "function", "name": "f", "arguments": '{"x": 1}'},
+    ],
+)
+def test_calls_as_frameworks_keep_them(call: dict[str, Any]) -> None:
+    [message] = read({"role": "assistant", "content": "x", "tool_calls": [call]})
+    [read_call] = message["tool_calls"]
+    assert read_call == {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+
+
+@pytest.mark.parametrize("function", [None, {}, {"name": None, "arguments": "{}"}])
+def test_a_call_without_a_name_does_not_end_the_conversation(function: Any) -> None:
+    said = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+    [message, _] = read(said, {"role": "tool", "tool_call_id": "1", "content": "no such tool"})
+    assert message["tool_calls"][0]["function"] == {"name": "", "arguments": {}}
+
+
 def test_a_former_call_and_its_result_are_a_pair() -> None:
     function = {"name": "f", "arguments": '{"x": 1}'}
     said, result = read(

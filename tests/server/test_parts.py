@@ -130,6 +130,18 @@ FOUND = {
         {"type": "web_search_result", "title": "Cats", "url": "https://x.example", "encrypted_content": "Zm9v"},
     ],
 }
+PAGE = {
+    "type": "web_fetch_tool_result",
+    "content": {
+        "type": "web_fetch_result",
+        "url": "https://x.example",
+        "content": {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "Cats sleep."}},
+    },
+}
+TOOLS_FOUND = {
+    "type": "tool_search_tool_result",
+    "content": {"tool_references": [{"type": "tool_reference", "tool_name": "look"}]},
+}
 RUN = {"type": "code_execution_tool_result", "content": {"type": "code_execution_result", "stdout": "42", "stderr": ""}}
 
 
@@ -141,6 +153,8 @@ RUN = {"type": "code_execution_tool_result", "content": {"type": "code_execution
         (RUN, "[code_execution_tool_result]\n42"),
         ({"type": "mcp_tool_result", "content": [{"type": "text", "text": "blue"}]}, "[mcp_tool_result]\nblue"),
         ({"type": "compaction", "content": "So far."}, "[compaction]\nSo far."),
+        (PAGE, "[web_fetch_tool_result]\nhttps://x.example\nCats sleep."),
+        (TOOLS_FOUND, "[tool_search_tool_result]\nlook"),
         ({"type": "container_upload", "file_id": "f"}, "[container_upload omitted: this model reads text only]"),
     ],
 )
@@ -211,6 +225,10 @@ NAMED = '<document title="a.md">\nGrüße\n</document>'
         ({"type": "document", "source": {"type": "content", "content": "Grüße"}}, PLAIN),
         ({"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "Grüße"}]}}, PLAIN),
         ({"type": "document", "source": {"type": "base64", "media_type": "text/csv", "data": BASE64}}, PLAIN),
+        (
+            {"type": "document", "source": {"type": "text", "data": "Grüße"}, "context": "A letter."},
+            '<document context="A letter.">\nGrüße\n</document>',
+        ),
         ({"type": "file", "file": {"filename": "a.md", "file_data": f"data:text/markdown;base64,{BASE64}"}}, NAMED),
         ({"type": "input_file", "filename": "a.md", "file_data": BASE64}, NAMED),
     ],
@@ -242,6 +260,39 @@ def test_other_documents_are_refused_or_left_out(document: dict[str, Any]) -> No
     engine = FakeEngine()
     chat(engine, body, config=LEAVE_OUT)
     assert asked(engine) == ["[document omitted: this model reads text only]"]
+
+
+@pytest.mark.parametrize(
+    ("part", "shown"),
+    [
+        ("Plain.", "Plain."),
+        ({"type": "text", "text": None}, ""),
+        ({"type": "text", "text": {"value": "Nested."}}, "Nested."),
+        ({"type": "text", "content": "Elsewhere."}, "Elsewhere."),
+        ({"type": "text"}, ""),
+        ({"text": "No type."}, "No type."),
+        ({"content": "Neither."}, "Neither."),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_texts_of_other_shapes(path: str, part: Any, shown: str) -> None:
+    engine = FakeEngine()
+    messages = [{"role": role, "content": [part, FULL]} for role in ("user", "assistant")]
+    messages.append({"role": "user", "content": "Yes?"})
+    body = {"input": messages} if path == "/v1/responses" else {"messages": messages, "max_tokens": 5}
+    assert post(engine, path, body).status_code == 200
+    between = "\n" if shown and path == "/v1/messages" else ""
+    assert asked(engine) == [f"{shown}{between}So?", f"{shown}{between}So?", "Yes?"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_messages_without_content_in_the_history(path: str) -> None:
+    engine = FakeEngine()
+    messages = [{"role": "user", "content": None}, {"role": "user"}, {"role": "assistant", "content": None}]
+    messages.append({"role": "user", "content": "Yes?"})
+    body = {"input": messages} if path == "/v1/responses" else {"messages": messages, "max_tokens": 5}
+    assert post(engine, path, body).status_code == 200
+    assert asked(engine) == ["", "", "", "Yes?"]
 
 
 # -- empty parts ------------------------------------------------------------------------------------------------------

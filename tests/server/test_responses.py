@@ -146,6 +146,44 @@ def test_what_other_servers_run_is_left_out_with_a_note() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("local_shell", {"action": {"type": "exec", "command": ["ls"]}}),
+        ("shell", {"action": {"commands": ["ls"]}}),
+        ("apply_patch", {"operation": {"type": "delete_file", "path": "a"}}),
+    ],
+)
+def test_calls_of_tools_that_clients_run_stay_in_pairs(kind: str, said: dict[str, Any]) -> None:
+    engine = FakeEngine(model=CALLER)
+    call = {"type": f"{kind}_call", "id": "x", "call_id": "c", "status": "completed"} | said
+    result = {"type": f"{kind}_call_output", "call_id": "c", "output": [{"stdout": "a.py", "stderr": ""}]}
+    answer = respond(engine, {"input": [{"role": "user", "content": "x"}, call, result]})
+    [_, called, brought] = messages_of(engine)
+    assert called["tool_calls"] == [{"id": "c", "type": "function", "function": {"name": kind, "arguments": said}}]
+    assert brought["tool_call_id"] == "c" and "a.py" in brought["content"]
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("item", "role"),
+    [
+        ({"type": "web_search_call", "action": {"type": "search", "query": "CATS"}}, "assistant"),
+        ({"type": "file_search_call", "queries": ["CATS"], "results": [{"filename": "f", "text": "x"}]}, "assistant"),
+        ({"type": "code_interpreter_call", "code": "CATS", "outputs": [{"type": "logs", "logs": "x"}]}, "assistant"),
+        ({"type": "mcp_call", "name": "f", "server_label": "s", "arguments": "CATS", "output": "x"}, "assistant"),
+        ({"type": "agent_message", "content": [{"type": "input_text", "text": "CATS"}]}, "user"),
+        ({"type": "compaction", "summary": "CATS", "encrypted_content": "x"}, "user"),
+    ],
+)
+def test_what_can_be_read_in_other_items_is_told_as_text(item: dict[str, Any], role: str) -> None:
+    engine = FakeEngine(model=CALLER)
+    notes = respond(engine, {"input": [{"role": "user", "content": "x"}, item]}).json()["agentcache"]["notes"]
+    [_, told] = messages_of(engine)
+    assert told["role"] == role and "CATS" in told["content"] and item["type"] in told["content"]
+    assert notes == [f"input[1]: an item of type {item['type']!r} was read as text"]
+
+
 def test_tools_that_may_not_be_used_are_not_shown() -> None:
     engine = FakeEngine(model=CALLER)
     respond(engine, {"tools": [LOOK], "tool_choice": "none"})

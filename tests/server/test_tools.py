@@ -164,6 +164,29 @@ def test_tools_that_items_of_the_input_add() -> None:
     assert all("web_search" in note for note in notes(answer))
 
 
+def test_tools_that_a_search_has_found() -> None:
+    found = {"type": "tool_search_output", "call_id": "c", "tools": [{"type": "function"} | FUNCTION]}
+    call = {"type": "tool_search_call", "call_id": "c", "arguments": {"query": "sky"}, "execution": "client"}
+    answer, engine = ask("/v1/responses", [], input=[{"role": "user", "content": "hi"}, call, found])
+    prompt = engine.requests[0].prompt
+    assert answer.status_code == 200
+    assert isinstance(prompt, ChatPrompt) and prompt.tools is not None
+    assert [tool["function"]["name"] for tool in prompt.tools] == ["look"]
+    [_, said, brought] = prompt.messages
+    assert said["tool_calls"][0]["function"] == {"name": "tool_search", "arguments": {"query": "sky"}}
+    assert brought["role"] == "tool" and "look" in brought["content"]
+
+
+@pytest.mark.parametrize(("path", "schema"), [("/v1/messages", "input_schema"), ("/v1/responses", "parameters")])
+def test_an_empty_schema_may_be_a_list(path: str, schema: str) -> None:
+    """PHP writes empty objects so."""
+    answer, engine = ask(path, [{"name": "now", schema: []}])
+    prompt = engine.requests[0].prompt
+    assert answer.status_code == 200
+    assert isinstance(prompt, ChatPrompt) and prompt.tools is not None
+    assert prompt.tools[0]["function"]["parameters"] == {}
+
+
 def test_custom_tools_of_chat_are_refused_by_name() -> None:
     error = refused(chat(FakeEngine(), {"tools": [{"type": "custom", "custom": {"name": "x"}}]}), 400)
     assert error["param"] == "tools[0].type" and "/v1/responses" in error["message"]
