@@ -35,7 +35,9 @@ Word = TypeVar("Word", bound=StrEnum)
 ENV_PREFIX = "AGENTCACHE_"
 # Ours, but no settings of the server: which server the CLI talks to, where the config file lies, what make installs,
 # which kernels compute attention.
-OTHER_VARIABLES = frozenset({"AGENTCACHE_URL", "AGENTCACHE_CONFIG", "AGENTCACHE_BACKEND", "AGENTCACHE_KERNELS"})
+OTHER_VARIABLES = frozenset(
+    {"AGENTCACHE_URL", "AGENTCACHE_CONFIG", "AGENTCACHE_BACKEND", "AGENTCACHE_KERNELS", "AGENTCACHE_SESSION"}
+)
 
 _ON_OR_OFF = {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False}
 

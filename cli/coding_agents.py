@@ -15,6 +15,7 @@ from agentcache.cli.client_settings import Value
 from agentcache.config_sources import default_config_file
 
 KEY_VARIABLE = "AGENTCACHE_API_KEY"
+SESSION_VARIABLE = "AGENTCACHE_SESSION"
 SESSION_HEADER = "X-Session-ID"
 SMALL_CONTEXT = 65_536  # tokens; of Claude Code's, all tools take up to 39,000
 _OUTPUT_TOKENS = 4096
@@ -86,6 +87,8 @@ class Program:
         environment: variables that it needs when it is started.
         key: the variable in which it is given the server's key.
         names_session: whether it names its sessions itself; else `values` or `environment` name one for the folder.
+        is_per_folder: whether `file` is one of ours for the current folder. Settings that all folders share never name
+            a folder's session: agents that run in two folders at once would share it.
     """
 
     command: tuple[str, ...]
@@ -94,6 +97,7 @@ class Program:
     environment: Callable[[Served], dict[str, str]] = _no_environment
     key: str = KEY_VARIABLE
     names_session: bool = True
+    is_per_folder: bool = False
 
 
 def folder_session(agent: str, folder: Path) -> str:
@@ -106,6 +110,11 @@ def folder_session(agent: str, folder: Path) -> str:
 def _home(variable: str, *default: str) -> Path:
     named = os.environ.get(variable)
     return Path(named).expanduser() if named else Path.home().joinpath(*default)
+
+
+def _own_file(agent: str, suffix: str) -> Callable[[], Path]:
+    """A settings file of ours for an agent in the current folder."""
+    return lambda: default_config_file().parent / "launch" / f"{folder_session(agent, Path.cwd())}{suffix}"
 
 
 def _key(reference: str, served: Served) -> str:
@@ -164,17 +173,29 @@ def _pi(served: Served) -> list[Value]:
 
 
 def _qwen(served: Served) -> list[Value]:
+    """It fills in its own session, if it may. The header is one whose value is never refused: an older version that
+    does not fill it in still gets answers.
+    """
     auth = {"selectedType": "openai", "baseUrl": served.base_url, "apiKey": _key(f"${KEY_VARIABLE}", served)}
     generation = {
         "contextWindowSize": served.context,
-        "customHeaders": served.headers,
+        "customHeaders": {"X-Session-Affinity": "${session_id}"},
         "samplingParams": {"max_tokens": served.output},
     }
     return [
         *(Value(("security", "auth", name), value) for name, value in auth.items()),
         Value(("model", "name"), served.model),
         *(Value(("model", "generationConfig", name), value) for name, value in generation.items()),
+        Value(("outboundCorrelation", "allowDynamicHeaderValues"), True),
     ]
+
+
+_CLINE_FILE = _own_file("cline", ".json")
+
+
+def _cline_environment(served: Served) -> dict[str, str]:
+    """Without its hub, a process that runs the sessions of all folders with the settings of the first."""
+    return {"CLINE_PROVIDER_SETTINGS_PATH": str(_CLINE_FILE()), "CLINE_SESSION_BACKEND_MODE": "local"}
 
 
 def _cline(served: Served) -> list[Value]:
@@ -214,13 +235,17 @@ def _continue(served: Served) -> list[Value]:
     return [Value((name,), value) for name, value in config.items()]
 
 
+def _session_variable(served: Served) -> dict[str, str]:
+    return {SESSION_VARIABLE: served.session}
+
+
 def _crush(served: Served) -> list[Value]:
     model = {"id": served.model, "name": served.model, "context_window": served.context}
     provider = {
         "type": "openai-compat",
         "base_url": served.base_url,
         "api_key": _key(f"${KEY_VARIABLE}", served),
-        "extra_headers": served.headers,
+        "extra_headers": {SESSION_HEADER: f"${SESSION_VARIABLE}"},  # not sent where the variable is not set
         "models": [model | {"default_max_tokens": served.output}],
     }
     chosen = {"model": served.model, "provider": "agentcache"}
@@ -277,26 +302,28 @@ PROGRAMS = {
         lambda: _home("PI_CODING_AGENT_DIR", ".pi", "agent") / "models.json",
         _pi,
     ),
-    CodingAgent.QWEN: Program(
-        ("qwen",), lambda: _home("QWEN_HOME", ".qwen") / "settings.json", _qwen, names_session=False
-    ),
+    CodingAgent.QWEN: Program(("qwen",), lambda: _home("QWEN_HOME", ".qwen") / "settings.json", _qwen),
     CodingAgent.CLINE: Program(
         ("cline",),
-        lambda: _home("CLINE_DIR", ".cline") / "data" / "settings" / "providers.json",
+        _CLINE_FILE,
         _cline,
+        _cline_environment,
         key="OPENAI_API_KEY",
         names_session=False,
+        is_per_folder=True,
     ),
     CodingAgent.CONTINUE: Program(
         ("cn", "--config", "{file}"),
-        lambda: default_config_file().parent / "launch" / "continue.yaml",  # of its own: JSON is YAML
+        _own_file("continue", ".yaml"),  # JSON is YAML
         _continue,
         names_session=False,
+        is_per_folder=True,
     ),
     CodingAgent.CRUSH: Program(
         ("crush",),
         lambda: _home("XDG_CONFIG_HOME", ".config") / "crush" / "crush.json",
         _crush,
+        _session_variable,
         names_session=False,
     ),
     CodingAgent.COPILOT: Program(

@@ -47,7 +47,7 @@ def launch(
         raise ConfigError("arguments for the agent need --start")
     if start and (dry_run or undo):
         raise ConfigError("--start goes with neither --dry-run nor --undo")
-    program, note_file = PROGRAMS[agent], default_config_file().parent / "launch" / f"{agent}.json"
+    program, note_file = PROGRAMS[agent], _note_file(agent)
     note = _read_note(note_file)
     if undo:
         if note is None:
@@ -68,6 +68,13 @@ def launch(
     typer.echo(f"{'then' if dry_run else 'now'}: {' '.join([*variables, command])}", err=True)
     if served.has_key:
         typer.echo(f"with the server's key in {program.key}", err=True)
+
+
+def _note_file(agent: CodingAgent) -> Path:
+    """What was changed for an agent, or for it in this folder."""
+    is_per_folder = PROGRAMS[agent].is_per_folder
+    name = f"{folder_session(agent, Path.cwd())}.note" if is_per_folder else str(agent)
+    return default_config_file().parent / "launch" / f"{name}.json"
 
 
 def _served(

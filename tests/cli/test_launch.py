@@ -28,6 +28,7 @@ from tests.examples import examples
 URL = "http://127.0.0.1:8000"
 SERVED = Served(URL, "tiny-model", 4096, has_key=False, session="x-project-01234567")
 KEYED = replace(SERVED, has_key=True)
+HERE = {agent: folder_session(agent, Path.cwd()) for agent in CodingAgent}
 FILES = {
     CodingAgent.CLAUDE: ".claude/settings.json",
     CodingAgent.CODEX: ".codex/config.toml",
@@ -35,8 +36,8 @@ FILES = {
     CodingAgent.KILO: ".config/kilo/kilo.json",
     CodingAgent.PI: ".pi/agent/models.json",
     CodingAgent.QWEN: ".qwen/settings.json",
-    CodingAgent.CLINE: ".cline/data/settings/providers.json",
-    CodingAgent.CONTINUE: ".agentcache/launch/continue.yaml",
+    CodingAgent.CLINE: f".agentcache/launch/{HERE[CodingAgent.CLINE]}.json",
+    CodingAgent.CONTINUE: f".agentcache/launch/{HERE[CodingAgent.CONTINUE]}.yaml",
     CodingAgent.CRUSH: ".config/crush/crush.json",
 }
 WITH_FILES = list(FILES)
@@ -84,6 +85,11 @@ def parsed_text(text: str, suffix: str) -> dict[str, Any]:
     return found
 
 
+def note_of(home: Path, agent: CodingAgent) -> Path:
+    name = f"{HERE[agent]}.note" if PROGRAMS[agent].is_per_folder else agent
+    return home / ".agentcache" / "launch" / f"{name}.json"
+
+
 def own(home: Path, agent: CodingAgent) -> Path:
     file = home / FILES[agent]
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +125,7 @@ def test_there_and_back(agent: CodingAgent, home: Path, invoke: Invoke) -> None:
         assert set(found) >= set(value.value) if value.adds else found == value.value
     assert kept(before, after, [value.path for value in values])
     assert stat.S_IMODE(file.stat().st_mode) == 0o640
-    assert {path.name for path in file.parent.iterdir()} - {"continue.json"} == {file.name}
+    assert set(file.parent.iterdir()) - {note_of(home, agent)} == {file}
     assert invoke("launch", agent, "--undo").exit_code == 0
     assert parsed(file) == before
     if agent is CodingAgent.CODEX:
@@ -149,8 +155,9 @@ def test_a_dry_run_only_shows(agent: CodingAgent, home: Path, invoke: Invoke) ->
     assert f"--- {file}" in shown.stdout and any(
         line.startswith("+") and URL in line for line in shown.stdout.split("\n")
     )
-    assert not (home / ".agentcache" / "launch" / f"{agent}.json").exists()
+    assert not note_of(home, agent).exists()
     invoke("launch", agent)
+    assert note_of(home, agent).exists()
     written = file.read_text()
     undone = invoke("launch", agent, "--undo", "--dry-run")
     assert any(line.startswith("-") and URL in line for line in undone.stdout.split("\n"))
@@ -297,6 +304,33 @@ def test_the_session_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "a")
     assert folder_session("openhands", tmp_path / "link") == names[0] == folder_session("openhands", tmp_path / "a")
     assert folder_session("qwen", tmp_path / "a") != names[0]
+
+
+@pytest.mark.parametrize("agent", [agent for agent in CodingAgent if not PROGRAMS[agent].names_session])
+def test_two_folders_at_once_have_two_sessions(
+    agent: CodingAgent, home: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the second launch writes says nothing of sessions to the first one's agent."""
+    told, before = [], ""
+    for name in ("a", "b", "a"):
+        (home / name).mkdir(exist_ok=True)
+        monkeypatch.chdir(home / name)
+        served = replace(SERVED, session=folder_session(agent, home / name))
+        monkeypatch.setattr(launch_module, "_served", lambda *options, served=served: (served, None))
+        assert invoke("launch", agent).exit_code == 0
+        program = PROGRAMS[agent]
+        file = None if program.file is None else program.file()
+        settings_text = "" if file is None else file.read_text()
+        told.append((program.environment(served), file, settings_text))
+        if file is not None and not program.is_per_folder:
+            assert settings_text == (before or settings_text), "the file is the same for all folders"
+            assert served.session not in settings_text
+            before = settings_text
+        assert served.session in settings_text + json.dumps(program.environment(served))
+    assert told[0] == told[2] != told[1]
+    assert invoke("launch", agent, "--undo").exit_code == 0
+    if program.is_per_folder:
+        assert file is not None and not file.exists() and told[1][1] is not None and told[1][1].exists()
 
 
 def test_a_small_context_leaves_tools_of_claude_out(

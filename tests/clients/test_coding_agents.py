@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,13 +34,11 @@ class CodingAgent:
         first: its arguments; `{ask}` is the question.
         again: likewise.
         environment: keeps it from asking servers that cannot be reached.
-        end: arguments with which a process ends that it leaves behind.
     """
 
     first: tuple[str, ...]
     again: tuple[str, ...]
     environment: tuple[tuple[str, str], ...] = ()
-    end: tuple[str, ...] = ()
 
 
 _CLAUDE = ("--allowedTools", "Bash")
@@ -59,7 +56,7 @@ AGENTS = {
     Name.PI: CodingAgent(("-p", "{ask}"), ("-p", "--continue", "{ask}")),
     Name.QWEN: CodingAgent(("-p", "{ask}", "--yolo"), ("-p", "{ask}", "--yolo", "--continue")),
     # It continues a conversation in a terminal only: each question begins another, in the session of the folder.
-    Name.CLINE: CodingAgent(("{ask}",), ("{ask}",), end=("hub", "stop")),
+    Name.CLINE: CodingAgent(("{ask}",), ("{ask}",)),
     Name.CONTINUE: CodingAgent(("--auto", "-p", "{ask}"), ("--auto", "--resume", "-p", "{ask}")),
     Name.CRUSH: CodingAgent(("run", "{ask}"), ("run", "--continue", "{ask}")),
     Name.COPILOT: CodingAgent(("-p", "{ask}", "--allow-all-tools"), ("-p", "{ask}", "--continue", "--allow-all-tools")),
@@ -76,7 +73,7 @@ class Desk:
     """A home and a project of their own for one program."""
 
     def __init__(self, folder: Path, program: Path, agent: CodingAgent) -> None:
-        self.project, self._program, self._agent = folder / "project", program, agent
+        self.project = folder / "project"
         self.project.mkdir()
         home = folder / "home"
         home.mkdir()
@@ -88,14 +85,10 @@ class Desk:
 
     def launch(self, name: Name, url: str, arguments: tuple[str, ...], ask: str) -> str:
         filled = [argument.format(ask=ask) for argument in arguments]
-        command = [sys.executable, "-m", "agentcache", "launch", name, "--url", url, "--start", "--", *filled]
-        return self._run(command, {"PYTHONPATH": str(PACKAGE_PARENT)})
-
-    def _run(self, command: list[Any], environment: dict[str, str]) -> str:
         done = subprocess.run(
-            command,
+            [sys.executable, "-m", "agentcache", "launch", name, "--url", url, "--start", "--", *filled],
             cwd=self.project,
-            env=self._environment | environment,
+            env=self._environment | {"PYTHONPATH": str(PACKAGE_PARENT)},
             capture_output=True,
             text=True,
             timeout=300,
@@ -104,13 +97,9 @@ class Desk:
         assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         return done.stdout
 
-    def leave(self) -> None:
-        if self._agent.end:
-            self._run([self._program, *self._agent.end], {})
-
 
 @pytest.fixture
-def desk(request: pytest.FixtureRequest, clients_folder: Path, tmp_path: Path) -> Iterator[Desk]:
+def desk(request: pytest.FixtureRequest, clients_folder: Path, tmp_path: Path) -> Desk:
     """The desk of the agent that is the test's parameter; skips where the agent is not installed."""
     name: Name = request.getfixturevalue("name")
     command = PROGRAMS[name].command[0]
@@ -118,11 +107,7 @@ def desk(request: pytest.FixtureRequest, clients_folder: Path, tmp_path: Path) -
     program = next((place / command for place in places if (place / command).exists()), None)
     if program is None:
         pytest.skip(f"{command} is not in {clients_folder}: make clients, which needs npm, or Python 3.12 and newer")
-    desk = Desk(tmp_path, program, AGENTS[name])
-    try:
-        yield desk
-    finally:
-        desk.leave()
+    return Desk(tmp_path, program, AGENTS[name])
 
 
 def agents_of(server: ServerProcess) -> dict[str, dict[str, Any]]:
