@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from agentcache.blocks.transcript import Transcript
-from agentcache.models.text.replies.history import ReplyReading, as_generated, first_thought, with_thoughts
+from agentcache.models.text.replies.history import ReplyReading, Retold, as_generated, first_thought, with_thoughts
 from agentcache.models.text.tokenizer import Tokenizer
 from tests.reply_formats import FAMILIES, TOOLS
 
@@ -67,9 +67,52 @@ def test_only_what_says_the_same_is_told_again(
         assert found.text == text
 
 
+_OPENING = "<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    "other",
+    ["<|im_start|>assistant\n", "<|im_end|>\n", "\n", "", "<|im_end|><|im_start|>model\n"],
+    ids=["not ended before", "no role", "a line", "nothing", "another role"],
+)
+def test_a_reply_is_told_again_where_the_history_opens_it_otherwise(tokenizer: Tokenizer, other: str) -> None:
+    """DeepSeek V3's template writes no role in front of calls, Bielik's does not end a result there."""
+    transcript, reading = told(tokenizer, SPACED), ReplyReading(tokenizer, TOOLS)
+    text = tokenizer.render_chat(history(message()), TOOLS)
+    assert text.count(_OPENING) == 2  # of the reply, and of the next one
+    found = as_generated(text.replace(_OPENING, other, 1), transcript, reading)
+    assert found.text == as_generated(text, transcript, reading).text and found.is_same
+
+
+@pytest.mark.parametrize(
+    "other", ["<|im_end|>\n<|im_start|>user\n", " Now!" + _OPENING, "<|im_end|>\nSo:", "assistant"]
+)
+def test_other_words_in_front_of_a_reply_are_another_conversation(tokenizer: Tokenizer, other: str) -> None:
+    transcript, reading = told(tokenizer, SPACED), ReplyReading(tokenizer, TOOLS)
+    text = tokenizer.render_chat(history(message()), TOOLS).replace(_OPENING, other, 1)
+    found = as_generated(text, transcript, reading)
+    assert found.text == text and not found.is_same
+
+
+def test_a_reply_is_told_again_where_the_history_parts_it(tokenizer: Tokenizer) -> None:
+    """For templates that show no text beside a call, the text is a message of its own."""
+    reply = SPACED.replace("<tool_call>", "So:\n<tool_call>")
+    transcript, reading = told(tokenizer, reply), ReplyReading(tokenizer, TOOLS)
+    text = tokenizer.render_chat(history(message(text="So:")), TOOLS)
+    parted = text.replace("So:\n<tool_call>", f"So:{_OPENING}<tool_call>")
+    assert parted != text
+    found = as_generated(parted, transcript, reading)
+    assert found.text == as_generated(text, transcript, reading).text and found.is_same
+    others = text.replace("So:\n<tool_call>", "So:<|im_end|>\n<|im_start|>user\nYes.<|im_end|>\n<tool_call>")
+    assert as_generated(others, transcript, reading) == Retold(others, False)
+
+
 def test_thoughts_are_put_back_where_the_client_has_none(tokenizer: Tokenizer) -> None:
     transcript, reading = told(tokenizer, SPACED), ReplyReading(tokenizer, TOOLS)
-    assert with_thoughts(history(message(thought=None)), transcript, reading) == [history(message())]
+    for text in ("", None):
+        without = message(thought=None) | {"content": text}
+        told_again = without | {"reasoning_content": "I look."}
+        assert with_thoughts(history(without), transcript, reading) == [history(told_again)]
     assert with_thoughts(history(message()), transcript, reading) == []
     assert with_thoughts(history(message(thought=None, at="sea")), transcript, reading) == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from agentcache.models.text.tokenizer import Tokenizer
 
 _PROMPT_END = 256  # characters in front of a reply, in which it may have been begun
 _MOST_ENDS = 8  # positions that are tried as a reply's end
+_ROLES = "(?:[Aa]ssistant|ASSISTANT|model|bot)"  # of who replies, as templates name it between control tokens
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class ReadReply:
 
 def said_in(message: Mapping[str, Any]) -> tuple[str, tuple[tuple[str, str], ...]] | None:
     """Text and calls of a client's message, as a `ReadReply` has them; None where it can be none."""
-    content = message.get("content")
+    content = "" if message.get("content") is None else message["content"]
     calls = [call.get("function") or {} for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
     if not isinstance(content, str) or not all(isinstance(call.get("name"), str) for call in calls):
         return None
@@ -74,6 +76,10 @@ class ReplyReading:
         self._shown = {token.name: token.is_shown for token in self._form.tokens}
         self._markers = any_of(self._shown)
         self._turn_ends = any_of(tokenizer.turn_ends)
+        controls = rf"(?:(?:{self._turn_ends.pattern})\s*)+"
+        self._opening = re.compile(rf"{controls}(?:{_ROLES}\s*(?:{controls})?)?")
+        self._first_opening = re.compile(rf"\s*{self._opening.pattern}")
+        self._last_opening = re.compile(rf"{self._opening.pattern}\Z")
 
     def read(self, reply: str, prompt_end: str) -> ReadReply:
         """A reply in marked text; `prompt_end` stands in front of it."""
@@ -102,14 +108,30 @@ class ReplyReading:
         """Where a reply at `begin` begins, with the marker in front of it that has opened its thought."""
         return _opened_at(self._form, text, begin)
 
+    def opening_at(self, text: str, begin: int, *, first: int) -> int:
+        """Where that begins which opens a reply at `begin`: control tokens and a role, or nothing.
+
+        Args:
+            first: where it begins at the earliest.
+        """
+        found = self._last_opening.search(text, max(first, begin - _PROMPT_END), begin)
+        return begin if found is None else found.start()
+
+    def behind_opening(self, text: str, at: int) -> int:
+        """Where a reply begins that control tokens and a role at `at` open, or nothing."""
+        found = self._first_opening.match(text, at)
+        return at if found is None else found.end()
+
     def same_reply(self, text: str, begin: int, reply: ReadReply, *, longest: int) -> tuple[bool, int | None]:
         """Where a reply that begins at `begin` and says the same ends, and whether its thought is there, too.
 
-        It ends in front of what ends a turn; None where there is none such.
+        It ends in front of what ends a turn; None where there is none such. It may be parted into several turns, as by
+        templates that show no text beside a call.
         """
         without_thought: int | None = None
         for found in islice(self._turn_ends.finditer(text, begin, begin + longest), _MOST_ENDS):
-            other = self.read_at(text, begin, found.start())
+            parts = self._opening.sub("", text[begin : found.start()])
+            other = self.read(parts, text[max(0, begin - _PROMPT_END) : begin])
             if other == reply:
                 return True, found.start()
             if without_thought is None and other.says(reply):
@@ -155,7 +177,8 @@ def as_generated(text: str, transcript: Words, reading: ReplyReading) -> Retold:
     """`text` with the replies in it as the model generated them, as far as they say the same.
 
     A template may order and space things in another way than the model does; the model's own words are in the cache.
-    What the template leaves out stays left out: from there on the text stays as it is.
+    What the template leaves out stays left out: from there on the text stays as it is. What opens a reply is told as in
+    the prompt that the model continued: some templates open replies in another way in the history.
     """
     old, at, old_at = transcript.text, 0, 0
     done: list[str] = []  # what stands in front of `at`
@@ -165,15 +188,20 @@ def as_generated(text: str, transcript: Words, reading: ReplyReading) -> Retold:
         front = reading.opened_at(old, begin)
         if same_until >= end:
             continue
-        if same_until < front:
+        reply = reading.read_at(old, begin, end)
+        if same_until >= front:
+            opened = front if same_until < begin else begin
+            own_from, start = begin, at + opened - old_at
+            is_own = is_own and opened == begin
+        elif (opening := reading.opening_at(old, front, first=old_at)) <= same_until and (reply.text or reply.calls):
+            own_from, start = opening, reading.behind_opening(text, at + opening - old_at)
+        else:
             return Retold("".join([*done, text[at:]]), False)
-        opened = front if same_until < begin else begin
-        start, reply = at + opened - old_at, reading.read_at(old, begin, end)
         exact, same = reading.same_reply(text, start, reply, longest=4 * (end - begin) + _PROMPT_END)
         if same is None:
             return Retold("".join([*done, text[at:]]), False)
-        is_own = is_own and exact and opened == begin
-        done += [text[at:start], old[begin:end]] if is_own else [text[at:same]]
+        is_own = is_own and exact
+        done += [text[at : at + own_from - old_at], old[own_from:end]] if is_own else [text[at:same]]
         at, old_at = same, end
         same_until = shared_until(old, text, old_at, at)
     return Retold("".join([*done, text[at:]]), text.startswith(old[old_at:], at))
