@@ -15,7 +15,7 @@ import json
 import os
 import re
 import secrets
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -185,7 +185,10 @@ class ResponseFiles:
     ) -> None:
         self._files, self._folder, self._usage, self._fault = files, folder, usage, fault
         self._is_saved, self._former = is_saved, former
-        self._agents = self._listed(folder)
+        self._agents: set[str] = set()  # that have a file
+        self._agents_of: defaultdict[str, set[str]] = defaultdict(set)  # the same, by tag
+        for agent in self._listed(folder):
+            self._know(agent)
         self._contents: OrderedDict[str, _Content] = OrderedDict()
         for each in former:
             self._move_from(each)
@@ -208,8 +211,16 @@ class ResponseFiles:
                     self._files.rename(source, target)
                     self._usage.forget(source)
                     self._usage.refresh(target)
-                    self._agents.add(agent)
+                    self._know(agent)
                     known.add(agent.casefold())
+
+    def _know(self, agent: str) -> None:
+        self._agents.add(agent)
+        self._agents_of[_tag(agent)].add(agent)
+
+    def _forget(self, agent: str) -> None:
+        self._agents.discard(agent)
+        self._agents_of[_tag(agent)].discard(agent)
 
     # --- reading ---
 
@@ -248,18 +259,23 @@ class ResponseFiles:
 
     def _tagged(self, some_id: str) -> Iterator[tuple[str, _Content]]:
         tag = _TAG.fullmatch(some_id)
-        for agent in sorted(self._agents) if tag else ():
-            if _tag(agent) == tag[1]:  # type: ignore[index]
-                yield agent, self._content(agent)
+        for agent in sorted(self._agents_of.get(tag[1], ())) if tag else ():
+            yield agent, self._content(agent)
 
     def _content(self, agent: str) -> _Content:
-        content = self._contents.pop(agent, None) or self._read(agent)
-        self._contents[agent] = content
+        if agent in self._contents:
+            self._contents.move_to_end(agent)
+        else:
+            self._contents[agent] = self._read(agent)
+            self._keep_bound()
+        return self._contents[agent]
+
+    def _keep_bound(self) -> None:
+        """Drop contents that were used longest ago from RAM."""
         rest = sum(each.num_bytes for each in self._contents.values()) - _MOST_RAM_BYTES
         while rest > 0 and len(self._contents) > 1:
             _, dropped = self._contents.popitem(last=False)
             rest -= dropped.num_bytes
-        return content
 
     def _read(self, agent: str) -> _Content:
         content = _Content()
@@ -301,11 +317,13 @@ class ResponseFiles:
             line = content.line_of(response)
             if len(line) > MOST_LINE_BYTES:
                 raise TooLarge(f"it takes {len(line)} bytes, and at most {MOST_LINE_BYTES} are stored")
-            if not content.num_bytes or not content.is_whole or content.num_bytes + len(line) > MOST_BYTES:
+            if content.num_bytes + len(line) > MOST_BYTES:
                 return self._rewrite(agent, [*_latest(content, response.previous), response])
+            if not content.num_bytes or not content.is_whole:
+                return self._rewrite(agent, [*content.responses.values(), response])
             try:
                 self._append(agent, content, line)
-            except FileNotFoundError:  # it was removed meanwhile
+            except FileNotFoundError:  # the file has been removed
                 return self._rewrite(agent, [*content.responses.values(), response])
         except BaseException:
             self._contents.pop(agent, None)  # the next use reads the file again
@@ -334,7 +352,7 @@ class ResponseFiles:
         if agent in self._agents:
             self._usage.remove(self._path(agent))
             self._files.sync_folder(self._folder)
-            self._agents.discard(agent)
+            self._forget(agent)
 
     def remove_orphans(self) -> None:
         """Remove the files of agents that are not on disk any more. Raises OSError."""
@@ -363,7 +381,7 @@ class ResponseFiles:
         data = b"".join(lines)
         if (added := len(data) - self._usage.size_of(path)) > 0:  # one that gets shorter makes room
             self._usage.require(added)
-        self._agents.add(agent)
+        self._know(agent)
         self._contents.pop(agent, None)
         try:
             replace_file(self._files, path, data, "responses", self._fault)

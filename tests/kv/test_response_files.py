@@ -84,6 +84,28 @@ def test_a_damaged_line_costs_nothing_but_itself(damage: str, tmp_path: Path) ->
     assert has(response_files(tmp_path), *responses, new) == [True, True, False, True]
 
 
+def test_a_torn_line_costs_no_conversation_of_a_long_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, responses = response_files(tmp_path), [stored("alice", "x" * 1000) for _ in range(8)]
+    for response in responses:
+        files.add("alice", response)
+    monkeypatch.setattr(module, "MOST_BYTES", file_of(tmp_path).stat().st_size * 3 // 2)
+    with file_of(tmp_path).open("ab") as file:
+        file.write(b"torn")
+    again, new = response_files(tmp_path), stored("alice", "x" * 1000)
+    again.add("alice", new)
+    assert has(response_files(tmp_path), *responses, new) == [True] * 9
+
+
+def test_an_item_is_found_without_a_look_at_every_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, response = response_files(tmp_path), stored("alice")
+    for agent in ("alice", *(f"agent{number}" for number in range(20))):
+        files.add(agent, response if agent == "alice" else stored(agent))
+    looks: list[str] = []
+    monkeypatch.setattr(module, "_tag", looks.append)
+    assert files.continued(response.id, [str(response.output[0]["id"])] * 50).missing == ()
+    assert not looks
+
+
 @pytest.mark.parametrize(
     "line", [b"", b"\n", b"x" * 33, b"[]", b"\xff" * 100, b"{}", b'{"response": {}, "values": {}}', b"[" * 100_000]
 )
