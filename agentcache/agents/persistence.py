@@ -75,6 +75,7 @@ class Persistence:
         self._max_lineages, self._shared = max_lineages, shared
         self._set_aside = list(set_aside)
         self._looked_at: dict[str, float] = {}  # when the files of unavailable agents were last read
+        self._looking: dict[str, list[Callable[[], None]]] = {}  # by agent whose files are being read: what to call then
         for record in set_aside:
             in_use.hold_lineage(record.name)
         self._disk = Disk(store, [*agents, *set_aside], in_use, caches.is_open)
@@ -334,6 +335,9 @@ class Persistence:
 
         It can be used again once all of them are read.
         """
+        if (waiting := self._looking.get(agent_id)) is not None:
+            waiting.append(done)
+            return
         now = time.monotonic()
         if agent_id not in self._agents.unavailable or now < self._looked_at.get(agent_id, 0.0) + LOOK_AGAIN_SECONDS:
             done()
@@ -359,9 +363,11 @@ class Persistence:
             if not reasons:
                 log.info("agent %s can be read again", agent_id)
                 self._take_in([*aside, *found])
-            done()
+            for each in self._looking.pop(agent_id):
+                each()
 
         self.jobs.submit(read, settle=settle)
+        self._looking[agent_id] = [done]
 
     def _take_in(self, records: Sequence[AgentRecord]) -> None:
         """Lineages that were set aside are known from now on."""

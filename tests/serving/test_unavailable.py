@@ -6,7 +6,9 @@ import errno
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from hypothesis import strategies as st
 from agentcache.agents import persistence
 from agentcache.agents.disk import Disk, SavedTurn
 from agentcache.agents.in_use import InUse
+from agentcache.agents.persistence import Persistence
 from agentcache.errors import AgentUnavailable, DiskBudgetExceeded, FileUnavailable, StoreError
 from agentcache.store.cache_files import CacheFiles
 from agentcache.store.manifest import AgentRecord
@@ -489,6 +492,34 @@ def test_an_unavailable_agent_is_not_looked_at_with_every_request(
                 llm.agent("alice")
         llm.generate([1, 2, 3, 4], agent="bob", sampling=greedy(1))
     assert looks == ["alice"]
+
+
+def test_a_look_that_takes_long_is_shared(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = two_lineages(model, tmp_path)
+    monkeypatch.setattr(persistence, "LOOK_AGAIN_SECONDS", 0.0)
+    asked, both, look, ask = list[str](), threading.Event(), Store.load_again, Persistence.look_again
+
+    def asking(self: Persistence, agent_id: str, done: Callable[[], None]) -> None:
+        ask(self, agent_id, done)
+        asked.append(agent_id)
+        if len(asked) == 2:
+            both.set()
+
+    def slow(store: Store, agent_id: str) -> list[AgentRecord]:
+        assert both.wait(20)
+        return look(store, agent_id)
+
+    [file] = tmp_path.glob("agents/*/alice~*.json")
+    causes: dict[Path, Cause] = {file: errno.EIO}
+    with unreadable(causes), open_llm(model, tmp_path) as llm, ThreadPoolExecutor(2) as threads:
+        causes.clear()
+        monkeypatch.setattr(Persistence, "look_again", asking)
+        monkeypatch.setattr(Store, "load_again", slow)
+        found = [threads.submit(llm.agent, "alice") for _ in range(2)]
+        assert [len(each.result().lineages) for each in found] == [2, 2]
+        goes_on(talk.turn(llm, 330), 300)
+        check_idle(llm)
+        assert inside.pinned(inside.engine_of(llm)) == []
 
 
 def test_a_manifest_that_is_gone_meanwhile_leaves_no_agent(
