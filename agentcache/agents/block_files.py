@@ -52,7 +52,7 @@ class BlockFiles:
         return self._store.block_bytes(map(self.key, names))
 
     def estimate(self, record: AgentRecord, num_tokens: int) -> int:
-        """Bytes that a lineage's files take once so many of its tokens are saved. A little more than there will be."""
+        """Bytes of a lineage's files once this many of its tokens are saved. A slight overestimate."""
         blocks = _bytes_of((group for group in self._store.groups if not group.is_state), num_tokens)
         snapshots = sum(self._store.groups[each.group].bytes_per_block + _HEADER_BYTES for each in record.snapshots)
         return blocks + snapshots + sum(map(self._residual_bytes, record.residuals))
@@ -65,7 +65,7 @@ class BlockFiles:
 
 
 def _bytes_of(groups: Iterable[GroupSpec], num_tokens: int) -> int:
-    """Bytes of the files of so many tokens, headers included."""
+    """Bytes of the files of this many tokens, headers included."""
     full, rest = divmod(num_tokens, BLOCK_SIZE)
     headers = (full + bool(rest)) * _HEADER_BYTES
     return sum(full * group.bytes_per_block + bool(rest) * group.bytes_of(rest) + headers for group in groups)

@@ -66,10 +66,12 @@ class CachePart:
 
 @dataclass
 class Commit:
-    """A turn on its way to the disk, which may take several `tries`; `num_bytes` were written by those before.
+    """A turn on its way to the disk.
 
     Attributes:
         parts: base's, and that of an adapter's residuals, if there are any.
+        num_bytes: written by earlier tries.
+        tries: begun so far.
     """
 
     record: AgentRecord

@@ -119,7 +119,7 @@ class Disk:
         return self._store.usage.bytes_of(AGENTS) + self.files.estimate(record, num_tokens) + log_bytes
 
     def _bytes_added(self, record: AgentRecord, num_tokens: int) -> int:
-        """Bytes added on disk once so many of the lineage's tokens are saved. A little more than there will be."""
+        """Bytes added on disk once this many of the lineage's tokens are saved. A slight overestimate."""
         missing = self.files.estimate(record, num_tokens) - self.files.bytes_of(record.block_names)
         return max(0, missing) + self._log_bytes(record, num_tokens)
 
@@ -141,7 +141,7 @@ class Disk:
         return self._run(work)
 
     def write(self, blocks: Sequence[BlockWrite], names: Sequence[BlockName]) -> Committed:
-        """Write blocks that a turn under way has filled and holds; if it has let go of them, nobody makes room."""
+        """Write a running turn's full blocks. Evict for them only while the turn pins them."""
 
         def work(done: Committed) -> None:
             self._write_blocks(blocks, done, is_wanted=lambda: any(map(self._in_use.has_block, names)))
@@ -167,7 +167,7 @@ class Disk:
         usage = self._store.usage
 
         def work(done: Committed) -> None:
-            if not self._could_hold(archive.num_bytes):  # nobody else's blocks are dropped for nothing
+            if not self._could_hold(archive.num_bytes):  # before blocks of other lineages are dropped in vain
                 message = f"the agent takes {archive.num_bytes} bytes, more than the disk budget can hold"
                 raise StoreError(message if usage.evicts else usage.refusal(archive.num_bytes))
             saved: list[AgentRecord] = []
@@ -213,12 +213,12 @@ class Disk:
         return self._run(lambda done: self._with_room(use, done))
 
     def clean_up(self) -> None:
-        """After a job whose outcome is on its way: delete what its turn has superseded. Nobody waits for that."""
+        """Delete what a job's turn has superseded. Runs after the outcome was posted: no request waits for it."""
         names, self._superseded = self._superseded, []
         try:
             self._delete(names, Committed())
         except StoreError as error:
-            log.error("files that nobody needs stay: %s", error)
+            log.error("unused files stay: %s", error)
 
     def empty(self, record: AgentRecord) -> Committed:
         """Have a lineage name no blocks.
@@ -233,11 +233,11 @@ class Disk:
         return self._run(work)
 
     def delete(self, record: AgentRecord) -> Committed:
-        """Remove a lineage, and what of its blocks nobody else needs."""
+        """Remove a lineage, and the blocks that no other lineage needs."""
         return self._run(lambda done: self._remove(record, done))
 
     def sweep(self, names: Sequence[BlockName]) -> Committed:
-        """Delete those that nobody needs: a turn that held them did not happen."""
+        """Delete the unused ones of these blocks: a turn that held them did not happen."""
         return self._run(lambda done: None, written=names)
 
     def _run(
@@ -272,7 +272,7 @@ class Disk:
     # -- writing ----------------------------------------------------------------------------------------------------
 
     def _require_budget(self, turn: SavedTurn) -> None:
-        """Nobody else's blocks are dropped for what cannot be saved anyhow."""
+        """Raise before blocks of other lineages are dropped for a turn that cannot be saved anyway."""
         record, usage = turn.record, self._store.usage
         if not turn.writes or self.fits(record, record.num_saved):
             return
@@ -292,7 +292,7 @@ class Disk:
         done.written = True
 
     def _require_blocks(self, names: Sequence[BlockName]) -> None:
-        """A manifest must name nothing that went meanwhile, for room or by somebody's hand. Raises BlocksLost."""
+        """Check that each block that a manifest is to name is on disk. Raises BlocksLost."""
         if not all(map(self.files.has, names)):
             raise BlocksLost("an earlier block is gone from the cache folder")
         self._store.require_blocks(map(self.files.key, names))
@@ -396,7 +396,7 @@ class Disk:
         return self._lineages.put(record)
 
     def _delete(self, names: Iterable[BlockName], done: Committed, *, for_room: bool = False) -> None:
-        """Delete the files of those that nobody needs. `for_room`: as `Store.delete_blocks` has it."""
+        """Delete the files of the unused ones of these blocks. `for_room`: as for `Store.delete_blocks`."""
         unneeded = [name for name in names if not self.needs(name)]
         if unneeded:
             self._store.delete_blocks(map(self.files.key, unneeded), for_room=for_room)

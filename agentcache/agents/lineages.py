@@ -1,4 +1,4 @@
-"""An agent's lineages: which of them a prompt goes on from, and which of them is missed least.
+"""An agent's lineages: which of them a prompt extends, and which of them is missed least.
 
 An agent is a name for what a client calls a session, and a session holds several conversations: the main one, those of
 subagents, requests for a title, and what an edit or a regeneration has left behind. Each is a lineage.
@@ -22,7 +22,7 @@ from agentcache.store.manifest import AgentRecord
 
 log = logging.getLogger("agentcache.lineages")
 
-# How text that a prompt leaves out is recognised: what follows it has to agree in so many characters, or in a few at
+# How text that a prompt leaves out is recognised: what follows it has to agree in this many characters, or in a few at
 # the transcript's end; and how many passages may be left out.
 _ANCHOR_CHARS, _LEAST_CHARS, _MOST_OMISSIONS = 32, 8, 64
 
@@ -138,7 +138,7 @@ def _resumed_at(old: str, start: int, end: int, following: str) -> int | None:
 
 
 def choose(lineages: Iterable[AgentRecord], prompt: PlainPrompt, salt: str) -> AgentRecord | None:
-    """The lineage that a prompt goes on from: the one it shares most with; None for another beginning.
+    """The lineage that a prompt extends: the one it shares most with; None for another beginning.
 
     Of equals, the one with more tokens in what is shared goes first, then the one used last. Lineages with another salt
     share nothing, whatever they say; nor do those whose transcripts are not in RAM, since their logs cannot be read.

@@ -264,7 +264,7 @@ class AgentOperations:
 
         def go_on() -> None:
             while due and self._caches.find(due[-1][1].name) is not due[-1][1]:
-                due.pop()  # its adapter has gone meanwhile
+                due.pop()  # its adapter was dropped in between
             if due:
                 attempt()
                 return

@@ -36,7 +36,7 @@ from agentcache.store.store import Store
 log = logging.getLogger("agentcache.persistence")
 
 LOOK_AGAIN_SECONDS = 5.0
-MOST_TRIES = 5  # of saving a turn whose blocks disappear from the folder meanwhile
+MOST_TRIES = 5  # of saving a turn whose blocks disappear from the folder
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ class Persistence:
         self._max_lineages, self._shared = max_lineages, shared
         self._set_aside = list(set_aside)
         self._looked_at: dict[str, float] = {}  # when the files of unavailable agents were last read
-        self._looking: dict[str, list[Callable[[], None]]] = {}  # by agent whose files are being read: what to call then
+        self._looking: dict[str, list[Callable[[], None]]] = {}  # requests that wait for a look, by agent
         for record in set_aside:
             in_use.hold_lineage(record.name)
         self._disk = Disk(store, [*agents, *set_aside], in_use, caches.is_open)
@@ -117,7 +117,7 @@ class Persistence:
     # -- saving -----------------------------------------------------------------------------------------------------
 
     def fits(self, record: AgentRecord, num_tokens: int) -> bool:
-        """Whether the disk budget could hold a lineage of so many tokens if no other had any blocks there."""
+        """Whether the disk budget could hold a lineage of this many tokens if no other had any blocks there."""
         return self._disk.fits(record, num_tokens)
 
     def needs(self, name: BlockName) -> bool:
@@ -166,7 +166,7 @@ class Persistence:
             raise
 
     def release(self, blocks: Iterable[LaneBlock], cache: str = BASE_CACHE) -> None:
-        """A turn that gave these to `save_blocks` did not happen: delete what nobody else needs."""
+        """A turn that gave these to `save_blocks` did not happen: delete the unused ones."""
         self._let_go(_names(blocks, cache))
 
     def _let_go(self, held: Sequence[BlockName]) -> None:
@@ -187,7 +187,7 @@ class Persistence:
     ) -> None:
         """Make a turn durable: its blocks, then the lineage's manifest. A turn that fails leaves no file.
 
-        Residuals that there is no room for, or that are lost meanwhile, are left out: they can be computed again.
+        Residuals without room, or lost in between, are left out: they can be computed again.
 
         Args:
             record: the lineage after the turn, which names `blocks`.
@@ -213,7 +213,7 @@ class Persistence:
         before = self._agents.find(record.name)
         durable = before or record.without_blocks()
         self._agents.put(record.with_blocks_of(durable))
-        self._in_use.hold_lineage(record.name)  # so that nobody drops the durable ones for room
+        self._in_use.hold_lineage(record.name)  # keeps the durable ones from being dropped for room
         counted_on = names_of(set(record.held).difference(durable.held))
         self._in_use.hold_blocks(counted_on)
 
@@ -243,7 +243,7 @@ class Persistence:
         )
 
     def _try_to_commit(self, commit: Commit) -> None:
-        """Where files went meanwhile, again, up to `MOST_TRIES` times while RAM has what is to be written."""
+        """Queue the turn. If files disappear, try again, up to `MOST_TRIES` times while RAM has the blocks."""
         commit.tries += 1
         targets = [target for part in commit.parts for target in part.targets]
         for snapshot in commit.record.snapshots:
@@ -296,7 +296,7 @@ class Persistence:
             self._snapshots.forget(name)
 
     def save_snapshot(self, record: AgentRecord) -> None:
-        """Write a lineage's last snapshot, if that is in RAM only and nobody is at work on the lineage."""
+        """Write a lineage's last snapshot, if that is in RAM only and no request uses the lineage."""
         if self._snapshots.is_unsaved(record.name) and not self._in_use.has_lineage(record.name):
             blocks = self.blocks_of(record, record.num_saved)
             self.commit(record, blocks, lambda saved: None, final=True)  # what is not saved is computed again
@@ -401,7 +401,7 @@ class Persistence:
             self.jobs.submit(partial(self._disk.commit, SavedTurn(record)), settle=settle)
 
     def bring_in(self, archive: ArchivedAgent, done: Callable[[Saved], None]) -> None:
-        """Make the agent of an archive durable, and then known; its id is nobody's.
+        """Make the agent of an archive durable, and then known; its id must be unused.
 
         Raises:
             ArchiveRejected: its residuals are not those that the adapter has here.
@@ -482,7 +482,7 @@ class Persistence:
 
 
 def _note_removal(record: AgentRecord, saved: Saved) -> None:
-    """Nobody waits for the outcome; what could not be removed is there again after a restart."""
+    """Log a failed removal. No request waits for it; the lineage is there again after a restart."""
     if saved.error is not None:
         log.error("lineage %s could not be removed from disk: %s", record.name, saved.error)
 

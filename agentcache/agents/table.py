@@ -127,7 +127,7 @@ class AgentTable(Lineages):
     Args:
         model: fingerprint of the served model.
         records: lineages to begin with.
-        in_use: knows which lineages somebody is at work on.
+        in_use: lineages that requests use.
         transcripts: has those of lineages that were not used of late leave RAM; None where all stay.
 
     Attributes:
@@ -239,7 +239,7 @@ class AgentTable(Lineages):
         return next((other for other in others if other != agent_id and other.casefold() == agent_id.casefold()), None)
 
     def vacant(self, agent_id: str, *, param: str) -> AgentRecord:
-        """An empty lineage that nobody is at work on: the agent's, a new one of it, or a new agent's first.
+        """An empty lineage that no request uses: the agent's, a new one of it, or a new agent's first.
 
         Not yet put; raises as `new`.
         """
@@ -275,7 +275,7 @@ class AgentTable(Lineages):
         """The idle lineage to give up first where the agent has more than `bound`.
 
         The one used last stays, and the longest where more than one may: a main conversation that waits for a slow
-        subagent is not to go for short ones that follow one another meanwhile.
+        subagent is not to go for short ones that follow one another.
         """
         known = self._lineages.get(agent_id, ())
         if len(known) <= bound:

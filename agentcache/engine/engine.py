@@ -403,7 +403,7 @@ class Engine:
     # -- answers of a form, of which it takes long to know what may follow --------------------------------------------
 
     def _patience(self, batch: Step) -> float:
-        """Seconds to wait for what the tokens of a batch may be: nobody is delayed before its logits are there."""
+        """Seconds to wait for the masks of a batch: no row is delayed before its logits are there."""
         if len(self.scheduler.running) == 1:
             return _NOTHING_ELSE
         return max(0.0, batch.began_at + _OF_A_STEP * self.scheduler.pace.step_seconds - time.perf_counter())
@@ -475,7 +475,7 @@ class Engine:
         return EngineView(self.served, self.agents.view(), self.cache.allocator.max_tokens(), self.relief.level)
 
     def clear(self) -> None:
-        """Evict every block from RAM that nobody is reading; agents come back warm."""
+        """Evict every block from RAM that no request reads; agents come back warm."""
         self.trunk.blocks.clear()
         for slots, tree in [(each.prefix.slots, each.prefix.tree) for each in self.caches]:
             evicted = True

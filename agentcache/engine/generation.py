@@ -181,7 +181,7 @@ class Generation:
 
     @property
     def num_to_launch(self) -> int:
-        """Known tokens that nobody has begun to compute."""
+        """Known tokens whose computation has not begun."""
         return len(self.token_ids) - self.num_computed - self.in_flight
 
     @property
@@ -252,7 +252,7 @@ class Generation:
                 self.computed_prompt_tokens -= num_tokens
 
     def begin_state(self, state: RowState) -> None:
-        """Its row goes on from this recurrent state."""
+        """Its row continues from this recurrent state."""
         self.row_state = self.launched_state = state
 
     def settle_state(self, state: RowState) -> None:

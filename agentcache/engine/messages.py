@@ -54,7 +54,7 @@ class Submit:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Nobody waits for what was submitted any more. Reply: None; what was submitted has its own end."""
+    """Cancel what was submitted: its client has left. Reply: None; what was submitted has its own end."""
 
     submitted: Submit
 
@@ -160,7 +160,7 @@ class PutAdapter:
 
 @dataclass(frozen=True)
 class DropAdapter:
-    """Nobody uses it. Reply: None."""
+    """Drop an unused adapter's weights. Reply: None."""
 
     digest: str
 

@@ -84,7 +84,7 @@ def open_engine(
         config: the settings.
         model_path: folder or hub id.
         post: runs a function on this thread soon; callable from any thread.
-        is_awaited: whether something has been posted that has not run yet; true also where nobody knows.
+        is_awaited: whether something has been posted that has not run yet; true also if that is unknown.
         warm: whether the first request is to find a process that has computed something before.
         give_up: called on some thread when this one waits for another rank for good.
         measure_seconds: with `kv` "auto", time limit for the choice of a precision (`Measured`).
@@ -187,7 +187,7 @@ def _put_together(
     trunk = Trunk(cache, adapters, trunk_budget // block_bytes if block_bytes else 0, block_bytes)
     token_seconds = warm_up(cache, runner, restorer, loaded.max_context) if warm else math.inf
     pace = _pace(config, loaded, cache, runner, plan.ram_budget, token_seconds)
-    wait_for_pages()  # nobody's first turn does
+    wait_for_pages()  # so that no first turn has to
     # A look at the model that a server without lossy policies has no need of.
     support = loaded.adapters.residual_forms.support if config.max_divergence else None
     guard.has_residuals = support is not None
@@ -239,7 +239,7 @@ def wishes_of(config: Config) -> Wishes:
 
 
 def check_weights(wishes: Wishes, weights: int) -> None:
-    """Raise ConfigError, before they are read, where weights of so many bytes leave room for nothing else."""
+    """Raise ConfigError, before they are read, where weights of this many bytes leave room for nothing else."""
     plan_memory(device_memory(), replace(wishes, ram_budget=None), weights=weights, temporaries=0, least_cache=1)
 
 

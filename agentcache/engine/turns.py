@@ -210,7 +210,7 @@ class Turns:
         return (ResidualTurn(overlay.cache.name, keep, blocks, generation.saved_residuals),)
 
     def _keep_state(self, generation: Generation, num_tokens: int) -> None:
-        """A snapshot at the turn's end: its next one goes on from there."""
+        """A snapshot at the turn's end, from which the next one continues."""
         # Where a stop string was found, the text before it ends further back than what was computed.
         last = (generation.num_computed, generation.row_state) if generation.num_computed <= num_tokens else None
         end, state = last or generation.shown_state or (0, None)

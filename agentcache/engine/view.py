@@ -81,7 +81,7 @@ class EngineView:
 
         Args:
             param: what the wire calls the prompt.
-            counted: whether all its tokens have been counted; else it has at least so many.
+            counted: whether all its tokens have been counted; else the number is a lower bound.
 
         Raises:
             InvalidRequest: it is empty, or RAM cannot hold it.

@@ -128,7 +128,7 @@ class LoadedModel:
 
 
 class WantedPositions(nn.Module):
-    """Stands in front of the model's final norm and drops the positions whose logits nobody wants.
+    """Stands in front of the model's final norm and drops the positions whose logits are not wanted.
 
     The head then multiplies one row instead of a whole chunk, whatever the architecture does after its final norm.
     """

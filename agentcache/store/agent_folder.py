@@ -59,7 +59,7 @@ class SavedAgent:
         return self.manifest.format_version == FORMAT_VERSION
 
     def block_keys(self) -> Iterator[str]:
-        """The keys of the block files that the lineage names, of all caches; of an older format nobody needs any."""
+        """The keys of the block files that the lineage names, of all caches; none of an older format."""
         for cache in self.manifest.caches if self.is_current else ():
             yield from cache.block_keys(self.content.chains.get(cache.name, ()))
 

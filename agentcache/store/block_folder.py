@@ -60,9 +60,9 @@ def _kind_of(header: BlockHeader) -> str:
 
 @dataclass(frozen=True)
 class BlockCopy:
-    """A block's file as it lay in another folder, of a cache whose spec nobody here may know.
+    """A block's file as it lay in another folder, of a cache whose spec may be unknown here.
 
-    `verify.examine_block` has found it sound; whether it has the tensors that it should, whoever reads it finds out.
+    `verify.examine_block` has found it sound; whether it has the tensors that it should, its reader finds out.
     """
 
     header: BlockHeader
@@ -134,7 +134,7 @@ class BlockFolder:
 
     @contextmanager
     def reader(self) -> Iterator[BlockFolder]:
-        """The same files for one thread, which reads several and meanwhile keeps the folders above them open."""
+        """The same files for one thread, which reads several and keeps the folders above them open."""
         files = CacheFiles(self._files.root)
         with files.keep_open():
             yield BlockFolder(files, self._folder, self._specs, self._usage, self._fault, self._unavailable)

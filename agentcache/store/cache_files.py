@@ -1,7 +1,7 @@
 """The files below one folder, which no symbolic link can lead out of.
 
 Every call (or several together: `CacheFiles.keep_open`) walks down from the root, folder by folder, by descriptors that
-links cannot give, or has the kernel do so: what somebody puts in a folder's place while we run makes the call fail, and
+links cannot give, or has the kernel do so: what is put in a folder's place while we run makes the call fail, and
 nothing outside is touched.
 """
 
@@ -24,7 +24,7 @@ from agentcache.store.openat2 import open_below
 _MOST_KEPT = 16
 MOST_PARTS = 512  # a call reads or writes at most IOV_MAX buffers, 1024 on Linux and on a Mac
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# Without waiting: opening a pipe would, until somebody comes to its other end.
+# Without waiting: opening a pipe would, until its other end is opened.
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -58,7 +58,7 @@ def whose(error: OSError | MemoryError) -> str:
 
 @dataclass(slots=True)
 class Descriptor:
-    """An open file or folder; closed at the end of the `with`, unless somebody keeps it."""
+    """An open file or folder; closed at the end of the `with`, unless it is kept."""
 
     fd: int
     is_kept: bool = False
@@ -73,7 +73,7 @@ class Descriptor:
 
 @dataclass(frozen=True)
 class RegularFile:
-    """An open file, and the bytes it had when it was opened. Whoever has it closes it."""
+    """An open file, and the bytes it had when it was opened. Its owner closes it."""
 
     fd: int
     size: int
@@ -93,7 +93,7 @@ class RegularFile:
         return total
 
     def require_all(self, count: int) -> None:
-        """Raise unless `count`, which was read, is all of it: WrongFile if it got shorter meanwhile, else OSError."""
+        """Raise unless `count`, which was read, is all of it: WrongFile if it got shorter in between, else OSError."""
         if count < self.size:
             if os.fstat(self.fd).st_size <= count:
                 raise WrongFile(f"the file ends before its {self.size} bytes")
@@ -257,7 +257,7 @@ class CacheFiles:
         found: list[tuple[str, os.stat_result]] = []
         with self.folder(path) as fd, os.scandir(fd) as entries:
             for entry in entries:
-                with suppress(FileNotFoundError):  # it went meanwhile
+                with suppress(FileNotFoundError):  # it was removed in between
                     found.append((entry.name, entry.stat(follow_symlinks=False)))
         return found
 
@@ -379,7 +379,7 @@ class CacheFiles:
         try:
             with closing(self.open_regular(path, _MAX_COMPANION_BYTES)) as file:
                 file.read_into([memoryview(head)])
-        except OSError:  # whoever needs the file says so
+        except OSError:  # the file's reader reports it
             return False
         return head == _APPLE_DOUBLE
 

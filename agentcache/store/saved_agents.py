@@ -85,14 +85,14 @@ class SavedAgents:
             yield from agent.block_keys()
 
     def unreadable_blocks(self, agent: SavedAgent | None) -> list[str]:
-        """Keys of blocks that nobody here can read, and that no lineage names but this one."""
+        """Keys of blocks that cannot be read here, and that no lineage names but this one."""
         if agent is None or self._can_read(agent):
             return []
         shared = {key for other in self._unreadable() if other is not agent for key in other.block_keys()}
         return [key for key in agent.block_keys() if key not in shared]
 
     def stalest_unreadable(self, has_block: Callable[[str], bool]) -> SavedAgent | None:
-        """The least recently used lineage whose blocks nobody here can read, of those that have any on disk."""
+        """The least recently used lineage whose blocks cannot be read here, of those that have any on disk."""
         with_blocks = (agent for agent in self._unreadable() if any(map(has_block, agent.block_keys())))
         return min(with_blocks, key=lambda agent: agent.manifest.last_used, default=None)
 

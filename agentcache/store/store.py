@@ -10,7 +10,7 @@
 
 One writer thread calls `write_blocks`, `save_agent` and the deletions; `read_block` and `has` may be called from any
 thread. A crash at any point leaves every agent as some save made it; what else it leaves goes at the next start.
-What somebody removes of the folder while it is in use, the next write makes again, empty.
+If the folder, or a part of it, is removed while in use, the next write makes it again, empty.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Store:
         served = self._served if is_served else None
         return AgentFolder(self._files, path, self.usage, self._fault, served)
 
-    # --- folders that somebody removes ---
+    # --- folders that are removed while in use ---
 
     @contextmanager
     def visit(self) -> Iterator[None]:
@@ -375,7 +375,7 @@ class Store:
         """Make sure that blocks are still there, so that a manifest may name them.
 
         Raises:
-            BlocksLost: somebody has removed some; `has` knows which.
+            BlocksLost: some were removed from outside; `has` knows which.
             StoreError: a link, say, is in a folder's place.
         """
         with as_store_error("look for blocks"), self.visit():

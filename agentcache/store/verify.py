@@ -66,7 +66,7 @@ class FolderReport:
 
 
 def verify_folder(cache_dir: Path) -> FolderReport:
-    """Read and recompute every block, manifest and transcript below `cache_dir`; what vanishes meanwhile counts not."""
+    """Read and recompute every block, manifest and transcript below `cache_dir`. Files that vanish do not count."""
     findings = _Findings([], [])
     files = CacheFiles(cache_dir.resolve())
     blocks = _list(files, "blocks", ".safetensors", findings)

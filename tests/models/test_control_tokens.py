@@ -82,7 +82,7 @@ def attacks(special: str) -> Iterator[str]:
 def controls(tokenizer: Tokenizer, messages: Any, tools: Any, options: Any) -> list[str] | None:
     """The control tokens of a prompt; None where the template refuses the messages."""
     try:
-        text = tokenizer.render_chat(messages, tools, template_kwargs=options)
+        text = tokenizer.tell_chat(messages, tools, template_kwargs=options).text
     except InvalidRequest:
         return None
     return [tokenizer.token_text(each) for each in ids_of(tokenizer, text) if each in tokenizer.control_ids]

@@ -322,12 +322,16 @@ def growing(chosen: random.Random) -> Iterator[list[Message]]:
         messages += [ANSWER] * chosen.choice([1, 1, 2])
 
 
-@pytest.mark.parametrize("name", sorted(TEMPLATES))
-def test_each_turn_begins_the_next_one(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
-    tokenizer = made(tmp_path_factory, name)
+def check_prefixes(tokenizer: Tokenizer) -> None:
+    """The prompt of each turn begins the next one's."""
     for seed in range(6):
         before = ""
         for messages in growing(random.Random(seed)):
             text = tokenizer.render_chat(messages, [LOOK], add_generation_prompt=False)
             assert text.startswith(before), (seed, len(messages))
             before = text
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+def test_each_turn_begins_the_next_one(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
+    check_prefixes(made(tmp_path_factory, name))

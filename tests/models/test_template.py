@@ -30,7 +30,7 @@ def made(folder: Path, template: Any) -> Tokenizer:
 
 def refusal(tokenizer: Tokenizer, limit: WorkLimit | None = None) -> InvalidRequest:
     with pytest.raises(InvalidRequest) as refused:
-        tokenizer.render_chat(user("x"), limit=limit or WorkLimit())
+        tokenizer.tell_chat(user("x"), limit=limit or WorkLimit())
     return refused.value
 
 
@@ -68,7 +68,7 @@ class TestAsTransformersDoes:
 
     def test_what_is_no_data(self, chatml: Tokenizer) -> None:
         with pytest.raises(InvalidRequest, match="plain data"):
-            chatml.render_chat(user("x"), template_kwargs={"when": object()})
+            chatml.tell_chat(user("x"), template_kwargs={"when": object()})
 
 
 LOOPS = {
@@ -117,7 +117,7 @@ class TestLimits:
         left = threading.Event()
         threading.Timer(0.3, left.set).start()
         with within(1.5), pytest.raises(Overloaded):
-            tokenizer.render_chat(user("x"), limit=WorkLimit(has_ended=left.is_set))
+            tokenizer.tell_chat(user("x"), limit=WorkLimit(has_ended=left.is_set))
         assert tokenizer._template._work._idle == []
 
     def test_an_output_that_no_context_holds(self, tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ class TestLimits:
             raise ContextLengthExceeded(f"at least {at_least}")
 
         with pytest.raises(ContextLengthExceeded, match="at least"):
-            tokenizer.render_chat(user("x"), limit=WorkLimit(100, refuse))
+            tokenizer.tell_chat(user("x"), limit=WorkLimit(100, refuse))
         assert len(tokenizer.render_chat(user("x"))) == 6_000_000
 
     def test_an_output_that_nothing_holds(self, tmp_path: Path) -> None:

@@ -71,10 +71,10 @@ class TestRenderChat:
         for _ in range(900):
             deep = [deep]
         with pytest.raises(InvalidRequest, match="nested too deeply"):
-            Tokenizer.load(byte_bpe(tmp_path, chat_template=walk)).render_chat(user("x"), template_kwargs={"x": deep})
+            Tokenizer.load(byte_bpe(tmp_path, chat_template=walk)).tell_chat(user("x"), template_kwargs={"x": deep})
 
     def test_template_arguments_reach_the_template(self, chatml: Tokenizer) -> None:
-        assert chatml.render_chat(user("x"), template_kwargs={"enable_thinking": False}).endswith(
+        assert chatml.tell_chat(user("x"), template_kwargs={"enable_thinking": False}).text.endswith(
             "<think>\n\n</think>\n\n"
         )
         assert chatml.render_chat(user("x")).endswith("assistant\n")
@@ -84,7 +84,7 @@ class TestRenderChat:
     )
     def test_other_arguments_are_refused(self, chatml: Tokenizer, name: str) -> None:
         with pytest.raises(InvalidRequest) as refused:
-            chatml.render_chat(user("x"), template_kwargs={name: "x"})
+            chatml.tell_chat(user("x"), template_kwargs={name: "x"})
         assert refused.value.param == "chat_template_kwargs"
 
     def test_what_the_template_refuses_is_the_callers_fault(self, tmp_path: Path) -> None:

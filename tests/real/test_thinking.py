@@ -21,7 +21,7 @@ WISHES += [ThinkingWish(budget=tokens) for tokens in (-1, 0, 700, 100_000)]
 
 
 def rendered(tokenizer: Tokenizer, wish: ThinkingWish) -> str:
-    return tokenizer.render_chat(HI, template_kwargs=told(wish, tokenizer.thinking))
+    return tokenizer.tell_chat(HI, template_kwargs=told(wish, tokenizer.thinking)).text
 
 
 def test_no_template_refuses_a_wish() -> None:

@@ -112,7 +112,7 @@ def _path(steps: list[str | int]) -> str:
 
 
 def written_and_read(value: Any, *, max_depth: int = MAX_DEPTH) -> Any:
-    """`value` as whoever gets it as JSON will read it: tuples are lists, keys are strings.
+    """`value` as a client that gets it as JSON reads it: tuples are lists, keys are strings.
 
     Raises:
         ValueError: JSON cannot say it, or `parse_json` would not read it.

@@ -1,4 +1,4 @@
-"""The model's chat template, rendered under limits: it comes with the model, whom nobody has to trust."""
+"""The model's chat template, rendered under limits: it comes with the model and is not trusted."""
 
 from __future__ import annotations
 

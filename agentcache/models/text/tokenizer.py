@@ -152,12 +152,11 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
         add_generation_prompt: bool = True,
-        template_kwargs: Mapping[str, Any] | None = None,
-        limit: WorkLimit = UNLIMITED,
     ) -> str:
         """The text of `tell_chat`. Raises the same."""
-        return self.tell_chat(messages, tools, add_generation_prompt, template_kwargs, limit).text
+        return self.tell_chat(messages, tools, add_generation_prompt).text
 
     def tell_chat(
         self,

@@ -88,11 +88,11 @@ class Grammars:
         self._made: tuple[LLTokenizer, NDArray[np.uint32]] | None = None
         self._kept: OrderedDict[str, Grammar] = OrderedDict()
         self._check = ConfinedWork("agentcache.models.text.grammars.check_child")
-        # llguidance lets other threads run meanwhile.
+        # llguidance releases Python's lock.
         self._finders: Executor = DaemonPool(min(_MOST_THREADS, os.cpu_count() or 1), "agentcache-masks")
 
     def start(self) -> None:
-        """Read the vocabulary now: meanwhile nothing else of Python runs, a second for the largest ones.
+        """Read the vocabulary now. It holds Python's lock, a second for the largest ones.
 
         A vocabulary that llguidance does not take leaves a `refusal`.
         """
@@ -236,7 +236,7 @@ class Following:
         return mask
 
     def take(self, token_id: int) -> None:
-        """The text goes on with this token, which `mask` allows."""
+        """Append this token, which `mask` allows, to the text."""
         if not self._mask.done():
             wait([self._mask])
         # A small part of what the next mask takes: here, because it is wanted at once whether the text is complete.
@@ -287,7 +287,7 @@ class Following:
 
 
 def _blamed(parts: Sequence[Part]) -> str:
-    """The largest part's parameter: nobody knows better which one it was."""
+    """The largest part's parameter: the best guess at which one it was."""
     return max(parts, key=lambda part: len(part.source)).param
 
 

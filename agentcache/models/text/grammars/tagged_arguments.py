@@ -37,7 +37,7 @@ class AnyText:
 
 @dataclass(frozen=True)
 class TextOfLength:
-    """A string of so many characters; `most` is None for no limit."""
+    """A string, with the bounds of its length in characters; `most` is None for no limit."""
 
     least: int
     most: int | None

@@ -29,7 +29,7 @@ class CallSink:
         spell_json: the same for JSON text, in whose strings markers are text.
 
     Attributes:
-        events: that nobody has taken yet.
+        events: not taken yet.
         num_calls: begun so far.
     """
 

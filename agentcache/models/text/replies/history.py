@@ -148,7 +148,7 @@ def _opened_at(form: ReplyFormat, text: str, begin: int) -> int:
 def first_thought(transcript: Transcript, form: ReplyFormat) -> int | None:
     """How many of a transcript's tokens stand in front of the first thing that the model thought in it.
 
-    A chat template may not show that again: then the next prompt goes on from there. None where nothing was thought.
+    A chat template may not show that again: then the next prompt branches there. None where nothing was thought.
     """
     text = transcript.text
     for begin, end in transcript.generated_ranges() if form.thoughts else ():
@@ -166,7 +166,7 @@ class Retold:
     """A prompt in the words of a transcript.
 
     Args:
-        is_same: whether it goes on from all that the transcript holds, but for thoughts that it leaves out.
+        is_same: whether it extends all that the transcript holds, but for thoughts that it leaves out.
     """
 
     text: str

@@ -124,7 +124,7 @@ class MarkedReader:
         self._any = any_of(markers)
         self._keeps_spaces = dialect.markers == ()
         self._may_begin = _beginnings(markers, r"(?!)" if self._keeps_spaces else r"\s\Z")
-        # In a thought a call may begin that nobody could have spelled: models forget to close what they think.
+        # Markers that are tokens begin a call in a thought, too: models forget to close what they think.
         self._breaks = [marker for marker in self._opens if len(marker) == 1]
         self._thinks_first = form.thinks_first and bool(pairs)
         self._state = _State.TEXT
