@@ -182,6 +182,7 @@ class Persistence:
         early: Iterable[LaneBlock] = (),
         lasting: int = 0,
         *,
+        repeated: int = 0,
         final: bool = False,
         residuals: Sequence[ResidualTurn] = (),
     ) -> None:
@@ -194,11 +195,12 @@ class Persistence:
             blocks: all blocks of the lineage.
             done: gets the outcome, on the engine thread.
             early: what the turn gave to `save_blocks`.
-            lasting: the position of the snapshot behind its system prompt; 0 where that is not known.
+            lasting, repeated: as of `SavedSnapshots.choose`.
             final: nothing of it is to be computed again after a restart.
             residuals: what the turn has of its adapter's; those of other adapters stay.
         """
-        record = cut_residuals(self._snapshots.choose(record, lasting, final=final), self._caches.namespace)
+        record = self._snapshots.choose(record, lasting, repeated, final=final)
+        record = cut_residuals(record, self._caches.namespace)
         parts = [CachePart(self._caches.base, blocks, record.num_saved)]
         held = _names(early)
         for residual in residuals:

@@ -40,8 +40,6 @@ from agentcache.blocks.snapshot_plan import DEFAULT_INTERVAL
 from agentcache.blocks.snapshots import Snapshots
 from agentcache.errors import OutOfBlocks
 
-_FRESH_SNAPSHOTS = 2
-
 
 class PrefixCache:
     """All cached blocks of one model, or of what is kept beside its keys and values.
@@ -287,24 +285,24 @@ class PrefixCache:
             assert self.snapshots is not None
             self.snapshots.release(slot)
 
-    def keep_state(self, sequence: CacheSequence, num_tokens: int, *, lasts: bool = False) -> int | None:
+    def keep_state(
+        self, sequence: CacheSequence, num_tokens: int, *, lasts: bool = False, starts_next: bool = False
+    ) -> int | None:
         """A slot for the state behind the first tokens of an open sequence, where it is found from now on.
 
-        None where there is a snapshot already, or no room for one. Of what a sequence leaves behind, the last two are
-        worth most; those before leave RAM first.
+        None where there is a snapshot already, or no room for one. Of what a sequence leaves behind, the last one and
+        the one that the next prompt starts from, or else the last two, are worth most; the others leave RAM first.
 
         Args:
             lasts: it is as good as the last ones, however many come: others begin there too.
+            starts_next: the conversation's next prompt is expected to start there.
         """
         snapshots = self.snapshots
         if snapshots is None or not num_tokens:
             return None
         node = self._publisher.node_of(sequence, sequence.state_lane, num_tokens)
         if not lasts and node not in sequence.snapshots:
-            sequence.snapshots.append(node)
-            for older in sequence.snapshots[:-_FRESH_SNAPSHOTS]:
-                snapshots.expire(older)
-            del sequence.snapshots[:-_FRESH_SNAPSHOTS]
+            self._note_snapshot(snapshots, sequence, node, starts_next=starts_next)
         slot = None
         if node.state is None:
             try:
@@ -316,6 +314,21 @@ class PrefixCache:
         else:
             snapshots.touch(node)
         return slot
+
+    def _note_snapshot(self, snapshots: Snapshots, sequence: CacheSequence, node: Node, *, starts_next: bool) -> None:
+        kept = sequence.snapshots[-1:] if sequence.next_start is None else [sequence.next_start]
+        for older in sequence.snapshots:
+            if older not in kept:
+                snapshots.expire(older)
+        sequence.snapshots = [*kept, node]
+        if starts_next:
+            sequence.next_start = node
+
+    def expect_no_start(self, sequence: CacheSequence) -> None:
+        """The next prompt does not start where `keep_state` was told so: that snapshot leaves RAM before others."""
+        if self.snapshots is not None and sequence.next_start is not None:
+            self.snapshots.expire(sequence.next_start)
+            sequence.next_start = None
 
     def find_snapshots(
         self, root: str, token_ids: Sequence[int], num_tokens: int, producer: Producer | None

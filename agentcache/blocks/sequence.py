@@ -87,7 +87,8 @@ class CacheSequence:
         root: chain key of its namespace.
         producer: who computes its keys and values; None for base.
         state: slot of the snapshot that it starts from, until the row has it; None without one.
-        snapshots: nodes whose snapshots it has started from or made, in their order.
+        snapshots: the last nodes whose snapshots it has started from or made, in their order.
+        next_start: the one of them that the conversation's next prompt is expected to start from.
         token_ids: the tokens whose keys and values are computed or cached.
         tables: one block table per group.
         lanes: one path of nodes per producer of its groups; each group is in one of them.
@@ -104,6 +105,7 @@ class CacheSequence:
     closed: bool = False
     state: int | None = None
     snapshots: list[Node] = field(default_factory=list)
+    next_start: Node | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -45,7 +45,7 @@ class SnapshotPlan:
 
     Args:
         every: so many tokens, whole blocks.
-        borders: and there, at block borders, or where an adapter begins.
+        borders: and there: at block borders, where an adapter begins, and where the next prompt leaves this one.
         lasting: the one of them where other conversations are likely to begin; 0 for none.
     """
 
@@ -55,7 +55,14 @@ class SnapshotPlan:
 
     @classmethod
     def of(
-        cls, every: int, start: int, num_tokens: int, system_tokens: int, known_tokens: int, base_tokens: int = 0
+        cls,
+        every: int,
+        start: int,
+        num_tokens: int,
+        system_tokens: int,
+        known_tokens: int,
+        base_tokens: int = 0,
+        repeated_tokens: int = 0,
     ) -> SnapshotPlan:
         """For a prompt of `num_tokens` that goes on from `start`.
 
@@ -64,13 +71,16 @@ class SnapshotPlan:
             known_tokens: as many as the cache has the keys and values of: there it leaves what somebody has said.
             base_tokens: those in front of the first that an adapter acts on, from which base and other adapters go on;
                 0 where none acts, or acts on all.
+            repeated_tokens: those that the conversation's next prompt repeats, where it does not repeat the reply as it
+                is; else 0.
         """
         lasting, branch = whole_blocks(system_tokens), whole_blocks(known_tokens)
         # For an answer to be given anew, or a prompt that another answer leaves: its last token is computed each time.
         last = whole_blocks(max(0, num_tokens - 1))
         # Each cut is one more step, which a short turn would feel, and gain nothing by.
-        borders = {border for border in (branch, last) if border - start >= BLOCK_SIZE}
-        return cls(every, frozenset(borders | {lasting, base_tokens} - {0}), lasting)
+        wanted = {branch} if last <= repeated_tokens < num_tokens else {branch, last}
+        borders = {border for border in wanted if border - start >= BLOCK_SIZE}
+        return cls(every, frozenset(borders | {lasting, base_tokens, repeated_tokens} - {0}), lasting)
 
     def next_after(self, num_tokens: int) -> int:
         """The first position behind this one where one is to be taken."""

@@ -188,6 +188,7 @@ class Admission:
             generation.system_tokens,
             prefix.known_tokens,
             0 if generation.producer is None else generation.producer.start,
+            generation.repeated_tokens,
         )
 
     def _begin_state(self, generation: Generation, sequence: CacheSequence) -> None:

@@ -139,6 +139,7 @@ def _generation(submitted: Submit, tokenizer: Tokenizer, emit: Reply) -> Generat
         submitted_at=submitted.submitted_at,
         found=submitted.found,
         system_tokens=submitted.system_tokens,
+        repeated_tokens=submitted.repeated_tokens,
         goes_on=submitted.goes_on,
         following=None if submitted.grammar is None else submitted.grammar.follow(),
         adapter=use,

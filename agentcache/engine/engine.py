@@ -451,7 +451,12 @@ class Engine:
         """Take a snapshot where one is wanted."""
         plan, num_tokens = generation.snapshots, generation.num_computed
         if plan is not None and plan.wants(num_tokens) and generation.row_state is not None:
-            slot = self.cache.keep_state(generation.open_sequence, num_tokens, lasts=num_tokens == plan.lasting)
+            slot = self.cache.keep_state(
+                generation.open_sequence,
+                num_tokens,
+                lasts=num_tokens == plan.lasting,
+                starts_next=num_tokens == generation.repeated_tokens,
+            )
             if slot is not None:
                 self.device.keep_state(slot, generation.row_state)
 

@@ -90,6 +90,7 @@ class Generation:
         lost_tokens: of these, how many were neither in RAM nor on disk, and had to be.
         saved_early: blocks that were sent to disk before the turn's end.
         system_tokens: leading prompt tokens that other conversations may share, as far as that is known.
+        repeated_tokens: as in `Submit`.
         snapshots: where its recurrent state is kept; None for a model without.
         row_state: that behind `num_computed` tokens, or None where there are none; `launched_state` is the one behind
             `num_launched`, which the device may be at work on.
@@ -138,6 +139,7 @@ class Generation:
     passed_over: int = 0
     decoded_at: int = 0
     system_tokens: int = 0
+    repeated_tokens: int = 0
     snapshots: SnapshotPlan | None = None
     row_state: RowState | None = None
     launched_state: RowState | None = None

@@ -35,6 +35,8 @@ class Submit:
         adapter: None for base.
         submitted_at: by `time.perf_counter`.
         system_tokens: how many of the prompt are its system prompt and tools, as far as that is known.
+        repeated_tokens: how many of the prompt the conversation's next prompt repeats, where that does not repeat the
+            reply; else 0. For models with recurrent layers.
         grammar: of all that is generated; None for any.
         stops: the automaton of the request's stop strings.
     """
@@ -48,6 +50,7 @@ class Submit:
     goes_on: bool = False
     adapter: AdapterUse | None = None
     system_tokens: int = 0
+    repeated_tokens: int = 0
     grammar: Grammar | None = None
     stops: StopStrings = NO_STOPS
 

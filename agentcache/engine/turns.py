@@ -24,6 +24,7 @@ from agentcache.engine.generation import Generation, Outcome, State, make_report
 from agentcache.engine.requests import Requests
 from agentcache.errors import InternalError, InvalidRequest
 from agentcache.models.sampler import TokenScore
+from agentcache.models.text.replies.history import ends_with_thought
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.report import PROMPT_END, FinishReason, StepDown, TokenLogprob, Update
 from agentcache.store.manifest import AgentRecord
@@ -193,6 +194,7 @@ class Turns:
         if generation.output.stopped:
             generation.finish_reason = FinishReason.STOP
         transcript = self._transcript(generation)
+        self._note_next_start(generation, transcript)
         self._keep_state(generation, len(transcript))
         if generation.request.agent is None:
             self._cache.close(generation.open_sequence, min(generation.num_computed, len(transcript)))
@@ -208,6 +210,13 @@ class Turns:
         keep = min(overlay.residuals.num_tokens, len(transcript))
         blocks = overlay.cache.prefix.close(overlay.residuals, keep)
         return (ResidualTurn(overlay.cache.name, keep, blocks, generation.saved_residuals),)
+
+    def _note_next_start(self, generation: Generation, transcript: Transcript) -> None:
+        """A next prompt that would leave out a thought leaves out nothing of a reply without one."""
+        is_prompt = generation.repeated_tokens == generation.num_prompt_tokens
+        if is_prompt and not ends_with_thought(transcript, self._tokenizer.reply_format):
+            generation.repeated_tokens = 0
+            self._cache.expect_no_start(generation.open_sequence)
 
     def _keep_state(self, generation: Generation, num_tokens: int) -> None:
         """A snapshot at the turn's end, from which the next one continues."""
@@ -247,7 +256,13 @@ class Turns:
         lasting = 0 if generation.snapshots is None else generation.snapshots.lasting
         residuals = self._close_residuals(generation, transcript)
         self._persistence.commit(
-            record, blocks, lambda saved: self._end(generation, saved), early, lasting, residuals=residuals
+            record,
+            blocks,
+            lambda saved: self._end(generation, saved),
+            early,
+            lasting,
+            repeated=generation.repeated_tokens,
+            residuals=residuals,
         )
 
     def _end(self, generation: Generation, saved: Saved | None) -> None:

@@ -105,7 +105,9 @@ class Completions:
             self._thread.tell_of_the_end(receiver, until=receiver.settled)
             async with self._adapters.lease(choice.name) as adapter:
                 known = (claim.found, view.model.tokenizer, view.model.num_embeddings)
-                work = partial(prepare_request, request, prompt, *known, adapter, choice.policy)
+                has_state = view.model.spec.state_group is not None
+                options = prompt, *known, adapter, choice.policy
+                work = partial(prepare_request, request, *options, has_state=has_state)
                 prepared = await self._in_background(request, work)
                 submitted = self._submitted(request, prepared, claim, submitted_at)
                 async with self._at_work(submitted, receiver):
@@ -182,6 +184,7 @@ class Completions:
             goes_on=claim.lineage is not None,
             adapter=prepared.adapter,
             system_tokens=prepared.system_tokens,
+            repeated_tokens=prepared.repeated_tokens,
             grammar=prepared.grammar,
             stops=prepared.stops,
         )

@@ -174,6 +174,7 @@ class Prepared:
     Args:
         adapter: None for base.
         system_tokens: see `count_system_tokens`.
+        repeated_tokens: see `count_repeated_tokens`; 0 where the model has no recurrent layers.
         grammar: of the answer; None for one of any form.
         stops: the automaton of the stop strings, made here because the engine's thread has no time for it.
     """
@@ -181,6 +182,7 @@ class Prepared:
     match: PromptMatch
     adapter: AdapterUse | None
     system_tokens: int = 0
+    repeated_tokens: int = 0
     grammar: Grammar | None = None
     stops: StopStrings = NO_STOPS
 
@@ -194,6 +196,8 @@ def prepare_request(
     adapter: ServedAdapter | None,
     policy: Policy | None,
     limit: WorkLimit,
+    *,
+    has_state: bool = False,
 ) -> Prepared:
     """Everything about a request that must be known before it runs.
 
@@ -203,6 +207,7 @@ def prepare_request(
         num_embeddings: of the model.
         adapter, policy: what `choose_adapter` said.
         limit: when to give up.
+        has_state: whether the model has recurrent layers.
 
     Raises:
         InvalidRequest: the prompt does not go with the adapter, or no answer can have the form that it must have.
@@ -210,13 +215,14 @@ def prepare_request(
     matched = match(prompt, held_by(request, found), tokenizer, limit)
     _check_embeddings(matched.transcript.ids, num_embeddings)
     system_tokens = count_system_tokens(request.prompt, matched.transcript)
+    repeated_tokens = count_repeated_tokens(request, matched.transcript, tokenizer, limit) if has_state else 0
     if adapter is None:
         refuse_without_adapter(request)
         use = None
     else:
         use = use_adapter(adapter, policy, request, matched.transcript.ids)
     grammar = None if request.form is None else make_grammar(request, matched.transcript, tokenizer, limit)
-    return Prepared(matched, use, system_tokens, grammar, stop_strings(request.sampling.stop))
+    return Prepared(matched, use, system_tokens, repeated_tokens, grammar, stop_strings(request.sampling.stop))
 
 
 def make_grammar(request: Request, prompt: Transcript, tokenizer: Tokenizer, limit: WorkLimit) -> Grammar:
@@ -237,6 +243,21 @@ def count_system_tokens(prompt: Prompt, transcript: Transcript) -> int:
         return 0
     front = find_front(prompt.messages, transcript.text)
     return 0 if front is None else bisect_right(transcript.ends, front.end)
+
+
+def count_repeated_tokens(request: Request, transcript: Transcript, tokenizer: Tokenizer, limit: WorkLimit) -> int:
+    """How many of a chat's prompt tokens its next prompt repeats, where that does not repeat the reply as it is.
+
+    0 where it does, or where that is not known. Nothing but cost depends on it.
+    """
+    prompt = request.prompt
+    if not isinstance(prompt, ChatPrompt) or not prompt.add_generation_prompt:
+        return 0
+    options = prompt.tools, prompt.template_kwargs or {}, limit
+    # What an agent's model has thought is in its transcript, and told again where the client leaves it out.
+    tells = request.agent is not None
+    left_at = tokenizer.next_prompt_leaves(transcript.text, prompt.messages, *options, tells_thoughts=tells)
+    return 0 if left_at is None else bisect_right(transcript.ends, left_at)
 
 
 def held_by(request: Request, found: AgentRecord | None) -> Transcript | None:

@@ -26,17 +26,18 @@ def test_a_model_without_attention_has_them_now_and_then() -> None:
     assert interval_for(1 << 20, 0) % BLOCK_SIZE == 0
 
 
-@given(EVERY, TOKENS, TOKENS, TOKENS, TOKENS, TOKENS)
+@given(EVERY, TOKENS, TOKENS, TOKENS, TOKENS, TOKENS, TOKENS)
 def test_a_prompt_is_cut_where_snapshots_are_wanted(
-    every: int, start: int, more: int, system: int, known: int, base: int
+    every: int, start: int, more: int, system: int, known: int, base: int, repeated: int
 ) -> None:
     end = start + more
-    plan = SnapshotPlan.of(every, start, end, min(system, end), min(known, end), base)
+    repeated = min(repeated, end)
+    plan = SnapshotPlan.of(every, start, end, min(system, end), min(known, end), base, repeated)
     position, wanted = start, []
     while position < start + more:
         following = plan.next_after(position)
         assert following > position
-        assert following % BLOCK_SIZE == 0 or following == base
+        assert following % BLOCK_SIZE == 0 or following in (base, repeated)
         assert plan.wants(following)
         assert not any(map(plan.wants, range(position + 1, following)))
         wanted.append(following)
@@ -45,6 +46,7 @@ def test_a_prompt_is_cut_where_snapshots_are_wanted(
         assert second - first <= every
     assert not plan.wants(0)
     assert plan.wants(base) or base == 0, "where base and other adapters go on"
+    assert plan.wants(repeated) or repeated == 0, "where the next prompt goes on"
 
 
 def test_a_short_turn_is_not_cut() -> None:
@@ -52,6 +54,13 @@ def test_a_short_turn_is_not_cut() -> None:
     assert plan.next_after(1000) == 2048
     assert SnapshotPlan.of(2048, 1000, 1500, 300, 1000).next_after(1000) == 1280
     assert SnapshotPlan.of(2048, 0, 1100, 300, 0).next_after(0) == 256
+
+
+def test_one_cut_does_for_the_next_prompt_and_for_an_answer_given_anew() -> None:
+    plan = SnapshotPlan.of(2048, 0, 1500, 0, 0, repeated_tokens=1498)
+    assert (plan.next_after(0), plan.next_after(1498)) == (1498, 2048)
+    plan = SnapshotPlan.of(2048, 0, 1500, 0, 0, repeated_tokens=1500)
+    assert (plan.next_after(0), plan.next_after(1280)) == (1280, 1500), "the end itself is no cut"
 
 
 @given(st.sets(TOKENS.map(lambda n: n + 1)), st.data(), EVERY, TOKENS, st.booleans(), st.sets(TOKENS, max_size=1))

@@ -127,6 +127,24 @@ def test_where_others_begin_too_a_snapshot_lasts() -> None:
     assert sorted(node.end for node in snapshots_of(cache)) == [256, 768, 1000]
 
 
+def test_what_the_next_prompt_starts_from_stays_behind_a_long_reply() -> None:
+    cache, tokens = make_cache(ROW_STATES + 3), list(range(1024))
+    sequence = start(cache, tokens)
+    grow(cache, sequence, tokens[:256], 200)
+    cache.reserve(sequence, 44)
+    cache.advance(sequence, tokens[256:300])
+    assert cache.keep_state(sequence, 300, starts_next=True) is not None
+    grow(cache, sequence, tokens, 512, 768, 1000)
+    assert sorted(node.end for node in snapshots_of(cache)) == [300, 768, 1000]
+    assert [node.end for node in snapshots_of(cache)][0] == 768, "it leaves first"
+    cache.expect_no_start(sequence)
+    cache.close(sequence)
+    cache.check_integrity()
+    other = start(cache, [7] * 300)
+    grow(cache, other, [7] * 300, 100, 256)
+    assert sorted(node.end for node in snapshots_of(cache)) == [100, 256, 1000]
+
+
 def test_rows_go_before_snapshots_and_wait_for_other_rows() -> None:
     cache, tokens = make_cache(2 * ROW_STATES + 1), list(range(600))
     sequence = start(cache, tokens)

@@ -12,6 +12,16 @@ You are a helpful assistant.<|im_end|>
 {% endif %}
 """
 
+# As Qwen3.5's: thoughts are shown until the user speaks again, and a prompt begins one, or has an empty one.
+QWEN_3_5 = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.index0 > ns.last %}<think>\n{{ m.reasoning_content }}\n</think>\n\n"
+    "{% endif %}{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n"
+    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n"
+    "{{ '\n</think>\n\n' if enable_thinking is false else '' }}{% endif %}"
+)
+
 LLAMA_3 = r"""{{- bos_token }}
 {%- if custom_tools is defined %}{% set tools = custom_tools %}{%- endif %}
 {%- if not tools_in_user_message is defined %}{%- set tools_in_user_message = true %}{%- endif %}

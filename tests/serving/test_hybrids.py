@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,9 +20,11 @@ from agentcache.llm import LLM, Completion
 from agentcache.pressure import Level
 from agentcache.store.verify import verify_folder
 from tests.marks import slow
+from tests.models.templates import QWEN_3_5
 from tests.serving import inside
 from tests.serving.conversation import Chat, Stream, check_idle, greedy, make_ids, make_text, open_llm
 from tests.serving.hybrids import EVERY, HYBRIDS, answer, check_same, more, snapshot_files
+from tests.tokenizers_factory import CHATML
 
 # -- one conversation, however it is interrupted -----------------------------------------------------------------------
 
@@ -121,6 +124,74 @@ THINKING = (
 )
 
 
+SILENT = {"enable_thinking": False}
+
+
+def with_template(model: Path, folder: Path, template: str) -> Path:
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+    return folder
+
+
+@dataclass
+class Talk:
+    """Chats whose replies are of ordinary tokens, and show no text where the prompt has begun a thought.
+
+    Args:
+        variables: the template's.
+    """
+
+    process: Process
+    variables: dict[str, Any] = field(default_factory=dict)
+    agent: str | None = "alice"
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list)
+
+    def say(self, words: int, count: int = 6) -> tuple[Completion, int]:
+        """The answer, and how many tokens of its prompt the prompt before it does not have."""
+        tokenizer = inside.tokenizer(inside.engine_of(self.process.llm))
+        never = dict.fromkeys({*tokenizer.control_ids, *tokenizer.eos_ids, *tokenizer.markers}, -1e9)
+        self.messages.append({"role": "user", "content": make_text(words, seed=len(self.messages))})
+        said = self.process.llm.chat(
+            self.messages, greedy(count, logit_bias=never), agent=self.agent, chat_template_kwargs=self.variables
+        )
+        self.messages.append({"role": "assistant", "content": "" if not self.variables else said.text})
+        prompt = list(said.prompt_token_ids)
+        new = len(prompt) - len_common_prefix(self.prompt, prompt)
+        self.prompt = prompt
+        return said, new
+
+
+@pytest.mark.parametrize(
+    ("template", "variables", "agent"),
+    [
+        (QWEN_3_5, {}, "alice"),
+        slow(QWEN_3_5, {}, None),
+        slow(QWEN_3_5, SILENT, "alice"),
+        slow(CHATML, SILENT, "alice"),
+        slow(THINKING, {}, "alice"),
+    ],
+)
+def test_the_next_prompt_starts_in_front_of_what_it_does_not_repeat(
+    template: str, variables: dict[str, Any], agent: str | None, qwen: Path, tmp_path: Path
+) -> None:
+    """Short turns, with no block's border near their ends."""
+    process = Process(with_template(qwen, tmp_path / "model", template), tmp_path / "cache", "hot")
+    with process.stack:
+        talk = Talk(process, variables, agent)
+        talk.say(60)
+        for words in (5, 30):
+            said, new = talk.say(words)
+            assert new < said.report.prompt_tokens - 60
+            assert said.report.computed_tokens == new
+            assert said.report.lost_tokens == 0
+        cold = process.llm.generate(talk.prompt, greedy(6, logprobs=2), salt="cold")
+        again = process.llm.generate(talk.prompt, greedy(6, logprobs=2))
+        assert again.report.computed_tokens < 10, "an answer that is given anew"
+        check_same(again, cold)
+
+
 @pytest.mark.parametrize(("how", "num_turns"), [slow("killed", 2), slow("killed", 4), slow("stopped", 4)])
 def test_thoughts_that_the_template_leaves_out_are_not_gone_on_from(
     how: str, num_turns: int, qwen: Path, tmp_path: Path
@@ -147,6 +218,22 @@ def test_thoughts_that_the_template_leaves_out_are_not_gone_on_from(
             held = [*prompt, *said.token_ids]
             inside.flush(inside.engine_of(process.llm))
             assert len(snapshot_files(process.cache_dir)) <= MOST_SAVED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+def test_that_start_is_on_disk(how: str, qwen: Path, tmp_path: Path) -> None:
+    """Of a template that writes an empty thought, which is none that the transcript shows as generated."""
+    process = Process(with_template(qwen, tmp_path / "model", CHATML), tmp_path / how, how)
+    with process.stack:
+        talk = Talk(process, SILENT)
+        talk.say(300)
+        for words in (30, 250):
+            inside.flush(inside.engine_of(process.llm))
+            assert len(snapshot_files(process.cache_dir)) <= MOST_SAVED
+            process.interrupt()
+            said, new = talk.say(words)
+            assert said.report.computed_tokens <= new + (EVERY if how == "killed" else 0)
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from agentcache.models.text.grammars.compiler import Grammars, Vocabulary
 from agentcache.models.text.longest_token import longest_token
 from agentcache.models.text.marks import MarkedEnds, Marks, any_of
 from agentcache.models.text.messages import with_strings
+from agentcache.models.text.next_prompt import NextPrompts
 from agentcache.models.text.replies.find_format import find_format
 from agentcache.models.text.replies.format import HARMONY, HARMONY_ENDS, MarkerToken, ReplyFormat
 from agentcache.models.text.replies.written import WrittenReply
@@ -90,6 +91,7 @@ class Tokenizer:
         self._longest_token = longest_token(content)
         self._template = ChatTemplate(wrapper, self._marks)
         self._chat = ChatRenderer(self._marks, self.reply_format, wrapper.has_chat_template)
+        self._next_prompts = NextPrompts()
         self._bytes_of = partial(_bytes_of, self.control_ids, self._contents, self._token_bytes)
         # Markers that are tokens are no text: readers take them for markers wherever they stand.
         not_text = self.control_ids | self.markers.keys()
@@ -189,6 +191,40 @@ class Tokenizer:
         except RecursionError as error:
             raise InvalidRequest("The messages or tools are nested too deeply.", param="messages") from error
         return replace(told, text=_without_surrogates(told.text, "messages"))
+
+    def next_prompt_leaves(
+        self,
+        prompt: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_kwargs: Mapping[str, Any],
+        limit: WorkLimit = UNLIMITED,
+        *,
+        tells_thoughts: bool,
+    ) -> int | None:
+        """How many leading characters of a chat's prompt its next prompt repeats; None where it repeats the reply, too.
+
+        Args:
+            prompt: marked text, of `tell_chat` or with replies as they were generated.
+            tells_thoughts: whether the next prompt is told what the model thinks now.
+        """
+        if not self.has_chat_template:
+            return None
+        whatever_size = WorkLimit(has_ended=limit.has_ended)
+
+        def render(shorter: Sequence[Mapping[str, Any]]) -> str:
+            return self.render_chat(shorter, tools, True, template_kwargs, whatever_size)
+
+        return self._next_prompts.left_at(
+            prompt,
+            messages,
+            tools,
+            template_kwargs,
+            self.reply_format,
+            render,
+            self.encode,
+            tells_thoughts=tells_thoughts,
+        )
 
     def raw_prompt(self, text: str, *, reserved_are_marks: bool = False) -> str:
         """Marked text of a raw prompt: special tokens in it are control, and BOS stands in front if the model wants it.

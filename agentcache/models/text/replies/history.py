@@ -150,15 +150,26 @@ def first_thought(transcript: Transcript, form: ReplyFormat) -> int | None:
 
     A chat template may not show that again: then the next prompt branches there. None where nothing was thought.
     """
-    text = transcript.text
-    for begin, end in transcript.generated_ranges() if form.thoughts else ():
-        opened = _opened_at(form, text, begin)
-        starts = [text.find(start, begin, end) for start, _ in form.thoughts]
-        if form.thinks_first or opened < begin:
-            starts.append(opened)
-        if any(start >= 0 for start in starts):
-            return bisect_right(transcript.ends, min(start for start in starts if start >= 0))
-    return None
+    places = (_thought_at(transcript.text, *place, form) for place in transcript.generated_ranges())
+    first = next((place for place in places if place is not None), None)
+    return None if first is None else bisect_right(transcript.ends, first)
+
+
+def ends_with_thought(transcript: Transcript, form: ReplyFormat) -> bool:
+    """Whether there is a thought in the last thing that the model said."""
+    last = transcript.generated_ranges()[-1:]
+    return any(_thought_at(transcript.text, *place, form) is not None for place in last)
+
+
+def _thought_at(text: str, begin: int, end: int, form: ReplyFormat) -> int | None:
+    """Where a thought begins that the model had between two positions; None without one."""
+    if not form.thoughts:
+        return None
+    opened = _opened_at(form, text, begin)
+    starts = [text.find(start, begin, end) for start, _ in form.thoughts]
+    if form.thinks_first or opened < begin:
+        starts.append(opened)
+    return min((start for start in starts if start >= 0), default=None)
 
 
 @dataclass(frozen=True)
