@@ -1,7 +1,7 @@
 """`python -m tests.planted list | check | run [NAME or WING ...]`: bugs of the kind that moving code makes.
 
 Each entry of the `*.toml` files beside this one is a bug: where it is, what it changes, and which tests are to catch
-it. `run` plants them one by one in a copy of the tree; without names, those that have no result yet. When code moves,
+it. `run` plants them one by one in a copy of the tree; of a wing, or without names, those that have no result yet. When code moves,
 its entries are moved along.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 
-from tests.planted.run import bugs, misplaced, read_results, run
+from tests.planted.run import Bug, bugs, misplaced, read_results, run
 
 CAUGHT = ("caught", "hung")
 
@@ -18,15 +18,15 @@ CAUGHT = ("caught", "hung")
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.planted", description=__doc__)
     parser.add_argument("action", choices=("list", "check", "run"))
-    parser.add_argument("names", nargs="*", help="of bugs, or of wings; `all` for all, `missed` for those not caught")
+    parser.add_argument("names", nargs="*", help="of bugs or wings; `all` for all, `missed` for those not caught")
     chosen = parser.parse_args()
     if chosen.action == "check":
         wrong = misplaced()
         raise SystemExit("\n".join(wrong) if wrong else 0)
     results = read_results()
     if chosen.action == "run":
-        names = set(chosen.names)
-        run(bug for bug in bugs() if _is_chosen(bug.name, bug.wing, names))
+        for name in chosen.names or [""]:
+            run([bug for bug in bugs() if _is_chosen(bug, name)])
         results = read_results()
     else:
         for bug in bugs():
@@ -37,11 +37,12 @@ def main() -> None:
     print(f"{caught} of {len(bugs())} are caught; {dict(counts)}")
 
 
-def _is_chosen(name: str, wing: str, names: set[str]) -> bool:
-    found = read_results().get(name)
-    if "missed" in names and found is not None and found.result not in CAUGHT:
-        return True
-    return bool(names & {"all", name, wing}) if names else found is None
+def _is_chosen(bug: Bug, name: str) -> bool:
+    """Whether `name` means the bug; of a wing, those that have no result yet."""
+    found = read_results().get(bug.name)
+    if name == "missed":
+        return found is not None and found.result not in CAUGHT
+    return name in ("all", bug.name) or (name in ("", bug.wing) and found is None)
 
 
 if __name__ == "__main__":
