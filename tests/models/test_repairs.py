@@ -15,6 +15,7 @@ from agentcache.errors import InvalidRequest
 from agentcache.models.text.messages import plain_messages
 from agentcache.models.text.repairs.kinds import Repairs
 from agentcache.models.text.repairs.notation import call_notation
+from agentcache.models.text.repairs.schemas import plain_schema
 from agentcache.models.text.repairs.steps import repaired
 from agentcache.models.text.replies.format import ReplyFormat
 from agentcache.models.text.tokenizer import Tokenizer
@@ -63,6 +64,12 @@ SHOWS_IDS = (
 NAMES_AN_ABSENT_TOKEN = "{{ unk_token + '<start>' }}{% set n = tools | length %}" + LOOP
 NAMES_FUNCTIONS = "{{ functions + datetime }}" + LOOP
 TAKES_NOTHING = "{{ raise_exception('no') }}"
+# Joins strings, as published templates do that write schemas in notations of their own; refuses the word `minimum`.
+JOINS_SCHEMAS = (
+    "{% for t in tools or [] %}{{ t.function.name + t.function.description }}"
+    "{% for n, p in t.function.parameters.properties.items() %}{{ n + ': ' + p.type + ' ' + p.description }}"
+    "{% if p.minimum is defined %}{{ raise_exception('minimum') }}{% endif %}{% endfor %}{% endfor %}" + LOOP
+)
 TEMPLATES = {
     "a loop": LOOP,
     "one system": ONE_SYSTEM,
@@ -140,7 +147,9 @@ _MADE: dict[str, Tokenizer] = {}
 
 def made(factory: pytest.TempPathFactory, name: str) -> Tokenizer:
     if name not in _MADE:
-        _MADE[name] = Tokenizer.load(byte_bpe(factory.mktemp("repairs"), chat_template=TEMPLATES[name]))
+        _MADE[name] = Tokenizer.load(
+            byte_bpe(factory.mktemp("repairs"), chat_template=TEMPLATES.get(name, JOINS_SCHEMAS))
+        )
     return _MADE[name]
 
 
@@ -211,6 +220,66 @@ def test_bare_tools_are_filled(tmp_path: Path) -> None:
     template = "{% for t in tools or [] %}{{ t.function.name + t.function.description }}{% endfor %}" + LOOP
     tokenizer = Tokenizer.load(byte_bpe(tmp_path, chat_template=template))
     assert "bare" in tokenizer.render_chat([USER], [{"type": "function", "function": {"name": "bare"}}])
+
+
+_SAID = {"type": "string", "description": "PLACE"}
+
+
+@pytest.mark.parametrize(
+    ("place", "more"),
+    [
+        ({"type": ["string", "null"], "description": "PLACE"}, {}),
+        ({"type": ["null", "string"], "description": "PLACE", "default": None}, {}),
+        ({"description": "PLACE"}, {}),
+        ({"const": "PLACE"}, {}),
+        ({"type": "string", "enum": ["PLACE", None]}, {}),
+        ({"$ref": "#/$defs/P"}, {"$defs": {"P": _SAID}}),
+        ({"$ref": "#/definitions/a~1b"}, {"definitions": {"a/b": _SAID}}),
+        ({"anyOf": [{"$ref": "#/$defs/P"}, {"type": "null"}], "default": None}, {"$defs": {"P": _SAID}}),
+        ({"allOf": [{"$ref": "#/$defs/P"}]}, {"$defs": {"P": _SAID}}),
+        ({"type": "integer", "minimum": 1, "description": "PLACE"}, {}),
+    ],
+)
+def test_schemas_are_told_in_plainer_words(
+    tmp_path_factory: pytest.TempPathFactory, place: Message, more: Message
+) -> None:
+    function = {"name": "look", "parameters": {"type": "object", "properties": {"place": place}, **more}}
+    told = made(tmp_path_factory, "joins schemas").tell_chat([USER], [{"type": "function", "function": function}])
+    assert "PLACE" in told.text and any(note.startswith("tools: ") for note in told.notes)
+
+
+def test_references_within_themselves_end() -> None:
+    schema = {"properties": {"p": {"$ref": "#/$defs/P"}}, "$defs": {"P": {"properties": {"p": {"$ref": "#/$defs/P"}}}}}
+    inner = {"type": "object", "properties": {"p": {"type": "object"}}}
+    assert plain_schema(schema) == {"type": "object", "properties": {"p": inner}}
+
+
+def test_a_schema_that_would_grow_too_large_stays() -> None:
+    twice = {str(n): {"properties": {side: {"$ref": f"#/$defs/{n + 1}"} for side in "ab"}} for n in range(40)}
+    schema = {"$ref": "#/$defs/0", "$defs": twice}
+    assert plain_schema(schema) == schema
+
+
+@pytest.mark.parametrize(
+    ("part", "plain"),
+    [
+        ({"properties": []}, {"properties": {}}),
+        ({"properties": {"p": True}}, {"properties": {"p": {}}}),
+        ({"properties": None, "required": None}, {}),
+        ({"items": [{"type": "string"}], "required": True}, {"items": {"type": "string"}}),
+    ],
+)
+def test_parts_of_other_types_are_empty(part: Message, plain: Message) -> None:
+    assert plain_schema({"type": "object", **part}) == {"type": "object", **plain}
+
+
+def test_an_answer_without_words_does_not_end_the_conversation(tmp_path: Path) -> None:
+    refuses = "{% for m in messages %}{% if not m.content %}{{ raise_exception('empty') }}{% endif %}{% endfor %}"
+    tokenizer = Tokenizer.load(byte_bpe(tmp_path, chat_template=refuses + LOOP))
+    nothing = {"role": "assistant", "content": ""}
+    text = tokenizer.render_chat([USER, nothing], add_generation_prompt=False)
+    assert tokenizer.render_chat([USER, nothing, AGAIN]).startswith(text)
+    assert "HELLO" in text and "no answer" in text
 
 
 @pytest.mark.slow

@@ -52,6 +52,21 @@ _PLACE = {"type": "object", "properties": {"place": {"type": "string"}}, "requir
 LOOK = _tool("look", description="LOOKAROUND somewhere", parameters=_PLACE)
 BARE = _tool("bare")
 OPEN = _tool("open", description="OPENDOOR of a place", parameters=_PLACE)
+ODD = _tool(
+    "odd",
+    description="ODDSCHEMA of a tool",
+    parameters={
+        "type": "object",
+        "properties": {
+            "place": {"$ref": "#/$defs/Place"},
+            "kind": {"type": ["string", "null"], "description": "NULLABLE", "default": None},
+            "color": {"enum": ["YELLOW", "GREEN"]},
+            "much": {"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]},
+            "always": {"const": "CONSTANT"},
+        },
+        "$defs": {"Place": {"type": "string", "description": "REFERRED"}},
+    },
+)
 _LONG_ID = "toolu_01AbCdEfGhIjKlMnOpQrStUv"
 _PARTS = [{"type": "thinking", "thinking": "HMMMM"}, {"type": "text", "text": "ANSWER"}]
 
@@ -163,6 +178,8 @@ CONVERSATIONS: list[Conversation] = [
     Conversation("parts", [_user([{"type": "text", "text": "HELLO"}, {"type": "text", "text": "WORLD"}])]),
     Conversation("unknown part", [_user("HELLO"), {"role": "assistant", "content": _PARTS}, _user("AGAIN")]),
     Conversation("half a pair", [_user("HELLO \ud83d")]),
+    Conversation("odd schema", [_system("BEKIND"), _user("HELLO")], [ODD]),
+    Conversation("empty answer", [_user("HELLO"), _said(""), _user("AGAIN")]),
     Conversation("empty user", [_user(""), _said("ANSWER"), _user("AGAIN")]),
     Conversation(
         "thought in the history", [_user("HELLO"), _said("ANSWER", reasoning_content="i think"), _user("AGAIN")]

@@ -6,7 +6,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agentcache.errors import InvalidRequest
@@ -133,7 +133,10 @@ class ChatRenderer:
             if way not in tried:
                 tried.append(way)
                 yield repaired(way, tools, repairs, self._notation)
-        yield repaired(with_short_ids(fewer), tools, PLAINEST, self._notation)
+        if tools:  # the template may refuse a tool's schema
+            yield repaired(with_short_ids(fewer), tools, repairs.with_("tools_as_text"), self._notation)
+        plainest = replace(PLAINEST, empty_tools=repairs.empty_tools)
+        yield repaired(with_short_ids(fewer), tools, plainest, self._notation)
 
     def _found_repairs(self, probe: Render) -> Repairs:
         with self._lock:

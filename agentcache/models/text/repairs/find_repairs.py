@@ -93,6 +93,7 @@ def _find_all(probe: _Probe) -> None:
     probe.need("join_systems", [_SYSTEM, {"role": "system", "content": "Zqsecond"}, _USER])
     probe.need("join_neighbours", [_USER, _AGAIN])
     probe.need("join_neighbours", [_USER, _ANSWER, _FURTHER, _AGAIN])
+    probe.need("fill_answers", [_USER, {"role": "assistant", "content": ""}, _AGAIN])
     probe.need("move_later_systems", [_SYSTEM, _USER, _ANSWER, _LATER, _AGAIN])
     probe.need("move_later_systems", [_USER, _LATER])
     probe.need("user_first", [_ANSWER, _USER])
@@ -108,6 +109,8 @@ def _find_calls(probe: _Probe) -> None:
     probe.need("fill_tools", [_USER], [_NAMED])
     probe.need("fill_tools", [_USER], [_BARE_PARAMETER])
     probe.need("tools_as_text", [_USER], _TOOLS)
+    for schema in _SCHEMAS:
+        probe.need(("plain_schemas", ("plain_schemas", "describe_enums")), [_USER], [_described(schema)])
     if not probe.shows(one, _TOOLS):
         for ids, empty, as_string in product(CallIds, EmptyContent, (False, True)):
             repairs = replace(probe.repairs, call_ids=ids, empty_content=empty, string_arguments=as_string)
@@ -162,8 +165,26 @@ _BARE_PARAMETER: Message = {
         "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
     },
 }
-_TOOLS: list[Message] = [
-    {"type": "function", "function": {"name": "Zqlook", "description": "Zqdescribed", "parameters": _PLACE}}
+
+
+def _described(schema: Message) -> Message:
+    return {"type": "function", "function": {"name": "Zqlook", "description": "Zqdescribed", "parameters": schema}}
+
+
+_TOOLS: list[Message] = [_described(_PLACE)]
+
+
+def _of_one(**place: Any) -> Message:
+    return {"type": "object", "properties": {"place": place}, "required": ["place"]}
+
+
+# What many servers of tools send, and some templates refuse or drop.
+_SCHEMAS: list[Message] = [
+    _of_one(type=["string", "null"], description="Zqplace"),
+    _of_one(**{"$ref": "#/$defs/P"}) | {"$defs": {"P": {"type": "string", "description": "Zqplace"}}},
+    {"properties": {"place": {"description": "Zqplace"}}},
+    _of_one(const="Zqgarden", description="Zqplace"),
+    _of_one(enum=["Zqgarden"], description="Zqplace"),
 ]
 
 

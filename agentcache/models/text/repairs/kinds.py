@@ -11,6 +11,7 @@ from agentcache.models.text.repairs.notation import CallNotation
 Message = dict[str, Any]
 
 PLACEHOLDER = "Hello."  # of a user who has said nothing yet
+NO_ANSWER = "(no answer)"  # of an assistant that has said nothing
 GAP = "\n\n"  # between texts that become one
 SYSTEM_ROLES = ("system", "developer")
 
@@ -47,6 +48,9 @@ class Repairs:
         worded_calls_as_text: calls with text beside them become text, and their results a user's.
         results_with_calls: results of unknown calls become user text.
         calls_with_results: calls without a result get an empty one.
+        fill_answers: answers without text and calls get a short text.
+        plain_schemas: references, nullable types and constants in the schemas of tools are written out.
+        describe_enums: where schemas are written out, descriptions also name the values of enumerations.
         fill_tools: tools and their parameters get an empty description, tools also parameters, where they have none.
         tools_as_text: tools are described in the system message.
         calls_as_text: calls become text.
@@ -72,6 +76,9 @@ class Repairs:
     worded_calls_as_text: bool = False
     results_with_calls: bool = False
     calls_with_results: bool = False
+    fill_answers: bool = False
+    plain_schemas: bool = False
+    describe_enums: bool = False
     fill_tools: bool = False
     tools_as_text: bool = False
     calls_as_text: bool = False
@@ -106,6 +113,7 @@ PLAINEST = Repairs(
     calls_as_text=True,
     calls_as_text_without_tools=True,
     results_as_text=True,
+    fill_answers=True,
     offer_variables=True,
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agentcache.models.text.repairs.kinds import GAP, PLACEHOLDER, SYSTEM_ROLES, Message, Work, num_leading
+from agentcache.models.text.repairs.kinds import GAP, NO_ANSWER, PLACEHOLDER, SYSTEM_ROLES, Message, Work, num_leading
 
 
 def rename_developer(work: Work) -> None:
@@ -72,6 +72,19 @@ def user_first(work: Work) -> None:
         work.note("messages: a short user message stands in front, which the model's chat template demands")
         work.ends_with_placeholder = leading == len(work.messages)
         work.messages.insert(leading, {"role": "user", "content": PLACEHOLDER})
+
+
+def fill_answers(work: Work) -> None:
+    """Some templates refuse an answer without words, which a model may give, and the client keeps."""
+    if work.repairs.fill_answers:
+        work.messages = [_filled(message, work) for message in work.messages]
+
+
+def _filled(message: Message, work: Work) -> Message:
+    if message.get("role") != "assistant" or message.get("content") or message.get("tool_calls"):
+        return message
+    work.note("messages: an answer without words is told as one that says so")
+    return {**message, "content": NO_ANSWER}
 
 
 def user_behind_result(work: Work) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from agentcache.models.text.repairs import calls, roles
+from agentcache.models.text.repairs import calls, roles, schemas
 from agentcache.models.text.repairs.kinds import Message, Repairs, Work
 from agentcache.models.text.repairs.notation import CallNotation
 
 # In this order; docs/server.md has it for users.
 _STEPS: tuple[Callable[[Work], None], ...] = (
+    schemas.plain_schemas,
     calls.fill_tools,
     calls.offer_variables,
     roles.rename_developer,
@@ -31,6 +32,7 @@ _STEPS: tuple[Callable[[Work], None], ...] = (
     roles.user_behind_result,
     calls.words_in_front,
     roles.join_neighbours,
+    roles.fill_answers,
     calls.empty_tools,
     calls.string_arguments,
     calls.empty_content,
