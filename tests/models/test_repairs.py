@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from agentcache.errors import InvalidRequest
+from agentcache.models.text.chat import _unseen_tools
 from agentcache.models.text.messages import plain_messages
 from agentcache.models.text.repairs.kinds import Repairs
 from agentcache.models.text.repairs.notation import call_notation
@@ -365,6 +366,24 @@ def test_thousands_of_messages_in_a_row_are_joined_quickly(repair: str) -> None:
 
     seconds(1_000)
     assert seconds(16_000) < 20 * min(seconds(2_000) for _ in range(3))  # 8 times as many
+
+
+def test_tools_that_a_prompt_lacks_are_noted_in_one_walk() -> None:
+    def tools(count: int) -> list[Message]:
+        return [{"type": "function", "function": {"name": f"tool{number:05}"}} for number in range(count)]
+
+    def seconds(count: int) -> float:
+        made = tools(count)
+        text, begun = str(made), time.process_time()
+        assert list(_unseen_tools(text, made)) == []
+        return time.process_time() - begun
+
+    assert seconds(16_000) < 30 * max(0.001, min(seconds(2_000) for _ in range(3)))  # 8 times as many
+    text = "tool00002 tool00001"
+    assert list(_unseen_tools(text, tools(2)[1:] + tools(3)[2:])) == []
+    [note] = _unseen_tools(text, tools(5))
+    assert "tool00000, tool00003, tool00004" in note
+    assert len(next(_unseen_tools("", tools(9_000)))) < 400
 
 
 def test_repairs_have_names(tmp_path_factory: pytest.TempPathFactory) -> None:

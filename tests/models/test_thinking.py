@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -124,6 +125,19 @@ def budget(tokens: int) -> ThinkingWish:
 )
 def test_wishes_in_a_templates_words(name: str, wish: ThinkingWish, values: dict[str, Any]) -> None:
     assert told(wish, find_variables(ALL[name])) == values
+
+
+@pytest.mark.parametrize("hostile", ["{{", "{#", "{%", "{{'\\", '{{"\\', "{{ '"])
+def test_any_template_is_read_in_linear_time(hostile: str) -> None:
+    closed = "}}" * (len(hostile) > 2)
+
+    def seconds(count: int) -> float:
+        text = hostile[:2] + hostile[2:] * count + closed if closed else hostile * count
+        begun = time.process_time()
+        find_variables(text)
+        return time.process_time() - begun
+
+    assert seconds(12_000) < 20 * max(0.001, min(seconds(1_500) for _ in range(3)))  # 8 times as many
 
 
 def test_a_template_that_is_not_known_gets_the_usual_variables() -> None:

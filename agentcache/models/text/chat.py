@@ -20,6 +20,7 @@ from agentcache.models.text.repairs.steps import Repaired, repaired
 from agentcache.models.text.replies.format import ReplyFormat
 from agentcache.models.text.template import REASONING_KEYS, REFUSED
 
+_MOST_UNSEEN = 20  # names that a note may need
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 log = logging.getLogger(__name__)
@@ -152,10 +153,19 @@ def _rendered(text: str, notes: Sequence[str], told: Repaired) -> RenderedChat:
 
 
 def _unseen_tools(text: str, tools: Sequence[Message] | None) -> Iterator[str]:
-    """A note of tools whose names the prompt lacks: a call of them is not told to the model."""
+    """A note of tools whose names the prompt lacks."""
     functions = [tool.get("function", tool) for tool in tools or () if isinstance(tool, Mapping)]
-    names = [str(each.get("name")) for each in functions if isinstance(each, Mapping)]
-    unseen = [name for name in names if name not in text]
+    unseen, at = list[str](), 0
+    for name in (str(each.get("name")) for each in functions if isinstance(each, Mapping)):
+        # Templates keep the order of tools: all names are found in one walk through the text.
+        found = text.find(name, at)
+        found = text.find(name) if found < 0 else found
+        if found < 0:
+            unseen.append(name)
+            if len(unseen) == _MOST_UNSEEN:
+                break
+        else:
+            at = found
     if unseen:
         yield f"tools: the model's chat template does not show {', '.join(unseen)[:200]}; the model does not see them"
 

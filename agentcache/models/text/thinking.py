@@ -7,7 +7,7 @@ those of a template, `ThinkingWish` is what a request asks for, and `told` puts 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,9 +34,10 @@ _MODE_NAMES = ("thinking_mode",)
 _MODES = {"on": ("enabled", "thinking", "on"), "off": ("disabled", "chat", "off"), "free": ("adaptive", "auto")}
 _USUAL_EFFORTS = ("low", "medium", "high")
 
-_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
-_CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
-_STRING = re.compile(r"'[^'\\]*(?:\\.[^'\\]*)*'|\"[^\"\\]*(?:\\.[^\"\\]*)*\"", re.DOTALL)
+_OPENING = re.compile(r"\{[{%#]")
+_CLOSING = {"{{": "}}", "{%": "%}", "{#": "#}"}
+# A string that is never closed reaches to the end of the code: else each quote in it would be tried.
+_STRING = re.compile(r"'(?:[^'\\]|\\.)*+(?:'|\\?\Z)|\"(?:[^\"\\]|\\.)*+(?:\"|\\?\Z)", re.DOTALL)
 _ALLOWED = r"\b{name}\s+not\s+in\s*[\[(]([^\])]*)[\])]"  # a list of all values that a template takes
 _MOST_WORDS = 12  # strings in one piece of code: more are no list of efforts
 
@@ -115,7 +116,7 @@ class ThinkingWish:
 
 def find_variables(template: str) -> ThinkingVariables:
     """The variables that a template's text reads. Only the text is looked at; nothing is run."""
-    code = _CODE.findall(_COMMENT.sub("", template))
+    code = [*_code_in(template)]
     names = "\n".join(_STRING.sub("''", piece) for piece in code)
     return ThinkingVariables(
         tuple(name for name in _SWITCHES if _reads(names, name)),
@@ -160,6 +161,18 @@ def _told_off(variables: ThinkingVariables) -> dict[str, Any]:
         if EFFORTS[words[0]] == NONE or not values:
             values[name] = words[0]
     return values
+
+
+def _code_in(template: str) -> Iterator[str]:
+    """The pieces of code in a template, without comments. One that is never closed ends the search."""
+    at = 0
+    while (found := _OPENING.search(template, at)) is not None:
+        end = template.find(_CLOSING[found[0]], found.end())
+        if end < 0:
+            return
+        if found[0] != "{#":
+            yield template[found.end() : end]
+        at = end + 2
 
 
 def _reads(code: str, name: str) -> bool:
