@@ -213,7 +213,7 @@ class Tokenizer:
         whatever_size = WorkLimit(has_ended=limit.has_ended)
 
         def render(shorter: Sequence[Mapping[str, Any]]) -> str:
-            return self.render_chat(shorter, tools, True, template_kwargs, whatever_size)
+            return self.tell_chat(shorter, tools, True, template_kwargs, whatever_size).text
 
         return self._next_prompts.left_at(
             prompt,
