@@ -25,6 +25,7 @@ from agentcache.start_progress import Measuring, StartProgress
 
 MAX_DIVERGENCE = 0.005
 MOST_PASSES = 15  # with the one in which nothing is quantised; most models take two, or six to nine
+_HOPELESS = 8.0  # times the limit: a divergence above this only has to be known to be too much
 _COARSEST, _UNQUANTISED = LayerBits(4, 4), LayerBits(16, 16)
 
 Numbers = Mapping[str, Sequence[float]]  # by what was measured
@@ -124,7 +125,9 @@ class PrecisionSearch:
         return self._sizes[bits][layer]
 
     def divergence(self, layers: Layers) -> float:
-        return self._number(str(Precision(tuple(layers))), lambda: [self._runs.divergence(layers)])[0]
+        hopeless = _HOPELESS * self._limit
+        measure = lambda: [self._runs.divergence(layers, hopeless, self._settle)]  # noqa: E731
+        return self._number(str(Precision(tuple(layers))), measure)[0]
 
     def errors(self, bits: LayerBits) -> Sequence[float]:
         return self._number(f"errors in {bits}", lambda: self._runs.errors(bits))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from agentcache.blocks.keys import BLOCK_SIZE
@@ -78,15 +79,28 @@ class PrecisionRuns:
         """Give the reference's memory back."""
         self._reference = None
 
-    def divergence(self, layers: Sequence[LayerBits]) -> float:
-        """The mean over all positions of the texts that count, in nats; infinite where a logit is no number."""
+    def divergence(
+        self,
+        layers: Sequence[LayerBits],
+        hopeless: float = math.inf,
+        settle: Callable[[float], float] = lambda number: number,
+    ) -> float:
+        """The mean over all positions of the texts that count, in nats; infinite where a logit is no number.
+
+        Args:
+            hopeless: once the texts read so far say that the mean is above this, it is their mean; no more are read.
+            settle: replaces a number by the value that all ranks use, so that all read as many texts.
+        """
         reference = self._reference
         assert reference is not None  # computed first
         total = count = 0.0
+        enough = hopeless * sum(map(len, reference.texts))
         with self._device_dtype(reference):
             for text, expected in zip(reference.texts, reference.logprobs, strict=True):
                 total += len(text) * divergence_of(expected, self._run(text, layers))
                 count += len(text)
+                if settle(total) > enough:  # no text lowers the sum
+                    break
         return total / count
 
     def errors(self, bits: LayerBits) -> list[float]:
@@ -198,14 +212,20 @@ def mean_divergence(reference: mx.array, logits: mx.array) -> float:
 
 def divergence_of(theirs: mx.array, logits: mx.array) -> float:
     """`mean_divergence`, from logarithms of probabilities."""
-    total = 0.0
+    mean = float(divergences_of(theirs, logits).mean())
+    return math.inf if math.isnan(mean) else max(0.0, mean)
+
+
+def divergences_of(theirs: mx.array, logits: mx.array) -> np.ndarray:
+    """The divergence at each of n positions, in float64: not a number where a logit is none, or minus a rounding."""
+    parts = []
     for begin in range(0, theirs.shape[0], _COMPARED_AT_ONCE):
         logs = theirs[begin : begin + _COMPARED_AT_ONCE]
         # A vocabulary's padding may have a logit of minus infinity, on both sides.
         odds = mx.exp(logs)
         ours = _log_softmax(logits[begin : begin + _COMPARED_AT_ONCE])
-        total += mx.where(odds > 0, odds * (logs - ours), odds).sum().item()
-    return math.inf if math.isnan(total) else max(0.0, total / theirs.shape[0])
+        parts.append(np.array(mx.where(odds > 0, odds * (logs - ours), odds).sum(axis=-1), np.float64))
+    return np.concatenate(parts)
 
 
 def _log_softmax(logits: mx.array) -> mx.array:

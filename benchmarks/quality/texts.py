@@ -5,6 +5,7 @@ The model runs on the paged cache, as it is served. Rows are told as they come: 
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -22,7 +23,7 @@ from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.models.hosting import host
 from agentcache.models.loader import read_model, sample_ids
 from agentcache.models.precision import Measured
-from agentcache.models.precision_runs import PrecisionRuns, divergence_of, gains_by_float32, in_float32
+from agentcache.models.precision_runs import PrecisionRuns, divergences_of, gains_by_float32, in_float32
 from agentcache.models.step import CurrentStep
 from benchmarks.quality.plan import Part, QualityPlan
 from benchmarks.quality.table import ResultTable
@@ -36,14 +37,23 @@ _COLUMNS = {
     "bytes": "bytes a token",
     "perplexity": "perplexity",
     "change": "change",
+    "change_error": "±",
     "divergence": "divergence",
+    "divergence_error": "±",
 }
-_FORMATS = {"bits": ".2f", "bytes": ",.0f", "perplexity": ".3f", "change": "+.2%", "divergence": ".5f"}
+_FORMATS = {
+    "bits": ".2f",
+    "bytes": ",.0f",
+    "perplexity": ".3f",
+    "change": "+.2%",
+    "change_error": ".2%",
+    "divergence": ".5f",
+    "divergence_error": ".5f",
+}
 _NOTES = (
     "Change of perplexity from 16 bits, and divergence of the next token's odds from theirs (Kullback and Leibler's, "
     "mean, in nats).",
-    "Over few tokens a change is mostly chance: its standard error is the root of 2d/n, of a divergence d over n "
-    "tokens.",
+    "±: standard errors, of the differences from 16 bits token by token. Over few tokens a change is mostly chance.",
 )
 
 
@@ -57,16 +67,29 @@ def read_formats(names: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class _Reading:
-    """One text in one format.
+class Reading:
+    """One text in one format, in nats.
 
     Args:
-        losses: of each token behind the first, in nats.
-        divergence: from the unquantised one, a position, in nats.
+        losses: of each token behind the first.
+        divergences: at each position, from 16 bits.
     """
 
     losses: np.ndarray
-    divergence: float
+    divergences: np.ndarray
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The mean of numbers, and its standard error (infinite for one number)."""
+
+    value: float
+    error: float
+
+    @classmethod
+    def of(cls, numbers: np.ndarray) -> Mean:
+        count = len(numbers)
+        return cls(float(numbers.mean()), float(numbers.std(ddof=1)) / math.sqrt(count) if count > 1 else math.inf)
 
 
 class TextBench:
@@ -102,7 +125,7 @@ class TextBench:
         values = sum(each.num_kv_heads * (each.key_dim + each.value_dim) for each in self._survey.layers)
         return 8 * spec.bytes_per_token / values, spec.bytes_per_token
 
-    def read(self, formats: Sequence[str]) -> Iterator[tuple[str, str, Precision, _Reading]]:
+    def read(self, formats: Sequence[str]) -> Iterator[tuple[str, str, Precision, Reading]]:
         """Text, format, precision and reading, one after the other; 16 bits come first in each text."""
         for text, ids in self.texts.items():
             expected: mx.array | None = None
@@ -112,7 +135,8 @@ class TextBench:
                     logprobs = self._runs.logprobs(ids, precision.layers)
                 expected = logprobs if expected is None else expected
                 chosen = mx.take_along_axis(logprobs[:-1], mx.array(ids[1:])[:, None], axis=-1)
-                yield text, name, precision, _Reading(-np.array(chosen[:, 0]), divergence_of(expected, logprobs))
+                losses = -np.array(chosen[:, 0], np.float64)
+                yield text, name, precision, Reading(losses, divergences_of(expected, logprobs))
 
 
 def _read(file: Path) -> str:
@@ -128,7 +152,7 @@ def measure_texts(plan: QualityPlan, progress: Callable[[str], None]) -> list[Re
     with tempfile.TemporaryDirectory(prefix="agentcache-quality-") as home:
         folder = Path(plan.model) if plan.model else embedded_model_path(Path(home))
         bench = TextBench(folder, files, plan.text_tokens)
-    found: dict[str, dict[str, _Reading]] = {text: {} for text in files}
+    found: dict[str, dict[str, Reading]] = {text: {} for text in files}
     precisions: dict[str, Precision] = {}
     rows: dict[str, list[dict[str, Any]]] = {text: [] for text in files}
     for text, name, precision, reading in bench.read(plan.formats):
@@ -137,12 +161,12 @@ def measure_texts(plan: QualityPlan, progress: Callable[[str], None]) -> list[Re
         rows[text].append(row)
         progress(
             f"{text:<24} --kv {name:<5} {row['bytes']:>9,} bytes a token  perplexity {row['perplexity']:9.3f} "
-            f"({row['change']:+.2%})  divergence {row['divergence']:.5f}"
+            f"({row['change']:+.2%} ± {row['change_error']:.2%})  divergence {row['divergence']:.5f}"
         )
     if len(files) > 1:
-        joined = {name: _joined([found[text][name] for text in files]) for name in precisions}
+        whole = {name: joined([found[text][name] for text in files]) for name in precisions}
         rows["all texts"] = [
-            _row(bench, name, precision, joined[name], joined[_REFERENCE]) for name, precision in precisions.items()
+            _row(bench, name, precision, whole[name], whole[_REFERENCE]) for name, precision in precisions.items()
         ]
     counts = {text: len(ids) for text, ids in bench.texts.items()}
     counts["all texts"] = sum(counts.values())
@@ -153,21 +177,24 @@ def measure_texts(plan: QualityPlan, progress: Callable[[str], None]) -> list[Re
     ]
 
 
-def _joined(readings: Sequence[_Reading]) -> _Reading:
-    positions = [len(each.losses) + 1 for each in readings]
-    divergence = np.average([each.divergence for each in readings], weights=positions)
-    return _Reading(np.concatenate([each.losses for each in readings]), float(divergence))
+def joined(readings: Sequence[Reading]) -> Reading:
+    """Several texts in one format as one."""
+    losses, divergences = ([getattr(each, name) for each in readings] for name in ("losses", "divergences"))
+    return Reading(np.concatenate(losses), np.concatenate(divergences))
 
 
-def _row(bench: TextBench, name: str, precision: Precision, reading: _Reading, reference: _Reading) -> dict[str, Any]:
+def _row(bench: TextBench, name: str, precision: Precision, reading: Reading, reference: Reading) -> dict[str, Any]:
     bits, num_bytes = bench.size(precision)
+    change, divergence = Mean.of(reading.losses - reference.losses), Mean.of(reading.divergences)
     return {
         "format": name,
         "bits": bits,
         "bytes": num_bytes,
         "perplexity": float(np.exp(reading.losses.mean())),
-        "change": float(np.expm1((reading.losses - reference.losses).mean())),
-        "divergence": reading.divergence,
+        "change": math.expm1(change.value),
+        "change_error": math.exp(change.value) * change.error,
+        "divergence": max(0.0, divergence.value),  # 16 bits from themselves: a rounding
+        "divergence_error": divergence.error,
     }
 
 

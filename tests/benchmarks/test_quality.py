@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -22,7 +24,7 @@ from benchmarks.quality.plan import QualityPlan
 from benchmarks.quality.precision import Bench
 from benchmarks.quality.restore import COLD, DAMAGED, EVICTED, HOT, WARM, measure_restore
 from benchmarks.quality.table import ResultTable
-from benchmarks.quality.texts import measure_texts, read_formats
+from benchmarks.quality.texts import Mean, Reading, joined, measure_texts, read_formats
 from tests.conftest import ModelFolder
 
 SMALLEST = QualityPlan(scale=0.01, tokens=160)
@@ -149,8 +151,22 @@ def test_a_model_reads_texts_in_the_formats_that_are_asked_for(tmp_path: Path) -
         assert rows["16"]["change"] == rows["16"]["divergence"] == 0 < rows["k8v4"]["divergence"]
         assert rows["k8v4"]["divergence"] < rows["4"]["divergence"] == rows["auto"]["divergence"]
         assert [rows[name]["bits"] for name in ("16", "k8v4", "4")] == [16, 6.5, 4.5]
+        assert rows["16"]["change_error"] == 0 == pytest.approx(rows["16"]["divergence_error"], abs=1e-7)
+        assert 0 < rows["4"]["divergence_error"] < rows["4"]["divergence"] and rows["4"]["change_error"] > 0
     assert [line.split()[:3] for line in told[:2]] == [["one.txt", "--kv", "16"], ["one.txt", "--kv", "4"]]
     assert len(told) == 8
+
+
+def test_standard_errors_are_of_differences_token_by_token() -> None:
+    """Two texts that differ from 16 bits by the same at each token have no error, however much tokens differ."""
+    reference, steady = np.array([1.0, 5.0, 0.5, 3.0]), np.array([1.1, 5.1, 0.6, 3.1])
+    same = Mean.of(steady - reference)
+    assert same.value == pytest.approx(0.1) and same.error == pytest.approx(0, abs=1e-12)
+    chance = Mean.of(np.array([1.0, -1.0, 1.0, -1.0]))
+    assert chance.value == 0 and chance.error == pytest.approx((4 / 3) ** 0.5 / 2)
+    assert Mean.of(np.array([1.0])).error == math.inf
+    both = joined([Reading(reference, steady), Reading(steady, reference)])
+    assert both.losses.tolist() == [*reference, *steady] and both.divergences.tolist() == [*steady, *reference]
 
 
 def test_formats_that_there_are_not_are_named() -> None:

@@ -21,7 +21,8 @@ from agentcache.models.find_precision import find_precision as search
 from agentcache.models.hosting import Everywhere, Hosted, host
 from agentcache.models.loader import read_model, sample_ids
 from agentcache.models.precision import MAX_DIVERGENCE, Measured, PrecisionSearch
-from agentcache.models.precision_runs import in_float32, mean_divergence
+from agentcache.models.precision_runs import PrecisionRuns, in_float32, mean_divergence
+from agentcache.models.step import CurrentStep
 from benchmarks.quality.outliers import add_key_biases, add_outliers
 from tests.conftest import ModelFolder
 from tests.examples import examples
@@ -245,6 +246,39 @@ def test_an_interrupted_search_loses_nothing(tmp_path: Path) -> None:
         passes, found = passes + 1, one.precision
     assert found == whole.precision and kept == numbers
     assert passes == whole.measuring.done - 1
+
+
+def test_what_is_much_too_coarse_is_not_read_to_the_end(
+    model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first text says enough. What is near the limit is read whole; all ranks decide by the same number."""
+    model, model_type, config = load(model_folder("qwen2"))
+    survey = host(model, model_type, config, check=False).survey
+    texts = [list(range(5, 30)), list(range(30, 60))]
+    whole = PrecisionRuns(model, survey, texts, CurrentStep())
+    whole.compute_reference()
+    coarse = [FOUR] * len(survey.layers)
+    divergence = whole.divergence(coarse)
+    lengths: list[int] = []
+    run = PrecisionRuns._run
+
+    def counted(runs: PrecisionRuns, text: Sequence[int], layers: Sequence[LayerBits]) -> mx.array:
+        lengths.append(len(text))
+        return run(runs, text, layers)
+
+    monkeypatch.setattr(PrecisionRuns, "_run", counted)
+    assert whole.divergence(coarse, hopeless=divergence) == divergence and lengths == [25, 30]
+    assert whole.divergence(coarse, hopeless=divergence / 100) > divergence / 100 and lengths[2:] == [25]
+    assert whole.divergence(coarse, divergence / 100, lambda total: 0.0) == divergence and lengths[3:] == [25, 30]
+
+    def texts_read(limit: float) -> int:
+        search = PrecisionSearch(model, survey, texts, limit=limit)
+        search.advance()
+        lengths.clear()
+        search.advance()  # with all layers in 4 bits
+        return len(lengths)
+
+    assert texts_read(divergence / 100) == 1 and texts_read(divergence / 2) == 2
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
