@@ -57,6 +57,13 @@ def search(
         (THINKS, "", "ST<think>a</think>OP", None),
         (THINKS, "<think>", "</think>plan STOP</think>It is STOP", len("</think>plan STOP</think>It is ")),
         (THINKS, "<think>", "never closed STOP", None),
+        (
+            THINKS,
+            "<think>",
+            "STOP STOP </STOP </thSTOP</think>It is STOP.",
+            len("STOP STOP </STOP </thSTOP</think>It is "),
+        ),
+        (THINKS, "<think>", "STOP ST</think>OP<think>STOP</think>STOP", len("STOP ST</think>OP<think>STOP</think>")),
         (LLAMA, "", '{"name": "look", "parameters": {"at": "STOP"}}', None),
         (
             LLAMA,
@@ -125,16 +132,27 @@ def test_nothing_is_looked_for_in_skipped_text() -> None:
     assert found is not None and found.at == len("STOP <think>STOP STOP</think> ")
 
 
-def test_a_token_costs_little() -> None:
-    """Microseconds of a token in a thought, a call and text, of the search alone; a string that nearly occurs."""
-    reply = "<think>" + "a hm " * 4000 + "</think>" + "a so " * 4000
+THOUGHT = "<think>" + "a hm " * 4000 + "</think>"
+
+
+@pytest.mark.parametrize(
+    ("reply", "stop"),
+    [
+        (THOUGHT + "a so " * 4000, "a hx"),  # it nearly occurs
+        (THOUGHT, "a hm"),  # the thought completes it at every token
+        (THOUGHT.replace("hm", "<m"), "a <m"),
+        (THOUGHT.replace("a hm ", "a hm<"), "a hm"),  # and each ends as a marker may begin
+    ],
+)
+def test_a_token_costs_little(reply: str, stop: str) -> None:
+    """Microseconds of a token, of the search alone."""
     tokens = [reply[at : at + 5] for at in range(0, len(reply), 5)]
 
     def take() -> float:
-        looks = StopSearch(StopStrings(["a hx", "stop"]), THINKS.open())
+        looks = StopSearch(StopStrings([stop, "stop"]), THINKS.open())
         begin = time.thread_time()
         for token in tokens:
             looks.feed(token)
         return (time.thread_time() - begin) / len(tokens)
 
-    assert min(take() for _ in range(5)) < 6e-6
+    assert min(take() for _ in range(5)) < 3e-6

@@ -35,7 +35,7 @@ class HarmonyReader:
 
     def __init__(self, form: ReplyFormat, tools: Tools | None) -> None:
         self._codes = Codes((token.name, token.is_shown) for token in form.tokens)
-        codes = [self._codes.code(marker) for marker in HARMONY_MARKERS]
+        codes = self._markers = [self._codes.code(marker) for marker in HARMONY_MARKERS]
         self._start, self._channel, self._constrain, self._message, *self._ends = codes
         self._any = re.compile("|".join(map(re.escape, codes)))
         self._reads_calls = tools is not None
@@ -54,6 +54,10 @@ class HarmonyReader:
     @property
     def num_calls(self) -> int:
         return self._sink.num_calls
+
+    @property
+    def thought_ends(self) -> Sequence[str] | None:
+        return self._codes.uncoded(self._markers) if self._state is _State.THOUGHT else None
 
     def begin(self, prompt_end: str) -> None:
         opened = self._codes.code(prompt_end).rpartition(self._start)[2]

@@ -31,6 +31,10 @@ class Codes:
         """A marker, or a text with markers in it, as it stands in coded text."""
         return self._names.sub(lambda found: self._of[found[0]], marker) if self._of else marker
 
+    def uncoded(self, markers: Iterable[str]) -> list[str]:
+        """Those of coded markers that have no token in them: generated text spells them."""
+        return [marker for marker in markers if self.without(marker) == marker]
+
     def coded(self, text: str, placed: Sequence[Placed]) -> str:
         """Generated text as coded text.
 

@@ -28,10 +28,15 @@ class ReplyReader(Protocol):
 
     Attributes:
         num_calls: begun so far.
+        thought_ends: strings with which the thought at work ends, but for tokens that are markers; text that is not
+            read yet is the beginning of one. None where no thought is at work, or such a token may have begun its end.
     """
 
     @property
     def num_calls(self) -> int: ...
+
+    @property
+    def thought_ends(self) -> Sequence[str] | None: ...
 
     def begin(self, prompt_end: str) -> None:
         """Before the first text: the end of the prompt's marked text, in which a thought may have been opened."""
@@ -67,6 +72,7 @@ class PlainReader:
     """All of it is text."""
 
     num_calls = 0
+    thought_ends = None
 
     def begin(self, prompt_end: str) -> None:
         return None
@@ -148,6 +154,11 @@ class MarkedReader:
     @property
     def num_calls(self) -> int:
         return self._sink.num_calls
+
+    @property
+    def thought_ends(self) -> Sequence[str] | None:
+        is_clear = self._state is _State.THOUGHT and self._codes.uncoded([self._text])
+        return self._codes.uncoded(self._stops) if is_clear else None
 
     def begin(self, prompt_end: str) -> None:
         end = prompt_end.rstrip(SPACE)

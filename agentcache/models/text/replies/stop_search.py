@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
+from agentcache.models.text.marks import any_of
 from agentcache.models.text.replies.markers import Placed
 from agentcache.models.text.replies.reader import ReplyReader
 from agentcache.models.text.stop_strings import FoundStop, StopStrings
@@ -16,7 +18,8 @@ class StopSearch:
         reader: a fresh one of the reply, which has been told the prompt's end; None where all of the text counts.
 
     A string counts where all of it is said (`ReplyReader.take_zones`). The reader costs more than the automaton: it
-    reads on only when a string has been found anywhere, and then up to where it is known what that is a part of.
+    reads on only when a string has been found anywhere, and then up to where it is known what that is a part of. In a
+    thought nothing is looked for until it may end.
     """
 
     def __init__(self, stops: StopStrings, reader: ReplyReader | None) -> None:
@@ -32,6 +35,9 @@ class StopSearch:
         self._undecided = ""  # text behind these that the reader has read
         self._said = 0  # state over what is said, up to `_zoned`
         self._from = 0  # no string counts that begins in front
+        self._thought_end: re.Pattern[str] | None = None  # of the thought that is at work
+        self._longest_end = 0
+        self._tail = ""  # of the thought, in which its end may begin
 
     @property
     def num_held(self) -> int:
@@ -46,6 +52,7 @@ class StopSearch:
         self._unread.append(text)
         self._length += len(text)
         self._from = self._length
+        self._thought_end = None
 
     def feed(self, text: str, placed: Sequence[Placed] = (), *, is_last: bool = False) -> FoundStop | None:
         """Take more text. The stop string that ends it, and where that begins.
@@ -54,6 +61,10 @@ class StopSearch:
             placed: where in it which marker stands.
             is_last: whether nothing follows.
         """
+        if self._thought_end is not None:
+            if not placed and self._goes_on(self._thought_end, text):
+                return None
+            self._thought_end = None
         if placed:
             self._placed += [(self._length - self._read_length + at, name) for at, name in placed]
         if self._reader is not None:
@@ -80,7 +91,25 @@ class StopSearch:
             self._zoned += length
         self._undecided = undecided[at:]
         self._waits = bool(self._undecided)
+        self._begin_thought(reader)
         return found
+
+    def _begin_thought(self, reader: ReplyReader) -> None:
+        """Look for nothing more until the thought at work, if one is, may end."""
+        ends = reader.thought_ends
+        if ends is not None:
+            self._thought_end, self._longest_end = any_of(ends), max(map(len, ends), default=0)
+            self._state, self._waits, self._tail = 0, False, self._undecided
+
+    def _goes_on(self, end: re.Pattern[str], text: str) -> bool:
+        """Whether text that has no marker in it goes on with the thought; it is taken then."""
+        tail = self._tail + text
+        if end.search(tail) is not None:
+            return False
+        self._tail = tail[1 - self._longest_end :] if self._longest_end > 1 else ""
+        self._unread.append(text)
+        self._length += len(text)
+        return True
 
     def _look(self, piece: str, *, is_said: bool) -> FoundStop | None:
         """Look through the next zone. What has begun in front of it counts only if both are said."""
