@@ -7,7 +7,6 @@ message behind it. The answer is kept by how the prompt ends, so that most promp
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 from agentcache.blocks.prefix_match import len_common_prefix
 from agentcache.blocks.transcript import Encoding
 from agentcache.errors import InvalidRequest
+from agentcache.models.text.json_values import canonical_json
 from agentcache.models.text.messages import plain_messages
 from agentcache.models.text.replies.format import ReplyFormat
 from agentcache.models.text.template import REASONING_KEYS
@@ -77,8 +77,8 @@ class NextPrompts:
             tells_thoughts: whether the next prompt is told what the model thinks now.
         """
         leading, end = _split(messages)
-        variables = json.dumps(template_kwargs, sort_keys=True, default=str)
-        if not 0 < len(end) <= _MOST_MESSAGES or end[-1]["role"] == "assistant" or len(variables) > _MOST_CHARS:
+        variables = _name_of_variables(template_kwargs)
+        if not 0 < len(end) <= _MOST_MESSAGES or end[-1]["role"] == "assistant" or variables is None:
             return None
         key = tuple(str(message.get("role")) for message in end), bool(tools), variables, tells_thoughts
         known = self._endings.get(key, ())
@@ -98,6 +98,14 @@ class NextPrompts:
             self._endings[key] = (*known, ending)
             while len(self._endings) > _MOST_CHATS:
                 del self._endings[next(iter(self._endings))]
+
+
+def _name_of_variables(template_kwargs: Mapping[str, Any]) -> str | None:
+    try:
+        name = canonical_json(dict(template_kwargs))
+    except ValueError:  # plain values are asked for, and JSON cannot say all of them
+        return None
+    return name if len(name) <= _MOST_CHARS else None
 
 
 def _longest_at(prompt: str, endings: Sequence[_Ending]) -> _Ending | None:
