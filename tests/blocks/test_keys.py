@@ -47,6 +47,10 @@ def test_a_chain_key_covers_parent_tokens_and_producer(
     assert (chain_key(parent, tokens, producer) == chain_key(parent_2, tokens_2, producer_2)) is same
 
 
+def test_the_same_tokens_of_each_producer_have_an_address_of_their_own() -> None:
+    assert len({chain_key(ROOT, [1], producer) for producer in (BASE_PRODUCER, "a@0", "a@1", "b@0")}) == 4
+
+
 def test_splitting_tokens_elsewhere_is_another_address() -> None:
     assert chain_key(chain_key(ROOT, [1]), [2]) != chain_key(ROOT, [1, 2])
     assert chain_key(ROOT, [1]) == chain_key(ROOT, (1,), BASE_PRODUCER)

@@ -80,6 +80,15 @@ def test_low_slots_are_used_first() -> None:
     assert [pool.allocate() for _ in range(3)] == [0, 1, 2]
 
 
+def test_the_first_free_slot_before_another_is_taken() -> None:
+    pool = BlockPool(5)
+    for _ in range(5):
+        pool.allocate()
+    for slot in (4, 0, 2):
+        pool.release(slot)
+    assert [pool.allocate_before(3), pool.allocate_before(3), pool.allocate_before(3)] == [0, 2, None]
+
+
 def test_integrity_notices_a_wrong_free_list() -> None:
     pool = BlockPool(2)
     pool._free.append(0)

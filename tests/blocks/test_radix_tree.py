@@ -239,6 +239,25 @@ def test_removing_twice_does_no_harm() -> None:
     assert tree.node(second.chain) is second
 
 
+def test_a_prefix_that_ends_with_a_block_has_that_block() -> None:
+    tree = RadixTree()
+    first = tree.insert(tree.root("r"), [1] * BLOCK_SIZE)
+    second = tree.insert(first, [2] * BLOCK_SIZE)
+    tokens = [1] * BLOCK_SIZE + [2] * BLOCK_SIZE
+    for more in ([], [3]):
+        assert tree.match_prefix("r", pack(tokens + more), lambda _: True, lambda end: "base") == [first, second]
+
+
+def test_of_a_path_that_was_used_the_end_leaves_first() -> None:
+    tree = RadixTree()
+    first = tree.insert(tree.root("r"), [1] * BLOCK_SIZE)
+    second, other = tree.insert(first, [2]), tree.insert(tree.root("r"), [3])
+    for slot, node in enumerate((first, second, other)):
+        tree.set_block(node, 0, slot)
+    tree.touch([first, second])
+    assert list(tree.residents) == [other, second, first]
+
+
 def test_a_root_leaves_with_its_last_block() -> None:
     tree = RadixTree()
     tree.remove(tree.insert(tree.insert(tree.root("r"), [1] * BLOCK_SIZE), [2]))

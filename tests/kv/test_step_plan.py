@@ -37,6 +37,11 @@ def test_a_window_reads_its_last_blocks_only() -> None:
     assert step.blocks.ids.tolist() == [33, 34, 35, 36]
 
 
+def test_a_part_of_the_rows_reads_what_these_rows_read() -> None:
+    step = plan([9000, 100, 3000], window=512)
+    assert step.of_rows([2, 0]).rows == [step.rows[2], step.rows[0]]
+
+
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("num_tokens", [1, 5])
 def test_the_block_mask_is_the_padded_mask_cut_into_blocks(num_tokens: int, window: int | None) -> None:

@@ -128,3 +128,30 @@ def test_a_log_append_torn_at_any_byte_is_harmless(tmp_path: Path, data: st.Data
         assert store.usage.total == size_on_disk(cache_dir)
     with open_store(cache_dir) as store:
         assert store.load_agents() == [make_record("a", transcript.cut(25))]
+
+
+def test_a_failed_append_leaves_no_part_of_its_line(tmp_path: Path) -> None:
+    transcript, log, fail_at = make_transcript(60), agents_folder(tmp_path) / "a.1.log", list[str]()
+
+    def fault(step: str) -> None:
+        if step in fail_at:
+            raise OSError(errno.EIO, "Input/output error")
+
+    with open_store(tmp_path, fault=fault) as store:
+        store.save_agent(make_record("a", transcript.cut(40)))
+        before = log.stat().st_size
+        fail_at.append("log-appended")
+        with pytest.raises(StoreError):
+            store.save_agent(make_record("a", transcript))
+        assert log.stat().st_size == before
+
+
+def test_a_log_that_was_cut_off_is_written_anew(tmp_path: Path) -> None:
+    transcript = make_transcript(60)
+    with open_store(tmp_path) as store:
+        store.save_agent(make_record("a", transcript.cut(40)))
+        log = agents_folder(tmp_path) / "a.1.log"
+        os.truncate(log, log.stat().st_size // 2)
+        store.save_agent(make_record("a", transcript))
+    with open_store(tmp_path) as store:
+        assert store.load_agents() == [make_record("a", transcript)]

@@ -1,8 +1,8 @@
 """`python -m tests.planted list | check | run [NAME or WING ...]`: bugs of the kind that moving code makes.
 
 Each entry of the `*.toml` files beside this one is a bug: where it is, what it changes, and which tests are to catch
-it. `run` plants them one by one in a copy of the tree; of a wing, or without names, those that have no result yet. When code moves,
-its entries are moved along.
+it. `run` plants them one by one in a copy of the tree: those named, or those that have no result yet, of a wing or of
+all. When code moves, its entries are moved along.
 """
 
 from __future__ import annotations

@@ -22,6 +22,18 @@ RESULTS = FOLDER / "results.json"
 SECONDS = 60  # a test run that takes longer has hung, which counts as caught
 FOLDERS = ("agentcache", "benchmarks", "cli", "metal_kernels", "server", "tests", "training")
 FILES = ("pyproject.toml", "README.md")
+# A random test that fails is not made smaller, and tries the same examples in every run.
+PROFILE = """
+from hypothesis import Phase
+settings.register_profile(
+    "planted",
+    settings.get_profile("agentcache"),
+    phases=[Phase.explicit, Phase.generate],
+    derandomize=True,
+    database=None,
+)
+settings.load_profile("planted")
+"""
 
 
 @dataclass(frozen=True)
@@ -88,6 +100,8 @@ def copy_of_tree() -> Iterator[Path]:
             shutil.copy2(ROOT / name, root / name)
         if (ROOT / "docs").is_dir():
             shutil.copytree(ROOT / "docs", root / "docs")
+        with (root / "tests/conftest.py").open("a") as conftest:
+            conftest.write(PROFILE)
         yield root
 
 

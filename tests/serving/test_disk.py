@@ -381,3 +381,17 @@ def test_residuals_of_adapters_that_are_not_loaded_go_first(cache: str, tmp_path
         without = new.without_residual(CLOSED) if cache == CLOSED else old.without_blocks()
         assert (reduced.before, reduced.after) == (new if cache == CLOSED else old, without)
     assert verify_folder(tmp_path).missing_blocks == 0
+
+
+def test_a_turn_that_is_to_be_tried_again_keeps_what_it_holds(tmp_path: Path) -> None:
+    record = make_record("a", make_transcript(600))
+    with open_store(tmp_path) as store:
+        in_use = InUse()
+        disk = Disk(store, [], in_use, lambda cache: False)
+        in_use.hold_blocks(record.block_names)
+        first, *others = make_turn(record)
+        outcome = disk.commit(SavedTurn(record, record.block_names, others, record.block_names))
+        assert outcome.lost and all(map(in_use.has_block, record.block_names))
+        outcome = disk.commit(SavedTurn(record, record.block_names, [first], record.block_names))
+        assert outcome.error is None and not in_use.blocks()
+        assert store.load_agents() == [record]
