@@ -123,6 +123,18 @@ def test_part_of_a_tail_is_copied() -> None:
     assert len(start(cache, [1] * 290 + [2] * 10).copies) == 1
 
 
+def test_a_tail_that_cannot_be_copied_keeps_no_reader() -> None:
+    cache = PrefixCache([FULL], Ledger(2))
+    cache.close(run(cache, [1] * 300))
+    reader = start(cache, [1] * 300)
+    with pytest.raises(OutOfBlocks):
+        start(cache, [1] * 290 + [2] * 10)
+    cache.check_integrity()
+    cache.abandon(reader)
+    cache.check_integrity()
+    assert cache.count_blocks().live == 0
+
+
 @pytest.mark.parametrize(("shared", "used"), [(MIN_TAIL_TOKENS - 1, 0), (MIN_TAIL_TOKENS, MIN_TAIL_TOKENS)])
 def test_a_few_shared_tokens_are_not_worth_a_copy(shared: int, used: int) -> None:
     cache = PrefixCache([FULL], Ledger(20))
@@ -158,6 +170,17 @@ def test_only_the_end_of_a_prefix_is_needed_behind_a_window() -> None:
     cache.close(sequence)
     assert start(cache, [1] * 2000).num_tokens == 2000
     assert start(cache, [1] * 1000).num_tokens == 0
+
+
+def test_a_window_stays_for_a_reader_that_is_further_back() -> None:
+    cache, tokens = PrefixCache([WINDOW], Ledger(20)), [1] * 1500
+    sequence = start(cache, tokens)
+    cache.reserve(sequence, len(tokens))
+    cache.advance(sequence, tokens)
+    cache.leave_window(sequence, 900)
+    assert sequence.tables[0].first_block == WINDOW.first_block_needed(900) < WINDOW.first_block_needed(1500)
+    cache.leave_window(sequence)
+    assert sequence.tables[0].first_block == WINDOW.first_block_needed(1500)
 
 
 def test_blocks_lost_from_the_window_shorten_a_prefix() -> None:

@@ -84,6 +84,18 @@ def matched(cache: PrefixCache, token_ids: list[int], producer: Producer | None 
     return cache.match_prefix(ROOT, token_ids, len(token_ids), producer).num_tokens
 
 
+def test_of_two_snapshots_of_one_position_one_slot_is_free_again() -> None:
+    cache, tokens = make_cache(), list(range(300))
+    sequence = start(cache, tokens)
+    grow(cache, sequence, tokens, 256)
+    assert cache.snapshots is not None
+    [node], held = snapshots_of(cache), cache.snapshots.num_slots
+    first = node.state
+    cache.snapshots.list_in(node, cache.snapshots.allocate())
+    assert (node.state, cache.snapshots.num_slots) == (first, held)
+    cache.check_integrity()
+
+
 def test_a_prompt_goes_on_from_the_last_position_that_has_a_snapshot() -> None:
     cache, tokens = make_cache(), list(range(1000))
     sequence = start(cache, tokens)
