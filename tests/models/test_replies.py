@@ -396,3 +396,30 @@ def test_zones_are_what_is_said(name: str, folder: Path) -> None:
         ends = accumulate(length for length, _ in zones)
         said = "".join(text[end - length : end] for end, (length, is_said) in zip(ends, zones, strict=True) if is_said)
         assert said.split() == "".join(block.text for block in blocks if isinstance(block, Text)).split()
+
+
+@pytest.mark.parametrize("size", [1, 100])
+def test_white_space_on_both_sides_of_a_thought_is_in_no_text(size: int) -> None:
+    form, reply = ReplyFormat("json_tools", (("<think>", "</think>"),)), "So.\n<think>a</think>\nYes"
+    reader = open_reader(form, Tools(TOOLS), thoughts=True)
+    reader.begin("")
+    events = [event for at in range(0, len(reply), size) for event in reader.add(reply[at : at + size])]
+    assert blocks_of([*events, *reader.finish(cut_off=False)]) == [Text("So."), Reasoning("a"), Text("Yes")]
+
+
+def test_text_behind_a_call_is_shown_at_once() -> None:
+    """No marker makes a thought of it any more."""
+    reader = open_reader(ReplyFormat("json_tools", (("<think>", "</think>"),)), Tools(TOOLS), thoughts=True)
+    reader.begin("<think>")
+    for piece in ("a</think>", '<tool_call>{"name": "look", "arguments": {"at": "x"}}</tool_call>'):
+        reader.add(piece)
+    assert reader.num_calls == 1
+    assert reader.add("Done so far") == [TextDelta("Done so far")]
+
+
+def test_a_second_thought_that_is_not_closed_is_no_answer() -> None:
+    form = ReplyFormat("json_tools", (("<think>", "</think>"),), thinks_first=True)
+    reader = open_reader(form, Tools(TOOLS), thoughts=True)
+    reader.begin("")
+    events = [*reader.add("a</think>Yes" + " so" * 400), *reader.add("<think>b"), *reader.finish(cut_off=False)]
+    assert blocks_of(events) == [Reasoning("a"), Text("Yes" + " so" * 400), Reasoning("b")]

@@ -55,6 +55,7 @@ def search(
         (THINKS, "", "<tool_call>no STOP", len("<tool_call>no ")),
         (THINKS, "<think>", "ST</think>OP", None),
         (THINKS, "", "ST<think>a</think>OP", None),
+        (THINKS, "", "ST<think>STOP</think>OP", None),
         (THINKS, "<think>", "</think>plan STOP</think>It is STOP", len("</think>plan STOP</think>It is ")),
         (THINKS, "<think>", "never closed STOP", None),
         (
