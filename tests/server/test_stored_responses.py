@@ -67,8 +67,10 @@ def test_which_agent_keeps_a_response() -> None:
     respond(engine, {"previous_response_id": first["id"]})
     respond(engine, {"previous_response_id": first["id"]}, headers={"X-Session-ID": "bob"})
     respond(engine, {"input": [{"type": "item_reference", "id": first["output"][0]["id"]}], "store": False})
-    respond(engine, config=Config(default_agent={"*": "notes"}))
-    assert [each.agent for each in engine.requests] == [None, "alice", "alice", "bob", "alice", "notes"]
+    notes = Config(default_agent={"*": "notes"})
+    respond(engine, config=notes)
+    respond(engine, {"previous_response_id": first["id"]}, config=notes)
+    assert [each.agent for each in engine.requests] == [None, "alice", "alice", "bob", "alice", "notes", "alice"]
 
 
 def test_a_response_by_its_id() -> None:

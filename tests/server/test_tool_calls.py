@@ -8,6 +8,7 @@ import pytest
 
 from agentcache.models.text.replies.format import ReplyFormat
 from agentcache.report import FinishReason, Update
+from agentcache.server.anthropic_reply import signature
 from agentcache.server.replies import read_reading
 from agentcache.server.validate import Reader
 from tests.models.test_call_ids import is_short
@@ -150,3 +151,27 @@ def calls_in(text: str, path: str, streamed: bool) -> list[dict[str, Any]]:
             for call in choice["delta"].get("tool_calls", []):
                 pieces[call["index"]] = pieces.get(call["index"], "") + call["function"]["arguments"]
     return [json.loads(piece) for piece in pieces.values()]
+
+
+def saying(text: str, reason: FinishReason) -> FakeEngine:
+    updates = [Update(prompt_token_ids=(1,)), Update(text, (2,)), Update(finish_reason=reason, report=REPORT)]
+    return FakeEngine(script=lambda request: updates, model=replace(MODEL, reply_format=THINKS))
+
+
+def test_an_answer_that_was_cut_off_behind_a_call_says_so() -> None:
+    def engine() -> FakeEngine:
+        return saying(f"{CALL} And so", FinishReason.LENGTH)
+
+    assert messages(engine()).json()["stop_reason"] == "max_tokens"
+    assert stream(messages(engine(), stream=True))[-2]["delta"]["stop_reason"] == "max_tokens"
+    assert chat(engine(), {"tools": [LOOK]}).json()["choices"][0]["finish_reason"] == "length"
+
+
+def test_each_thought_of_a_stream_has_its_own_signature() -> None:
+    engine = saying(f"<think>one</think>{CALL}<think>two</think>End", FinishReason.STOP)
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    seen = stream(messages(engine, stream=True, thinking=thinking))
+    deltas = [event["delta"] for event in seen if event["type"] == "content_block_delta"]
+    assert "".join(delta.get("thinking", "") for delta in deltas) == "onetwo"
+    signed = [delta["signature"] for delta in deltas if delta["type"] == "signature_delta"]
+    assert signed == [signature("one"), signature("two")]
