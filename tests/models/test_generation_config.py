@@ -24,6 +24,13 @@ def write(folder: Path, config: Any = None, generation: Any = None) -> Path:
     return folder
 
 
+def change(folder: Path, file: str = "tokenizer_config.json", **values: Any) -> None:
+    """Set entries of a file of JSON; None takes one out."""
+    content = (folder / file).read_text()
+    changed = (json.loads(content) if content else {}) | values
+    (folder / file).write_text(json.dumps({name: value for name, value in changed.items() if value is not None}))
+
+
 class TestEndTokens:
     def test_all_files_are_joined(self, tmp_path: Path) -> None:
         folder = write(
@@ -91,6 +98,19 @@ class TestTokenizerClasses:
         assert loaded.encode("hello world").ids == plain.encode("hello world").ids
         assert (loaded.eos_ids, loaded.control_ids) == (plain.eos_ids, plain.control_ids)
 
+    @pytest.mark.parametrize("name", ["T5Tokenizer", 5])
+    def test_a_class_of_another_kind(self, tmp_path: Path, name: Any) -> None:
+        byte_bpe(tmp_path)
+        ids = Tokenizer.load(tmp_path).encode("hello world").ids
+        change(tmp_path, tokenizer_class=name)
+        assert Tokenizer.load(tmp_path).encode("hello world").ids == ids
+
+    def test_an_empty_tokenizer_config(self, tmp_path: Path) -> None:
+        byte_bpe(tmp_path)
+        ids = Tokenizer.load(tmp_path).encode("hello world").ids
+        (tmp_path / "tokenizer_config.json").write_text("")
+        assert Tokenizer.load(tmp_path).encode("hello world").ids == ids
+
     def test_control_tokens_that_are_not_flagged(self, tmp_path: Path) -> None:
         byte_bpe(tmp_path)
         file = tmp_path / "tokenizer.json"
@@ -103,6 +123,43 @@ class TestTokenizerClasses:
         tokenizer = Tokenizer.load(tmp_path)
         assert tokenizer.control_ids & {first, first + 1, first + 2} == {first, first + 1}
         assert first not in tokenizer.encode(tokenizer.mark("I am <｜User｜>")).ids
+
+
+PIPES = "{% for m in messages %}|{{ m.content }}{% endfor %}"
+NAMED_PIPES = [{"name": "tool_use", "template": PIPES}]
+
+
+class TestTemplates:
+    @pytest.mark.parametrize(
+        ("file", "template"),
+        [
+            ("chat_template.jinja", PIPES),
+            ("chat_template.json", PIPES),
+            ("chat_template.json", NAMED_PIPES),
+            ("processor_config.json", PIPES),
+            ("tokenizer_config.json", NAMED_PIPES),
+            ("additional_chat_templates/tool_use.jinja", PIPES),
+        ],
+    )
+    def test_wherever_it_stands(self, tmp_path: Path, file: str, template: Any) -> None:
+        byte_bpe(tmp_path)
+        change(tmp_path, chat_template=None)
+        place = tmp_path / file
+        place.parent.mkdir(exist_ok=True)
+        if place.suffix == ".json":
+            place.touch()
+            change(tmp_path, file, chat_template=template)
+        else:
+            place.write_text(template)
+        tokenizer = Tokenizer.load(tmp_path)
+        assert tokenizer.has_template_file
+        assert tokenizer.render_chat([{"role": "user", "content": "hello"}]) == "|hello"
+
+    def test_without_one_chats_are_lines(self, tmp_path: Path) -> None:
+        byte_bpe(tmp_path)
+        change(tmp_path, chat_template=None)
+        (tmp_path / "chat_template.json").write_text("[]")
+        assert not Tokenizer.load(tmp_path).has_template_file
 
 
 @pytest.mark.parametrize(

@@ -23,14 +23,14 @@ log = logging.getLogger("agentcache.models")
 
 def end_tokens(folder: Path) -> frozenset[int]:
     """Every token id that config.json (also its text part) or generation_config.json names as `eos_token_id`."""
-    config = _read(folder / _MODEL_FILE)
-    holders = (config, config.get("text_config"), _read(folder / _FILE))
+    config = read_object(folder / _MODEL_FILE)
+    holders = (config, config.get("text_config"), read_object(folder / _FILE))
     return frozenset(token for holder in holders if isinstance(holder, Mapping) for token in _ids(holder))
 
 
 def sampling_defaults(folder: Path) -> SamplingDefaults:
     """The sampling values of generation_config.json. A value that cannot be used is left out, with a log line."""
-    found = _read(folder / _FILE)
+    found = read_object(folder / _FILE)
     values: dict[str, Any] = {}
     for name in SamplingDefaults.NAMES:
         if (value := found.get(name)) is not None:
@@ -45,7 +45,7 @@ def sampling_defaults(folder: Path) -> SamplingDefaults:
     return SamplingDefaults(**values)
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
     """A JSON object; empty where the file is missing or holds none."""
     try:
         if file.stat().st_size > _MAX_BYTES:

@@ -20,7 +20,7 @@ from agentcache.errors import ContextLengthExceeded, InvalidRequest, Unsupported
 from agentcache.models.text.chat import ChatRenderer, RenderedChat
 from agentcache.models.text.detokenizer import Detokenizer, DummySpace, TokenBytes
 from agentcache.models.text.encoder import MarkedEncoder
-from agentcache.models.text.generation_config import end_tokens
+from agentcache.models.text.generation_config import end_tokens, read_object
 from agentcache.models.text.grammars.compiler import Grammars, Vocabulary
 from agentcache.models.text.longest_token import longest_token
 from agentcache.models.text.marks import MarkedEnds, Marks, any_of
@@ -30,6 +30,7 @@ from agentcache.models.text.replies.find_format import find_format
 from agentcache.models.text.replies.format import HARMONY, HARMONY_ENDS, MarkerToken, ReplyFormat
 from agentcache.models.text.replies.written import WrittenReply
 from agentcache.models.text.template import MAX_BYTES, ChatTemplate, RenderedTooLong, check_kwargs, is_rendered_here
+from agentcache.models.text.template_files import complete_template
 from agentcache.models.text.thinking import ThinkingVariables, find_variables
 from agentcache.models.text.work_limit import UNLIMITED, WorkLimit
 from agentcache.models.text.write_replies import write_replies
@@ -130,10 +131,11 @@ class Tokenizer:
         path = Path(path)
         try:
             wrapper = load_tokenizer(path, {"trust_remote_code": False})
-        except (ValueError, OSError, ImportError, LookupError) as error:
+        except (ValueError, OSError, ImportError, LookupError, TypeError, AttributeError) as error:
             if not (path / "tokenizer.json").is_file():
                 raise UnsupportedModel(f"The tokenizer in {path} cannot be loaded: {error}") from error
             wrapper = _load_without_class(path, error)
+        complete_template(wrapper, path)
         return cls(wrapper, end_tokens(path))
 
     def start(self) -> None:
@@ -428,12 +430,12 @@ def _load_without_class(path: Path, error: Exception) -> TokenizerWrapper:
                 (folder / file.name).symlink_to(file.resolve())
         config = folder / "tokenizer_config.json"
         try:
-            names = json.loads(config.read_bytes()) if config.exists() else {}
+            names = read_object(config)
             config.unlink(missing_ok=True)
             names = {key: value for key, value in names.items() if key != "auto_map"} | {"tokenizer_class": _FAST_CLASS}
             config.write_text(json.dumps(names), encoding="utf-8")
             return load_tokenizer(folder, {"trust_remote_code": False})
-        except (ValueError, OSError, ImportError, LookupError, TypeError):
+        except (ValueError, OSError, ImportError, LookupError, TypeError, AttributeError):
             raise UnsupportedModel(f"The tokenizer in {path} cannot be loaded: {error}") from error
 
 

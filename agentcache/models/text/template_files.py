@@ -1,0 +1,37 @@
+"""Chat templates of a model folder that transformers does not find, or does not choose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from agentcache.models.text.generation_config import read_object
+
+# Where processors of models that see keep the template of their chats.
+_FILES = ("chat_template.json", "processor_config.json")
+_DEFAULT = "default"
+
+
+def complete_template(wrapper: TokenizerWrapper, folder: Path) -> None:
+    """Give the tokenizer a template for every chat, if its folder has any."""
+    inner = wrapper._tokenizer
+    template = inner.chat_template
+    if not wrapper.has_chat_template:
+        template = next(filter(None, (_named(read_object(folder / name)) for name in _FILES)), None)
+    if isinstance(template, Mapping) and template and _DEFAULT not in template:
+        template = {_DEFAULT: next(iter(template.values())), **template}
+    if template:
+        inner.chat_template = template
+        wrapper.has_chat_template = True
+
+
+def _named(holder: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """The template of a file: a text, or several with names."""
+    given = holder.get("chat_template")
+    if isinstance(given, list):
+        named = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
+        given = {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
+    return given if isinstance(given, str | dict) else None
