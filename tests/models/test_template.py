@@ -51,7 +51,7 @@ class TestAsTransformersDoes:
         tokenizer = made(tmp_path, templates)
         assert tokenizer.render_chat(user("x")) == "plain"
         assert tokenizer.render_chat(user("x"), TOOLS) == "tools"
-        assert refusal(made(tmp_path, [{"name": "other", "template": "x"}])).param == "messages"
+        assert made(tmp_path, [{"name": "other", "template": "x"}]).render_chat(user("x")) == "x"
 
     def test_what_a_sandbox_forbids(self, tmp_path: Path) -> None:
         for index, template in enumerate(["{{ ''.__class__.__mro__ }}", "{{ namespace(_x=1) }}"]):

@@ -20,7 +20,7 @@ from agentcache.errors import ContextLengthExceeded, InvalidRequest, Unsupported
 from agentcache.models.text.chat import ChatRenderer, RenderedChat
 from agentcache.models.text.detokenizer import Detokenizer, DummySpace, TokenBytes
 from agentcache.models.text.encoder import MarkedEncoder
-from agentcache.models.text.generation_config import end_tokens, read_object
+from agentcache.models.text.generation_config import end_tokens
 from agentcache.models.text.grammars.compiler import Grammars, Vocabulary
 from agentcache.models.text.longest_token import longest_token
 from agentcache.models.text.marks import MarkedEnds, Marks, any_of
@@ -430,7 +430,8 @@ def _load_without_class(path: Path, error: Exception) -> TokenizerWrapper:
                 (folder / file.name).symlink_to(file.resolve())
         config = folder / "tokenizer_config.json"
         try:
-            names = read_object(config)
+            # An empty file says nothing. One that is cut off is refused: its chat template would be missing.
+            names = json.loads(config.read_bytes().strip() or b"{}") if config.exists() else {}
             config.unlink(missing_ok=True)
             names = {key: value for key, value in names.items() if key != "auto_map"} | {"tokenizer_class": _FAST_CLASS}
             config.write_text(json.dumps(names), encoding="utf-8")
