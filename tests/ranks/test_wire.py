@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import numpy as np
 
 from agentcache.ranks.wire import Wire
 
@@ -26,3 +27,25 @@ def test_what_was_very_long_once_does_not_make_the_next_ones_long() -> None:
     sent_by(wire, bytes(1 << 22))
     messages, sent = sent_by(wire, b"a step")
     assert messages == 1 and sent < 1 << 18
+
+
+class Among(Wire):
+    """One of two ranks, of which the other says `theirs`."""
+
+    theirs = b""
+
+    def _gather(self, own: bytes, num_words: int) -> np.ndarray:
+        self.messages += 1
+        rows = np.zeros((2, num_words), np.int32)
+        for row, said in zip(rows, (own, self.theirs), strict=True):
+            row[0] = len(said)
+            row[1:].view(np.uint8)[: len(said)] = np.frombuffer(said, np.uint8)[: row[1:].nbytes]
+        return rows
+
+
+def test_room_is_for_the_longest_of_all_ranks() -> None:
+    wire = Among(mx.distributed.init())
+    wire.theirs = bytes(5000)
+    for messages in (2, 3):
+        assert wire.exchange(b"short") == [b"short", wire.theirs]
+        assert wire.messages == messages

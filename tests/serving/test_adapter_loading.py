@@ -277,3 +277,6 @@ def test_values_that_no_block_could_hold_do_not_matter(base: Path, tmp_path: Pat
     nothing = {name: type(pair)(pair.a, np.zeros_like(pair.b)) for name, pair in pairs.items()}
     with open_adapters(base, tmp_path / "cache", {"none": write_mlx_lm(tmp_path / "none", nothing)}) as llm:
         check_equal(ask(llm, PROMPT, "none"), ask(llm, PROMPT))
+        llm.unload_adapter("none")
+        [weights] = [use for use in llm.stats().ram_accounts if use.kind == "adapters"]
+        assert weights.capacity_bytes == weights.used_bytes == 0, "the cache has the memory again"

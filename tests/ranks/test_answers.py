@@ -1,0 +1,56 @@
+"""What is asked of other ranks, and what they keep, ends with its answer."""
+
+from __future__ import annotations
+
+import gc
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from agentcache.ranks.arena_commands import Forget
+from agentcache.ranks.file_commands import TakeStock
+from agentcache.ranks.follower import Answers
+from agentcache.ranks.leader import Leader
+from agentcache.ranks.messages import write_answers
+from agentcache.ranks.tickets import Tickets
+
+
+def test_a_message_waits_for_answers_that_are_due_only() -> None:
+    answers = Answers()
+    answers.expect()
+    answers.give(1, b"yes")
+    assert answers.take(5.0) == {1: b"yes"}
+    began = time.monotonic()
+    assert answers.take(5.0) == {}
+    assert time.monotonic() - began < 2.0
+
+
+def test_no_message_goes_out_of_turn_behind_the_last_answer() -> None:
+    posted: list[Any] = []
+    heard = [write_answers({}), write_answers({1: b"keys"})]
+    wire: Any = SimpleNamespace(size=2, exchange=lambda message: [b"", heard.pop(0)])
+    leader = Leader(wire, posted.append, lambda lost: None, 1e6)
+    try:
+        asked = leader.ask(TakeStock)
+        posted.pop()()
+        assert not asked.done() and len(posted) == 1
+        posted.pop()()
+        assert asked.result(0) == [b"keys"] and posted == []
+    finally:
+        leader._ended.set()
+
+
+def test_an_array_that_is_gone_leaves_its_ticket_to_no_other() -> None:
+    told: list[Any] = []
+    leader: Any = SimpleNamespace(tell=told.append)
+    tickets = Tickets(leader)
+    data = np.zeros(1 << 12, np.uint8)
+    tickets.bind(data, tickets.new())
+    assert tickets.of(data) == 1
+    del data
+    gc.collect()
+    assert told == [Forget([1])]
+    others = [np.zeros(1 << 12, np.uint8) for _ in range(100)]
+    assert tickets._by_id == {} and not any(map(tickets.of, others))
