@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
-from agentcache.models.divergence import Divergence
+from agentcache.models.divergence import Divergence, StepMeasures
 from agentcache.models.loader import LoadedModel
 from tests.models.residual_driver import Overlay, ResidualDriver
 from tests.models.residual_oracle import adapter, small_model
@@ -135,3 +139,13 @@ def known_energies(driver: ResidualDriver, row: Overlay) -> int:
     return sum(
         energies.sums(row.base.tables[group], len(IDS))[1] for group, energies in enumerate(driver.runner._energies)
     )
+
+
+def test_all_cache_groups_count() -> None:
+    unknown: Any = SimpleNamespace(tokens=SimpleNamespace(array=mx.full((1, 256, 2), math.nan)))
+    measures = StepMeasures([unknown, unknown])
+    for group, numbers in enumerate(([5.0, 7.0, 1.0, 6.0, 8.0, 2.0], [50.0, 70.0, 10.0, 60.0, 80.0, 20.0])):
+        measures._own[group] = [mx.array([[numbers]])]
+        measures._places[group] = mx.array([0]), mx.array([0])
+    found = measures.finish([None, None])
+    assert found is not None and found.tolist() == [[[44.0, 77.0, 44.0, 88.0]]]

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from agentcache.blocks.pool import BlockTable
 from agentcache.errors import BrokenInvariant
+from agentcache.kv.step_plan import Reads
 from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
 from agentcache.models.loader import LoadedModel
+from agentcache.models.residual_rows import ResidualRow, ResidualRows
 from agentcache.models.step import StepInputs, StepOutputs
 from tests.device_marks import same_steps
 from tests.models.driver import Driver, Row
@@ -272,3 +276,39 @@ def test_a_step_without_residual_rows_does_nothing_for_them(tmp_path: Path, monk
     overlay = driver.overlay(driver.row(), weights[0])
     driver.read(overlay, IDS[:40])
     assert operations(driver, [overlay, overlay.base], tmp_path, monkeypatch) > 1.2 * wanted, "it counts"
+
+
+def rows_alone(rows: list[ResidualRow], batch_size: int = 3) -> ResidualRows:
+    forms: Any = None  # nothing of a model is asked for
+    return ResidualRows(rows, forms, batch_size, num_tokens=1)
+
+
+def row_alone(place: int, table: BlockTable, length: int, arenas: Any = None, *, is_read: bool = True) -> ResidualRow:
+    weights: Any = None
+    return ResidualRow(place, weights, arenas, [table], length, is_read=is_read)
+
+
+def test_rows_come_back_to_their_places() -> None:
+    reads = Reads([BlockTable([slot]) for slot in range(3)], [5, 6, 7], 1, None)
+    plain, plain_reads, order = rows_alone([])._plan(0, (0,), reads)
+    assert plain_reads is not None and plain.tolist() == [1, 2] and plain_reads.rows == reads.rows[1:]
+    computed = ["row 1", "row 2", "row 0"]  # plain rows first
+    assert [computed[index] for index in order.tolist()] == ["row 0", "row 1", "row 2"]
+
+
+def test_residuals_of_a_window_are_those_of_the_same_tokens() -> None:
+    base, residuals = BlockTable([0, 1, 2, 3]), BlockTable([7, 8], first_block=2)
+    reads = Reads([base], [900], 1, 300)
+    ids, _ = rows_alone([row_alone(0, residuals, 900)], 1)._residual_ids(0, 0, reads)
+    assert reads.rows[0].base == 512 and list(ids) == [7, 8]
+
+
+def test_a_reader_is_measured_where_its_own_residuals_lie() -> None:
+    written: list[int] = []
+    tokens = SimpleNamespace(assign=lambda index, new: written.append(index[0]))
+    arenas = SimpleNamespace(measures=SimpleNamespace(tokens=tokens), measured=0)
+    writer, reader = (
+        row_alone(place, BlockTable([slot]), 9, arenas, is_read=place > 0) for place, slot in ((0, 3), (1, 5))
+    )
+    rows_alone([writer, reader], 2).keep_measures(mx.zeros((1, 1, 4)))
+    assert written == [5]
