@@ -195,3 +195,11 @@ def test_what_cannot_be() -> None:
     account.claim(1)
     with pytest.raises(BrokenInvariant, match="still has 1 bytes"):
         ledger.close(account)
+
+
+def test_a_closed_account_leaves_its_floor_to_the_others() -> None:
+    ledger = Ledger(BUDGET)
+    other, closed = ledger.open("base.full"), ledger.open("base.window", floor=40)
+    assert other.room == BUDGET - 40
+    ledger.close(closed)
+    assert other.room == ledger.room == BUDGET

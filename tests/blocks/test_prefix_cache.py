@@ -349,3 +349,11 @@ def test_integrity_notices_what_is_wrong() -> None:
     cache.slots.pools[0].retain(sequence.tables[0].block_ids[0])
     with pytest.raises(BrokenInvariant, match="reference counts"):
         cache.check_integrity()
+
+
+def test_a_group_keeps_its_least_blocks_whoever_asks() -> None:
+    cache = PrefixCache([FULL, WINDOW], Ledger(40))
+    assert cache.allocator.grow_to(1, 20)
+    cache.allocator.grow_to(0, 1000)
+    assert cache.slots.pools[1].capacity == min_blocks(WINDOW)
+    cache.check_integrity()

@@ -119,6 +119,15 @@ def test_blocks_go_where_their_pools_have_moved_them() -> None:
     assert arenas.tensor("residual.layers.1.key_a.@")[1].capacity == 2
 
 
+def test_measures_of_a_family_do_not_go_with_its_files() -> None:
+    """They are of whoever reads its residuals."""
+    arenas, _ = make(measures=True)
+    arenas.put_extras(0, 1, 256, {"divergence": np.full(4, 256, np.float32)})
+    assert arenas.block_extras(0, 1, 256)
+    arenas.is_family = True
+    assert arenas.block_extras(0, 1, 256) == {}
+
+
 def test_numbers_that_float16_cannot_hold_saturate() -> None:
     arenas, _ = make()
     x = mx.array([1.0, -1e6, float("nan"), float("inf"), 65504.0])

@@ -135,3 +135,13 @@ def test_what_auto_stands_for() -> None:
     assert settle_policy(Policy.AUTO, decoder) is settle_policy(Policy.PREFILL_SHARE, decoder) is Policy.PREFILL_SHARE
     with pytest.raises(InvalidRequest, match="whole model"):
         settle_policy(Policy.EXACT, decoder)
+
+
+def test_what_was_used_last_leaves_last() -> None:
+    table = AdapterTable(BUDGET)
+    for digest in ("d1", "d2"):
+        table.set_resident(digest, SIZES[digest])
+    served = make_served("x", "d1")
+    table.claim(served)
+    table.release(served)
+    assert table.victims(50) == ["d2"]

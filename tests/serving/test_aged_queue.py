@@ -46,3 +46,13 @@ def test_later_items_that_go_first_cost_less_than_twice_the_item_that_waits(arri
             take()
     while overtaken:
         take()
+
+
+def test_an_item_is_next_when_later_ones_have_cost_as_much() -> None:
+    queue = AgedQueue[str]()
+    queue.push("large", 3)
+    for item in "abc":
+        queue.push(item, 1)
+        assert queue.take(lambda item: True) == item
+    queue.push("d", 1)
+    assert queue.take(lambda item: True) == "large"

@@ -200,3 +200,9 @@ def test_victims_are_background_then_young_and_come_back_to_their_place() -> Non
     assert scheduler.victim() is None, "the oldest gets done"
     assert scheduler.next_to_admit() is warm
     assert scheduler.preemptions == 2
+
+
+def test_who_is_admitted_has_been_passed_over_by_nobody() -> None:
+    waiting = make_generation(10)
+    waiting.passed_over = 99
+    assert admit(make_scheduler(), waiting).passed_over == 0
