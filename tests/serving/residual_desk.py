@@ -215,6 +215,11 @@ class Desk:
                     data = cache.arenas.snapshot(group, slot, node.num_tokens)
                     assert np.array_equal(data, expected(cache.spec, node.chain, group, node.num_tokens)), cache.name
 
+    def check_nothing_is_held(self) -> None:
+        """Turns that are over hold no lineage and no block, and nothing is on its way to the disk."""
+        assert (self.in_use.lineages(), self.in_use.blocks()) == ([], set())
+        assert not any(node.pending for cache in self.caches for node in cache.prefix.tree.walk())
+
 
 @contextmanager
 def desk(folder: Path, adapters: Sequence[str] = (MATH,), **settings: Any) -> Iterator[Desk]:
@@ -224,6 +229,7 @@ def desk(folder: Path, adapters: Sequence[str] = (MATH,), **settings: Any) -> It
         yield made
         made.settle()
         made.check()
+        made.check_nothing_is_held()
     finally:
         made.close()
 

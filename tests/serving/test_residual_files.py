@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentcache.agents.block_files import BlockFiles
+from agentcache.agents.commit import is_wanted
 from agentcache.agents.index import lay_out
 from agentcache.agents.residuals import ResidualTurn
 from agentcache.agents.saved import Saved
@@ -378,3 +379,42 @@ def test_a_missing_base_file_is_a_partial_hit(ram_path: Path) -> None:
         assert [made.cached(cache, IDS) for cache in (BASE_CACHE, MATH)] == [256, 600]
         assert made.turn("alice", LONGER).error is None
         check_all_there(made, LONGER)
+
+
+def test_a_turn_that_cannot_be_queued_has_not_happened(ram_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with desk(ram_path) as made:
+        made.turn("alice", IDS)
+        before = made.record("alice")
+
+        def fail(targets: object) -> None:
+            raise RuntimeError("no memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(made.persistence.jobs, "copy_out", fail)
+            for agent, ids in (("alice", make_ids(50, seed=8)), ("bob", make_ids(40, seed=9))):
+                with pytest.raises(RuntimeError, match="no memory"):
+                    made.turn(agent, ids)
+                made.in_use.let_lineage_go(agent)  # as the turn's own end does
+        assert made.record("alice") == before and made.agents.known("bob") == ()
+
+
+def test_blocks_that_are_being_written_are_not_written_again(ram_path: Path) -> None:
+    with desk(ram_path) as made:
+        made.turn("alice", IDS, None)
+        node = next(node for node in made.caches.base.prefix.tree.walk() if node.is_full)
+        assert not is_wanted(node, 0)
+        node.stored.discard(0)
+        node.pending.add(0)
+        assert not is_wanted(node, 0)
+        node.pending.discard(0)
+        assert is_wanted(node, 0)
+        node.stored.add(0)
+
+
+def test_early_residuals_are_held_by_their_own_names(ram_path: Path) -> None:
+    with desk(ram_path) as made:
+        _, early = made._compute(made.caches.get(MATH), IDS)
+        names = {name for block in early for name in block.named_in(MATH).names}
+        assert names and made.in_use.blocks() == names
+        made.persistence.release(early, MATH)
+        made.settle()
