@@ -395,3 +395,16 @@ def test_a_turn_that_is_to_be_tried_again_keeps_what_it_holds(tmp_path: Path) ->
         outcome = disk.commit(SavedTurn(record, record.block_names, [first], record.block_names))
         assert outcome.error is None and not in_use.blocks()
         assert store.load_agents() == [record]
+
+
+def test_what_another_lineage_still_names_is_not_deleted(tmp_path: Path) -> None:
+    first, second = (make_record(name, make_transcript(600)) for name in "ab")
+    with open_store(tmp_path) as store:
+        disk = Disk(store, [], InUse(), lambda cache: False)
+        for record in (first, second):
+            assert disk.commit(SavedTurn(record, record.block_names, make_turn(record))).error is None
+        shorter = make_record("a", make_transcript(40, seed=1))
+        outcome = disk.commit(SavedTurn(shorter, shorter.block_names, make_turn(shorter)))
+        disk.clean_up()
+        assert outcome.error is None and outcome.deleted == []
+        assert all(map(disk.files.has, second.block_names))
