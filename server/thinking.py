@@ -24,17 +24,24 @@ from agentcache.server.context import Call
 from agentcache.server.validate import Reader
 
 # Names of fields, by how their values are read. All but the first group may stand in `chat_template_kwargs`, too.
-_OBJECTS = ("thinking", "reasoning")
+_OBJECTS = ("thinking", "reasoning", "thinking_config")
 _SWITCHES = ("enable_thinking", "think", "enable_reasoning", "thinking_mode")
-_EFFORTS = ("reasoning_effort", "thinking_effort", "reasoning_strength")
+_OFF_SWITCHES = ("disable_reasoning", "disable_thinking", "no_think")
+_EFFORTS = ("reasoning_effort", "thinking_effort", "reasoning_strength", "thinking_level", "reasoning_level")
 _BUDGETS = (
     "thinking_budget",
     "thinking_budget_tokens",
     "thinking_token_budget",
     "max_thinking_tokens",
     "reasoning_budget",
+    "reasoning_max_tokens",
+    "max_reasoning_tokens",
+    "budget_tokens",
 )
-FIELDS = (*_OBJECTS, *_SWITCHES, *_EFFORTS, *_BUDGETS)
+FIELDS = (*_OBJECTS, *_SWITCHES, *_OFF_SWITCHES, *_EFFORTS, *_BUDGETS)
+# The same within an object, also as languages write them that have no underscores in names.
+_GRADES_INSIDE = ("effort", "level", "thinking_level", "thinkingLevel")
+_BUDGETS_INSIDE = ("budget_tokens", "max_tokens", "budget", "thinking_budget", "budgetTokens", "thinkingBudget")
 
 _FREE = ("adaptive", "auto", "automatic", "dynamic", "default", "")  # the model decides
 _HIDDEN, _RAW = ("hidden", "omitted", "exclude"), ("none", "raw")
@@ -135,7 +142,7 @@ def _is_read(name: str, value: Any) -> bool:
     """Whether a template's variable is of a type that says something of thinking; others are the template's own."""
     if name in _BUDGETS:
         return _is_whole(value)
-    return name not in ("reasoning",) and isinstance(value, bool | str)
+    return name not in ("reasoning", *_OFF_SWITCHES) and isinstance(value, bool | str | int | float)
 
 
 def _in_body(body: Reader) -> Iterator[_Said]:
@@ -144,8 +151,13 @@ def _in_body(body: Reader) -> Iterator[_Said]:
             yield from _in_object(body.object(name))
         elif body.get(name) is not None:
             yield _read(body, name)
+    for name in _OFF_SWITCHES:
+        if body.boolean(name):
+            yield _Said(body.param(name), enabled=False)
     for name in (*_EFFORTS, *_BUDGETS):
-        if body.get(name) is not None:
+        if isinstance(body.get(name), dict):
+            yield from _in_object(body.object(name))
+        elif body.get(name) is not None:
             yield _read(body, name)
     output = body.object("output_config")
     if output.get("effort") is not None:
@@ -154,10 +166,10 @@ def _in_body(body: Reader) -> Iterator[_Said]:
 
 def _in_object(given: Reader) -> Iterator[_Said]:
     """OpenAI's and OpenRouter's `reasoning`, Anthropic's `thinking`: a type, a switch, an effort, a budget."""
-    for name in ("type", "enabled", "effort"):
+    for name in ("type", "enabled", *_GRADES_INSIDE):
         if given.get(name) is not None:
             yield _read(given, name)
-    for name in ("budget_tokens", "max_tokens", "budget"):
+    for name in _BUDGETS_INSIDE:
         if given.get(name) is not None:
             yield _Said(given.param(name), budget=given.integer(name, minimum=-1))
 
@@ -172,7 +184,7 @@ def _read(reader: Reader, name: str) -> _Said:
         return _Said(param, effort=_graded(value), word=f"{value:g}")
     if not isinstance(value, str):
         reader.fail(name, "must say how much to think: true, false, or a word such as low or high")
-    return _Said(param, **_meaning(value, is_effort=name in (*_EFFORTS, "effort", "reasoning")), word=value)
+    return _Said(param, **_meaning(value, is_effort=name in (*_EFFORTS, *_GRADES_INSIDE, "reasoning")), word=value)
 
 
 def _meaning(value: str, *, is_effort: bool) -> dict[str, Any]:
