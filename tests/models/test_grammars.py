@@ -430,7 +430,7 @@ REFUSED = [
     (Notation.JSON_SCHEMA, '{"not": {}}', "guided"),
     (Notation.JSON_SCHEMA, '{"enum": []}', "guided"),
     (Notation.JSON_SCHEMA, '{"$ref": "http://127.0.0.1/x"}', "guided"),
-    (Notation.JSON_SCHEMA, '{"a": 1e999}', "guided"),
+    (Notation.JSON_SCHEMA, '{"a": 1e999}', None),
     (Notation.JSON_SCHEMA, '{"$ref": "#"}', "guided"),
     (Notation.JSON_SCHEMA, '{"items": ' * 60 + "{}" + "}" * 60, None),
     (Notation.JSON_SCHEMA, '{"items": ' * 5_000 + "{}" + "}" * 5_000, "guided"),
