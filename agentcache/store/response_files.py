@@ -11,6 +11,7 @@ compared, and never become part of a path.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import re
@@ -34,6 +35,12 @@ SUFFIX = ".responses"
 MOST_BYTES = 32 << 20  # of an agent's file
 MOST_LINE_BYTES = MOST_BYTES // 2
 _MOST_RAM_BYTES = 2 * MOST_BYTES  # of the files whose content is in RAM
+# These bounds hold for `_weight`, too, so that RAM holds at most so many times as much: a byte of text takes a byte
+# there, but a line of empty lists 25 times its length.
+_RAM_PER_BYTE = 4
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
+# Of a list, an object, each of its entries and what stands behind a comma, in bytes.
+_VALUE_BYTES = {b"[": 64, b"{": 64, b":": 128, b",": 72}
 _TAG = re.compile(r"[a-z]{2,8}_([0-9a-f]{8})[0-9a-f]{24}")
 _CHECKSUM_CHARS = 32
 
@@ -118,6 +125,7 @@ class _Content:
         items: output items by id.
         values: those that lines name, by digest.
         num_bytes: length of the file.
+        weight: of its lines.
         is_whole: whether each of its lines can be read.
     """
 
@@ -125,6 +133,7 @@ class _Content:
     items: dict[str, Item] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     num_bytes: int = 0
+    weight: int = 0
     is_whole: bool = True
 
     def line_of(self, response: StoredResponse) -> bytes:
@@ -147,16 +156,20 @@ class _Content:
         text = line[_CHECKSUM_CHARS + 1 :]
         if line[: _CHECKSUM_CHARS + 1] != _checksum(text) + b" ":
             raise ValueError("its checksum does not match")
+        weight = _weight(text)
+        if weight > MOST_LINE_BYTES or self.weight + weight > 2 * MOST_BYTES:
+            raise ValueError("it has too many values")
         fields = json.loads(text)
         self.values |= fields["values"]
         items = tuple(self.values[digest] for digest in fields["input"])
         response = StoredResponse(fields["response"], self.values[fields["echo"]], items)
         if not all(isinstance(item, dict) for item in (*items, response.echo, *response.output)):
             raise TypeError("one of its items is no object")
-        self.put(response)
+        self.put(response, weight)
 
-    def put(self, response: StoredResponse) -> None:
+    def put(self, response: StoredResponse, weight: int) -> None:
         """Know a response, whose line the file has."""
+        self.weight += weight
         self.responses[response.id] = response
         self.items |= {item["id"]: item for item in response.output if isinstance(item.get("id"), str)}
 
@@ -272,10 +285,10 @@ class ResponseFiles:
 
     def _keep_bound(self) -> None:
         """Drop contents that were used longest ago from RAM."""
-        rest = sum(each.num_bytes for each in self._contents.values()) - _MOST_RAM_BYTES
+        rest = sum(each.weight for each in self._contents.values()) - _MOST_RAM_BYTES
         while rest > 0 and len(self._contents) > 1:
             _, dropped = self._contents.popitem(last=False)
-            rest -= dropped.num_bytes
+            rest -= dropped.weight
 
     def _read(self, agent: str) -> _Content:
         content = _Content()
@@ -291,9 +304,9 @@ class ResponseFiles:
             raise FileUnavailable(self._files.describe(self._path(agent), error)) from error
         content.num_bytes = len(data)
         content.is_whole = not data or data.endswith(b"\n")
-        for line in data.splitlines():
+        for line in io.BytesIO(data):
             try:
-                content.read(line)
+                content.read(line.removesuffix(b"\n"))
             except (ValueError, LookupError, TypeError, RecursionError):
                 content.is_whole = False
         return content
@@ -315,9 +328,11 @@ class ResponseFiles:
         content = self._content(agent)
         try:
             line = content.line_of(response)
-            if len(line) > MOST_LINE_BYTES:
-                raise TooLarge(f"it takes {len(line)} bytes, and at most {MOST_LINE_BYTES} are stored")
-            if content.num_bytes + len(line) > MOST_BYTES:
+            weight = _weight(line)
+            if weight > MOST_LINE_BYTES:
+                what = "bytes" if weight == len(line) else "bytes for its many values"
+                raise TooLarge(f"it takes {weight} {what}, and at most {MOST_LINE_BYTES} are stored")
+            if content.weight + weight > MOST_BYTES:
                 return self._rewrite(agent, [*_latest(content, response.previous), response])
             if not content.num_bytes or not content.is_whole:
                 return self._rewrite(agent, [*content.responses.values(), response])
@@ -328,7 +343,8 @@ class ResponseFiles:
         except BaseException:
             self._contents.pop(agent, None)  # the next use reads the file again
             raise
-        content.put(response)
+        content.put(response, weight)
+        self._keep_bound()
         return len(line)
 
     def delete(self, response_id: str) -> bool:
@@ -377,7 +393,7 @@ class ResponseFiles:
         lines = []
         for response in responses:
             lines.append(content.line_of(response))
-            content.put(response)
+            content.put(response, _weight(lines[-1]))
         data = b"".join(lines)
         if (added := len(data) - self._usage.size_of(path)) > 0:  # one that gets shorter makes room
             self._usage.require(added)
@@ -391,6 +407,7 @@ class ResponseFiles:
         content.num_bytes = len(data)
         self._usage.record_written(path, len(data), len(data))
         self._contents[agent] = content
+        self._keep_bound()
         return len(data)
 
     def _path(self, agent: str) -> Path:
@@ -409,7 +426,7 @@ def _latest(content: _Content, continued: str | None) -> list[StoredResponse]:
     for newest in filter(None, (content.responses.get(continued or ""), *reversed(content.responses.values()))):
         chain = list[str]()
         for response in _chain(content, newest, chosen):
-            room -= len(sizes.line_of(response))
+            room -= _weight(sizes.line_of(response))
             if room < 0:
                 break
             chain.append(response.id)
@@ -432,6 +449,12 @@ def _chain(content: _Content, newest: StoredResponse, known: set[str]) -> Iterat
 
 def _dump(value: Any) -> str:
     return json.dumps(value, ensure_ascii=True, separators=(",", ":"))
+
+
+def _weight(line: bytes) -> int:
+    """The length of a line, or what it takes of RAM by `_RAM_PER_BYTE`, whichever is more."""
+    values = _STRING.sub(b"", line)
+    return max(len(line), sum(values.count(mark) * size for mark, size in _VALUE_BYTES.items()) // _RAM_PER_BYTE)
 
 
 def _checksum(text: bytes) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,13 +86,13 @@ def test_a_damaged_line_costs_nothing_but_itself(damage: str, tmp_path: Path) ->
 
 
 def test_a_torn_line_costs_no_conversation_of_a_long_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files, responses = response_files(tmp_path), [stored("alice", "x" * 1000) for _ in range(8)]
+    files, responses = response_files(tmp_path), [stored("alice", f"{number}" * 10_000) for number in range(8)]
     for response in responses:
         files.add("alice", response)
     monkeypatch.setattr(module, "MOST_BYTES", file_of(tmp_path).stat().st_size * 3 // 2)
     with file_of(tmp_path).open("ab") as file:
         file.write(b"torn")
-    again, new = response_files(tmp_path), stored("alice", "x" * 1000)
+    again, new = response_files(tmp_path), stored("alice", "x" * 10_000)
     again.add("alice", new)
     assert has(response_files(tmp_path), *responses, new) == [True] * 9
 
@@ -212,6 +213,44 @@ def test_ram_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         files.add(agent, response)
     assert 0 < len(files._contents) < 4
     assert has(files, *responses.values()) == [True] * 9
+
+
+ODD = {  # values that take most of RAM by their length
+    "lists": "[]",
+    "objects": "{}",
+    "entries": '{"":0}',
+    "nested": '{"":{"":{"":[]}}}',
+    "texts": '"ab"',
+    "wide": '"a\\ud83d\\ude00"',
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_values_take_a_few_times_their_weight_of_ram(odd: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would take more is refused before it is written, and left out before it is read."""
+    files, responses = response_files(tmp_path), [stored("alice", str(number)) for number in range(6)]
+    values = json.loads(f"[{','.join([ODD[odd]] * 4_000)}]")
+    whole = [
+        replace(each, input=({"role": "user", "content": [number, values]},)) for number, each in enumerate(responses)
+    ]
+    for each in whole:
+        files.add("alice", each)
+    size = most = file_of(tmp_path).stat().st_size
+    monkeypatch.setattr(module, "MOST_BYTES", most)
+    monkeypatch.setattr(module, "MOST_LINE_BYTES", most // 2)
+    del files, values
+    tracemalloc.start()
+    found = has(response_files(tmp_path), *whole)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # The file, a line as bytes and as text, and what was read of it.
+    assert peak < size + 2 * size / 6 + 5 * 2 * most + 100_000, (peak, size)
+    if odd in ("lists", "objects", "nested"):
+        assert not all(found)
+    again = response_files(tmp_path)
+    big = replace(stored("alice"), input=({"role": "user", "content": [[]] * 100_000},))
+    with pytest.raises(TooLarge, match="values"):
+        again.add("alice", big)
 
 
 def test_the_disk_budget_holds(tmp_path: Path) -> None:
