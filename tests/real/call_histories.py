@@ -127,12 +127,12 @@ def judge(template: str, tokenizer: Tokenizer) -> Verdict:
     verdict = Verdict(template, tokenizer.reply_format.dialect, tokenizer.reply_format.thoughts)
     for name, reply in REPLIES.items():
         try:
-            prompt, written = _written(tokenizer.render_chat, reply)
+            prompt, written = written_by(tokenizer.render_chat, reply)
         except InvalidRequest as error:
             try:
                 if template not in _WANTS_MORE:
                     raise
-                prompt, written = _written(partial(_render_with_strings, template_text(template)), reply)
+                prompt, written = written_by(partial(_render_with_strings, template_text(template)), reply)
             except (InvalidRequest, OSError):
                 verdict.refused.append(f"{name} ({error!s:.60})")
                 continue
@@ -144,7 +144,7 @@ def judge(template: str, tokenizer: Tokenizer) -> Verdict:
             reply.text if reply.text in written else "", reply.thought if reply.thought in written else "", reply.calls
         )
         verdict.shown.append(name)
-        prompt, written = _behind_thought(tokenizer, prompt, written, bool(expected.thought))
+        prompt, written = behind_thought(tokenizer, prompt, written, bool(expected.thought))
         head = prompt.rpartition(_USER["content"])[2]
         first, *others = written.split(head) if head in written else [written]
         for how, pieces in _ways(tokenizer, first, every_border=name == _AT_EVERY_BORDER):
@@ -177,7 +177,7 @@ def _render_with_strings(
     return text
 
 
-def _written(render: Callable[..., str], reply: Reply) -> tuple[str, str]:
+def written_by(render: Callable[..., str], reply: Reply) -> tuple[str, str]:
     """The prompt, and what the template writes behind it for a reply, without what ends a turn."""
     prompt = render([_USER], TOOLS)
     message: Message = {"role": "assistant", "content": reply.text}
@@ -202,7 +202,7 @@ def _written(render: Callable[..., str], reply: Reply) -> tuple[str, str]:
     return whole[:begin], whole[begin:end]
 
 
-def _behind_thought(tokenizer: Tokenizer, prompt: str, written: str, shows_thought: bool) -> tuple[str, str]:
+def behind_thought(tokenizer: Tokenizer, prompt: str, written: str, shows_thought: bool) -> tuple[str, str]:
     """A template may begin a thought in the prompt, and leave out its end, or its beginning, in the history."""
     for start, end in tokenizer.reply_format.thoughts:
         if prompt.rstrip().endswith(start) and end not in written:

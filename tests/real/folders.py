@@ -16,7 +16,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from tests.real.packages import TEMPLATES, TOKENIZERS, unpacked
-from tests.real.scripted_model import write_scripted_model
+from tests.real.scripted_model import STRIDE, write_scripted_model
 from tests.tokenizers_factory import byte_bpe
 
 _SPECIAL = re.compile(r"<[|｜][^<>|｜\s]{1,40}[|｜]>|\[/?[A-Z_]{3,25}\]|</?(?:start|end)_of_[a-z]+>|◁[^▷\s]{1,20}▷")
@@ -133,13 +133,16 @@ def template_text(name: str) -> str:
     return (_template_folder() / name).read_text(encoding="utf-8")
 
 
-def template_folder(folder: Path, name: str, scripts: Sequence[str] = ("",)) -> Path:
-    """A folder with a published template and Qwen3's tokenizer; the template's special tokens are tokens of it.
+def template_folder(folder: Path, name: str, scripts: Sequence[str] = ("",), *, small: bool = False) -> Path:
+    """A folder with a published template and a tokenizer of which the template's special tokens are tokens.
+
+    Args:
+        small: see `template_tokenizer`.
 
     Raises:
         Unavailable: a package cannot be had.
     """
-    template_tokenizer(folder, name)
+    template_tokenizer(folder, name, small=small)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     names = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     end = tokenizer.token_to_id(names["eos_token"])
@@ -181,20 +184,22 @@ def _template_folder() -> Path:
     return unpacked(TEMPLATES) / "vendor/llama.cpp/models/templates"
 
 
-def rescript(folder: Path, scripts: Sequence[Script]) -> None:
-    """Other scripts for the model of a folder."""
+def rescript(folder: Path, scripts: Sequence[Script], stride: int = STRIDE) -> None:
+    """Other scripts for the model of a folder; see `write_scripted_model`."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     named = {name: value for name, value in config.items() if name.endswith("_token_id")}
-    _write_model(folder, Tokenizer.from_file(str(folder / "tokenizer.json")), scripts, named)
+    _write_model(folder, Tokenizer.from_file(str(folder / "tokenizer.json")), scripts, named, stride)
 
 
-def _write_model(folder: Path, tokenizer: Tokenizer, scripts: Sequence[Script], config: dict[str, Any]) -> None:
+def _write_model(
+    folder: Path, tokenizer: Tokenizer, scripts: Sequence[Script], config: dict[str, Any], stride: int = STRIDE
+) -> None:
     ids = [
         (tokenizer.encode(script, add_special_tokens=False).ids or [0]) if isinstance(script, str) else script
         for script in scripts
     ]
     size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
-    write_scripted_model(folder, ids, vocab_size=size, **config)
+    write_scripted_model(folder, ids, vocab_size=size, stride=stride, **config)
 
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:

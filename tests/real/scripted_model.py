@@ -1,7 +1,7 @@
 """A model whose weights say given texts: served unpatched, it emits any token sequence over HTTP.
 
 It is mlx-lm's GPT-2. Attention and MLP add nothing, and position embeddings outweigh token embeddings, so the position
-alone decides the next token. A prompt of n * `STRIDE` tokens is answered with script n mod len(scripts).
+alone decides the next token. A prompt of n * stride tokens is answered with script n mod len(scripts).
 """
 
 from __future__ import annotations
@@ -14,14 +14,20 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-STRIDE = 192  # tokens; no script is longer
+STRIDE = 192  # tokens
 _SIZE = 64
 _POSITION_SCALE = 1000.0  # of position embeddings beside token embeddings of length 1
 _LOGIT_SCALE = 100.0  # so large that sampling at any usual temperature takes the script's token
 
 
 def write_scripted_model(
-    folder: Path, scripts: Sequence[Sequence[int]], *, vocab_size: int, num_strides: int = 64, **config: Any
+    folder: Path,
+    scripts: Sequence[Sequence[int]],
+    *,
+    vocab_size: int,
+    num_strides: int = 64,
+    stride: int = STRIDE,
+    **config: Any,
 ) -> None:
     """Write config.json and model.safetensors; the tokenizer is the caller's.
 
@@ -29,21 +35,22 @@ def write_scripted_model(
         scripts: token ids of each answer, each ended by the token that is to end it.
         vocab_size: of the tokenizer, added tokens included.
         num_strides: context length in strides.
+        stride: tokens from where one script answers to where the next one does; no script is longer.
         config: further entries of config.json, such as `eos_token_id`.
 
     Raises:
         ValueError: a script is empty, too long, or has an id outside the vocabulary.
     """
     for script in scripts:
-        if not 0 < len(script) <= STRIDE or not all(0 <= token < vocab_size for token in script):
-            raise ValueError(f"a script has 1 to {STRIDE} ids below {vocab_size}")
-    num_positions = num_strides * STRIDE
+        if not 0 < len(script) <= stride or not all(0 <= token < vocab_size for token in script):
+            raise ValueError(f"a script has 1 to {stride} ids below {vocab_size}")
+    num_positions = num_strides * stride
     tokens = _codes(vocab_size)
-    # The last token of a prompt of n strides has position n * STRIDE - 1, and decides the answer's first token.
+    # The last token of a prompt of n strides has position n * stride - 1, and decides the answer's first token.
     nexts = np.zeros(num_positions, np.int64)
     for position in range(num_positions):
-        stride, index = divmod(position + 1, STRIDE)
-        script = scripts[stride % len(scripts)]
+        number, index = divmod(position + 1, stride)
+        script = scripts[number % len(scripts)]
         nexts[position] = script[min(index, len(script) - 1)]
     weights = {
         "model.wte.weight": tokens,
