@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentcache.confined import ConfinedWork
-from agentcache.models.text.grammars.call_syntax import call_syntax
+from agentcache.models.text.grammars.call_syntax import _SYNTAX, call_syntax
 from agentcache.models.text.json_values import MAX_REPLY_DEPTH, parse_json
 from agentcache.models.text.replies.calls import Tools
 from agentcache.models.text.replies.dialects import DIALECTS
@@ -252,6 +252,8 @@ def render(work: ConfinedWork, template: str, message: dict[str, Any]) -> str:
 
 
 def test_every_dialect_can_be_demanded() -> None:
+    """The tables of readers and of grammars have the same names."""
+    assert set(_SYNTAX) == set(DIALECTS)
     for name in DIALECTS:
         assert "make" in call_syntax(ReplyFormat(name)).opened("make")
 
