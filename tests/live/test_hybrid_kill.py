@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.live.servers import agent_info, all_ids, complete, make_ids, serving, stats, stop
-from tests.serving.hybrids import EVERY, write_hybrid
+from agentcache.blocks.prefix_match import len_common_prefix
+from tests.live.servers import agent_info, all_ids, chat, complete, make_ids, make_text, serving, stats, stop
+from tests.models.templates import QWEN_3_5
+from tests.serving.hybrids import EVERY, with_template, write_hybrid
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]  # serving/test_hybrids.py tries the same without servers
 
@@ -38,3 +41,44 @@ def test_a_hybrids_conversation_goes_on_after_kill_and_stop(tmp_path: Path) -> N
     assert computed[2] == 41, "after a stop"
     assert computed[3] <= 40 + EVERY
     assert all(one["saved"] for one, _ in answers)
+
+
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+SILENT = {"chat_template_kwargs": {"enable_thinking": False}, "tools": [LOOK]}
+
+
+@pytest.mark.parametrize("fields", [{}, SILENT], ids=["thinking", "silent"])
+def test_a_chat_starts_in_front_of_what_its_history_does_not_repeat(fields: dict[str, Any], tmp_path: Path) -> None:
+    """Hot, through a call of a tool where there is one, and after a kill."""
+    (tmp_path / "plain").mkdir()
+    model = with_template(write_hybrid(tmp_path / "plain", "qwen3_5"), tmp_path / "model", QWEN_3_5)
+    messages: list[dict[str, Any]] = [{"role": "system", "content": make_text(300)}]
+    last: list[int] = []
+
+    def turn(said: dict[str, Any], **more: Any) -> tuple[int, int]:
+        """Tokens that were computed, and that the prompt before it does not have."""
+        messages.append(said)
+        answer = chat(server, messages, 40, agent="alice", **{**fields, **more})
+        messages.append(answer["choices"][0]["message"])
+        prompt = answer["choices"][0]["prompt_token_ids"]
+        new = len(prompt) - len_common_prefix(last, prompt)
+        last[:] = prompt
+        return answer["agentcache"]["computed_tokens"], new
+
+    user = {"role": "user", "content": "and now?"}
+    with serving(model, tmp_path / "cache", *SETTINGS) as server:
+        turn(user, **({"tool_choice": "required"} if fields else {}))
+        if fields:
+            call = messages[-1]["tool_calls"][0]["id"]
+            computed, new = turn({"role": "tool", "tool_call_id": call, "content": "It rains."})
+            assert computed < new < 100, "the call itself is in the cache"
+        for _ in range(2):
+            computed, new = turn(user)
+            assert computed == new < 200
+        server.kill()
+    with serving(model, tmp_path / "cache", *SETTINGS) as server:
+        computed, new = turn(user)
+        assert computed <= new + EVERY < len(last)
+        computed, new = turn(user)
+        assert computed == new
+        assert stats(server)["quarantined"] == 0

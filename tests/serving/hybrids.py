@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,14 @@ def write_hybrid(folder: Path, file: str, **overrides: Any) -> Path:
     weights = dict(tree_flatten(build(file, config).parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def with_template(model: Path, folder: Path, template: str) -> Path:
+    """A copy of a model folder, with this chat template."""
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
     return folder
 
 

@@ -23,7 +23,7 @@ from tests.marks import slow
 from tests.models.templates import QWEN_3_5
 from tests.serving import inside
 from tests.serving.conversation import Chat, Stream, check_idle, greedy, make_ids, make_text, open_llm
-from tests.serving.hybrids import EVERY, HYBRIDS, answer, check_same, more, snapshot_files
+from tests.serving.hybrids import EVERY, HYBRIDS, answer, check_same, more, snapshot_files, with_template
 from tests.tokenizers_factory import CHATML
 
 # -- one conversation, however it is interrupted -----------------------------------------------------------------------
@@ -125,13 +125,6 @@ THINKING = (
 
 
 SILENT = {"enable_thinking": False}
-
-
-def with_template(model: Path, folder: Path, template: str) -> Path:
-    shutil.copytree(model, folder)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
-    return folder
 
 
 @dataclass
