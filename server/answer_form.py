@@ -103,7 +103,7 @@ def _allowed(body: Reader, given: Reader, just_one: bool) -> ToolChoice:
     mode = holder.string("mode") or "auto"
     if mode not in ("auto", "required"):
         holder.fail("mode", 'must be "auto" or "required"')
-    names = tuple(name for tool in holder.objects("tools") if isinstance(name := _name_of(tool.value), str))
+    names = tuple(name for tool in holder.objects("tools") if (name := _name_of(tool.value)) is not None)
     return ToolChoice(must_call=mode == "required", names=names, just_one=just_one)
 
 
@@ -295,10 +295,11 @@ def _callable_tools(body: Reader, tools: Tools, schema: str) -> tuple[CallableTo
     return tuple(made)
 
 
-def _name_of(tool: Mapping[str, Any]) -> Any:
-    """The name of a tool, in whichever shape it was sent."""
+def _name_of(tool: Mapping[str, Any]) -> str | None:
+    """The name of a tool, in any shape; None for one without, which may be a tool that is left out."""
     function = tool.get("function")
-    return function.get("name") if isinstance(function, Mapping) else tool.get("name")
+    name = (function if isinstance(function, Mapping) else tool).get("name")
+    return name if isinstance(name, str) else None
 
 
 def _name_field(schema: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from agentcache.models.text.json_values import json_string
 
-_DATA_URL = re.compile(r"data:([^;,]*)[^,]*?(;base64)?,", re.IGNORECASE)
+_DATA_URL = "data:"
 _TEXT_TYPE = re.compile(r"text/|application/(?:.*\+)?(?:json|xml|yaml|x-yaml|toml|javascript|x-sh|sql|csv|typescript)")
 _TEXT_FILE = re.compile(
     r".*\.(?:txt|md|rst|csv|tsv|json|jsonl|ya?ml|toml|xml|html?|css|[jt]sx?|py|rs|go|c|h|cpp|java|rb|sh|sql|ini|cfg|log)",
@@ -61,11 +61,14 @@ def _texts(content: Any) -> Iterator[str]:
 
 
 def _of_data(data: Any, media_type: str, name: str) -> str | None:
-    """Base64, perhaps as a data URL, of a type or with a file name that says that it is text."""
+    """The text in base64, perhaps a data URL; None unless its type or its file name says that it is text."""
     if not isinstance(data, str):
         return None
-    if (url := _DATA_URL.match(data)) is not None:
-        media_type, data = url[1] or media_type, data[url.end() :]
+    if data[: len(_DATA_URL)].lower() == _DATA_URL:
+        front, comma, data = data.partition(",")
+        if not comma:
+            return None
+        media_type = front[len(_DATA_URL) :].partition(";")[0] or media_type
     if not (_TEXT_TYPE.match(media_type.lower()) or (len(name) < 300 and _TEXT_FILE.fullmatch(name))):
         return None
     try:

@@ -129,11 +129,11 @@ def _message_of(part: Reader) -> str:
 
 
 def is_newest(part: Reader, call: Call) -> bool:
-    """Whether an object is the last message of the conversation, or in it."""
+    """Whether an object is the last message of the request, or in it; one of a stored response never is."""
     place = _message_of(part)
     name = place.partition("[")[0]
     messages = call.body.get(name)
-    return not isinstance(messages, list) or place == f"{name}[{len(messages) - 1}]"
+    return isinstance(messages, list) and place == f"{name}[{len(messages) - 1}]"
 
 
 def _left_out(part: Reader, kind: str, where: str, call: Call) -> str:

@@ -113,10 +113,11 @@ def _agent_of_thread(call: Call, turn: dict[str, Any], agent: str | None) -> str
         turn: what Codex says of it.
         agent: the agent that it names.
     """
-    installation = str(turn.get("installation_id"))
+    installation = turn.get("installation_id")
+    is_known = isinstance(installation, str) and bool(installation)
     if turn.get("thread_source") == _CODEX_TITLE:
-        return call.clients.latest_session(installation)
-    if agent is not None:
+        return call.clients.latest_session(installation) if is_known else None
+    if agent is not None and is_known:
         call.clients.note_session(installation, agent)
     return agent
 

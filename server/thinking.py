@@ -181,7 +181,7 @@ def _read(reader: Reader, name: str) -> _Said:
     if isinstance(value, bool):
         return _Said(param, enabled=value)
     if isinstance(value, int | float):
-        return _Said(param, effort=_graded(value), word=f"{value:g}")
+        return _Said(param, effort=_graded(value), word=str(value))
     if not isinstance(value, str):
         reader.fail(name, "must say how much to think: true, false, or a word such as low or high")
     return _Said(param, **_meaning(value, is_effort=name in (*_EFFORTS, *_GRADES_INSIDE, "reasoning")), word=value)
@@ -211,8 +211,8 @@ def _effort(word: str) -> int:
 
 def _graded(value: float) -> int:
     """An effort from a number: a share up to 1, or of a hundred."""
-    share = min(value if 0 <= value <= 1 else value / 100, 1.0)
-    return NONE if share <= 0 else 1 + min(int(share * 5), 5)
+    share = value if 0 <= value <= 1 else max(0, min(value, 100)) / 100
+    return NONE if share == 0 else 1 + min(int(share * 5), 5)
 
 
 def _is_whole(value: Any) -> bool:

@@ -52,6 +52,7 @@ CALL = {"id": "a", "function": {"name": "f", "arguments": '{"a": "b"}'}}
 CHAT: dict[str, Callable[[int], Body]] = {
     "parts": lambda n: user(*[TEXT] * n),
     "parts left out": lambda n: user(*[{"type": "image_url"}] * n),
+    "a file": lambda n: user({"type": "file", "file": {"filename": "a.txt", "file_data": "data:" + "abcd" * n}}),
     "system parts": lambda n: {"messages": [{"role": "system", "content": [TEXT] * n}]},
     "messages": lambda n: {"messages": [{"role": "user", "content": WORDS}] * n},
     "calls": lambda n: {"messages": [{"role": "assistant", "content": "", "tool_calls": [CALL] * n}, HI]},

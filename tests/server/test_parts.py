@@ -251,6 +251,7 @@ def test_plain_text_documents_are_read(path: str, document: dict[str, Any], show
         {"type": "document", "source": {"type": "text", "data": 5}},
         {"type": "document", "source": {"type": "file", "file_id": "f"}},
         {"type": "file", "file": {"filename": "a.pdf", "file_data": BASE64}},
+        {"type": "file", "file": {"filename": "a.txt", "file_data": "data:text/plain;base64"}},
         {"type": "document"},
     ],
 )

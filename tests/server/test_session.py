@@ -212,7 +212,7 @@ def test_a_title_belongs_to_its_session(header: str) -> None:
     assert [request.agent for request in engine.requests] == ["ses_1a2B"] * 3 + ["title-of-a-book"]
 
 
-def codex(thread: str, source: str, installation: str = "i") -> dict[str, Any]:
+def codex(thread: str, source: str, installation: Any = "i") -> dict[str, Any]:
     """What Codex 0.171 sends of a thread."""
     turn = json.dumps({"installation_id": installation, "thread_id": thread, "thread_source": source})
     return {
@@ -244,6 +244,15 @@ def test_a_title_without_a_session_is_no_agent() -> None:
     engine = FakeEngine()
     asyncio.run(ask_each(engine, "/v1/responses", [codex("t", "thread_title")]))
     assert engine.requests[0].agent is None
+
+
+@pytest.mark.parametrize("installation", [None, "", 5, {}])
+def test_a_title_of_an_unknown_installation_is_no_agent(installation: Any) -> None:
+    engine = FakeEngine()
+    asyncio.run(
+        ask_each(engine, "/v1/responses", [codex("a", "user", installation), codex("t", "thread_title", installation)])
+    )
+    assert [request.agent for request in engine.requests] == ["a", None]
 
 
 @pytest.mark.parametrize("turn", ["", "x", "[]", "{", '{"thread_source": ["thread_title"]}', "[" * 5000])

@@ -148,6 +148,20 @@ def test_what_cannot_be_stored_is_answered(streamed: bool) -> None:
     assert [note.partition(":")[0] for note in told["agentcache"]["notes"]] == ["store"]
 
 
+@pytest.mark.parametrize("kind", ["input_image", "input_file", "input_audio"])
+def test_media_that_a_stored_response_has_left_out_do_not_end_the_conversation(kind: str) -> None:
+    engine = FakeEngine(model=CALLER)
+    user = {"role": "user", "content": [{"type": kind}]}
+    first = respond(
+        engine, {"input": [user, {"role": "assistant", "content": "Ah."}, {"role": "user", "content": "?"}]}
+    )
+    second = respond(engine, {"input": "And?", "previous_response_id": first.json()["id"]})
+    assert second.status_code == 200, second.text
+    assert "omitted" in messages_of(engine)[0]["content"]
+    newest = respond(engine, {"input": [user], "previous_response_id": first.json()["id"]})
+    assert refused(newest, 400)["param"] == "input[0].content[0].type"
+
+
 def test_long_histories_count_as_part_of_the_body() -> None:
     engine = FakeEngine()
     previous = None

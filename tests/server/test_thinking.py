@@ -266,6 +266,14 @@ def test_a_model_that_cannot_stop_thinking_keeps_its_effort_where_anthropics_cli
     assert asked(MESSAGES, {}, NOTHING) == ({}, [])
 
 
+@pytest.mark.parametrize("path", BODIES)
+def test_any_number_grades_thinking(path: str) -> None:
+    efforts = {10**400: "high", -(10**400): "low", 101: "high", 1e308: "high", 0.1: "low", 50: "medium"}
+    for effort, word in efforts.items():
+        told, _ = asked(path, {"reasoning_effort": effort}, GRADES)
+        assert told == {"reasoning_effort": word}
+
+
 def test_a_long_word_is_read_quickly() -> None:
     told, [note] = asked(CHAT, {"reasoning_effort": "ab" * 500_000}, GRADES)
     assert told == {"reasoning_effort": "medium"} and len(note) < 300
