@@ -240,17 +240,7 @@ def _schema_form(reader: Reader, name: str) -> TextForm:
             reader.fail(name, f"is no JSON schema: {error}")
     if not isinstance(schema, dict):
         reader.fail(name, "must be a JSON schema: an object")
-    return TextForm(Notation.JSON_SCHEMA, _schema_text(schema, reader.param(name)), reader.param(name))
-
-
-def _schema_text(schema: Any, param: str) -> str:
-    """The schema as JSON. Raises InvalidRequest: a number in it is too large to be written."""
-    try:
-        return write_json(schema)
-    except ValueError:
-        raise InvalidRequest(
-            f"{param} cannot be used as a JSON schema: a number in it is too large.", param=param
-        ) from None
+    return TextForm(Notation.JSON_SCHEMA, write_json(schema), reader.param(name))
 
 
 def _choice_form(body: Reader, name: str) -> TextForm:
@@ -290,7 +280,7 @@ def _callable_tools(body: Reader, tools: Tools, schema: str) -> tuple[CallableTo
         place = places.get(function["name"])
         param = "tools" if place is None else body.param(f"tools[{place}]")  # those added in the conversation have none
         arguments = function.get("parameters")
-        arguments = _ANY_OBJECT if arguments is None else _schema_text(arguments, f"{param}.{schema}")
+        arguments = _ANY_OBJECT if arguments is None else write_json(arguments)
         made.append(CallableTool(function["name"], arguments, f"{param}.{schema}", f"{param}.{_name_field(schema)}"))
     return tuple(made)
 

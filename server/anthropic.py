@@ -55,7 +55,7 @@ def read_job(call: Call) -> Job:
         body.fail("max_tokens", "is required")
     max_tokens = read_max_tokens(body, "max_tokens", default=None)
     sampling = read_sampling(body, model, max_tokens=max_tokens, logprobs=None, stop="stop_sequences")
-    options = read_options(call, _user_id(body))
+    options = read_options(call, read_agent(call, _user_id(body)))
     choice = read_tool_choice(body)
     form = read_form(call, read_text_form(body), prompt.tools, choice, "input_schema", tools.left_out)
     reading = read_reading(model, prompt.tools, body, form, thinking)

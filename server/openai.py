@@ -23,6 +23,7 @@ from agentcache.server.model_names import check_model
 from agentcache.server.options import Options, check_chat, read_options
 from agentcache.server.replies import read_reading
 from agentcache.server.sampling import MAX_LOGPROBS, read_max_tokens, read_n, read_sampling
+from agentcache.server.session import named_agent, read_agent
 from agentcache.server.shapes import ChatShape, OpenAIReply, Shape, TextShape
 from agentcache.server.thinking import read_thinking
 from agentcache.server.tools import ToolList, read_chat_tools
@@ -140,7 +141,8 @@ def _refuse_token(body: Reader, name: str, model: ModelInfo) -> NoReturn:
 
 
 def _job(call: Call, prompts: list[Any], sampling: SamplingParams, shape: Shape, form: AnswerForm | None) -> Job:
-    body, options = call.body, read_options(call)
+    body = call.body
+    options = read_options(call, read_agent(call) if len(prompts) == 1 else named_agent(call))
     stream = body.boolean("stream")
     _check_combination(body, len(prompts), options, stream)
     job_id = shape.id_prefix + uuid.uuid4().hex

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from agentcache.adapter_settings import Policy, parse_policy
 from agentcache.answer_form import AnswerForm
@@ -15,7 +15,6 @@ from agentcache.request import Priority, Prompt, Request
 from agentcache.sampling import SamplingParams
 from agentcache.server.context import Call
 from agentcache.server.model_names import read_adapter
-from agentcache.server.session import read_agent
 from agentcache.server.validate import Reader
 
 MAX_SALT_LENGTH = 256
@@ -75,11 +74,11 @@ def check_chat(model: ModelInfo, param: str = "messages") -> None:
         raise InvalidRequest(message, param=param, code="no_chat_template")
 
 
-def read_options(call: Call, user_id: Any = None) -> Options:
+def read_options(call: Call, agent: str | None) -> Options:
     """Everything but the prompt and how to sample.
 
     Args:
-        user_id: as in `read_agent`.
+        agent: whose request it is.
     """
     body = call.body
     extras = body.object("agentcache")
@@ -88,7 +87,7 @@ def read_options(call: Call, user_id: Any = None) -> Options:
     salt = holder.string(name) or ""
     if len(salt) > MAX_SALT_LENGTH:
         holder.fail(name, f"must have at most {MAX_SALT_LENGTH} characters")
-    agent, adapter, lineage = read_agent(call, user_id), read_adapter(call), extras.string("lineage")
+    adapter, lineage = read_adapter(call), extras.string("lineage")
     if lineage is not None and agent is None:
         extras.fail("lineage", "needs an agent")
     request = partial(

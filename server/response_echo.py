@@ -40,7 +40,7 @@ class Echo:
                 kept.add(name)
             else:
                 left_out.append(name)
-        fields = {name: finite(value) if name in kept else _EMPTY.get(name) for name, value in asked.items()}
+        fields = {name: value if name in kept else _EMPTY.get(name) for name, value in asked.items()}
         return cls(fields, tuple(left_out))
 
     @cached_property
@@ -68,12 +68,3 @@ def json_size(value: Any, most: float = math.inf) -> int:
         elif isinstance(part, list):
             rest.extend(part)
     return size
-
-
-def finite(value: Any) -> Any:
-    """As it was sent, but for numbers that are too large to be written."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: finite(inner) for name, inner in value.items()}
-    return [finite(inner) for inner in value] if isinstance(value, list) else value

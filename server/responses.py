@@ -23,13 +23,8 @@ from agentcache.server.response_items import read_items
 from agentcache.server.response_tools import TOOL_TYPES, read_response_tools
 from agentcache.server.responses_reply import ResponseReply
 from agentcache.server.sampling import MAX_LOGPROBS, read_max_tokens, read_sampling
-from agentcache.server.stored_responses import (
-    Keep,
-    References,
-    find_continued,
-    own_items,
-    read_references,
-)
+from agentcache.server.session import read_agent
+from agentcache.server.stored_responses import Keep, References, find_continued, own_items, read_references
 from agentcache.server.thinking import read_thinking
 from agentcache.server.validate import Reader
 from agentcache.store.response_files import new_id
@@ -72,7 +67,7 @@ def read_response(call: Call) -> Job:
         max_tokens=read_max_tokens(body, "max_output_tokens", default=None),
         logprobs=_read_logprobs(body),
     )
-    options = read_options(call)
+    options = read_options(call, read_agent(call))
     text, choice = read_text_form(body, (body.object("text"), "format")), tools.choice(read_tool_choice(body))
     form = read_form(call, text, tools.shown, choice, "parameters", tools.left_out)
     job_id = new_id("resp", options.agent)

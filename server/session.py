@@ -51,11 +51,18 @@ def read_agent(call: Call, user_id: Any = None) -> str | None:
     Raises:
         InvalidRequest: what was named on purpose cannot name an agent.
     """
-    agent = _read_named(call.body)
+    agent = named_agent(call)
     if agent is None and call.config.session_headers:
         agent = _read_session(call, user_id)
     client = call.headers.get("user-agent", "")
     return agent or call.continued.agent or default_agent(client, call.config.default_agent) or call.fallback_agent
+
+
+def named_agent(call: Call) -> str | None:
+    """The agent that the body or the header X-Session-ID names. Raises InvalidRequest as `read_agent`."""
+    agent = _read_named(call.body)
+    header = call.headers.get("x-session-id") if agent is None and call.config.session_headers else None
+    return check_agent_id(_main_session(header), "X-Session-ID") if header else agent
 
 
 def _read_named(body: Reader) -> str | None:
@@ -68,8 +75,7 @@ def _read_named(body: Reader) -> str | None:
 
 
 def _read_session(call: Call, user_id: Any) -> str | None:
-    if header := call.headers.get("x-session-id"):
-        return check_agent_id(_main_session(header), "X-Session-ID")
+    """The agent of what clients send unasked."""
     agent = next((agent for agent in _sent_unasked(call, user_id) if agent is not None), None)
     return agent if (turn := _codex_turn(call)) is None else _agent_of_thread(call, turn, agent)
 
@@ -113,11 +119,12 @@ def _agent_of_thread(call: Call, turn: dict[str, Any], agent: str | None) -> str
         turn: what Codex says of it.
         agent: the agent that it names.
     """
-    installation = turn.get("installation_id")
-    is_known = isinstance(installation, str) and bool(installation)
-    if turn.get("thread_source") == _CODEX_TITLE:
-        return call.clients.latest_session(installation) if is_known else None
-    if agent is not None and is_known:
+    installation, is_title = turn.get("installation_id"), turn.get("thread_source") == _CODEX_TITLE
+    if not isinstance(installation, str) or not installation:
+        return None if is_title else agent
+    if is_title:
+        return call.clients.latest_session(installation)
+    if agent is not None:
         call.clients.note_session(installation, agent)
     return agent
 

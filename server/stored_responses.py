@@ -5,21 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from agentcache.errors import AgentCacheError, EngineStopped, InvalidRequest, NotFound
 from agentcache.server.completion import CompletionWriter
-from agentcache.server.context import Call, context_of, engine_of
+from agentcache.server.context import Call, engine_of
 from agentcache.server.engine import Engine
 from agentcache.server.reply import Completion
-from agentcache.server.response_echo import finite
 from agentcache.server.response_items import is_reference
 from agentcache.server.responses_reply import ResponseReply, ResponseWriter
 from agentcache.server.validate import Reader
-from agentcache.store.response_files import Continued, Item, ResponseFiles, StoredResponse
+from agentcache.store.response_files import Continued, Item, StoredResponse
 
 log = logging.getLogger("agentcache.server")
 
@@ -76,11 +74,8 @@ def own_items(call: Call) -> tuple[Item, ...]:
     given = call.body.get("input")
     if isinstance(given, str):
         return ({"type": "message", "role": "user", "content": given},)
-    return tuple(call.continued.items[item.value["id"]] if is_reference(item) else item.value for item in _items(call))
-
-
-def _items(call: Call) -> list[Reader]:
-    return call.body.objects("input")
+    items = call.body.objects("input")
+    return tuple(call.continued.items[item.value["id"]] if is_reference(item) else item.value for item in items)
 
 
 @dataclass(frozen=True)
@@ -118,17 +113,15 @@ class Keep:
 async def show_response(request: HttpRequest) -> Response:
     if request.query_params.get("stream", "").lower() in ("true", "1"):
         raise InvalidRequest("stream is not supported here: a stored response is whole.", param="stream")
-    _, stored = await _find(request)
+    stored = await _find(request)
     return JSONResponse({**stored.body, **stored.echo})
 
 
 async def list_input_items(request: HttpRequest) -> Response:
     """The items of a response's request, without those of the conversation before it."""
-    _, stored = await _find(request)
-    data = [finite(item) for item in stored.input]
-    ids = [item.get("id") for item in data]
-    ends: Mapping[str, Any] = {"first_id": ids[0], "last_id": ids[-1]} if ids else {"first_id": None, "last_id": None}
-    return JSONResponse({"object": "list", "data": data, "has_more": False, **ends})
+    data = (await _find(request)).input
+    first, last = (data[0].get("id"), data[-1].get("id")) if data else (None, None)
+    return JSONResponse({"object": "list", "data": data, "has_more": False, "first_id": first, "last_id": last})
 
 
 async def delete_response(request: HttpRequest) -> Response:
@@ -138,17 +131,12 @@ async def delete_response(request: HttpRequest) -> Response:
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
-async def _find(request: HttpRequest) -> tuple[str, StoredResponse]:
-    engine_of(request)  # it can answer
-    response_id: str = request.path_params["id"]
-
-    def find(files: ResponseFiles) -> tuple[str, StoredResponse] | None:
-        return files.find(response_id)
-
-    found = await context_of(request).engine.use_responses(find)
+async def _find(request: HttpRequest) -> StoredResponse:
+    response_id = request.path_params["id"]
+    found = await engine_of(request).use_responses(lambda files: files.find(response_id))
     if found is None:
         raise _not_found(response_id)
-    return found
+    return found[1]
 
 
 def _not_found(response_id: str) -> NotFound:

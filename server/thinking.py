@@ -226,8 +226,8 @@ def _notes(
     efforts = {name: value for name, value in values.items() if name in dict(variables.efforts)}
     as_told = f"it is told {next(iter(efforts.values()))!r}" if efforts else "it has no effect"
     if wish.is_off:
-        if not variables.can_switch and (off := _first_param(said, lambda each: True)):
-            yield f"{off}: the model's template has no switch for thinking; {as_told}"
+        if not variables.can_switch:
+            yield f"{said[0].param}: the model's template has no switch for thinking; {as_told}"
         return
     for each in said:
         if each.budget not in (None, 0, -1) and not variables.budgets:
@@ -237,7 +237,3 @@ def _notes(
             yield f"{each.param}: the model's template knows no efforts; {known}"
         elif efforts and each.effort not in (None, NONE) and each.word.lower() not in efforts.values():
             yield f"{each.param}: {each.word!r:.80} is not known to the model's template; {as_told}"
-
-
-def _first_param(said: list[_Said], wanted: Callable[[_Said], bool]) -> str:
-    return next((each.param for each in said if wanted(each)), "")

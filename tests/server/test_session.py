@@ -212,6 +212,17 @@ def test_a_title_belongs_to_its_session(header: str) -> None:
     assert [request.agent for request in engine.requests] == ["ses_1a2B"] * 3 + ["title-of-a-book"]
 
 
+@pytest.mark.parametrize("send", [{"config": Config(default_agent={"*": "all"})}, {"headers": {"session-id": "a"}}, {}])
+def test_several_prompts_belong_to_no_agent_unless_one_is_named(send: dict[str, Any]) -> None:
+    engine = FakeEngine()
+    answer = complete(engine, {"prompt": ["x", "y"], "prompt_cache_key": "k"}, **send)
+    assert answer.status_code == 200, answer.text
+    assert [request.agent for request in engine.requests] == [None, None]
+    assert refused(complete(FakeEngine(), {"prompt": ["x", "y"], "agent": "a"}, **send), 400)["param"] == "prompt"
+    named = {"headers": {"X-Session-ID": "a"}}
+    assert refused(complete(FakeEngine(), {"prompt": ["x", "y"]}, **send | named), 400)["param"] == "prompt"
+
+
 def codex(thread: str, source: str, installation: Any = "i") -> dict[str, Any]:
     """What Codex 0.171 sends of a thread."""
     turn = json.dumps({"installation_id": installation, "thread_id": thread, "thread_source": source})
