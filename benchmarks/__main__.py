@@ -256,7 +256,7 @@ def quality(
     )
 
     default = ("texts",) if model or text else OF_THE_EMBEDDED_MODEL
-    parts = tuple(only.split(",")) if only else QUICK.parts if quick else default
+    parts = tuple(only.split(",")) if only else default
     if unknown := set(parts) - set(PARTS):
         raise ConfigError(f"--only names {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     plan = QualityPlan(

@@ -26,6 +26,9 @@ _TOOL: dict[str, Any] = {
 }
 
 
+_OTHER_SHAPE = (LookupError, TypeError, AttributeError)  # from looking into an answer that is not agentcache's
+
+
 class _NotWorking(Exception):
     """A request did not get the answer that it asked for; the message says how."""
 
@@ -67,8 +70,8 @@ def examine_server(url: str, key: str | None) -> Iterator[Check]:
             return
         try:
             model = _served(http)
-        except _NotWorking as error:
-            yield Check("model", False, str(error))
+        except (_NotWorking, *_OTHER_SHAPE) as error:
+            yield Check("model", False, _problem(error))
             return
         yield Check("model", True, _describe(model), model)
         yield from _answers(http, model)
@@ -163,8 +166,14 @@ def _answers(http: httpx.Client, model: dict[str, Any]) -> Iterator[Check]:
     for each, examine in examined.items():
         try:
             yield Check(each, True, examine())
-        except _NotWorking as error:
-            yield Check(each, False, str(error))
+        except (_NotWorking, *_OTHER_SHAPE) as error:
+            yield Check(each, False, _problem(error))
+
+
+def _problem(error: Exception) -> str:
+    if isinstance(error, _NotWorking):
+        return str(error)
+    return f"the answer has another shape than agentcache's ({type(error).__name__}: {error})"
 
 
 def _chat(http: httpx.Client, model: str) -> str:

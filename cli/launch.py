@@ -22,7 +22,7 @@ from agentcache.errors import AgentCacheError, ConfigError, StoreError
 
 
 class NoServer(AgentCacheError):
-    """There is nothing to launch an agent with."""
+    """No agentcache server was found to launch an agent with."""
 
 
 class NoProgram(AgentCacheError):
@@ -80,15 +80,18 @@ def _note_file(agent: CodingAgent) -> Path:
 def _served(
     agent: CodingAgent, url: str | None, api_key: str | None, api_key_file: Path | None
 ) -> tuple[Served, str | None]:
-    """The running server, and its key."""
+    """The running server, and its key. Raises NoServer: none was found, or the address is that of another server."""
     config, found = find_server(url, api_key, None, None, api_key_file)
     if found is None:
         raise NoServer("no server runs on the configured port: start one with agentcache serve, or name it with --url")
     root, session = root_of(found), folder_session(agent, Path.cwd())
     with Client(root, config.api_key) as client:
-        [model] = [each for each in client.request("GET", "/v1/models")["data"] if "parent" not in each]
-    served = Served(root, model["id"], model["max_model_len"], config.api_key is not None, session)
-    return served, config.api_key
+        try:
+            [model] = [each for each in client.request("GET", "/v1/models")["data"] if "parent" not in each]
+            name, context = str(model["id"]), int(model["max_model_len"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise NoServer(f"{root} is no agentcache server: it does not list one model and its context") from error
+    return Served(root, name, context, config.api_key is not None, session), config.api_key
 
 
 def _command(program: Program, served: Served) -> list[str]:

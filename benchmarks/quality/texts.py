@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from benchmarks.quality.table import ResultTable
 _ROOT = Path(__file__).parent.parent.parent
 _OWN_TEXTS = {"prose": _ROOT / "docs" / "server.md", "code": _ROOT / "agentcache" / "engine" / "engine.py"}
 _REFERENCE = "16"
+_FEWEST = 2  # tokens of a text: the first one predicts the second
 _COLUMNS = {
     "format": "--kv",
     "bits": "bits a value",
@@ -103,6 +105,8 @@ class TextBench:
                 name: tuple(read.tokenizer.encode(read.tokenizer.raw_prompt(_read(file))).ids[:num_tokens])
                 for name, file in texts.items()
             }
+            if short := [str(texts[name]) for name, ids in self.texts.items() if len(ids) < _FEWEST]:
+                raise ConfigError(f"--text {short[0]}: it has fewer than {_FEWEST} tokens")
             self._sample = sample_ids(read.tokenizer)
         finally:
             read.tokenizer.close()
@@ -139,6 +143,12 @@ class TextBench:
                 yield text, name, precision, Reading(losses, divergences_of(expected, logprobs))
 
 
+def name_files(files: Sequence[str]) -> dict[str, Path]:
+    """Files by their names; those that share a name by their paths."""
+    names = Counter(Path(file).name for file in dict.fromkeys(files))
+    return {Path(file).name if names[Path(file).name] == 1 else file: Path(file) for file in files}
+
+
 def _read(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
@@ -148,7 +158,7 @@ def _read(file: Path) -> str:
 
 def measure_texts(plan: QualityPlan, progress: Callable[[str], None]) -> list[ResultTable]:
     """A table for each text, and one of all texts where there are several."""
-    files = {Path(file).name: Path(file) for file in plan.texts} or _OWN_TEXTS
+    files = name_files(plan.texts) or _OWN_TEXTS
     with tempfile.TemporaryDirectory(prefix="agentcache-quality-") as home:
         folder = Path(plan.model) if plan.model else embedded_model_path(Path(home))
         bench = TextBench(folder, files, plan.text_tokens)

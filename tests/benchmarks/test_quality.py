@@ -17,6 +17,7 @@ from agentcache.errors import ConfigError
 from agentcache.kv.precision import LayerBits
 from agentcache.llm import LLM
 from agentcache.models.builtin.embedded import embedded_model_path
+from benchmarks import quality_benchmark
 from benchmarks.__main__ import app
 from benchmarks.quality.emulated import EmulatedCache, Format
 from benchmarks.quality.outliers import add_outliers, write_outlier_copy
@@ -24,7 +25,8 @@ from benchmarks.quality.plan import QualityPlan
 from benchmarks.quality.precision import Bench
 from benchmarks.quality.restore import COLD, DAMAGED, EVICTED, HOT, WARM, measure_restore
 from benchmarks.quality.table import ResultTable
-from benchmarks.quality.texts import Mean, Reading, joined, measure_texts, read_formats
+from benchmarks.quality.texts import Mean, Reading, joined, measure_texts, name_files, read_formats
+from benchmarks.quality_benchmark import OF_THE_EMBEDDED_MODEL
 from tests.conftest import ModelFolder
 
 SMALLEST = QualityPlan(scale=0.01, tokens=160)
@@ -167,6 +169,28 @@ def test_standard_errors_are_of_differences_token_by_token() -> None:
     assert Mean.of(np.array([1.0])).error == math.inf
     both = joined([Reading(reference, steady), Reading(steady, reference)])
     assert both.losses.tolist() == [*reference, *steady] and both.divergences.tolist() == [*steady, *reference]
+
+
+def test_files_of_one_name_are_told_apart() -> None:
+    named = name_files(["a/x.txt", "b/x.txt", "c.txt", "c.txt"])
+    assert named == {"a/x.txt": Path("a/x.txt"), "b/x.txt": Path("b/x.txt"), "c.txt": Path("c.txt")}
+
+
+def test_a_text_without_tokens_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(ConfigError, match=r"empty\.txt: it has fewer than 2 tokens"):
+        measure_texts(QualityPlan(texts=(str(tmp_path / "empty.txt"),), formats=("4",)), lambda line: None)
+
+
+@pytest.mark.parametrize(("options", "parts"), [(["--text", "x"], ("texts",)), ([], OF_THE_EMBEDDED_MODEL)])
+@pytest.mark.parametrize("quick", [["--quick"], []])
+def test_which_parts_are_measured(
+    options: list[str], parts: tuple[str, ...], quick: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[QualityPlan] = []
+    monkeypatch.setattr(quality_benchmark, "measure_quality", lambda plan, tell: asked.append(plan))
+    CliRunner().invoke(app, ["quality", *quick, *options])
+    assert asked[0].parts == parts
 
 
 def test_formats_that_there_are_not_are_named() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import uvicorn
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentcache import __version__
@@ -105,6 +105,16 @@ def test_another_server(answer: Response, detail: str) -> None:
     found = examined(answer)
     assert list(found) == ["reachable"] and not found["reachable"].ok
     assert "not agentcache" in found["reachable"].detail and detail in found["reachable"].detail
+
+
+@pytest.mark.parametrize("data", [5, [{"id": "a"}]])
+@pytest.mark.parametrize("choices", [5, [], [5], [{"message": 5}], [{"message": {"tool_calls": [{}]}}]])
+def test_answers_of_another_shape(data: Any, choices: Any) -> None:
+    """Each is a finding, and none ends the command."""
+    usage = {"completion_tokens": 1}
+    found = examined(JSONResponse({"status": "ok", "data": data, "choices": choices, "usage": usage}))
+    assert not list(found.values())[-1].ok or found["tools"].detail.startswith("no call")
+    assert ("tools" in found) == isinstance(data, list)
 
 
 def test_a_stream_that_is_cut() -> None:

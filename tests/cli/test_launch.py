@@ -16,6 +16,7 @@ import pytest
 import tomlkit
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.responses import Response
 
 from agentcache.cli import client_settings
 from agentcache.cli import launch as launch_module
@@ -23,6 +24,7 @@ from agentcache.cli.client_settings import UnreadableSettings, Value, put_in, ta
 from agentcache.cli.coding_agents import PROGRAMS, SMALL_CONTEXT, CodingAgent, Served, folder_session
 from agentcache.names import is_name
 from tests.cli.conftest import Invoke
+from tests.cli.test_doctor_server import serving
 from tests.examples import examples
 
 URL = "http://127.0.0.1:8000"
@@ -473,6 +475,15 @@ def test_a_note_that_is_none(home: Path, invoke: Invoke) -> None:
         note.write_text(text)
         result = invoke("launch", "claude", "--undo")
         assert result.exit_code == 1 and str(note) in result.stderr
+
+
+@pytest.mark.parametrize("data", ["[]", '[{"id": "a"}]', '[{"id": "a"}, {"id": "b"}]', "5", '{"data": 5}'])
+def test_a_server_of_another_kind_is_named(data: str, home: Path, invoke: Invoke) -> None:
+    content = data if data.startswith("{") else f'{{"data": {data}}}'
+    with serving(Response(content, media_type="application/json")) as url:
+        result = invoke("launch", "claude", "--url", url)
+    assert result.exit_code == 1 and f"error: {url} is no agentcache server" in result.stderr
+    assert not list(home.glob("**/*.json"))
 
 
 def test_without_a_server(invoke: Invoke) -> None:
