@@ -164,7 +164,6 @@ def test_tools_that_items_of_the_input_add() -> None:
     assert all("web_search" in note for note in notes(answer))
 
 
-<<<<<<< HEAD
 def test_tools_that_a_search_has_found() -> None:
     found = {"type": "tool_search_output", "call_id": "c", "tools": [{"type": "function"} | FUNCTION]}
     call = {"type": "tool_search_call", "call_id": "c", "arguments": {"query": "sky"}, "execution": "client"}
@@ -186,7 +185,8 @@ def test_an_empty_schema_may_be_a_list(path: str, schema: str) -> None:
     assert answer.status_code == 200
     assert isinstance(prompt, ChatPrompt) and prompt.tools is not None
     assert prompt.tools[0]["function"]["parameters"] == {}
-=======
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
 @pytest.mark.parametrize("name", [["x"], {}, 5])
 @pytest.mark.parametrize("holder", [lambda name: {"name": name}, lambda name: {"function": {"name": name}}])
@@ -195,7 +195,6 @@ def test_tools_that_are_left_out_may_be_called_anything(path: str, name: Any, ho
     assert answer.status_code == 200, answer.text
     form = engine.requests[0].form
     assert form is not None and form.calls is not None and [tool.name for tool in form.calls.tools] == ["look"]
->>>>>>> e85ee55 (Tests: shorter line)
 
 
 def test_custom_tools_of_chat_are_refused_by_name() -> None:
