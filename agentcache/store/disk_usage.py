@@ -8,6 +8,7 @@ import secrets
 import stat
 import threading
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -244,6 +245,12 @@ class DiskUsage:
         """Whether quarantine holds a file whose name ended with one of `suffixes`."""
         names = (path.rpartition(".")[0] for path in self.paths(self._quarantine))
         return any(name.endswith(suffixes) for name in names)
+
+    def remove_quarantined(self, is_meant: Callable[[str], bool]) -> None:
+        """Delete files in quarantine by the names that they had. Raises OSError."""
+        for path in list(self.paths(self._quarantine)):
+            if is_meant(path.rpartition("/")[2].rpartition(".")[0]):
+                self.remove(path)
 
     def empty_quarantine(self) -> int:
         """Delete what is in quarantine; returns the bytes freed."""

@@ -280,7 +280,7 @@ class Store:
     def delete_agent(self, name: str) -> None:
         """Remove the manifest and log of the lineage of that name, if there are any; its blocks may be shared and stay.
 
-        An agent's stored responses go with its last lineage.
+        An agent's stored responses go with its last lineage, and so do its damaged files in quarantine.
 
         Raises:
             StoreError: they could not be removed.
@@ -291,6 +291,7 @@ class Store:
             self._agents.served.delete(name)
             if not self._has_manifest_of(agent_of(name)):
                 self.responses.remove(agent_of(name))
+                self.usage.remove_quarantined(lambda file: _agent_of_file(file) == agent_of(name))
             self._delete_unreadable(unreadable)
 
     def _unreadable_blocks(self, name: str) -> list[str]:
@@ -506,3 +507,11 @@ def _make_root(root: Path) -> None:
     with CacheFiles(root).folder(root) as fd:
         if set(os.listdir(fd)) <= _OWN_ENTRIES:
             os.fchmod(fd, 0o700)
+
+
+def _agent_of_file(name: str) -> str | None:
+    """The agent that a manifest or log of that name is of; None for other files."""
+    stem, _, suffix = name.rpartition(".")
+    if suffix == "log":
+        stem = stem.rpartition(".")[0]
+    return agent_of(stem) if suffix in ("json", "log") and stem else None

@@ -197,6 +197,24 @@ def _save_bad_and_good(cache_dir: Path) -> tuple[Path, Path]:
     return log, manifest
 
 
+def test_a_deleted_agents_damaged_files_go_with_it(tmp_path: Path) -> None:
+    """Not those of another, whatever its name begins with."""
+    with open_store(tmp_path) as store:
+        for name in ("bad", "bad.1", "good"):
+            store.save_agent(make_record(name, make_transcript(5)))
+    for log in _agent_files(tmp_path):
+        if log.suffix == ".log":
+            truncate(log)
+    with open_store(tmp_path) as store:
+        store.load_agents()
+        assert any(name.startswith("bad.1.log") for name in quarantined(tmp_path))
+        store.save_agent(make_record("bad", make_transcript(6)))
+        store.delete_agent("bad")
+        left = {name.rpartition(".")[0] for name in quarantined(tmp_path)}
+        assert not left & {"bad.json", "bad.1.log"}
+        assert {"bad.1.1.log", "good.1.log"} <= left
+
+
 @pytest.mark.parametrize("damage", [truncate, empty, flip, grow_huge])
 def test_a_log_that_proves_nothing_is_quarantined_and_the_others_load(
     tmp_path: Path, damage: Callable[[Path], None]
