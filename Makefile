@@ -55,6 +55,10 @@ NEWER_PYTHON = $(firstword $(foreach name,python3 python3.14 python3.13 python3.
 	$(HOME)/.pyenv/versions/3.1[234]*/bin/python),$(shell \
 	$(name) -c 'import sys; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && echo $(name))))
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# The distribution is agentcache-mlx. pip leaves one that was installed under its former name beside it, and a later
+# uninstall of that one would take the command along.
+REMOVE_FORMER = if $(BIN)/python -m pip show --quiet agentcache >/dev/null 2>&1; then \
+	$(BIN)/python -m pip uninstall --quiet --yes --disable-pip-version-check agentcache; fi
 
 .PHONY: help demo test test-all lint types bench benchmarks clients install clean
 
@@ -114,6 +118,7 @@ $(VENV_STAMP):
 	@touch $@
 
 $(INSTALL_STAMP): $(VENV_STAMP) pyproject.toml
+	@$(REMOVE_FORMER)
 	$(PIP) -e ".$(EXTRAS)"
 	@touch $@
 
@@ -135,5 +140,6 @@ $(PYTHON_AGENTS_STAMP): tests/clients/python-agents.txt | $(VENV_STAMP)
 	@touch $@
 
 $(DEV_STAMP): $(VENV_STAMP) pyproject.toml
+	@$(REMOVE_FORMER)
 	$(PIP) -e ".$(DEV_EXTRAS)"
 	@touch $(INSTALL_STAMP) $@

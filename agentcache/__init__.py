@@ -1,7 +1,7 @@
-"""Durable agents on one machine: the KV cache stays in 4 bits from disk to attention and survives a restart.
+"""Durable LLM agents on one machine: the KV cache stays in 4 bits from disk to attention and survives a restart.
 
-`LLM` and `SamplingParams` are the offline face; `agentcache serve` is the HTTP one. Both names load on first use, so
-that importing the package (for the command line's help, for the plain-Python floors) does not import mlx.
+`LLM` is the offline interface; `agentcache serve` is the HTTP one. Names load on first use: importing the package (for
+the command line's help, for the parts in plain Python) does not import mlx.
 """
 
 from __future__ import annotations
@@ -9,8 +9,23 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from agentcache.version import __version__
+
 if TYPE_CHECKING:
-    from agentcache.llm import LLM
+    from agentcache.adapter_settings import Policy
+    from agentcache.errors import (
+        AgentCacheError,
+        CacheFolderInUse,
+        ConfigError,
+        Conflict,
+        InvalidRequest,
+        NotFound,
+        RequestError,
+        StoreError,
+        UnsupportedModel,
+    )
+    from agentcache.llm import LLM, Completion
+    from agentcache.report import AgentInfo
     from agentcache.sampling import SamplingParams
 
 # On CUDA MLX rounds what float32 models multiply to 10 bits, unless it is told otherwise before its first product: two
@@ -19,21 +34,30 @@ os.environ.setdefault("MLX_ENABLE_TF32", "0")
 # On CUDA MLX counts the kinds of graphs that it meets and fails from the 801st on, which a server meets within days.
 os.environ.setdefault("MLX_ENABLE_CACHE_THRASHING_CHECK", "0")
 
-__version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+# fmt: off
+__all__ = [
+    "LLM", "AgentCacheError", "AgentInfo", "CacheFolderInUse", "Completion", "ConfigError", "Conflict",
+    "InvalidRequest", "NotFound", "Policy", "RequestError", "SamplingParams", "StoreError", "UnsupportedModel",
+    "__version__",
+]
+# fmt: on
 
 
 def __getattr__(name: str) -> object:
     """Load an exported name from its module on first use (PEP 562)."""
-    if name == "LLM":
-        from agentcache.llm import LLM
-
-        return LLM
-    if name == "SamplingParams":
-        from agentcache.sampling import SamplingParams
-
-        return SamplingParams
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in ("LLM", "Completion"):
+        from agentcache import llm as module
+    elif name == "AgentInfo":
+        from agentcache import report as module
+    elif name == "Policy":
+        from agentcache import adapter_settings as module
+    elif name == "SamplingParams":
+        from agentcache import sampling as module
+    else:
+        from agentcache import errors as module
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

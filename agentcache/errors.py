@@ -61,7 +61,7 @@ class RequestError(AgentCacheError):
 
 
 class InvalidRequest(RequestError):
-    pass
+    """Malformed or contradictory input."""
 
 
 class ContextLengthExceeded(RequestError):
@@ -87,6 +87,8 @@ class Unauthorized(RequestError):
 
 
 class NotFound(RequestError):
+    """No agent, model or adapter has this name."""
+
     status = 404
     code = "not_found"
     type = "not_found_error"
@@ -99,6 +101,8 @@ class RequestTooSlow(RequestError):
 
 
 class Conflict(RequestError):
+    """The name is taken."""
+
     status = 409
     code = "conflict"
 
@@ -131,19 +135,19 @@ class RequestTimedOut(RequestError):
 
 
 class ConfigError(AgentCacheError):
-    pass
+    """A setting is invalid."""
 
 
 class UnsupportedModel(AgentCacheError):
-    pass
+    """The model cannot be served exactly."""
 
 
 class CacheFolderInUse(AgentCacheError):
-    pass
+    """Another process holds the cache folder."""
 
 
 class StoreError(AgentCacheError):
-    pass
+    """A file could not be written."""
 
 
 class DiskBudgetExceeded(StoreError):

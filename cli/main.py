@@ -55,7 +55,7 @@ class Commands(TyperGroup):
             if "libmlx" not in str(error):  # the library that MLX's back ends bring
                 raise
             typer.echo(f"error: MLX is installed without a back end ({error})", err=True)
-            typer.echo("hint: on Linux install agentcache[cpu] or agentcache[cuda]", err=True)
+            typer.echo("hint: on Linux install agentcache-mlx[cpu] or agentcache-mlx[cuda]", err=True)
             raise typer.Exit(1) from error
         except ValueError as error:
             if str(error) != _LIMIT_REFUSED:

@@ -247,3 +247,12 @@ def test_every_name_on_the_structure_page_exists() -> None:
             assert (owner, member) in members, name
         else:
             assert name in defined or (ROOT / "agentcache" / name).is_dir(), name
+
+
+def test_the_distribution_has_its_own_name() -> None:
+    """`agentcache` on PyPI is another project: no text may have a user install that."""
+    assert PROJECT["project"]["name"] == "agentcache-mlx"
+    own_extra = re.compile(r"(?<![\w-])agentcache\[(?:cpu|cuda|plots|dev)")
+    texts = [ROOT / "pyproject.toml", ROOT / "Makefile"]
+    texts += [path for folder in ("agentcache", *LINKED) for path in (ROOT / folder).rglob("*.py")]
+    assert [str(path) for path in texts if own_extra.search(path.read_text())] == []

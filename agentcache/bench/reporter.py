@@ -20,7 +20,7 @@ from agentcache.bench.plots import can_plot
 from agentcache.machine import describe_run
 
 CLOSE = 0.05  # differences below this share are not called a win
-NO_PICTURE = "no picture: that takes matplotlib (pip install 'agentcache[plots]')"
+NO_PICTURE = "no picture: that takes matplotlib (pip install 'agentcache-mlx[plots]')"
 
 Report = dict[str, Any]
 

@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -34,6 +33,7 @@ from agentcache.ranks.tickets import Tickets
 from agentcache.ranks.wire import Wire, naming_the_lost
 from agentcache.report import Traffic
 from agentcache.store.store import Store
+from agentcache.version import __version__
 
 _ALIKE = ("version of agentcache", "model", "version of the model's code in mlx-lm", "kind of cache")
 _FOLLOWERS_PATIENCE = 5  # times rank 0's: it also starts, and loads adapters, without a word
@@ -224,7 +224,7 @@ class PrecisionOfRank0:
 def agree(wire: Wire, loaded: LoadedModel) -> None:
     """Raise UnsupportedModel unless all ranks have one version of this program, one model and one cache."""
     # Names are those of each rank's own folder; content is what has to be alike.
-    own = (version("agentcache"), loaded.names.identity, loaded.spec.sources, replace(loaded.spec, rank="").digest)
+    own = (__version__, loaded.names.identity, loaded.spec.sources, replace(loaded.spec, rank="").digest)
     for rank, said in enumerate(wire.exchange("\n".join(own).encode())):
         theirs = said.decode().split("\n")
         for what, ours, other in zip(_ALIKE, own, theirs, strict=True):

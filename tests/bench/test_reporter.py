@@ -83,7 +83,7 @@ def test_without_matplotlib_there_are_numbers_and_a_line_on_how_to_get_pictures(
     said = capsys.readouterr()
     assert [path.name for path in tmp_path.iterdir()] == ["lengths.json"]
     assert said.err.splitlines()[-1] == NO_PICTURE
-    assert "agentcache[plots]" in NO_PICTURE
+    assert "agentcache-mlx[plots]" in NO_PICTURE
 
 
 def test_small_differences_are_no_win() -> None:

@@ -40,7 +40,7 @@ def test_mlx_without_a_back_end_is_one_sentence(tmp_path: Path) -> None:
     assert said.returncode == 1
     assert said.stderr.splitlines() == [
         f"error: MLX is installed without a back end ({missing})",
-        "hint: on Linux install agentcache[cpu] or agentcache[cuda]",
+        "hint: on Linux install agentcache-mlx[cpu] or agentcache-mlx[cuda]",
     ]
 
 
