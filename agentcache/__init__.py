@@ -48,16 +48,20 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in ("LLM", "Completion"):
-        from agentcache import llm as module
-    elif name == "AgentInfo":
-        from agentcache import report as module
-    elif name == "Policy":
-        from agentcache import adapter_settings as module
-    elif name == "SamplingParams":
-        from agentcache import sampling as module
-    else:
-        from agentcache import errors as module
-    return getattr(module, name)
+        from agentcache import llm
+
+        return getattr(llm, name)
+    if name == "Policy":
+        from agentcache.adapter_settings import Policy
+
+        return Policy
+    if name in ("AgentInfo", "SamplingParams"):
+        from agentcache import report, sampling
+
+        return report.AgentInfo if name == "AgentInfo" else sampling.SamplingParams
+    from agentcache import errors
+
+    return getattr(errors, name)
 
 
 def __dir__() -> list[str]:
