@@ -46,9 +46,9 @@ def trap(monkeypatch: pytest.MonkeyPatch) -> Trap:
             raise RuntimeError("device lost")
         step(engine)
 
-    def prepare_behind_the_door(*arguments: Any) -> Any:
+    def prepare_behind_the_door(*arguments: Any, **more: Any) -> Any:
         trap.door.wait(10)
-        return prepare(*arguments)
+        return prepare(*arguments, **more)
 
     monkeypatch.setattr(Engine, "step", step_or_fail)
     monkeypatch.setattr(completions, "prepare_request", prepare_behind_the_door)
