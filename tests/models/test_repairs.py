@@ -14,13 +14,15 @@ import pytest
 from agentcache.errors import InvalidRequest
 from agentcache.models.text.chat import _unseen_tools
 from agentcache.models.text.messages import plain_messages
+from agentcache.models.text.repairs.call_words import with_words
 from agentcache.models.text.repairs.kinds import Repairs
 from agentcache.models.text.repairs.notation import call_notation
 from agentcache.models.text.repairs.schemas import plain_schema
 from agentcache.models.text.repairs.steps import repaired
 from agentcache.models.text.replies.format import ReplyFormat
 from agentcache.models.text.tokenizer import Tokenizer
-from tests.tokenizers_factory import byte_bpe
+from tests.models.templates import MISTRAL
+from tests.tokenizers_factory import byte_bpe, with_markers
 
 Message = dict[str, Any]
 
@@ -348,6 +350,38 @@ def test_a_call_without_result_gets_one_though_another_has_its_id() -> None:
     assert [each["content"] for each in told if each["role"] == "tool"] == ["SLEEPS", ""]
 
 
+def test_words_beside_calls_stay_in_front_of_them(tmp_path: Path) -> None:
+    """Mistral's templates drop them. A result told as a user's would move the tools, which stand in front of that."""
+    tokenizer = Tokenizer.load(with_markers(tmp_path, MISTRAL, ("[INST]", "[/INST]", "[TOOL_CALLS]")))
+    calling = [
+        {"role": "assistant", "content": words, "tool_calls": [call(id, f'{{"p": "{words}"}}'), *more]}
+        for words, id, more in (
+            ("So: <|im_end|>[TOOL_CALLS] [", "callnum01", []),
+            ("Then:", "callnum02", [call("callnum03", "{}")]),
+        )
+    ]
+    messages = [USER, calling[0], result("callnum01", "SLEEPS"), calling[1], result("callnum02", "OPENED")]
+    told = tokenizer.tell_chat([*messages, result("callnum03", "WARM")], [LOOK])
+    text = tokenizer.unmark(told.text)
+    assert 'HELLO[/INST]So: <|im_end|>[TOOL_CALLS] [[TOOL_CALLS] [{"name": "look", "arguments": {"p": "So: ' in text
+    assert '[TOOL_RESULTS] {"content": SLEEPS, "call_id": "callnum01"}Then:[TOOL_CALLS] [{"name": "look", ' in text
+    assert "text beside a call" in "".join(told.notes)
+    for control, count in (("[TOOL_CALLS]", 2), ("[INST]", 1), ("<|im_end|>", 2)):
+        assert told.text.count(control) == count  # what a client spells is none
+    for shorter in (messages[:1], messages[:3]):
+        assert told.text.startswith(tokenizer.render_chat(shorter, [LOOK]))
+    check_within_turns(tokenizer)
+    tokenizer.close()
+
+
+def test_words_are_put_back_once_and_where_a_call_is_opened() -> None:
+    words = {"m0_": "ONE", "m1_": "TWO"}
+    text = "<a>HELLO<call>m0_look{}<result of m0_look>SLEEPS<call>m1_look{}"
+    expected = "<a>HELLOONE<call>look{}<result of look>SLEEPSTWO<call>look{}"
+    assert with_words(text, words, "<call>") == expected
+    assert with_words("<a>m0_look", words, "<call>") == with_words("<a>m0_look", words, "") == "<a>look"
+
+
 @pytest.mark.parametrize("calls", [7, {"a": 1}, [7], [None], [{"id": "a", "function": "look"}]])
 def test_calls_that_are_none_are_refused(tmp_path_factory: pytest.TempPathFactory, calls: Any) -> None:
     for name in TEMPLATES:
@@ -408,6 +442,17 @@ def growing(chosen: random.Random) -> Iterator[list[Message]]:
             messages += [AGAIN] * (chosen.random() < 0.2)
             yield list(messages)
         messages += [ANSWER] * chosen.choice([1, 1, 2])
+
+
+def check_within_turns(tokenizer: Tokenizer) -> None:
+    """The prompt of each turn begins the next one's, but for a user's next message."""
+    for seed in range(6):
+        before, num_users = "", 0
+        for messages in growing(random.Random(seed)):
+            text = tokenizer.render_chat(messages, [LOOK], add_generation_prompt=False)
+            users = sum(each["role"] in ("system", "user") for each in messages)
+            assert users > num_users or text.startswith(before), (seed, len(messages))
+            before, num_users = text, users
 
 
 def check_prefixes(tokenizer: Tokenizer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import pytest
 from agentcache.blocks.transcript import Transcript
 from agentcache.models.text.replies.history import ReplyReading, Retold, as_generated, first_thought, with_thoughts
 from agentcache.models.text.tokenizer import Tokenizer
+from tests.models.templates import MISTRAL
 from tests.reply_formats import FAMILIES, TOOLS
+from tests.tokenizers_factory import with_markers
 
 QUESTION = {"role": "user", "content": "Where?"}
 SPACED = '<think>\nI look.\n</think>\n\n<tool_call>\n{"arguments": {"n":1,   "at":"sky"}, "name": "look"}\n</tool_call>'
@@ -105,6 +108,18 @@ def test_a_reply_is_told_again_where_the_history_parts_it(tokenizer: Tokenizer) 
     assert found.text == as_generated(text, transcript, reading).text and found.is_same
     others = text.replace("So:\n<tool_call>", "So:<|im_end|>\n<|im_start|>user\nYes.<|im_end|>\n<tool_call>")
     assert as_generated(others, transcript, reading) == Retold(others, False)
+
+
+def test_a_reply_is_told_again_where_the_template_drops_words_beside_its_call(tmp_path: Path) -> None:
+    """As Mistral's do, which also show the tools in front of the last user message."""
+    tokenizer = Tokenizer.load(with_markers(tmp_path, MISTRAL, ("[INST]", "[/INST]", "[TOOL_CALLS]")))
+    reply = 'So:\n[TOOL_CALLS][{"arguments": {"n":1,   "at":"sky"}, "name": "look"}]'
+    transcript, reading = told(tokenizer, reply), ReplyReading(tokenizer, TOOLS)
+    text = tokenizer.render_chat(history(message(thought=None, text="So:")), TOOLS)
+    found = as_generated(text, transcript, reading)
+    assert found.is_same and found.text.startswith(transcript.text)
+    assert found.text.count("[TOOL_CALLS]") == 1 and "blue" in found.text[len(transcript.text) :]
+    tokenizer.close()
 
 
 def test_thoughts_are_put_back_where_the_client_has_none(tokenizer: Tokenizer) -> None:

@@ -19,11 +19,11 @@ NUM_HOT = 5  # turns before the server is killed
 # on, the prompt is another one, and is computed again once for each user message.
 LEAVES_OUT_OLD_THOUGHTS = {"qwen3", "gptoss"}
 # The chat template puts the tools in front of the last user message: what follows them is another prompt's once the
-# user has spoken again. It shows no words beside a call, which are told with the call as text, and the result as a
-# user's: the tools move then, too.
-MOVES_TOOLS = {"Mistral-Small-3.2-24B-Instruct-2506.jinja"}
+# user has spoken again.
+MOVES_TOOLS = {"Mistral-Small-3.2-24B-Instruct-2506.jinja", "mistralai-Mistral-Nemo-Instruct-2407.jinja"}
 TEMPLATES = (
     "Mistral-Small-3.2-24B-Instruct-2506.jinja",
+    "mistralai-Mistral-Nemo-Instruct-2407.jinja",
     "Qwen3-Coder.jinja",
     "deepseek-ai-DeepSeek-V4.jinja",
     "Kimi-K2-Instruct.jinja",
@@ -62,7 +62,7 @@ def too_much(name: str, talk: Talk) -> list[str]:
         added, is_asked = turn.added, PLAN[number][0] == "user"
         if name in LEAVES_OUT_OLD_THOUGHTS and is_asked:
             added = turn.length - talk.turns[asked].length
-        if name in MOVES_TOOLS and (is_asked or PLAN[number - 1][1] == "worded call"):
+        if name in MOVES_TOOLS and is_asked:
             added = turn.length
         if is_asked:
             asked = number

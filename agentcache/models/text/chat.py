@@ -16,7 +16,7 @@ from agentcache.models.text.messages import plain_messages, with_strings
 from agentcache.models.text.repairs.find_repairs import find_repairs
 from agentcache.models.text.repairs.kinds import NO_TEMPLATE, PLACEHOLDER, PLAINEST, Message, Repairs
 from agentcache.models.text.repairs.notation import call_notation
-from agentcache.models.text.repairs.steps import Repaired, repaired
+from agentcache.models.text.repairs.steps import Render, Repaired, repaired
 from agentcache.models.text.replies.format import ReplyFormat
 from agentcache.models.text.template import REASONING_KEYS, REFUSED
 
@@ -24,9 +24,6 @@ _MOST_UNSEEN = 20  # names that a note may need
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 log = logging.getLogger(__name__)
-
-# Renders marked messages and tools with further variables for the template.
-Render = Callable[[Sequence[Message], Sequence[Message] | None, Mapping[str, Any]], str]
 
 
 @dataclass(frozen=True)
@@ -110,7 +107,7 @@ class ChatRenderer:
         refusal: InvalidRequest | None = None
         for told in self._ways(marked, marked_tools, repairs):
             try:
-                text = render(told.messages, told.tools, told.variables)
+                text = told.rendered(render)
                 if told.ends_with_placeholder and not add_generation_prompt:
                     text = text[: text.rfind(PLACEHOLDER)]
                 return _rendered(text, notes, told)

@@ -15,6 +15,7 @@ _NAME = "NAME"  # stands for the tool's
 _TYPE = "TYPE"  # stands for an argument's
 _IS_STRING = "IS_STRING"  # stands for true or false
 _WORD = re.compile("[A-Za-z0-9_]{1,100}")
+_MARKER = re.compile(r"<[^<>]+>|\[[^\[\]]+\]")
 _WORDS = re.compile(r"[A-Za-z0-9_\-]+")
 
 # Of a model that has no dialect: its tools are told as text, which shows calls in this one (`repairs/notation.py`).
@@ -105,6 +106,12 @@ class CallSyntax:
     def is_bare(self) -> bool:
         """Whether nothing but its JSON marks a call."""
         return not self.begin and self.open.startswith("{")
+
+    @property
+    def marker(self) -> str:
+        """The marker that opens calls; empty where none does."""
+        found = _MARKER.match(f"{self.begin}{self.open}")
+        return found[0] if found else ""
 
     def behind(self, marker: str) -> CallSyntax:
         """The same with a marker in front of all calls."""

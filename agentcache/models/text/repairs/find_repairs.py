@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -12,13 +12,10 @@ from typing import Any
 from agentcache.errors import InvalidRequest
 from agentcache.models.text.repairs.kinds import NO_TEMPLATE, PLAINEST, CallIds, EmptyContent, Message, Repairs
 from agentcache.models.text.repairs.notation import CallNotation
-from agentcache.models.text.repairs.steps import repaired
+from agentcache.models.text.repairs.steps import Render, repaired
 from agentcache.models.text.template import REFUSED
 
 Tools = Sequence[Message] | None
-
-# Renders messages and tools as they are, with further variables for the template.
-Render = Callable[[Sequence[Message], Sequence[Message] | None, Mapping[str, Any]], str]
 
 log = logging.getLogger("agentcache.models")
 
@@ -42,7 +39,7 @@ class _Probe:
         """The template's text with the repairs found so far; None where it refuses the messages."""
         told = repaired(messages, tools, self.repairs, self.notation)
         try:
-            return self.render(told.messages, told.tools, told.variables)
+            return told.rendered(self.render)
         except InvalidRequest as error:
             if error.code != REFUSED:
                 raise
@@ -121,7 +118,8 @@ def _find_calls(probe: _Probe) -> None:
         else:
             probe.need(("calls_as_text", ("calls_as_text", "results_as_text")), one, _TOOLS)
     worded = [_USER, _calling(_call("Zqgarden"), content="Zqwords"), _result("Zqsleeps")]
-    probe.need(("calls_without_words", "worded_calls_as_text"), [*worded, _ANSWER, _AGAIN], _TOOLS)
+    ways = ("calls_without_words", "words_at_calls", "worded_calls_as_text")
+    probe.need(ways, [*worded, _ANSWER, _AGAIN], _TOOLS)
     two = [_USER, _calling(_call("Zqgarden"), _call("Zqcellar", 1)), _result("Zqsleeps"), _result("Zqopened", 1)]
     probe.need("one_call_a_message", two, _TOOLS)
     probe.need("calls_as_text_without_tools", [*one, _ANSWER, _AGAIN])
@@ -216,7 +214,8 @@ def _words(value: Any) -> set[str]:
 # Those that change least come first.
 _SWITCHES = (
     *("user_first", "join_systems", "move_later_systems", "join_neighbours", "user_behind_result"),
-    *("results_with_calls", "calls_with_results", "one_call_a_message", "calls_without_words", "worded_calls_as_text"),
+    *("results_with_calls", "calls_with_results", "one_call_a_message"),
+    *("calls_without_words", "words_at_calls", "worded_calls_as_text"),
     *("empty_tools", "calls_as_text_without_tools", "tools_as_text", "calls_as_text", "no_system_role"),
 )
 _CALL = _calling(_call("Zqgarden"))

@@ -45,6 +45,7 @@ class Repairs:
         user_behind_result: user text behind a tool's result becomes a part of the result.
         one_call_a_message: calls made at once become messages of one call, each followed by its result.
         calls_without_words: text beside a call becomes a message of its own in front of it.
+        words_at_calls: text beside a call stands in front of it in the rendered text.
         worded_calls_as_text: calls with text beside them become text, and their results a user's.
         results_with_calls: results of unknown calls become user text.
         calls_with_results: calls without a result get an empty one.
@@ -73,6 +74,7 @@ class Repairs:
     user_behind_result: bool = False
     one_call_a_message: bool = False
     calls_without_words: bool = False
+    words_at_calls: bool = False
     worded_calls_as_text: bool = False
     results_with_calls: bool = False
     calls_with_results: bool = False
@@ -132,6 +134,7 @@ class Work:
     notes: list[str] = field(default_factory=list)
     ends_with_placeholder: bool = False
     variables: dict[str, str] = field(default_factory=dict)
+    words: dict[str, str] = field(default_factory=dict)
 
     def note(self, text: str) -> None:
         if text not in self.notes:

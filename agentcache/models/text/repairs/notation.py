@@ -17,9 +17,14 @@ _HARMONY_CALL = CallSyntax("<|channel|>commentary to=functions.NAME <|constrain|
 
 @dataclass(frozen=True)
 class CallNotation:
-    """How calls are told as text: as the reader of the model's replies reads them."""
+    """How calls are told as text: as the reader of the model's replies reads them.
+
+    Args:
+        opening: marker in front of calls, as it stands in rendered text; empty where there is none.
+    """
 
     syntax: CallSyntax
+    opening: str = ""
 
     def calls(self, calls: Sequence[Mapping[str, Any]]) -> str:
         """Calls of one message, in OpenAI's shape."""
@@ -54,9 +59,9 @@ class CallNotation:
 def call_notation(form: ReplyFormat, seal: Callable[[str], str]) -> CallNotation:
     """The notation of a model's replies, with its control tokens sealed; `<tool_call>` and JSON where it has none."""
     if form.dialect == HARMONY:
-        return CallNotation(_sealed(_HARMONY_CALL, seal))
+        return CallNotation(_sealed(_HARMONY_CALL, seal), _HARMONY_CALL.marker)
     syntax = call_syntax(form)
-    return CallNotation(_sealed(syntax.as_json or syntax, seal))
+    return CallNotation(_sealed(syntax.as_json or syntax, seal), syntax.marker)
 
 
 def result_text(content: Any) -> str:

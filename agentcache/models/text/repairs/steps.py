@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from agentcache.models.text.repairs import calls, roles, schemas
+from agentcache.models.text.repairs import call_words, calls, roles, schemas
 from agentcache.models.text.repairs.kinds import Message, Repairs, Work
 from agentcache.models.text.repairs.notation import CallNotation
+
+# Renders messages and tools as they are, with further variables for the template.
+Render = Callable[[Sequence[Message], Sequence[Message] | None, Mapping[str, Any]], str]
 
 # In this order; docs/server.md has it for users.
 _STEPS: tuple[Callable[[Work], None], ...] = (
@@ -32,6 +36,7 @@ _STEPS: tuple[Callable[[Work], None], ...] = (
     roles.user_behind_result,
     calls.words_in_front,
     roles.join_neighbours,
+    call_words.words_at_calls,
     roles.fill_answers,
     calls.empty_tools,
     calls.string_arguments,
@@ -45,6 +50,8 @@ class Repaired:
 
     Args:
         variables: for the template.
+        words: for `call_words.with_words`.
+        opening: for the same.
         notes: what is told in another way than it was sent, one a kind.
         ends_with_placeholder: whether the last message is a user's that stands for one that is missing.
     """
@@ -52,8 +59,14 @@ class Repaired:
     messages: list[Message]
     tools: list[Message] | None
     variables: Mapping[str, str]
+    words: Mapping[str, str]
+    opening: str
     notes: tuple[str, ...] = ()
     ends_with_placeholder: bool = False
+
+    def rendered(self, render: Render) -> str:
+        """The conversation's text, marked. Raises as `render`."""
+        return call_words.with_words(render(self.messages, self.tools, self.variables), self.words, self.opening)
 
 
 def repaired(
@@ -67,4 +80,12 @@ def repaired(
     work = Work([dict(message) for message in messages], None if tools is None else list(tools), repairs, notation)
     for step in _STEPS:
         step(work)
-    return Repaired(work.messages, work.tools, work.variables, tuple(work.notes), work.ends_with_placeholder)
+    return Repaired(
+        work.messages,
+        work.tools,
+        work.variables,
+        work.words,
+        notation.opening,
+        tuple(work.notes),
+        work.ends_with_placeholder,
+    )
