@@ -12,7 +12,7 @@ from agentcache.errors import ConfigError, InvalidRequest
 
 
 class Policy(StrEnum):
-    """How an adapter's requests share keys and values; README, "Adapters"."""
+    """How an adapter's requests share keys and values; docs/adapters.md."""
 
     AUTO = "auto"
     EXACT = "exact"
