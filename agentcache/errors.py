@@ -124,7 +124,7 @@ class AgentUnavailable(RequestError):
     type = "server_error"
 
     def __init__(self, agent_id: str, reason: str, *, param: str | None = "agent") -> None:
-        message = f"agent {agent_id!r} is unavailable: {reason}. Its files stay as they are; see docs/server.md"
+        message = f"agent {agent_id!r} is unavailable: {reason}. Its files stay as they are; see docs/memory.md"
         super().__init__(message, param=param)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -256,3 +257,74 @@ def test_the_distribution_has_its_own_name() -> None:
     texts = [ROOT / "pyproject.toml", ROOT / "Makefile"]
     texts += [path for folder in ("agentcache", *LINKED) for path in (ROOT / folder).rglob("*.py")]
     assert [str(path) for path in texts if own_extra.search(path.read_text())] == []
+
+
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: page.name)
+def test_links_in_documents_resolve(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text()))
+    for target in targets:
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = page.parent / path if path else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), target
+
+
+def test_links_that_do_not_resolve_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A `b`, c-d\n\n```\n# no heading\n```\n[here](#a-b-c-d)\n")
+    assert anchors(page) == {"a-b-c-d"}
+    test_links_in_documents_resolve(page)
+    for wrong in ("other.md", "#no-heading", "page.md#c"):
+        page.write_text(f"# A\n\n[there]({wrong})\n")
+        with pytest.raises(AssertionError):
+            test_links_in_documents_resolve(page)
+
+
+def command_lines(page: Path) -> list[list[str]]:
+    """Lines of consoles that call `agentcache`, and such calls in running text, without the name."""
+    text = page.read_text()
+    consoles = [block for kind, block in FENCE.findall(text) if kind == "console"]
+    lines = re.findall(r"^\$ (.*)$", "\n".join(consoles), re.MULTILINE)
+    lines += re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
+    calls = [re.match(r"(?:\.venv/bin/)?agentcache ([a-z].*)", line) for line in lines]
+    return [shlex.split(call[1], comments=True) for call in calls if call]
+
+
+def refused(arguments: list[str]) -> str:
+    """What is wrong with a command line: an unknown command or option; empty if nothing is."""
+    from agentcache.cli.main import COMMANDS, load_command
+
+    name, *rest = arguments
+    if name not in COMMANDS:
+        return f"no command {name}"
+    command = load_command(name)
+    if hasattr(command, "commands"):
+        known = {option for each in command.commands.values() for parameter in each.params for option in parameter.opts}
+    else:
+        known = {option for parameter in command.params for option in parameter.opts}
+    options = [word.partition("=")[0] for word in rest[: rest.index("--") if "--" in rest else None]]
+    return " ".join(option for option in options if option.startswith("--") and option not in {*known, "--help"})
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: page.name)
+def test_command_lines_in_documents_exist(page: Path) -> None:
+    wrong = {" ".join(line): refused(line) for line in command_lines(page)}
+    assert {line: why for line, why in wrong.items() if why} == {}
+
+
+def test_command_lines_that_do_not_exist_are_found() -> None:
+    assert len(command_lines(ROOT / "README.md")) >= 2
+    assert refused(["serve", "--model", "M"]) == "" and refused(["launch", "pi", "--start", "--", "--any"]) == ""
+    assert refused(["served"]) == "no command served" and refused(["serve", "--modle", "M"]) == "--modle"
