@@ -6,8 +6,8 @@
 set -euo pipefail
 url=${1:-${AGENTCACHE_URL:-http://127.0.0.1:8000}}
 
-request() { curl -sSN --fail-with-body "$url$1" "${@:2}"; }
-post() { request "$1" -H 'Content-Type: application/json' -d "$2"; }
+request() { curl -sSN --fail-with-body "$@"; }
+post() { request "$url$1" -H 'Content-Type: application/json' -d "$2"; }
 
 # Print the answer, and from the report how much of the prompt was computed.
 show() {
@@ -39,11 +39,11 @@ echo "== Fork: a second agent with the same memory. It shares all blocks, so not
 post /v1/agents/example-curl/fork '{"id": "example-curl-fork"}' && echo
 
 echo "== List the agents."
-request /v1/agents | python3 -c '
+request "$url/v1/agents" | python3 -c '
 import json, sys
 for agent in json.load(sys.stdin)["data"]:
     print("{id}: {tokens} tokens, {ram_bytes} bytes in RAM, {disk_bytes} on disk".format(**agent))'
 
 echo "== Delete both."
-request /v1/agents/example-curl-fork -X DELETE && echo
-request /v1/agents/example-curl -X DELETE && echo
+request -X DELETE "$url/v1/agents/example-curl-fork" && echo
+request -X DELETE "$url/v1/agents/example-curl" && echo
