@@ -196,17 +196,20 @@ def leave_at_once(lost: RankLost) -> NoReturn:
 def uvicorn_config(app: object, config: Config) -> uvicorn.Config:
     import uvicorn
 
+    from agentcache.server.compat import http_option
     from agentcache.server.connection import IDLE_SECONDS, ClientConnection, most_connections
     from agentcache.server.drain import CUT_SECONDS
 
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
-        http=partial(  # type: ignore[arg-type]
-            ClientConnection,
-            head_seconds=config.header_timeout,
-            write_seconds=config.write_timeout,
-            most=most_connections(),
+        http=http_option(
+            partial(
+                ClientConnection,
+                head_seconds=config.header_timeout,
+                write_seconds=config.write_timeout,
+                most=most_connections(),
+            )
         ),
         log_config=None,
         access_log=False,

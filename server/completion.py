@@ -13,12 +13,13 @@ from starlette.responses import JSONResponse, Response
 
 from agentcache.report import Update
 from agentcache.request import Request
+from agentcache.server.compat import EventStream
 from agentcache.server.context import Context, context_of, name_agent
 from agentcache.server.engine import Engine
 from agentcache.server.errors import WireError, wire_error
 from agentcache.server.reply import Choices, Completion
 from agentcache.server.request_log import note_model, note_usage
-from agentcache.server.stream import EventStream, UpdateStream, timed_out, until_disconnect
+from agentcache.server.stream import UpdateStream, timed_out, until_disconnect
 
 Events = Iterable[bytes]
 
@@ -146,7 +147,7 @@ async def _stream(request: HttpRequest, context: Context, job: Job, deadline: fl
     except BaseException:
         await source.close()
         raise
-    return EventStream(_events(request, job, source, first), source)
+    return EventStream(_events(request, job, source, first), source.close)
 
 
 async def _events(

@@ -1,4 +1,4 @@
-"""One client's connection: uvicorn's h11 protocol, which waits for nobody for ever and reads no request in two ways."""
+"""An HTTP/1.1 connection with read and write timeouts that rejects ambiguous body lengths."""
 
 from __future__ import annotations
 
@@ -8,39 +8,26 @@ from collections.abc import Callable
 from typing import Any
 
 import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from agentcache.errors import InvalidRequest, RequestError, RequestTooSlow
 from agentcache.models.text.json_values import write_json
+from agentcache.server.compat import HeadParser, UvicornConnection, limit_read
 from agentcache.server.errors import wire_error
 
-# So long a connection is kept on which nothing is asked: longer than clients keep theirs (httpx 5 s, aiohttp 15 s,
-# proxies up to 60 s), for whoever asks at the moment at which it is closed here gets no answer.
+# Longer than clients keep idle connections (httpx 5 s, aiohttp 15 s, proxies up to 60 s): a request that arrives while
+# this side closes gets no answer.
 IDLE_SECONDS = 75
-# What a client that was refused may still send, so that it can read why; a reset would lose that on some systems.
+# A refused client may go on sending this long; on some systems a reset would lose the answer.
 LINGER_SECONDS = 2.0
-# For everything that is no connection: the cache's files, libraries, the model.
-_OTHER_FILES = 128
-_LOOKS = 4  # at what is being written, within the time it may stand still
+_OTHER_FILES = 128  # cache, libraries, model
+_LOOKS = 4  # at a write, within its timeout
 _MOST_CONNECTIONS = 4096
-# What is read of a connection before the next one has its turn (asyncio: 256 KiB): a hundred large bodies at once
-# held up everybody else for as long as it took to copy that of each.
+# Read per turn of the event loop (asyncio: 256 KiB). With a hundred large bodies, copying delayed all other requests.
 _READ_BYTES = 16 << 10
 
 
-class StrictConnection(h11.Connection):
-    """Refuses requests whose end is stated twice: somebody between us and the client may have read the other."""
-
-    def next_event(self) -> Any:
-        head = self.trailing_data[0] if self.their_state is h11.IDLE else b""
-        event = super().next_event()
-        if isinstance(event, h11.Request):
-            _check_length(head)
-        return event
-
-
 def _check_length(head: bytes) -> None:
-    """h11 merges equal lengths and prefers Transfer-Encoding, so the bytes themselves are looked at."""
+    """Refuse a request whose end is stated twice: a proxy may have read the other one."""
     lines = head.replace(b"\r\n", b"\n").partition(b"\n\n")[0].split(b"\n")[1:]
     fields = [(name.strip().lower(), value) for name, _, value in (line.partition(b":") for line in lines)]
     lengths = [value for name, value in fields if name == b"content-length"]
@@ -49,16 +36,16 @@ def _check_length(head: bytes) -> None:
         raise h11.RemoteProtocolError("The length of the body is stated more than once.")
 
 
-class ClientConnection(H11Protocol):
-    """A connection that is closed when a request's head takes longer than `head_seconds`, and cut when the client reads
-    nothing of its answer for `write_seconds`.
+class ClientConnection(UvicornConnection):
+    """One client's connection. With more than `most`, those that have waited longest for their clients are closed.
 
-    Where the process has no room for more, those that have waited longest for their clients are closed.
+    Args:
+        head_seconds: time limit for a request's head.
+        write_seconds: time limit for a client that reads nothing of its answer.
     """
 
     def __init__(self, *args: Any, head_seconds: float, write_seconds: float, most: int, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.conn = StrictConnection(h11.SERVER)
+        super().__init__(*args, parser=HeadParser(_check_length), **kwargs)
         self._head_seconds = head_seconds
         self._most = most
         self._timer: asyncio.TimerHandle | None = None
@@ -73,7 +60,7 @@ class ClientConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.max_size = _READ_BYTES  # type: ignore[attr-defined]
+        limit_read(transport, _READ_BYTES)
         self._set_timer(self._head_seconds, self._end_head)
         if len(self.connections) > self._most:
             self._make_room()
@@ -106,7 +93,7 @@ class ClientConnection(H11Protocol):
         if self.unwritten:
             self._watch_writing()
         self._waiting_since = self.loop.time()
-        if self._is_answered and self.conn.their_state is h11.SEND_BODY:  # else the next request may have begun
+        if self.is_answered and self.conn.their_state is h11.SEND_BODY:  # else the next request may have begun
             self._linger = self.loop.call_later(LINGER_SECONDS, self.cut)
 
     def send_400_response(self, msg: str) -> None:
@@ -116,17 +103,11 @@ class ClientConnection(H11Protocol):
         if not self.transport.is_closing():
             super().shutdown()
 
-    # -- who keeps whom waiting ---------------------------------------------------------------------------------------
-
-    @property
-    def waits_for_client(self) -> bool:
-        """Whether nothing can be done before the client sends more."""
-        cycle = self.cycle
-        return cycle is None or cycle.response_complete or (cycle.more_body and not cycle.response_started)
+    # -- timeouts -----------------------------------------------------------------------------------------------------
 
     @property
     def unwritten(self) -> int:
-        """Bytes that the client's side has yet to take."""
+        """Bytes in the write buffer."""
         return self.transport.get_write_buffer_size()
 
     def _watch_writing(self) -> None:
@@ -135,20 +116,16 @@ class ClientConnection(H11Protocol):
             self._writing = self.loop.call_later(self._write_seconds / _LOOKS, self._look_at_writing)
 
     def _look_at_writing(self) -> None:
-        """Only what is paused, or all written, is watched: what is left can only become less."""
+        """Paused or completely written answers only: their unwritten bytes cannot grow."""
         self._writing, left, now = None, self.unwritten, self.loop.time()
         if not left:
             return
-        if left < self._left or not (self.flow.write_paused or self._is_answered):
+        if left < self._left or not (self.is_write_paused or self.is_answered):
             self._left, self._progress_at = left, now
         if now - self._progress_at >= self._write_seconds:
             self.cut()
         else:
             self._writing = self.loop.call_later(self._write_seconds / _LOOKS, self._look_at_writing)
-
-    @property
-    def _is_answered(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
 
     def _end_write_watch(self) -> None:
         if self._writing is not None:
@@ -156,7 +133,7 @@ class ClientConnection(H11Protocol):
             self._writing = None
 
     def cut(self) -> None:
-        """Close the connection, whatever is under way on it."""
+        """Close the connection at once."""
         self._cancel_timer()
         self._end_linger()
         self._end_write_watch()
@@ -168,7 +145,7 @@ class ClientConnection(H11Protocol):
             self._linger = None
 
     def _make_room(self) -> None:
-        """Close many at once, since finding the right ones takes a look at all."""
+        """Close a sixteenth at once: finding the oldest takes a scan of all."""
         waiting = [other for other in self.connections if isinstance(other, ClientConnection)]
         waiting = [other for other in waiting if other.waits_for_client and not other.transport.is_closing()]
         *others, newest = sorted(waiting, key=lambda other: other._waiting_since)
@@ -183,11 +160,9 @@ class ClientConnection(H11Protocol):
             self.transport.close()
 
     def _refuse(self, error: RequestError) -> None:
-        """Answer what is no request, or not yet one, and close."""
+        """Answer an invalid or incomplete request, and close."""
         self._cancel_timer()
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+        self.disconnect_request()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             wire = wire_error(error)
             body = write_json(wire.body).encode()
@@ -214,7 +189,7 @@ class ClientConnection(H11Protocol):
 
 
 def most_connections() -> int:
-    """Connections that leave the process enough file descriptors; of these it is given as many as it may have."""
+    """Raise the limit of open files as far as useful; return the number of connections that fit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_CONNECTIONS + _OTHER_FILES
     if soft < wanted:

@@ -1,4 +1,4 @@
-"""uvicorn's server, which on a signal lets requests finish for a while, and then has them end with an answer."""
+"""uvicorn's server with a graceful end: requests get time to finish, then an answer."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from collections.abc import Awaitable, Callable
 
 import uvicorn
 
+from agentcache.server.compat import UvicornServer
 from agentcache.server.connection import ClientConnection
 
-# How long running requests may take to finish after a signal; then they are told that the server is shutting down.
+# Time for running requests after a signal.
 DRAIN_SECONDS = 5.0
-# For clients that do not take their answer; then their connections are cut.
+# Time for clients to read their answers; then connections are cut.
 CUT_SECONDS = 15
-# For clients that read nothing of it.
+# Time for clients that read nothing.
 STALL_SECONDS = 1.0
-# After the engine has failed /health says so for as long; then the process ends, for a supervisor to start it again.
+# Time for which /health reports a failed engine; then the process ends, for a supervisor to restart it.
 FAILED_SECONDS = 5.0
 
 
-class DrainingServer(uvicorn.Server):
-    """Calls `close` when it has drained for `drain_seconds`, which ends streams properly; uvicorn would cut them.
+class DrainingServer(UvicornServer):
+    """Calls `close`, which ends streams properly, after `drain_seconds`, and cuts incomplete requests.
 
-    Requests of which not everything has come by then are cut. It ends by itself some time after the engine has failed.
+    It also ends `FAILED_SECONDS` after the engine has failed.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class DrainingServer(uvicorn.Server):
         self._failed_at: float | None = None
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether to shut down; called ten times a second."""
+        """Whether to shut down."""
         if self._failed_at is None and self._has_failed():
             self._failed_at = time.monotonic()
         is_over = self._failed_at is not None and time.monotonic() - self._failed_at > FAILED_SECONDS
@@ -69,7 +70,7 @@ class DrainingServer(uvicorn.Server):
             cutting.cancel()
 
     async def _cut_stalled(self) -> None:
-        """Cut connections whose clients read nothing; uvicorn would wait for them until `CUT_SECONDS`."""
+        """Cut connections whose clients read nothing."""
         while True:
             before = {connection: connection.unwritten for connection in self._connections}
             await asyncio.sleep(STALL_SECONDS)
@@ -79,4 +80,4 @@ class DrainingServer(uvicorn.Server):
 
     @property
     def _connections(self) -> list[ClientConnection]:
-        return [each for each in self.server_state.connections if isinstance(each, ClientConnection)]
+        return [each for each in self.connections if isinstance(each, ClientConnection)]

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from agentcache.server.compat import path_pattern
+
 API = "/v1"
 _LONGEST = 200  # characters of a path for which a route is looked for
 _ALIKE = 0.7  # of difflib's ratio, from which on a route is near
@@ -87,7 +89,7 @@ def _methods(route: Route) -> str:
 
 
 def _route_of(path: str, routes: Sequence[BaseRoute]) -> Route | None:
-    return next((route for route in _of_http(routes) if route.path_regex.match(path)), None)
+    return next((route for route in _of_http(routes) if path_pattern(route).match(path)), None)
 
 
 def _of_http(routes: Sequence[BaseRoute]) -> Iterator[Route]:

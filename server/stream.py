@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from sse_starlette.sse import AppStatus, EventSourceResponse
 from starlette.requests import ClientDisconnect
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive
 
 from agentcache.errors import BrokenInvariant, RequestTimedOut
 from agentcache.report import Update
-from agentcache.server.backlog import Backlog
 from agentcache.threads import as_exception
 
 T = TypeVar("T")
@@ -23,9 +23,10 @@ KEEP_ALIVE_SECONDS = 10.0
 
 encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode  # json.dumps makes an encoder every time
 _ANY_TEXT = "\x00"
-
-# At SIGTERM a running turn finishes and is saved (uvicorn waits for it); sse-starlette would cut it off.
-AppStatus.enable_automatic_graceful_drain = False
+_BEHIND = 32  # updates; a client that is further behind gets several tokens in one event
+_TOGETHER = 256  # tokens in one update
+# Tokens and candidates of their logprobs: with more pending the stream is ended. A token without logprobs counts once.
+_MOST_PENDING = 50_000
 
 
 def event(data: dict[str, Any], name: str | None = None) -> bytes:
@@ -91,6 +92,72 @@ async def _end(task: asyncio.Future[Any]) -> None:
     await asyncio.wait({task})
     if not task.cancelled():
         task.exception()  # seen, so that asyncio does not report it as never retrieved
+
+
+class Backlog:
+    """A queue whose size is bounded by what it holds: updates that wait long are merged."""
+
+    def __init__(self) -> None:
+        self._pending: deque[Update | Exception | None] = deque()
+        self._size = 0
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the client is so far behind that its stream is to be ended."""
+        return self._size > _MOST_PENDING
+
+    def put(self, update: Update | Exception | None) -> None:
+        """Add an update, an error, or None for a silence."""
+        if isinstance(update, Update):
+            self._size += _size(update)
+        if len(self._pending) >= _BEHIND:
+            last = self._pending[-1]
+            if update is None:
+                return  # something is there to be sent
+            if isinstance(last, Update) and isinstance(update, Update) and _can_merge(last, update):
+                self._pending[-1] = _merged(last, update)
+                return
+        self._pending.append(update)
+
+    def pop(self) -> Update | Exception | None:
+        """The next one; there must be one."""
+        update = self._pending.popleft()
+        if isinstance(update, Update):
+            self._size -= _size(update)
+        return update
+
+
+def _size(update: Update) -> int:
+    return len(update.token_ids) + sum(1 + len(token.top) for token in update.logprobs)
+
+
+def _can_merge(first: Update, second: Update) -> bool:
+    return (
+        first.choice == second.choice
+        and len(first.token_ids) + len(second.token_ids) <= _TOGETHER
+        and _is_plain(first)
+        and _is_plain(second)
+    )
+
+
+def _is_plain(update: Update) -> bool:
+    """Whether it has no more than text and tokens."""
+    others = (update.prompt_token_ids, update.prompt_logprobs, update.finish_reason, update.stop_string, update.report)
+    return all(each is None for each in (*others, update.prompt_end))
+
+
+def _merged(first: Update, second: Update) -> Update:
+    offset = len(first.text)
+    return replace(
+        first,
+        text=first.text + second.text,
+        token_ids=first.token_ids + second.token_ids,
+        logprobs=first.logprobs + second.logprobs,
+        markers=first.markers + tuple((offset + at, name) for at, name in second.markers),
+    )
 
 
 class UpdateStream:
@@ -178,27 +245,3 @@ class UpdateStream:
         """End the completion now: a client that reads nothing would ask for no further update."""
         self._running.cancel()
         self._put(error)
-
-
-class EventStream(EventSourceResponse):
-    """Sends events until they end or the client leaves; then closes `source`, also when no event was ever asked for.
-
-    sse-starlette's own pings are comments, which some clients cannot parse: keep-alive is in the events themselves.
-    """
-
-    def __init__(self, events: AsyncIterator[bytes], source: UpdateStream) -> None:
-        super().__init__(events, ping=0, sep="\n")
-        self._source = source
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self._source.close()
-
-    async def _send_with_timeout(self, send: Send, message: Message) -> None:
-        """Without the cancel scope per event that sse-starlette opens also where no timeout is set.
-
-        It costs as much as everything else an event costs.
-        """
-        await send(message)

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentcache.report import TokenLogprob, Update
-from agentcache.server import backlog
-from agentcache.server.backlog import Backlog
+from agentcache.server import stream
+from agentcache.server.stream import Backlog
 from tests.examples import examples
 
 updates = st.lists(
@@ -62,7 +62,7 @@ def test_a_client_far_behind_takes_little_memory() -> None:
     queue = Backlog()
     for _ in range(20_000):
         queue.put(Update("word ", (1,)))
-    assert len(queue) <= backlog._BEHIND + 20_000 / backlog._TOGETHER + 1
+    assert len(queue) <= stream._BEHIND + 20_000 / stream._TOGETHER + 1
     assert sum(sys.getsizeof(update.text) for update in queue._pending if isinstance(update, Update)) < 200_000
 
 

@@ -17,6 +17,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from agentcache.server import connection
+from agentcache.server.compat import http_option
 from agentcache.server.connection import ClientConnection, most_connections
 from tests.rounds import check_bound, in_rounds
 
@@ -31,7 +32,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 async def serving(app: App) -> AsyncIterator[tuple[uvicorn.Server, int]]:
     """A server of `app` for at most eight connections, and its port."""
     listener = socket.create_server(("127.0.0.1", 0))
-    http = partial(ClientConnection, head_seconds=30.0, write_seconds=0.4, most=8)
+    http = http_option(partial(ClientConnection, head_seconds=30.0, write_seconds=0.4, most=8))
     config = uvicorn.Config(app, http=http, lifespan="off", log_config=None, ws="none")  # type: ignore[arg-type]
     server = uvicorn.Server(config)
     running = asyncio.create_task(server._serve([listener]))
