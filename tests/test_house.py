@@ -259,7 +259,7 @@ def test_the_distribution_has_its_own_name() -> None:
     assert [str(path) for path in texts if own_extra.search(path.read_text())] == []
 
 
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [path for folder in ("", "docs", "examples") for path in sorted((ROOT / folder).glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -269,7 +269,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_in_documents_resolve(page: Path) -> None:
     targets = re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text()))
     for target in targets:
@@ -318,7 +318,7 @@ def refused(arguments: list[str]) -> str:
     return " ".join(option for option in options if option.startswith("--") and option not in {*known, "--help"})
 
 
-@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_command_lines_in_documents_exist(page: Path) -> None:
     wrong = {" ".join(line): refused(line) for line in command_lines(page)}
     assert {line: why for line, why in wrong.items() if why} == {}
