@@ -75,8 +75,11 @@ _OPENING = "<|im_end|>\n<|im_start|>assistant\n"
 
 @pytest.mark.parametrize(
     "other",
-    ["<|im_start|>assistant\n", "<|im_end|>\n", "\n", "", "<|im_end|><|im_start|>model\n"],
-    ids=["not ended before", "no role", "a line", "nothing", "another role"],
+    [
+        *("<|im_start|>assistant\n", "<|im_end|>\n", "\n", ""),
+        *("<|im_end|><|im_start|>model\n", "<|im_end|>\n<|im_start|>ai name=assistant\n"),
+    ],
+    ids=["not ended before", "no role", "a line", "nothing", "another role", "MiniMax M1's role"],
 )
 def test_a_reply_is_told_again_where_the_history_opens_it_otherwise(tokenizer: Tokenizer, other: str) -> None:
     """DeepSeek V3's template writes no role in front of calls, Bielik's does not end a result there."""
@@ -102,10 +105,11 @@ def test_a_reply_is_told_again_where_the_history_parts_it(tokenizer: Tokenizer) 
     reply = SPACED.replace("<tool_call>", "So:\n<tool_call>")
     transcript, reading = told(tokenizer, reply), ReplyReading(tokenizer, TOOLS)
     text = tokenizer.render_chat(history(message(text="So:")), TOOLS)
-    parted = text.replace("So:\n<tool_call>", f"So:{_OPENING}<tool_call>")
-    assert parted != text
-    found = as_generated(parted, transcript, reading)
-    assert found.text == as_generated(text, transcript, reading).text and found.is_same
+    for opening in (_OPENING, _OPENING.replace("assistant", "ai name=assistant")):  # ChatML's, MiniMax M1's
+        parted = text.replace("So:\n<tool_call>", f"So:{opening}<tool_call>")
+        assert parted != text
+        found = as_generated(parted, transcript, reading)
+        assert found.text == as_generated(text, transcript, reading).text and found.is_same
     others = text.replace("So:\n<tool_call>", "So:<|im_end|>\n<|im_start|>user\nYes.<|im_end|>\n<tool_call>")
     assert as_generated(others, transcript, reading) == Retold(others, False)
 

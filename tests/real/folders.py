@@ -19,7 +19,9 @@ from tests.real.packages import TEMPLATES, TOKENIZERS, unpacked
 from tests.real.scripted_model import STRIDE, write_scripted_model
 from tests.tokenizers_factory import byte_bpe
 
-_SPECIAL = re.compile(r"<[|｜][^<>|｜\s]{1,40}[|｜]>|\[/?[A-Z_]{3,25}\]|</?(?:start|end)_of_[a-z]+>|◁[^▷\s]{1,20}▷")
+_SPECIAL = re.compile(
+    r"<[|｜][^<>|｜\s]{1,40}[|｜]>|\[/?[A-Z_]{3,25}\]|</?(?:start|beginning|end)_of_[a-z]+>|◁[^▷\s]{1,20}▷"
+)
 
 
 # As text, or as token ids.

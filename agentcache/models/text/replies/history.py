@@ -24,7 +24,8 @@ from agentcache.models.text.tokenizer import Tokenizer
 
 _PROMPT_END = 256  # characters in front of a reply, in which it may have been begun
 _MOST_ENDS = 8  # positions that are tried as a reply's end
-_ROLES = "(?:[Aa]ssistant|ASSISTANT|model|bot)"  # of who replies, as templates name it between control tokens
+# Roles of who replies, as templates name them between control tokens.
+_ROLES = "(?:[Aa]ssistant|ASSISTANT|model|bot|ai name=assistant)"
 
 
 @dataclass(frozen=True)
