@@ -11,11 +11,11 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.utils import load_model
 from safetensors import SafetensorError, safe_open
 
 from agentcache.errors import UnreadableAdapter, UnsupportedAdapter, UnsupportedModel
 from agentcache.models.adapter_files import ModuleName
+from agentcache.models.compat import load_model
 from agentcache.models.file_identity import file_identity
 from agentcache.models.fingerprint import first_fingerprint
 from agentcache.models.hosting import host_in_pieces

@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.utils import MODEL_REMAPPING
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.packing import LayerPacking, Packing, Quantisation
@@ -21,6 +20,7 @@ from agentcache.metal_kernels.kernel_text import device
 from agentcache.metal_kernels.latent_decode import THREADGROUPS
 from agentcache.metal_kernels.latent_shape import partial_bytes
 from agentcache.models.attention import MAX_PACKED_QUERIES, reads_packed
+from agentcache.models.compat import MODEL_REMAPPING
 from agentcache.models.device_memory import device_memory
 from agentcache.models.fused import MAX_QUERIES, MAX_RANK, read_by_kernels
 from agentcache.models.overlay import piece_blocks

@@ -1,47 +1,28 @@
 """mlx-lm's attention on the paged cache: its modules stay as they are, the function that they call is replaced.
 
-A model's caches (`StepCache`) answer `update_and_fetch` with handles instead of arrays. mlx-lm's modules hand these to
-`scaled_dot_product_attention`, a name that each of its files has imported; there it is replaced by `attention`, which
-answers handles with `paged_attention` and passes everything else on. Nothing else changes for anybody in the process.
+A model's caches (`StepCache`) return handles from `update_and_fetch`. mlx-lm's modules pass these to the function that
+`attention` replaces, which computes `paged_attention` for handles and the original for arrays.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import base
 
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.step_cache import Handle
 from agentcache.models.attention import AttentionOptions, paged_attention
+from agentcache.models.compat import replace_attention, scaled_dot_product_attention
 from agentcache.models.mla import latent_attention
 from agentcache.models.observation import observe
 from agentcache.models.residual_attention import overlaid_attention
 
-_NAME = "scaled_dot_product_attention"
-_ORIGINAL = base.scaled_dot_product_attention
-
 
 def intercept(model: nn.Module) -> None:
-    """Replace the function in the files that the model's modules come from, where that is not done yet.
-
-    Setting a module's attribute is atomic and `attention` does for arrays what the original does, so that a thread that
-    runs another model meanwhile sees no difference.
-    """
-    for file in _files(model):
-        if getattr(file, _NAME, None) is _ORIGINAL:
-            setattr(file, _NAME, attention)
-
-
-def _files(model: nn.Module) -> Iterator[ModuleType]:
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
-    names = {kind.__module__ for kind in kinds} - {base.__name__}
-    return (sys.modules[name] for name in sorted(names) if name in sys.modules)
+    """Replace the function in the files that the model's modules come from."""
+    replace_attention(model, attention)
 
 
 def attention(
@@ -80,7 +61,8 @@ def _attention(
     if not isinstance(values, Handle):
         if isinstance(keys, Handle):
             raise BrokenInvariant("cached keys with values that are not")
-        return _ORIGINAL(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks, **others)
+        given = {"scale": scale, "mask": mask, "sinks": sinks, **others}
+        return scaled_dot_product_attention(queries, keys, values, cache=cache, **given)
     if others:
         raise BrokenInvariant(f"paged attention knows nothing of {', '.join(others)}")
     if values.kv.arena.values is None:

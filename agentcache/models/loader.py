@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.utils import _download, load_model
 
 from agentcache.blocks.keys import Namespace
 from agentcache.errors import InvalidRequest, UnsupportedModel
 from agentcache.kv.precision import AUTO, BITS, Precision
 from agentcache.kv.spec import CacheSpec
+from agentcache.models.compat import download, load_model
 from agentcache.models.experts import distrust_sorted_rows
 from agentcache.models.fingerprint import ModelFingerprints, model_fingerprints
 from agentcache.models.hosting import Everywhere, host
@@ -325,7 +325,7 @@ def _folder(path_or_hub_id: str) -> Path:
     if folder.is_absolute() or path_or_hub_id.startswith((".", "~")) or path_or_hub_id.count("/") != 1:
         raise UnsupportedModel(f"there is no model folder {path_or_hub_id!r} (a hub id looks like owner/name)")
     try:
-        return Path(_download(path_or_hub_id))
+        return download(path_or_hub_id)
     except Exception as error:  # the hub client raises many kinds; all mean: not to be had
         raise UnsupportedModel(f"model {path_or_hub_id!r} could not be fetched: {error}") from error
 

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.packed import Packed
@@ -31,6 +30,7 @@ from agentcache.models.attention import (
     reads_packed,
     unpack_row,
 )
+from agentcache.models.compat import MultiLinear, QuantizedMultiLinear
 from agentcache.models.layers import Stand, in_dim
 
 _EXPANDED = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")

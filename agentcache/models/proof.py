@@ -24,7 +24,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.base import create_causal_mask
 
 from agentcache.blocks.pool import BlockTable
 from agentcache.errors import UnsupportedModel
@@ -34,6 +33,7 @@ from agentcache.kv.packing import LayerPacking, Packing
 from agentcache.kv.spec import LayerSpec
 from agentcache.kv.step_cache import StepCache
 from agentcache.kv.step_plan import Reads, Writes
+from agentcache.models.compat import create_causal_mask
 from agentcache.models.layers import LayerCall, hooked
 from agentcache.models.mla import rounded_latents
 from agentcache.models.observation import observing

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache
 
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.spec import RecurrentSpec, StateTensor
+from agentcache.models.compat import ArraysCache
 
 # One list of arrays per recurrent cache; None for an entry that the model has not filled.
 Arrays = Sequence[Sequence[mx.array | None]]

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 
 from agentcache.errors import UnsupportedModel
 from agentcache.kv.spec import CacheSpec
 from agentcache.models.adapter_files import LowRank, ModuleName
 from agentcache.models.adapter_rows import AdapterRows
 from agentcache.models.adapters import LinearShape, TargetModules
+from agentcache.models.compat import MultiLinear, QuantizedMultiLinear
 from agentcache.models.layers import in_dim
 from agentcache.models.lora import ModelAdapters
 from agentcache.models.step import CurrentStep

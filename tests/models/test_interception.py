@@ -17,7 +17,7 @@ from agentcache.kv.packing import Quantisation
 from agentcache.kv.spec import LayerSpec
 from agentcache.kv.step_cache import StepCache
 from agentcache.kv.step_plan import Reads, Writes
-from agentcache.models import interception
+from agentcache.models import compat
 from agentcache.models.interception import attention, intercept
 from agentcache.models.observation import observe, observing
 from tests.models import zoo
@@ -31,7 +31,8 @@ def test_the_name_is_replaced_in_the_models_own_file_only(monkeypatch: pytest.Mo
     for _ in range(2):
         intercept(model)
         assert llama.scaled_dot_product_attention is attention
-        assert qwen3_next.scaled_dot_product_attention is interception._ORIGINAL is base.scaled_dot_product_attention
+        original = compat.scaled_dot_product_attention
+        assert qwen3_next.scaled_dot_product_attention is original is base.scaled_dot_product_attention
 
 
 def test_somebody_elses_function_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,5 +104,5 @@ def test_an_observer_sees_what_attention_gives() -> None:
 
 
 def test_modules_without_the_name_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interception, "_files", lambda model: iter([SimpleNamespace()]))
+    monkeypatch.setattr(compat, "_files", lambda model: [SimpleNamespace()])
     intercept(zoo.build("llama", MODEL_FILES["llama"].config))

@@ -118,13 +118,13 @@ def test_broken_folders_are_refused(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("path", ["/nonesuch", "./nonesuch", "~/nonesuch/model", "nonesuch", "a/b/c", ""])
 def test_a_missing_folder_is_refused_without_looking_elsewhere(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "_download", lambda name: pytest.fail("looked on the hub"))
+    monkeypatch.setattr(loader, "download", lambda name: pytest.fail("looked on the hub"))
     with pytest.raises(UnsupportedModel):
         loader.load(path)
 
 
 def test_a_hub_id_is_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "_download", lambda name: str(folder) if name == "owner/name" else None)
+    monkeypatch.setattr(loader, "download", lambda name: folder if name == "owner/name" else None)
     assert loader.load("owner/name").path == folder
 
 
@@ -132,7 +132,7 @@ def test_a_failed_download_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(name: str) -> str:
         raise ConnectionError("no route to the hub")
 
-    monkeypatch.setattr(loader, "_download", fail)
+    monkeypatch.setattr(loader, "download", fail)
     with pytest.raises(UnsupportedModel, match="'owner/name' could not be fetched: no route to the hub"):
         loader.load("owner/name")
 

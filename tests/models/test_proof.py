@@ -18,7 +18,7 @@ from mlx_lm.utils import load_model
 from agentcache.errors import UnsupportedModel
 from agentcache.kv.step_cache import PagedKV, StepCache
 from agentcache.kv.step_plan import Reads
-from agentcache.models import fused_latent, interception, mla, proof, softcap
+from agentcache.models import compat, fused_latent, interception, mla, proof, softcap
 from agentcache.models.attention import AttentionOptions
 from agentcache.models.hosting import host, host_in_pieces
 from tests.conftest import ModelFolder
@@ -179,9 +179,9 @@ def test_an_attention_whose_values_are_no_numbers_is_refused(
             interception, "paged_attention", lambda q, kv, o, f=interception.paged_attention: f(q, kv, o) * value
         )
     if side != "ours":
-        original = interception._ORIGINAL
+        original = compat.scaled_dot_product_attention
         spoilt = lambda *args, **kwargs: original(*args, **kwargs) * value  # noqa: E731
-        monkeypatch.setattr(interception, "_ORIGINAL", spoilt)
+        monkeypatch.setattr(interception, "scaled_dot_product_attention", spoilt)
         monkeypatch.setattr("mlx_lm.models.llama.scaled_dot_product_attention", interception.attention)
     with pytest.raises(UnsupportedModel, match=r"differs from mlx-lm's by (nan|inf)"):
         zoo.load("llama", MODEL_FILES["llama"].config)

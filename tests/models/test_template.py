@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentcache.errors import ContextLengthExceeded, InvalidRequest, Overloaded, UnsupportedModel
-from agentcache.models.text.template import is_rendered_here
+from agentcache.models.compat import renders_by_code
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.models.text.work_limit import WorkLimit
 from tests.marks import slow
@@ -61,10 +61,10 @@ class TestAsTransformersDoes:
 
     def test_code_of_a_library_is_no_data_of_the_folder(self, tmp_path: Path) -> None:
         tokenizer = made(tmp_path, "{{ messages }}")
-        assert not is_rendered_here(tokenizer._wrapper)
+        assert not renders_by_code(tokenizer._wrapper)
         tokenizer._wrapper._chat_template = lambda *arguments, **options: "code"
-        assert is_rendered_here(tokenizer._wrapper)
-        assert tokenizer.render_chat(user("x")) == "code"
+        assert renders_by_code(tokenizer._wrapper)
+        assert Tokenizer(tokenizer._wrapper).render_chat(user("x")) == "code"
 
     def test_what_is_no_data(self, chatml: Tokenizer) -> None:
         with pytest.raises(InvalidRequest, match="plain data"):

@@ -6,11 +6,9 @@ import marshal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-from transformers import PreTrainedTokenizerBase
-
 from agentcache.confined import ChildBroke, ConfinedWork, OverLimit, ReplyTooLong
 from agentcache.errors import InvalidRequest, UnsupportedModel
+from agentcache.models.compat import TokenizerWrapper, renders_by_code
 from agentcache.models.text.marks import NO_SEALS, Marks
 from agentcache.models.text.messages import with_strings
 from agentcache.models.text.template_child import SECONDS_PER_BYTE, RenderOutcome
@@ -87,6 +85,7 @@ class ChatTemplate:
 
     def __init__(self, wrapper: TokenizerWrapper, marks: Marks) -> None:
         self._wrapper = wrapper
+        self._by_code = renders_by_code(wrapper)
         self._marks = marks
         self._work = ConfinedWork("agentcache.models.text.template_child", seconds_per_byte=SECONDS_PER_BYTE)
         self._sealed: dict[str, bool] = {}  # by template
@@ -94,7 +93,7 @@ class ChatTemplate:
 
     def start(self) -> None:
         """Have a process ready for the first messages."""
-        if not is_rendered_here(self._wrapper):
+        if not self._by_code:
             self._work.start()
 
     def close(self) -> None:
@@ -122,7 +121,7 @@ class ChatTemplate:
             UnsupportedModel: the template cannot be read.
             RenderedTooLong: the text has over `max_bytes` bytes in UTF-8.
         """
-        if is_rendered_here(self._wrapper):
+        if self._by_code:
             return self._run_code(messages, tools, add_generation_prompt, template_kwargs)
         if not messages:
             raise InvalidRequest("Cannot apply the chat template to an empty conversation.", param="messages")
@@ -179,7 +178,7 @@ class ChatTemplate:
 
     def is_greedy(self, tools: Sequence[Mapping[str, Any]] | None, limit: WorkLimit) -> bool:
         """Whether the template took too much time or memory for a few harmless words."""
-        if is_rendered_here(self._wrapper):
+        if self._by_code:
             return False
         template = self._choose(None if tools is None else list(tools))
         self._is_sealed(template, limit)
@@ -244,12 +243,6 @@ class ChatTemplate:
         if kind == RenderOutcome.SYNTAX:
             raise UnsupportedModel(f"The model's chat template cannot be read: {text}")
         raise _refused(text)
-
-
-def is_rendered_here(wrapper: TokenizerWrapper) -> bool:
-    """Whether the tokenizer's template is Python code of mlx-lm or transformers, and no data of the model's folder."""
-    has_code = type(wrapper._tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
-    return has_code or wrapper._chat_template is not None
 
 
 def _refused(why: object) -> InvalidRequest:

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-
+from agentcache.models.compat import TokenizerWrapper, set_template, template_data
 from agentcache.models.text.generation_config import read_object
 
 # Where processors of models that see keep the template of their chats.
@@ -17,15 +16,13 @@ _DEFAULT = "default"
 
 def complete_template(wrapper: TokenizerWrapper, folder: Path) -> None:
     """Give the tokenizer a template for every chat, if its folder has any."""
-    inner = wrapper._tokenizer
-    template = inner.chat_template
+    template = template_data(wrapper)
     if not wrapper.has_chat_template:
         template = next(filter(None, (_named(read_object(folder / name)) for name in _FILES)), None)
     if isinstance(template, Mapping) and template and _DEFAULT not in template:
         template = {_DEFAULT: next(iter(template.values())), **template}
     if template:
-        inner.chat_template = template
-        wrapper.has_chat_template = True
+        set_template(wrapper, template)
 
 
 def _named(holder: Mapping[str, Any]) -> str | dict[str, str] | None:

@@ -12,11 +12,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import load_tokenizer
-
 from agentcache.blocks.transcript import Encoding, Spelling
 from agentcache.errors import ContextLengthExceeded, InvalidRequest, UnsupportedModel
+from agentcache.models.compat import TokenizerWrapper, load_tokenizer, renders_by_code, tool_format
 from agentcache.models.text.chat import ChatRenderer, RenderedChat
 from agentcache.models.text.detokenizer import Detokenizer, DummySpace, TokenBytes
 from agentcache.models.text.encoder import MarkedEncoder
@@ -29,7 +27,7 @@ from agentcache.models.text.next_prompt import NextPrompts
 from agentcache.models.text.replies.find_format import find_format
 from agentcache.models.text.replies.format import HARMONY, HARMONY_ENDS, MarkerToken, ReplyFormat
 from agentcache.models.text.replies.written import WrittenReply
-from agentcache.models.text.template import MAX_BYTES, ChatTemplate, RenderedTooLong, check_kwargs, is_rendered_here
+from agentcache.models.text.template import MAX_BYTES, ChatTemplate, RenderedTooLong, check_kwargs
 from agentcache.models.text.template_files import complete_template
 from agentcache.models.text.thinking import ThinkingVariables, find_variables
 from agentcache.models.text.work_limit import UNLIMITED, WorkLimit
@@ -441,7 +439,7 @@ def _load_without_class(path: Path, error: Exception) -> TokenizerWrapper:
 
 
 def _is_control_name(content: str, reply_markers: Collection[str]) -> bool:
-    """Whether an added token that is not flagged special parts conversations all the same, as DeepSeek's <｜User｜>."""
+    """Whether an added token separates turns without being flagged special, as DeepSeek's <｜User｜>."""
     return _CONTROL_NAME.fullmatch(content) is not None and content not in reply_markers
 
 
@@ -465,7 +463,7 @@ def _vocabulary(
 
 
 def _template_text(wrapper: TokenizerWrapper) -> str:
-    """All chat templates of the folder as one text; empty where there are none."""
+    """All chat templates of the folder, joined; empty without one."""
     return "\n".join(_templates(wrapper))
 
 
@@ -477,18 +475,16 @@ def _templates(wrapper: TokenizerWrapper) -> list[str]:
 
 def _thinking_variables(wrapper: TokenizerWrapper) -> ThinkingVariables:
     """mlx-lm hands `enable_thinking` to templates that are Python code under the name that they have for it."""
-    if wrapper.has_chat_template and is_rendered_here(wrapper):
+    if wrapper.has_chat_template and renders_by_code(wrapper):
         return ThinkingVariables(("enable_thinking",))
     return find_variables(_template_text(wrapper))
 
 
 def _find_format(wrapper: TokenizerWrapper, added: Mapping[int, Any], eos_ids: Collection[int]) -> ReplyFormat:
     text = _template_text(wrapper)
-    # mlx-lm infers it from the chat template, and keeps it as a parser: a function of the format's module.
-    parser = getattr(wrapper, "tool_parser", None)
     tokens = {token.content: (i, token.special or i in eos_ids) for i, token in added.items()}
-    written = [] if "tool_calls" not in text or is_rendered_here(wrapper) else _write_replies(wrapper)
-    return find_format(text, tokens, parser.__module__.rpartition(".")[2] if parser else None, written)
+    written = [] if "tool_calls" not in text or renders_by_code(wrapper) else _write_replies(wrapper)
+    return find_format(text, tokens, tool_format(wrapper), written)
 
 
 def _write_replies(wrapper: TokenizerWrapper) -> list[WrittenReply]:
