@@ -1,1 +1,1 @@
-"""Where keys and values lie: Q4 arenas in RAM, block files on disk."""
+"""KV storage: arenas in RAM, and the byte layout of blocks."""

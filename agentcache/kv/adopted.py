@@ -1,4 +1,4 @@
-"""The front part of reserved memory, which MLX takes as an array where it lies: on a Mac."""
+"""Arrays over the front of reserved memory, used by MLX without a copy. For macOS."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Adopted:
-    """An array that grows by taking more of the memory that it lies at the front of.
-
-    Args:
-        adopt: `mx.asarray(..., copy=False)`.
-    """
+    """A backing that grows in place, over the front of one memory mapping."""
 
     def __init__(self, spec: TensorSpec, most: int, adopt: Callable[[Array], mx.array] | None = None) -> None:
         self.most = most
@@ -31,7 +27,7 @@ class Adopted:
         self._pages = _pages(most * spec.slot_bytes)
 
     def resized(self, array: mx.array, used: int, capacity: int) -> mx.array:
-        """See `Backing`. A copy where it shrinks, so that what it had goes back to the system."""
+        """See `Backing`. Shrinking copies, to free memory."""
         mx.eval(array)
         kept = min(used, capacity) * self._spec.slot_bytes
         pages = self._pages if capacity >= used else _pages(self.most * self._spec.slot_bytes)
@@ -43,13 +39,13 @@ class Adopted:
         return self._front(capacity)
 
     def _front(self, capacity: int) -> mx.array:
-        """The first so many blocks; as Metal wants it, to the end of a page."""
+        """The first `capacity` blocks. Metal needs memory that ends on a page boundary."""
         num_bytes = to_page_end(capacity * self._spec.slot_bytes)
         return as_blocks(self._adopt(self._pages[:num_bytes].view(self._spec.numpy_dtype)), self._spec, capacity)
 
 
 def _pages(num_bytes: int) -> Array:
-    """Zeros, uint8 [whole pages], of which the system gives what is touched."""
+    """Zeroed uint8 memory of whole pages, allocated at first touch."""
     return np.frombuffer(
         mmap.mmap(-1, max(1, to_page_end(num_bytes)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8
     )
@@ -61,7 +57,7 @@ def _adopt(data: Array) -> mx.array:
 
 @cache
 def adopts() -> bool:
-    """Whether MLX takes our memory as an array, writes where it lies, and takes more of it later: tried out, once."""
+    """Whether MLX can use, write and later extend an array over our memory. Tested once."""
     if not mx.metal.is_available():
         return False
     try:
@@ -76,7 +72,7 @@ def adopts() -> bool:
             content = np.array(array)
             if address_of(array) != address or (content[2] != capacity).any() or content[3:].any():
                 return False
-    except Exception as error:  # whatever it is, there is another way
+    except Exception as error:  # any failure: use `Exact`
         log.info("arenas are copied when they grow: %s", error)
         return False
     return True

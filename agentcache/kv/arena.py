@@ -1,8 +1,7 @@
-"""Arenas: the RAM in which keys and values of all cached blocks lie, as steps write and read them.
+"""Arenas: RAM buffers that hold the KV of all cached blocks.
 
-Of each layer and side: `data` uint32 [num_blocks, H_kv, 256, D*bits/32], `scales` and `biases` float16
-[num_blocks, H_kv, 256, D/group_size] (`kv/packed.py`). What is not quantised has `data` only: 16-bit floats
-[num_blocks, H_kv, 256, D].
+Each side of a layer has `data` uint32 [num_blocks, H_kv, 256, D*bits/32], `scales` and `biases` float16 [num_blocks,
+H_kv, 256, D/group_size]; unquantised: `data` alone, 16-bit floats [num_blocks, H_kv, 256, D].
 """
 
 from __future__ import annotations
@@ -34,17 +33,13 @@ class Slot:
 
 
 class _Traced(NamedTuple):
-    """Stands for a tensor's arena where a step is traced: nothing can be assigned to it."""
+    """A tensor's arena in a traced step; not assignable."""
 
     array: mx.array
 
 
 class SideArena:
-    """Keys or values of one layer.
-
-    Args:
-        parts: their tensors, those of `PARTS` that there are.
-    """
+    """Keys or values of one layer."""
 
     def __init__(self, num_heads: int, dim: int, quantisation: Packing, parts: Mapping[str, TensorArena]) -> None:
         self.num_heads = num_heads
@@ -52,7 +47,7 @@ class SideArena:
         self.quantisation = quantisation
         self.parts = parts
         self._arenas = tuple(parts[part] for part in PARTS if part in parts)
-        self.written: mx.array | None = None  # what the last launch gave that wrote into the arrays by itself
+        self.written: mx.array | None = None  # zero, from the last kernel that wrote in place
 
     def made_of(self, arrays: Iterator[mx.array]) -> SideArena:
         """See `LayerArena.made_of`."""
@@ -65,15 +60,13 @@ class SideArena:
         return self._arenas[0].capacity
 
     def grow(self, capacity: int) -> None:
-        """Make room for `capacity` blocks."""
         resize(self._arenas, capacity)
 
     def write_slots(self, packed: Packed, slots: Sequence[Slot], head: int = 0) -> None:
-        """Write one row's tokens run by run (slice assignment: the fastest way for long runs).
+        """Write one row's tokens run by run: the fastest way for long runs.
 
         Args:
-            packed: [1, at least `head` + H, n, ·].
-            head: the first of this side's heads in it.
+            packed: [1, at least `head` + H, n, ·]; this side's heads begin at `head`.
         """
         heads = slice(head, head + self.num_heads)
         for part, new in zip(self._arenas, packed.parts, strict=True):
@@ -82,11 +75,10 @@ class SideArena:
                 part.assign((slot.block_id, _ALL, slice(slot.offset, end)), new[0, heads, slot.start : slot.stop])
 
     def write_scattered(self, packed: Packed, block_ids: mx.array, offsets: mx.array, head: int = 0) -> None:
-        """Write tokens of `packed` [B, at least `head` + H, n, ·] to slots `block_ids`, positions `offsets` in them.
+        """Write tokens of `packed` to `block_ids` and `offsets`, both [B*n].
 
         Args:
-            block_ids, offsets: [B*n].
-            head: the first of this side's heads in `packed`.
+            packed: [B, at least `head` + H, n, ·]; this side's heads begin at `head`.
         """
         heads = slice(head, head + self.num_heads)
         for part, new in zip(self._arenas, packed.parts, strict=True):
@@ -94,25 +86,25 @@ class SideArena:
             part.assign((block_ids, _ALL, offsets), tokens)
 
     def gather(self, block_ids: mx.array) -> Packed:
-        """The blocks [..., H, 256, ·] for `block_ids` [...]."""
+        """Blocks [..., H, 256, ·] for `block_ids` [...]."""
         block_ids = self._behind_writes(block_ids)
         return Packed(*[part.array[block_ids] for part in self._arenas])
 
     def gather_tokens(self, block_ids: mx.array, offsets: mx.array) -> Packed:
-        """The tokens [n, H, ·] at `offsets` in `block_ids`, both [n]."""
+        """Tokens [n, H, ·] at `offsets` in `block_ids`, both [n]."""
         block_ids = self._behind_writes(block_ids)
         return Packed(*[part.array[block_ids, :, offsets] for part in self._arenas])
 
     def _behind_writes(self, block_ids: mx.array) -> mx.array:
-        """The same; the device reads there after it has written."""
-        return block_ids if self.written is None else block_ids + self.written  # a zero
+        """`block_ids`, read by the device only after the last in-place write."""
+        return block_ids if self.written is None else block_ids + self.written  # adds zero
 
     def copy(self, source: int, target: int) -> None:
         """See `copy_block`."""
         copy_block(self._arenas, source, target)
 
     def arrays(self) -> list[mx.array]:
-        """The arrays themselves, to evaluate them. Do not keep them: a held reference turns every write into a copy."""
+        """The arrays, for evaluation. Do not keep them: a held reference turns every write into a copy."""
         return [part.array for part in self._arenas]
 
 
@@ -120,8 +112,7 @@ class LayerArena:
     """Keys and, except for MLA, values of one layer.
 
     Args:
-        packing: of keys and values, or of both.
-        tensors: of the layer's group, by name; without them the layer stands alone and has its own.
+        tensors: the group's tensors by name; None creates separate ones.
     """
 
     def __init__(
@@ -139,13 +130,13 @@ class LayerArena:
 
     @cached_property
     def is_alike(self) -> bool:
-        """Whether it has keys and values of one size, packed in one way."""
+        """Whether keys and values have the same dimension and packing."""
         keys, values = self.keys, self.values
         return values is not None and (keys.dim, keys.quantisation) == (values.dim, values.quantisation)
 
     @property
     def sides(self) -> list[tuple[str, SideArena]]:
-        """(name in files, arena) of what this layer stores."""
+        """(name in files, arena) of each side."""
         keys = [("key_cache", self.keys)]
         return keys if self.values is None else [*keys, ("value_cache", self.values)]
 
@@ -155,12 +146,14 @@ class LayerArena:
                 side.grow(capacity)
 
     def arrays(self) -> list[mx.array]:
-        """Data, scales and biases of keys, then of values. As `SideArena.arrays`: do not keep them."""
+        """Data, scales and biases of keys, then of values. Do not keep them."""
         return [array for _, side in self.sides for array in side.arrays()]
 
     def made_of(self, arrays: Iterator[mx.array]) -> LayerArena:
-        """A layer like this one to trace a step with: of the next of these arrays, in the order of `arrays()` and
-        behind them what `append` gave. It can be read, and written by kernels."""
+        """A copy over the next `arrays`, for tracing; kernels can write to it.
+
+        Order: `arrays()`, then the result of `append`.
+        """
         made = copy.copy(self)
         made.keys = self.keys.made_of(arrays)
         made.values = None if self.values is None else self.values.made_of(arrays)
@@ -168,9 +161,9 @@ class LayerArena:
         return made
 
     def was_written(self, written: mx.array) -> None:
-        """A launch writes into the arrays by itself, which MLX knows nothing of.
+        """Record the result of a kernel that wrote in place, unknown to MLX.
 
-        So it is due by itself (`take_written`), and who reads the arrays in its graph is given the zero that it gives.
+        It is zero; reads add it to their input to run after the write. It must be evaluated (`take_written`).
         """
         self.keys.written = written
         if self.values is not None:
@@ -178,6 +171,6 @@ class LayerArena:
         self._is_due = True
 
     def take_written(self) -> mx.array | None:
-        """What the last launch gave that has not been given to be evaluated yet; None where there is nothing due."""
+        """The last in-place write's result, unless already taken for evaluation."""
         due, self._is_due = self._is_due, False
         return self.keys.written if due else None

@@ -1,9 +1,7 @@
-"""`BatchQuantizedKVCache`: mlx-lm's cache contract over a Q4 arena, for any number of sequences of any lengths.
+"""mlx-lm's cache contract over a Q4 arena, for any number of sequences.
 
-A batch is a table of slots, not a copy: rows join and leave by editing lists, there is no padding on the left, and no
-keys or values move. One object serves one layer, and takes the slots it needs from a pool; unmodified mlx-lm models run
-on it (`update_and_fetch` then gathers), and so does paged attention, which reads the blocks in place (`update`).
-The engine's rows are `StepCache`s: their blocks are reserved, counted and given up elsewhere.
+A batch is a list of block tables: rows join and leave without left padding or copies of KV. mlx-lm models gather
+(`update_and_fetch`); paged attention reads in place (`update`). The engine uses `StepCache` and reserves blocks itself.
 """
 
 from __future__ import annotations
@@ -23,14 +21,7 @@ from agentcache.kv.step_plan import Reads, Writes
 
 
 class BatchQuantizedKVCache:
-    """One layer's cache of `len(lengths)` rows.
-
-    Args:
-        arena: the layer's arena, which grows as the pool does; rows of a batch share it.
-        pool: counts the references to slots.
-        tables: one block table a row.
-        lengths: tokens each row holds.
-    """
+    """One layer's cache of `len(lengths)` rows; `arena` grows with `pool`."""
 
     def __init__(
         self, arena: LayerArena, pool: BlockPool, tables: Sequence[BlockTable], lengths: Sequence[int]
@@ -44,13 +35,12 @@ class BatchQuantizedKVCache:
 
     @classmethod
     def empty_rows(cls, arena: LayerArena, pool: BlockPool, batch_size: int = 1) -> BatchQuantizedKVCache:
-        """Rows without tokens."""
         return cls(arena, pool, [BlockTable() for _ in range(batch_size)], [0] * batch_size)
 
     # -- writing and reading ----------------------------------------------------------------------------------------
 
     def update(self, keys: mx.array, values: mx.array | None) -> PagedKV:
-        """Quantise and write keys [B, H_kv, n, D_k] and values [B, H_kv, n, D_v] (None for MLA) behind each row."""
+        """Quantise and append keys [B, H_kv, n, D_k] and values [B, H_kv, n, D_v] (None for MLA)."""
         num_tokens = keys.shape[2]
         self._copy_shared(num_tokens)
         self._reserve(num_tokens)
@@ -61,7 +51,7 @@ class BatchQuantizedKVCache:
         return PagedKV(self.arena, reads)
 
     def _copy_shared(self, num_tokens: int) -> None:
-        """Copy-on-write of the blocks that the next tokens go to and another cache also holds."""
+        """Copy-on-write of shared blocks."""
         for table, length in zip(self.tables, self.lengths, strict=True):
             end = min(-(-(length + num_tokens) // BLOCK_SIZE), table.end_block)
             for position in range(length // BLOCK_SIZE, end):
@@ -80,7 +70,6 @@ class BatchQuantizedKVCache:
                 table.block_ids.append(self._allocate())
 
     def _allocate(self) -> int:
-        """A slot of the pool, which grows as needed."""
         if not self.pool.num_free:
             self.pool.grow(self.pool.capacity + max(4, self.pool.capacity // 2))
         return self.pool.allocate()
@@ -89,9 +78,9 @@ class BatchQuantizedKVCache:
         return Reads(self.tables, self.lengths, num_tokens, self.window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[tuple[mx.array, ...], ...]:
-        """mlx-lm's contract: update, then (data, scales, biases) of all keys and of all values, each [B, H_kv, T, ·].
+        """mlx-lm's contract: update, then (data, scales, biases) of keys and of values, each [B, H_kv, T, ·].
 
-        T covers whole blocks; `make_mask` masks what is beyond a row's length.
+        T covers whole blocks; `make_mask` masks the excess.
         """
         return self._gather(self.update(keys, values).reads)
 
@@ -99,14 +88,14 @@ class BatchQuantizedKVCache:
         return tuple(tuple(_rows(part) for part in side.gather(reads.block_ids).parts) for _, side in self.arena.sides)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-        """mlx-lm's contract: the mask for the next `N` tokens, bool [B, 1, N, T]."""
+        """mlx-lm's contract: mask for the next `N` tokens, bool [B, 1, N, T]."""
         check_window(self.arena, window_size)
         self._reserve(N)
         return self._reads(N).mask[:, None]
 
     @property
     def offset(self) -> int | mx.array:
-        """Tokens held: an int for one row, else int32 [B]."""
+        """Tokens in the row (int), or in each row (int32 [B])."""
         return self.lengths[0] if len(self.lengths) == 1 else mx.array(self.lengths)
 
     @property
@@ -119,7 +108,7 @@ class BatchQuantizedKVCache:
 
     @property
     def _quantisation(self) -> Quantisation:
-        """mlx-lm's functions know one for keys and values."""
+        """The quantisation of both sides; mlx-lm supports only one."""
         made = self.arena.keys.quantisation
         if not isinstance(made, Quantisation) or {side.quantisation for _, side in self.arena.sides} != {made}:
             raise BrokenInvariant("mlx-lm reads keys and values that are quantised in one way")
@@ -129,7 +118,7 @@ class BatchQuantizedKVCache:
 
     @classmethod
     def merge(cls, caches: Sequence[BatchQuantizedKVCache]) -> BatchQuantizedKVCache:
-        """One cache with all rows of `caches`, which lie in one arena and are not to be used any more. Copies no KV."""
+        """Combine the rows of `caches` of one arena, without copying KV. Do not use `caches` afterwards."""
         first = caches[0]
         merged = cls(first.arena, first.pool, first.tables, first.lengths)
         for cache in caches[1:]:
@@ -137,14 +126,14 @@ class BatchQuantizedKVCache:
         return merged
 
     def extend(self, other: BatchQuantizedKVCache) -> None:
-        """Take over the rows of `other`, which is not to be used any more. Copies no KV."""
+        """Append the rows of `other`, without copying KV. Do not use `other` afterwards."""
         if other.arena is not self.arena:
             raise BrokenInvariant("rows of different arenas cannot share a batch")
         self.tables = self.tables + other.tables
         self.lengths = self.lengths + other.lengths
 
     def extract(self, index: int) -> BatchQuantizedKVCache:
-        """Row `index` as a cache of its own. Copies no KV: slots are shared until one of the two writes into them."""
+        """Row `index` as a separate cache; slots are shared until one cache writes to them."""
         table = self.tables[index]
         for block_id in table.block_ids:
             self.pool.retain(block_id)
@@ -152,7 +141,7 @@ class BatchQuantizedKVCache:
         return BatchQuantizedKVCache(self.arena, self.pool, [fork], [self.lengths[index]])
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
-        """Keep just these rows, in this order; the slots that only the others hold go back to the pool."""
+        """Keep only these rows, in this order."""
         kept = batch_indices.tolist() if isinstance(batch_indices, mx.array) else list(batch_indices)
         for index in set(range(len(self.lengths))) - set(kept):
             for block_id in self.tables[index].block_ids:
@@ -163,13 +152,12 @@ class BatchQuantizedKVCache:
     def prepare(
         self, *, left_padding: object = None, lengths: object = None, right_padding: list[int] | None = None
     ) -> None:
-        """mlx-lm's contract: the next updates carry `right_padding[i]` tokens too many in row i, until `finalize`."""
+        """mlx-lm's contract: until `finalize`, updates end with `right_padding[i]` padding tokens in row i."""
         if left_padding is not None:
             raise BrokenInvariant("paged rows have no padding on the left")
         self._right_padding = right_padding
 
     def finalize(self) -> None:
-        """Forget the padding announced to `prepare`."""
         if self._right_padding is not None:
             self.lengths = [n - padding for n, padding in zip(self.lengths, self._right_padding, strict=True)]
             self._right_padding = None
@@ -178,13 +166,13 @@ class BatchQuantizedKVCache:
 
     @property
     def state(self) -> tuple[tuple[mx.array, ...], ...]:
-        """(data, scales, biases) of keys and of values, each [B, H_kv, T, ·]; to evaluate or to compare."""
+        """The current result of `update_and_fetch`."""
         if self.empty():
             return ()
         return self._gather(self._reads(0))
 
     def row(self, index: int) -> dict[str, Packed]:
-        """Exact contents of a row, [H_kv, length, ·] per side; with a window, from the first block it still needs."""
+        """Exact contents of a row, [H_kv, length, ·] per side; with a window, from the first block still needed."""
         reads = Reads([self.tables[index]], [self.lengths[index]], 0, self.window)
         sides = [(name, side.gather(reads.block_ids)) for name, side in self.arena.sides]
         return {name: Packed(*(_rows(part)[0, :, : reads.num_keys] for part in packed.parts)) for name, packed in sides}
@@ -193,7 +181,7 @@ class BatchQuantizedKVCache:
         return True
 
     def trim(self, n: int) -> int:
-        """Forget the last `n` tokens of every row; returns how many that were."""
+        """Drop up to `n` tokens of every row; return the number."""
         n = min([n, *self.lengths])
         self.lengths = [length - n for length in self.lengths]
         return n
@@ -206,7 +194,7 @@ class BatchQuantizedKVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slots in the rows' tables, shared ones once."""
+        """Bytes of the slots in use, counting shared slots once."""
         slots = {block_id for table in self.tables for block_id in table.block_ids}
         per_token = sum(side.num_heads * side.dim for _, side in self.arena.sides)
         return len(slots) * BLOCK_SIZE * (per_token * self.bits // 8 + per_token // self.group_size * 4)

@@ -1,4 +1,4 @@
-"""Where in a block's bytes each tensor lies, for the files and for the arenas that are filled from them."""
+"""Byte layout of a block's tensors, in files and in arenas."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from agentcache.kv.spec import POSITION, GroupSpec, TensorSpec
 
 Array = NDArray[Any]
 
-# Bytes: the tensors in a block's file begin on a multiple of these, and so do the memory they are read to and the one
-# they are written from. Copies between places that are not a multiple of 32 bytes apart can take AMD's processors two
-# to five times as long.
+# Bytes, for tensors in block files and their buffers. AMD processors copy slowly between addresses that differ mod 32.
 ALIGNMENT = 64
 
 
 class BlockTensor(NamedTuple):
-    """One tensor in the bytes of a group's blocks of `num_tokens` tokens: bytes `begin` to `end - 1`."""
+    """One tensor of a block of `num_tokens` tokens: bytes `begin` to `end - 1`."""
 
     spec: TensorSpec
     num_tokens: int
@@ -31,19 +29,17 @@ class BlockTensor(NamedTuple):
     end: int
 
     def name(self, position: int) -> str:
-        """In the file of the block of this number in its sequence."""
         return self.spec.name.replace(POSITION, str(position))
 
     def view(self, blocks: Array) -> Array:
-        """The tensor in blocks [..., bytes] of uint8, as [..., *block shape]."""
+        """View [..., *block shape] in blocks [..., bytes] of uint8."""
         own = blocks[..., self.begin : self.end].view(self.spec.numpy_dtype)
         return own.reshape(*blocks.shape[:-1], *self.spec.block_shape(self.num_tokens))
 
     def runs(self, slot: int) -> Iterator[tuple[slice, slice]]:
-        """Bytes of all slots of the tensor, and of the block: where a run lies in the one and in the other.
+        """Byte ranges to copy: in the tensor's arena, in the block.
 
-        What follows each other in a block is one run where the block is full, or its tokens are the first axis; else
-        one for each entry of the axes before.
+        One if the block is full or tokens are the first axis, else one per index of the leading axes.
         """
         count = 1 if self.num_tokens == BLOCK_SIZE else self.spec.num_runs
         length, stride = (self.end - self.begin) // count, self.spec.slot_bytes // count
@@ -53,19 +49,11 @@ class BlockTensor(NamedTuple):
             there, own = there + stride, own + length
 
 
-Slots: TypeAlias = "tuple[memoryview, int]"  # where those of one tensor lie, and bytes of one
+Slots: TypeAlias = "tuple[memoryview, int]"  # memory of one tensor's slots, bytes per slot
 
 
 class RestBuffer:
-    """Memory for the bytes of full blocks from their first float on.
-
-    Args:
-        sizes: bytes of each tensor.
-
-    Attributes:
-        data: uint8 [the sum of `sizes`].
-        tensors: the same, cut into tensors.
-    """
+    """Buffer for the bytes of a full block from its first float on, also split by tensor."""
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
         self.sizes = sizes
@@ -75,15 +63,10 @@ class RestBuffer:
 
 
 class Place:
-    """Where a full block belongs in RAM, each of its tensors to a slot of its own.
-
-    Args:
-        memory: of its group.
-        block_id: of all these slots.
+    """The memory of one slot, as a target for reading a full block.
 
     Attributes:
-        integers: where the bytes in front of the block's first float belong. They may be anything as long as nobody
-            reads the block.
+        integers: targets for the bytes before the first float; contents are arbitrary until a step reads the block.
     """
 
     def __init__(self, memory: GroupMemory, block_id: int) -> None:
@@ -97,26 +80,22 @@ class Place:
         return self._memory.rest_sizes
 
     def put_rest(self, rest: RestBuffer) -> None:
-        """Copy these tensors to where they belong.
-
-        No other floats than finite ones may come there: a masked read would make NaN of them.
-        """
+        """Copy the float tensors into the slot. Values must be finite: masked reads turn others into NaN."""
         for (slots, size), tensor in zip(self._memory.rest, rest.tensors, strict=True):
             begin = self._block_id * size
             slots[begin : begin + size] = tensor
 
     def let_go(self) -> None:
-        """Nobody may write there any more: what is computed next may move the array."""
+        """Release the views: the next computation may move the array."""
         for run in self.integers:
             run.release()
 
 
 class GroupMemory:
-    """Where all slots of a group lie.
+    """The memory of all slots of a group.
 
     Args:
-        tensors: in the order of a block's bytes.
-        num_integers: how many of them come before the first of floats.
+        tensors: in block byte order; the first `num_integers` precede the first float.
     """
 
     def __init__(self, tensors: Sequence[Slots], num_integers: int) -> None:
@@ -124,17 +103,16 @@ class GroupMemory:
         self.rest_sizes = tuple(size for _, size in self.rest)
 
     def place(self, block_id: int) -> Place:
-        """Where a full block belongs."""
         return Place(self, block_id)
 
     def let_go(self) -> None:
-        """No more places are asked for, and nobody writes to those that there were: the arena is its steps' alone."""
+        """Release the memory once no `Place` is in use, so that steps write in place."""
         for slots, _ in (*self.integers, *self.rest):
             slots.release()
 
 
 def aligned(num_bytes: int) -> Array:
-    """Memory for so many bytes, uint8 [num_bytes], which hold anything."""
+    """Uninitialised uint8 [num_bytes], aligned to `ALIGNMENT`."""
     room = np.empty(num_bytes + ALIGNMENT, np.uint8)
     begin = -room.ctypes.data % ALIGNMENT
     return room[begin : begin + num_bytes]
@@ -142,9 +120,8 @@ def aligned(num_bytes: int) -> Array:
 
 @lru_cache(maxsize=256)
 def block_tensors(group: GroupSpec, num_tokens: int) -> tuple[BlockTensor, ...]:
-    """All tensors of a block of so many tokens of the group, in the order of its bytes."""
     tensors, begin = [], 0
-    for spec in group.tensors:  # made anew for every length that a tail has: no more than sums
+    for spec in group.tensors:  # runs for every tail length, so it must be cheap
         end = begin + (spec.own_bytes if spec.token_axis is None else num_tokens * spec.own_bytes)
         tensors.append(BlockTensor(spec, num_tokens, begin, end))
         begin = end
@@ -153,7 +130,7 @@ def block_tensors(group: GroupSpec, num_tokens: int) -> tuple[BlockTensor, ...]:
 
 @lru_cache(maxsize=256)
 def float_ranges(group: GroupSpec, num_tokens: int) -> tuple[tuple[int, int, np.dtype[Any]], ...]:
-    """(first byte, byte behind, dtype) of all floats in a block of so many tokens; neighbours of one dtype are one."""
+    """(begin, end, dtype) of a block's floats; adjacent ranges of one dtype are merged."""
     ranges: list[tuple[int, int, np.dtype[Any]]] = []
     for tensor in block_tensors(group, num_tokens):
         begin, end, dtype = tensor.begin, tensor.end, tensor.spec.numpy_dtype
@@ -165,20 +142,19 @@ def float_ranges(group: GroupSpec, num_tokens: int) -> tuple[tuple[int, int, np.
 
 
 def first_float(group: GroupSpec, num_tokens: int) -> int:
-    """Bytes of a block in front of its first float: of integers, which are sound whatever their bits are."""
+    """Bytes before a block's first float: integers, for which any bits are valid."""
     ranges = float_ranges(group, num_tokens)
     return ranges[0][0] if ranges else group.bytes_of(num_tokens)
 
 
 def header_entries(group: GroupSpec, position: int, num_tokens: int) -> bytes:
-    """The members of a safetensors header that describe the block's tensors, as JSON without the braces around it."""
+    """Members of a safetensors header for the block's tensors: JSON without the outer braces."""
     return str(position).encode().join(_around_position(group, num_tokens))
 
 
 @lru_cache(maxsize=256)
 def _around_position(group: GroupSpec, num_tokens: int) -> tuple[bytes, ...]:
-    """What stands between the places of `POSITION`. Made once for all blocks: it was half of the time that it takes to
-    read a small one."""
+    """The text split at `POSITION`. Cached: building it dominates the read of a small block."""
     entries = {
         tensor.spec.name: {
             "dtype": tensor.spec.dtype,

@@ -1,7 +1,6 @@
-"""All blocks of a cache group, and how their bytes come and go.
+"""All blocks of a cache group, and transfers of their bytes.
 
-Where the device computes in the memory that this process sees (a CPU, unified memory), blocks are read from files to
-where an array lies, or copied to there, while no step is under way; elsewhere they are uploaded.
+Shared memory (CPU, unified) is read and written in place between steps; other devices need uploads.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ class GroupArena:
     """All tensors of one cache group.
 
     Args:
-        room: bytes that the group may come to take (`TensorArena`).
+        room: expected maximum bytes; further growth may copy.
 
     Attributes:
-        layers: attention's view of them; empty in a group of other tensors.
+        layers: KV arenas; empty for a group of other tensors.
     """
 
     def __init__(self, spec: GroupSpec, room: int = 0) -> None:
@@ -42,11 +41,10 @@ class GroupArena:
         return next(iter(self._tensors.values())).capacity
 
     def grow(self, capacity: int) -> None:
-        """Follow the block pool's capacity upwards; the new slots hold zeros."""
+        """Follow the pool upwards; new slots hold zeros."""
         resize([tensor for tensor in self._tensors.values() if tensor.capacity < capacity], capacity)
 
     def shrink(self, capacity: int) -> None:
-        """Follow the block pool's capacity downwards."""
         resize([tensor for tensor in self._tensors.values() if tensor.capacity > capacity], capacity)
 
     def copy(self, source: int, target: int) -> None:
@@ -54,10 +52,7 @@ class GroupArena:
         copy_block(self._tensors.values(), source, target)
 
     def snapshot(self, block_id: int, num_tokens: int) -> Array:
-        """Bytes of a block's first `num_tokens` tokens, uint8 [n] as `block_layout` has them, copied once.
-
-        While no step is under way.
-        """
+        """Copy a block's first `num_tokens` tokens, uint8 [n] as in `block_layout`. Call it between steps."""
         if not shares_memory():
             return self._download(block_id, num_tokens)
         block = aligned(self.spec.bytes_of(num_tokens))
@@ -71,16 +66,15 @@ class GroupArena:
                 target[own] = memory[slot]
 
     def _download(self, block_id: int, num_tokens: int) -> Array:
-        """Put together on the device: one transfer, not one a tensor."""
         tensors = (self._tensors[tensor.spec.name] for tensor in block_tensors(self.spec, num_tokens))
         parts = [tensor.tokens(block_id, num_tokens).reshape(-1).view(mx.uint8) for tensor in tensors]
         return np.array(mx.concatenate(parts))
 
     def memory(self) -> GroupMemory | None:
-        """Where the slots lie, to read files straight to there. While no step is under way.
+        """Memory of the slots, for reading files into, between steps.
 
-        None where the device's memory is not ours, and where blocks are floats for the most part. Let go of it before
-        anything else is done with the arena.
+        None if the device has separate memory, or most of a block is floats. Release it before any other use of the
+        arena.
         """
         first = first_float(self.spec, BLOCK_SIZE)
         if not shares_memory() or 2 * first < self.spec.bytes_per_block:
@@ -89,11 +83,10 @@ class GroupArena:
         return GroupMemory([(each.memory(), each.spec.slot_bytes) for each in self._tensors.values()], num_integers)
 
     def put(self, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
-        """Write blocks into slots `block_ids`. While no step is under way.
+        """Write blocks into slots `block_ids`, between steps.
 
         Args:
-            blocks: bytes of each block's tensors, uint8 [n], as `block_layout` has them; at most 256 tokens. They may
-                change as soon as this returns.
+            blocks: uint8 [n] each as in `block_layout`, at most 256 tokens; may change after the call.
         """
         if shares_memory():
             self._put_in_place(block_ids, blocks)
@@ -104,10 +97,10 @@ class GroupArena:
             self._upload([block_ids[index] for index in indices], [blocks[index] for index in indices])
 
     def _put_in_place(self, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
-        """Copy every tensor's bytes to where they belong; what blocks lack of 256 tokens becomes zeros."""
+        """Copy each tensor's bytes into its slot; zeros fill a partial block."""
         layouts = [block_tensors(self.spec, self.spec.tokens_in(block.nbytes)) for block in blocks]
         sources = [block.data for block in blocks]
-        for index, arena in enumerate(self._tensors.values()):  # in the order of a block's bytes
+        for index, arena in enumerate(self._tensors.values()):  # in block byte order
             memory, slot_bytes = arena.memory(), arena.spec.slot_bytes
             for block_id, layout, source in zip(block_ids, layouts, sources, strict=True):
                 tensor = layout[index]
@@ -117,7 +110,6 @@ class GroupArena:
                     memory[slot] = source[own]
 
     def _upload(self, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
-        """Write blocks of the same length: one transfer to the device, which then puts their parts in place."""
         num_tokens, count = self.spec.tokens_in(blocks[0].nbytes), len(blocks)
         there = upload(_joined(blocks))
         for tensor in block_tensors(self.spec, num_tokens):
@@ -127,16 +119,15 @@ class GroupArena:
 
     @property
     def tensors(self) -> Iterable[TensorArena]:
-        """In the order of the spec."""
         return self._tensors.values()
 
     def take_written(self) -> list[mx.array]:
-        """What launches give that write into the arrays by themselves, as far as it has yet to be evaluated."""
+        """Results of in-place kernel writes, to be evaluated."""
         return [written for layer in self.layers if (written := layer.take_written()) is not None]
 
 
 def _joined(blocks: Sequence[Array]) -> Array:
-    """[n, bytes]: no copy where the blocks follow each other in memory, as a reader's do."""
+    """[n, bytes]; a view if the blocks are adjacent, as a reader's are."""
     first, size = blocks[0].ctypes.data, blocks[0].nbytes
     if all(block.ctypes.data == first + index * size for index, block in enumerate(blocks)):
         return np.lib.stride_tricks.as_strided(blocks[0], (len(blocks), size), (size, 1))
@@ -144,5 +135,5 @@ def _joined(blocks: Sequence[Array]) -> Array:
 
 
 def make_arenas(spec: CacheSpec, room: int = 0) -> list[GroupArena]:
-    """One empty arena per cache group, in the spec's order; each may come to take `room` bytes."""
+    """One empty arena per cache group, each for `room` bytes."""
     return [GroupArena(group, room) for group in spec.groups]

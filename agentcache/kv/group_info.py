@@ -1,4 +1,4 @@
-"""What people read of cache groups, and how many tokens fit where."""
+"""Descriptions of cache groups for reports, and token capacity."""
 
 from __future__ import annotations
 
@@ -13,25 +13,20 @@ from agentcache.kv.spec import GroupSpec
 
 
 class GroupKind(StrEnum):
-    """What a cache group keeps."""
-
-    FULL = "full"  # keys and values of all tokens
-    WINDOW = "window"  # of the most recent ones
-    LATENT = "latent"  # of all tokens, compressed (MLA)
-    STATE = "state"  # a state of fixed size, a snapshot now and then
+    FULL = "full"  # KV of all tokens
+    WINDOW = "window"  # KV of recent tokens
+    LATENT = "latent"  # compressed KV (MLA)
+    STATE = "state"  # checkpoints of recurrent state
 
 
 @dataclass(frozen=True)
 class CacheGroupInfo:
-    """A cache group as people read of it.
+    """A cache group in reports.
 
     Args:
-        window: tokens that are read; None for all.
-        layers: how many.
-        bytes_per_token: that each token adds.
-        bytes_per_snapshot: that a block has once, however many tokens it is for: recurrent state; 0 for none.
-        bytes_per_block: of a full block.
-        packing: how keys and values are kept; empty where none are.
+        window: tokens attended to; None for all.
+        bytes_per_snapshot: fixed bytes of a block (recurrent state), or 0.
+        packing: KV format; empty without KV.
     """
 
     name: str
@@ -44,7 +39,7 @@ class CacheGroupInfo:
     packing: str = ""
 
     def bytes_for(self, num_tokens: int) -> int:
-        """What a sequence of so many tokens takes: whole blocks, and of a state one snapshot."""
+        """Bytes of a sequence: whole blocks, or one checkpoint of a state."""
         blocks = -(-num_tokens // BLOCK_SIZE)
         if self.kind is GroupKind.STATE:
             return self.bytes_per_block
@@ -52,7 +47,7 @@ class CacheGroupInfo:
 
 
 def tokens_within(groups: Sequence[CacheGroupInfo], num_bytes: int, most: int) -> int:
-    """Tokens of the longest sequence that fits into `num_bytes`, in whole blocks; at most `most`."""
+    """Longest sequence that fits into `num_bytes`, in whole blocks, at most `most` tokens."""
 
     def needed(blocks: int) -> int:
         return sum(group.bytes_for(blocks * BLOCK_SIZE) for group in groups)
@@ -61,7 +56,6 @@ def tokens_within(groups: Sequence[CacheGroupInfo], num_bytes: int, most: int) -
 
 
 def describe_group(group: GroupSpec) -> CacheGroupInfo:
-    """From the tensors that the group lists."""
     return CacheGroupInfo(
         name=group.name,
         kind=_kind_of(group),

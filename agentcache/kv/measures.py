@@ -1,7 +1,7 @@
-"""What has been measured of each cached token, beside what attention reads: only where somebody asks for it.
+"""Optional measurements per cached token, which attention does not read.
 
-In RAM token by token, so that a part of a block can be told from the rest. With a block's file goes one sum a block
-(see `store/block_extras.py`), rounded to eleven bits, so that files are equal where a last bit of a float was not.
+A block's file holds only their sum (`store/block_extras.py`), rounded to eleven bits, so that files are equal despite
+differences in a float's last bit.
 """
 
 from __future__ import annotations
@@ -24,12 +24,7 @@ _KEPT_BITS = 11
 
 
 class TokenMeasures:
-    """Some numbers a token, for all slots of a cache group; NaN where nothing is known.
-
-    Args:
-        name: of the sum in a block's file.
-        width: how many numbers.
-    """
+    """`width` numbers per token for all slots of a cache group; NaN if unknown. `name` is the sum's in files."""
 
     def __init__(self, name: str, width: int) -> None:
         self.name = name
@@ -37,7 +32,6 @@ class TokenMeasures:
         self._width = width
 
     def fit(self, capacity: int) -> None:
-        """Follow the pool's capacity."""
         if self.tokens.capacity != capacity:
             resize([self.tokens], capacity)
 
@@ -46,7 +40,7 @@ class TokenMeasures:
         copy_block([self.tokens], source, target)
 
     def extras(self, block_id: int, num_tokens: int) -> dict[str, Array]:
-        """What goes with the file of a block of so many tokens: their sum, float32 [width]; nothing if unknown."""
+        """Sum over a block's tokens for its file, float32 [width]; empty if unknown."""
         total = np.array(self.tokens.array[block_id, :num_tokens].sum(axis=0))
         if not np.isfinite(total).all():
             return {}
@@ -54,15 +48,15 @@ class TokenMeasures:
         return {self.name: np.ldexp(np.round(np.ldexp(mantissa, _KEPT_BITS)), exponent - _KEPT_BITS).astype(np.float32)}
 
     def put(self, block_id: int, num_tokens: int, extras: Extras) -> None:
-        """Take over what came with the file of a block of so many tokens, an equal part for each of them."""
+        """Give each token an equal share of the sum from a block's file."""
         total = extras.get(self.name)
         if isinstance(total, str) or (total is not None and total.shape != (self._width,)):
-            total = None  # of a writer that measured something else
+            total = None  # the writer measured something else
         each = np.full(self._width, np.nan, np.float32) if total is None else total / np.float32(num_tokens)
         self.tokens.assign((block_id, slice(num_tokens)), mx.array(each))
 
     def sums(self, table: BlockTable, num_tokens: int, begin: int = 0) -> tuple[np.ndarray, int]:
-        """Sum over a sequence's first tokens from `begin` on that are in `table` and known, and how many these are."""
+        """Sum over the known tokens `begin … num_tokens-1` in `table`, and their number."""
         first = max(begin // BLOCK_SIZE, table.first_block)
         count = num_tokens - first * BLOCK_SIZE
         ids: Sequence[int] = table.block_ids[first - table.first_block :][: -(-count // BLOCK_SIZE)]

@@ -1,4 +1,4 @@
-"""Arrays loaded from a file that is nowhere else: a way to memory that MLX has neither zeroed nor copied to."""
+"""Arrays loaded from an in-memory .npy file, into memory that MLX neither zeroes nor copies."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from agentcache.kv.block_layout import Array
 
 
 def load(shape: tuple[int, ...], dtype: np.dtype[Any], content: Array | None = None) -> mx.array:
-    """An array on the default device, evaluated.
+    """An evaluated array on the default device.
 
     Args:
-        content: its bytes, uint8 [n]; by default it holds what its memory happens to hold, of which nothing is touched.
+        content: its bytes, uint8 [n]. By default the memory stays untouched and holds anything.
     """
     array = mx.load(_NpyFile(shape, dtype, content), format="npy", stream=mx.default_device())
     assert isinstance(array, mx.array)
@@ -25,8 +25,6 @@ def load(shape: tuple[int, ...], dtype: np.dtype[Any], content: Array | None = N
 
 
 class _NpyFile:
-    """A .npy file: its header, and behind it the array's bytes."""
-
     closed = False
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any], content: Array | None) -> None:
@@ -37,14 +35,14 @@ class _NpyFile:
         self._position = 0
 
     def seek(self, offset: int, whence: int) -> None:
-        """To a place counted from the beginning: MLX asks for no other."""
+        """Absolute positions only, as MLX uses it."""
         self._position = offset
 
     def tell(self) -> int:
         return self._position
 
     def readinto(self, buffer: memoryview) -> int:
-        """Fill it from one of the parts, if it is to be filled: nobody reads across the end of the header."""
+        """Fill `buffer`, unless it belongs to missing content. No read crosses the end of the header."""
         begin = self._position
         self._position += len(buffer)
         if begin < self._header.size:

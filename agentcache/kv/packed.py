@@ -1,6 +1,6 @@
-"""Values as they are kept: made, and made into floats again.
+"""Quantisation of cached values, and its inverse.
 
-As `mx.quantize` packs them: value = q * scale + bias, low nibble first; or 16-bit floats as they are.
+The format is that of `mx.quantize`: value = q * scale + bias, low nibble first; or unquantised 16-bit floats.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from agentcache.kv.backing import ARRAY_DTYPES
 from agentcache.kv.packing import Packing, Plain
 
 _PLAIN_DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16}
-# Quantised values within this limit can be unpacked in float16: q * scale is at most 15/7 of the largest value.
+# Unpacking in float16 cannot overflow below this: q * scale is at most 15/7 of the largest value.
 LARGEST_VALUE = 30000.0
 
 
 class Packed(NamedTuple):
-    """Values as they are kept.
+    """Values in their stored form.
 
-    Quantised: `data` uint32 [..., D*bits/32], `scales` and `biases` float16 [..., D/group_size]. Else `data` alone
-    [..., D]: float16, or the bits of bfloat16 as uint16.
+    Quantised: `data` uint32 [..., D*bits/32], `scales` and `biases` float16 [..., D/group_size]. Otherwise `data`
+    [..., D]: float16, or bfloat16's bits as uint16.
     """
 
     data: mx.array
@@ -31,7 +31,6 @@ class Packed(NamedTuple):
 
     @property
     def parts(self) -> tuple[mx.array, ...]:
-        """Those that there are."""
         return tuple(part for part in self if part is not None)
 
 
@@ -40,10 +39,9 @@ Pack = Callable[[mx.array, Packing], Packed]
 
 
 def quantise(x: mx.array, quantisation: Packing) -> Packed:
-    """Quantise [..., D] of any float dtype along the last axis, in float32, keeping scales and biases in float16.
+    """Quantise [..., D] along the last axis, in float32; scales and biases become float16.
 
-    NaN becomes 0 and values saturate: a slot is also read, masked, by rows it does not belong to, so nothing in it may
-    turn into NaN or infinity there.
+    NaN becomes 0 and values saturate, because masked reads by other rows would spread NaN and infinity.
     """
     x = x.astype(mx.float32)
     limited = mx.clip(mx.where(mx.isnan(x), 0.0, x), -LARGEST_VALUE, LARGEST_VALUE)
@@ -55,7 +53,7 @@ def quantise(x: mx.array, quantisation: Packing) -> Packed:
 
 
 def dequantise(packed: Packed, quantisation: Packing, dtype: mx.Dtype) -> mx.array:
-    """The values [..., D] that attention sees, computed in float32."""
+    """Values [..., D] for attention, computed in float32."""
     if isinstance(quantisation, Plain):
         return packed.data.view(_PLAIN_DTYPES[quantisation.dtype]).astype(dtype)
     assert packed.scales is not None and packed.biases is not None

@@ -1,4 +1,4 @@
-"""How keys and values are kept: quantised, or as they are."""
+"""Storage formats of keys and values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from agentcache.errors import UnsupportedModel
 from agentcache.kv.precision import UNQUANTISED_BITS, LayerBits
 
-PARTS = ("data", "scales", "biases")  # of what `mx.quantize` packs, in the order of a block's bytes
+PARTS = ("data", "scales", "biases")  # of `mx.quantize`'s result, in block byte order
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,14 @@ class Quantisation:
         return f"affine-{self.bits}bit-g{self.group_size}"
 
     def parts(self, dim: int) -> dict[str, tuple[str, int]]:
-        """Dtype and width of each part of a head's `dim` values, whatever the model's dtype."""
+        """(dtype, width) of each part of a head's `dim` values, for any model dtype."""
         groups = dim // self.group_size
         return {"data": ("U32", dim * self.bits // 32), "scales": ("F16", groups), "biases": ("F16", groups)}
 
 
 @dataclass(frozen=True)
 class Plain:
-    """Values as they are, in 16 bits: bfloat16 where the model computes in that, else float16."""
+    """Unquantised 16-bit values: bfloat16 if the model computes in it, else float16."""
 
     dtype: str
 
@@ -40,7 +40,6 @@ class Plain:
         return {"F16": "float16", "BF16": "bfloat16"}[self.dtype]
 
     def parts(self, dim: int) -> dict[str, tuple[str, int]]:
-        """As `Quantisation.parts`."""
         return {"data": (self.dtype, dim)}
 
 
@@ -49,13 +48,10 @@ Packing = Quantisation | Plain
 
 @dataclass(frozen=True)
 class LayerPacking:
-    """How a layer's keys and values are kept."""
-
     keys: Packing
     values: Packing
 
     def side(self, name: str) -> Packing:
-        """Of one of `sides`."""
         return self.keys if name == "key_cache" else self.values
 
     @property

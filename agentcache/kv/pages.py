@@ -1,4 +1,4 @@
-"""Where arrays lie, and the pages that the system gives memory in."""
+"""Addresses of arrays, and memory pages."""
 
 from __future__ import annotations
 
@@ -13,17 +13,13 @@ from agentcache.kv.spec import TensorSpec
 
 
 def address_of(array: mx.array) -> int:
-    """Where it lies, in memory that this process sees; not of an array without bytes."""
-    # NumPy would make memory of its own for an array that has none.
+    """Address of a non-empty array in memory that this process sees."""
+    # NumPy would substitute its own memory for an empty array.
     return ctypes.addressof(ctypes.c_char.from_buffer(memoryview(array).cast("B")))
 
 
 def as_blocks(room: mx.array, spec: TensorSpec, count: int, begin: int = 0) -> mx.array:
-    """So many blocks of a tensor, [count, *its shape in a block], where they lie in an array of one axis; evaluated.
-
-    Args:
-        room: of the tensor's dtype, from whose element `begin` on there is room for them.
-    """
+    """A view [count, *block shape] in flat `room` from element `begin`; evaluated."""
     shape = (count, *spec.block_shape(BLOCK_SIZE))
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     blocks = mx.as_strided(room, shape, strides, begin)
@@ -32,5 +28,4 @@ def as_blocks(room: mx.array, spec: TensorSpec, count: int, begin: int = 0) -> m
 
 
 def to_page_end(num_bytes: int) -> int:
-    """The least number of whole pages' bytes that is not less."""
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

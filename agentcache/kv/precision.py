@@ -1,4 +1,4 @@
-"""In how many bits keys and values are kept, layer by layer."""
+"""Bits of cached keys and values, by layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KEPT = (4, 8, UNQUANTISED_BITS)
 
 @dataclass(frozen=True, order=True)
 class LayerBits:
-    """Bits of a layer's cached keys and values: 4, 8, or 16 for what is not quantised."""
+    """Bits of a layer's cached keys and values: 4, 8, or 16 (unquantised)."""
 
     keys: int = 4
     values: int = 4
@@ -33,12 +33,11 @@ AUTO = "auto"  # measured at load
 
 @dataclass(frozen=True)
 class Precision:
-    """Of a model's keys and values.
+    """Bits of a model's cached keys and values.
 
     Args:
-        layers: in the order in which they are computed.
-        divergence: of the logits from those with unquantised keys and values, in nats (mean of Kullback and Leibler's
-            over positions); None where it was not measured.
+        layers: in order of computation.
+        divergence: mean Kullback-Leibler divergence of logits from unquantised KV, in nats; None if not measured.
     """
 
     layers: tuple[LayerBits, ...]
@@ -46,7 +45,7 @@ class Precision:
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Precision:
-        """From what `as_data` gave; raises LookupError, TypeError or ValueError for anything else."""
+        """Inverse of `as_data`; raises LookupError, TypeError or ValueError for invalid data."""
         layers, divergence = tuple(LayerBits(keys, values) for keys, values in data["layers"]), data["divergence"]
         if not all(type(bits) is int and bits in _KEPT for layer in layers for bits in (layer.keys, layer.values)):
             raise ValueError(f"layers are not kept in {layers!r:.80}")
@@ -55,7 +54,6 @@ class Precision:
         return cls(layers, divergence)
 
     def as_data(self) -> dict[str, Any]:
-        """As JSON has it."""
         return {"layers": [[bits.keys, bits.values] for bits in self.layers], "divergence": self.divergence}
 
     def __str__(self) -> str:
@@ -72,7 +70,7 @@ class Precision:
 
 
 def _ranges(indices: Sequence[int]) -> str:
-    """`0-1, 7` of 0, 1 and 7."""
+    """`0-1, 7` for 0, 1 and 7."""
     runs = groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0])
     spans = [[index for _, index in run] for _, run in runs]
     return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)

@@ -1,7 +1,6 @@
-"""An array of the largest size from the start, whose memory comes with its slots: on a CPU under Linux.
+"""Arrays of maximum size whose memory is allocated with their slots. For CPUs under Linux.
 
-What has never been touched is addresses and no memory. MLX counts it as allocated all the same, so what MLX says is
-corrected here, and its limit.
+Untouched pages are addresses without memory, but MLX counts them. This module corrects MLX's count and limit.
 """
 
 from __future__ import annotations
@@ -33,8 +32,10 @@ _MADV_DONTNEED, _MADV_NOHUGEPAGE, _MADV_POPULATE_WRITE = 4, 15, 23
 
 @cache
 def addresses_are_free() -> bool:
-    """Whether this process may have as many as it likes: on Linux, if neither a limit nor strict accounting counts
-    them, which would fail whoever asks for memory later."""
+    """Whether reserving addresses costs nothing: on Linux, without resource limits or strict overcommit.
+
+    Either would make later allocations fail.
+    """
     if sys.platform != "linux":
         return False
     limits = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
@@ -47,16 +48,13 @@ def addresses_are_free() -> bool:
 
 
 class _Addresses:
-    """Of what MLX counts as allocated, what is nothing but addresses; and MLX's limit, which is above ours by as much.
+    """Counts reserved addresses without memory, and raises MLX's limit by as much.
 
-    MLX computes step by step, and nothing ahead, while it has more allocated than its limit.
-
-    Attributes:
-        apart: by how many bytes it is above ours.
+    MLX stops computing ahead above its limit.
     """
 
     def __init__(self) -> None:
-        self._of: dict[int, int] = {}  # of every `Reserved` that there is
+        self._of: dict[int, int] = {}  # by id of each live `Reserved`
         self.apart = 0
         self._lock = Lock()
 
@@ -71,12 +69,12 @@ class _Addresses:
 
     def _forget(self, key: int) -> None:
         del self._of[key]
-        if self._lock.acquire(blocking=False):  # whoever has it may be this thread, collecting garbage
+        if self._lock.acquire(blocking=False):  # this thread may hold it, during garbage collection
             self._move_limit()
             self._lock.release()
 
     def set_limit(self, limit: int | None = None) -> int:
-        """Have MLX keep to `limit` again, the last one by default; returns the last one."""
+        """Set the limit, by default again to the current one. Return the previous one."""
         with self._lock:
             return self._move_limit(limit)
 
@@ -91,26 +89,26 @@ _addresses = _Addresses()
 
 
 def allocated_bytes() -> int:
-    """What MLX has allocated (`mx.get_active_memory`), without what is nothing but addresses."""
+    """Bytes that MLX has allocated, without untouched addresses."""
     allocated: int = mx.get_active_memory()
     return allocated - _addresses.num_bytes
 
 
 def set_memory_limit(limit: int) -> int:
-    """As `mx.set_memory_limit`, of `allocated_bytes`."""
+    """Like `mx.set_memory_limit`, but compared with `allocated_bytes`."""
     return _addresses.set_limit(limit)
 
 
 def note_resized() -> None:
-    """Arenas have other sizes now."""
+    """Adjust MLX's limit after arenas have been resized."""
     if _addresses.num_bytes != _addresses.apart:
         _addresses.set_limit()
 
 
 class Reserved:
-    """An array of the largest size: slots that there are not are pages that the system has not given.
+    """A backing of maximum size, whose unused slots have no memory.
 
-    New slots get theirs in the background, so that the machine knows soon that they are taken, and nobody waits.
+    A background thread allocates new slots' pages, so that the system counts them early and steps do not wait.
     """
 
     def __init__(self, spec: TensorSpec, most: int, address: int) -> None:
@@ -120,16 +118,16 @@ class Reserved:
 
     @classmethod
     def make(cls, spec: TensorSpec, most: int) -> tuple[Reserved, mx.array] | None:
-        """None where the system refuses so many addresses, or does not take pages back."""
+        """None if the system refuses the addresses or does not take pages back."""
         itemsize = spec.numpy_dtype.itemsize
         room = npy_file.load(((most * spec.slot_bytes + ALIGNMENT) // itemsize,), spec.numpy_dtype)
         begin = address_of(room)
-        # MLX does not say that it got none. What it got may have been used before.
+        # MLX does not report a failed allocation. Reused memory holds old data.
         if begin < mmap.PAGESIZE or not _take_pages(begin, room.nbytes):
             return None
         array = as_blocks(room, spec, most, -begin % ALIGNMENT // itemsize)
         address = address_of(array)
-        # Where the system gives 2 MB at a time, an adapter's first block would take 2 MB of each of its tensors.
+        # With huge pages, an adapter's first block would take 2 MB per tensor.
         first, last = _pages_within(address, address + array.nbytes)
         _madvise()(first, last - first, _MADV_NOHUGEPAGE)
         return cls(spec, most, address), array
@@ -138,15 +136,15 @@ class Reserved:
         _addresses.note(self, (self.most - capacity) * self._slot_bytes)
 
     def resized(self, array: mx.array, used: int, capacity: int) -> mx.array:
-        """See `Backing`. The same array."""
+        """See `Backing`. Returns the same array."""
         mx.eval(array)
         if address_of(array) != self._address:
-            # Somebody held it during a write, and MLX copied all of it.
+            # A reference held during a write made MLX copy the array.
             log.warning("an arena of %d bytes was copied", array.nbytes)
             self._address = address_of(array)
         size = self._slot_bytes
         if capacity < used:
-            wait_for_pages()  # or slots that are no more would get some
+            wait_for_pages()  # or removed slots would get pages
             begin, freed = self._address + capacity * size, (used - capacity) * size
             if not _take_pages(begin, freed):
                 ctypes.memset(begin, 0, freed)
@@ -164,7 +162,7 @@ def _madvise() -> Callable[[int, int, int], int]:
 
 
 def _take_pages(begin: int, num_bytes: int) -> bool:
-    """Zeros from `begin` on, in pages that go back to the system; False where it does not take them."""
+    """Zero the bytes and return whole pages to the system; False if it refuses."""
     end = begin + num_bytes
     first, last = _pages_within(begin, end)
     ctypes.memset(begin, 0, first - begin)
@@ -173,24 +171,24 @@ def _take_pages(begin: int, num_bytes: int) -> bool:
 
 
 def _pages_within(begin: int, end: int) -> tuple[int, int]:
-    """Where the pages begin and end that lie there as a whole; both `end` where none does."""
+    """Bounds of the whole pages in a range; both `end` if it has none."""
     first, last = to_page_end(begin), end // mmap.PAGESIZE * mmap.PAGESIZE
     return (first, last) if first < last else (end, end)
 
 
 def _populate(begin: int, num_bytes: int) -> None:
-    """Have all pages there, whatever they hold. Linux before 5.14 cannot: each comes when it is written."""
+    """Allocate all pages, keeping contents. Linux before 5.14 allocates them on write instead."""
     first, end = begin // mmap.PAGESIZE * mmap.PAGESIZE, begin + num_bytes
     _madvise()(first, end - first, _MADV_POPULATE_WRITE)
 
 
 @cache
 def _populator() -> ThreadPoolExecutor:
-    """Does one thing after the other."""
+    """One thread, which runs jobs in order."""
     return ThreadPoolExecutor(1, "agentcache-pages")
 
 
 def wait_for_pages() -> None:
-    """Return when all slots that there are have memory."""
+    """Wait until all slots have memory."""
     if _populator.cache_info().currsize:
         _populator().submit(int).result()

@@ -1,6 +1,6 @@
-"""The RAM in which the residuals of one adapter, or of one family of adapters, lie beside the model's own cache.
+"""RAM for the residual KV of an adapter or adapter family, with `ModelRunner`'s interface for blocks.
 
-It answers whoever reads, writes or saves blocks as `ModelRunner` does for base. One object each: ranks differ.
+Each has its own object, because LoRA ranks differ.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ LARGEST_FLOAT16 = 65504.0
 
 
 class ResidualArenas:
-    """Belongs to the thread that runs the model.
+    """Arenas of one residual KV cache. Used only on the thread that runs the model.
 
     Args:
         spec: see `residual_spec`.
-        pools: one a group, whose slots these arenas hold.
-        wait: returns when the device has done what was started last.
-        evaluate: finishes every write that is due, these among them.
-        room: bytes that a group may come to take.
-        measures: whether it is kept how far each token's own keys and values were from base's.
-        is_family: the residuals are those of a family of adapters. What is measured then is of whoever reads them, so
-            it does not go with their files.
+        pools: slots of each group.
+        wait: waits until the device has finished the last step.
+        evaluate: finishes all pending writes, including these arenas'.
+        room: expected maximum bytes per group.
+        measures: whether to record how far each token's own KV is from base's.
+        is_family: whether a family of adapters shares the cache. Measures then depend on the reading adapter and are
+            not saved.
 
     Attributes:
-        measures: those, of the group `measured`; None where they are not kept.
-        saturated: int32 [], how many values have been too large for float16, or were no numbers.
+        measures: of the group `measured`; None if not recorded.
+        saturated: int32 [], number of values that were NaN or too large for float16.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ResidualArenas:
         self.is_family = is_family
         self.evaluate = evaluate
         self.saturated = mx.array(0, mx.int32)
-        # One group stands for all: what is measured is summed over the whole model. Of a window's blocks few are left.
+        # One group holds sums over the whole model. A group with a window would soon drop most blocks.
         self.measured = next((index for index, group in enumerate(spec.groups) if group.window is None), 0)
         self.measures = TokenMeasures("divergence", 4) if measures else None
         self._pools = pools
@@ -66,26 +66,24 @@ class ResidualArenas:
         }
 
     def tensor(self, name: str) -> tuple[int, TensorArena]:
-        """A tensor by its name in the spec, with the index of its group; KeyError where the spec has none."""
+        """(group index, tensor) by name; raises KeyError."""
         return self._tensors[name]
 
     def has(self, name: str) -> bool:
-        """Whether the spec has a tensor of that name."""
         return name in self._tensors
 
     def saturate(self, x: mx.array) -> mx.array:
-        """Float32 `x` as float16: a NaN becomes 0 and what is too large the largest there is; both are counted."""
+        """Float32 as float16: NaN becomes 0, large values saturate; both are counted."""
         self.saturated = self.saturated + mx.logical_not(mx.abs(x) <= LARGEST_FLOAT16).sum()
         return mx.clip(mx.where(mx.isnan(x), 0, x), -LARGEST_FLOAT16, LARGEST_FLOAT16).astype(mx.float16)
 
     def fit(self) -> None:
-        """Follow the pools: blocks go where they have been moved to, memory of slots that were given up is given back,
-        then new slots get theirs."""
+        """Follow the pools: move blocks, free the memory of dropped slots, then add new slots."""
         pairs = list(zip(self._arenas, self._pools, strict=True))
         self._follow_moves()
         if all(arena.capacity == pool.capacity for arena, pool in pairs):
             return
-        self._wait()  # what is under way holds the old arrays
+        self._wait()  # the running step holds the old arrays
         for arena, pool in pairs:
             arena.shrink(pool.capacity)
         for arena, pool in pairs:
@@ -97,17 +95,17 @@ class ResidualArenas:
     def _follow_moves(self) -> None:
         for group, (arena, pool) in enumerate(zip(self._arenas, self._pools, strict=True)):
             moves = pool.take_moves()
-            # What lay behind the arena's end has never had any memory.
+            # Slots behind the arena's end never had memory.
             self._copy(Copy(group, source, target) for source, target in moves if source < arena.capacity)
 
     def copy_blocks(self, copies: Iterable[Copy]) -> None:
-        """Copy-on-write, in order with the steps around it."""
+        """Copy-on-write, in order with the surrounding steps."""
         self.fit()
         self._copy(copies)
 
     def move_blocks(self, moves: Iterable[Copy]) -> None:
-        """The same, of blocks that change their slots, before `fit` follows the pools."""
-        self._follow_moves()  # those that come first
+        """Copy blocks to their new slots, before `fit` follows the pools."""
+        self._follow_moves()  # earlier moves
         self._copy(moves)
 
     def _copy(self, copies: Iterable[Copy]) -> None:
@@ -118,39 +116,37 @@ class ResidualArenas:
                 self.measures.copy(copy.source, copy.target)
 
     def put_blocks(self, group: int, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
-        """Write blocks that were read from files: uint8 [n] each, which may change as soon as this returns."""
+        """Write blocks from files: uint8 [n] each, which may change after the call."""
         self.fit()
-        self._wait()  # the step under way may still write to slots whose owner is gone
+        self._wait()  # the running step may still write to slots of a finished request
         self._arenas[group].put(block_ids, blocks)
 
     def memory(self, group: int) -> GroupMemory | None:
-        """Where slots lie, to read files to there (`GroupArena.memory`); nothing may be computed meanwhile."""
+        """Memory of the slots (`GroupArena.memory`). Compute nothing while it is in use."""
         self.fit()
         self._wait()
         return self._arenas[group].memory()
 
     def snapshot(self, group: int, block_id: int, num_tokens: int) -> Array:
-        """A copy of a block's bytes, for the writer: uint8 [n]."""
+        """Copy a block's bytes for the writer: uint8 [n]."""
         self.fit()
         self._wait()
         return self._arenas[group].snapshot(block_id, num_tokens)
 
     def block_extras(self, group: int, block_id: int, num_tokens: int) -> Extras:
-        """What is known of a block beside its bytes, to go with its file."""
         if self.measures is None or group != self.measured or self.is_family:
             return {}
         self._wait()
         return self.measures.extras(block_id, num_tokens)
 
     def put_extras(self, group: int, block_id: int, num_tokens: int, extras: Extras) -> None:
-        """Take over what came with a block's file."""
         if self.measures is not None and group == self.measured and not self.is_family:
             self.measures.put(block_id, num_tokens, extras)
 
     def measured_of(self, tables: Sequence[BlockTable], num_tokens: int) -> tuple[np.ndarray, int]:
-        """Sums over a prompt of so many tokens, float64 [4], as far as they are known, and of how many tokens.
+        """Sums over a prompt's known tokens, float64 [4], and their number.
 
-        Of a family's residuals, whoever reads them has computed the last token only.
+        For a family it covers the last token only, the one that the reading adapter has computed.
         """
         if self.measures is None:
             return np.zeros(4), 0
@@ -160,6 +156,6 @@ class ResidualArenas:
 
     @property
     def tensors(self) -> list[TensorArena]:
-        """All that steps write to."""
+        """All tensors that steps write to."""
         measures = [] if self.measures is None else [self.measures.tokens]
         return [*measures, *(tensor for _, tensor in self._tensors.values())]

@@ -1,8 +1,8 @@
-"""The cache of one adapter's residuals (ForkKV, arXiv 2604.06370): what an adapter adds to the keys and values of base;
-or of those of a family of adapters with the same As (LRAgent, arXiv 2602.01053).
+"""Layout of residual KV: what an adapter adds to base's keys and values (ForkKV, arXiv 2604.06370).
 
-Of a token, layer and side it keeps x·A, the low-rank half of x·A·B: float16, one copy for all heads, without rope.
-Where the model norms each head's keys, it also keeps the factors of that norm, of the key without and with the adapter.
+Adapters with equal As can share it, as a family (LRAgent, arXiv 2602.01053). Each token, layer and side has x·A, the
+low-rank half of x·A·B: float16, one copy for all heads, before rope. For models that norm each head's keys, the norm
+factors without and with the adapter are added.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ DTYPE = "F16"
 
 @dataclass(frozen=True)
 class ResidualLayer:
-    """What an adapter adds to one layer's keys and values.
+    """Residual KV of one layer.
 
     Args:
-        index: the layer, as in `LayerSpec`.
-        key_rank, value_rank: of x·A; 0 where the adapter does not touch that side.
-        normed: the model norms each head's keys.
+        key_rank, value_rank: rank of x·A; 0 if the adapter leaves that side unchanged.
+        normed: whether the model norms each head's keys.
     """
 
     index: int
@@ -32,12 +31,12 @@ class ResidualLayer:
 
 @dataclass(frozen=True)
 class ResidualShape:
-    """What an adapter adds to a model's cache.
+    """Residual KV of a model.
 
     Args:
-        layers: those whose keys or values it touches, in order of depth; at least one.
-        dtype: that the model computes in, as MLX names it.
-        is_family: it is kept once for all adapters that have these As, and x is base's, so that it is nobody's own.
+        layers: layers with residuals, in order of depth; at least one.
+        dtype: the model's compute dtype, in MLX's terms.
+        is_family: whether adapters with equal As share it; x is then base's.
     """
 
     layers: tuple[ResidualLayer, ...]
@@ -58,15 +57,15 @@ def value_a_name(layer: int) -> str:
 def key_norms_name(layer: int) -> str:
     """1 / rms of a layer's keys before their norm, without and with the adapter: float16 [tokens, H_kv, 2].
 
-    A family's: [tokens, H_kv, 1], without an adapter; with one, each member works it out when it reads.
+    A family's: [tokens, H_kv, 1], without an adapter; members compute their own when reading.
     """
     return f"residual.layers.{layer}.key_norms.{POSITION}"
 
 
 def residual_spec(base: CacheSpec, shape: ResidualShape) -> CacheSpec:
-    """The spec of the cache that is kept beside `base`: groups named and windowed as base's, those with tensors only.
+    """The spec of residual KV beside `base`, with the names and windows of base's groups.
 
-    Its digest covers base's spec, the dtype that x was computed in, and whose x it is.
+    Its digest covers base's spec, the dtype of x, and whether x is base's.
     """
     touched = {layer.index: layer for layer in shape.layers}
     groups = []

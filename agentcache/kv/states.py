@@ -1,7 +1,6 @@
-"""Snapshots of recurrent state in RAM: for each slot the arrays of one row, kept as they came out of a step.
+"""Checkpoints of recurrent state in RAM: for each slot, the arrays of one row.
 
-Arrays are values: a step makes new ones, so what is kept here does not change, and nothing is reserved for slots that
-hold nothing.
+Steps create new arrays, so stored ones never change. Empty slots reserve no memory.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from agentcache.blocks.snapshots import Snapshots
 from agentcache.kv.block_layout import Array, block_tensors
 from agentcache.kv.spec import CacheSpec, GroupSpec, RecurrentSpec, state_name
 
-# One list a recurrent cache of arrays [1, ...]; None for an entry that the model has not filled.
+# Arrays [1, ...] per recurrent cache; None for an entry that the model has not filled.
 RowArrays = Sequence[Sequence[mx.array | None]]
 
 _MLX_DTYPES = {
@@ -30,11 +29,7 @@ _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
 
 class StateArena:
-    """What the slots of `snapshots` hold. Belongs to the thread that runs the model.
-
-    Args:
-        spec: of a model with recurrent layers.
-    """
+    """State arrays of the slots of `snapshots`. Used only on the thread that runs the model."""
 
     def __init__(self, spec: CacheSpec, snapshots: Snapshots) -> None:
         assert spec.state_group is not None
@@ -45,11 +40,11 @@ class StateArena:
         self._dtypes = {tensor.name: _MLX_DTYPES[tensor.dtype] for tensor in self._group.tensors}
 
     def put(self, slot: int, arrays: RowArrays, row: int = 0) -> None:
-        """Keep one row of a batch's arrays [B, ...]; what the model has not filled is zeros. Not evaluated yet."""
+        """Keep one row of a batch's arrays [B, ...]; unfilled entries become zeros. Asynchronous."""
         index = mx.array([row])
         kept = [
             [
-                # Taken out, not sliced: a slice would keep the whole batch, or a whole chunk, alive.
+                # Indexing copies; a slice would keep the whole batch or chunk alive.
                 mx.zeros((1, *tensor.shape), getattr(mx, tensor.dtype)) if array is None else array[index]
                 for array, tensor in zip(given, spec.tensors, strict=True)
                 if tensor is not None
@@ -64,7 +59,7 @@ class StateArena:
         mx.async_eval(arrays)
 
     def arrays(self, slot: int) -> list[list[mx.array | None]]:
-        """One list a recurrent cache of arrays [1, ...], as its layer takes them; None for what it never fills."""
+        """Arrays [1, ...] per recurrent cache, as its layer takes them; None for entries that stay empty."""
         held = [iter(arrays) for arrays in self._slots[slot]]
         return [
             [None if tensor is None else next(arrays) for tensor in spec.tensors]
@@ -72,19 +67,18 @@ class StateArena:
         ]
 
     def sweep(self) -> None:
-        """Give the memory of free slots back."""
         for slot in [slot for slot in self._slots if self._snapshots.is_free(slot)]:
             del self._slots[slot]
 
     # -- to and from files --------------------------------------------------------------------------------------------
 
     def is_finite(self, slot: int) -> bool:
-        """Whether no value is infinite or NaN: only then it can be written."""
+        """Whether no value is infinite or NaN, which files do not accept."""
         floats = [array for arrays in self._slots[slot] for array in arrays if array.dtype in _FLOATS]
         return bool(mx.all(mx.stack([mx.all(mx.isfinite(array)) for array in floats]))) if floats else True
 
     def snapshot(self, slot: int) -> Array:
-        """A copy of the bytes, uint8 [n] as `block_layout` has them."""
+        """A copy of the bytes, uint8 [n] as in `block_layout`."""
         named = self._named(slot)
         mx.eval(named)
         block = np.empty(self._group.bytes_of(0), np.uint8)
@@ -102,7 +96,6 @@ class StateArena:
         }
 
     def put_bytes(self, slot: int, data: Array) -> None:
-        """Keep the snapshot that a file holds, uint8 [n]."""
         named = {
             tensor.spec.name: self._decoded(tensor.spec.name, tensor.view(data))
             for tensor in block_tensors(self._group, 0)

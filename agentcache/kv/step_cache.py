@@ -1,7 +1,6 @@
-"""The cache of one layer for the length of one step: what the engine's rows are to a model.
+"""The cache of one layer during one step, as a model sees it.
 
-The rows and their blocks belong to whoever made the step; nothing is allocated here and nothing grows. (mlx-lm's cache
-contract, whose rows own their blocks, is kept by `BatchQuantizedKVCache`.)
+Nothing is allocated here. `BatchQuantizedKVCache` is mlx-lm's contract with rows that own their blocks.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from agentcache.errors import BrokenInvariant
 from agentcache.kv.arena import LayerArena
 from agentcache.kv.step_plan import Reads, Writes
 
-# Quantises and writes keys [B, H_kv, n, D_k] and values [B, H_kv, n, D_v] (None for MLA). Lazy.
+# Lazily quantises and writes keys and values (None for MLA), as `Writes.put`.
 Put = Callable[[Writes, LayerArena, mx.array, mx.array | None], None]
 
 
 class PagedKV(NamedTuple):
-    """Keys and values as attention reads them: in which arena, and where.
+    """Keys and values for attention: an arena, and which blocks to read.
 
     Args:
-        overlay: what is laid over those of some rows, a `LayerOverlay` (`models/overlay.py`); None where nothing is.
+        overlay: residual KV of some rows, a `LayerOverlay` (`models/overlay.py`), or None.
     """
 
     arena: LayerArena
@@ -34,13 +33,13 @@ class PagedKV(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Handle:
-    """What a model gets in place of cached keys or values, for attention to look up (`models/interception.py`).
+    """Stands for cached keys or values in model code; attention resolves it (`models/interception.py`).
 
-    No array: code that computes with cached keys fails loudly instead of wrongly.
+    Not an array: code that computes with cached keys fails instead of computing wrongly.
 
     Args:
         dtype: of the keys that the model wrote.
-        projections: of MLA, what turns the cached latent into keys and values; None elsewhere.
+        projections: for MLA, from cached latent to keys and values; else None.
     """
 
     kv: PagedKV
@@ -48,7 +47,7 @@ class Handle:
     projections: Any = None
 
     def astype(self, dtype: mx.Dtype) -> Handle:
-        """Itself: attention answers in the queries' type, whatever the keys' is."""
+        """Return itself: attention answers in the queries' dtype."""
         return self
 
 
@@ -56,9 +55,8 @@ class StepCache:
     """One layer's cache in one step.
 
     Args:
-        reads, writes: of the layer's group; None where the step passes the layer by.
-        offset: position of each row's first token in the step: an int for one row, else int32 [B].
-        put: writes what is new, as `Writes.put` does.
+        reads, writes: None if the step skips the layer.
+        offset: position of each row's first new token: int for one row, else int32 [B].
     """
 
     def __init__(
@@ -77,17 +75,17 @@ class StepCache:
         self._written: tuple[Any, Any] | None = None
 
     def update(self, keys: mx.array, values: mx.array | None) -> PagedKV:
-        """Write keys [B, H_kv, n, D_k] and values [B, H_kv, n, D_v] (None for MLA) behind each row."""
+        """Append keys [B, H_kv, n, D_k] and values [B, H_kv, n, D_v] (None for MLA)."""
         if self._reads is None or self._writes is None:
             raise BrokenInvariant(f"layer {self.arena.layer.index} is computed in a step that passes it by")
         self._put(self._writes, self.arena, keys, values)
         return PagedKV(self.arena, self._reads)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """mlx-lm's contract, with handles. MLA's latent and rope part, one head each, are kept as one key.
+        """mlx-lm's contract, with handles. MLA's latent and rope part, one head each, are stored as one key.
 
-        MLA multiplies its queries' rope part with the cached one's transpose before it calls attention; from here it
-        gets the identity [1, 1, D_rope, D_rope], so that what it gives attention is that part of the queries itself.
+        MLA multiplies its queries' rope part by the cached part's transpose before attention. It gets the identity
+        [1, 1, D_rope, D_rope], so that attention receives the rope part unchanged.
         """
         if self.arena.values is None:
             kv = self.update(mx.concatenate([keys, values], axis=-1), None)
@@ -98,17 +96,17 @@ class StepCache:
         return self._written
 
     def keys_and_values(self) -> tuple[Any, Any]:
-        """mlx-lm's contract: what the step's update gave, for layers that read another one's keys and values."""
+        """mlx-lm's contract: the last update's result, for layers that share this KV."""
         if self._written is None:
             raise BrokenInvariant(f"layer {self.arena.layer.index} is read before it is written")
         return self._written
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
-        """mlx-lm's model gets no mask: attention masks by what the step reads."""
+        """mlx-lm's contract, without a mask: attention masks according to the step's reads."""
         check_window(self.arena, window_size)
 
 
 def check_window(arena: LayerArena, window_size: int | None) -> None:
-    """Raise BrokenInvariant if a model thinks of another window than the layer's."""
+    """Raise BrokenInvariant if the model's window is not the layer's."""
     if window_size not in (None, arena.layer.window):
         raise BrokenInvariant(f"this cache's window is {arena.layer.window}, the model asks for {window_size}")

@@ -1,8 +1,7 @@
-"""What one step reads and what it writes: block tables turned into slots, offsets and masks.
+"""Reads and writes of one step: block tables resolved to slots, offsets and masks.
 
-Two things, of tables that may differ: a step may read blocks that it does not write to. Each is made once per step and
-shared by all layers of a cache group. Both keep what they need of the tables, which may change while the device is at
-work on the step.
+A step may read blocks that it does not write. Both are built once per step for all layers of a group. They copy what
+they need from tables, which may change while the device computes.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ _MAX_SLICES = 16  # beyond this many runs one scatter is cheaper than slice assi
 
 
 class RaggedBlocks:
-    """Blocks of several rows, one row after the other, and sums over each row's own.
+    """Concatenated blocks of several rows, with per-row reductions.
 
     Args:
-        ids: each row's slots; no row is empty.
-        starts: position of each block's first token in its sequence, in the order of `ids`.
+        ids: slots of each row; no row is empty.
+        starts: position of each block's first token.
     """
 
     def __init__(self, ids: Sequence[Sequence[int]], starts: Sequence[int]) -> None:
@@ -40,7 +39,7 @@ class RaggedBlocks:
 
     @cached_property
     def _indices(self) -> mx.array:
-        """Index of each row's blocks, int32 [B, most blocks of a row]; a shorter row repeats its first one."""
+        """Indices of each row's blocks, int32 [B, longest row], padded with its first."""
         most, begin, indices = max(self._counts), 0, []
         for count in self._counts:
             indices.append([*range(begin, begin + count), *[begin] * (most - count)])
@@ -49,19 +48,19 @@ class RaggedBlocks:
 
     @cached_property
     def _real(self) -> mx.array:
-        """Which of `_indices` are no repetition, bool [B, most blocks of a row]."""
+        """Which `_indices` are not padding, bool [B, longest row]."""
         return mx.arange(max(self._counts))[None] < mx.array(self._counts)[:, None]
 
     def spread(self, x: mx.array) -> mx.array:
-        """[B, ...] to [num_blocks, ...]: every block gets its row's."""
+        """Each row's value for each of its blocks: [B, ...] to [num_blocks, ...]."""
         return mx.broadcast_to(x, (self.rows.size, *x.shape[1:])) if len(self._counts) == 1 else x[self.rows]
 
     def max(self, x: mx.array) -> mx.array:
-        """[num_blocks, ...] to the maximum over each row's blocks, [B, ...]."""
+        """Maximum per row: [num_blocks, ...] to [B, ...]."""
         return x.max(axis=0, keepdims=True) if len(self._counts) == 1 else x[self._indices].max(axis=1)
 
     def sum(self, x: mx.array) -> mx.array:
-        """[num_blocks, ...] to the sum over each row's blocks, [B, ...]; no atomics, so the same in every run."""
+        """Sum per row: [num_blocks, ...] to [B, ...]. Deterministic: no atomics."""
         if len(self._counts) == 1:
             return x.sum(axis=0, keepdims=True)
         real = self._real.reshape(*self._real.shape, *[1] * (x.ndim - 1))
@@ -70,13 +69,7 @@ class RaggedBlocks:
 
 @dataclass(frozen=True)
 class RowReads:
-    """One row of a step.
-
-    Args:
-        block_ids: the slots that it reads.
-        base: position of their first token.
-        length: tokens that it holds before the step.
-    """
+    """Reads of one row: slots, position of the first token read, and tokens in the row before the step."""
 
     block_ids: Sequence[int]
     base: int
@@ -84,17 +77,17 @@ class RowReads:
 
 
 class Reads:
-    """The blocks of one group that each row's queries read, those of the step's own tokens among them.
+    """Blocks of one group that each row reads, including those of the step's own tokens.
 
     Args:
-        tables: the rows' block tables, already long enough.
-        lengths: tokens each row holds before the step.
+        tables: block tables with room for the step.
+        lengths: tokens in each row before the step.
         num_tokens: tokens added to every row.
-        window: number of most recent tokens attended to; None for all.
+        window: most recent tokens attended to; None for all.
 
     Attributes:
-        begins_early: whether the device may begin with the first layers while the others are being laid out. Not where
-            anything is assigned to an arena in the step.
+        begins_early: whether the device may start before the step is fully built. False if the step assigns to an
+            arena.
     """
 
     def __init__(
@@ -103,9 +96,9 @@ class Reads:
         self.begins_early = False
         self.num_tokens = num_tokens
         self.window = window
-        self.prepared: dict[Any, Any] = {}  # what kernels have made of it, for all layers
+        self.prepared: dict[Any, Any] = {}  # derived by kernels, for all layers
         self._lengths = lengths
-        # In lists of plain arithmetic: this is done anew for every row of every step.
+        # Plain lists for speed: this runs for every row of every step.
         firsts = [table.first_block for table in tables]
         ends = [-(-(length + num_tokens) // BLOCK_SIZE) for length in lengths]
         self._firsts = firsts
@@ -118,7 +111,6 @@ class Reads:
         ]
 
     def of_rows(self, rows: Sequence[int]) -> Reads:
-        """The same for some of the rows."""
         part = Reads.__new__(Reads)
         part.num_tokens, part.window, part.prepared = self.num_tokens, self.window, {}
         part.begins_early = False
@@ -133,31 +125,30 @@ class Reads:
 
     @property
     def rows(self) -> list[RowReads]:
-        """The rows, as plain numbers."""
         rows = zip(self._ids, self._firsts, self._lengths, strict=True)
         return [RowReads(ids, first * BLOCK_SIZE, length) for ids, first, length in rows]
 
     @cached_property
     def num_blocks(self) -> int:
-        """Blocks read per row; shorter rows read a masked block instead of the missing ones."""
+        """Blocks read per row; shorter rows get masked padding."""
         return max(len(ids) for ids in self._ids)
 
     @cached_property
     def block_ids(self) -> mx.array:
         """Slots to read, int32 [B, num_blocks]."""
-        # A row without tokens has no block of its own to fill up with.
+        # A row without tokens has no block to repeat.
         rows = [ids + [ids[0] if ids else 0] * (self.num_blocks - len(ids)) for ids in self._ids]
         return mx.array(rows, dtype=mx.int32)
 
     @cached_property
     def blocks(self) -> RaggedBlocks:
-        """The same blocks one row after the other, without fillers."""
+        """The same blocks, row after row, without padding."""
         firsts = zip(self._firsts, self._ids, strict=True)
         return RaggedBlocks(self._ids, [(first + i) * BLOCK_SIZE for first, ids in firsts for i in range(len(ids))])
 
     @cached_property
     def block_mask(self) -> mx.array:
-        """Which keys of each of `blocks` its row's queries attend to, bool [num_blocks, num_tokens, 256]."""
+        """Keys of each of `blocks` that its row's queries attend to, bool [num_blocks, num_tokens, 256]."""
         starts, rows = mx.array(self.blocks.starts)[:, None, None], self.blocks.rows
         keys = starts + mx.arange(BLOCK_SIZE)[None, None, :]
         queries = (mx.array(self._lengths)[rows][:, None] + mx.arange(self.num_tokens)[None, :])[:, :, None]
@@ -166,22 +157,22 @@ class Reads:
 
     @cached_property
     def block_bias(self) -> mx.array:
-        """`block_mask` to be added to scores, float32 [num_blocks, 1, 1, num_tokens, 256]: 0, or -inf."""
+        """`block_mask` as 0 or -inf, float32 [num_blocks, 1, 1, num_tokens, 256]."""
         return mx.where(self.block_mask, 0.0, -mx.inf)[:, None, None]
 
     @property
     def key_start(self) -> int:
-        """Position of the first key read; for one row only."""
+        """Position of the first key read; single row only."""
         return self._firsts[0] * BLOCK_SIZE
 
     @property
     def num_keys(self) -> int:
-        """Keys of a single row from `key_start` to the end of the step."""
+        """Keys from `key_start` to the end of the step; single row only."""
         return self._lengths[0] + self.num_tokens - self.key_start
 
     @cached_property
     def mask(self) -> mx.array:
-        """Which keys each query attends to, bool [B, num_tokens, num_blocks * 256]."""
+        """Keys that each query attends to, bool [B, num_tokens, num_blocks * 256]."""
         starts = mx.array([first * BLOCK_SIZE for first in self._firsts])[:, None, None]
         keys = mx.arange(self.num_blocks * BLOCK_SIZE)[None, None, :] + starts
         queries = (mx.array(self._lengths)[:, None] + mx.arange(self.num_tokens)[None, :])[:, :, None]
@@ -190,22 +181,17 @@ class Reads:
 
 
 class Writes:
-    """Where the keys and values of a step's own tokens go in one group.
-
-    Args:
-        tables: the rows' block tables; those of the step's tokens have been reserved.
-        lengths: tokens each row holds before the step.
-        num_tokens: tokens added to every row.
+    """Where a step's own keys and values go in one group. Arguments as in `Reads`.
 
     Raises:
-        BrokenInvariant: they have not.
+        BrokenInvariant: the blocks are not reserved.
     """
 
     def __init__(self, tables: Sequence[BlockTable], lengths: Sequence[int], num_tokens: int) -> None:
         self.num_tokens = num_tokens
-        self.prepared: dict[Any, Any] = {}  # what kernels have made of it, for all layers
+        self.prepared: dict[Any, Any] = {}  # derived by kernels, for all layers
         self._by_runs = len(lengths) == 1 and num_tokens <= _MAX_SLICES * BLOCK_SIZE
-        self._offsets = [length % BLOCK_SIZE for length in lengths]  # of each row's first token in its first slot
+        self._offsets = [length % BLOCK_SIZE for length in lengths]  # of each row's first new token
         firsts = [length // BLOCK_SIZE for length in lengths]
         ends = [-(-(length + num_tokens) // BLOCK_SIZE) for length in lengths]
         self._ids = [
@@ -218,12 +204,11 @@ class Writes:
 
     @property
     def rows(self) -> list[list[int]]:
-        """The slots that each row writes to."""
         return self._ids
 
     @cached_property
     def runs(self) -> list[Slot]:
-        """Runs of tokens inside single blocks; of the first row."""
+        """The first row's runs of tokens inside single blocks."""
         runs, done, offset = [], 0, self._offsets[0]
         for block_id in self._ids[0]:
             count = min(BLOCK_SIZE - offset, self.num_tokens - done)
@@ -233,7 +218,7 @@ class Writes:
 
     @cached_property
     def slots_and_offsets(self) -> tuple[mx.array, mx.array]:
-        """Slot and offset in it of every token, both int32 [B * num_tokens], one row after the other."""
+        """Slot and offset of every token, both int32 [B * num_tokens], row after row."""
         ends = [
             (ids, range(offset, offset + self.num_tokens)) for ids, offset in zip(self._ids, self._offsets, strict=True)
         ]
@@ -244,8 +229,8 @@ class Writes:
 
     @cached_property
     def places(self) -> mx.array:
-        """slot * 256 + offset of every token, int32 [B * num_tokens], one row after the other."""
-        if self.num_tokens == 1:  # in every step that decodes
+        """slot * 256 + offset of every token, int32 [B * num_tokens], row after row."""
+        if self.num_tokens == 1:  # every decode step
             rows = zip(self._ids, self._offsets, strict=True)
             return mx.array([ids[0] * BLOCK_SIZE + offset for ids, offset in rows], mx.int32)
         block_ids, offsets = self.slots_and_offsets
@@ -253,13 +238,13 @@ class Writes:
 
     @cached_property
     def counts(self) -> mx.array:
-        """Tokens of all rows, and of each: int32 [2]."""
+        """Tokens of all rows, and per row: int32 [2]."""
         return mx.array([len(self._ids) * self.num_tokens, self.num_tokens], mx.int32)
 
     def put(self, arena: LayerArena, keys: mx.array, values: mx.array | None, pack: Pack = quantise) -> None:
         """Quantise and write keys [B, H_kv, n, D_k] and values [B, H_kv, n, D_v] (None for MLA). Lazy."""
         (_, first), *rest = arena.sides
-        if values is not None and values.shape == keys.shape and arena.is_alike:  # in one go: half as many operations
+        if values is not None and values.shape == keys.shape and arena.is_alike:  # one call halves the operations
             packed = pack(mx.concatenate([keys, values], axis=1), first.quantisation)
             self._write(first, packed)
             self._write(rest[0][1], packed, first.num_heads)
@@ -275,7 +260,7 @@ class Writes:
             side.write_scattered(packed, *self.slots_and_offsets, head)
 
     def put_tokens(self, tensor: TensorArena, new: mx.array) -> None:
-        """Write what a tensor of another kind keeps of each token, [B, n, ...]. Lazy."""
+        """Write a non-KV tensor's values per token, [B, n, ...]. Lazy."""
         if self._by_runs:
             for run in self.runs:
                 end = run.offset + run.stop - run.start

@@ -1,7 +1,6 @@
-"""The RAM in which one tensor of all blocks of a group lies.
+"""RAM for one tensor of all blocks of a group.
 
-Slice and scatter assignments run in place as long as nothing else holds the array, so nothing here hands it out except
-inside one step's graph.
+Assignments run in place only while nothing else holds the array. So it is exposed only inside one step's graph.
 """
 
 from __future__ import annotations
@@ -16,21 +15,19 @@ from agentcache.kv.backing import Exact, make_backing
 from agentcache.kv.spec import TensorSpec
 
 _ALL = slice(None)
-_RESIZED_AT_ONCE = 128 << 20  # bytes that may be there twice meanwhile
+_RESIZED_AT_ONCE = 128 << 20  # bytes duplicated during a resize
 
 
 class TensorArena:
-    """One tensor of a group's blocks: `array` [at least `capacity`, *its shape in a block of 256 tokens].
+    """One tensor of a group's blocks: `array` [at least `capacity`, *block shape].
 
     Do not keep `array`: a held reference turns every write into a copy.
 
     Args:
-        most: blocks that there may come to be; as long as there are no more, the arena grows without a copy where the
-            device lets it (`kv/backing.py`).
+        most: expected maximum of blocks. Up to it, growth copies nothing if the device allows (`kv/backing.py`).
 
     Attributes:
-        capacity: blocks that there are.
-        is_due: whether something has been assigned to it since it was last given to be evaluated (`take_due`).
+        is_due: whether it has assignments since the last `take_due`.
     """
 
     def __init__(self, spec: TensorSpec, most: int = 0) -> None:
@@ -40,36 +37,34 @@ class TensorArena:
         self.is_due = False
 
     def resize(self, capacity: int) -> None:
-        """Have `capacity` blocks, between steps: the first ones that there were, and behind them zeros. Lazy."""
+        """Resize between steps: blocks are kept, new ones are zeros. Lazy."""
         if capacity > self._backing.most:
             self._backing = Exact()
         self.array = self._backing.resized(self.array, self.capacity, capacity)
         self.capacity = capacity
 
     def assign(self, index: Any, new: mx.array) -> None:
-        """Slice or scatter assignment; lazy. In place once nothing else holds the array, and no step reads it."""
+        """Slice or scatter assignment; lazy. In place if nothing else holds the array and no step reads it."""
         self.array[index] = new
         self.is_due = True
 
     def tokens(self, block_id: int, num_tokens: int) -> mx.array:
         """A block's first `num_tokens` tokens; lazy."""
         axis = self.spec.token_axis
-        # With one index for all: a block taken out first would be copied.
+        # One index expression: indexing the block first would copy it.
         return self.array[block_id] if axis is None else self.array[block_id, *(_ALL,) * axis, :num_tokens]
 
     def memory(self) -> memoryview:
-        """Where the array lies, as bytes; what is due to be written there is written first.
+        """The array's bytes, after pending writes. Only between steps and if `shares_memory`.
 
-        Of a device that shares its memory with us, and between steps. Let go of it before the next write of a step:
-        while somebody holds it, that write is a copy of the whole array.
+        Release it before the next write, or that write copies the whole array.
         """
         return memoryview(self.array).cast("B")
 
     def upload(self, block_ids: Sequence[int], blocks: mx.array) -> None:
-        """Write whole blocks, [n, ...]; what they lack of 256 tokens becomes zeros. Lazy.
+        """Write whole blocks [n, ...], padded with zeros to 256 tokens. Lazy.
 
-        A slice for slots that follow each other: scatters are compiled when they are first used, which takes seconds
-        on CUDA, in the middle of somebody's turn.
+        Adjacent slots use slices: on CUDA, the first scatter takes seconds to compile, during a request.
         """
         axis = self.spec.token_axis
         if axis is not None and blocks.shape[axis + 1] < BLOCK_SIZE:
@@ -83,10 +78,9 @@ class TensorArena:
 
 
 def resize(tensors: Iterable[TensorArena], capacity: int) -> None:
-    """Have `capacity` blocks of each of these, between steps.
+    """Resize tensors between steps.
 
-    Where that is a copy, it is one of many together: a model has hundreds, and a GPU that is waited for after each of
-    them takes twice as long.
+    Copies are evaluated in batches: a GPU wait after each of hundreds is slow.
     """
     resized, num_bytes = list[mx.array](), 0
     for tensor in tensors:
@@ -100,25 +94,24 @@ def resize(tensors: Iterable[TensorArena], capacity: int) -> None:
 
 
 def copy_block(tensors: Iterable[TensorArena], source: int, target: int) -> None:
-    """Copy a block of some tensors of one group, while no step is under way. It is read at once, and written lazily:
+    """Copy a block of some tensors of one group, between steps. Reads at once, writes lazily.
 
-    MLX writes in place where nobody reads any more, and copies the whole array where somebody still does.
+    MLX copies the whole array on a write while a reader still holds it.
     """
     tensors = list(tensors)
     blocks = [mx.contiguous(tensor.array[source : source + 1]) for tensor in tensors]
     mx.eval(blocks)
-    mx.synchronize()  # only then has the device let go of what it has read
+    mx.synchronize()  # until then the device holds the source
     for tensor, block in zip(tensors, blocks, strict=True):
         tensor.assign(slice(target, target + 1), block)
 
 
 def has_due(tensors: Iterable[TensorArena]) -> bool:
-    """Whether something was assigned to any of these since `take_due`."""
     return any(tensor.is_due for tensor in tensors)
 
 
 def take_due(tensors: Iterable[TensorArena]) -> list[mx.array]:
-    """The arrays of those that something was assigned to since the last call, to be evaluated. Do not keep them."""
+    """Arrays with assignments since the last call, to be evaluated. Do not keep them."""
     due = [tensor for tensor in tensors if tensor.is_due]
     for tensor in due:
         tensor.is_due = False
@@ -126,5 +119,5 @@ def take_due(tensors: Iterable[TensorArena]) -> list[mx.array]:
 
 
 def shares_memory() -> bool:
-    """Whether the device computes in memory that this process reads and writes as its own."""
+    """Whether the device computes in memory that this process can access."""
     return bool(mx.default_device() == mx.cpu or mx.metal.is_available())
