@@ -78,7 +78,7 @@ class SideArena:
         """Write tokens of `packed` to `block_ids` and `offsets`, both [B*n].
 
         Args:
-            packed: [B, at least `head` + H, n, ·]; this side's heads begin at `head`.
+            packed: [B, at least `head` + H, n, ·]; see `write_slots`.
         """
         heads = slice(head, head + self.num_heads)
         for part, new in zip(self._arenas, packed.parts, strict=True):
@@ -130,7 +130,7 @@ class LayerArena:
 
     @cached_property
     def is_alike(self) -> bool:
-        """Whether keys and values have the same dimension and packing."""
+        """Whether keys and values have one dimension and packing."""
         keys, values = self.keys, self.values
         return values is not None and (keys.dim, keys.quantisation) == (values.dim, values.quantisation)
 
@@ -171,6 +171,6 @@ class LayerArena:
         self._is_due = True
 
     def take_written(self) -> mx.array | None:
-        """The last in-place write's result, unless already taken for evaluation."""
+        """The last in-place write's result, unless already taken."""
         due, self._is_due = self._is_due, False
         return self.keys.written if due else None

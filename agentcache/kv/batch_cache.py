@@ -1,6 +1,6 @@
 """mlx-lm's cache contract over a Q4 arena, for any number of sequences.
 
-A batch is a list of block tables: rows join and leave without left padding or copies of KV. mlx-lm models gather
+A batch is a list of block tables: rows join and leave without padding or copies of KV. mlx-lm models gather
 (`update_and_fetch`); paged attention reads in place (`update`). The engine uses `StepCache` and reserves blocks itself.
 """
 
@@ -78,7 +78,7 @@ class BatchQuantizedKVCache:
         return Reads(self.tables, self.lengths, num_tokens, self.window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[tuple[mx.array, ...], ...]:
-        """mlx-lm's contract: update, then (data, scales, biases) of keys and of values, each [B, H_kv, T, ·].
+        """Update, then return (data, scales, biases) of keys and of values, each [B, H_kv, T, ·].
 
         T covers whole blocks; `make_mask` masks the excess.
         """
@@ -88,7 +88,7 @@ class BatchQuantizedKVCache:
         return tuple(tuple(_rows(part) for part in side.gather(reads.block_ids).parts) for _, side in self.arena.sides)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-        """mlx-lm's contract: mask for the next `N` tokens, bool [B, 1, N, T]."""
+        """Mask for the next `N` tokens, bool [B, 1, N, T]."""
         check_window(self.arena, window_size)
         self._reserve(N)
         return self._reads(N).mask[:, None]
@@ -118,7 +118,7 @@ class BatchQuantizedKVCache:
 
     @classmethod
     def merge(cls, caches: Sequence[BatchQuantizedKVCache]) -> BatchQuantizedKVCache:
-        """Combine the rows of `caches` of one arena, without copying KV. Do not use `caches` afterwards."""
+        """Combine rows of one arena without copying KV. Do not use `caches` afterwards."""
         first = caches[0]
         merged = cls(first.arena, first.pool, first.tables, first.lengths)
         for cache in caches[1:]:
@@ -126,7 +126,7 @@ class BatchQuantizedKVCache:
         return merged
 
     def extend(self, other: BatchQuantizedKVCache) -> None:
-        """Append the rows of `other`, without copying KV. Do not use `other` afterwards."""
+        """Append rows without copying KV. Do not use `other` afterwards."""
         if other.arena is not self.arena:
             raise BrokenInvariant("rows of different arenas cannot share a batch")
         self.tables = self.tables + other.tables
@@ -141,7 +141,6 @@ class BatchQuantizedKVCache:
         return BatchQuantizedKVCache(self.arena, self.pool, [fork], [self.lengths[index]])
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
-        """Keep only these rows, in this order."""
         kept = batch_indices.tolist() if isinstance(batch_indices, mx.array) else list(batch_indices)
         for index in set(range(len(self.lengths))) - set(kept):
             for block_id in self.tables[index].block_ids:
@@ -152,7 +151,7 @@ class BatchQuantizedKVCache:
     def prepare(
         self, *, left_padding: object = None, lengths: object = None, right_padding: list[int] | None = None
     ) -> None:
-        """mlx-lm's contract: until `finalize`, updates end with `right_padding[i]` padding tokens in row i."""
+        """Expect updates with `right_padding[i]` padding tokens at the end of row i, until `finalize`."""
         if left_padding is not None:
             raise BrokenInvariant("paged rows have no padding on the left")
         self._right_padding = right_padding
@@ -172,7 +171,7 @@ class BatchQuantizedKVCache:
         return self._gather(self._reads(0))
 
     def row(self, index: int) -> dict[str, Packed]:
-        """Exact contents of a row, [H_kv, length, ·] per side; with a window, from the first block still needed."""
+        """Exact contents of a row, [H_kv, length, ·] per side; with a window, from the first block needed."""
         reads = Reads([self.tables[index]], [self.lengths[index]], 0, self.window)
         sides = [(name, side.gather(reads.block_ids)) for name, side in self.arena.sides]
         return {name: Packed(*(_rows(part)[0, :, : reads.num_keys] for part in packed.parts)) for name, packed in sides}

@@ -76,7 +76,6 @@ class Place:
 
     @property
     def rest_sizes(self) -> tuple[int, ...]:
-        """Bytes of each tensor from the first float on."""
         return self._memory.rest_sizes
 
     def put_rest(self, rest: RestBuffer) -> None:
@@ -130,7 +129,7 @@ def block_tensors(group: GroupSpec, num_tokens: int) -> tuple[BlockTensor, ...]:
 
 @lru_cache(maxsize=256)
 def float_ranges(group: GroupSpec, num_tokens: int) -> tuple[tuple[int, int, np.dtype[Any]], ...]:
-    """(begin, end, dtype) of a block's floats; adjacent ranges of one dtype are merged."""
+    """(begin, end, dtype) of a block's floats; adjacent equal dtypes are merged."""
     ranges: list[tuple[int, int, np.dtype[Any]]] = []
     for tensor in block_tensors(group, num_tokens):
         begin, end, dtype = tensor.begin, tensor.end, tensor.spec.numpy_dtype
@@ -148,7 +147,7 @@ def first_float(group: GroupSpec, num_tokens: int) -> int:
 
 
 def header_entries(group: GroupSpec, position: int, num_tokens: int) -> bytes:
-    """Members of a safetensors header for the block's tensors: JSON without the outer braces."""
+    """A safetensors header's members for the block's tensors: JSON without outer braces."""
     return str(position).encode().join(_around_position(group, num_tokens))
 
 

@@ -1,6 +1,6 @@
 """All blocks of a cache group, and transfers of their bytes.
 
-Shared memory (CPU, unified) is read and written in place between steps; other devices need uploads.
+Memory shared with the device is read and written in place between steps; other devices need uploads.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class GroupArena:
         copy_block(self._tensors.values(), source, target)
 
     def snapshot(self, block_id: int, num_tokens: int) -> Array:
-        """Copy a block's first `num_tokens` tokens, uint8 [n] as in `block_layout`. Call it between steps."""
+        """Copy a block's first `num_tokens` tokens, uint8 [n] as in `block_layout`, between steps."""
         if not shares_memory():
             return self._download(block_id, num_tokens)
         block = aligned(self.spec.bytes_of(num_tokens))
@@ -83,7 +83,7 @@ class GroupArena:
         return GroupMemory([(each.memory(), each.spec.slot_bytes) for each in self._tensors.values()], num_integers)
 
     def put(self, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
-        """Write blocks into slots `block_ids`, between steps.
+        """Write blocks into slots, between steps.
 
         Args:
             blocks: uint8 [n] each as in `block_layout`, at most 256 tokens; may change after the call.
@@ -135,5 +135,5 @@ def _joined(blocks: Sequence[Array]) -> Array:
 
 
 def make_arenas(spec: CacheSpec, room: int = 0) -> list[GroupArena]:
-    """One empty arena per cache group, each for `room` bytes."""
+    """One empty arena per group, each for `room` bytes."""
     return [GroupArena(group, room) for group in spec.groups]

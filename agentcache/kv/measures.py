@@ -1,7 +1,7 @@
 """Optional measurements per cached token, which attention does not read.
 
-A block's file holds only their sum (`store/block_extras.py`), rounded to eleven bits, so that files are equal despite
-differences in a float's last bit.
+RAM has each token's, so that part of a block can be separated. Files have a block's sum (`store/block_extras.py`),
+rounded so that files stay equal despite differences in a float's last bit.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ def load(shape: tuple[int, ...], dtype: np.dtype[Any], content: Array | None = N
     """An evaluated array on the default device.
 
     Args:
-        content: its bytes, uint8 [n]. By default the memory stays untouched and holds anything.
+        content: its bytes, uint8 [n]; None leaves the memory untouched.
     """
     array = mx.load(_NpyFile(shape, dtype, content), format="npy", stream=mx.default_device())
     assert isinstance(array, mx.array)
@@ -42,7 +42,7 @@ class _NpyFile:
         return self._position
 
     def readinto(self, buffer: memoryview) -> int:
-        """Fill `buffer`, unless it belongs to missing content. No read crosses the end of the header."""
+        """Fill `buffer`, unless content is missing. No read crosses the header's end."""
         begin = self._position
         self._position += len(buffer)
         if begin < self._header.size:

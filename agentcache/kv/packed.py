@@ -21,7 +21,7 @@ LARGEST_VALUE = 30000.0
 class Packed(NamedTuple):
     """Values in their stored form.
 
-    Quantised: `data` uint32 [..., D*bits/32], `scales` and `biases` float16 [..., D/group_size]. Otherwise `data`
+    Quantised: `data` uint32 [..., D*bits/32], `scales` and `biases` float16 [..., D/group_size]. Otherwise `data` alone
     [..., D]: float16, or bfloat16's bits as uint16.
     """
 
@@ -39,7 +39,7 @@ Pack = Callable[[mx.array, Packing], Packed]
 
 
 def quantise(x: mx.array, quantisation: Packing) -> Packed:
-    """Quantise [..., D] along the last axis, in float32; scales and biases become float16.
+    """Quantise [..., D] of any float dtype along the last axis, in float32; scales and biases become float16.
 
     NaN becomes 0 and values saturate, because masked reads by other rows would spread NaN and infinity.
     """

@@ -12,7 +12,7 @@ PARTS = ("data", "scales", "biases")  # of `mx.quantize`'s result, in block byte
 
 @dataclass(frozen=True)
 class Quantisation:
-    """MLX affine quantisation along the head dimension: value = q * scale + bias."""
+    """MLX affine quantisation along the head dimension."""
 
     bits: int = 4
     group_size: int = 64
@@ -21,14 +21,14 @@ class Quantisation:
         return f"affine-{self.bits}bit-g{self.group_size}"
 
     def parts(self, dim: int) -> dict[str, tuple[str, int]]:
-        """(dtype, width) of each part of a head's `dim` values, for any model dtype."""
+        """(dtype, width) of each part of a head's `dim` values."""
         groups = dim // self.group_size
         return {"data": ("U32", dim * self.bits // 32), "scales": ("F16", groups), "biases": ("F16", groups)}
 
 
 @dataclass(frozen=True)
 class Plain:
-    """Unquantised 16-bit values: bfloat16 if the model computes in it, else float16."""
+    """Unquantised: bfloat16 if the model computes in it, else float16."""
 
     dtype: str
 

@@ -37,7 +37,8 @@ class Precision:
 
     Args:
         layers: in order of computation.
-        divergence: mean Kullback-Leibler divergence of logits from unquantised KV, in nats; None if not measured.
+        divergence: mean Kullback-Leibler divergence of logits from those of unquantised KV, in nats; None if not
+            measured.
     """
 
     layers: tuple[LayerBits, ...]
@@ -45,7 +46,7 @@ class Precision:
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Precision:
-        """Inverse of `as_data`; raises LookupError, TypeError or ValueError for invalid data."""
+        """Inverse of `as_data`; raises LookupError, TypeError or ValueError."""
         layers, divergence = tuple(LayerBits(keys, values) for keys, values in data["layers"]), data["divergence"]
         if not all(type(bits) is int and bits in _KEPT for layer in layers for bits in (layer.keys, layer.values)):
             raise ValueError(f"layers are not kept in {layers!r:.80}")

@@ -1,6 +1,6 @@
 """Arrays of maximum size whose memory is allocated with their slots. For CPUs under Linux.
 
-Untouched pages are addresses without memory, but MLX counts them. This module corrects MLX's count and limit.
+MLX counts untouched pages, which are addresses without memory. This module corrects its count and limit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MADV_DONTNEED, _MADV_NOHUGEPAGE, _MADV_POPULATE_WRITE = 4, 15, 23
 def addresses_are_free() -> bool:
     """Whether reserving addresses costs nothing: on Linux, without resource limits or strict overcommit.
 
-    Either would make later allocations fail.
+    With either, later allocations could fail.
     """
     if sys.platform != "linux":
         return False
@@ -48,7 +48,7 @@ def addresses_are_free() -> bool:
 
 
 class _Addresses:
-    """Counts reserved addresses without memory, and raises MLX's limit by as much.
+    """Counts reserved addresses without memory (`num_bytes`), and raises MLX's limit by as much (`apart`).
 
     MLX stops computing ahead above its limit.
     """
@@ -74,7 +74,7 @@ class _Addresses:
             self._lock.release()
 
     def set_limit(self, limit: int | None = None) -> int:
-        """Set the limit, by default again to the current one. Return the previous one."""
+        """Set the limit, by default again to the last one. Return the last one."""
         with self._lock:
             return self._move_limit(limit)
 
@@ -95,12 +95,12 @@ def allocated_bytes() -> int:
 
 
 def set_memory_limit(limit: int) -> int:
-    """Like `mx.set_memory_limit`, but compared with `allocated_bytes`."""
+    """`mx.set_memory_limit`, in terms of `allocated_bytes`."""
     return _addresses.set_limit(limit)
 
 
 def note_resized() -> None:
-    """Adjust MLX's limit after arenas have been resized."""
+    """Adjust MLX's limit after a resize of arenas."""
     if _addresses.num_bytes != _addresses.apart:
         _addresses.set_limit()
 
@@ -108,7 +108,7 @@ def note_resized() -> None:
 class Reserved:
     """A backing of maximum size, whose unused slots have no memory.
 
-    A background thread allocates new slots' pages, so that the system counts them early and steps do not wait.
+    A background thread allocates new slots' pages: the system counts them early, and steps do not wait.
     """
 
     def __init__(self, spec: TensorSpec, most: int, address: int) -> None:
@@ -122,7 +122,7 @@ class Reserved:
         itemsize = spec.numpy_dtype.itemsize
         room = npy_file.load(((most * spec.slot_bytes + ALIGNMENT) // itemsize,), spec.numpy_dtype)
         begin = address_of(room)
-        # MLX does not report a failed allocation. Reused memory holds old data.
+        # MLX does not report failed allocations, and may reuse memory with old data.
         if begin < mmap.PAGESIZE or not _take_pages(begin, room.nbytes):
             return None
         array = as_blocks(room, spec, most, -begin % ALIGNMENT // itemsize)
@@ -162,7 +162,7 @@ def _madvise() -> Callable[[int, int, int], int]:
 
 
 def _take_pages(begin: int, num_bytes: int) -> bool:
-    """Zero the bytes and return whole pages to the system; False if it refuses."""
+    """Zero the bytes and free whole pages; False if the system refuses."""
     end = begin + num_bytes
     first, last = _pages_within(begin, end)
     ctypes.memset(begin, 0, first - begin)
@@ -171,20 +171,19 @@ def _take_pages(begin: int, num_bytes: int) -> bool:
 
 
 def _pages_within(begin: int, end: int) -> tuple[int, int]:
-    """Bounds of the whole pages in a range; both `end` if it has none."""
+    """Bounds of the whole pages in a range; both `end` if none."""
     first, last = to_page_end(begin), end // mmap.PAGESIZE * mmap.PAGESIZE
     return (first, last) if first < last else (end, end)
 
 
 def _populate(begin: int, num_bytes: int) -> None:
-    """Allocate all pages, keeping contents. Linux before 5.14 allocates them on write instead."""
+    """Allocate pages, keeping contents. Linux before 5.14 allocates them on write."""
     first, end = begin // mmap.PAGESIZE * mmap.PAGESIZE, begin + num_bytes
     _madvise()(first, end - first, _MADV_POPULATE_WRITE)
 
 
 @cache
 def _populator() -> ThreadPoolExecutor:
-    """One thread, which runs jobs in order."""
     return ThreadPoolExecutor(1, "agentcache-pages")
 
 

@@ -23,21 +23,19 @@ LARGEST_FLOAT16 = 65504.0
 
 
 class ResidualArenas:
-    """Arenas of one residual KV cache. Used only on the thread that runs the model.
+    """Arenas of one residual KV cache, for the thread that runs the model.
 
     Args:
-        spec: see `residual_spec`.
         pools: slots of each group.
         wait: waits until the device has finished the last step.
         evaluate: finishes all pending writes, including these arenas'.
         room: expected maximum bytes per group.
         measures: whether to record how far each token's own KV is from base's.
-        is_family: whether a family of adapters shares the cache. Measures then depend on the reading adapter and are
-            not saved.
+        is_family: whether a family shares the cache. Measures then depend on the reading adapter and are not saved.
 
     Attributes:
-        measures: of the group `measured`; None if not recorded.
-        saturated: int32 [], number of values that were NaN or too large for float16.
+        measures: of the group `measured`.
+        saturated: int32 [], number of NaNs and values too large for float16.
     """
 
     def __init__(
@@ -55,7 +53,7 @@ class ResidualArenas:
         self.is_family = is_family
         self.evaluate = evaluate
         self.saturated = mx.array(0, mx.int32)
-        # One group holds sums over the whole model. A group with a window would soon drop most blocks.
+        # One group holds sums over the whole model; one without a window keeps all blocks.
         self.measured = next((index for index, group in enumerate(spec.groups) if group.window is None), 0)
         self.measures = TokenMeasures("divergence", 4) if measures else None
         self._pools = pools
@@ -73,12 +71,12 @@ class ResidualArenas:
         return name in self._tensors
 
     def saturate(self, x: mx.array) -> mx.array:
-        """Float32 as float16: NaN becomes 0, large values saturate; both are counted."""
+        """Float32 as float16: NaN becomes 0, large values saturate; both count."""
         self.saturated = self.saturated + mx.logical_not(mx.abs(x) <= LARGEST_FLOAT16).sum()
         return mx.clip(mx.where(mx.isnan(x), 0, x), -LARGEST_FLOAT16, LARGEST_FLOAT16).astype(mx.float16)
 
     def fit(self) -> None:
-        """Follow the pools: move blocks, free the memory of dropped slots, then add new slots."""
+        """Follow the pools: move blocks, free dropped slots, then add slots."""
         pairs = list(zip(self._arenas, self._pools, strict=True))
         self._follow_moves()
         if all(arena.capacity == pool.capacity for arena, pool in pairs):
@@ -116,9 +114,9 @@ class ResidualArenas:
                 self.measures.copy(copy.source, copy.target)
 
     def put_blocks(self, group: int, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
-        """Write blocks from files: uint8 [n] each, which may change after the call."""
+        """Write blocks from files, uint8 [n] each; they may change after the call."""
         self.fit()
-        self._wait()  # the running step may still write to slots of a finished request
+        self._wait()  # the running step may still write there for a finished request
         self._arenas[group].put(block_ids, blocks)
 
     def memory(self, group: int) -> GroupMemory | None:
@@ -146,7 +144,7 @@ class ResidualArenas:
     def measured_of(self, tables: Sequence[BlockTable], num_tokens: int) -> tuple[np.ndarray, int]:
         """Sums over a prompt's known tokens, float64 [4], and their number.
 
-        For a family it covers the last token only, the one that the reading adapter has computed.
+        For a family only the last token counts, which the reading adapter has computed.
         """
         if self.measures is None:
             return np.zeros(4), 0

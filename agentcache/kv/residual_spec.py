@@ -34,7 +34,7 @@ class ResidualShape:
     """Residual KV of a model.
 
     Args:
-        layers: layers with residuals, in order of depth; at least one.
+        layers: in order of depth; at least one.
         dtype: the model's compute dtype, in MLX's terms.
         is_family: whether adapters with equal As share it; x is then base's.
     """
@@ -50,7 +50,7 @@ def key_a_name(layer: int) -> str:
 
 
 def value_a_name(layer: int) -> str:
-    """x·A of a layer's values: float16 [tokens, rank]."""
+    """Like `key_a_name`, for values."""
     return f"residual.layers.{layer}.value_a.{POSITION}"
 
 
@@ -63,9 +63,9 @@ def key_norms_name(layer: int) -> str:
 
 
 def residual_spec(base: CacheSpec, shape: ResidualShape) -> CacheSpec:
-    """The spec of residual KV beside `base`, with the names and windows of base's groups.
+    """The residual spec beside `base`, with names and windows of base's groups.
 
-    Its digest covers base's spec, the dtype of x, and whether x is base's.
+    The digest covers base's spec, the dtype of x, and whether x is base's.
     """
     touched = {layer.index: layer for layer in shape.layers}
     groups = []

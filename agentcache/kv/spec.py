@@ -1,7 +1,4 @@
-"""The shape of a model's cache, as data.
-
-It is part of every key and file: other bits, groups or rope make another cache.
-"""
+"""The shape of a model's cache, as data. It is part of every key and file."""
 
 from __future__ import annotations
 
@@ -46,11 +43,11 @@ class LayerSpec:
     """Cached heads and dimensions of one layer.
 
     Args:
-        index: number of layers computed before it; a second round through the layers counts on.
+        index: number of layers computed before it, counting on in a second round through the layers.
         num_kv_heads: cached heads (1 for MLA's latent).
-        key_dim, value_dim: values per head; `value_dim` is 0 if values are read from the key cache (MLA).
+        key_dim, value_dim: values per head; `value_dim` is 0 if the key cache holds the values (MLA).
         window: most recent tokens attended to; None for all.
-        nth: index among the layer's caches, if it has several.
+        nth: index among the layer's caches.
     """
 
     index: int
@@ -79,7 +76,6 @@ class RecurrentSpec:
     """Fixed-size state of one recurrent layer (Mamba, gated delta, short convolution).
 
     Args:
-        index: as in `LayerSpec`.
         tensors: in the order of mlx-lm's `ArraysCache`; None for an entry that stays empty.
     """
 
@@ -89,10 +85,10 @@ class RecurrentSpec:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a group's blocks: all that arenas and files know of it.
+    """One tensor of a group's blocks, as arenas and files know it.
 
     Args:
-        name: name in files, with `POSITION` for the block's index in its sequence.
+        name: name in files, with `POSITION` for the block's index.
         shape: of one token, or of the block if `token_axis` is None.
         token_axis: the token axis in a block's shape; None for a tensor stored once per block.
     """
@@ -113,7 +109,7 @@ class TensorSpec:
 
     @cached_property
     def slot_bytes(self) -> int:
-        """Bytes of a slot, which holds a full block."""
+        """Bytes of a full block."""
         return self.own_bytes if self.token_axis is None else self.own_bytes * BLOCK_SIZE
 
     @cached_property
@@ -135,8 +131,8 @@ class GroupSpec:
         name: name in addresses and files, unique in its `CacheSpec`.
         tensors: in block byte order; widest dtypes first, for alignment.
         window: most recent tokens read; None for all.
-        layers: attention layers with this KV; empty for other tensors.
-        quantisation: packing of keys, by default also of values; None for other tensors.
+        layers, quantisation: attention layers with this KV, and its packing; empty and None for other tensors.
+        value_quantisation: packing of values, if different.
     """
 
     name: str
@@ -166,14 +162,13 @@ class GroupSpec:
 
     @cached_property
     def packing(self) -> LayerPacking | None:
-        """Packing of keys and values; None for other tensors."""
         if self.quantisation is None:
             return None
         return LayerPacking(self.quantisation, self.value_quantisation or self.quantisation)
 
     @property
     def is_state(self) -> bool:
-        """Whether its blocks are checkpoints of recurrent state."""
+        """Whether its blocks are checkpoints of recurrent state at block ends."""
         return self.name == STATE_GROUP
 
     @cached_property
@@ -207,14 +202,12 @@ class CacheSpec:
     """A cache with its own blocks and addresses: a model's own, or one beside it.
 
     Args:
-        model_type: mlx-lm's architecture name.
         num_attention_heads: query heads, for the file header.
-        groups: in order of depth.
+        groups, recurrent: in order of depth.
         rope: text that differs whenever rope rotates differently.
-        recurrent: one per recurrent layer, in order of depth.
         beside: identity of a cache beside the model's own, including that cache's digest.
-        rank: rank and number of ranks; empty for one process.
-        sources: digest of the code that computes KV.
+        rank: such as `0 of 2`; empty for one process.
+        sources: digest of the code that computes KV (`models/source_digest.py`).
     """
 
     model_type: str
@@ -249,7 +242,7 @@ class CacheSpec:
 
     @cached_property
     def state_group(self) -> GroupSpec | None:
-        """Group of recurrent-state checkpoints, one per block; None without recurrent layers."""
+        """Group of recurrent-state checkpoints, one per block."""
         if not self.recurrent:
             return None
         tensors = [
@@ -312,13 +305,13 @@ def _without_new_defaults(entries: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def tensor_name(layer: LayerSpec, side: str, part: str) -> str:
-    """Name in files of one of `PARTS` of `key_cache` or `value_cache`."""
+    """Name in files of one of `PARTS` of a layer's `key_cache` or `value_cache`."""
     owner = f"{layer.index}.{layer.nth}" if layer.nth else str(layer.index)
     return f"cache.layers.{owner}.{side}.{POSITION}.{part}"
 
 
 def state_name(cache: int, number: int) -> str:
-    """Name in files of array `number` of recurrent layer `cache`, counted in order of depth."""
+    """Name in files of array `number` of a recurrent layer; `cache` counts these layers."""
     return f"cache.recurrent.{cache}.{number}"
 
 
@@ -352,11 +345,7 @@ def attention_group(name: str, layers: Sequence[LayerSpec], keys: Packing, value
 
 
 def make_groups(layers: Sequence[LayerSpec], packings: Packing | Sequence[LayerPacking]) -> tuple[GroupSpec, ...]:
-    """Split `layers` by depth (quarters; halves under 8 layers), attention window and packing.
-
-    Args:
-        packings: one for all keys and values, or one per layer.
-    """
+    """Split `layers` by depth (quarters; halves under 8 layers), attention window and packing."""
     if isinstance(packings, Packing):
         packings = [LayerPacking(packings, packings)] * len(layers)
     num_spans = 2 if len(layers) < 8 else 4

@@ -29,7 +29,7 @@ _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
 
 class StateArena:
-    """State arrays of the slots of `snapshots`. Used only on the thread that runs the model."""
+    """State arrays of the slots of `snapshots`, for the thread that runs the model."""
 
     def __init__(self, spec: CacheSpec, snapshots: Snapshots) -> None:
         assert spec.state_group is not None
@@ -59,7 +59,7 @@ class StateArena:
         mx.async_eval(arrays)
 
     def arrays(self, slot: int) -> list[list[mx.array | None]]:
-        """Arrays [1, ...] per recurrent cache, as its layer takes them; None for entries that stay empty."""
+        """Arrays [1, ...] per recurrent cache, as its layer takes them."""
         held = [iter(arrays) for arrays in self._slots[slot]]
         return [
             [None if tensor is None else next(arrays) for tensor in spec.tensors]
@@ -73,7 +73,7 @@ class StateArena:
     # -- to and from files --------------------------------------------------------------------------------------------
 
     def is_finite(self, slot: int) -> bool:
-        """Whether no value is infinite or NaN, which files do not accept."""
+        """Whether all values are finite, as files require."""
         floats = [array for arrays in self._slots[slot] for array in arrays if array.dtype in _FLOATS]
         return bool(mx.all(mx.stack([mx.all(mx.isfinite(array)) for array in floats]))) if floats else True
 

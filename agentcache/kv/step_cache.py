@@ -1,6 +1,6 @@
 """The cache of one layer during one step, as a model sees it.
 
-Nothing is allocated here. `BatchQuantizedKVCache` is mlx-lm's contract with rows that own their blocks.
+The step's builder owns rows and blocks; nothing is allocated here. `BatchQuantizedKVCache` owns its blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PagedKV(NamedTuple):
     """Keys and values for attention: an arena, and which blocks to read.
 
     Args:
-        overlay: residual KV of some rows, a `LayerOverlay` (`models/overlay.py`), or None.
+        overlay: residual KV of some rows, a `LayerOverlay`, or None.
     """
 
     arena: LayerArena
@@ -38,8 +38,8 @@ class Handle:
     Not an array: code that computes with cached keys fails instead of computing wrongly.
 
     Args:
-        dtype: of the keys that the model wrote.
-        projections: for MLA, from cached latent to keys and values; else None.
+        dtype: of the model's keys.
+        projections: for MLA, from latent to keys and values.
     """
 
     kv: PagedKV
@@ -96,13 +96,13 @@ class StepCache:
         return self._written
 
     def keys_and_values(self) -> tuple[Any, Any]:
-        """mlx-lm's contract: the last update's result, for layers that share this KV."""
+        """The last update's result, for layers that share this KV."""
         if self._written is None:
             raise BrokenInvariant(f"layer {self.arena.layer.index} is read before it is written")
         return self._written
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
-        """mlx-lm's contract, without a mask: attention masks according to the step's reads."""
+        """No mask: attention masks according to the step's reads."""
         check_window(self.arena, window_size)
 
 

@@ -24,10 +24,10 @@ _MAX_SLICES = 16  # beyond this many runs one scatter is cheaper than slice assi
 
 
 class RaggedBlocks:
-    """Concatenated blocks of several rows, with per-row reductions.
+    """Concatenated blocks of several non-empty rows, with per-row reductions.
 
     Args:
-        ids: slots of each row; no row is empty.
+        ids: slots of each row.
         starts: position of each block's first token.
     """
 
@@ -83,7 +83,6 @@ class Reads:
         tables: block tables with room for the step.
         lengths: tokens in each row before the step.
         num_tokens: tokens added to every row.
-        window: most recent tokens attended to; None for all.
 
     Attributes:
         begins_early: whether the device may start before the step is fully built. False if the step assigns to an
@@ -130,7 +129,7 @@ class Reads:
 
     @cached_property
     def num_blocks(self) -> int:
-        """Blocks read per row; shorter rows get masked padding."""
+        """Most blocks of a row; shorter rows get masked padding."""
         return max(len(ids) for ids in self._ids)
 
     @cached_property
@@ -142,13 +141,13 @@ class Reads:
 
     @cached_property
     def blocks(self) -> RaggedBlocks:
-        """The same blocks, row after row, without padding."""
+        """The same blocks, row after row, unpadded."""
         firsts = zip(self._firsts, self._ids, strict=True)
         return RaggedBlocks(self._ids, [(first + i) * BLOCK_SIZE for first, ids in firsts for i in range(len(ids))])
 
     @cached_property
     def block_mask(self) -> mx.array:
-        """Keys of each of `blocks` that its row's queries attend to, bool [num_blocks, num_tokens, 256]."""
+        """`mask` for each of `blocks`, bool [num_blocks, num_tokens, 256]."""
         starts, rows = mx.array(self.blocks.starts)[:, None, None], self.blocks.rows
         keys = starts + mx.arange(BLOCK_SIZE)[None, None, :]
         queries = (mx.array(self._lengths)[rows][:, None] + mx.arange(self.num_tokens)[None, :])[:, :, None]
@@ -208,7 +207,7 @@ class Writes:
 
     @cached_property
     def runs(self) -> list[Slot]:
-        """The first row's runs of tokens inside single blocks."""
+        """The first row's runs inside single blocks."""
         runs, done, offset = [], 0, self._offsets[0]
         for block_id in self._ids[0]:
             count = min(BLOCK_SIZE - offset, self.num_tokens - done)
@@ -218,7 +217,7 @@ class Writes:
 
     @cached_property
     def slots_and_offsets(self) -> tuple[mx.array, mx.array]:
-        """Slot and offset of every token, both int32 [B * num_tokens], row after row."""
+        """Slot and offset of every token, int32 [B * num_tokens] each."""
         ends = [
             (ids, range(offset, offset + self.num_tokens)) for ids, offset in zip(self._ids, self._offsets, strict=True)
         ]
@@ -229,7 +228,7 @@ class Writes:
 
     @cached_property
     def places(self) -> mx.array:
-        """slot * 256 + offset of every token, int32 [B * num_tokens], row after row."""
+        """slot * 256 + offset of every token, int32 [B * num_tokens]."""
         if self.num_tokens == 1:  # every decode step
             rows = zip(self._ids, self._offsets, strict=True)
             return mx.array([ids[0] * BLOCK_SIZE + offset for ids, offset in rows], mx.int32)

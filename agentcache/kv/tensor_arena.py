@@ -24,7 +24,7 @@ class TensorArena:
     Do not keep `array`: a held reference turns every write into a copy.
 
     Args:
-        most: expected maximum of blocks. Up to it, growth copies nothing if the device allows (`kv/backing.py`).
+        most: expected maximum of blocks, up to which growth copies nothing if the device allows (`kv/backing.py`).
 
     Attributes:
         is_due: whether it has assignments since the last `take_due`.
@@ -57,14 +57,14 @@ class TensorArena:
     def memory(self) -> memoryview:
         """The array's bytes, after pending writes. Only between steps and if `shares_memory`.
 
-        Release it before the next write, or that write copies the whole array.
+        Release it before the next write, which copies the whole array otherwise.
         """
         return memoryview(self.array).cast("B")
 
     def upload(self, block_ids: Sequence[int], blocks: mx.array) -> None:
         """Write whole blocks [n, ...], padded with zeros to 256 tokens. Lazy.
 
-        Adjacent slots use slices: on CUDA, the first scatter takes seconds to compile, during a request.
+        Adjacent slots use slices: on CUDA, the first scatter compiles for seconds, during a request.
         """
         axis = self.spec.token_axis
         if axis is not None and blocks.shape[axis + 1] < BLOCK_SIZE:
@@ -80,7 +80,7 @@ class TensorArena:
 def resize(tensors: Iterable[TensorArena], capacity: int) -> None:
     """Resize tensors between steps.
 
-    Copies are evaluated in batches: a GPU wait after each of hundreds is slow.
+    Copies are evaluated in batches, because waiting after each of hundreds is slow on a GPU.
     """
     resized, num_bytes = list[mx.array](), 0
     for tensor in tensors:
@@ -111,7 +111,7 @@ def has_due(tensors: Iterable[TensorArena]) -> bool:
 
 
 def take_due(tensors: Iterable[TensorArena]) -> list[mx.array]:
-    """Arrays with assignments since the last call, to be evaluated. Do not keep them."""
+    """Arrays with assignments since the last call, to evaluate. Do not keep them."""
     due = [tensor for tensor in tensors if tensor.is_due]
     for tensor in due:
         tensor.is_due = False
@@ -119,5 +119,5 @@ def take_due(tensors: Iterable[TensorArena]) -> list[mx.array]:
 
 
 def shares_memory() -> bool:
-    """Whether the device computes in memory that this process can access."""
+    """Whether this process can access the device's memory."""
     return bool(mx.default_device() == mx.cpu or mx.metal.is_available())

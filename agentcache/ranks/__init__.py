@@ -1,1 +1,1 @@
-"""One model on several processes: rank 0 decides and tells, the others do the same on their own heads and files."""
+"""One model on several processes: workers repeat rank 0's steps on their own heads and files."""

@@ -1,4 +1,4 @@
-"""What rank 0 tells the others of adapters."""
+"""Commands from rank 0 about adapters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentcache.ranks.words import Numbers, WordReader, WordWriter
 
 @dataclass(frozen=True)
 class LoadAdapter:
-    """Put an adapter on the device under a number; each rank takes its part of the whole matrices, float32."""
+    """Load an adapter under a number; each rank takes its part of the whole matrices."""
 
     code: ClassVar = 10
     number: int
@@ -45,7 +45,7 @@ class LoadAdapter:
 
 @dataclass(frozen=True)
 class DropAdapter(Numbers):
-    """Give an adapter's memory back."""
+    """Free an adapter's memory."""
 
     code: ClassVar = 11
     number: int

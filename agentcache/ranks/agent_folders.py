@@ -1,4 +1,4 @@
-"""Where an agent is in a cache folder: of one process, or of the ranks of a world."""
+"""Folders of an agent, for one process or several ranks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from agentcache.store.export import manifests_of
 
 
 def folders_of_agent(cache_dir: Path, agent_id: str, size: int | None = None) -> list[Path]:
-    """The folders with the agent's blocks: the cache folder itself, or each rank's, by rank.
+    """The folders with the agent's blocks: the cache folder itself, or each rank's.
 
     Args:
-        size: how many ranks there were, 1 for a process that was alone; None for however many.
+        size: number of ranks, 1 for a single process; None for any.
 
     Raises:
-        NotFound: there is no such agent, or another rank's folder is not on this machine.
-        Conflict: worlds of several sizes have an agent of that name.
+        NotFound: the agent, or another rank's folder, is not here.
+        Conflict: agents of this name exist for several numbers of ranks.
     """
     worlds = [each for each in _worlds(cache_dir) if size in (None, len(each)) and manifests_of(each[0], agent_id)]
     if not worlds:
@@ -33,7 +33,7 @@ def folders_of_agent(cache_dir: Path, agent_id: str, size: int | None = None) ->
 
 
 def _worlds(cache_dir: Path) -> Iterator[list[Path]]:
-    """The folders of each world, whether or not all are on this machine."""
+    """Folders for each number of ranks, including absent ones."""
     yield [cache_dir]
     for size in sorted({int(folder.name.rpartition("-")[2]) for folder in rank_folders(cache_dir)} - {0, 1}):
         yield [rank_folder(cache_dir, rank, size) for rank in range(size)]

@@ -1,4 +1,4 @@
-"""What rank 0 tells the others to do with their arenas, and with the bytes of blocks that they keep under tickets."""
+"""Commands about arenas, and block bytes that workers keep under tickets."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from agentcache.ranks.words import Numbers, WordReader, WordWriter
 
 @dataclass(frozen=True)
 class GiveBack(Numbers):
-    """Give all memory that is free to the system."""
+    """Return free memory to the system."""
 
     code: ClassVar = 4
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Have so many slots, by cache group."""
+    """Resize to these numbers of slots, by group."""
 
     code: ClassVar = 5
     capacities: Sequence[int]
@@ -37,8 +37,6 @@ class Fit:
 
 @dataclass(frozen=True)
 class CopyBlocks:
-    """Copy blocks from slot to slot."""
-
     code: ClassVar = 6
     copies: Sequence[Copy]
 
@@ -53,7 +51,7 @@ class CopyBlocks:
 
 @dataclass(frozen=True)
 class TakeBytes(Numbers):
-    """Keep the bytes of the block in a slot, its first `num_tokens` tokens, under `ticket`."""
+    """Keep the bytes of a slot's first `num_tokens` tokens."""
 
     code: ClassVar = 7
     ticket: int
@@ -64,7 +62,7 @@ class TakeBytes(Numbers):
 
 @dataclass(frozen=True)
 class PutBytes:
-    """Put the bytes that are kept under tickets into slots of a group; under ticket 0 there are zeros."""
+    """Write bytes under tickets into slots; ticket 0 means zeros."""
 
     code: ClassVar = 8
     group: int
@@ -83,7 +81,7 @@ class PutBytes:
 
 @dataclass(frozen=True)
 class Forget:
-    """Nobody will ask for the bytes under these tickets any more."""
+    """Drop the bytes under these tickets."""
 
     code: ClassVar = 9
     tickets: Sequence[int]
@@ -98,10 +96,10 @@ class Forget:
 
 @dataclass(frozen=True)
 class BringBytes:
-    """Keep these bytes under `ticket`: a block that has come in from elsewhere.
+    """Keep an imported block's bytes.
 
     Args:
-        parts: of ranks 1, 2, …: uint8 [n]. Each rank keeps its own.
+        parts: uint8 [n] of ranks 1, 2, …; each keeps its own.
     """
 
     code: ClassVar = 18

@@ -1,7 +1,7 @@
-"""Whether the ranks beside this one are still connected, looked up at the sockets of MLX's ring.
+"""Detection of lost neighbour ranks, at the sockets of MLX's ring.
 
-Who waits inside MLX may wait for good where a rank has died: of a step's reductions the first one fails, and those
-behind it are never answered (mlx 0.32.4, `SocketThread::worker` in its `ring.cpp`, ends at the first lost connection).
+A thread inside MLX may wait forever after a rank dies: the first of a step's reductions fails, later ones never return
+(mlx 0.32.4, `SocketThread::worker` in `ring.cpp`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from pathlib import Path
 
 Address = tuple[str, int]
 
-# macOS has no POLLRDHUP: of a socket that is polled for reading it says POLLHUP when the other end has closed.
+# macOS has no POLLRDHUP: polling for reading reports POLLHUP when the other end has closed.
 _ASKED = getattr(select, "POLLRDHUP", select.POLLIN)
 _CUT = select.POLLHUP | select.POLLERR | select.POLLNVAL | getattr(select, "POLLRDHUP", 0)
 
 
 class Connections:
-    """To the next ranks of the ring. Looking reads nothing: the sockets are MLX's, and open until the process ends.
+    """Connections to neighbour ranks. Only polls: MLX owns the sockets until the process ends.
 
     Args:
-        sockets: descriptors; none where another back end connects the ranks: then nothing is ever known to be cut.
+        sockets: descriptors; empty for other back ends, whose losses are not detected.
     """
 
     def __init__(self, sockets: Sequence[int] = ()) -> None:
@@ -35,12 +35,10 @@ class Connections:
             self._poll.register(descriptor, _ASKED)
 
     def are_cut(self) -> bool:
-        """Whether a rank at the other end has closed one, or is gone."""
         return any(events & _CUT for _, events in self._poll.poll(0))
 
 
 def ring_connections() -> Connections:
-    """Of this process, which the ring has connected as MLX_RANK and MLX_HOSTFILE say."""
     rank, hosts = os.environ.get("MLX_RANK", ""), os.environ.get("MLX_HOSTFILE", "")
     if not rank.isdigit() or not os.path.isfile(hosts):
         return Connections()
@@ -55,9 +53,9 @@ def _address(text: str) -> Address:
 
 
 def _connected() -> Iterator[tuple[int, Address, Address]]:
-    """Descriptors of all TCP connections of this process, with the addresses of both ends."""
+    """Descriptor and addresses of each TCP connection."""
     for descriptor in map(int, os.listdir("/dev/fd")):
-        with suppress(OSError):  # it is closed by now, or not connected
+        with suppress(OSError):  # already closed, or not connected
             if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 continue
             with socket.socket(fileno=os.dup(descriptor)) as connection:

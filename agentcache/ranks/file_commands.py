@@ -1,6 +1,6 @@
-"""What rank 0 tells and asks the others of their block files.
+"""Commands and questions about block files.
 
-A command with a `number` is a question: its answer, some bytes, comes with a later message.
+A command with a `number` is a question; its answer, in bytes, comes with a later message.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _KEY_BYTES = 20
 
 @dataclass(frozen=True)
 class Block:
-    """A block's file: what it says of itself, and the ticket of its bytes."""
+    """A block's header, and the ticket of its bytes."""
 
     ticket: int
     header: BlockHeader
@@ -41,8 +41,6 @@ class Block:
 
 @dataclass(frozen=True)
 class _OfBlocks:
-    """A question about blocks."""
-
     number: int
     blocks: Sequence[Block]
 
@@ -59,21 +57,21 @@ class _OfBlocks:
 
 @dataclass(frozen=True)
 class WriteBlocks(_OfBlocks):
-    """Make blocks durable, all or none. Answer: why they are not; nothing where they are."""
+    """Make all blocks durable, or none. Answer: an error text, empty on success."""
 
     code: ClassVar = 12
 
 
 @dataclass(frozen=True)
 class ReadBlocks(_OfBlocks):
-    """Read and verify blocks, and keep their bytes under their tickets. Answer: a byte a block, 1 where it is sound."""
+    """Read, verify and keep blocks under their tickets. Answer: one byte per block, 1 if valid."""
 
     code: ClassVar = 13
 
 
 @dataclass(frozen=True)
 class Require:
-    """Look whether blocks are on the disk still. Answer: the keys of those that are not."""
+    """Answer: those keys whose blocks are not on disk."""
 
     code: ClassVar = 14
     number: int
@@ -90,7 +88,7 @@ class Require:
 
 @dataclass(frozen=True)
 class TakeStock(Numbers):
-    """Say what is on the disk. Answer: the keys of all blocks."""
+    """Answer: keys of all blocks on disk."""
 
     code: ClassVar = 15
     number: int
@@ -98,8 +96,6 @@ class TakeStock(Numbers):
 
 @dataclass(frozen=True)
 class _OfKeys:
-    """About the blocks with these keys."""
-
     keys: Sequence[str]
 
     def put(self, words: WordWriter) -> None:
@@ -112,14 +108,12 @@ class _OfKeys:
 
 @dataclass(frozen=True)
 class Delete(_OfKeys):
-    """Remove the files of blocks."""
-
     code: ClassVar = 16
 
 
 @dataclass(frozen=True)
 class KeepOnly(_OfKeys):
-    """Remove the files of all other blocks."""
+    """Remove all other blocks' files."""
 
     code: ClassVar = 17
 
@@ -128,10 +122,10 @@ Question = WriteBlocks | ReadBlocks | Require | TakeStock
 
 
 def pack_keys(keys: Sequence[str]) -> bytes:
-    """Block keys as 20 bytes each."""
+    """Encode block keys as 20 bytes each."""
     return bytes.fromhex("".join(keys))
 
 
 def unpack_keys(data: bytes) -> Iterator[str]:
-    """What `pack_keys` has packed."""
+    """Inverse of `pack_keys`."""
     return (data[start : start + _KEY_BYTES].hex() for start in range(0, len(data), _KEY_BYTES))

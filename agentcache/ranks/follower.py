@@ -1,4 +1,4 @@
-"""The ranks beside rank 0: each does with its own arenas and files what it is told."""
+"""Workers: each executes rank 0's commands on its own arenas and files."""
 
 from __future__ import annotations
 
@@ -46,23 +46,23 @@ log = logging.getLogger("agentcache.ranks")
 T = TypeVar("T")
 
 _READERS = 2
-_ANSWER_SECONDS = 0.002  # that an answer may keep a message, while rank 0 has nothing to compute
+_ANSWER_SECONDS = 0.002  # longest delay of a message for an answer, while rank 0 is idle
 
 
 @dataclass
 class Slots:
-    """In place of a pool: rank 0 has those, and says how many slots there are."""
+    """Replaces a block pool: rank 0 owns the pools and sends capacities."""
 
     capacity: int = 0
 
     @staticmethod
     def take_moves() -> list[tuple[int, int]]:
-        """None: rank 0 tells of blocks that it moves."""
+        """Empty: rank 0 sends moves as commands."""
         return []
 
 
 class Answers:
-    """What is known by now of what was asked. From any thread."""
+    """Answers to rank 0's questions. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -70,7 +70,6 @@ class Answers:
         self._ready: dict[int, bytes] = {}
 
     def expect(self) -> None:
-        """One more will come."""
         with self._changed:
             self._due += 1
 
@@ -81,7 +80,7 @@ class Answers:
             self._changed.notify_all()
 
     def take(self, seconds: float) -> dict[int, bytes]:
-        """Those that are ready; where some are due and none is, it is waited a little."""
+        """Ready answers. Waits up to `seconds` if some are due but none is ready."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._ready) or not self._due, seconds)
             ready, self._ready = self._ready, {}
@@ -89,12 +88,7 @@ class Answers:
 
 
 class Follower:
-    """One rank's model, arenas and files. Belongs to the thread that computes.
-
-    Args:
-        runner: over `slots`, one a cache group.
-        store: of this rank's folder.
-    """
+    """One worker's model, arenas and files, for the thread that computes."""
 
     def __init__(
         self, wire: Wire, loaded: LoadedModel, runner: ModelRunner, slots: Sequence[Slots], store: Store
@@ -112,10 +106,10 @@ class Follower:
         self._is_over = False
 
     def run(self, heard: Callable[[], None] = lambda: None) -> None:
-        """Do what is told until the end.
+        """Execute commands until `Stop`.
 
         Args:
-            heard: called with each message.
+            heard: callback for each message.
 
         Raises:
             RankLost: another rank is gone.
@@ -130,7 +124,7 @@ class Follower:
                     self._do(command)
 
     def close(self) -> None:
-        """Finish what was told to be written, and let go of the folder; from any thread."""
+        """Finish pending writes and release the folder. Thread-safe."""
         self._files.close()
 
     def _do(self, command: Command) -> None:
@@ -140,7 +134,7 @@ class Follower:
             case Start(whole):
                 computed, self._computed = self._computed, []
                 before, self._started = self._started, self._runner.start(*(computed if whole else ()))
-                if before is not None:  # no further ahead than rank 0
+                if before is not None:  # run no further ahead than rank 0
                     self._runner.wait_for(before)
                 self._has_started = True
             case Fit(capacities):
@@ -206,13 +200,12 @@ class Follower:
         return self._files.data_of(ticket)
 
     def _load(self, told: LoadAdapter) -> AdapterWeights:
-        """Of who it is, rank 0 knows the rest."""
         adapter = Adapter(told.digest, Path(), "", {}, 0, 0, 0, None, 0)
         return self._loaded.adapters.load(AdapterContent(adapter, told.matrices))
 
 
 class FollowerFiles:
-    """This rank's block files: written by one thread, in the order told, and read by others. Nothing here waits."""
+    """This rank's block files. One thread writes in order, others read; no call waits."""
 
     def __init__(self, store: Store) -> None:
         self.answers = Answers()
@@ -223,7 +216,6 @@ class FollowerFiles:
         self._read: dict[int, Array] = {}
 
     def close(self) -> None:
-        """Finish what was told, and let go of the folder."""
         self._readers.shutdown()
         self._writer.close()
         self._store.close()
@@ -239,7 +231,7 @@ class FollowerFiles:
                 return [key for key in keys if not self._store.has(key)]
             return []
 
-        # Who cannot look has none of them.
+        # If the check fails, all count as missing.
         self._answer(number, look, pack_keys, pack_keys(keys))
 
     def take_stock(self, number: int) -> None:
@@ -270,7 +262,7 @@ class FollowerFiles:
         read.add_done_callback(partial(self._give_read, number, len(blocks)))
 
     def _read_all(self, blocks: Sequence[Block]) -> bytes:
-        """On a reader's thread."""
+        """Runs on a reader thread."""
         found = self._store.read_blocks([block.header for block in blocks])
         with self._lock:
             for block, stored in zip(blocks, found, strict=True):
@@ -284,7 +276,7 @@ class FollowerFiles:
         self.answers.give(number, bytes(count) if error is not None else read.result())
 
     def data_of(self, ticket: int) -> Array:
-        """What was read under a ticket; rank 0 knows that it is sound."""
+        """Bytes read under a ticket, which rank 0 knows to be valid."""
         with self._lock:
             if ticket not in self._read:
                 raise BrokenInvariant(f"nothing was read under ticket {ticket}")

@@ -1,7 +1,7 @@
-"""Rank 0's way to the others: what they are to do, in order, and what they are asked.
+"""Rank 0's channel to workers: ordered commands, and questions with answers.
 
-Everything that the engine's thread does to its arenas is told in the same order, and goes out with the next step: one
-message a step. Other threads ask too (blocks to write, to read); while the engine has no step, messages go out of turn.
+The engine thread's commands go out with the next step, in one message. Other threads ask questions; without a step,
+extra messages carry them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from agentcache.ranks.patience import CUT_SECONDS, LOOK_SECONDS
 from agentcache.ranks.wire import Wire, naming_the_lost
 from agentcache.threads import start_thread
 
-_PINGS = 4  # in the time after which a rank counts as hanging
+_PINGS = 4  # per `patience` seconds
 
 Post = Callable[[Callable[[], None]], None]
 
 
 class _Asked:
-    """A question, and the answers that there are, by rank."""
+    """A question with its answers so far, by rank."""
 
     def __init__(self, ranks: int) -> None:
         self.answers: dict[int, bytes] = {}
@@ -43,14 +43,12 @@ class _Asked:
 
 
 class Leader:
-    """Tells and asks the other ranks. `tell` and `ask` may be called from any thread, all else on the engine's.
+    """Sends commands and questions to workers. `tell` and `ask` are thread-safe; the rest needs the engine thread.
 
     Args:
-        post: runs a function on the engine's thread soon; callable from any thread.
-        give_up: called on a thread of its own when a rank is gone, or has been silent for too long: the engine's thread
-            waits for it, for good.
-        patience: seconds after which it has.
-        connections: to the other ranks.
+        post: schedules a function on the engine thread. Thread-safe.
+        give_up: called on another thread when a rank is lost. The engine thread is then stuck in MLX.
+        patience: seconds of silence after which a rank is lost.
     """
 
     def __init__(
@@ -69,7 +67,7 @@ class Leader:
         self._outbox: deque[Command] = deque()
         self._asked: dict[int, _Asked] = {}
         self._numbers = count(1)
-        self._lock = threading.Lock()  # of the two above, and of what follows
+        self._lock = threading.Lock()  # guards the two above and the fields below
         self._is_posted = False
         self._lost: RankLost | None = None
         self._waits_since: float | None = None
@@ -82,14 +80,14 @@ class Leader:
     # -- from any thread --------------------------------------------------------------------------------------------
 
     def tell(self, command: Command) -> None:
-        """To be done by the others, after all that was told before."""
+        """Queue a command."""
         self._outbox.append(command)
 
     def ask(self, question: Callable[[int], Question]) -> Future[list[bytes]]:
-        """The others' answers, by rank; `RankLost` where one of them will never answer.
+        """A future of the workers' answers, by rank. It raises `RankLost` if a rank is lost.
 
         Args:
-            question: made of its number.
+            question: makes the question from its number.
         """
         asked = _Asked(self.wire.size - 1)
         with self._lock:
@@ -111,7 +109,7 @@ class Leader:
     # -- on the engine's thread -------------------------------------------------------------------------------------
 
     def exchange(self) -> None:
-        """Send what was told, and take the answers that there are. Raises RankLost."""
+        """Send queued commands and receive ready answers. Raises RankLost."""
         if self._lost is not None:
             raise self._lost
         commands = [self._outbox.popleft() for _ in range(len(self._outbox))]
@@ -127,31 +125,31 @@ class Leader:
                         del self._asked[number]
 
     def ask_now(self, question: Callable[[int], Question]) -> list[bytes]:
-        """The same as `ask`, while there is no step: returns when all have answered. Raises RankLost."""
+        """`ask` between steps, waiting for all answers. Raises RankLost."""
         future = self.ask(question)
         while not future.done():
             self.exchange()
         return future.result()
 
     def _out_of_turn(self) -> None:
-        """A message between steps, and further ones as long as answers are due."""
+        """Send a message between steps, and more while answers are due."""
         with self._lock:
             self._is_posted = False
-        if self._lost is None and not self.is_computing():  # else it would wait for the step
+        if self._lost is None and not self.is_computing():  # else the message would wait for the step
             self.exchange()
             self.go_on()
 
     def go_on(self) -> None:
-        """The device has nothing to do: messages go out of turn as long as answers are due."""
+        """Schedule extra messages while answers are due; the device must be idle."""
         if self._asked:
             self._wake()
 
     @contextmanager
     def waiting(self, seconds: float | None = None) -> Iterator[None]:
-        """Inside, this thread waits for the other ranks: it is looked after.
+        """Context in which this thread waits for other ranks, under the watchdog.
 
         Args:
-            seconds: how long it may take, where that is not a rank's patience.
+            seconds: time limit; by default `patience`.
         """
         self._waits_for = self._patience if seconds is None else seconds
         self._waits_since = time.monotonic()
@@ -174,7 +172,7 @@ class Leader:
                 each.future.set_exception(lost)
 
     def stop(self) -> None:
-        """Have the others end, in order."""
+        """End the workers, after earlier commands."""
         self._ended.set()
         if self._lost is None:
             self.tell(Stop())
@@ -183,7 +181,7 @@ class Leader:
     # -- the watch's own thread -------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Have ranks hear something now and then, and notice one that hangs or is gone."""
+        """Watchdog: sends messages regularly, detects ranks that hang or are gone."""
         cut_at = math.inf
         while not self._ended.wait(LOOK_SECONDS):
             since, now = self._waits_since, time.monotonic()
@@ -204,6 +202,6 @@ class Leader:
         self._leave_alone(RankLost(f"the watch over the other processes has failed: {error}"))
 
     def _leave_alone(self, lost: RankLost) -> None:
-        """The engine's thread, which waits in vain."""
+        """Abandon the engine thread, stuck in MLX."""
         self._fail(lost)
         self._give_up(lost)

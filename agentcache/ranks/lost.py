@@ -1,4 +1,4 @@
-"""What says that another rank is gone."""
+"""Recognition of lost ranks in errors."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ _BACK_ENDS: Sequence[str] = ("ring", "jaccl", "nccl", "mpi")
 
 
 def lost_rank(error: BaseException) -> RankLost | None:
-    """Return the `RankLost` that `error` is or comes of; None where no rank is lost.
+    """The `RankLost` behind `error`, or None.
 
-    What a back end of `mx.distributed` says of a connection is one too, also where a model's proof has taken it for the
-    model's fault.
+    Connection errors of `mx.distributed` back ends count, also inside an UnsupportedModel from a model's proof.
     """
     due, seen = [error], set[int]()
     while due:

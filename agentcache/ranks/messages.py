@@ -1,4 +1,4 @@
-"""What rank 0 tells the others, and what they answer, as messages: values in their order."""
+"""Encoding of commands and answers as messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentcache.ranks.words import Numbers, WordReader, WordWriter
 
 @dataclass(frozen=True)
 class Stop(Numbers):
-    """Finish what is to be written, and end."""
+    """Finish pending writes and end."""
 
     code: ClassVar = 3
 
@@ -41,7 +41,6 @@ _BY_CODE: dict[int, type[Command]] = {kind.code: kind for kind in Command.__args
 
 
 def write_commands(commands: Sequence[Command]) -> bytes:
-    """A message of these, in their order."""
     words = WordWriter()
     for command in commands:
         words.put(command.code)
@@ -50,14 +49,14 @@ def write_commands(commands: Sequence[Command]) -> bytes:
 
 
 def read_commands(message: bytes) -> Iterator[Command]:
-    """What `write_commands` has written."""
+    """Inverse of `write_commands`."""
     words = WordReader(message)
     while not words.is_at_end:
         yield _BY_CODE[words.get()].get(words)
 
 
 def write_answers(answers: Mapping[int, bytes]) -> bytes:
-    """What a rank answers, by the questions' numbers."""
+    """Encode answers by question number."""
     words = WordWriter()
     for number, answer in answers.items():
         words.put(number)
@@ -66,7 +65,7 @@ def write_answers(answers: Mapping[int, bytes]) -> bytes:
 
 
 def read_answers(message: bytes) -> dict[int, bytes]:
-    """What `write_answers` has written."""
+    """Inverse of `write_answers`."""
     words, answers = WordReader(message), {}
     while not words.is_at_end:
         number = words.get()

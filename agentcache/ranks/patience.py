@@ -1,4 +1,4 @@
-"""The end of a rank that waits for others in vain: its thread is inside MLX, and cannot be told."""
+"""Watchdog of a worker, whose thread may be stuck in MLX."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ log = logging.getLogger("agentcache.ranks")
 
 EXIT_CODE = 3
 LOOK_SECONDS = 0.25
-CUT_SECONDS = 1.0  # that a thread has to notice by itself that a connection is cut: MLX tells it, where it can
+CUT_SECONDS = 1.0  # after a cut, for MLX to raise an error in the waiting thread
 
 
 class Patience:
-    """Inside, the process ends when a connection is cut, or when nothing more was heard for so long.
+    """Context that ends the process if a connection is cut, or after `seconds` of silence.
 
     Args:
-        close: called before; what is being written is whole then.
+        close: called before; completes running writes.
     """
 
     def __init__(self, seconds: float, connections: Connections, close: Callable[[], None] = lambda: None) -> None:
@@ -34,7 +34,6 @@ class Patience:
         self._thread: threading.Thread | None = None
 
     def renew(self) -> None:
-        """Something was heard."""
         self._heard_at = time.monotonic()
 
     def __enter__(self) -> Patience:

@@ -1,4 +1,4 @@
-"""Rank 0's `ModelRunner`: what it does to model and arenas, the other ranks are told to do with theirs."""
+"""Rank 0's `ModelRunner`, whose operations workers repeat."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from agentcache.ranks.tickets import Tickets
 
 
 class LeadingAdapters(ShardedAdapters):
-    """Rank 0's adapters: loaded by all, under a number; let go of by all when rank 0 lets go of them."""
+    """Rank 0's adapters. Workers load each under a number and drop it when rank 0's weights are freed."""
 
     def __init__(self, model: nn.Module, survey: Survey, current: CurrentStep, shards: Shards, leader: Leader) -> None:
         super().__init__(model, survey, current, shards)
@@ -43,18 +43,12 @@ class LeadingAdapters(ShardedAdapters):
         return weights
 
     def number_of(self, weights: AdapterWeights) -> int:
-        """The one that the other ranks know it by."""
+        """The adapter's number on workers."""
         return self._numbers[weights]
 
 
 class LeadingRunner(ModelRunner):
-    """Tells the others what it does itself. What it is told, it does as a runner that is alone.
-
-    Args:
-        adapters: the loaded model's.
-        tickets: of blocks' bytes.
-        room: as `ModelRunner`'s.
-    """
+    """A `ModelRunner` that also sends its operations to workers."""
 
     def __init__(
         self,
@@ -80,10 +74,10 @@ class LeadingRunner(ModelRunner):
         return None if row is None else RowUse(self._adapters.number_of(row.weights), row.start)
 
     def start(self, *outputs: mx.array) -> Started:
-        self.wait()  # so that the tokens of the step before are known, which are told with this one
+        self.wait()  # this message contains the previous step's tokens
         self._leader.tell(Start(whole=bool(outputs)))
         self._leader.exchange()
-        with self._leader.waiting():  # MLX does not run far ahead of what is computed
+        with self._leader.waiting():  # MLX limits how far it runs ahead
             return super().start(*outputs)
 
     def follow(self, *outputs: mx.array) -> None:
@@ -129,7 +123,7 @@ class LeadingRunner(ModelRunner):
         super().put_blocks(group, block_ids, blocks)
 
     def memory(self, group: int) -> None:
-        """None: a block that turns out to be wrong on another rank must not lie in its slot here."""
+        """None: a block that is invalid on another rank must not be in its slot here."""
         return None
 
     def snapshot(self, group: int, block_id: int, num_tokens: int) -> Array:

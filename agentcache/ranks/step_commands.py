@@ -1,4 +1,4 @@
-"""What rank 0 tells the others of steps: which rows, what they read and write, with which adapters."""
+"""Commands about steps: rows, block tables and adapters."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from agentcache.ranks.words import Numbers, WordReader, WordWriter
 
 @dataclass(frozen=True)
 class Rows:
-    """One cache group's tables of a step's rows, as far as the step reads or writes them: slots, and the number of the
-    first one's block in its sequence."""
+    """Slots of one group that each row reads or writes, and the first slot's block index."""
 
     slots: Sequence[Sequence[int]]
     firsts: Sequence[int]
@@ -45,7 +44,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class RowUse:
-    """The adapter that a row is computed with, by the number it was loaded under, from token `start` on."""
+    """A row's adapter, by number, and the token from which it applies."""
 
     adapter: int
     start: int
@@ -53,11 +52,11 @@ class RowUse:
 
 @dataclass(frozen=True)
 class Forward:
-    """Compute a step. Its token ids are read when the command is written: by then they are known.
+    """Compute a step. Encoding reads the token ids, which are known by then.
 
     Args:
         token_ids: int32 [B, n].
-        uses: per row its adapter, or None; nothing where no row has one.
+        uses: per row its adapter or None; empty without adapters.
     """
 
     code: ClassVar = 1
@@ -70,7 +69,7 @@ class Forward:
 
     @classmethod
     def of(cls, step: StepInputs, uses: Sequence[RowUse | None]) -> Forward:
-        """Of a step without what ranks do not share: a decoder, hidden states, recurrent states, residuals."""
+        """The command for a step without a decoder, hidden states, recurrent states and residuals."""
         if step.model is not None or step.trunk.cut or step.trunk.writes or step.states or step.residual is not None:
             raise BrokenInvariant("a step with what only one process has")
         return cls(
@@ -118,11 +117,10 @@ def _written_rows(writes: Writes | None, lengths: Sequence[int]) -> Rows:
 
 @dataclass(frozen=True)
 class Start(Numbers):
-    """Have the device begin with what was told before.
+    """Start the device on the preceding commands.
 
     Args:
-        whole: whether logits are wanted. Else what no key or value depends on is not computed, by any rank: the last
-            layer's part has reductions, too.
+        whole: whether logits are needed. If not, no rank computes what KV does not need: it contains reductions.
     """
 
     code: ClassVar = 2

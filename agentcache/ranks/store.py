@@ -1,4 +1,4 @@
-"""Rank 0's `Store`: a block is there when every rank has its part of it."""
+"""Rank 0's `Store`: a block exists if every rank has its part."""
 
 from __future__ import annotations
 
@@ -29,13 +29,10 @@ from agentcache.store.store import Store
 
 
 class LeadingStore(Store):
-    """Owner of rank 0's folder, and through `leader` of the others'.
+    """Store of rank 0's folder and, through `leader`, of the workers'.
 
-    What is written, is written on all before it counts; what is missing or wrong on one is missing. Manifests and
-    transcripts are on rank 0 alone.
-
-    Args:
-        tickets: of the bytes of blocks.
+    Writes count once all ranks have finished; a block that is missing or invalid on one rank is missing. Only rank 0
+    has manifests and transcripts.
     """
 
     def __init__(
@@ -55,8 +52,8 @@ class LeadingStore(Store):
         )
         self._leader = leader
         self._tickets = tickets
-        self._gone: set[str] = set()  # blocks with a file here, that some other rank has none of
-        # What a crash has left on some ranks only is an orphan, or its other parts are written again.
+        self._gone: set[str] = set()  # blocks with a file here, but not on every rank
+        # After a crash a block may be on some ranks only: an orphan, or written again.
         own = set(self.block_keys())
         self._gone = own.difference(own.intersection(*(unpack_keys(answer) for answer in leader.ask_now(TakeStock))))
 
@@ -70,7 +67,7 @@ class LeadingStore(Store):
         told = [Block(self._ticket_of(block), block.header) for block in parts]
         try:
             answers = self._leader.ask(lambda number: WriteBlocks(number, told)).result()
-        except RankLost:  # a restart finds out which blocks all ranks have
+        except RankLost:  # a restart compares the ranks' blocks
             self._gone.update(block.header.block_key for block in blocks)
             raise
         errors = [f"rank {rank}: {answer.decode()}" for rank, answer in enumerate(answers, 1) if answer]
@@ -82,7 +79,7 @@ class LeadingStore(Store):
         return written
 
     def _ticket_of(self, block: BlockWrite) -> int:
-        """Of bytes that the others have, or get with the block."""
+        """Ticket of bytes that workers have, or get now."""
         ticket = self._tickets.of(block.data)
         if not ticket and block.others:
             ticket = self._tickets.new()
@@ -127,7 +124,7 @@ class LeadingStore(Store):
     def collect_orphans(self) -> int:
         count = super().collect_orphans()
         named = self.named_blocks()
-        # A folder with nothing in it may be that of a disk that is not mounted.
+        # An empty folder may mean a disk that is not mounted.
         if self.knows_all_manifests and (named or count):
             self._leader.tell(KeepOnly(sorted(named)))
         return count
@@ -138,7 +135,7 @@ class LeadingStore(Store):
 
 
 def _with_data(blocks: Sequence[BlockWrite | BlockCopy]) -> list[BlockWrite]:
-    """Raises StoreError for files of caches that ranks have not."""
+    """Raises StoreError for residuals, which ranks do not support."""
     if not all(isinstance(block, BlockWrite) for block in blocks):
         raise StoreError("residuals of adapters cannot be imported where several ranks share the model")
     return [block for block in blocks if isinstance(block, BlockWrite)]

@@ -1,4 +1,4 @@
-"""Numbers for bytes that every rank has its own part of: rank 0's array stands for what the others keep under it."""
+"""Tickets: numbers for block bytes of which every rank has a part."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentcache.ranks.leader import Leader
 
 
 class Tickets:
-    """Which ticket an array has. The others let go of their bytes when rank 0's array is gone. From any thread."""
+    """Tickets of rank 0's arrays. Workers drop their parts once the array is freed. Thread-safe."""
 
     def __init__(self, leader: Leader) -> None:
         self._leader = leader
@@ -21,11 +21,9 @@ class Tickets:
         self._by_id: dict[int, int] = {}
 
     def new(self) -> int:
-        """A ticket that no array has yet."""
         return next(self._numbers)
 
     def bind(self, data: Array, ticket: int) -> None:
-        """The others keep under `ticket` what goes with `data`."""
         assert isinstance(data, np.ndarray)
         self._by_id[id(data)] = ticket
         weakref.finalize(data, self._forget, id(data), ticket).atexit = False
@@ -35,9 +33,8 @@ class Tickets:
         self.give_back(ticket)
 
     def give_back(self, ticket: int) -> None:
-        """Nobody has any use for what the others keep under it."""
         self._leader.tell(Forget([ticket]))
 
     def of(self, data: Array) -> int:
-        """The ticket of an array; 0 for one that has none."""
+        """The array's ticket, or 0."""
         return self._by_id.get(id(data), 0)

@@ -1,4 +1,4 @@
-"""The way between the ranks: each says something, and all hear it, by `mx.distributed`."""
+"""Message exchange between ranks over `mx.distributed`."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from agentcache.errors import UnsupportedModel
 from agentcache.ranks.lost import lost_rank
 
 _LEAST_WORDS = 64
-_REMEMBERED = 16  # messages: as long as the longest of them, the next one has room
-_MOST_REMEMBERED = 1 << 16  # bytes: of steps; no room is kept for the next adapter, or block from elsewhere
+_REMEMBERED = 16  # messages; the next one has room for the longest
+_MOST_REMEMBERED = 1 << 16  # bytes, enough for steps; adapters and imported blocks reserve no room
 
 
 class Wire:
-    """Belongs to the thread that computes the model: what is said, and the model's own reductions, have one order.
+    """Exchanges messages on the thread that computes, ordered with the model's reductions.
 
-    A message is one `all_gather` of int32 words, as many from each rank. How many is known from the messages before;
-    what is longer says so, and goes by a second one.
+    A message is one `all_gather` of equally many int32 words per rank. Recent messages determine the number; longer
+    ones need a second gather.
 
     Attributes:
-        messages: gathers, counted.
-        sent_bytes: that this rank has sent by them.
+        messages: number of gathers.
+        sent_bytes: sent by this rank.
     """
 
     def __init__(self, group: mx.distributed.Group) -> None:
@@ -43,10 +43,10 @@ class Wire:
         return int(self._group.size())
 
     def exchange(self, own: bytes) -> list[bytes]:
-        """Say `own`, and return what each rank says, by rank; all of them have to call this.
+        """Send `own` and return each rank's message. All ranks must call it.
 
         Raises:
-            RankLost: one of them is gone.
+            RankLost: another rank is gone.
         """
         room = _words_for(max(self._lengths, default=0))
         heard = self._gather(own, room)
@@ -57,7 +57,7 @@ class Wire:
         return [row[1:].tobytes()[: row[0]] for row in heard]
 
     def _gather(self, own: bytes, num_words: int) -> np.ndarray:
-        """int32 [size, num_words]: of each rank its number of bytes, and as many of these as there is room for."""
+        """int32 [size, num_words]: each rank's length in bytes, then its bytes, truncated."""
         row = np.zeros(num_words, np.int32)
         row[0] = len(own)
         row[1:].view(np.uint8)[: len(own)] = np.frombuffer(own, np.uint8)[: row[1:].nbytes]
@@ -70,14 +70,13 @@ class Wire:
 
 
 def _words_for(num_bytes: int) -> int:
-    """A power of two, so that a message a little longer than those before needs no second one."""
+    """A power of two, so that slightly longer messages fit."""
     return max(_LEAST_WORDS, 1 << (1 + -(-num_bytes // 4) - 1).bit_length())
 
 
 @contextmanager
 def naming_the_lost() -> Iterator[None]:
-    """Inside, what a back end of `mx.distributed` says of a connection becomes `RankLost`, also where a model's proof
-    has taken it for the model's fault."""
+    """Turn connection errors inside into `RankLost` (`lost_rank`)."""
     try:
         yield
     except (RuntimeError, UnsupportedModel) as error:

@@ -1,4 +1,4 @@
-"""How what ranks tell one another is written: int32 words; of lists and texts their length first."""
+"""Encoding of messages: int32 words, with a length before each list and text."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any, Self
 
 
 class WordWriter:
-    """Writes; `bytes` is all that was written."""
-
     def __init__(self) -> None:
         self._words = array("i")
 
@@ -37,8 +35,6 @@ class WordWriter:
 
 
 class WordReader:
-    """Reads what a `WordWriter` has written, in the same order."""
-
     def __init__(self, data: bytes) -> None:
         self._words = array("i")
         self._words.frombytes(data)
@@ -72,13 +68,13 @@ class WordReader:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Something told that is numbers alone: its fields, in their order."""
+    """A command with integer fields only."""
 
     def put(self, words: WordWriter) -> None:
         words.put(*astuple(self))
 
     @classmethod
     def get(cls, words: WordReader) -> Self:
-        make: Any = cls  # it has fields of its own
+        make: Any = cls  # subclasses have fields
         told: Self = make(*(words.get() for _ in fields(cls)))
         return told

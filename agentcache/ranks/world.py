@@ -1,7 +1,4 @@
-"""How an engine comes to its model, its arenas and its files: alone, or as the first of several ranks.
-
-`MLX_RANK`, which `mlx.launch` sets, says that there are several.
-"""
+"""Executors: an engine's model, arenas and files, local or as rank 0 of several (`MLX_RANK` is set)."""
 
 from __future__ import annotations
 
@@ -36,32 +33,32 @@ from agentcache.store.store import Store
 from agentcache.version import __version__
 
 _ALIKE = ("version of agentcache", "model", "version of the model's code in mlx-lm", "kind of cache")
-_FOLLOWERS_PATIENCE = 5  # times rank 0's: it also starts, and loads adapters, without a word
+_FOLLOWERS_PATIENCE = 5  # times rank 0's, which sends nothing while it starts or loads adapters
 
 
 class World(Protocol):
-    """What an engine begins with. All of it on the engine's thread."""
+    """An executor: makes an engine's parts, on the engine thread."""
 
     def settings(self, config: Config) -> Config:
-        """Those that hold here; raises ConfigError for what cannot."""
+        """Settings that apply here. Raises ConfigError."""
 
     def load(self, path_or_hub_id: str, **options: Any) -> LoadedModel:
-        """As `loader.load`."""
+        """See `loader.load`."""
 
     def runner(
         self, loaded: LoadedModel, pools: Sequence[BlockPool], snapshots: Snapshots | None, *, room: int, measures: bool
     ) -> ModelRunner:
-        """As `ModelRunner`."""
+        """See `ModelRunner`."""
 
     def store(self, config: Config, loaded: LoadedModel) -> Store:
-        """The cache folder of `settings`."""
+        """Store of the cache folder in `settings`."""
 
     def traffic(self) -> Traffic:
-        """What has gone between ranks."""
+        """Traffic between ranks."""
 
 
 class Alone:
-    """One process has the whole model."""
+    """Local executor of the whole model."""
 
     def settings(self, config: Config) -> Config:
         return config
@@ -89,12 +86,7 @@ class Alone:
 
 
 class Leading:
-    """Rank 0 of several.
-
-    Args:
-        post, give_up: as in `Leader`.
-        patience: seconds after which a rank counts as hanging.
-    """
+    """Executor of rank 0. Arguments as in `Leader`."""
 
     def __init__(
         self, group: mx.distributed.Group, post: Post, give_up: Callable[[RankLost], None], patience: float
@@ -109,8 +101,8 @@ class Leading:
         return rank_settings(config, self._shards)
 
     def load(self, path_or_hub_id: str, **options: Any) -> LoadedModel:
-        with self._leader.waiting(math.inf):  # weights take as long to read as they take
-            # All ranks measure, in the same order: no rank alone may stop or skip.
+        with self._leader.waiting(math.inf):  # reading weights has no time limit
+            # All ranks measure in the same order; none may stop or skip alone.
             options |= {"measured": None, "measure_seconds": math.inf}
             loaded = load_part(self._shards, self._wire, path_or_hub_id, **options)
             agree(self._wire, loaded)
@@ -142,14 +134,14 @@ class Leading:
 
 
 def join(config: Config, post: Post, give_up: Callable[[RankLost], None]) -> World:
-    """The world that an engine is opened in. Raises ConfigError where the other ranks cannot be reached."""
+    """This process's executor. Raises ConfigError if other ranks are unreachable."""
     if own_rank() is None:
         return Alone()
     return Leading(join_group(), post, give_up, config.rank_timeout)
 
 
 def join_group() -> mx.distributed.Group:
-    """All ranks; returns when all are there. Raises ConfigError."""
+    """Wait for all ranks. Raises ConfigError."""
     try:
         return mx.distributed.init(strict=True)
     except RuntimeError as error:
@@ -157,7 +149,7 @@ def join_group() -> mx.distributed.Group:
 
 
 def rank_settings(config: Config, shards: Shards) -> Config:
-    """What holds on one rank; raises ConfigError for what several cannot do yet."""
+    """One rank's settings. Raises ConfigError for what several ranks do not support."""
     if config.max_divergence:
         raise ConfigError("max_divergence: adapters cannot share base's keys and values where ranks share the model")
     if config.trunk_budget:
@@ -174,13 +166,12 @@ def load_part(
     kept: Callable[[str], Precision | None] = lambda fingerprint: None,
     **options: Any,
 ) -> LoadedModel:
-    """One rank's part of a model, proved as `loader.load` proves a whole one. All ranks have to call it.
+    """Load and prove one rank's part of a model, like `loader.load`. All ranks must call it.
 
-    In how many bits keys and values are kept, rank 0 says: by its setting, by what it has on disk of an earlier choice,
-    and by what it measures.
+    Rank 0 decides the precision of KV: by its setting, saved choice or measurement.
 
     Raises:
-        UnsupportedModel: it cannot be served, or not by so many ranks.
+        UnsupportedModel: the model, or this number of ranks, is not supported.
         RankLost: another rank is gone.
     """
     read = read_model(path_or_hub_id)
@@ -199,9 +190,9 @@ def load_part(
 
 
 class PrecisionOfRank0:
-    """What `--kv` comes to, on all ranks: each calls these in the same order, and takes what rank 0 says.
+    """Rank 0's choice of precision. All ranks call the methods in the same order.
 
-    Sums over ranks may differ in their last bits from rank to rank, so even what all measure is rank 0's.
+    Rank 0's measurement counts, because sums may differ between ranks in their last bits.
     """
 
     def __init__(self, wire: Wire) -> None:
@@ -222,8 +213,8 @@ class PrecisionOfRank0:
 
 
 def agree(wire: Wire, loaded: LoadedModel) -> None:
-    """Raise UnsupportedModel unless all ranks have one version of this program, one model and one cache."""
-    # Names are those of each rank's own folder; content is what has to be alike.
+    """Raise UnsupportedModel unless all ranks have the same version, model and cache."""
+    # Names depend on each rank's folder; only content must match.
     own = (__version__, loaded.names.identity, loaded.spec.sources, replace(loaded.spec, rank="").digest)
     for rank, said in enumerate(wire.exchange("\n".join(own).encode())):
         theirs = said.decode().split("\n")
@@ -233,10 +224,10 @@ def agree(wire: Wire, loaded: LoadedModel) -> None:
 
 
 def follow(config: Config, model_path: str) -> None:
-    """Be one of the ranks beside rank 0, to the end.
+    """Run as a worker.
 
     Raises:
-        UnsupportedModel, CacheFolderInUse, ConfigError, StoreError: it cannot start.
+        UnsupportedModel, CacheFolderInUse, ConfigError, StoreError: the worker cannot start.
         RankLost: another rank is gone.
     """
     group = join_group()
@@ -256,7 +247,7 @@ def _make_follower(group: mx.distributed.Group, config: Config, model_path: str)
     loaded = load_part(shards, wire, model_path, max_context=config.max_context, kv=config.kv)
     agree(wire, loaded)
     slots = [Slots() for _ in loaded.spec.groups]
-    # Rank 0 makes room on all, by its own budget.
+    # Rank 0's budget decides evictions on all ranks.
     store = Store(
         config.cache_dir,
         loaded.spec,
