@@ -1,1 +1,1 @@
-"""What an agent is: its lineages, its turns on disk, its blocks in RAM."""
+"""Agents: their lineages, and saving and restoring them."""

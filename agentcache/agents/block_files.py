@@ -1,4 +1,4 @@
-"""Files of blocks, by the names that lineages and turns give them."""
+"""Maps block names to block files."""
 
 from __future__ import annotations
 
@@ -10,62 +10,56 @@ from agentcache.kv.spec import CacheSpec, GroupSpec
 from agentcache.store.manifest import AgentRecord, ResidualBlocks
 from agentcache.store.store import Store
 
-_HEADER_BYTES = 1536  # of a file with its tokens, estimated
+_HEADER_BYTES = 1536  # header with tokens, estimated
 
 
 class BlockFiles:
-    """Knows the cache groups of every cache whose blocks may be named. May be used from any thread; touches no file."""
+    """Knows the cache groups of every cache. Thread-safe; does not touch files."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._group_names = {BASE_CACHE: [group.name for group in store.groups]}  # by cache
-        self._residuals: dict[str, CacheSpec] = {}  # by cache, of those that were in RAM some time
+        self._residuals: dict[str, CacheSpec] = {}  # by cache; includes caches closed since start
 
     def know_cache(self, name: str, spec: CacheSpec) -> None:
-        """Blocks of that cache may be named from now on."""
         self._store.know_cache(name, spec)
         self._group_names[name] = [group.name for group in spec.all_groups]
         self._residuals[name] = spec
 
     def learn_names(self, record: AgentRecord) -> None:
-        """So may the residuals of a lineage, whether their adapters are loaded or not."""
         for residual in record.residuals:
             self._group_names.setdefault(residual.cache, list(residual.groups))
 
     def disagrees_with(self, record: AgentRecord) -> bool:
-        """Whether the lineage cuts residuals of some adapter into other groups than it is known to have."""
         return any(
             self._group_names.get(each.cache, list(each.groups)) != list(each.groups) for each in record.residuals
         )
 
     def key(self, name: BlockName) -> str:
-        """Key of the block's file. For a group that the cache lacks, a key without a file."""
+        """Key of the block's file. A group that the cache lacks gets a key without a file."""
         names = self._group_names[name.cache]
         return block_key(name.chain, names[name.group] if name.group < len(names) else f"unknown.{name.group}")
 
     def has(self, name: BlockName) -> bool:
-        """Whether there is a file."""
         return self._store.has(self.key(name))
 
     def bytes_of(self, names: Iterable[BlockName]) -> int:
-        """Bytes of these files, as far as they are there."""
         return self._store.block_bytes(map(self.key, names))
 
     def estimate(self, record: AgentRecord, num_tokens: int) -> int:
-        """Bytes of a lineage's files once this many of its tokens are saved. A slight overestimate."""
+        """Bytes of a lineage with `num_tokens` tokens saved. A slight overestimate."""
         blocks = _bytes_of((group for group in self._store.groups if not group.is_state), num_tokens)
         snapshots = sum(self._store.groups[each.group].bytes_per_block + _HEADER_BYTES for each in record.snapshots)
         return blocks + snapshots + sum(map(self._residual_bytes, record.residuals))
 
     def _residual_bytes(self, residual: ResidualBlocks) -> int:
         spec = self._residuals.get(residual.cache)
-        if spec is None:  # then all that there is of it is on disk
+        if spec is None:  # not loaded, so the files do not grow
             return self.bytes_of(names_of(residual.blocks))
         return _bytes_of(spec.groups, residual.num_saved)
 
 
 def _bytes_of(groups: Iterable[GroupSpec], num_tokens: int) -> int:
-    """Bytes of the files of this many tokens, headers included."""
     full, rest = divmod(num_tokens, BLOCK_SIZE)
     headers = (full + bool(rest)) * _HEADER_BYTES
     return sum(full * group.bytes_per_block + bool(rest) * group.bytes_of(rest) + headers for group in groups)

@@ -1,8 +1,4 @@
-"""Blocks read from files into buffers while the engine computes, and copied to their slots between two steps.
-
-Batches of files are verified where they lie in their buffers; while the engine thread copies some, the next ones are
-being read. So no memory is new but the slots, however much is restored.
-"""
+"""Reads blocks into a fixed set of buffers while the engine computes, and copies them to slots between steps."""
 
 from __future__ import annotations
 
@@ -31,17 +27,17 @@ from agentcache.store.store import Store
 
 log = logging.getLogger("agentcache.restore")
 
-# All buffers: what is read while a step keeps the engine thread busy, and what it copies before the next one. Those
-# used last are used next: beside an idle engine a few do, and stay in the processor's caches.
+# Buffers cover the reads during one step and the copies before the next. They are reused last in, first out, to stay in
+# the processor's caches.
 _BUFFERS_BYTES = 64 << 20
-_BATCH_BLOCKS = 16  # blocks that are put into their slots at once
-# A processor's caches hold all buffers. Where bytes are uploaded, fewer and larger transfers are better.
+_BATCH_BLOCKS = 16  # copied to their slots at once
+# All buffers fit a processor's caches. Where blocks are uploaded, fewer and larger transfers are better.
 _BATCH_BYTES, _UPLOAD_BYTES = 2 << 20, 16 << 20
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Blocks of one group, read together, and what their files have to say of themselves."""
+    """Blocks of one group that are read together."""
 
     restore: Restoring
     loads: Sequence[Load]
@@ -53,14 +49,12 @@ class _Batch:
 
 
 class BufferedReads:
-    """Reads batches of files, as far as there are buffers. Its methods belong to the engine thread, but for those that
-    say otherwise.
+    """Reads batches of files as buffers become free. Engine thread only, unless noted.
 
     Args:
-        base: the cache that buffers are made for; larger blocks of others get memory of their own.
-        readers: its threads read the files.
-        most_begun: reads that are begun at a time.
-        post: runs a function on the engine thread soon; callable from any thread.
+        base: cache that sets the buffer size.
+        most_begun: limit of concurrent reads.
+        post: schedules a callback on the engine thread; callable from any thread.
     """
 
     def __init__(
@@ -77,18 +71,16 @@ class BufferedReads:
         self._most_begun = most_begun
         self._post = post
         self._batch_bytes = _BATCH_BYTES if shares_memory() else _UPLOAD_BYTES
-        # Their pages are touched when they are used: an idle process has them for nothing.
         most = max(group.bytes_per_block * self._batch_blocks(group) for group in base.prefix.all_groups)
         count = max(2, _BUFFERS_BYTES // most)
-        # What follows is the readers' too, under this lock. A read may be over as soon as it is begun: its callback
-        # runs where it was begun then, inside the lock.
+        # Guards the fields below. Reentrant: a read that has already finished runs its callback inside `_begin_reads`.
         self._lock = threading.RLock()
         self._buffers = [np.frombuffer(mmap.mmap(-1, most), np.uint8) for _ in range(count)]
         self._due: deque[_Batch] = deque()
         self._begun = 0
 
     def warm_up(self, tables: Sequence[BlockTable]) -> None:
-        """Fill base's slots of `tables`, one a group, with made-up blocks, by the way that blocks from files take."""
+        """Fill base's slots of `tables` (one per group) with zero blocks, along the path of real ones."""
         base = self._base
         for index, table in enumerate(tables):
             group = base.prefix.groups[index]
@@ -107,17 +99,15 @@ class BufferedReads:
         return max(1, min(_BATCH_BLOCKS, self._batch_bytes // group.bytes_per_block))
 
     def cease(self) -> None:
-        """Begin no further reads."""
+        """Start no further reads."""
         with self._lock:
             self._due.clear()
 
     @property
     def are_under_way(self) -> bool:
-        """Whether some are begun and not done."""
         return self._begun > 0
 
     def read(self, restore: Restoring, loads: Sequence[Load]) -> None:
-        """Read these as soon as there are buffers."""
         batches: list[list[Load]] = []
         for group, same in groupby(loads, key=lambda load: load.group):
             members, size = list(same), self._batch_blocks(restore.cache.prefix.all_groups[group])
@@ -128,7 +118,7 @@ class BufferedReads:
             self._begin_reads()
 
     def _begin_reads(self) -> None:
-        """Read what is due, as far as there are buffers. Under the lock, on any thread."""
+        """Start queued reads while buffers are free. Any thread, under the lock."""
         while self._due and self._buffers and self._begun < self._most_begun:
             batch, buffer = self._due.popleft(), self._buffers.pop()
             self._begun += 1
@@ -137,16 +127,15 @@ class BufferedReads:
             )
 
     def _read_batch(self, batch: _Batch, buffer: Array) -> list[Read]:
-        """On a reader thread."""
         try:
             return self._read_files(batch, buffer)
-        except BaseException:  # blocks that cannot be read are computed
+        except BaseException:  # these blocks are computed instead
             log.exception("blocks could not be read")
             return [Read(load, None) for load in batch.loads]
 
     def _read_files(self, batch: _Batch, buffer: Array) -> list[Read]:
         size = batch.restore.block_bytes(batch.group)
-        if size * len(batch.loads) > buffer.nbytes:  # residuals of a rank so high that they are larger than base
+        if size * len(batch.loads) > buffer.nbytes:  # residuals of very high rank
             buffer = aligned(size * len(batch.loads))
         parts = _parts(buffer, size, len(batch.loads))
         blocks = self._store.read_blocks(batch.headers, parts)
@@ -156,7 +145,7 @@ class BufferedReads:
         ]
 
     def _hand_over(self, batch: _Batch, buffer: Array, future: Future[list[Read]]) -> None:
-        """On a reader thread."""
+        """Runs on a reader thread, or on the submitting one if the read has already finished."""
         with self._lock:
             self._begun -= 1
             self._begin_reads()
@@ -176,12 +165,11 @@ class BufferedReads:
             block_ids, blocks = zip(*good, strict=True)
             try:
                 batch.restore.cache.arenas.put_blocks(batch.group, block_ids, blocks)
-            except BaseException:  # they are computed
+            except BaseException:  # these blocks are computed instead
                 log.exception("blocks could not be put into the cache")
                 return [Read(load, None) for load in batch.loads]
         return reads
 
 
 def _parts(buffer: Array, size: int, count: int) -> list[Array]:
-    """The first `count` parts of a buffer, of `size` bytes each."""
     return [buffer[start : start + size] for start in range(0, count * size, size)]

@@ -1,4 +1,4 @@
-"""The caches whose blocks go between RAM and disk: base's, and one for the residuals of each adapter that has some."""
+"""The caches whose blocks move between RAM and disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Arenas(Protocol):
-    """Where the bytes of one cache's blocks lie in RAM; `ModelRunner` for base's."""
+    """Storage of one cache's blocks in RAM; `ModelRunner` for base."""
 
     def put_blocks(self, group: int, block_ids: Sequence[int], blocks: Sequence[Array]) -> None: ...
 
@@ -49,9 +49,7 @@ class KeptCache:
 
     Args:
         name: `base`, or `keys.residual_cache` of an adapter.
-        spec: its groups; part of its blocks' addresses.
-        prefix: which of its blocks are known, in RAM and on disk.
-        arenas: their bytes in RAM.
+        prefix: index of its blocks in RAM and on disk.
     """
 
     name: str
@@ -65,11 +63,7 @@ class KeptCache:
 
 
 class KeptCaches:
-    """All caches that there are now. Belongs to the engine thread; `is_open` may be asked from any.
-
-    Args:
-        namespace: base's, for a salt.
-    """
+    """Base's cache and one per loaded adapter with residual KV. Engine thread only, except `is_open`."""
 
     def __init__(self, base: KeptCache, namespace: Callable[[str], Namespace]) -> None:
         if base.name != BASE_CACHE:
@@ -80,21 +74,19 @@ class KeptCaches:
         self._evicted_from_closed = 0
 
     def __iter__(self) -> Iterator[KeptCache]:
-        """All, base's first."""
+        """All caches, base first."""
         yield self.base
         yield from list(self._further.values())
 
     @property
     def further(self) -> list[KeptCache]:
-        """All but base's."""
         return list(self._further.values())
 
     def find(self, name: str) -> KeptCache | None:
-        """The cache of that name; None where it is not open: its adapter is not loaded, say."""
+        """The cache of this name; None if not open, as when its adapter is not loaded."""
         return self.base if name == BASE_CACHE else self._further.get(name)
 
     def get(self, name: str) -> KeptCache:
-        """The cache of that name, which is open."""
         cache = self.find(name)
         if cache is None:
             raise BrokenInvariant(f"the cache {name} is not open")
@@ -104,43 +96,42 @@ class KeptCaches:
         return self.find(name) is not None
 
     def root(self, cache: KeptCache, salt: str) -> str:
-        """The chain key in front of the first block of the cache's sequences with this salt."""
+        """Chain key before the first block of sequences with this salt."""
         namespace = self.namespace(salt)
         if cache is self.base:
             return namespace.root
         return replace(namespace, spec=cache.spec.digest, cache=cache.name).root
 
     def prefix_of(self, record: AgentRecord, cache: KeptCache | None = None) -> CachedPrefix:
-        """What a cache, base's unless said, has of a lineage."""
+        """The cached prefix of a lineage (default: in base)."""
         cache, ids = cache or self.base, self.ids_of(record)
         producer = record.producer if cache is self.base else None
         return cache.prefix.match_prefix(self.root(cache, record.salt), ids, len(ids), producer)
 
     def ids_of(self, record: AgentRecord) -> Sequence[int]:
-        """A lineage's token ids; where its transcript is not in RAM, those of the blocks that it has on disk."""
+        """The lineage's token ids; without its transcript in RAM, only those of saved blocks."""
         if record.transcript.is_in_ram:
             return record.transcript.ids
         ids, tree = array("I"), self.base.prefix.tree
-        for block in record.blocks[: -(-record.num_saved // BLOCK_SIZE)]:  # the first lane has them all
+        for block in record.blocks[: -(-record.num_saved // BLOCK_SIZE)]:  # the first origin path covers all tokens
             if (node := tree.node(block.chain)) is None:
                 break
             ids.extend(node.token_ids)
         return ids
 
     def open(self, cache: KeptCache) -> None:
-        """There is one more cache."""
         if self.is_open(cache.name):
             raise BrokenInvariant(f"the cache {cache.name} is open already")
         self._further[cache.name] = cache
 
     def close(self, name: str) -> None:
-        """A further cache is gone from RAM; its files stay."""
+        """Remove a cache from RAM; its files stay."""
         closed = self._further.pop(name)
         self._evicted_from_closed += closed.prefix.slots.evicted_blocks
 
     @property
     def evicted_blocks(self) -> dict[str, int]:
-        """Blocks that left RAM since start, by kind of cache; snapshots of recurrent state where there are any."""
+        """Blocks evicted from RAM since start, by kind of cache; includes checkpoints."""
         residual = self._evicted_from_closed + sum(each.prefix.slots.evicted_blocks for each in self.further)
         evicted, snapshots = {BASE_CACHE: self.base.prefix.slots.evicted_blocks}, self.base.prefix.snapshots
         return {**evicted, RESIDUAL: residual, **({STATE: snapshots.evicted} if snapshots is not None else {})}

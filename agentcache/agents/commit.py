@@ -1,4 +1,4 @@
-"""What of a turn has to be on disk, cache by cache, and what of it is not there yet."""
+"""Blocks that a turn needs on disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentcache.store.manifest import AgentRecord
 
 @dataclass(frozen=True)
 class BlockToWrite:
-    """One group's file of a node, and the slot its bytes are in."""
+    """One group's part of a node, and its slot."""
 
     cache: KeptCache
     node: Node
@@ -33,7 +33,7 @@ class BlockToWrite:
 
 @dataclass(frozen=True)
 class CachePart:
-    """What a turn has in one cache: the blocks of its first `num_tokens` tokens."""
+    """A turn's blocks in one cache."""
 
     cache: KeptCache
     blocks: Sequence[LaneBlock]
@@ -41,9 +41,9 @@ class CachePart:
 
     @property
     def needed(self) -> list[tuple[Node, BlockName]]:
-        """What has to be on disk: as far as it will be attended to."""
-        # A partly filled block before the last one ends where an adapter begins. It is for other conversations that go
-        # on from there; this one reads the adapter's block, which has the same tokens.
+        """Blocks that later attention reads, so must be on disk."""
+        # A partly filled block before the last ends where an adapter begins. Only other conversations continue from it;
+        # this one reads the adapter's block with the same tokens.
         groups = self.cache.prefix.groups
         return [
             (block.node, BlockName(block.node.chain, index, self.cache.name))
@@ -55,7 +55,7 @@ class CachePart:
 
     @property
     def targets(self) -> list[BlockToWrite]:
-        """What RAM has of it and the disk has not."""
+        """Blocks in RAM that are not on disk."""
         return [
             BlockToWrite(self.cache, block.node, index, block.node.block_ids[index])
             for block in self.blocks
@@ -66,12 +66,12 @@ class CachePart:
 
 @dataclass
 class Commit:
-    """A turn on its way to the disk.
+    """A turn being saved.
 
     Attributes:
-        parts: base's, and that of an adapter's residuals, if there are any.
+        parts: base's, then one per adapter with residuals.
+        held: pinned blocks.
         num_bytes: written by earlier tries.
-        tries: begun so far.
     """
 
     record: AgentRecord
@@ -83,5 +83,5 @@ class Commit:
 
 
 def is_wanted(node: Node, index: int) -> bool:
-    """Whether the node's file of a group is neither on disk nor on its way there."""
+    """Whether the file is neither on disk nor being written."""
     return index not in node.stored and index not in node.pending

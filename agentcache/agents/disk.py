@@ -1,7 +1,7 @@
-"""What lies in the cache folder: the one owner that writes to it and deletes from it while serving.
+"""Owns the cache folder while serving: no other component writes or deletes agents and blocks.
 
-All of it runs on the writer's thread, one job after the other, so a manifest never overtakes the blocks that it names,
-and nothing changes between looking and writing. The engine's thread hands in values and gets values back.
+Jobs run one at a time on the writer thread. So a manifest is written after its blocks, and nothing changes between a
+check and the write.
 """
 
 from __future__ import annotations
@@ -30,19 +30,18 @@ log = logging.getLogger("agentcache.disk")
 
 T = TypeVar("T")
 
-# Estimated: a token's id, end and text in a log; a manifest.
+# Estimates: token id, end and text in a log; a manifest.
 _LOG_BYTES_PER_TOKEN, _MANIFEST_BYTES = 16, 1536
 
 
 @dataclass(frozen=True)
 class SavedTurn:
-    """A lineage as it is to be on disk.
+    """A lineage to be saved.
 
     Args:
-        record: the lineage, which names its blocks.
-        needed: those of its blocks that have to be there.
-        writes: those of them that are not there, as far as it is known.
-        held: what `InUse` holds for the turn, and lets go when it is over.
+        needed: blocks that must be on disk before the manifest.
+        writes: blocks known to be missing, with data.
+        held: pinned blocks, unpinned after the job.
     """
 
     record: AgentRecord
@@ -53,16 +52,14 @@ class SavedTurn:
 
 @dataclass
 class Committed:
-    """How a job ended.
+    """Outcome of a job.
 
     Attributes:
-        written: whether the blocks that came with it are on disk (or were deleted since: see there).
-        lost: whether blocks that the turn names are gone, and nothing was saved: those in RAM can be written again.
-        deleted: what no lineage and no turn needs any more: there are no files of it, once `clean_up` has run.
-        reduced: lineages of which blocks went to make room; the transcript stayed.
-        removed: lineages that went as a whole, as they were.
-        num_bytes: written.
-        error: why it failed.
+        written: whether the job's blocks were written; some may be in `deleted`.
+        lost: whether named blocks are gone and nothing was saved; a retry may succeed.
+        deleted: unneeded blocks; their files are gone after `clean_up`.
+        reduced: lineages that lost only blocks for room.
+        removed: lineages deleted for room.
     """
 
     written: bool = False
@@ -75,17 +72,12 @@ class Committed:
 
 
 class Disk:
-    """Knows which lineages are durable and which files they need, and makes room for new ones.
+    """Tracks durable lineages and their files, and makes room for new ones.
 
-    `files`, `needs` and `fits` may be used from any thread; all else runs on one thread, the writer's.
+    Writer thread only, except `files`, `needs` and `fits`.
 
     Args:
-        records: what the store holds.
-        in_use: what must stay.
-        is_open: whether the cache of that name is in RAM: what is on disk of others cannot be used now.
-
-    Attributes:
-        files: of blocks, by their names.
+        is_open: whether a cache is in RAM; files of closed caches are unusable now.
     """
 
     def __init__(
@@ -95,31 +87,30 @@ class Disk:
         self.files = BlockFiles(store)
         self._in_use = in_use
         self._lineages = DurableLineages(in_use, is_open)
-        self._superseded: list[BlockName] = []  # whose files are to go when the turn's end is known
-        self._behind: set[str] = set()  # lineages whose manifests may still name blocks that went for room
+        self._superseded: list[BlockName] = []  # deleted in `clean_up`
+        self._behind: set[str] = set()  # lineages whose manifests may name blocks deleted for room
         for record in records:
             self._put(record)
 
-    # -- from any thread --------------------------------------------------------------------------------------------
+    # -- any thread -------------------------------------------------------------------------------------------------
 
     def needs(self, name: BlockName) -> bool:
-        """Whether some lineage on disk names this, or some turn counts on it."""
+        """Whether a durable lineage names the block or an unsaved turn pins it."""
         return self._lineages.is_named(name) or self._in_use.has_block(name)
 
     def fits(self, record: AgentRecord, num_tokens: int) -> bool:
-        """Whether the budget can hold a lineage of `num_tokens` after every permitted eviction."""
+        """Whether the budget can hold the lineage after every permitted eviction."""
         usage = self._store.usage
         if not usage.evicts:
             return usage.has_room(self._bytes_added(record, num_tokens))
         return self._bytes_with(record, num_tokens) <= usage.budget
 
     def _bytes_with(self, record: AgentRecord, num_tokens: int) -> int:
-        """Bytes on disk with that lineage and all transcripts, which stay. A little more than there will be."""
+        """Upper bound of bytes on disk with this lineage and all transcripts, which always stay."""
         log_bytes = self._log_bytes(record, num_tokens)
         return self._store.usage.bytes_of(AGENTS) + self.files.estimate(record, num_tokens) + log_bytes
 
     def _bytes_added(self, record: AgentRecord, num_tokens: int) -> int:
-        """Bytes added on disk once this many of the lineage's tokens are saved. A slight overestimate."""
         missing = self.files.estimate(record, num_tokens) - self.files.bytes_of(record.block_names)
         return max(0, missing) + self._log_bytes(record, num_tokens)
 
@@ -131,8 +122,6 @@ class Disk:
     # -- jobs -------------------------------------------------------------------------------------------------------
 
     def tidy(self) -> Committed:
-        """At start: remove orphaned files, and evict down to an explicit budget."""
-
         def work(done: Committed) -> None:
             self._store.collect_orphans()
             while self._store.usage.free < 0 and self._make_room(done):
@@ -149,7 +138,7 @@ class Disk:
         return self._run(work, written=names)
 
     def commit(self, turn: SavedTurn) -> Committed:
-        """Make a turn durable: its blocks, then the manifest that names them. One that fails leaves no file."""
+        """Make a turn durable: its blocks, then the manifest that names them. A failed turn leaves no file."""
 
         def work(done: Committed) -> None:
             self._require_budget(turn)
@@ -162,12 +151,12 @@ class Disk:
         return self._run(work, held=turn.held)
 
     def bring_in(self, archive: ArchivedAgent) -> Committed:
-        """Make the agent of an archive durable, all of it or nothing; `InUse` holds its blocks and lineages."""
+        """Save an imported agent, all or nothing. The caller pins its blocks and lineages."""
 
         usage = self._store.usage
 
         def work(done: Committed) -> None:
-            if not self._could_hold(archive.num_bytes):  # before blocks of other lineages are dropped in vain
+            if not self._could_hold(archive.num_bytes):  # before evicting other lineages
                 message = f"the agent takes {archive.num_bytes} bytes, more than the disk budget can hold"
                 raise StoreError(message if usage.evicts else usage.refusal(archive.num_bytes))
             saved: list[AgentRecord] = []
@@ -186,7 +175,7 @@ class Disk:
         return self._run(work, held=archive.names)
 
     def look_again(self, agent_id: str, found: list[AgentRecord]) -> Committed:
-        """Try again to read an unavailable agent's lineages; add to `found` those that can be read, which are held."""
+        """Retry an unavailable agent's files; pin readable lineages and append them to `found`."""
 
         def work(done: Committed) -> None:
             for record in self._store.load_again(agent_id):
@@ -197,14 +186,14 @@ class Disk:
         return self._run(work)
 
     def _take_back(self, record: AgentRecord, done: Committed) -> None:
-        """Remove a lineage of a failed import. One that cannot be removed keeps no other from being removed."""
+        """Remove a lineage of a failed import. An error is logged, so that the next ones are removed too."""
         try:
             self._remove(record, done)
         except StoreError as error:
             log.error("lineage %s of an import that failed stays: %s", record.name, error)
 
     def use_responses(self, work: Callable[[ResponseFiles], None]) -> Committed:
-        """Have `work` read or change stored responses; where it finds no room, it is done again once there is some."""
+        """Run `work` on stored responses; if the budget is exceeded, make room and repeat."""
 
         def use() -> None:
             with as_store_error("read or write stored responses"):
@@ -213,7 +202,7 @@ class Disk:
         return self._run(lambda done: self._with_room(use, done))
 
     def clean_up(self) -> None:
-        """Delete what a job's turn has superseded. Runs after the outcome was posted: no request waits for it."""
+        """Delete superseded blocks, after the outcome is posted: no request waits for it."""
         names, self._superseded = self._superseded, []
         try:
             self._delete(names, Committed())
@@ -221,9 +210,9 @@ class Disk:
             log.error("unused files stay: %s", error)
 
     def empty(self, record: AgentRecord) -> Committed:
-        """Have a lineage name no blocks.
+        """Save a lineage without blocks, deleting the old ones first for room.
 
-        Its old ones go first, so that there is room; after a crash in between, a manifest names what is not there.
+        A crash in between leaves a manifest that names missing files.
         """
 
         def work(done: Committed) -> None:
@@ -233,21 +222,21 @@ class Disk:
         return self._run(work)
 
     def delete(self, record: AgentRecord) -> Committed:
-        """Remove a lineage, and the blocks that no other lineage needs."""
+        """Remove a lineage and the blocks that no other lineage needs."""
         return self._run(lambda done: self._remove(record, done))
 
     def sweep(self, names: Sequence[BlockName]) -> Committed:
-        """Delete the unused ones of these blocks: a turn that held them did not happen."""
+        """Delete unneeded blocks of a dropped turn."""
         return self._run(lambda done: None, written=names)
 
     def _run(
         self, work: Callable[[Committed], None], *, held: Sequence[BlockName] = (), written: Sequence[BlockName] = ()
     ) -> Committed:
-        """Do the work of a job; whatever goes wrong is in the outcome.
+        """Run a job; exceptions become part of the outcome.
 
         Args:
-            held: to be let go at the end.
-            written: what may lie on disk, then or before, and be of no use to anybody.
+            held: blocks to unpin at the end.
+            written: blocks to delete at the end if unneeded.
         """
         done = Committed()
         try:
@@ -255,24 +244,24 @@ class Disk:
                 work(done)
         except BlocksLost as error:
             done.lost, done.error = True, str(error)
-            return done  # to be tried again, with what is held
+            return done  # retried with the same pins
         except AgentCacheError as error:
             done.error = str(error)
-        except BaseException as error:  # pins are given back below
+        except BaseException as error:  # unpinned below
             log.exception("a write has failed")
             done.error = f"{type(error).__name__}: {error}"
         self._in_use.let_blocks_go(held)
         try:
             self._delete({*held, *written}, done)
             self._catch_up()
-        except StoreError as error:  # after a restart what is not needed goes, and what is gone is known to be
+        except StoreError as error:  # the next start repairs it
             log.error("the cache folder is not tidy: %s", error)
         return done
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
     def _require_budget(self, turn: SavedTurn) -> None:
-        """Raise before blocks of other lineages are dropped for a turn that cannot be saved anyway."""
+        """Raise StoreError before evicting other lineages for a turn that cannot fit."""
         record, usage = turn.record, self._store.usage
         if not turn.writes or self.fits(record, record.num_saved):
             return
@@ -292,7 +281,6 @@ class Disk:
         done.written = True
 
     def _require_blocks(self, names: Sequence[BlockName]) -> None:
-        """Check that each block that a manifest is to name is on disk. Raises BlocksLost."""
         if not all(map(self.files.has, names)):
             raise BlocksLost("an earlier block is gone from the cache folder")
         self._store.require_blocks(map(self.files.key, names))
@@ -308,7 +296,7 @@ class Disk:
     # -- making room ------------------------------------------------------------------------------------------------
 
     def _could_hold(self, num_bytes: int) -> bool:
-        """Whether there would be so much room if all that may go were gone."""
+        """Whether `num_bytes` fit after every permitted eviction."""
         if not self._store.usage.evicts:
             return self._store.usage.has_room(num_bytes)
         blocks = self.files.bytes_of(self._lineages.protected_blocks())
@@ -316,10 +304,7 @@ class Disk:
         return kept + num_bytes <= self._store.usage.budget
 
     def _make_room(self, done: Committed) -> bool:
-        """Evict what is missed least, and have manifests name it no more; False if nothing may go.
-
-        Nothing may to keep an automatic budget.
-        """
+        """Evict once and update manifests; False if nothing may be evicted, as with an automatic budget."""
         if not (self._store.usage.evicts and self._drop_stalest(done)):
             return False
         while not self._have_room_to_catch_up() and self._drop_stalest(done):
@@ -327,20 +312,20 @@ class Disk:
         return True
 
     def _have_room_to_catch_up(self) -> bool:
-        """Write the manifests that are behind before anything else takes the room; False if the budget has none."""
+        """Write outdated manifests before other data takes the room; False if the budget is exhausted."""
         try:
             self._catch_up()
         except DiskBudgetExceeded:
             return False
-        except StoreError:  # the job's end tries again, and says so
+        except StoreError:  # the job's end retries and logs it
             pass
         return True
 
     def _drop_stalest(self, done: Committed) -> bool:
-        """Drop the blocks of the stalest lineage, of any model and precision; False if there is none.
+        """Evict one step by priority; False if nothing is left.
 
-        Blocks that only damaged files may name go first. The transcript stays of an agent's longest lineage, and of
-        lineages whose blocks cannot be read here.
+        Order: blocks that only damaged files name, residuals of unloaded adapters, then a lineage of any model. An
+        agent's longest lineage, and unreadable ones, keep their transcripts.
         """
         if self._evict_unclaimed():
             return True
@@ -369,10 +354,9 @@ class Disk:
         self._behind.add(reduced.after.name)
         self._delete(self._put(reduced.after), done, for_room=True)
 
-    # -- what there is ----------------------------------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------------------------------
 
     def _catch_up(self) -> None:
-        """Write the manifests that are behind. Raises the last error, once all were tried."""
         failed: StoreError | None = None
         for name in sorted(self._behind):
             try:
@@ -391,12 +375,12 @@ class Disk:
         self._delete(self._lineages.remove(record.name), done, for_room=for_room)
 
     def _put(self, record: AgentRecord) -> list[BlockName]:
-        """The lineage is, or will be, so on disk; returns what it named before and names no more."""
+        """Record a lineage; returns the blocks that it no longer names."""
         self.files.learn_names(record)
         return self._lineages.put(record)
 
     def _delete(self, names: Iterable[BlockName], done: Committed, *, for_room: bool = False) -> None:
-        """Delete the files of the unused ones of these blocks. `for_room`: as for `Store.delete_blocks`."""
+        """Delete the unneeded ones of these blocks. `for_room`: as in `Store.delete_blocks`."""
         unneeded = [name for name in names if not self.needs(name)]
         if unneeded:
             self._store.delete_blocks(map(self.files.key, unneeded), for_room=for_room)

@@ -1,4 +1,4 @@
-"""The engine's way to the disk and back: jobs for the writer's thread, and what each, once done, changes in RAM."""
+"""Jobs for the writer thread, and their effects in RAM."""
 
 from __future__ import annotations
 
@@ -19,13 +19,10 @@ from agentcache.store.writer import Writer
 
 
 class DiskJobs:
-    """Queues jobs, and tells the trees of prefixes and the table of agents what each has done.
-
-    All methods belong to the engine thread; jobs run on the writer's.
+    """Queues jobs and applies their outcomes to the prefix trees and the agent table. Engine thread only.
 
     Args:
-        disk: what jobs are done to.
-        post: runs a function on the engine thread soon; callable from any thread.
+        post: schedules a callback on the engine thread; callable from any thread.
     """
 
     def __init__(
@@ -39,11 +36,10 @@ class DiskJobs:
         self._unsettled = 0
 
     def close(self) -> None:
-        """Finish everything that is queued."""
         self._writer.close()
 
     def copy_out(self, targets: Sequence[BlockToWrite]) -> list[BlockWrite]:
-        """What is to be written, copied out of the arenas; it is on its way to the disk from now on."""
+        """Copy blocks out of the arenas and mark them as pending."""
         writes = [_copied(target) for target in targets]
         for target in targets:
             target.node.pending.add(target.group)
@@ -55,11 +51,7 @@ class DiskJobs:
         targets: Sequence[BlockToWrite] = (),
         settle: Callable[[Committed], None] = lambda outcome: None,
     ) -> None:
-        """Queue a job; its outcome is applied, and then settled, on this thread.
-
-        Args:
-            targets: whose blocks it writes.
-        """
+        """Queue a job that writes `targets`. Its outcome is applied, then passed to `settle`."""
         self._unsettled += 1
         num_bytes = sum(target.num_bytes for target in targets)
 
@@ -75,7 +67,6 @@ class DiskJobs:
                 settle(outcome)
 
         def hand_over(result: Committed | StoreError) -> None:
-            """On the writer's thread."""
             self._post(lambda: applied(result))
             self._disk.clean_up()
 
@@ -87,24 +78,23 @@ class DiskJobs:
             raise
 
     def when_settled(self, done: Callable[[], None]) -> None:
-        """Call `done` when all that was queued until now is on disk, or gone from it, and known here."""
+        """Call `done` once all jobs queued so far are applied."""
         self.submit(Committed, settle=lambda outcome: done())
 
     @property
     def is_writing(self) -> bool:
-        """Whether the outcome of some job has yet to be posted here and run."""
         return self._unsettled > 0
 
     def flush(self) -> None:
-        """Wait until every job queued so far is done (used at start and at the end, never while serving)."""
+        """Block until all queued jobs are done. Not while serving."""
         settled: Future[None] = Future()
         self._writer.submit(lambda: None, lambda result: settled.set_result(None))
         settled.result()
 
-    # -- what the disk has done -------------------------------------------------------------------------------------
+    # -- outcomes ---------------------------------------------------------------------------------------------------
 
     def apply(self, outcome: Committed, targets: Sequence[BlockToWrite] = ()) -> None:
-        """Make known here what a job has written, dropped and deleted."""
+        """Apply a job's writes, evictions and deletions in RAM."""
         for target in targets:
             if outcome.written:
                 target.cache.prefix.mark_stored(target.node, target.group)
@@ -121,27 +111,26 @@ class DiskJobs:
                 self.evict(removed, outcome)
 
     def _same(self, dropped: AgentRecord) -> AgentRecord | None:
-        """The lineage as it is known here, unless it was deleted, and perhaps made again, since it was dropped."""
+        """The current record; None if deleted or replaced since."""
         known = self._agents.find(dropped.name)
         return known if known is not None and known.held == dropped.held else None
 
     def evict(self, record: AgentRecord, outcome: Committed) -> None:
-        """Free the RAM of what was deleted of a lineage that is forgotten."""
+        """Free the RAM of a removed lineage's deleted blocks."""
         deleted = set(outcome.deleted)
         for cache in self._caches:
             named = (block for block in record.held if block.cache == cache.name)
             cache.prefix.evict(block for block in named if deleted.issuperset(block.names))
 
     def _forget(self, name: BlockName) -> None:
-        """Its file is gone. A tail (a partly filled block) that a longer one has replaced leaves RAM too.
+        """Note that a file is gone. Evict a tail (partly filled block) that has a longer replacement.
 
-        Other tails stay until room is needed, and go first then: an agent's next request may be with the adapter
-        before last.
+        Other tails only expire, since the next request may use an earlier adapter.
         """
         cache = self._caches.find(name.cache)
         node = None if cache is None else cache.prefix.tree.node(name.chain)
         if cache is None or node is None or name.group in node.pending:
-            return  # its adapter is not loaded, or it is being written again
+            return  # adapter not loaded, or block being rewritten
         if not node.is_full and _is_outgrown(node, name.group):
             cache.prefix.slots.drop(node, name.group)
         elif not node.is_full:
@@ -150,7 +139,7 @@ class DiskJobs:
             cache.prefix.mark_missing(node, name.group)
 
     def forget_lost(self) -> None:
-        """Somebody has removed files: what is in RAM of them is written again by the next turns that need it."""
+        """Mark externally removed files as missing, so that later turns write them again."""
         for cache in self._caches:
             for node in list(cache.prefix.tree.walk()):
                 named = (BlockName(node.chain, index, cache.name) for index in node.stored)
@@ -159,7 +148,7 @@ class DiskJobs:
 
 
 def _not_pending(targets: Sequence[BlockToWrite]) -> None:
-    """What became of them is not known: the next turn that needs them writes them."""
+    """Clear the marks, so that the next turn that needs these blocks writes them."""
     for target in targets:
         target.node.pending.discard(target.group)
 
@@ -172,7 +161,7 @@ def _copied(target: BlockToWrite) -> BlockWrite:
 
 
 def _is_outgrown(tail: Node, group: int) -> bool:
-    """Whether a longer block in RAM begins with these tokens of this producer, or the tail is not in RAM at all."""
+    """Whether the tail is not in RAM, or a longer block of this KV origin starts with its tokens."""
     parent = tail.parent
     if parent is None or group not in tail.block_ids:
         return True

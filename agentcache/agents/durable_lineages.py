@@ -1,4 +1,4 @@
-"""The lineages that are on disk: which blocks they name, and which of them go when room is needed. Touches no file."""
+"""Index of lineages on disk: their blocks, and the order of eviction. Does not touch files."""
 
 from __future__ import annotations
 
@@ -16,43 +16,36 @@ from agentcache.store.manifest import AgentRecord
 
 @dataclass(frozen=True)
 class Reduced:
-    """A lineage before and after some of its blocks went."""
+    """A lineage before and after some of its blocks were dropped."""
 
     before: AgentRecord
     after: AgentRecord
 
 
 class DurableLineages:
-    """Belongs to the writer's thread; whether a block `is_named` may be asked from any.
-
-    Args:
-        in_use: lineages that somebody is at work on, which stay.
-        is_open: whether the cache of that name is in RAM: what is on disk of others cannot be used now.
-    """
+    """Durable lineages and reference counts of their blocks. Writer thread only, except `is_named`."""
 
     def __init__(self, in_use: InUse, is_open: Callable[[str], bool]) -> None:
         self._in_use = in_use
         self._is_open = is_open
         self._lineages = Lineages()
         self._references: Counter[BlockName] = Counter()
-        self._unshared: dict[str, Mapping[str, int]] = {}  # of `unshared_tokens`, by agent
+        self._unshared: dict[str, Mapping[str, int]] = {}  # `unshared_tokens`, by agent
 
     def find(self, name: str) -> AgentRecord | None:
-        """The lineage of that name, as it is on disk."""
         return self._lineages.find(name)
 
     def is_named(self, name: BlockName) -> bool:
-        """Whether some lineage names this."""
         return self._references[name] > 0
 
     def put(self, record: AgentRecord) -> list[BlockName]:
-        """Add a lineage, or replace the one of that name; returns what that one named and this one does not."""
+        """Add or replace a lineage; returns the blocks that only the old version named."""
         known = self._lineages.find(record.name)
         self._lineages.put(record)
         return self._recount(record.id, set(known.held) if known else set(), set(record.held))
 
     def remove(self, name: str) -> list[BlockName]:
-        """Forget a lineage, if there is one of that name; returns what it named."""
+        """Remove a lineage if present; returns the blocks that it named."""
         known = self._lineages.find(name)
         if known is None:
             return []
@@ -61,43 +54,42 @@ class DurableLineages:
 
     def _recount(self, agent_id: str, before: Set[NamedBlock], after: Set[NamedBlock]) -> list[BlockName]:
         self._unshared.pop(agent_id, None)
-        self._references.update(names_of(after - before))  # most blocks of a long context stay
+        self._references.update(names_of(after - before))  # only differences: most blocks of a long context stay
         given_up = names_of(before - after)
         subtract(self._references, given_up)
         return given_up
 
-    # -- which go ---------------------------------------------------------------------------------------------------
+    # -- eviction order ---------------------------------------------------------------------------------------------
 
     def protected_blocks(self) -> set[BlockName]:
-        """What may not go: blocks of lineages that somebody is at work on, and what turns count on."""
+        """Pinned blocks, and blocks of pinned lineages."""
         busy = (record for record in self._lineages if self._in_use.has_lineage(record.name))
         return self._in_use.blocks().union(*(record.block_names for record in busy))
 
     def latest_use(self) -> float:
-        """When one of them was used last, in seconds since 1970; 0 without any."""
+        """Time of the last use of any lineage, in seconds since 1970; 0 if empty."""
         return max((record.last_used for record in self._lineages), default=0.0)
 
     def stalest(self, now: float) -> AgentRecord | None:
-        """Of those that have blocks and that nobody is at work on, the one with the largest `staleness`."""
+        """The unpinned lineage with blocks and the highest eviction priority."""
         with_blocks = (record for record in self._lineages if record.held)
         idle = (record for record in with_blocks if not self._in_use.has_lineage(record.name))
         return max(idle, key=lambda record: self.staleness(record, now), default=None)
 
     def staleness(self, record: AgentRecord, now: float) -> float:
-        """As `lineages.staleness`; `now` in seconds since 1970, after every use (`use_time`)."""
+        """Eviction priority at `now`, a time after every use (`use_time`)."""
         if record.id not in self._unshared:
             self._unshared[record.id] = unshared_tokens(self._lineages.lineages(record.id))
         return staleness(record, self._unshared[record.id], now)
 
     def is_longest(self, record: AgentRecord) -> bool:
-        """Whether it is what its agent is known for: its transcript stays when its blocks go."""
+        """Whether its agent has no longer lineage; then its transcript stays."""
         return record is self._lineages.get(record.id)
 
     def first_with_orphans(self) -> Reduced | None:
-        """The lineage used least recently that has residuals of adapters that are not loaded, and that without them.
+        """The least recently used unpinned lineage with residuals of unloaded adapters, and its reduced form.
 
-        None if there is none. They are kept as long as there is room: the adapter may come back. But nothing can be
-        done with them now.
+        They stay while there is room: the adapter may be loaded again.
         """
         reduced = (
             Reduced(record, self._with_open_residuals(record))

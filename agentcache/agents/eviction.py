@@ -1,4 +1,4 @@
-"""Freeing the RAM of agents: of one, as a client asks, or of all, as memory is short. They come back warm."""
+"""Frees RAM of one agent on request, or of all under memory pressure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agentcache.store.manifest import AgentRecord
 
 
 class Eviction:
-    """Has blocks and snapshots leave RAM that nobody reads. Belongs to the engine thread."""
+    """Evicts unused blocks and checkpoints. Engine thread only."""
 
     def __init__(self, caches: KeptCaches, agents: AgentTable, persistence: Persistence) -> None:
         self._caches = caches
@@ -28,13 +28,12 @@ class Eviction:
     def evict(
         self, agent_id: str, done: Callable[[None], None], lineage: str | None = None, kind: str | None = None
     ) -> None:
-        """Free the RAM of an agent (or one of its lineages): all that is on disk and that nobody reads.
+        """Free an agent's or lineage's RAM, except unsaved blocks and those being read. Raises NotFound.
+
+        Includes unneeded tails after its blocks, which would keep those in RAM.
 
         Args:
-            kind: only of its blocks in caches of this kind, `base` or `residual`.
-
-        Partly filled blocks behind its own that no lineage names any more leave RAM too: they would keep the blocks
-        before them there. Raises NotFound.
+            kind: `base`, `residual`, or None for both.
         """
         known = self._agents.lineages(agent_id, lineage)
         blocks = blocks_of(known)
@@ -52,16 +51,13 @@ class Eviction:
         self._persistence.jobs.when_settled(evict)
 
     def evict_unread(self, share: float) -> int:
-        """Free the RAM of a share of the blocks that nobody reads, least recently used first.
-
-        What agents have in RAM only, since it could not be written, stays. Returns how many blocks left.
-        """
+        """Evict a share of the unread blocks, least recently used first; returns their number. Unsaved blocks stay."""
         unsaved = self._unsaved()
         return sum(_evict_unread(cache.prefix, share, unsaved) for cache in self._caches)
 
     def _unsaved(self) -> set[Node]:
-        """What agents have in RAM and not on disk."""
-        # The last token of a turn has been generated and not computed.
+        """Nodes in RAM but not completely on disk."""
+        # A turn's last token is generated but not computed.
         behind = [each for each in self._agents if each.num_saved < len(each.transcript) - 1]
         prefixes = [self._caches.prefix_of(each) for each in behind]
         prefixes += [self._caches.prefix_of(each, cache) for each in behind for cache in self._caches.further]
@@ -69,10 +65,9 @@ class Eviction:
         return {node for node in nodes if not node.block_ids.keys() <= node.stored}
 
     def evict_snapshots(self, share: float) -> int:
-        """Free the RAM of a share of the snapshots that nobody is about to start from, least recently used first.
+        """Evict a share of the unpinned checkpoints, least recently used first; returns their number.
 
-        The last one of each lineage is written first if it is not on disk, and stays until it is. Returns how many
-        left.
+        A lineage's last checkpoint stays until it is on disk; its write starts here.
         """
         snapshots = self._cache.snapshots
         if snapshots is None:
@@ -88,15 +83,14 @@ class Eviction:
         return tuple(self._cache.find_snapshots(root, ids, len(ids), record.producer))
 
     def _evict_snapshots(self, records: Iterable[AgentRecord]) -> None:
-        """Free the RAM of all snapshots of these lineages; those that are not on disk by now are given up."""
+        """Evict all checkpoints of these lineages, even unsaved ones."""
         for record in records:
             for node in self._snapshots_of(record):
-                assert self._cache.snapshots is not None  # it has found some
+                assert self._cache.snapshots is not None  # `_snapshots_of` returned some
                 self._cache.snapshots.evict(node)
 
 
 def _evict_from(cache: KeptCache, blocks: Iterable[NamedBlock], persistence: Persistence) -> None:
-    """Free the RAM of these blocks of the cache, and of tails beside them that nobody needs any more."""
     tree, blocks = cache.prefix.tree, list(blocks)
     nodes = [node for block in blocks if (node := tree.node(block.chain)) is not None]
     parents = {parent for node in nodes for parent in (node, node.parent) if parent is not None}
@@ -108,7 +102,6 @@ def _evict_from(cache: KeptCache, blocks: Iterable[NamedBlock], persistence: Per
 
 
 def _is_on_disk(cache: PrefixCache, block: NamedBlock) -> bool:
-    """Whether what is in RAM of the block is on disk too."""
     node = cache.tree.node(block.chain)
     return node is not None and node.block_ids.keys() & set(block.groups) <= node.stored
 
@@ -118,7 +111,7 @@ def _evict_unread(cache: PrefixCache, share: float, unsaved: set[Node]) -> int:
     before, wanted = slots.evicted_blocks, math.ceil(share * cache.count_blocks().cached)
     for node in list(cache.tree.residents):
         passed.add(node)
-        # The end of a path goes before its beginning, which may have been in RAM for longer.
+        # A path's end goes before its beginning.
         while node in passed and node.block_ids and node not in unsaved and slots.evicted_blocks - before < wanted:
             if not slots.evict(node) or node.parent is None:
                 break

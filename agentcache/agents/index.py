@@ -1,4 +1,4 @@
-"""What lies on disk, told to the trees of prefixes: so that what agents name can be found there."""
+"""Registers blocks on disk in the prefix trees."""
 
 from __future__ import annotations
 
@@ -14,16 +14,13 @@ from agentcache.blocks.sequence import LaneBlock
 from agentcache.store.manifest import AgentRecord
 from agentcache.store.store import Store
 
-Has = Callable[[BlockName], bool]  # whether there is a file
+Has = Callable[[BlockName], bool]  # whether the block has a file
 
 
 def load_agents(store: Store, caches: KeptCaches, agents: AgentTable, max_lineages: int) -> list[AgentRecord]:
-    """At start: the store's lineages become known, and what is on disk of them. No more than a budget stays in RAM.
+    """Load and index the store's lineages at start; transcripts stay within their RAM budget.
 
-    Returns lineages that can be read of agents that cannot be used, for other lineages of theirs cannot be read.
-
-    Args:
-        max_lineages: lineages that an agent may have.
+    Returns the readable lineages of unavailable agents. `max_lineages` applies per agent.
     """
     files = BlockFiles(store)
 
@@ -37,7 +34,6 @@ def load_agents(store: Store, caches: KeptCaches, agents: AgentTable, max_lineag
 
 
 def index_lineage(caches: KeptCaches, record: AgentRecord, has: Has) -> None:
-    """What files there are of a lineage, in all caches that are open."""
     base = caches.base
     blocks = lay_out(caches, base, record, record.num_saved)
     _note_stored(base, blocks, has)
@@ -53,7 +49,6 @@ def index_lineage(caches: KeptCaches, record: AgentRecord, has: Has) -> None:
 
 
 def index_residuals(caches: KeptCaches, cache: KeptCache, record: AgentRecord, has: Has) -> None:
-    """What files there are of a lineage's residuals in one cache."""
     residual = record.residual_of(cache.name)
     if residual is not None and residual.spec == cache.spec.digest:
         residual = residual.first_tokens(len(caches.ids_of(record)))
@@ -64,7 +59,7 @@ def index_residuals(caches: KeptCaches, cache: KeptCache, record: AgentRecord, h
 
 
 def lay_out(caches: KeptCaches, cache: KeptCache, record: AgentRecord, num_tokens: int) -> list[LaneBlock]:
-    """A cache's blocks of a lineage's first tokens, in the order of `spans`. What its tree lacks is made."""
+    """A cache's blocks of a lineage's first tokens, in the order of `spans`. Inserts missing nodes."""
     tree, blocks = cache.prefix.tree, list[LaneBlock]()
     root, has_state = tree.root(caches.root(cache, record.salt)), cache.prefix.snapshots is not None
     producer = record.producer if cache.name == BASE_CACHE else None
@@ -82,6 +77,5 @@ def _note_stored(cache: KeptCache, blocks: Iterable[LaneBlock], has: Has) -> Non
 
 
 def _prune(cache: KeptCache, nodes: list[Node]) -> None:
-    """Forget those of which there is nothing, from the end."""
     for node in reversed(nodes):
         cache.prefix.slots.prune(node)

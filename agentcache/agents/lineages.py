@@ -1,7 +1,7 @@
-"""An agent's lineages: which of them a prompt extends, and which of them is missed least.
+"""Matches prompts to an agent's lineages, and ranks lineages for eviction.
 
-An agent is a name for what a client calls a session, and a session holds several conversations: the main one, those of
-subagents, requests for a title, and what an edit or a regeneration has left behind. Each is a lineage.
+An agent is a client session with several conversations (lineages): the main one, subagents, title requests, and
+branches left by edits or regenerations.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from agentcache.store.manifest import AgentRecord
 
 log = logging.getLogger("agentcache.lineages")
 
-# How text that a prompt leaves out is recognised: what follows it has to agree in this many characters, or in a few at
-# the transcript's end; and how many passages may be left out.
+# After an omission, this many characters must match; at the transcript's end fewer suffice. Then the limit of
+# omissions.
 _ANCHOR_CHARS, _LEAST_CHARS, _MOST_OMISSIONS = 32, 8, 64
 
 
 class ReadTranscripts:
-    """Transcripts of lineages, in RAM as long as this is referenced, but for those whose logs are gone or damaged.
+    """Keeps transcripts in RAM while referenced, except those with missing or damaged logs.
 
-    Making it reads logs, in the calling thread. Raises FileUnavailable for a log that cannot be read now: without it,
-    a turn would begin anew what it continues.
+    The constructor reads logs. Raises FileUnavailable: without the transcript, a turn would restart a conversation.
     """
 
     def __init__(self, transcripts: Sequence[Transcript]) -> None:
@@ -39,7 +38,7 @@ class ReadTranscripts:
         self._contents = [content for each in transcripts if (content := _content_of(each)) is not None]
 
     def covers(self, transcript: Transcript) -> bool:
-        """Whether the transcript is in RAM, or reading it has failed before."""
+        """Whether the transcript is in RAM or could not be read."""
         return transcript.is_in_ram or any(transcript is tried for tried in self._tried)
 
 
@@ -48,7 +47,7 @@ def _content_of(transcript: Transcript) -> TranscriptContent | None:
         return transcript.content()
     except FileUnavailable:
         raise
-    except StoreError as error:  # the lineage stays; this request does without
+    except StoreError as error:  # this request does not match it
         log.error("%s", error)
         return None
 
@@ -58,11 +57,11 @@ class PlainPrompt:
     """A prompt before it is matched.
 
     Args:
-        content: marked text, or token ids where it came as these.
-        retells: transcripts whose conversation it continues, though it may word differently what was said there.
-        volatile: lines in front that have changed since the last turn; None where none has.
-        notes: what of a chat was told to the chat template in another way than it was sent.
-        read: transcripts that it was compared with; those that could be read stay in RAM as long as the prompt.
+        content: marked text, or token ids.
+        retells: transcripts that it continues, perhaps reworded.
+        volatile: changed lines of the system prefix.
+        notes: adaptations of the chat for its template.
+        read: compared transcripts, kept in RAM.
     """
 
     content: str | array[int]
@@ -75,24 +74,23 @@ class PlainPrompt:
         return transcript.text if isinstance(self.content, str) else transcript.ids
 
     def shared_with(self, transcript: Transcript) -> int:
-        """How many leading characters, or tokens, it has in common with a transcript."""
+        """Shared leading characters, or tokens."""
         return len_common_prefix(self._same_of(transcript), self.content)
 
     def extends(self, transcript: Transcript) -> bool:
-        """Whether it begins with all of a transcript."""
         return self.shared_with(transcript) == len(self._same_of(transcript))
 
     def goes_on_from(self, transcript: Transcript) -> bool:
-        """Whether the conversation is the same one: all of the transcript, but for generated text that was left out.
+        """Whether it continues the transcript, except for omitted generated text.
 
-        Many chat templates leave out what a model has thought, once it has answered.
+        Many chat templates omit earlier thoughts.
         """
         if self.extends(transcript) or any(transcript is told for told in self.retells):
             return True
         return isinstance(self.content, str) and _leaves_out_generated_text_only(self.content, transcript)
 
     def is_answered_by(self, transcript: Transcript) -> bool:
-        """Whether a transcript is this prompt and an answer to it, and nothing else."""
+        """Whether the transcript is exactly this prompt and one answer."""
         length = len(self.content)
         if self.shared_with(transcript) < length:
             return False
@@ -101,13 +99,12 @@ class PlainPrompt:
         return transcript.spans[-1:] == (("generated", len(transcript.ids) - length),)
 
     def begins_with(self, other: PlainPrompt) -> bool:
-        """Whether it begins with all of another prompt of its kind."""
         if type(self.content) is not type(other.content):
             return False
         return len_common_prefix(other.content, self.content) == len(other.content)
 
     def is_another_beginning(self, transcript: Transcript, shared: int) -> bool:
-        """Whether what it shares with a transcript is less than half of either: a template's first words, say."""
+        """Whether the shared part is under half of both, such as a template's first words."""
         return not shared or 2 * shared < min(len(self._same_of(transcript)), len(self.content))
 
 
@@ -128,7 +125,7 @@ def _leaves_out_generated_text_only(text: str, transcript: Transcript) -> bool:
 
 
 def _resumed_at(old: str, start: int, end: int, following: str) -> int | None:
-    """Where from `start` to `end` the old text goes on as the new one does, whose next characters are `following`."""
+    """Position in old[start:end] where `following` resumes."""
     if following and (found := old.find(following, start, end + len(following))) >= 0:
         return found
     if end < len(old):
@@ -138,10 +135,9 @@ def _resumed_at(old: str, start: int, end: int, following: str) -> int | None:
 
 
 def choose(lineages: Iterable[AgentRecord], prompt: PlainPrompt, salt: str) -> AgentRecord | None:
-    """The lineage that a prompt extends: the one it shares most with; None for another beginning.
+    """The lineage that shares most with a prompt; None if that is too little.
 
-    Of equals, the one with more tokens in what is shared goes first, then the one used last. Lineages with another salt
-    share nothing, whatever they say; nor do those whose transcripts are not in RAM, since their logs cannot be read.
+    Ties: more tokens shared, then last used. Another salt, or a transcript outside RAM, never matches.
     """
     best: tuple[tuple[int, int, float], AgentRecord] | None = None
     for record in lineages:
@@ -157,11 +153,10 @@ def choose(lineages: Iterable[AgentRecord], prompt: PlainPrompt, salt: str) -> A
 
 
 def is_twin(found: AgentRecord, lineages: Iterable[AgentRecord], prompt: PlainPrompt) -> bool:
-    """Whether a prompt that was sent before takes the place of `found`, its last answer.
+    """Whether a repeated prompt replaces `found`, its last answer.
 
-    It does where the lineage is nothing but one prompt and its answer, such as a title or a retry. In a longer
-    conversation an answer that is given anew leaves the old one, so that the user can go back to it, and the next
-    one replaces the newer of the two.
+    True for a single prompt with its answer, such as a title. Otherwise the first regenerated answer is a new lineage,
+    so that the user can go back; later ones replace it.
     """
     if not prompt.is_answered_by(found.transcript):
         return False
@@ -176,16 +171,13 @@ def _tokens_within(transcript: Transcript, prompt: PlainPrompt, shared: int) -> 
 
 
 def _shared_blocks(one: AgentRecord, other: AgentRecord) -> int:
-    """Leading blocks that both name. A block's chain covers all before it, so a few looks suffice."""
+    """Binary search, as a block's chain covers all before it."""
     pairs = range(min(len(one.blocks), len(other.blocks)))
     return bisect_left(pairs, True, key=lambda index: one.blocks[index].chain != other.blocks[index].chain)
 
 
 def unshared_tokens(lineages: Sequence[AgentRecord]) -> dict[str, int]:
-    """By name, how many saved tokens of each lineage no other of these has: what would be computed again without it.
-
-    To the block: tokens of a block that only begins alike count as the lineage's own.
-    """
+    """Saved tokens, by lineage name, that would be computed again without it, in whole blocks."""
     shared = dict.fromkeys((record.name for record in lineages), 0)
     for one, other in combinations(lineages, 2):
         if one.salt == other.salt:
@@ -196,15 +188,13 @@ def unshared_tokens(lineages: Sequence[AgentRecord]) -> dict[str, int]:
 
 
 def staleness(record: AgentRecord, unshared: Mapping[str, int], now: float) -> float:
-    """The larger, the sooner a lineage goes: seconds since its last use, times its agent's largest size over its own.
+    """Eviction priority: seconds since last use, times the agent's largest unshared size over the lineage's.
 
-    So among lineages of one size, and among the longest ones of several agents, the least recently used goes first; a
-    small one counts as the older, the smaller it is beside its agent's longest: a title of 30 tokens goes before a
-    conversation of 30,000 that has been silent for a while (Blankstein et al. 2017, Hyperbolic Caching).
+    Source: Blankstein et al. 2017, Hyperbolic Caching.
 
     Args:
-        unshared: of `unshared_tokens`, for all lineages of the agent.
-        now: seconds since 1970, after the last use of each of them (`use_time.time_after`).
+        unshared: `unshared_tokens` of the agent's lineages.
+        now: time after every use (`use_time.time_after`).
     """
     age = max(now - record.last_used, 1e-6)
     return age * max(1, *unshared.values()) / max(1, unshared[record.name])

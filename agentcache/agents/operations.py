@@ -1,4 +1,4 @@
-"""Agents between their turns: what they hold, and moving it between RAM and disk."""
+"""Operations on agents between their turns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from agentcache.store.manifest import AgentRecord
 
 
 class AgentOperations:
-    """Operations on agents that no request is at work on. All belong to the engine thread."""
+    """Operations on idle agents. Engine thread only."""
 
     def __init__(
         self,
@@ -45,7 +45,6 @@ class AgentOperations:
         self._restorer = restorer
 
     def _residual_prefixes(self, records: Iterable[AgentRecord]) -> list[tuple[KeptCache, CachedPrefix]]:
-        """What of their residuals can be used: those of adapters that are loaded."""
         return [
             (cache, self._caches.prefix_of(record, cache))
             for record in records
@@ -54,7 +53,7 @@ class AgentOperations:
         ]
 
     def info(self, agent_id: str) -> AgentInfo:
-        """An agent as clients see it. Raises NotFound."""
+        """Describe an agent. Raises NotFound."""
         lineages, record = self._agents.lineages(agent_id), self._agents.get(agent_id)
         prefixes = {each.name: self._caches.prefix_of(each) for each in lineages}
         longest, residuals = prefixes[record.name], self._residual_prefixes(lineages)
@@ -86,7 +85,7 @@ class AgentOperations:
         )
 
     def _disk_bytes(self, block: NamedBlock) -> int:
-        """Of what the manifest names: the tree may know longer tails of others with the same beginning."""
+        """Bytes of files that the manifest names; the tree may know longer tails."""
         cache = self._caches.find(block.cache)
         if cache is None:
             return self._persistence.file_bytes(block)
@@ -97,7 +96,6 @@ class AgentOperations:
         return sum(group.bytes_of(node.num_tokens) for group in groups)
 
     def list(self) -> list[AgentInfo]:
-        """All agents, by id."""
         found = [self.info(agent_id) for agent_id in self._agents.ids]
         found += [_unavailable_info(agent_id, reason) for agent_id, reason in self._agents.unavailable.items()]
         return sorted(found, key=lambda info: info.id)
@@ -105,16 +103,15 @@ class AgentOperations:
     def create(
         self, agent_id: str, adapter: str | None, policy: str, system: str | None, done: Callable[[Saved], None]
     ) -> None:
-        """Make an agent without a conversation, durably. Raises InvalidRequest, Conflict."""
+        """Create an empty agent, durably. Raises InvalidRequest, Conflict."""
         record = self._agents.new(agent_id, policy=policy, system=system)
         self._persistence.save_record(replace(record, adapter=adapter), done)
 
     def look_again(self, agent_id: str, done: Callable[[None], None]) -> None:
-        """See whether an unavailable agent can be read by now."""
         self._persistence.look_again(agent_id, lambda: done(None))
 
     def bring_in(self, archive: ArchivedAgent, done: Callable[[Saved], None]) -> None:
-        """Make an agent of an archive, durably. Raises Conflict, ArchiveRejected."""
+        """Import an agent, durably. Raises Conflict, ArchiveRejected."""
         self._agents.new(archive.agent_id)
         self._persistence.bring_in(archive, done)
 
@@ -127,9 +124,9 @@ class AgentOperations:
         adapter: str | None = None,
         policy: str | None = None,
     ) -> None:
-        """Make an agent with the same conversations (or one lineage of them), durably, sharing every block.
+        """Copy an agent's lineages (or one) durably, sharing all blocks; with another adapter, base's only.
 
-        With another adapter it shares base's blocks, and no residuals. Raises NotFound, Conflict.
+        Raises NotFound, Conflict.
         """
         sources = [record.name for record in self._agents.lineages(agent_id, lineage)]
         copies = [
@@ -152,9 +149,9 @@ class AgentOperations:
             self._persistence.save_record(copy, saved_all)
 
     def _as_far_as_saved(self, record: AgentRecord) -> AgentRecord:
-        """The record without blocks that are not of its transcript: a turn may have changed it and not been saved."""
+        """Drop blocks outside the transcript, which an unsaved turn may have changed."""
         if not record.transcript.is_in_ram:
-            return record  # its transcript has left RAM, so the log already holds it
+            return record  # so it is in the log
         has_state = self._cache.snapshots is not None
         layout = spans(record.num_saved, record.producer, len(self._cache.groups), has_state=has_state)
         chains = chain_keys(self._caches.root(self._caches.base, record.salt), record.transcript.ids, layout)
@@ -167,9 +164,9 @@ class AgentOperations:
         return cut_residuals(record, self._caches.namespace)
 
     def delete(self, agent_id: str, done: Callable[[Saved], None], lineage: str | None = None) -> None:
-        """Forget an agent (or one of its lineages) in RAM and on disk, but for what others name. Raises NotFound.
+        """Delete an agent, or one lineage, except blocks that another lineage names. Raises NotFound.
 
-        Of an agent whose only lineage goes by name, an empty one stays.
+        An agent's only lineage, if named, is emptied instead.
         """
         records = self._agents.lineages(agent_id, lineage)
         if lineage is not None and len(self._agents.lineages(agent_id)) == 1:
@@ -180,7 +177,7 @@ class AgentOperations:
                 self._persistence.delete_lineage(record, deleted)
 
     def save(self, agent_id: str, done: Callable[[Saved], None], lineage: str | None = None) -> None:
-        """Write what of an agent is in RAM but not on disk (after a failed save). Raises NotFound."""
+        """Write unsaved data after a failed save. Raises NotFound."""
         records = self._agents.lineages(agent_id, lineage)
         saved_all = when_all(len(records), done)
 
@@ -197,16 +194,16 @@ class AgentOperations:
         prefix = self._caches.prefix_of(record)
         num_saved = prefix.num_tokens
         if not all(lane.ends_with_a_block for lane in prefix.lanes):
-            num_saved -= num_saved % BLOCK_SIZE  # the tail is another agent's
+            num_saved -= num_saved % BLOCK_SIZE  # another agent's tail
         blocks = self._persistence.blocks_of(record, num_saved)
         record = replace(record, num_saved=num_saved, blocks=tuple(block.named for block in blocks))
         residuals = [turn for cache in self._caches.further if (turn := self._residual_turn(record, cache)) is not None]
         self._persistence.commit(record, blocks, done, residuals=residuals)
         for block in reversed(blocks):
-            self._cache.slots.prune(block.node)  # a base tail that was not there was made, and holds nothing
+            self._cache.slots.prune(block.node)  # remove empty nodes that `blocks_of` inserted
 
     def _residual_turn(self, record: AgentRecord, cache: KeptCache) -> ResidualTurn | None:
-        """What there is of a lineage's residuals, if that is more than it has on disk."""
+        """A lineage's residuals in one cache; None unless more are computed than saved."""
         prefix, saved = self._caches.prefix_of(record, cache), record.residual_of(cache.name)
         num_tokens = prefix.num_tokens
         if not all(lane.ends_with_a_block for lane in prefix.lanes):
@@ -222,9 +219,9 @@ class AgentOperations:
     def restore(
         self, agent_id: str, done: Callable[[RestoreReport | AgentCacheError], None], lineage: str | None = None
     ) -> None:
-        """Bring an agent's blocks (of one lineage) into RAM; what files do not give is left out. Raises NotFound.
+        """Load an agent's (or one lineage's) blocks into RAM, skipping unreadable ones. Raises NotFound.
 
-        The longest lineage comes last, so that what RAM cannot hold beside it gives way to it.
+        The longest lineage comes last, so that shorter ones give way.
         """
         started, restored_bytes = time.perf_counter(), 0
         lineages = sorted(
@@ -251,7 +248,7 @@ class AgentOperations:
                 try:
                     cache.arenas.evaluate()
                 finally:
-                    cache.prefix.abandon(sequence)  # what was loaded is the tree's by now
+                    cache.prefix.abandon(sequence)  # the tree owns the loaded blocks
                 if restored.complete:
                     due.pop()
                 go_on()
@@ -264,7 +261,7 @@ class AgentOperations:
 
         def go_on() -> None:
             while due and self._caches.find(due[-1][1].name) is not due[-1][1]:
-                due.pop()  # its adapter was dropped in between
+                due.pop()  # its adapter was unloaded
             if due:
                 attempt()
                 return
@@ -289,18 +286,16 @@ def _unavailable_info(agent_id: str, reason: str) -> AgentInfo:
 
 
 def _is_used(cache: KeptCache, record: AgentRecord) -> bool:
-    """Whether the lineage may have something in the cache."""
     return cache.name == BASE_CACHE or record.residual_of(cache.name) is not None
 
 
 def _set_to(record: AgentRecord, adapter: str | None, policy: str | None) -> AgentRecord:
-    """The lineage of an agent with these settings; None for as it is."""
+    """The record with other settings; None keeps one."""
     residuals = record.residuals if adapter in (None, record.adapter) else ()
     return replace(record, adapter=adapter or record.adapter, policy=policy or record.policy, residuals=residuals)
 
 
 def _ram_bytes(cache: PrefixCache, prefixes: Iterable[CachedPrefix]) -> int:
-    """Of what these have in RAM, each part of a block once."""
     prefixes = list(prefixes)
     held = {
         (node, index)

@@ -1,4 +1,4 @@
-"""From RAM to disk, as the engine's thread sees it: what of a turn or of a lineage is to be written or deleted."""
+"""Saves, imports and deletes lineages through disk jobs."""
 
 from __future__ import annotations
 
@@ -36,23 +36,20 @@ from agentcache.store.store import Store
 log = logging.getLogger("agentcache.persistence")
 
 LOOK_AGAIN_SECONDS = 5.0
-MOST_TRIES = 5  # of saving a turn whose blocks disappear from the folder
+MOST_TRIES = 5  # of saving a turn whose blocks disappear
 
 T = TypeVar("T")
 
 
 class Persistence:
-    """Hands turns to the disk. All methods belong to the engine thread.
+    """Saves turns to disk. Engine thread only.
 
     Args:
-        post: runs a function on the engine thread soon; callable from any thread.
-        max_lineages: lineages that an agent may have; those beyond are given up.
-        shared: agents that may have `SHARED_LINEAGES` at least.
-        first_thought: as for `SavedSnapshots`.
-        set_aside: lineages of unavailable agents that can be read; nothing of them is changed or evicted.
-
-    Attributes:
-        jobs: what is on its way to the disk.
+        post: schedules a callback on the engine thread; callable from any thread.
+        max_lineages: limit per agent; surplus ones are deleted.
+        shared: agents with at least `SHARED_LINEAGES`.
+        first_thought: as in `SavedSnapshots`.
+        set_aside: readable lineages of unavailable agents, left unchanged.
     """
 
     def __init__(
@@ -74,8 +71,8 @@ class Persistence:
         self._in_use = in_use
         self._max_lineages, self._shared = max_lineages, shared
         self._set_aside = list(set_aside)
-        self._looked_at: dict[str, float] = {}  # when the files of unavailable agents were last read
-        self._looking: dict[str, list[Callable[[], None]]] = {}  # requests that wait for a look, by agent
+        self._looked_at: dict[str, float] = {}  # when an unavailable agent's files were last read
+        self._looking: dict[str, list[Callable[[], None]]] = {}  # callbacks waiting for such a read, by agent
         for record in set_aside:
             in_use.hold_lineage(record.name)
         self._disk = Disk(store, [*agents, *set_aside], in_use, caches.is_open)
@@ -86,42 +83,40 @@ class Persistence:
         self.save_failures = 0
 
     def close(self) -> None:
-        """Finish everything that is queued."""
         self.jobs.close()
         self._store.close()
 
-    # -- at start ---------------------------------------------------------------------------------------------------
+    # -- start ------------------------------------------------------------------------------------------------------
 
     def tidy(self) -> None:
-        """Remove orphaned files and evict down to the disk budget."""
+        """Delete surplus lineages and orphaned files; evict down to the disk budget."""
         for agent_id in self._agents.ids:
             self.keep_bound(max(self._agents.lineages(agent_id), key=lambda record: record.last_used))
         self.jobs.flush()
         self.jobs.apply(self._disk.tidy())
 
     def open_cache(self, cache: KeptCache) -> None:
-        """There is a further cache in RAM from now on; what is on disk for it can be used."""
         self._caches.open(cache)
         self._disk.files.know_cache(cache.name, cache.spec)
         for record in self._agents:
             index_residuals(self._caches, cache, record, self._disk.files.has)
 
     def close_cache(self, name: str) -> None:
-        """A further cache, in which there is no sequence any more, is gone from RAM; its files stay."""
+        """Remove a cache without open sequences from RAM; its files stay."""
         self._caches.close(name)
 
     def blocks_of(self, record: AgentRecord, num_tokens: int) -> list[LaneBlock]:
-        """Base's blocks of an agent's first `num_tokens` tokens, in the order of `spans`. What is not there is made."""
+        """Base's blocks of a lineage's first tokens, in the order of `spans`. Inserts missing nodes."""
         return lay_out(self._caches, self._caches.base, record, num_tokens)
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
     def fits(self, record: AgentRecord, num_tokens: int) -> bool:
-        """Whether the disk budget could hold a lineage of this many tokens if no other had any blocks there."""
+        """As `Disk.fits`."""
         return self._disk.fits(record, num_tokens)
 
     def needs(self, name: BlockName) -> bool:
-        """Whether some lineage on disk, or a turn that is not saved yet, names this."""
+        """As `Disk.needs`."""
         return self._disk.needs(name)
 
     def save_blocks(
@@ -131,13 +126,10 @@ class Persistence:
         written: Callable[[int], None],
         cache: str = BASE_CACHE,
     ) -> None:
-        """Write blocks that an agent's request has just filled, without waiting; its manifest will name them.
-
-        They are held until the turn's `commit` or `release`, one of which has to follow.
+        """Write blocks that a running request has filled, and pin them until `commit` or `release`, which must follow.
 
         Args:
-            written: gets the number of bytes, some time before the turn is committed.
-            cache: whose the sequence is.
+            written: gets the number of bytes, before the commit.
         """
         blocks, kept = list(blocks), self._caches.get(cache)
         targets = [
@@ -153,7 +145,7 @@ class Persistence:
 
     @contextmanager
     def _holding(self, lineages: Sequence[str] = (), blocks: Sequence[BlockName] = ()) -> Iterator[None]:
-        """Hold these for a job that is queued inside, which lets them go at its end; an exception does so at once."""
+        """Pin for a job queued inside, which unpins at its end; an exception unpins at once."""
         for name in lineages:
             self._in_use.hold_lineage(name)
         self._in_use.hold_blocks(blocks)
@@ -166,7 +158,7 @@ class Persistence:
             raise
 
     def release(self, blocks: Iterable[LaneBlock], cache: str = BASE_CACHE) -> None:
-        """A turn that gave these to `save_blocks` did not happen: delete the unused ones."""
+        """Undo `save_blocks` for a dropped turn."""
         self._let_go(_names(blocks, cache))
 
     def _let_go(self, held: Sequence[BlockName]) -> None:
@@ -186,18 +178,16 @@ class Persistence:
         final: bool = False,
         residuals: Sequence[ResidualTurn] = (),
     ) -> None:
-        """Make a turn durable: its blocks, then the lineage's manifest. A turn that fails leaves no file.
+        """Make a turn durable: its blocks, then the manifest. A failed turn leaves no file.
 
-        Residuals without room, or lost in between, are left out: they can be computed again.
+        Residuals that do not fit, or are lost, are left out: they can be computed again.
 
         Args:
-            record: the lineage after the turn, which names `blocks`.
-            blocks: all blocks of the lineage.
-            done: gets the outcome, on the engine thread.
-            early: what the turn gave to `save_blocks`.
-            lasting, repeated: as of `SavedSnapshots.choose`.
-            final: nothing of it is to be computed again after a restart.
-            residuals: what the turn has of its adapter's; those of other adapters stay.
+            record: lineage after the turn.
+            blocks: all of the lineage's.
+            early: those passed to `save_blocks`.
+            lasting, repeated, final: as in `SavedSnapshots.choose`.
+            residuals: the turn's own; those of other adapters stay.
         """
         record = self._snapshots.choose(record, lasting, repeated, final=final)
         record = cut_residuals(record, self._caches.namespace)
@@ -210,12 +200,12 @@ class Persistence:
                 held += early_ones
                 parts.append(CachePart(self._caches.get(residual.cache), residual.blocks, residual.num_tokens))
             else:
-                self._let_go(early_ones)  # before base's, which may need their room
-        # The durable part of the record in memory changes only when the disk has changed.
+                self._let_go(early_ones)  # before base's, which may need the room
+        # The table keeps the old durable blocks until the job succeeds.
         before = self._agents.find(record.name)
         durable = before or record.without_blocks()
         self._agents.put(record.with_blocks_of(durable))
-        self._in_use.hold_lineage(record.name)  # keeps the durable ones from being dropped for room
+        self._in_use.hold_lineage(record.name)  # keeps its durable blocks from eviction
         counted_on = names_of(set(record.held).difference(durable.held))
         self._in_use.hold_blocks(counted_on)
 
@@ -226,7 +216,7 @@ class Persistence:
         commit = Commit(record, parts, [*counted_on, *held], settle)
         try:
             self._try_to_commit(commit)
-        except BaseException:  # the turn has not happened
+        except BaseException:  # undo the turn
             self._in_use.let_lineage_go(record.name)
             self._in_use.let_blocks_go(counted_on)
             self._agents.remove(record) if before is None else self._agents.put(before)
@@ -245,7 +235,7 @@ class Persistence:
         )
 
     def _try_to_commit(self, commit: Commit) -> None:
-        """Queue the turn. If files disappear, try again, up to `MOST_TRIES` times while RAM has the blocks."""
+        """Queue the turn; retry up to `MOST_TRIES` times if files disappear while RAM has the blocks."""
         commit.tries += 1
         targets = [target for part in commit.parts for target in part.targets]
         for snapshot in commit.record.snapshots:
@@ -287,31 +277,27 @@ class Persistence:
         return Saved(outcome.num_bytes)
 
     def save_snapshots(self, now: float, idle: float = 0.0) -> None:
-        """Write the last snapshot of lineages that were not used for `idle` seconds, to compute nothing of them again.
-
-        Args:
-            now: as `time.monotonic` has it.
-        """
+        """Write the last checkpoints of lineages unused for `idle` seconds. `now`: `time.monotonic()`."""
         for name in self._snapshots.idle(now, idle):
             if (record := self._agents.find(name)) is not None:
                 self.save_snapshot(record)
             self._snapshots.forget(name)
 
     def save_snapshot(self, record: AgentRecord) -> None:
-        """Write a lineage's last snapshot, if that is in RAM only and no request uses the lineage."""
+        """Write the last checkpoint if it is not on disk and the lineage is not pinned."""
         if self._snapshots.is_unsaved(record.name) and not self._in_use.has_lineage(record.name):
             blocks = self.blocks_of(record, record.num_saved)
-            self.commit(record, blocks, lambda saved: None, final=True)  # what is not saved is computed again
+            self.commit(record, blocks, lambda saved: None, final=True)  # on failure it is computed again
             for block in reversed(blocks):
                 self._caches.base.prefix.slots.prune(block.node)
 
     @property
     def unsaved_since(self) -> float | None:
-        """When the first of the lineages ended its turn whose last snapshot is in RAM only; None if there is none."""
+        """As in `SavedSnapshots`."""
         return self._snapshots.unsaved_since
 
     def read_transcripts(self, records: Iterable[AgentRecord], go_on: Callable[[], None]) -> None:
-        """Call `go_on` when the lineages' transcripts are in RAM, or cannot be read; they stay until it returns."""
+        """Call `go_on` with the readable transcripts in RAM; they stay until it returns."""
         away = [record.transcript for record in records if not record.transcript.is_in_ram]
         if not away:
             go_on()
@@ -333,9 +319,9 @@ class Persistence:
         self.jobs.submit(read, settle=settle)
 
     def look_again(self, agent_id: str, done: Callable[[], None]) -> None:
-        """Read an unavailable agent's files again, at most once in `LOOK_AGAIN_SECONDS`; call `done` then.
+        """Retry an unavailable agent's files, at most every `LOOK_AGAIN_SECONDS`, then call `done`.
 
-        It can be used again once all of them are read.
+        The agent is available once all are readable.
         """
         if (waiting := self._looking.get(agent_id)) is not None:
             waiting.append(done)
@@ -372,7 +358,6 @@ class Persistence:
         self._looking[agent_id] = [done]
 
     def _take_in(self, records: Sequence[AgentRecord]) -> None:
-        """Lineages that were set aside are known from now on."""
         for record in records:
             self._set_aside.remove(record)
             index_lineage(self._caches, record, self._disk.files.has)
@@ -380,11 +365,7 @@ class Persistence:
             self._in_use.let_lineage_go(record.name)
 
     def use_responses(self, work: Callable[[ResponseFiles], T], done: Callable[[T | StoreError], None]) -> None:
-        """Have the writer's thread do `work` on stored responses, behind all that is queued.
-
-        Args:
-            done: gets its result on the engine thread, or the error.
-        """
+        """Run `work` on the writer thread; `done` gets its result or error."""
         results: list[T] = []
 
         def settle(outcome: Committed) -> None:
@@ -393,7 +374,7 @@ class Persistence:
         self.jobs.submit(partial(self._disk.use_responses, lambda files: results.append(work(files))), settle=settle)
 
     def save_record(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
-        """Write only a lineage's manifest and transcript (a new agent, a fork); it is in use until that is done."""
+        """Write only manifest and transcript (new agent, fork); the lineage stays pinned until then."""
 
         def settle(outcome: Committed) -> None:
             self._in_use.let_lineage_go(record.name)
@@ -403,10 +384,10 @@ class Persistence:
             self.jobs.submit(partial(self._disk.commit, SavedTurn(record)), settle=settle)
 
     def bring_in(self, archive: ArchivedAgent, done: Callable[[Saved], None]) -> None:
-        """Make the agent of an archive durable, and then known; its id must be unused.
+        """Save an imported agent with an unused id, then add it to the table.
 
         Raises:
-            ArchiveRejected: its residuals are not those that the adapter has here.
+            ArchiveRejected: its residuals have other cache groups than here.
         """
         if any(map(self._disk.files.disagrees_with, archive.records)):
             raise ArchiveRejected("it has other groups of residuals than the adapter has here", param="path")
@@ -430,10 +411,10 @@ class Persistence:
     # -- deleting ---------------------------------------------------------------------------------------------------
 
     def keep_bound(self, latest: AgentRecord) -> None:
-        """Give up lineages as long as the agent has too many and some are idle.
+        """Delete idle lineages while the agent has too many.
 
         Args:
-            latest: the one used last, which stays. If it is not on disk, it is given up itself, and not one that is.
+            latest: lineage used last. It stays, or if unsaved, is deleted instead of a saved one.
         """
         if not self._store.has_agent(latest.name):
             self._give_up_unsaved(latest)
@@ -452,13 +433,13 @@ class Persistence:
             self.delete_lineage(known, partial(_note_removal, known))
 
     def empty_lineage(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
-        """Replace a lineage by one that names no blocks, in memory at once; RAM keeps what it has of the old one."""
+        """Replace a lineage by one without blocks. RAM keeps the old ones."""
         known = self._agents.find(record.name) or record
         self._agents.put(record)
         self.jobs.submit(partial(self._disk.empty, record), settle=partial(self._removed, known, done))
 
     def delete_lineage(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
-        """Forget a lineage on disk and in RAM; what others name stays."""
+        """Delete a lineage, except blocks that another one names."""
         self._agents.remove(record)
 
         self.jobs.submit(partial(self._disk.delete, record), settle=partial(self._removed, record, done))
@@ -470,12 +451,11 @@ class Persistence:
     # -- numbers ----------------------------------------------------------------------------------------------------
 
     def file_bytes(self, block: NamedBlock) -> int:
-        """Bytes of a block's files, headers included."""
+        """Bytes of a block's files, including headers."""
         return self._disk.files.bytes_of(block.names)
 
     @property
     def evicted_blocks(self) -> dict[str, int]:
-        """Blocks that left RAM, by kind of cache."""
         return self._caches.evicted_blocks
 
     @property
@@ -484,7 +464,7 @@ class Persistence:
 
 
 def _note_removal(record: AgentRecord, saved: Saved) -> None:
-    """Log a failed removal. No request waits for it; the lineage is there again after a restart."""
+    """Only logged: no request waits. The lineage reappears after a restart."""
     if saved.error is not None:
         log.error("lineage %s could not be removed from disk: %s", record.name, saved.error)
 

@@ -1,7 +1,7 @@
-"""On which processors threads run.
+"""Assigns threads to processors.
 
-Linux likes to wake a thread on the processor of the thread that wakes it. Two that hand Python's lock to each other end
-up on one so, and stay there while another idles: nothing happens side by side then.
+Linux tends to wake a thread on its waker's processor. Threads that exchange the GIL then share one processor while
+another idles.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from contextlib import contextmanager, suppress
 
 
 def share_processors(helpers: int) -> tuple[Collection[int], Collection[int]]:
-    """Of the processors that this thread may use, its own share and that of so many helpers.
+    """Split the usable processors between this thread and `helpers` more threads.
 
-    Nothing where there is no choice.
+    Both are empty if there is no choice.
     """
     if sys.platform != "linux":
         return (), ()
@@ -26,12 +26,12 @@ def share_processors(helpers: int) -> tuple[Collection[int], Collection[int]]:
 
 @contextmanager
 def kept_to(processors: Collection[int]) -> Iterator[None]:
-    """Meanwhile this thread runs on these; anywhere where there are none."""
+    """Run this thread on these processors inside the block; on any if empty."""
     if sys.platform != "linux" or not processors:
         yield
         return
     before = os.sched_getaffinity(0)
-    with suppress(OSError):  # somebody has just taken them away from this process
+    with suppress(OSError):  # no longer available
         os.sched_setaffinity(0, processors)
     try:
         yield

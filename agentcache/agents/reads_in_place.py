@@ -1,7 +1,6 @@
-"""Blocks read from files to where they belong in the arenas: each byte is moved once.
+"""Reads blocks directly into the arenas, so that each byte is moved once.
 
-The engine thread, which would only wait meanwhile, does as the reader threads do: it takes the next block, reads its
-file and verifies it, while that is still in the processor's caches. It alone says which block is next.
+The engine thread reads and verifies as the readers do. It alone chooses the next block.
 """
 
 from __future__ import annotations
@@ -23,24 +22,21 @@ from agentcache.store.store import Store
 
 log = logging.getLogger("agentcache.restore")
 
-_AHEAD = 2  # jobs for each reader that wait for it while the engine thread reads one
+_AHEAD = 2  # queued jobs per reader before the engine thread reads one
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """One block, to be read to where it belongs."""
-
     restore: Restoring
     load: Load
     place: Place
 
 
 class ReadsInPlace:
-    """Carries out jobs while nothing else happens on the engine thread.
+    """Runs read jobs while the engine thread does nothing else.
 
     Args:
-        readers: its threads read files.
-        count: how many of them.
+        count: number of threads of `readers`.
     """
 
     def __init__(self, store: Store, readers: Executor, count: int) -> None:
@@ -49,13 +45,12 @@ class ReadsInPlace:
         self._count = count
         self._due: SimpleQueue[Job | None] = SimpleQueue()
         self._ended: list[tuple[Restoring, Read]] = []
-        self._buffers: list[RestBuffer] = []  # not in use; touched before, they may be in the processor's caches
+        self._buffers: list[RestBuffer] = []  # free ones, likely in the processor's caches
 
     def carry_out(self, jobs: Iterable[Job]) -> list[tuple[Restoring, Read]]:
-        """Carry out the jobs, which are asked for as they are needed, on this thread; what came of them.
+        """Carry out jobs, taken lazily, on this thread and the readers.
 
-        No thread touches their places when this returns. A failure is logged, and what it kept from being read counts
-        as missing; jobs that were not asked for are as before.
+        Afterwards no thread touches their places. Failed blocks count as missing.
         """
         self._ended = []
         own, others = share_processors(self._count)
@@ -75,11 +70,11 @@ class ReadsInPlace:
             self._dismiss(readers)
         for reader in readers:
             if not reader.cancelled() and (error := reader.exception()) is not None:
-                log.error("a reader has failed", exc_info=error)  # this thread has read what was left
+                log.error("a reader has failed", exc_info=error)  # this thread has read the rest
         return self._ended
 
     def _read_next(self, blocks: BlockFolder) -> bool:
-        """Whether there was one."""
+        """Read one queued block; False if the queue is empty."""
         with suppress(Empty):
             job = self._due.get_nowait()
             assert job is not None
@@ -88,22 +83,21 @@ class ReadsInPlace:
         return False
 
     def _read_all(self, processors: Collection[int]) -> None:
-        """On a reader thread: one after the other, until nothing is to come any more."""
+        """Runs on a reader thread."""
         with kept_to(processors), self._store.reader() as blocks:
             while (job := self._due.get()) is not None:
                 self._read(blocks, job)
 
     def _read(self, blocks: BlockFolder, job: Job) -> None:
-        """Bring the block to its place, verified, and let go of that."""
         rest, extras = None, None
         try:
             rest = self._buffer(job.place.rest_sizes)
             extras = blocks.read_apart(job.restore.header(job.load), job.place.integers, rest.data)
             job.place.put_rest(rest)
             self._buffers.append(rest)
-        except (BlockMissing, BlockRejected, StoreError):  # the store has logged and counted it
+        except (BlockMissing, BlockRejected, StoreError):  # logged and counted by the store
             pass
-        except BaseException:  # a block that cannot be read is computed
+        except BaseException:  # the block is computed instead
             extras = None
             log.exception("a block could not be read")
         finally:
@@ -117,9 +111,8 @@ class ReadsInPlace:
         return RestBuffer(sizes)
 
     def _dismiss(self, readers: Collection[Future[None]]) -> None:
-        """They read nothing more, and those that have yet to begin do not."""
         with suppress(Empty):
-            while (job := self._due.get_nowait()) is not None:  # there is one only where an error has come before it
+            while (job := self._due.get_nowait()) is not None:  # only after an error
                 job.place.let_go()
                 self._ended.append((job.restore, Read(job.load, None)))
         for reader in readers:

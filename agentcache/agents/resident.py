@@ -1,4 +1,4 @@
-"""Which lineages have their transcripts in RAM: those used last, within a budget."""
+"""Keeps recently used transcripts in RAM, within a budget."""
 
 from __future__ import annotations
 
@@ -9,32 +9,25 @@ from agentcache.blocks.ledger import TRANSCRIPTS, UNBOUNDED, Ledger
 from agentcache.blocks.transcript import Transcript
 
 _LEAST_BUDGET = 16 << 20
-_SHARE = 64  # of the RAM budget, beside which one part more is for transcripts
+_SHARE = 64  # divisor of the RAM budget; transcripts get that part on top of it
 
 
 def transcript_budget(ram_budget: int) -> int:
-    """Bytes for transcripts, for a RAM budget in bytes."""
     return max(_LEAST_BUDGET, ram_budget // _SHARE)
 
 
 class ResidentTranscripts:
-    """Counts the bytes of transcripts in RAM, and has those not used of late leave it. Belongs to the engine thread.
+    """Counts bytes of transcripts and evicts the least recently used. Engine thread only.
 
-    A transcript that no log has yet stays, whatever it takes. Requests may read one that has left: theirs is the memory
-    then, until they end.
-
-    Args:
-        ledger: has an account of them.
-        budget: bytes that they may take.
+    Unsaved transcripts stay. Requests own the copies of evicted ones that they read.
     """
 
     def __init__(self, ledger: Ledger, budget: int) -> None:
         self._budget = budget
         self._account = ledger.open(TRANSCRIPTS, apart=UNBOUNDED, floor=budget)
-        self._kept: OrderedDict[str, tuple[Transcript, int]] = OrderedDict()  # by lineage, with its bytes
+        self._kept: OrderedDict[str, tuple[Transcript, int]] = OrderedDict()  # by lineage, with bytes
 
     def keep(self, name: str, transcript: Transcript) -> None:
-        """This is the lineage's transcript now, and used last."""
         known, num_bytes = self._kept.get(name, (None, 0))
         if known is not transcript:
             self.forget(name)
@@ -46,13 +39,11 @@ class ResidentTranscripts:
         self._kept.move_to_end(name)
 
     def forget(self, name: str) -> None:
-        """The lineage has no transcript any more."""
         if name in self._kept:
             _, num_bytes = self._kept.pop(name)
             self._account.release(num_bytes)
 
     def trim(self, is_needed: Callable[[str], bool]) -> None:
-        """Keep to the budget, but for transcripts of lineages that are needed and those that are not on disk."""
         excess, leaving = self._account.claimed - self._budget, list[str]()
         for name, (transcript, num_bytes) in self._kept.items():
             if excess <= 0:

@@ -1,4 +1,4 @@
-"""What a lineage has on disk of adapters' residuals, beside base's keys and values."""
+"""Residual KV of a lineage."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from agentcache.store.manifest import AgentRecord, ResidualBlocks
 
 @dataclass(frozen=True)
 class ResidualTurn:
-    """What a turn has of one adapter's residuals.
+    """A turn's residuals of one adapter.
 
     Args:
-        cache: names the adapter (`keys.residual_cache`).
-        num_tokens: whose residuals `blocks` hold.
-        blocks: all of the lineage's in that cache, in the order of `spans`.
-        early: what of them was given to `Persistence.save_blocks`, and more perhaps.
+        cache: `keys.residual_cache` of the adapter.
+        num_tokens: number of tokens in `blocks`.
+        blocks: all of the lineage's, in the order of `spans`.
+        early: blocks passed to `Persistence.save_blocks`, perhaps including surplus ones.
     """
 
     cache: str
@@ -29,7 +29,7 @@ class ResidualTurn:
 
 
 def root_of(namespace: Namespace, residual: ResidualBlocks) -> str:
-    """The chain key in front of a lineage's residuals, whether their adapter is loaded or not.
+    """Chain key before a lineage's residuals, even of unloaded adapters.
 
     Args:
         namespace: base's, with the lineage's salt.
@@ -38,7 +38,7 @@ def root_of(namespace: Namespace, residual: ResidualBlocks) -> str:
 
 
 def cut_residuals(record: AgentRecord, namespace: Callable[[str], Namespace]) -> AgentRecord:
-    """The lineage without residuals of tokens that are not, or no longer, those of its transcript."""
+    """Drop residuals of tokens outside the transcript."""
     if not record.residuals:
         return record
     cut = (_still_valid(record, each, namespace(record.salt)) for each in record.residuals)

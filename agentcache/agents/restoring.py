@@ -1,4 +1,4 @@
-"""A restore under way: blocks of a sequence that are on disk only, on their way to its slots."""
+"""The state of one restore."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentcache.store.block_file import BlockHeader
 
 
 def header_of(node: Node, index: int, cache: KeptCache) -> BlockHeader:
-    """What the file of one cache group's part of a node has to say of itself."""
+    """The header that a block's file must have."""
     assert node.parent is not None
     group = cache.prefix.all_groups[index].name
     return BlockHeader(
@@ -33,12 +33,11 @@ def header_of(node: Node, index: int, cache: KeptCache) -> BlockHeader:
 
 @dataclass(frozen=True)
 class Restored:
-    """How a restore ended.
+    """Outcome of a restore.
 
     Args:
         num_bytes: bytes of keys and values read.
-        seconds: from the start to the last block in place.
-        complete: False where a file was missing or wrong (it is in quarantine then, and no longer known).
+        complete: whether all files were valid; damaged ones are in quarantine.
     """
 
     num_bytes: int
@@ -48,9 +47,11 @@ class Restored:
 
 @dataclass(frozen=True)
 class Read:
-    """What came of a block's file; `extras` is None if that was missing or wrong.
+    """Result of reading one file.
 
-    `data` is the block as the file has it; None where it lies in its slot already.
+    Args:
+        extras: None if the file was missing or damaged.
+        data: the stored block; None if already in its slot.
     """
 
     load: Load
@@ -60,11 +61,7 @@ class Read:
 
 @dataclass
 class Restoring:
-    """Counts what is still due. Belongs to the engine thread.
-
-    Args:
-        done: gets the outcome when nothing is.
-    """
+    """Counts the remaining blocks of a restore. Engine thread only."""
 
     cache: KeptCache
     sequence: CacheSequence
@@ -75,15 +72,13 @@ class Restoring:
     started_at: float = field(default_factory=time.perf_counter)
 
     def block_bytes(self, group: int) -> int:
-        """Of a full block."""
         return self.cache.prefix.all_groups[group].bytes_per_block
 
     def header(self, load: Load) -> BlockHeader:
-        """What the file of a block that is due has to say of itself."""
         return header_of(load.node, load.group, self.cache)
 
     def settle(self, reads: Sequence[Read]) -> None:
-        """What has been read lies in its slots: publish it."""
+        """Publish blocks that were read; mark missing ones."""
         cache = self.cache
         for read in reads:
             load = read.load
@@ -98,7 +93,7 @@ class Restoring:
         self.drop(len(reads))
 
     def drop(self, num_blocks: int) -> None:
-        """So many blocks are no longer due."""
+        """Note finished blocks; report the outcome after the last one."""
         self.blocks_due -= num_blocks
         if not self.blocks_due:
             self.done(Restored(self.num_bytes, time.perf_counter() - self.started_at, self.complete))

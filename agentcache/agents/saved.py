@@ -1,4 +1,4 @@
-"""How saving ends."""
+"""Outcomes of saving."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Saved:
-    """How saving a turn ended: bytes written, or why nothing was promised."""
+    """Bytes written, or the error."""
 
     written_bytes: int = 0
     error: str | None = None
 
 
 def when_all(count: int, done: Callable[[Saved], None]) -> Callable[[Saved], None]:
-    """What takes `count` outcomes and hands on one: all bytes, and the first error there was."""
+    """Combine `count` outcomes into one: total bytes and first error."""
     outcomes: list[Saved] = []
 
     def take(saved: Saved) -> None:

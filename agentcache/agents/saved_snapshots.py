@@ -1,4 +1,4 @@
-"""Which snapshots of recurrent state a lineage has on disk. For models without recurrent layers: none."""
+"""Selects checkpoints of recurrent state to save."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from agentcache.store.manifest import AgentRecord
 
 @dataclass(frozen=True)
 class _Unsaved:
-    """A lineage whose last snapshots are in RAM only.
+    """A lineage whose last checkpoint is only in RAM.
 
     Args:
-        since: when its last turn ended, by `time.monotonic`.
-        repeated: as of `SavedSnapshots.choose`.
+        since: end of its last turn, by `time.monotonic`.
     """
 
     since: float
@@ -31,11 +30,11 @@ class _Unsaved:
 
 
 class SavedSnapshots:
-    """Chooses them, and knows which lineages end with one that is in RAM only. Belongs to the engine thread.
+    """Selects checkpoints, and tracks lineages whose last one is only in RAM. Engine thread only.
 
     Args:
-        fits: whether the disk budget could hold a lineage with so many tokens.
-        first_thought: tokens in front of the first thought, which a chat template may not show again; None without one.
+        fits: as `Disk.fits`.
+        first_thought: tokens before the first thought, which a chat template may omit later.
     """
 
     def __init__(
@@ -49,15 +48,15 @@ class SavedSnapshots:
         self._runner = runner
         self._fits = fits
         self._first_thought = first_thought
-        self._unsaved: dict[str, _Unsaved] = {}  # by lineage, oldest first
+        self._unsaved: dict[str, _Unsaved] = {}  # oldest first
 
     def choose(self, record: AgentRecord, lasting: int, repeated: int, *, final: bool) -> AgentRecord:
-        """The record with the snapshots that are to be on disk; those that there is no room for are left out.
+        """The record with the checkpoints to save; without new ones if the disk budget cannot hold them.
 
         Args:
-            lasting: the position of the snapshot behind its system prompt; 0 where that is not known.
-            repeated: tokens that the next prompt repeats, as of `Submit`; of the last turn, if `final`.
-            final: nothing of it is to be computed again after a restart.
+            lasting: position after the system prompt; 0 if unknown.
+            repeated: as in `Submit`; if `final`, that of the last turn.
+            final: whether to save all that a restart would compute again.
         """
         cache = self._caches.base.prefix
         snapshots = cache.snapshots
@@ -80,7 +79,7 @@ class SavedSnapshots:
             returns=self._returns(record, repeated),
         )
         chosen = choose(final=final)
-        # A file holds finite values only.
+        # Files hold only finite values.
         sound = (end for end in chosen if end in saved or self._is_finite(found[end]))
         named = tuple(NamedSnapshot(end, found[end].chain, snapshots.index) for end in sound)
         self._unsaved.pop(record.name, None)
@@ -92,7 +91,7 @@ class SavedSnapshots:
         return replace(record, snapshots=tuple(each for each in named if each.num_tokens in saved))
 
     def _returns(self, record: AgentRecord, repeated: int) -> list[int]:
-        """Positions, beside the end, at which a prompt that continues the lineage may branch off."""
+        """Positions before the end where a continuing prompt may branch."""
         start = None if record.producer is None else record.producer.start
         places = [self._first_thought(record.transcript), start, repeated or None]
         return [place for place in places if place is not None and place < record.num_saved]
@@ -101,18 +100,16 @@ class SavedSnapshots:
         return node.state is not None and self._runner.is_finite_state(node.state)
 
     def is_unsaved(self, name: str) -> bool:
-        """Whether that lineage's last snapshot is in RAM only."""
         return name in self._unsaved
 
     def forget(self, name: str) -> None:
-        """Nothing more is to be done for that lineage."""
         self._unsaved.pop(name, None)
 
     def idle(self, now: float, idle: float) -> list[str]:
-        """Lineages whose last snapshot is in RAM only, and whose last turn ended `idle` seconds before `now`."""
+        """Lineages whose last turn ended at least `idle` seconds before `now`."""
         return [name for name, unsaved in self._unsaved.items() if now - unsaved.since >= idle]
 
     @property
     def unsaved_since(self) -> float | None:
-        """When the first of the lineages ended its turn whose last snapshot is in RAM only; None if there is none."""
+        """End of the earliest turn whose last checkpoint is only in RAM, or None."""
         return next((unsaved.since for unsaved in self._unsaved.values()), None)

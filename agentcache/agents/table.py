@@ -1,4 +1,4 @@
-"""The named agents, and what each one's lineages are."""
+"""Tables of agents and their lineages."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from agentcache.store.manifest import AgentRecord, agent_of, as_time
 
 
 class Agents:
-    """All lineages of the served model's agents, as they were at one moment.
+    """All lineages of the served model's agents at one moment.
 
-    A lineage has a name of its own (`manifest.lineage_name`), and repeats the settings of its agent.
+    A lineage has its own name (`manifest.lineage_name`) and repeats its agent's settings.
 
     Args:
-        lineages: by the agent's id.
-        unavailable: why agents cannot be used now, by id; they have no lineages here.
+        unavailable: reasons by agent id; these agents have no lineages here.
     """
 
     def __init__(
@@ -42,28 +41,27 @@ class Agents:
         return len(self._lineages)
 
     def __iter__(self) -> Iterator[AgentRecord]:
-        """Every lineage."""
         return (record for lineages in list(self._lineages.values()) for record in lineages)
 
     @property
     def ids(self) -> list[str]:
-        """Of all agents, sorted."""
+        """All ids, sorted."""
         return sorted(self._lineages)
 
     def known(self, agent_id: str | None) -> tuple[AgentRecord, ...]:
-        """The agent's lineages; none for an agent that is not there. Raises AgentUnavailable."""
+        """The agent's lineages; empty if unknown. Raises AgentUnavailable."""
         if agent_id is None:
             return ()
         self.require_available(agent_id)
         return self._lineages.get(agent_id, ())
 
     def require_available(self, agent_id: str, param: str = "agent") -> None:
-        """Raise AgentUnavailable for an agent some of whose files cannot be read now."""
+        """Raise AgentUnavailable if some of the agent's files are unreadable."""
         if (reason := self.unavailable.get(agent_id)) is not None:
             raise AgentUnavailable(agent_id, reason, param=param)
 
     def lineages(self, agent_id: str, lineage: str | None = None) -> tuple[AgentRecord, ...]:
-        """The agent's lineages, or only the one with that id; raises NotFound, AgentUnavailable."""
+        """The agent's lineages, or the one with this id. Raises NotFound, AgentUnavailable."""
         found = self.known(agent_id)
         if not found:
             raise NotFound(f"there is no agent {agent_id!r}", param="agent", code="agent_not_found")
@@ -76,20 +74,18 @@ class Agents:
         return (record,)
 
     def get(self, agent_id: str) -> AgentRecord:
-        """The agent's longest lineage, and of equals the one used last; raises NotFound."""
+        """The longest lineage, of equals the last used. Raises NotFound."""
         return max(self.lineages(agent_id), key=lambda record: (len(record.transcript), record.last_used))
 
     def count(self, agent_id: str) -> int:
-        """How many lineages the agent has."""
         return len(self.known(agent_id))
 
     def find(self, name: str) -> AgentRecord | None:
-        """The lineage of that name, if there is one."""
         return next((record for record in self.known(agent_of(name)) if record.name == name), None)
 
 
 class Lineages(Agents):
-    """Lineages that come and go. Belongs to one thread."""
+    """A mutable table. Belongs to one thread."""
 
     def __init__(self, records: Iterable[AgentRecord] = ()) -> None:
         super().__init__({})
@@ -97,7 +93,6 @@ class Lineages(Agents):
             self.put(record)
 
     def put(self, record: AgentRecord) -> None:
-        """Add a lineage, or replace the one of that name."""
         old, known = self.find(record.name), self._lineages.get(record.id, ())
         if old is None:
             self._lineages[record.id] = (*known, record)
@@ -106,7 +101,7 @@ class Lineages(Agents):
         self._changed(record.id)
 
     def remove(self, record: AgentRecord) -> None:
-        """Forget a lineage, and the agent with its last one. Raises NotFound."""
+        """Remove a lineage, and its agent with the last one. Raises NotFound."""
         (known,) = self.lineages(record.id, record.lineage)
         left = tuple(other for other in self._lineages[record.id] if other is not known)
         if left:
@@ -116,22 +111,18 @@ class Lineages(Agents):
         self._changed(record.id)
 
     def _changed(self, agent_id: str) -> None:
-        """Called after every change of an agent's lineages."""
+        """Hook for changes of an agent's lineages."""
 
 
 class AgentTable(Lineages):
-    """The agents as the engine knows them: their last turns, saved or not.
-
-    Belongs to the engine thread; other threads get a `view`.
+    """The agents as of their last turns, saved or not. Engine thread only; other threads get a `view`.
 
     Args:
         model: fingerprint of the served model.
-        records: lineages to begin with.
-        in_use: lineages that requests use.
-        transcripts: has those of lineages that were not used of late leave RAM; None where all stay.
+        transcripts: None keeps all in RAM.
 
     Attributes:
-        must_stay: says of a lineage's name whether its transcript is needed on the engine's thread.
+        must_stay: whether the engine thread needs a lineage's transcript, by name.
     """
 
     def __init__(
@@ -162,7 +153,7 @@ class AgentTable(Lineages):
             self._transcripts.forget(record.name)
 
     def set_aside(self, unavailable: Mapping[str, str]) -> list[AgentRecord]:
-        """Agents that cannot be used now, with the reasons by id; returns those of their lineages that are known."""
+        """Make agents unavailable, with reasons by id; returns their lineages."""
         lineages = [record for record in self if record.id in unavailable]
         for record in lineages:
             self.remove(record)
@@ -173,7 +164,7 @@ class AgentTable(Lineages):
         return lineages
 
     def note_unavailable(self, agent_id: str, reason: str | None) -> None:
-        """Why an agent cannot be used now; None for one that can."""
+        """Set the reason why an agent is unavailable; None if it is available."""
         others = {each: why for each, why in self.unavailable.items() if each != agent_id}
         self.unavailable = others if reason is None else others | {agent_id: reason}
         self._view = None
@@ -182,40 +173,37 @@ class AgentTable(Lineages):
         return self._in_use.has_lineage(name) or self.must_stay(name)
 
     def view(self) -> Agents:
-        """The agents as they are now, whatever changes later."""
+        """An immutable copy of the current state."""
         if self._view is None:
             self._view = Agents(dict(self._lineages), self.unavailable)
         return self._view
 
     def note_use(self, last_used: float) -> None:
-        """Uses from now on come after that one; in seconds since 1970."""
+        """Make later times of use follow this one."""
         self._latest_use = max(self._latest_use, last_used)
 
     def time_of_use(self) -> float:
-        """A new `last_used`: of a use that comes after all that are known, whatever the system's clock says."""
+        """A `last_used` after all known ones, whatever the clock."""
         self._latest_use = time_after(self._latest_use)
         return self._latest_use
 
     def as_used_now(self, records: Sequence[AgentRecord]) -> list[AgentRecord]:
-        """Lineages of an agent as if the one used last were used now, and the others as long before it as ever."""
+        """The lineages with times shifted so that the latest is now."""
         now, latest = self.time_of_use(), max(record.last_used for record in records)
-        # The difference first: a sum with a time in a distant year would round today's microseconds away.
+        # Subtract first: adding a distant year would lose microseconds.
         return [replace(record, last_used=as_time(now - (latest - record.last_used))) for record in records]
 
     def new(self, agent_id: str, *, policy: str = "exact", system: str | None = None, param: str = "id") -> AgentRecord:
-        """A lineage without a transcript, for an agent whose id is not in use. Not yet put.
+        """A lineage without a transcript for an unused id. Not yet put.
 
-        Raises:
-            InvalidRequest: it is no id.
-            AgentUnavailable: it is in use, and files of that agent cannot be read now.
-            Conflict: it is in use, or another one that differs only by case. All name `param`.
+        Raises InvalidRequest, AgentUnavailable, Conflict, which name `param`.
         """
         self.require_available(agent_id, param)
         if not is_name(agent_id):
             raise InvalidRequest(f"{agent_id!r:.80} is no agent id: use 1 to 64 of A-Z a-z 0-9 . _ -", param=param)
         if agent_id in self._lineages:
             raise Conflict(f"agent {agent_id!r} exists already", param=param)
-        # Manifests are files named by id, and some file systems do not tell upper from lower case.
+        # Some file systems ignore the case of manifests' names.
         if clash := self._clash(agent_id):
             raise Conflict(f"agent {agent_id!r} differs only by case from agent {clash!r}", param=param)
         return AgentRecord(
@@ -234,15 +222,13 @@ class AgentTable(Lineages):
         )
 
     def _clash(self, agent_id: str) -> str | None:
-        """An agent, there already or about to be, whose id differs only by case."""
+        """An id, existing or pinned, that differs only by case."""
         others = (*self._lineages, *self.unavailable, *map(agent_of, self._in_use.lineages()))
         return next((other for other in others if other != agent_id and other.casefold() == agent_id.casefold()), None)
 
     def vacant(self, agent_id: str, *, param: str) -> AgentRecord:
-        """An empty lineage that no request uses: the agent's, a new one of it, or a new agent's first.
-
-        Not yet put; raises as `new`.
-        """
+        """An empty unpinned lineage: an existing one, a new one, or a new agent's first. Not yet put; raises as
+        `new`."""
         if agent_id not in self._lineages:
             blank = self.new(agent_id, param=param)
             return self._renamed(blank) if self._in_use.has_lineage(blank.name) else blank
@@ -256,7 +242,7 @@ class AgentTable(Lineages):
         return replace(record, lineage=secrets.token_hex(4))
 
     def fork(self, agent_id: str, new_id: str, lineage: str | None = None) -> list[AgentRecord]:
-        """Lineages with the same transcripts under a new id, as if used now; raises NotFound, Conflict. Not yet put."""
+        """Copies under a new id, as if used now. Not yet put. Raises NotFound, Conflict."""
         sources, blank = self.lineages(agent_id, lineage), self.new(new_id)
         return [
             replace(
@@ -272,10 +258,10 @@ class AgentTable(Lineages):
         self._view = None
 
     def surplus(self, agent_id: str, bound: int) -> AgentRecord | None:
-        """The idle lineage to give up first where the agent has more than `bound`.
+        """The idle lineage with the highest eviction priority, if the agent has more than `bound`.
 
-        The one used last stays, and the longest where more than one may: a main conversation that waits for a slow
-        subagent is not to go for short ones that follow one another.
+        The last used stays; also the longest, if `bound` > 1: short subagents must not evict a waiting main
+        conversation.
         """
         known = self._lineages.get(agent_id, ())
         if len(known) <= bound:
@@ -288,11 +274,7 @@ class AgentTable(Lineages):
 
 
 def reasons_by_agent(lineages: Mapping[str, str]) -> dict[str, str]:
-    """Why agents are unavailable, by id.
-
-    Args:
-        lineages: why lineages are, by name; one is enough for its agent, lest a turn begin anew what it continues.
-    """
+    """Reasons by agent id. One unreadable lineage suffices, lest a turn restart a conversation."""
     reasons: dict[str, str] = {}
     for name, reason in lineages.items():
         reasons.setdefault(agent_of(name), reason)
@@ -300,15 +282,14 @@ def reasons_by_agent(lineages: Mapping[str, str]) -> dict[str, str]:
 
 
 def emptied(record: AgentRecord) -> AgentRecord:
-    """A lineage of the same agent that holds nothing."""
     return replace(record.without_blocks(), salt="", producer=None, transcript=Transcript.empty())
 
 
 def names_of(blocks: Iterable[NamedBlock]) -> list[BlockName]:
-    """The files of these blocks: one for each of their cache groups."""
+    """Names of these blocks' files, one per cache group."""
     return [name for block in blocks for name in block.names]
 
 
 def blocks_of(records: Sequence[AgentRecord]) -> set[NamedBlock]:
-    """All blocks that these lineages name, those of their snapshots too."""
+    """All blocks that these lineages name, including checkpoints."""
     return {block for record in records for block in record.held}

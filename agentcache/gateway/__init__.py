@@ -1,1 +1,1 @@
-"""The asyncio side of the engine: who waits for what, and what a client gets."""
+"""The asyncio side of the engine: queues per agent, prompt preparation, and replies."""

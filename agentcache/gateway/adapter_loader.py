@@ -1,4 +1,4 @@
-"""From an adapter's folder to the device, while requests go on. Files are read on a thread of their own."""
+"""Loads adapters to the device while requests run."""
 
 from __future__ import annotations
 
@@ -35,29 +35,24 @@ T = TypeVar("T")
 P = ParamSpec("P")
 Content = AdapterContent | Decoder
 
-# A request that waits for room for its adapter is next once so many later ones have got theirs.
+# A waiting request is next after this many later ones.
 _MOST_TIMES_PASSED_OVER = 16
 
 
 @dataclass(eq=False)
 class _Wait:
-    """A request whose adapter may not be on the device yet.
-
-    Args:
-        digest: of the adapter's weights.
-        passed_over: how many later requests, for other weights, went first.
-    """
+    """A request that waits for weights. `passed_over` counts later requests for other weights."""
 
     digest: str
     passed_over: int = 0
 
 
 class AdapterLoader:
-    """Loads adapters, and sees to it that the weights of those in use are on the device. Belongs to one event loop.
+    """Loads adapters and keeps those in use on the device. Belongs to one event loop.
 
     Args:
-        thread: the engine's, which has started.
-        memo: where digests of decoders' files are remembered.
+        thread: the started engine thread.
+        memo: cache file for digests of decoders.
     """
 
     def __init__(self, thread: EngineThread, memo: Path) -> None:
@@ -65,34 +60,29 @@ class AdapterLoader:
         self._memo = memo
         self._model = thread.view.model
         self._table = AdapterTable(self._model.adapter_budget)
-        # A larger file's matrices would not fit, halved to 16 bits. Reading takes several times a file's size.
+        # The 16-bit matrices of a larger file would not fit. Reading takes several times a file's size.
         self._max_bytes = min(MAX_BYTES, 2 * self._model.adapter_budget + MAX_HEADER_BYTES)
         self._reader = Workers(1, name="agentcache-adapters")
         self._loading = asyncio.Lock()
         self._released = asyncio.Event()
-        self._waits: list[_Wait] = []  # as they came
+        self._waits: list[_Wait] = []  # in order of arrival
 
     async def close(self, error: AgentCacheError) -> None:
-        """Refuse all further reading of folders with `error`."""
+        """Reject further reads with `error`."""
         await self._reader.close(error)
 
     # -- names --------------------------------------------------------------------------------------------------------
 
     def list(self) -> tuple[AdapterInfo, ...]:
-        """All adapters, by name."""
+        """Sorted by name."""
         return tuple(self._table.info(adapter) for adapter in self._table)
 
     def get(self, name: str) -> ServedAdapter:
-        """What the name means now. Raises NotFound."""
+        """The adapter that the name means now. Raises NotFound."""
         return self._table.get(name)
 
     async def load(self, folder: AdapterFolder) -> AdapterInfo:
-        """Serve the adapter of a folder under a name, in place of what it meant before.
-
-        Raises:
-            InvalidRequest: the name is none, or the adapter is larger than the RAM budget can hold.
-            UnsupportedAdapter: the folder cannot be served, or is invoked by tokens that the model does not have.
-        """
+        """Serve an adapter folder under a name, replacing an earlier one. Raises InvalidRequest, UnsupportedAdapter."""
         name = check_adapter_name(folder.name)
         try:
             async with self._loading:
@@ -111,7 +101,7 @@ class AdapterLoader:
             return await self._in_background(read_adapter, path, self._model.modules, self._max_bytes)
         except UnsupportedAdapter as error:
             raise type(error)(error.message, param="path") from None
-        except OSError as error:  # of a path that is none
+        except OSError as error:  # such as an invalid path
             raise UnreadableAdapter(f"the folder cannot be read: {error!s:.200}", param="path") from None
 
     def _serve(self, name: str, folder: AdapterFolder, source: AdapterSource) -> ServedAdapter:
@@ -137,7 +127,7 @@ class AdapterLoader:
         return ServedAdapter(name, source, policy, frozenset(changed), refusal, may_share)
 
     def _residual_refusal(self, source: AdapterSource) -> str:
-        """Why its requests cannot be `residual`; empty where they can."""
+        """Reason why it cannot run `residual`; empty if it can."""
         if self._model.residuals is None or isinstance(source, Decoder):
             return RESIDUAL_IS_OFF
         try:
@@ -147,7 +137,6 @@ class AdapterLoader:
         return ""
 
     async def _put_if_there_is_room(self, content: Content) -> None:
-        """So that the first request need not wait; it will where others use all the room."""
         if self._make_room(_source(content)):
             try:
                 await self._put(content)
@@ -155,7 +144,7 @@ class AdapterLoader:
                 return
 
     def unload(self, name: str) -> None:
-        """Refuse new requests for the adapter; its weights go when the last one is done. Raises NotFound."""
+        """Refuse new requests for the adapter; its weights go after the last running one. Raises NotFound."""
         self._table.remove(name)
         self._drop_orphans()
 
@@ -163,14 +152,14 @@ class AdapterLoader:
 
     @asynccontextmanager
     async def lease(self, name: str | None) -> AsyncIterator[ServedAdapter | None]:
-        """Inside, the adapter's weights are on the device, whatever happens to its name. None for base.
+        """Keep the adapter's weights on the device inside the block, even if its name changes. None for base.
 
-        Requests whose adapters are there go first, but not for ever (`_MOST_TIMES_PASSED_OVER`).
+        Requests whose weights are loaded go first, up to `_MOST_TIMES_PASSED_OVER` times.
 
         Raises:
-            NotFound: there is no such adapter.
-            UnsupportedAdapter: its weights had been dropped, and its folder is gone or holds others by now.
-            Overloaded: running requests take the RAM budget.
+            NotFound: unknown adapter.
+            UnsupportedAdapter: its weights were dropped, and its folder is gone or changed.
+            Overloaded: running requests use the RAM budget.
         """
         if name is None:
             yield None
@@ -196,10 +185,10 @@ class AdapterLoader:
         finally:
             self._waits.remove(wait)
             if wait.passed_over >= _MOST_TIMES_PASSED_OVER:
-                self._tell_released()  # those that it kept back
+                self._tell_released()  # wake the requests that it blocked
 
     async def _is_there(self, adapter: ServedAdapter, wait: _Wait) -> bool:
-        """Whether the weights are on the device now; else something has changed since."""
+        """Whether the weights are loaded. If False, the state has changed and the caller retries."""
         released = self._released
         if self._is_kept_back(wait):
             self._table.release(adapter)  # its weights may have to make room
@@ -217,11 +206,10 @@ class AdapterLoader:
                 if not self._table.is_resident(adapter.digest):
                     await self._read_again(adapter)
                 return True
-        await released.wait()  # others use all the room
+        await released.wait()  # adapters in use leave no room
         return False
 
     def _is_kept_back(self, wait: _Wait) -> bool:
-        """Whether a request for other weights has waited for so long that it is next."""
         overdue = (other for other in self._waits if other.passed_over >= _MOST_TIMES_PASSED_OVER)
         first = next(overdue, None)
         return first is not None and first.digest != wait.digest
@@ -244,7 +232,7 @@ class AdapterLoader:
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def _make_room(self, source: AdapterSource) -> bool:
-        """Drop what nobody uses, as far as it takes; False if those in use leave no room."""
+        """Drop unused weights as needed; False if those in use leave no room."""
         if self._table.is_resident(source.digest):
             return True
         victims = self._table.victims(source.nbytes)
@@ -253,7 +241,7 @@ class AdapterLoader:
         return victims is not None
 
     async def _put(self, content: Content) -> None:
-        # To its end, and no other meanwhile, also if who wanted it is cancelled: table and device must agree.
+        # Runs to its end under the caller's lock, even if the caller is cancelled: table and device must agree.
         put = asyncio.ensure_future(self._put_to_the_end(content))
         try:
             await asyncio.shield(put)
@@ -270,7 +258,7 @@ class AdapterLoader:
             self._drop(digest)
 
     def _drop(self, digest: str) -> None:
-        """After everything that was posted before; nobody uses it."""
+        """Queue the removal after everything posted so far."""
         self._table.set_dropped(digest)
         self._thread.tell(DropAdapter(digest), lambda dropped: None)
 
@@ -281,7 +269,7 @@ class AdapterLoader:
 def _path(folder: AdapterFolder) -> Path:
     try:
         return Path(folder.path).expanduser().absolute()
-    except RuntimeError as error:  # ~somebody, who has no home
+    except RuntimeError as error:  # ~user without a home
         raise UnsupportedAdapter(f"{folder.path}: {error}", param="path") from None
 
 

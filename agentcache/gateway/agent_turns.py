@@ -1,4 +1,4 @@
-"""Who is at work on an agent: one request at a time per lineage, and nobody beside what concerns the whole agent."""
+"""Locks for agents: one request at a time per lineage, and exclusive access for operations on a whole agent."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from agentcache.store.manifest import AgentRecord
 
 @dataclass(frozen=True)
 class Claim:
-    """What a turn needs for itself.
+    """The part of an agent that a turn locks.
 
     Args:
-        lineage: name of the lineage that it goes on from.
-        prompt: what it computes; who goes on from there has to wait for the answer.
-        whole: the whole agent.
-        found: the lineage that the prompt goes on from, or changes, as it was when this was said.
+        lineage: name of the lineage that it extends.
+        prompt: prompt to compute; later prompts that start with it wait.
+        found: lineage that it extends or changes.
     """
 
     lineage: str | None = None
@@ -29,7 +28,7 @@ class Claim:
     found: AgentRecord | None = field(default=None, compare=False)
 
     def keeps_out(self, later: Claim) -> bool:
-        """Whether a later turn with that claim has to wait."""
+        """Whether a later turn with claim `later` must wait."""
         if self.whole or later.whole:
             return True
         if self.lineage is not None and self.lineage == later.lineage:
@@ -41,19 +40,19 @@ WHOLE = Claim(whole=True)
 
 
 class Turn:
-    """Somebody's turn with an agent. Belongs to one event loop."""
+    """A place in an agent's queue. Belongs to one event loop."""
 
     def __init__(self, others: list[Turn]) -> None:
-        self._others = others  # of the same agent, in order of arrival, this one included
+        self._others = others  # the agent's turns in order of arrival, including this one
         self._claim: Claim | None = None
         self._changed = asyncio.Event()
         self._work: asyncio.Future[Any] | None = None
 
     async def wait(self, read: Callable[[], Claim]) -> Claim:
-        """Return what `read` says when nobody who came earlier is in the way.
+        """Wait until no earlier turn conflicts; returns the claim.
 
         Args:
-            read: what this turn needs, as things stand; asked again when the one in the way is over, or needs less.
+            read: computes the claim; called again when the blocking turn ends or changes its claim.
         """
         while True:
             claim = read()
@@ -66,25 +65,19 @@ class Turn:
             await blocker._changed.wait()
 
     def _tell(self) -> None:
-        """Have those who wait for this turn look again."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
     def _blocker(self, claim: Claim) -> Turn | None:
-        """The last one in the way. One that has not said what it needs may be."""
+        """The last conflicting turn. A turn without a claim yet conflicts."""
         earlier = self._others[: self._others.index(self)]
         return next((turn for turn in reversed(earlier) if turn._claim is None or turn._claim.keeps_out(claim)), None)
 
     def lasts_until(self, work: asyncio.Future[Any]) -> None:
-        """Who comes next waits for `work` too, whether or not its client does: it may have left.
-
-        Cancelling the client must not cancel `work`.
-        """
+        """Keep the lock until `work` is done, even if the client leaves, which must not cancel `work`."""
         self._work = work
 
     def leave(self, over: Callable[[], None]) -> None:
-        """Let the next ones in, now or when the work is done; then call `over`."""
-
         def end() -> None:
             self._others.remove(self)
             self._tell()
@@ -97,14 +90,14 @@ class Turn:
 
 
 class AgentTurns:
-    """The turns with every agent. Belongs to one event loop."""
+    """The queues of all agents. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._turns: dict[str, list[Turn]] = {}
 
     @asynccontextmanager
     async def arrive(self, agent_id: str | None) -> AsyncIterator[Turn]:
-        """Join the agent's queue; None is nobody's. Inside, `Turn.wait` comes before any work."""
+        """Join the agent's queue; None takes no lock. Await `Turn.wait` before any work."""
         turns = [] if agent_id is None else self._turns.setdefault(agent_id, [])
         turn = Turn(turns)
         turns.append(turn)
@@ -115,7 +108,7 @@ class AgentTurns:
 
     @asynccontextmanager
     async def turn(self, agent_id: str) -> AsyncIterator[Turn]:
-        """Inside, nobody else is at work on the agent."""
+        """Lock the whole agent inside the block."""
         async with self.arrive(agent_id) as turn:
             await turn.wait(lambda: WHOLE)
             yield turn

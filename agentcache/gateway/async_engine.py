@@ -1,4 +1,4 @@
-"""The engine as asyncio sees it."""
+"""The asyncio interface of the engine."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ T = TypeVar("T")
 log = logging.getLogger("agentcache.engine")
 
 MOST_ARCHIVES = 8  # that may wait to be read
-MEASURE_SECONDS = 4.0  # a start that measures longer serves in safe bits first, and measures between requests
+MEASURE_SECONDS = 4.0  # limit at start; beyond it, serve in safe bits and measure between requests
 
 
 def _through_gate(
     method: Callable[Concatenate[AsyncEngine, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[AsyncEngine, P], Coroutine[Any, Any, T]]:
-    """Have a method wait while the engine is replaced, and keep the engine from being replaced while it runs."""
+    """Make a method wait while the engine is replaced, and block replacement while it runs."""
 
     @wraps(method)
     async def call(engine: AsyncEngine, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -83,20 +83,18 @@ def _through_gate(
 
 
 class AsyncEngine:
-    """Start it, then `generate`. All methods belong to one event loop.
+    """The engine for asyncio: `start` it, then `generate`. Belongs to one event loop.
 
-    With `kv` "auto", the first start with a model measures in how many bits keys and values are kept. A server (one
-    with `warm_up`) does so for a few seconds only. If it takes longer, the engine serves in 8 bits, measures while no
-    request runs, and is then replaced by one with the chosen bits. Calls that arrive meanwhile wait. Agents stay; what
-    they have cached in 8 bits is computed once more.
+    With `kv` "auto", the first start with a model measures the bits for keys and values. With `warm_up`, after a few
+    seconds it serves in 8 bits, measures while no request runs, and then replaces the engine. Calls wait during that.
+    Agents stay; their KV in 8 bits is computed again.
 
     Args:
-        warm_up: whether to start a little later, and then answer the first request as quickly as any other.
-        system: where it is read how short of memory the system is.
+        warm_up: whether to start more slowly for a fast first request.
     """
 
     def __init__(self, config: Config, *, warm_up: bool = False, system: SystemMemory | None = None) -> None:
-        keep_freed_memory()  # before there are threads
+        keep_freed_memory()  # before any thread starts
         self.config = config
         self._system = system or SystemMemory()
         self._watch: asyncio.Task[None] | None = None
@@ -136,7 +134,7 @@ class AsyncEngine:
         return thread
 
     async def start(self) -> None:
-        """Load the model and its adapters, and open the cache folder; raises whatever stands in the way."""
+        """Load the model and adapters, and open the cache folder."""
         try:
             await self._start()
         finally:
@@ -173,7 +171,7 @@ class AsyncEngine:
             self._thread.tell(RelieveMemory(level), _ignore)
 
     async def close(self) -> None:
-        """Cancel what runs, write what is due, give the cache folder back."""
+        """Cancel running requests, finish writes and release the cache folder."""
         self._is_open = False
         if self._watch is not None:
             self._watch.cancel()
@@ -184,7 +182,6 @@ class AsyncEngine:
         await asyncio.gather(self._close_engine(end), self._workers.close(end), self._archives.close(end))
 
     async def _close_engine(self, end: AgentCacheError) -> None:
-        """End what belongs to the engine that runs now."""
         adapters = [] if self._adapters is None else [self._adapters.close(end)]
         await asyncio.gather(self._thread.close(), *adapters)
         if self._tokenizer is not None:
@@ -193,7 +190,6 @@ class AsyncEngine:
     # -- the first start with a model ---------------------------------------------------------------------------------
 
     async def _choose_precision(self) -> None:
-        """Measure while no call is inside the gate; then replace the engine."""
         try:
             measuring = Measuring(0)
             while measuring.chosen is None:
@@ -213,12 +209,12 @@ class AsyncEngine:
         self._measuring = None
 
     async def _replace_engine(self) -> None:
-        """Close the engine, and open another on the same files. A failure ends the server (`failure`)."""
-        # Requests that name an adapter are read meanwhile, and wait at the gate.
+        """Open another engine on the same files. A failure ends the server (`failure`)."""
+        # Bodies that name adapters can be parsed during this; their requests wait at the gate.
         self._model = replace(self.model, adapters=self.adapters.list())
         await self._close_engine(shutting_down())
         self._thread = self._make_thread()
-        # A server freezes what start-up has made. The old engine is part of it, and has the weights.
+        # The server froze start-up objects, which include the old engine with its weights.
         gc.unfreeze()
         self._adapters = self._completions = None
         gc.collect()
@@ -237,27 +233,26 @@ class AsyncEngine:
 
     @property
     def starting(self) -> Phase | None:
-        """What a start is doing now; None when there is none."""
+        """Current phase of a start, or None."""
         return self._progress.phase
 
     @property
     def measuring(self) -> Measuring | None:
-        """How far the choice of a precision has come, while the engine serves in safe bits; else None."""
+        """Progress of the measurement while the engine serves in safe bits, or None."""
         return self._measuring
 
     @property
     def ready(self) -> bool:
-        """Whether requests are served."""
         return self._is_open and self.failure is None
 
     @property
     def failure(self) -> Exception | None:
-        """What ended the engine, or kept it from starting."""
+        """The error that ended the engine or prevented its start."""
         return self._failure or self._thread.failure
 
     @property
     def memory_pressure(self) -> Level:
-        """The level that the engine works at; `NORMAL` while the engine is replaced."""
+        """The engine's level; `NORMAL` during a replacement."""
         return self._thread.view.memory_pressure if self._gate.is_open else Level.NORMAL
 
     @property
@@ -287,13 +282,12 @@ class AsyncEngine:
     async def generate(self, request: Request, take: Callable[[Update], None]) -> None:
         """Run a request and call `take` with each of its updates. Cancelling this cancels the request.
 
-        Of several answers (`Request.n`), each has updates of its own, the last of which has a report; those of the
-        others begin when the prompt is computed.
+        With `Request.n` > 1, each answer ends with a report. All but the first begin once the prompt is computed.
 
         Raises:
-            RequestError: before the first update, if the request cannot run.
-            Overloaded: too many requests wait, or the engine was closed before the request was done.
-            EngineStopped: the engine failed before the request was done.
+            RequestError: the request cannot run; before any update.
+            Overloaded: too many requests wait, or the engine closed.
+            EngineStopped: the engine failed.
         """
         running = self._running
         await self._look_again(request.agent)
@@ -301,7 +295,7 @@ class AsyncEngine:
 
     @_through_gate
     async def count_tokens(self, request: Request) -> int:
-        """Tokens that the request's prompt has, without running it; raises InvalidRequest, ContextLengthExceeded."""
+        """Number of prompt tokens. Raises InvalidRequest, ContextLengthExceeded."""
         running = self._running
         await self._look_again(request.agent)
         return await running.count_tokens(request)
@@ -310,12 +304,12 @@ class AsyncEngine:
 
     @_through_gate
     async def agents(self) -> list[AgentInfo]:
-        """All agents, by id."""
+        """All agents, sorted by id."""
         return cast(list[AgentInfo], await self._thread.ask(ListAgents()))
 
     @_through_gate
     async def agent(self, agent_id: str) -> AgentInfo:
-        """One agent; raises NotFound."""
+        """One agent. Raises NotFound."""
         await self._look_again(agent_id)
         return cast(AgentInfo, await self._thread.ask(ShowAgent(agent_id)))
 
@@ -323,12 +317,9 @@ class AsyncEngine:
     async def create_agent(
         self, agent_id: str, *, adapter: str | None = None, policy: Policy | None = None, system: str | None = None
     ) -> AgentInfo:
-        """Make an agent without memory, durably; its requests use the adapter unless they name another one.
+        """Create an empty agent, durably. Its requests use the adapter unless they name another.
 
-        Raises:
-            NotFound: there is no such adapter.
-            InvalidRequest: the adapter cannot be used under that policy.
-            Conflict: there is such an agent.
+        Raises NotFound, InvalidRequest (adapter does not support the policy), Conflict.
         """
         chosen = agent_policy(self.adapters.get(adapter) if adapter is not None else None, policy)
         async with self._turns.turn(agent_id) as turn:
@@ -337,12 +328,12 @@ class AsyncEngine:
 
     @_through_gate
     async def import_agent(self, agent_id: str, path: str) -> AgentInfo:
-        """Make an agent of a file that `agentcache export` has written.
+        """Create an agent from a file of `agentcache export`. Errors leave everything unchanged.
 
         Raises:
-            ArchiveRejected: it is damaged, is none, or is of another model or number of ranks; nothing has changed.
-            Conflict: there is such an agent.
-            StoreError: it could not be written, or the disk budget cannot hold it; nothing has changed.
+            ArchiveRejected: damaged, no archive, or of another model or number of ranks.
+            Conflict: the agent exists.
+            StoreError: writing failed, or the disk budget cannot hold it.
         """
         served = self._thread.view.model
         archive = await self._archives.run(
@@ -363,15 +354,9 @@ class AsyncEngine:
         adapter: str | None = None,
         policy: Policy | None = None,
     ) -> AgentInfo:
-        """A new agent with the same memory (of one lineage), sharing every block.
+        """Copy an agent (or one lineage), sharing every block. None keeps a setting.
 
-        Args:
-            adapter, policy: what it is set to, in place of what the other one is.
-
-        Raises:
-            NotFound: there is no such agent, lineage or adapter.
-            InvalidRequest: the adapter cannot be used under that policy.
-            Conflict: there is an agent of the new name.
+        Raises NotFound, InvalidRequest (adapter does not support the policy), Conflict.
         """
         await self._look_again(agent_id)
         if new_id == agent_id:
@@ -380,7 +365,7 @@ class AsyncEngine:
         if adapter is not None or policy is not None:
             named = (await self.agent(agent_id)).adapter if adapter is None else adapter
             chosen = agent_policy(self.adapters.get(named) if named is not None else None, policy)
-        # In one order for all, or two that fork into each other would wait for ever.
+        # A global order prevents deadlocks between two forks.
         first, second = sorted((agent_id, new_id))
         async with self._turns.turn(first) as one, self._turns.turn(second) as two:
             await self._save([one, two], ForkAgent(agent_id, new_id, lineage, adapter, chosen))
@@ -388,14 +373,14 @@ class AsyncEngine:
 
     @_through_gate
     async def delete_agent(self, agent_id: str, lineage: str | None = None) -> None:
-        """Forget an agent (or one of its lineages) in RAM and on disk; raises NotFound."""
+        """Delete an agent (or one lineage) in RAM and on disk. Raises NotFound."""
         await self._look_again(agent_id)
         async with self._turns.turn(agent_id) as turn:
             await self._save([turn], DeleteAgent(agent_id, lineage))
 
     @_through_gate
     async def save_agent(self, agent_id: str, lineage: str | None = None) -> AgentInfo:
-        """Return when everything the agent (or one of its lineages) has is on disk; raises NotFound, StoreError."""
+        """Return once all data of an agent (or one lineage) is on disk. Raises NotFound, StoreError."""
         await self._look_again(agent_id)
         async with self._turns.turn(agent_id) as turn:
             await self._save([turn], SaveAgent(agent_id, lineage))
@@ -403,7 +388,7 @@ class AsyncEngine:
 
     @_through_gate
     async def restore_agent(self, agent_id: str, lineage: str | None = None) -> RestoreReport:
-        """Bring the blocks of an agent (or of one of its lineages) from disk into RAM; raises NotFound."""
+        """Load the blocks of an agent (or one lineage) from disk into RAM. Raises NotFound."""
         await self._look_again(agent_id)
         async with self._turns.turn(agent_id) as turn:
             restored: RestoreReport = await _result([turn], self._thread.ask(RestoreAgent(agent_id, lineage)))
@@ -411,25 +396,20 @@ class AsyncEngine:
 
     @_through_gate
     async def evict_agent(self, agent_id: str, lineage: str | None = None, kind: str | None = None) -> AgentInfo:
-        """Free the RAM of the agent (or of one of its lineages); it stays on disk; raises NotFound.
-
-        Args:
-            kind: only base's keys and values (`base`), or only residuals (`residual`).
-        """
+        """Free an agent's RAM, of blocks of one `kind` (`base`, `residual`) or all. Files stay. Raises NotFound."""
         await self._look_again(agent_id)
         async with self._turns.turn(agent_id):
             await self._thread.ask(EvictAgent(agent_id, lineage, kind))
             return await self.agent(agent_id)
 
     async def _look_again(self, agent_id: str | None) -> None:
-        """Have an agent that is unavailable read again, unless that was tried just now."""
         if agent_id is not None and agent_id in self._thread.view.agents.unavailable:
             await self._thread.ask(LookAgain(agent_id))
 
     async def _save(self, turns: Sequence[Turn], message: Message) -> None:
         saved: Saved = await _result(turns, self._thread.ask(message))
         if saved.error is not None:
-            if isinstance(self.failure, EngineStopped):  # no file of ours is at fault
+            if isinstance(self.failure, EngineStopped):  # the write did not fail
                 raise self.failure
             raise StoreError(saved.error)
 
@@ -437,14 +417,14 @@ class AsyncEngine:
 
     @_through_gate
     async def use_responses(self, work: Callable[[ResponseFiles], T]) -> T:
-        """What `work` returns of the stored responses; it runs on the writer's thread. Raises StoreError."""
+        """Run `work` on the writer thread. Raises StoreError."""
         return cast(T, await self._thread.ask(UseResponses(work)))
 
     # -- adapters ---------------------------------------------------------------------------------------------------
 
     @_through_gate
     async def load_adapter(self, folder: AdapterFolder) -> AdapterInfo:
-        """Serve an adapter from now on; raises InvalidRequest, UnsupportedAdapter, Conflict."""
+        """Serve an adapter. Raises InvalidRequest, UnsupportedAdapter, Conflict."""
         if self.model.is_called(folder.name):
             raise Conflict(f"{folder.name!r} is the model's own name", param="name")
         info = await self.adapters.load(folder)
@@ -453,7 +433,7 @@ class AsyncEngine:
 
     @_through_gate
     async def unload_adapter(self, name: str) -> None:
-        """Refuse new requests for an adapter; those that run end as they began. Raises NotFound."""
+        """Refuse new requests for an adapter; running ones finish. Raises NotFound."""
         self.adapters.unload(name)
         self._folders.pop(name, None)
 
@@ -465,17 +445,17 @@ class AsyncEngine:
 
     @_through_gate
     async def check_integrity(self) -> None:
-        """Raises BrokenInvariant unless every block is accounted for."""
+        """Raise BrokenInvariant unless every block is accounted for."""
         await self._thread.ask(CheckIntegrity())
 
     @_through_gate
     async def clear_cache(self) -> None:
-        """Free all RAM that nobody is reading; agents stay on disk."""
+        """Free all unread blocks in RAM; agents stay on disk."""
         await self._thread.ask(ClearCache())
 
 
 async def _result(turns: Iterable[Turn], work: asyncio.Future[T]) -> T:
-    """What comes of `work`; the turns last until then, even if who waits here is cancelled."""
+    """Await `work`. The turns last until it is done, even if the caller is cancelled."""
     for turn in turns:
         turn.lasts_until(work)
     await asyncio.wait({work})

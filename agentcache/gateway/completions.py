@@ -1,7 +1,4 @@
-"""A request on the event loop: from its prompt to the reply's end.
-
-Prompts are rendered, matched and tokenised on worker threads, so that neither the engine nor the event loop waits.
-"""
+"""Runs requests on the event loop. Worker threads prepare their prompts."""
 
 from __future__ import annotations
 
@@ -42,21 +39,12 @@ from agentcache.request import Request, TokenPrompt
 
 T = TypeVar("T")
 
-# A prompt that is only counted may be so many times as long as one that is to run.
+# Length limit for counting, as a multiple of that for running.
 _COUNTED = 4
 
 
 class Completions:
-    """Has requests wait for their agents, reads their prompts, and hands both to the engine.
-
-    Belongs to the event loop.
-
-    Args:
-        thread: the engine's.
-        workers: read prompts.
-        turns: who waits for whom.
-        adapters: keep a request's adapter on the device.
-    """
+    """Queues requests by agent, prepares their prompts and submits them. Belongs to the event loop."""
 
     def __init__(
         self, config: Config, thread: EngineThread, workers: Workers, turns: AgentTurns, adapters: AdapterLoader
@@ -90,9 +78,7 @@ class Completions:
         return len(matched.transcript.ids)
 
     async def _run(self, request: Request, turn: Turn, take: Callable[[Update], None], submitted_at: float) -> None:
-        """Have the engine work on the request, once nobody else is at work on the lineage that it goes on from and its
-        adapter is there, until its end or a cancellation.
-        """
+        """Run the request once its lineage is free and its adapter loaded."""
         prompt, claim = await self._take_turn(request, turn)
         if prompt.volatile is not None or prompt.notes:
             take = partial(_take_with_prompt, take, prompt)
@@ -121,7 +107,7 @@ class Completions:
 
     @asynccontextmanager
     async def _at_work(self, submitted: Submit, receiver: Receiver) -> AsyncIterator[None]:
-        """The engine has it; what is not being saved by the end is over then, and says so."""
+        """Submit the request; cancel it at the end unless its turn is being saved."""
         self._thread.tell(submitted, receiver)
         try:
             yield
@@ -131,7 +117,7 @@ class Completions:
                 self._thread.tell(Cancel(submitted), _ignore)
 
     async def _run_forks(self, first: Submit, receiver: Receiver, take: Callable[[Update], None]) -> None:
-        """The further answers to a prompt that is computed, until all end, the first one included."""
+        """Run the other answers of `Request.n`."""
         async with AsyncExitStack() as stack:
             ended = [receiver.ended]
             for index in range(1, first.request.n):
@@ -143,14 +129,14 @@ class Completions:
             await asyncio.gather(*ended)
 
     async def _take_turn(self, request: Request, turn: Turn) -> tuple[PlainPrompt, Claim]:
-        """The prompt, and what it goes on from when its turn has come."""
+        """The prompt, and its claim once no earlier turn conflicts."""
         while True:
             view = self._thread.view
             system = system_of(request, view.agents)
             read = self._reading(request, system, view.agents, view.model.tokenizer)
             prompt = await self._in_background(request, read)
             claim = await turn.wait(partial(self._claim, request, prompt))
-            # Requests before it may have made the agent, deleted it, or added lineages.
+            # Earlier requests may have changed the agent, so the prompt may have to be read again.
             agents = self._thread.view.agents
             if system_of(request, agents) == system and _has_read(prompt, transcripts_for(request, agents)):
                 return prompt, claim
@@ -162,7 +148,7 @@ class Completions:
         return lambda limit: read_conversation(request, system, agents, tokenizer, limit, stable_prefix=stable)
 
     def _claim(self, request: Request, prompt: PlainPrompt) -> Claim:
-        """What the request needs for itself. One that changes what a lineage has said leaves that lineage alone."""
+        """The request's claim. A prompt that edits a lineage's history does not lock it."""
         agents = self._thread.view.agents
         found = choose_lineage(request, prompt, agents)
         goes_on = found is not None and prompt.goes_on_from(found.transcript)
@@ -190,7 +176,7 @@ class Completions:
         )
 
     async def _in_background(self, request: Request, work: Callable[[WorkLimit], T], *, times: int = 1) -> T:
-        """Run `work` on the request's prompt on a worker thread, with a limit of `times` the tokens that may run."""
+        """Run `work` on a worker thread, limited to `times` the tokens of a prompt that may run."""
         view = self._thread.view
         refuse = partial(view.check, param=request.prompt_param, counted=isinstance(request.prompt, TokenPrompt))
         limit = WorkLimit(times * view.max_prompt_tokens, refuse)
@@ -210,7 +196,6 @@ def _take_choice(take: Callable[[Update], None], index: int, update: Update) -> 
 
 
 def _take_with_prompt(take: Callable[[Update], None], prompt: PlainPrompt, update: Update) -> None:
-    """Add the findings about the prompt to the report."""
     if update.report is not None:
         report = replace(update.report, volatile=prompt.volatile, notes=prompt.notes)
         update = replace(update, report=report)

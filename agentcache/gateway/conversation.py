@@ -1,4 +1,4 @@
-"""A request's prompt as its agent's cache has it: in the words that the model has read and written."""
+"""Rewrites prompts into the words of transcripts, so that the cache matches."""
 
 from __future__ import annotations
 
@@ -40,16 +40,14 @@ def read_conversation(
     *,
     stable_prefix: bool = False,
 ) -> PlainPrompt:
-    """The request's prompt, in which the model's own words stand for replies that say the same, so that they are found.
+    """Render the prompt, with the model's own text for replies that say the same.
 
-    Thoughts that a client leaves out are put back if the chat template shows them and the cache has them.
+    Thoughts that the client omits return if the chat template shows them and the cache has them.
 
     Args:
-        stable_prefix: whether lines in front that change from turn to turn stay as they were, and are told behind.
+        stable_prefix: whether changed lines of the system prefix stay as cached, with a moved notice.
 
-    Raises:
-        AgentUnavailable: a transcript of the agent cannot be read now.
-        As `read_prompt`.
+    Raises AgentUnavailable if a transcript is unreadable now, and as `read_prompt`.
     """
     transcripts = transcripts_for(request, agents)
     try:
@@ -73,7 +71,6 @@ def read_conversation(
 
 
 def transcripts_for(request: Request, agents: Agents) -> list[Transcript]:
-    """The transcripts of the agent's lineages that the request may continue."""
     records = (
         agents.known(request.agent)
         if request.lineage is None
@@ -84,12 +81,12 @@ def transcripts_for(request: Request, agents: Agents) -> list[Transcript]:
 
 @dataclass(frozen=True)
 class _Telling:
-    """A prompt told so that it shares as much as it can with a transcript.
+    """A prompt rewritten for a transcript.
 
     Args:
-        is_same: see `Retold`.
-        would_share: characters that it had in common if nothing in its front had changed.
-        volatile: what has changed there.
+        is_same: as in `Retold`.
+        would_share: characters shared if the system prefix were unchanged.
+        volatile: changed lines of the system prefix.
     """
 
     text: str
@@ -104,12 +101,11 @@ class _Telling:
 
 
 class _Teller:
-    """Tells one request's prompt in the words of one transcript or another.
+    """Rewrites one request's prompt for different transcripts.
 
     Args:
-        prompt: of `chat`, rendered.
-        system: as of `read_prompt`.
-        read: renders other messages likewise.
+        prompt: `chat`, rendered.
+        read: renders other messages the same way.
     """
 
     def __init__(
@@ -148,9 +144,9 @@ class _Teller:
         return find_changes(self._text, self._front, transcript.text, self._tokenizer.controls)
 
     def _told_behind(self, words: ClientsWords, changes: FrontChanges) -> Retold | None:
-        """The prompt in the client's words, with a notice where its front says other things than was told last.
+        """The prompt with a moved notice, if the system prefix differs from the last one sent.
 
-        None where there is no message to tell it in.
+        None if no message can hold the notice.
         """
         told, now = self._retold(self._chat, self._text, words), what_changed(changes.lines)
         if now == words.last_told(told.text):
@@ -162,12 +158,12 @@ class _Teller:
         return self._retold(chat, str(self._read(chat).content), words)
 
     def _retold(self, chat: ChatPrompt, text: str, words: Transcript | ClientsWords) -> Retold:
-        """A prompt as it shares most with a transcript: with its replies, and its thoughts if a template shows them."""
+        """The version that shares most with a transcript, with its replies, and thoughts if the template shows them."""
         ranges = words.generated_ranges()
         if self._reading is None or not ranges:
             return Retold(text, False)
         if len_common_prefix(words.text, text) < self._reading.opened_at(words.text, ranges[0][0]):
-            return Retold(text, False)  # another beginning
+            return Retold(text, False)  # a different beginning
         texts = [text]
         for full in with_thoughts(chat.messages, words, self._reading):
             with suppress(InvalidRequest):

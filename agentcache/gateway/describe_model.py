@@ -1,4 +1,4 @@
-"""A model as clients see it."""
+"""Describes a model to clients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EMBEDDED_NAME = "agentcache-embedded"
 
 
 def describe_model(served: ServedModel | LoadedModel, config: Config) -> ModelInfo:
-    """What `/v1/models` and `agentcache doctor` say of it; without a model in the settings it is the embedded one."""
+    """Data for `/v1/models` and `agentcache doctor`."""
     name = served.path.name if config.model else _EMBEDDED_NAME
     return ModelInfo(
         id=config.model if config.model and not Path(config.model).is_dir() else name,

@@ -1,4 +1,4 @@
-"""The thread that owns the engine and MLX, and the way to it and back for the thread of an event loop."""
+"""The thread that owns the engine and MLX, and messages between it and an event loop."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _LOOK_SECONDS = 0.005
 
 
 class EngineThread:
-    """Runs an engine's steps. Its methods belong to one event loop, but for those that say otherwise.
+    """Runs an engine's steps. Belongs to one event loop, unless noted.
 
     Args:
-        open_engine: makes the engine; called on the thread with a function that posts to it.
+        open_engine: runs on the thread; its argument is `post`.
 
     Attributes:
-        failure: what ended the engine, or kept it from starting.
-        engine: for its own thread only.
+        failure: error that ended the engine or prevented its start.
+        engine: for the engine thread only.
     """
 
     def __init__(self, open_engine: Callable[[Post], Engine]) -> None:
@@ -56,30 +56,29 @@ class EngineThread:
     # -- life ---------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Open the engine; raises whatever stands in the way."""
         self._loop = asyncio.get_running_loop()
         started = self._started = self._loop.create_future()
         self._thread = start_thread("agentcache-engine", partial(self._run, started), partial(self._died, started))
         await started
 
     async def close(self) -> None:
-        """Cancel what runs, write what is due, give the cache folder back."""
+        """Cancel running requests, finish writes and release the cache folder."""
         if self._thread is None or self._is_stuck:
             return
         self._stopping = True
         self.post(lambda: None)
         thread = self._thread  # another task may close, too
-        while thread.is_alive():  # no join: it would hold up the loop, or take a thread of its own
+        while thread.is_alive():  # join would block the loop or need a thread
             await asyncio.sleep(_LOOK_SECONDS)
         self._thread = self.engine = None
 
     @property
     def view(self) -> EngineView:
-        """How things were when the engine was last between two steps.
+        """The state after the engine's last step.
 
         Raises:
-            EngineStopped: there is no engine, or it has failed.
-            Overloaded: it is about to stop.
+            EngineStopped: no engine, or it failed.
+            Overloaded: it is shutting down.
         """
         if isinstance(self.failure, EngineStopped):
             raise self.failure
@@ -102,14 +101,14 @@ class EngineThread:
                 log.exception("the engine has not closed in order")
             self._died(started, as_exception(error))
         finally:
-            # MLX aborts the process at exit if a thread that used it has ended with its streams alive.
+            # MLX aborts the process at exit if a thread that used it ends with live streams.
             mx.clear_streams()
 
     def _died(self, started: asyncio.Future[None], error: Exception) -> None:
         self._deliver(started, error=self._fail(error))
 
     def _fail(self, error: BaseException) -> Exception:
-        """Note what has ended the engine; what fails afterwards, while it closes, is not it."""
+        """Keep the first error; later ones arise while closing."""
         if self.failure is None:
             self.failure = lost_rank(error) or as_exception(error)
         return self.failure
@@ -133,11 +132,11 @@ class EngineThread:
 
     def _serve(self, engine: Engine) -> None:
         while not self._stopping:
-            # Not what comes meanwhile: it could keep those who run waiting for long.
+            # Handle only messages that are already queued, so that new ones cannot delay running requests.
             for _ in range(self._inbox.qsize() if engine.has_work else 1):
                 try:
                     self._next(engine)()
-                except BaseException as error:  # whose work it was cannot be told
+                except BaseException as error:  # not attributable to one request
                     engine.fail(list(engine.requests), error)
             self._hand_over(engine)
             if engine.has_work:
@@ -152,7 +151,7 @@ class EngineThread:
             return engine.rest
 
     def _close(self, engine: Engine) -> None:
-        """Have turns that are being saved become safe, and what nobody names deleted; then give the folder back."""
+        """Finish pending saves and deletions, then release the folder."""
         try:
             self._hand_over(engine)
             engine.restorer.cease()
@@ -165,7 +164,7 @@ class EngineThread:
                 self._inbox.get()()
 
     def give_up(self, failure: EngineStopped) -> None:
-        """The thread waits for something that never comes: there is no engine any more. From any thread."""
+        """Declare the engine lost: its thread waits for an event that never comes. Callable from any thread."""
         self.failure, self._is_stuck = failure, True
         assert self._started is not None  # the thread runs
         self._deliver(self._started, error=failure)
@@ -174,22 +173,22 @@ class EngineThread:
     # -- to the thread ------------------------------------------------------------------------------------------------
 
     def post(self, function: Callable[[], None]) -> None:
-        """Run `function` on the engine's thread between steps. From any thread; for what belongs to the engine."""
+        """Run `function` on the engine thread between steps. Callable from any thread."""
         self._inbox.put(function)
 
     def is_awaited(self) -> bool:
-        """Whether something has been posted that has not run yet. From any thread."""
+        """Whether posted functions are waiting. Callable from any thread."""
         return not self._inbox.empty()
 
     def tell(self, message: Message, receive: Receive) -> None:
-        """Have the engine handle a message; `receive` is called with its replies, on the event loop."""
+        """Send a message; `receive` gets the replies on the event loop."""
         engine = self.engine
-        assert engine is not None  # who has something to tell has seen its view
+        assert engine is not None  # callers have read its `view`
         self.post(lambda: dispatch(engine, message, partial(self._send, receive)))
 
     def ask(self, message: Message) -> asyncio.Future[Any]:
-        """The only reply to a message, or the error that it is."""
-        self.view  # noqa: B018 (raises where nobody would answer)
+        """Send a message; the future gets its only reply, or the error."""
+        self.view  # noqa: B018 (raises if no engine would answer)
         future: asyncio.Future[Any] = self._loop.create_future()
 
         def settle(result: Any) -> None:
@@ -207,9 +206,9 @@ class EngineThread:
     # -- and back -----------------------------------------------------------------------------------------------------
 
     def _send(self, receive: Receive, reply: Any) -> None:
-        """On the engine's thread. All of a step at once: waking the event loop costs more than the replies themselves.
+        """Queue a reply; runs on the engine thread.
 
-        What they say has happened, the view shows by the time they are there.
+        Replies of a step go together: waking the event loop is slow. The view is updated first.
         """
         self._outbox.append((receive, reply))
 
@@ -220,12 +219,12 @@ class EngineThread:
             self._loop.call_soon_threadsafe(_hand_out, replies)
 
     def tell_of_the_end(self, tell: Callable[[BaseException], None], *, until: asyncio.Future[Any]) -> None:
-        """Call `tell` if the engine ends before `until` is done: there may be waiters that it does not know of."""
+        """Call `tell` if the engine ends before `until` is done."""
 
         def forget(done: asyncio.Future[Any]) -> None:
             self._waiters.discard(tell)
             if not done.cancelled():
-                done.exception()  # who would be told of it may have left
+                done.exception()  # mark as retrieved: the waiter may have left
 
         self._waiters.add(tell)
         until.add_done_callback(forget)
@@ -246,5 +245,5 @@ def _hand_out(replies: list[tuple[Receive, Any]]) -> None:
     for receive, reply in replies:
         try:
             receive(reply)
-        except BaseException as error:  # the others' replies come behind this one
+        except BaseException as error:  # later replies must still be delivered
             log.error("a reply of the engine was not taken", exc_info=error)

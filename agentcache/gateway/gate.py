@@ -1,4 +1,4 @@
-"""A gate in front of the engine, which is closed while the engine is replaced."""
+"""A gate before the engine, closed while the engine is replaced."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 
 class Gate:
-    """Counts the calls inside. It closes only while no call is inside; later calls wait until it opens.
+    """Counts calls inside. It closes only when empty; later calls wait until it opens.
 
     Belongs to one event loop.
     """
@@ -26,13 +26,11 @@ class Gate:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no call is inside."""
         return not self._inside
 
     @asynccontextmanager
     async def inside(self) -> AsyncIterator[None]:
-        """Enter, once the gate is open."""
-        while not self.is_open:  # closed only while no call is inside: a call made by one inside never waits
+        while not self.is_open:  # closed only when empty, so nested calls never wait
             await self._is_open.wait()
         self._inside += 1
         self._is_empty.clear()
@@ -44,12 +42,11 @@ class Gate:
                 self._is_empty.set()
 
     async def emptied(self) -> None:
-        """Return when no call is inside; one may be by the time the caller runs again."""
+        """Return once no call is inside; the caller must check again."""
         await self._is_empty.wait()
 
     @asynccontextmanager
     async def closed(self) -> AsyncIterator[None]:
-        """Close the gate once no call is inside, and open it at the end."""
         while not self.is_empty:
             await self.emptied()
         self._is_open.clear()

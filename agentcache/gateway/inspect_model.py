@@ -1,4 +1,4 @@
-"""What would be served of a model, and how memory would be shared out: looked at without serving it."""
+"""Loads a model to report how it would be served, without serving it."""
 
 from __future__ import annotations
 
@@ -17,20 +17,12 @@ from agentcache.store.precision_file import read_precision
 
 @dataclass(frozen=True)
 class InspectedModel:
-    """A model that can be served.
-
-    Args:
-        plan: of this machine's memory.
-    """
-
     info: ModelInfo
     plan: MemoryPlan
 
 
 def inspect_model(config: Config, model_path: str) -> InspectedModel:
-    """Load a model as a server would, with all that is proved then; on the calling thread.
-
-    Measurements for the choice of a precision stay in the cache folder, for the next start of a server.
+    """Load and verify a model as a server does. Precision measurements stay for later starts.
 
     Raises:
         UnsupportedModel: it cannot be served.

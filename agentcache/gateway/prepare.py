@@ -1,4 +1,4 @@
-"""From a request to token ids and the use of an adapter, against what its agent holds. Runs on worker threads."""
+"""Tokenises a request and matches it with its agent's lineages. Runs on worker threads."""
 
 from __future__ import annotations
 
@@ -30,15 +30,13 @@ from agentcache.report import PROMPT_END
 from agentcache.request import ChatPrompt, Prompt, Request, TextPrompt, TokenPrompt
 from agentcache.store.manifest import AgentRecord
 
-# A template may leave out what a model once thought, and tools that it does not know: messages get as much more room.
+# Templates may omit thoughts and unknown tools, so messages may be this much longer.
 _ROOM_TO_LEAVE_OUT = 4
-_ALWAYS_RENDERED = 1_000_000  # characters
+_ALWAYS_RENDERED = 1_000_000  # characters; smaller chats are rendered without this check
 
 
 def rough_size(request: Request) -> int:
-    """Token ids of the prompt, or about as many characters as there are, and characters of what its answer's form is
-    defined by. Quick, also where they are huge.
-    """
+    """Approximate size of prompt and answer form, in token ids or characters. Fast for large requests."""
     return _prompt_size(request.prompt) + (0 if request.form is None else request.form.num_chars)
 
 
@@ -47,12 +45,12 @@ def _prompt_size(prompt: Prompt) -> int:
         return len(prompt.token_ids)
     if isinstance(prompt, TextPrompt):
         return len(prompt.text)
-    # Calls and tools take time, too; to walk through them would take the event loop's.
+    # `num_bytes` covers calls and tools; walking through them would block the event loop.
     return max(prompt.num_bytes, sum([len(message.get("content") or "") for message in prompt.messages]))
 
 
 def check_size(prompt: Prompt, tokenizer: Tokenizer, limit: WorkLimit) -> None:
-    """Refuse by its size a prompt that would take long to read, and be refused then."""
+    """Refuse by size a prompt that would be slow to read and be refused then."""
     if isinstance(prompt, TokenPrompt):
         limit.check(len(prompt.token_ids))
     elif isinstance(prompt, TextPrompt):
@@ -73,15 +71,11 @@ def _num_chars(value: Any) -> int:
 
 
 def read_prompt(prompt: Prompt, system: str | None, tokenizer: Tokenizer, limit: WorkLimit = UNLIMITED) -> PlainPrompt:
-    """The prompt as marked text, or as the token ids that it came as.
-
-    Args:
-        system: see `with_system`.
-        limit: when to give up.
+    """The prompt as marked text, or as its token ids.
 
     Raises:
-        InvalidRequest: the messages do not fit the chat template, or the text or token ids are none.
-        ContextLengthExceeded, InvalidRequest: what `limit` refuses with.
+        InvalidRequest: the messages do not fit the chat template, or the text or token ids are invalid.
+        ContextLengthExceeded, InvalidRequest: from `limit`.
     """
     check_size(prompt, tokenizer, limit)
     if isinstance(prompt, TokenPrompt):
@@ -98,14 +92,12 @@ def read_prompt(prompt: Prompt, system: str | None, tokenizer: Tokenizer, limit:
 def match(
     prompt: PlainPrompt, transcript: Transcript | None, tokenizer: Tokenizer, limit: WorkLimit = UNLIMITED
 ) -> PromptMatch:
-    """The prompt as tokens, keeping those that a lineage has.
+    """Tokenise the prompt, reusing the tokens of a transcript.
 
     Args:
-        transcript: the lineage's, empty for a new one; None for a request without agent, whose text nobody will need.
-        limit: when to give up.
+        transcript: empty for a new lineage; None without an agent, when the text is not kept.
 
-    Raises:
-        ContextLengthExceeded, InvalidRequest: what `limit` refuses with.
+    Raises ContextLengthExceeded or InvalidRequest from `limit`.
     """
     held = transcript or Transcript.empty()
     if isinstance(prompt.content, str):
@@ -125,16 +117,16 @@ def _check_ids(token_ids: list[int], vocab_size: int) -> None:
 
 
 def _check_embeddings(token_ids: Sequence[int], num_embeddings: int | None) -> None:
-    """Refuse tokens that the tokenizer has and the model does not: MLX would read its embedding out of bounds.
+    """Refuse tokens without an embedding, which MLX would read out of bounds.
 
-    Gemma 3's text models, for one, lack the last token of their tokenizer.
+    Gemma 3's text models lack their tokenizer's last token.
     """
     if num_embeddings is not None and len(token_ids) and (largest := int(np.max(token_ids))) >= num_embeddings:
         raise InvalidRequest(f"The model has no embedding for token {largest}, only {num_embeddings}.", param="prompt")
 
 
 def with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:
-    """Messages with a system message in front where they have none."""
+    """Add a system message in front unless there is one."""
     if system is None or (messages and messages[0].get("role") == "system"):
         return messages
     return [{"role": "system", "content": system}, *messages]
@@ -142,14 +134,14 @@ def with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict
 
 @dataclass(frozen=True)
 class AdapterChoice:
-    """The adapter that a request is to be answered with, by name, and the policy asked for; None leaves it open."""
+    """Name of an adapter, and the requested policy; None leaves it open."""
 
     name: str | None
     policy: Policy | None
 
 
 def choose_adapter(agents: Agents, request: Request) -> AdapterChoice:
-    """The request's, or else its agent's. The agent's policy is for its own adapter only."""
+    """The request's adapter, or its agent's. An agent's policy applies only to its own adapter."""
     record = next(iter(agents.known(request.agent)), None)
     if record is None or record.adapter is None or request.adapter not in (None, record.adapter):
         return AdapterChoice(request.adapter, request.policy)
@@ -158,7 +150,7 @@ def choose_adapter(agents: Agents, request: Request) -> AdapterChoice:
 
 
 def agent_policy(adapter: ServedAdapter | None, policy: Policy | None) -> Policy:
-    """What an agent with that adapter remembers; `auto` is the adapter's own. Raises InvalidRequest."""
+    """The policy to store for an agent; `auto` stands for the adapter's own. Raises InvalidRequest."""
     if adapter is not None:
         settle_policy(policy or Policy.AUTO, adapter.source, adapter.residual_refusal)
         return policy or Policy.AUTO
@@ -169,14 +161,12 @@ def agent_policy(adapter: ServedAdapter | None, policy: Policy | None) -> Policy
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request's prompt as tokens, matched with the lineage that was found, and how it uses its adapter.
+    """A tokenised request, matched with its lineage.
 
     Args:
         adapter: None for base.
-        system_tokens: see `count_system_tokens`.
-        repeated_tokens: see `count_repeated_tokens`; 0 where the model has no recurrent layers.
-        grammar: of the answer; None for one of any form.
-        stops: the automaton of the stop strings, made here because the engine's thread has no time for it.
+        system_tokens, repeated_tokens: as of `count_system_tokens` and `count_repeated_tokens`.
+        stops: built here to save time on the engine thread.
     """
 
     match: PromptMatch
@@ -199,18 +189,16 @@ def prepare_request(
     *,
     has_state: bool = False,
 ) -> Prepared:
-    """Everything about a request that must be known before it runs.
+    """Compute everything that a request needs before it runs.
 
     Args:
-        prompt: the request's, as `read_prompt` has read it.
-        found: the lineage that it goes on from; None for another beginning, and without an agent.
-        num_embeddings: of the model.
-        adapter, policy: what `choose_adapter` said.
-        limit: when to give up.
+        prompt: result of `read_prompt`.
+        found: lineage that it extends, if any.
+        adapter, policy: as of `choose_adapter`.
         has_state: whether the model has recurrent layers.
 
     Raises:
-        InvalidRequest: the prompt does not go with the adapter, or no answer can have the form that it must have.
+        InvalidRequest: the prompt does not suit the adapter, or no answer can have the required form.
     """
     matched = match(prompt, held_by(request, found), tokenizer, limit)
     _check_embeddings(matched.transcript.ids, num_embeddings)
@@ -226,7 +214,7 @@ def prepare_request(
 
 
 def make_grammar(request: Request, prompt: Transcript, tokenizer: Tokenizer, limit: WorkLimit) -> Grammar:
-    """The grammar of the answer to a prompt, of the form that the request asks for; raises InvalidRequest."""
+    """Compile the grammar of the answer form. Raises InvalidRequest."""
     assert request.form is not None
     is_chat = isinstance(request.prompt, ChatPrompt)
     reply = calling_format(tokenizer.reply_format) if request.form.must_call else tokenizer.reply_format
@@ -235,9 +223,9 @@ def make_grammar(request: Request, prompt: Transcript, tokenizer: Tokenizer, lim
 
 
 def count_system_tokens(prompt: Prompt, transcript: Transcript) -> int:
-    """How many of a prompt's tokens stand in front of what its first user says: what others may have in common with it.
+    """Number of tokens before the first user's text, which other prompts may share.
 
-    Found by the text, whatever the template; 0 where it cannot be told. Nothing but cost depends on it.
+    0 if unknown. Affects cost only.
     """
     if not isinstance(prompt, ChatPrompt):
         return 0
@@ -246,39 +234,33 @@ def count_system_tokens(prompt: Prompt, transcript: Transcript) -> int:
 
 
 def count_repeated_tokens(request: Request, transcript: Transcript, tokenizer: Tokenizer, limit: WorkLimit) -> int:
-    """How many of a chat's prompt tokens its next prompt repeats, where that does not repeat the reply as it is.
+    """Prompt tokens that a chat's next prompt repeats, if it does not repeat the reply as generated; else 0.
 
-    0 where it does, or where that is not known. Nothing but cost depends on it.
+    Affects cost only.
     """
     prompt = request.prompt
     if not isinstance(prompt, ChatPrompt) or not prompt.add_generation_prompt:
         return 0
     options = prompt.tools, prompt.template_kwargs or {}, limit
-    # What an agent's model has thought is in its transcript, and told again where the client leaves it out.
+    # Omitted thoughts are put back from an agent's transcript.
     tells = request.agent is not None
     left_at = tokenizer.next_prompt_leaves(transcript.text, prompt.messages, *options, tells_thoughts=tells)
     return 0 if left_at is None else bisect_right(transcript.ends, left_at)
 
 
 def held_by(request: Request, found: AgentRecord | None) -> Transcript | None:
-    """What `match` compares the request's prompt with."""
     if request.agent is None:
         return None
     return Transcript.empty() if found is None else found.transcript
 
 
 def system_of(request: Request, agents: Agents) -> str | None:
-    """The system text of the request's agent."""
     record = next(iter(agents.known(request.agent)), None)
     return None if record is None else record.system
 
 
 def choose_lineage(request: Request, prompt: PlainPrompt, agents: Agents) -> AgentRecord | None:
-    """The lineage of its agent that the request goes on from; None for another beginning.
-
-    Raises:
-        NotFound: it names one that is not there.
-    """
+    """The lineage that the request extends, or None. Raises NotFound."""
     if request.lineage is not None:
         [record] = agents.lineages(request.agent or "", request.lineage)
         return record if record.salt == request.salt or not record.transcript else None

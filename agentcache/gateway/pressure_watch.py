@@ -1,4 +1,4 @@
-"""Looks from time to time how short of memory the system is, and tells the engine."""
+"""Polls memory pressure and reports it to the engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentcache.system_memory import PressureReading
 log = logging.getLogger("agentcache.engine")
 
 PERIOD_SECONDS = 1.0
-REPEAT_SECONDS = 5.0  # what was given back last time is seen in the readings by then
+REPEAT_SECONDS = 5.0  # memory freed by the last report shows in the readings by then
 
 
 async def watch_pressure(
@@ -24,7 +24,7 @@ async def watch_pressure(
     period: float = PERIOD_SECONDS,
     repeat: float = REPEAT_SECONDS,
 ) -> None:
-    """Call `tell` with every change of the level, and again while there is pressure; until it is cancelled."""
+    """Call `tell` on every change of level, and repeatedly under pressure."""
     gauge = gauge or PressureGauge()
     told, told_at = Level.NORMAL, 0.0
     while True:
@@ -37,7 +37,7 @@ async def watch_pressure(
 
 
 def never_failing(read: Callable[[], PressureReading]) -> Callable[[], PressureReading]:
-    """`read`, with an empty reading where it fails: a watch that has ended would go unnoticed."""
+    """Wrap `read` so that errors become empty readings: a dead watch would go unnoticed."""
 
     def reading() -> PressureReading:
         try:

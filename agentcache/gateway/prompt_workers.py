@@ -1,4 +1,4 @@
-"""Pools of threads for work that clients ask for: reading bodies and prompts, short ones first; archives; adapters."""
+"""Thread pools for work that requests wait for."""
 
 from __future__ import annotations
 
@@ -21,18 +21,16 @@ log = logging.getLogger("agentcache.engine")
 T = TypeVar("T")
 HasEnded = Callable[[], bool]
 
-LARGE = 64_000  # characters, or token ids
+LARGE = 64_000  # characters or token ids
 CLOSE_SECONDS = 1.5
 MOST_WAITING = 256
 _LOOK_SECONDS = 0.005
-_LEAST_COST = 100  # what the smallest job costs, in its unit: a stream of tiny ones is not for nothing
-_PATIENCE = 10_000  # of smaller jobs that came later; some milliseconds
+_LEAST_COST = 100  # so that many tiny jobs are not free
+_PATIENCE = 10_000  # cost of later, smaller jobs before a job is overdue
 
 
 @dataclass(eq=False)
 class _PromptJob(Generic[T]):
-    """Work that a request waits for."""
-
     size: int
     work: Callable[[HasEnded], T]
     future: asyncio.Future[T]
@@ -50,7 +48,7 @@ class _PromptJob(Generic[T]):
             self._tell(self.future.set_result, result)
 
     def fail(self, error: AgentCacheError) -> None:
-        """On the event loop's thread."""
+        """Runs on the event loop."""
         self.ended = True
         if not self.future.done():
             self.future.set_exception(error)
@@ -60,23 +58,20 @@ class _PromptJob(Generic[T]):
             if not self.future.done():
                 settle(outcome)
 
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it all who waited
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self.future.get_loop().call_soon_threadsafe(tell)
 
 
 class Workers:
-    """A pool of threads: the smallest job first, and large ones never on all of several threads at once.
+    """A thread pool that runs the smallest job first. At least one of several threads stays free of large jobs.
 
-    A job waits for smaller ones that came later only until these were as much work as itself.
-
-    `run` and `close` belong to one event loop. The threads are daemons: one that does not stop does not hold up the
-    end of the process.
+    A job waits for later, smaller jobs only until they cost as much as itself. `run` and `close` belong to one event
+    loop. The threads are daemons, so they do not delay process exit.
 
     Args:
-        num_workers: threads; None for as many as there are cores, from 2 to 4.
-        name: of the threads.
+        num_workers: None for one per core, from 2 to 4.
         large: size above which a job is large.
-        most_waiting: jobs that may wait for a thread.
+        most_waiting: limit of waiting jobs.
     """
 
     def __init__(
@@ -98,14 +93,13 @@ class Workers:
         self._closed: AgentCacheError | None = None
 
     async def run(self, size: int, work: Callable[[HasEnded], T]) -> T:
-        """What `work` returns.
+        """Run `work` on a thread and return its result.
 
         Args:
-            size: characters or token ids that it is about.
-            work: called with a function that says whether it may stop, since nobody waits for it any more.
+            size: number of characters or token ids.
+            work: gets a function that returns True once the result is not needed.
 
-        Raises:
-            Overloaded: too many jobs wait.
+        Raises Overloaded if too many jobs wait.
         """
         if self._closed is not None:
             raise self._closed
@@ -122,7 +116,7 @@ class Workers:
             job.ended = True
 
     async def close(self, error: AgentCacheError) -> None:
-        """Tell all who wait, have what runs stop, and wait a little until it has."""
+        """Fail all jobs, signal running ones to stop, and wait briefly."""
         self._closed = error
         with self._changed:
             for job in [*self._waiting, *self._running]:
@@ -141,7 +135,7 @@ class Workers:
                 raise Overloaded(f"no thread can be started: {error}") from error
 
     def _died(self, error: Exception) -> None:
-        """On a thread that has failed: the next request starts another one."""
+        """Runs on the failed thread; the next job starts another."""
         with self._changed:
             self._threads.remove(threading.current_thread())
 
@@ -166,10 +160,9 @@ class Workers:
             with self._changed:
                 self._running.remove(job)
                 self._changed.notify_all()
-            del job  # and with it the prompt
+            del job  # release the prompt
 
     def _next(self) -> _PromptJob[Any] | None:
-        """The next job, once there is one that may run; None at the end."""
         with self._changed:
             while self._closed is None:
                 self._waiting.drop(lambda job: job.ended)
@@ -186,5 +179,4 @@ class Workers:
 
 
 def shutting_down() -> Overloaded:
-    """The error of requests that come too late, or would take too long."""
     return Overloaded("the server is shutting down", code="shutting_down")

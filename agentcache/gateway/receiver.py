@@ -1,4 +1,4 @@
-"""What an event loop has of a request that the engine is at work on."""
+"""The event loop's end of a submitted request."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from agentcache.threads import as_exception
 
 
 class Receiver:
-    """Hands the updates of one request to `take`, up to the last one, an error, or the cancellation of `ended`.
+    """Passes a request's updates to `take` until the last one, an error, or cancellation of `ended`.
 
     Attributes:
-        ended: done when nothing more is handed over.
-        settled: done when the engine has finished with the request: what there is to save of it is saved.
+        ended: done after the last update.
+        settled: done when the engine has finished with the request, including its save.
     """
 
     def __init__(self, take: Callable[[Update], None]) -> None:
@@ -40,24 +40,23 @@ class Receiver:
     def _hand_over(self, update: Update) -> None:
         try:
             self._take(update)
-        except BaseException as error:  # the other requests' updates come behind this one
+        except BaseException as error:  # later requests' updates must still be delivered
             self.ended.set_exception(as_exception(error))
         else:
             if update.report is not None:
                 self.ended.set_result(None)
 
     async def prompt_known(self) -> None:
-        """Return when the prompt is computed. Raises what ended the request before."""
+        """Wait until the prompt is computed. Raises an error that ended the request."""
         await asyncio.wait({self._prompt_known, self.ended}, return_when=asyncio.FIRST_COMPLETED)
         if not self._prompt_known.done():
             await self.ended
 
     def leave(self) -> None:
-        """Nobody waits for `ended` any more."""
+        """Stop waiting for `ended`."""
         if not self.ended.cancel() and not self.ended.cancelled():
-            self.ended.exception()  # seen, so that asyncio does not report it as never retrieved
+            self.ended.exception()  # mark as retrieved for asyncio
 
     def settle(self) -> None:
-        """The engine has finished with the request, or never got it."""
         if not self.settled.done():
             self.settled.set_result(None)
