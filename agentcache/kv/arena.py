@@ -63,7 +63,7 @@ class SideArena:
         resize(self._arenas, capacity)
 
     def write_slots(self, packed: Packed, slots: Sequence[Slot], head: int = 0) -> None:
-        """Write one row's tokens run by run: the fastest way for long runs.
+        """Write one row's tokens run by run, the fastest way if runs are long.
 
         Args:
             packed: [1, at least `head` + H, n, ·]; this side's heads begin at `head`.

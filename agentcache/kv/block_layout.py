@@ -79,7 +79,7 @@ class Place:
         return self._memory.rest_sizes
 
     def put_rest(self, rest: RestBuffer) -> None:
-        """Copy the float tensors into the slot. Values must be finite: masked reads turn others into NaN."""
+        """Copy the float tensors into the slot. Values must be finite: masked reads turn infinity into NaN."""
         for (slots, size), tensor in zip(self._memory.rest, rest.tensors, strict=True):
             begin = self._block_id * size
             slots[begin : begin + size] = tensor

@@ -63,10 +63,9 @@ class LayerPacking:
 
 
 def quantisation_for(*dims: int, bits: int = 4) -> Quantisation:
-    """The widest quantisation group (64, else 32) that divides all head dimensions.
+    """Quantisation with the widest groups (64, else 32) that divide all head dimensions.
 
-    Raises:
-        UnsupportedModel: a head dimension is not a multiple of 32.
+    Raises UnsupportedModel if a dimension is not a multiple of 32.
     """
     for group_size in (64, 32):
         if all(dim % group_size == 0 for dim in dims):

@@ -182,8 +182,7 @@ class Reads:
 class Writes:
     """Where a step's own keys and values go in one group. Arguments as in `Reads`.
 
-    Raises:
-        BrokenInvariant: the blocks are not reserved.
+    Raises BrokenInvariant if the blocks are not reserved.
     """
 
     def __init__(self, tables: Sequence[BlockTable], lengths: Sequence[int], num_tokens: int) -> None:

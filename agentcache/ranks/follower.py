@@ -106,14 +106,7 @@ class Follower:
         self._is_over = False
 
     def run(self, heard: Callable[[], None] = lambda: None) -> None:
-        """Execute commands until `Stop`.
-
-        Args:
-            heard: callback for each message.
-
-        Raises:
-            RankLost: another rank is gone.
-        """
+        """Execute commands until `Stop`, calling `heard` for each message. Raises RankLost."""
         while not self._is_over:
             answers = self._files.answers.take(0.0 if self._has_started else _ANSWER_SECONDS)
             message, *_ = self._wire.exchange(write_answers(answers))
@@ -205,7 +198,7 @@ class Follower:
 
 
 class FollowerFiles:
-    """This rank's block files. One thread writes in order, others read; no call waits."""
+    """This rank's block files. One thread writes in order, two read; no call waits."""
 
     def __init__(self, store: Store) -> None:
         self.answers = Answers()

@@ -43,11 +43,7 @@ class Wire:
         return int(self._group.size())
 
     def exchange(self, own: bytes) -> list[bytes]:
-        """Send `own` and return each rank's message. All ranks must call it.
-
-        Raises:
-            RankLost: another rank is gone.
-        """
+        """Send `own` and return each rank's message. All ranks must call it. Raises RankLost."""
         room = _words_for(max(self._lengths, default=0))
         heard = self._gather(own, room)
         longest = int(heard[:, 0].max())

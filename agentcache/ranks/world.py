@@ -224,11 +224,9 @@ def agree(wire: Wire, loaded: LoadedModel) -> None:
 
 
 def follow(config: Config, model_path: str) -> None:
-    """Run as a worker.
+    """Run as a worker. Raises RankLost.
 
-    Raises:
-        UnsupportedModel, CacheFolderInUse, ConfigError, StoreError: the worker cannot start.
-        RankLost: another rank is gone.
+    Raises UnsupportedModel, CacheFolderInUse, ConfigError or StoreError if it cannot start.
     """
     group = join_group()
     seconds, connections = config.rank_timeout * _FOLLOWERS_PATIENCE, ring_connections()
