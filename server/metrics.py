@@ -13,8 +13,8 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentcache.report import CacheStats, FinishReason, Report, Update
-from agentcache.server.answered import Answered, answer_then
 from agentcache.server.engine_metrics import EngineMetrics
+from agentcache.server.request_log import Answered, answer_then
 
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 # Clients invent methods, and try all on every route: each would be a series for ever, and a series has 20 lines, which

@@ -1,20 +1,21 @@
-"""One line in the log for each request: what it cost, and nothing of what it said."""
+"""How a request was answered, and the line of the log for it, which has nothing of what was said."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentcache.models.text.json_values import json_string
-from agentcache.server.answered import Answered, answer_then
 from agentcache.server.reply import Completion
 
 log = logging.getLogger("agentcache.requests")
+_CLIENT_LEFT = "499"  # as in nginx
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,41 @@ def note_usage(request: Request, completions: Sequence[Completion], n: int = 1) 
         generated=sum(report.completion_tokens for report in reports),
         cached=sum(report.reused_tokens for report in reports[::n]),
     )
+
+
+@dataclass(frozen=True)
+class Answered:
+    """How a request was answered.
+
+    Args:
+        route: pattern of the route instead of the path, of which clients make up any number.
+        status: 499 if the client left before it.
+        seconds: from the request's head to the end of its answer.
+    """
+
+    method: str
+    route: str
+    status: str
+    seconds: float
+
+
+async def answer_then(
+    note: Callable[[Answered], None], app: ASGIApp, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Have `app` answer an HTTP request, then call `note`, even after an error or a disconnect."""
+    status, begun = _CLIENT_LEFT, time.perf_counter()
+
+    async def watched_send(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = str(message["status"])
+        await send(message)
+
+    try:
+        await app(scope, receive, watched_send)
+    finally:
+        route = getattr(scope.get("route"), "path", "unknown")
+        note(Answered(scope["method"], route, status, time.perf_counter() - begun))
 
 
 class LogRequests:
