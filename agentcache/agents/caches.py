@@ -63,7 +63,7 @@ class KeptCache:
 
 
 class KeptCaches:
-    """Base's cache and one per loaded adapter with residual KV. Engine thread only, except `is_open`."""
+    """Base's cache and the open residual caches. Engine thread only, except `is_open`."""
 
     def __init__(self, base: KeptCache, namespace: Callable[[str], Namespace]) -> None:
         if base.name != BASE_CACHE:

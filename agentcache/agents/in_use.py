@@ -15,7 +15,8 @@ T = TypeVar("T")
 class InUse:
     """Thread-safe counts of pins on lineages in use and on blocks of unsaved turns.
 
-    The engine thread pins; the writer thread reads, and unpins blocks.
+    The engine thread pins and unpins. The writer thread reads pins, unpins a finished job's blocks, and pins lineages
+    that it has read again.
     """
 
     def __init__(self) -> None:

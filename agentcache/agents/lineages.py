@@ -74,7 +74,7 @@ class PlainPrompt:
         return transcript.text if isinstance(self.content, str) else transcript.ids
 
     def shared_with(self, transcript: Transcript) -> int:
-        """Shared leading characters, or tokens."""
+        """Number of leading characters, or tokens, shared with a transcript."""
         return len_common_prefix(self._same_of(transcript), self.content)
 
     def extends(self, transcript: Transcript) -> bool:
@@ -171,7 +171,7 @@ def _tokens_within(transcript: Transcript, prompt: PlainPrompt, shared: int) -> 
 
 
 def _shared_blocks(one: AgentRecord, other: AgentRecord) -> int:
-    """Binary search, as a block's chain covers all before it."""
+    """Number of leading blocks that both name. Binary search, as a block's chain covers all before it."""
     pairs = range(min(len(one.blocks), len(other.blocks)))
     return bisect_left(pairs, True, key=lambda index: one.blocks[index].chain != other.blocks[index].chain)
 

@@ -290,7 +290,7 @@ def _is_used(cache: KeptCache, record: AgentRecord) -> bool:
 
 
 def _set_to(record: AgentRecord, adapter: str | None, policy: str | None) -> AgentRecord:
-    """The record with other settings; None keeps one."""
+    """The record with another adapter or policy; None keeps the current one."""
     residuals = record.residuals if adapter in (None, record.adapter) else ()
     return replace(record, adapter=adapter or record.adapter, policy=policy or record.policy, residuals=residuals)
 

@@ -374,7 +374,7 @@ class Persistence:
         self.jobs.submit(partial(self._disk.use_responses, lambda files: results.append(work(files))), settle=settle)
 
     def save_record(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
-        """Write only manifest and transcript (new agent, fork); the lineage stays pinned until then."""
+        """Write only manifest and transcript (new agent, fork). The lineage stays pinned until that is done."""
 
         def settle(outcome: Committed) -> None:
             self._in_use.let_lineage_go(record.name)
@@ -464,7 +464,7 @@ class Persistence:
 
 
 def _note_removal(record: AgentRecord, saved: Saved) -> None:
-    """Only logged: no request waits. The lineage reappears after a restart."""
+    """Log a failed removal: no request waits for it, and the lineage reappears after a restart."""
     if saved.error is not None:
         log.error("lineage %s could not be removed from disk: %s", record.name, saved.error)
 

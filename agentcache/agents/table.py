@@ -194,7 +194,7 @@ class AgentTable(Lineages):
         return [replace(record, last_used=as_time(now - (latest - record.last_used))) for record in records]
 
     def new(self, agent_id: str, *, policy: str = "exact", system: str | None = None, param: str = "id") -> AgentRecord:
-        """A lineage without a transcript for an unused id. Not yet put.
+        """A lineage without a transcript for an unused id. Not added to the table.
 
         Raises InvalidRequest, AgentUnavailable, Conflict, which name `param`.
         """
@@ -227,8 +227,10 @@ class AgentTable(Lineages):
         return next((other for other in others if other != agent_id and other.casefold() == agent_id.casefold()), None)
 
     def vacant(self, agent_id: str, *, param: str) -> AgentRecord:
-        """An empty unpinned lineage: an existing one, a new one, or a new agent's first. Not yet put; raises as
-        `new`."""
+        """An empty unpinned lineage: an existing one, a new one, or a new agent's first.
+
+        Not added to the table. Raises as `new`.
+        """
         if agent_id not in self._lineages:
             blank = self.new(agent_id, param=param)
             return self._renamed(blank) if self._in_use.has_lineage(blank.name) else blank
@@ -242,7 +244,7 @@ class AgentTable(Lineages):
         return replace(record, lineage=secrets.token_hex(4))
 
     def fork(self, agent_id: str, new_id: str, lineage: str | None = None) -> list[AgentRecord]:
-        """Copies under a new id, as if used now. Not yet put. Raises NotFound, Conflict."""
+        """Copies under a new id, as if used now. Not added to the table. Raises NotFound, Conflict."""
         sources, blank = self.lineages(agent_id, lineage), self.new(new_id)
         return [
             replace(

@@ -85,9 +85,9 @@ def _through_gate(
 class AsyncEngine:
     """The engine for asyncio: `start` it, then `generate`. Belongs to one event loop.
 
-    With `kv` "auto", the first start with a model measures the bits for keys and values. With `warm_up`, after a few
-    seconds it serves in 8 bits, measures while no request runs, and then replaces the engine. Calls wait during that.
-    Agents stay; their KV in 8 bits is computed again.
+    With `kv` "auto", the first start with a model measures the bits for keys and values. With `warm_up`, a measurement
+    of more than a few seconds is postponed: the engine serves in 8 bits, measures while no request runs, and is then
+    replaced. Calls wait during that. Agents stay; their KV in 8 bits is computed again.
 
     Args:
         warm_up: whether to start more slowly for a fast first request.

@@ -74,7 +74,7 @@ class EngineThread:
 
     @property
     def view(self) -> EngineView:
-        """The state after the engine's last step.
+        """The state when the engine was last between steps.
 
         Raises:
             EngineStopped: no engine, or it failed.
