@@ -1,1 +1,1 @@
-"""The engine: one thread that takes requests from their prompt to their last token, one step at a time."""
+"""The engine: one thread that computes requests, one step at a time. Only messages and views reach other threads."""

@@ -1,4 +1,4 @@
-"""Into the cache and out of it: who gets a sequence and blocks, waits for files, or has to give way."""
+"""Admission of requests to the cache: block tables, restores, preemption."""
 
 from __future__ import annotations
 
@@ -28,14 +28,11 @@ from agentcache.report import CachedTokens, FinishReason, StepDown
 
 
 class Admission:
-    """Opens generations' sequences in the cache. Belongs to the engine thread.
+    """Gives requests their block tables and blocks.
 
     Args:
-        end: ends a generation, with what it has or with an error.
-        step_down: has a generation that waits be computed exactly instead of as residuals.
-        share: has one whose policy is open be computed as residuals, unless these are known to be too far from base.
-        residual_cache: where an adapter's residuals are kept.
-        fail: ends generations that an unforeseen exception concerns.
+        step_down: callback that switches a waiting request from `residual` to `exact`.
+        share: callback that resolves `auto` to `residual`, unless the known divergence is too high.
     """
 
     def __init__(
@@ -68,7 +65,7 @@ class Admission:
     # -- in -----------------------------------------------------------------------------------------------------------
 
     def admit(self) -> None:
-        """Admit waiting requests in order, as long as the batch has room and there are blocks."""
+        """Admit waiting requests in order while they fit."""
         while (generation := self._scheduler.next_to_admit()) is not None:
             busy = bool(self._requests.running or self._requests.loading)
             try:
@@ -76,7 +73,7 @@ class Admission:
             except OutOfBlocks as error:
                 if busy:
                     self._scheduler.stalled = True
-                    return  # others will give blocks back
+                    return  # running requests will free blocks
                 if generation.is_residual and not generation.num_generated:
                     self._step_down(generation, StepDown.MEMORY)
                 else:
@@ -85,7 +82,6 @@ class Admission:
                 self._fail([generation], error)
 
     def _open(self, generation: Generation, busy: bool) -> None:
-        """Open a waiting request's sequence; starts its restore where blocks are on disk only."""
         root = self._caches.root(self._caches.base, generation.request.salt)
         if not busy:
             self._cache.allocator.make_room(len(generation.token_ids) + 1)
@@ -107,7 +103,7 @@ class Admission:
         if ahead is not None:
             self._trunk.begin(generation, ahead)
         if generation.num_generated == 0:
-            generation.prompt_logprobs.clear()  # after a preemption the prompt is computed again
+            generation.prompt_logprobs.clear()  # a preempted prompt is computed again
             _note_cached(generation, prefix)
         self._scheduler.admit(generation, loading=not in_ram)
         if in_ram:
@@ -116,8 +112,10 @@ class Admission:
             self._restore(generation, [(BASE_CACHE, sequence)])
 
     def _settle_policy(self, generation: Generation, root: str) -> None:
-        """A request whose policy is open is exact where that takes nobody's blocks, cached ones or not, and else it
-        shares; for the whole of its turn. So it does where it has, with what is cached for that, less to compute."""
+        """Resolve policy `auto`: `exact` if its blocks fit without eviction, else `residual`. Fixed for the turn.
+
+        A longer prefix in the residual cache also means `residual`.
+        """
         use = generation.adapter
         if use is None or not use.may_share:
             return
@@ -125,24 +123,23 @@ class Admission:
         prefix = self._usable_prefix(generation, root)
         num_tokens = len(generation.token_ids) + 1
         allocator = self._cache.allocator
-        # Nor the residuals' part: whoever reads there could not make room for them.
+        # Residuals could not evict blocks that are being read, so their free share stays free.
         kept = self._cache.ledger.share_left(RESIDUAL)
         fits = has_room(allocator, self._base_growth(), prefix, num_tokens, evicts=False, beside=kept)
         if not fits or self._residual_tokens(generation, use, root) > prefix.num_tokens:
             self._share(generation)
 
     def _residual_tokens(self, generation: Generation, use: AdapterUse, root: str) -> int:
-        """Behind how many tokens a request would begin whose policy were `residual`."""
         cache = self._residual_cache(use.settled(Policy.RESIDUAL))
         return self._match_overlay(generation, cache, root)[0].residuals.num_tokens
 
     def _open_residual(self, generation: Generation, use: AdapterUse, root: str, busy: bool) -> None:
-        """The same for a request that has a sequence in its adapter's cache too: both, or none."""
+        """Open base's and residual block tables: both or neither."""
         cache = self._residual_cache(use)
         match, residual_root = self._match_overlay(generation, cache, root)
         if busy:
             self._check_overlay_room(generation, cache, match)
-        # So that they are not what goes to make room for the rest.
+        # Protect them from the evictions below.
         self._cache.touch(match.base)
         cache.prefix.touch(match.residuals)
         has_slots = self._make_residual_room(generation, cache, match.residuals)
@@ -151,13 +148,13 @@ class Admission:
         match, _ = self._match_overlay(generation, cache, root)
         sequences = {BASE_CACHE: self._cache.open(root, match.base)}
         try:
-            self._device.copy_blocks(sequences[BASE_CACHE].copies)  # before its slots may move
+            self._device.copy_blocks(sequences[BASE_CACHE].copies)  # the next `open` can move its slots
             sequences[cache.name] = cache.prefix.open(residual_root, match.residuals)
         except BaseException:
             self._cache.abandon(sequences[BASE_CACHE])
             raise
         base, residuals = sequences.values()
-        assert isinstance(cache.arenas, ResidualArenas)  # base's only are others
+        assert isinstance(cache.arenas, ResidualArenas)
         paired_from = match.base.num_tokens if use.is_family else len(generation.token_ids)
         overlay = Overlay(cache, cache.arenas, residuals, base, paired_from, is_family=use.is_family)
         generation.take_sequence(base, overlay=overlay, at_once=self._scheduler.pace.largest_chunk)
@@ -171,7 +168,6 @@ class Admission:
             self._restore(generation, due)
 
     def _match_overlay(self, generation: Generation, cache: KeptCache, root: str) -> tuple[OverlayMatch, str]:
-        """What base's cache and an adapter's have of a request's tokens, and the root of the latter."""
         residual_root = self._caches.root(cache, generation.request.salt)
         limit = self._most_cached(generation)
         return match_overlay(self._cache, root, cache.prefix, residual_root, generation.token_ids, limit), residual_root
@@ -180,7 +176,7 @@ class Admission:
         snapshots = self._cache.snapshots
         if snapshots is None:
             return
-        self._device.free_states()  # of those that have left for this one
+        self._device.free_states()  # of checkpoints evicted for this request
         generation.snapshots = SnapshotPlan.of(
             snapshots.every,
             prefix.num_tokens,
@@ -192,7 +188,7 @@ class Admission:
         )
 
     def _begin_state(self, generation: Generation, sequence: CacheSequence) -> None:
-        """The row takes the snapshot that it goes on from, if it does; arrays are values, so the slot is free then."""
+        """Load the matched checkpoint. Arrays are values, so its slot is then free."""
         if sequence.state is not None:
             generation.begin_state(self._device.row_state(sequence.state))
             self._cache.state_taken(sequence)
@@ -203,16 +199,16 @@ class Admission:
 
     @staticmethod
     def _most_cached(generation: Generation) -> int:
-        """One token at least is computed, for its logits; all are where the prompt's own logprobs are wanted."""
+        """Leave tokens to compute for logits: the last one, or all for prompt logprobs."""
         if generation.request.sampling.prompt_logprobs and generation.num_generated == 0:
             return 0
         return len(generation.token_ids) - 1
 
     def _check_room(self, generation: Generation, prefix: CachedPrefix, beside: int | None = None) -> None:
-        """Raise OutOfBlocks if the known tokens of all who are admitted would not fit: one would preempt another.
+        """Raise OutOfBlocks unless the known tokens of this and all admitted requests fit.
 
         Args:
-            beside: bytes that residuals are to have; None for what those of who is admitted lack.
+            beside: bytes for residual KV; None for what admitted requests lack.
         """
         if beside is None:
             beside = self._lacking_residuals()[0]
@@ -225,16 +221,14 @@ class Admission:
         return (*self._requests.running, *self._requests.loading)
 
     def _base_growth(self) -> list[Growth]:
-        """What those who are admitted hold of base's cache, and need."""
         return [Growth(other.open_sequence.tables, len(other.token_ids) + 1) for other in self._admitted]
 
     def _residual_growth(self, cache: KeptCache) -> list[Growth]:
-        """The same of an adapter's cache."""
         overlays = [(other.overlay, len(other.token_ids) + 1) for other in self._admitted if other.overlay is not None]
         return [Growth(overlay.residuals.tables, count) for overlay, count in overlays if overlay.cache is cache]
 
     def _check_overlay_room(self, generation: Generation, cache: KeptCache, match: OverlayMatch) -> None:
-        """The same for one that has residuals too: all adapters' have one part of the budget."""
+        """As `_check_room`. All residual caches share one part of the budget."""
         lacking, spare = self._lacking_residuals(cache, match.residuals, len(generation.token_ids) + 1)
         left = self._cache.ledger.share_left(RESIDUAL)
         if lacking > left + spare:
@@ -244,11 +238,10 @@ class Admission:
     def _lacking_residuals(
         self, joins: KeptCache | None = None, prefix: CachedPrefix | None = None, num_tokens: int = 0
     ) -> tuple[int, int]:
-        """Bytes of slots that the residuals of those who are admitted need and have not yet, and bytes that adapters'
-        caches have beyond that.
+        """Return bytes of residual slots that admitted requests lack, and spare bytes.
 
         Args:
-            joins: the cache that one more is to use, with this prefix of so many tokens.
+            joins: cache of a further request, which has `prefix` cached.
         """
         lacking = spare = 0
         for cache in self._caches.further:
@@ -261,26 +254,25 @@ class Admission:
         return lacking, spare
 
     def _make_residual_room(self, generation: Generation, cache: KeptCache, prefix: CachedPrefix) -> bool:
-        """Slots for all residuals of a request's known tokens; False if others who run have what it takes."""
+        """Grow the cache. Returns False if running requests hold the memory."""
         allocator, running = cache.prefix.allocator, self._residual_growth(cache)
         num_tokens = len(generation.token_ids) + 1
         for index in range(len(allocator.slots.groups)):
             needed = slots_needed(allocator, index, running, prefix, num_tokens)
             if not allocator.grow_to(index, needed):
                 return False
-        # Where base could not give way, slots have gone that others will need.
+        # Growth may have taken slots that other residual requests need.
         lacking, spare = self._lacking_residuals(cache, prefix, num_tokens)
         return lacking <= spare + self._cache.ledger.room
 
     def _restore(self, generation: Generation, due: Sequence[tuple[str, CacheSequence]]) -> None:
-        """Have the files of a request's sequences read, given with their caches, one sequence after the other."""
         name, sequence = due[0]
         self._restorer.restore(sequence, lambda restored: self._restored(generation, due, restored), cache=name)
 
     def _restored(self, generation: Generation, due: Sequence[tuple[str, CacheSequence]], restored: Restored) -> None:
         sequence = due[0][1]
         if sequence.closed:
-            return  # cancelled meanwhile
+            return  # cancelled during the read
         try:
             self._take_restored(generation, due, restored)
         except BaseException as error:
@@ -294,7 +286,7 @@ class Admission:
         generation.restored_bytes += restored.num_bytes
         generation.restore_seconds += restored.seconds
         if not restored.complete:
-            # What was wrong is in quarantine; match again and compute the rest.
+            # Damaged files are in quarantine: match again and compute the rest.
             self.abandon_sequence(generation)
         elif due[1:]:
             self._restore(generation, due[1:])
@@ -306,9 +298,9 @@ class Admission:
     # -- blocks -------------------------------------------------------------------------------------------------------
 
     def reserve(self, generation: Generation, num_tokens: int) -> int:
-        """Blocks for the next tokens; of a chunk for fewer, where there is no room for all that it holds at once.
+        """Reserve blocks for the next tokens, halving a chunk until it fits.
 
-        Returns for how many; 0 if the request has to wait for blocks or ends for want of them.
+        Returns the number of tokens; 0 if the request must wait or has ended.
         """
         while generation.state is State.RUNNING:
             residual = True
@@ -321,8 +313,7 @@ class Admission:
                 if num_tokens > BLOCK_SIZE:
                     num_tokens = _first_half(generation.num_launched, num_tokens)
                 elif generation.in_flight or any(other.in_flight > BLOCK_SIZE for other in self._requests.running):
-                    # What is under way may end others, or show that this was the last token; and a large chunk gives
-                    # back what it holds of windows.
+                    # The step under way may end requests or choose the last token; a large chunk frees window blocks.
                     return 0
                 else:
                     self._out_of_blocks(generation, error, residual=residual)
@@ -350,7 +341,7 @@ class Admission:
             self._end_with_what_there_is(generation, _too_large(generation, error))
 
     def give_up(self, generation: Generation) -> None:
-        """End a generation of which not even a single token can be computed in the memory that is free."""
+        """End a request if memory does not suffice for one more token."""
         text = f"the machine has not enough free memory to go on behind {generation.num_launched} tokens"
         self._end_with_what_there_is(generation, Overloaded(text, code="insufficient_memory"))
 
@@ -360,12 +351,12 @@ class Admission:
     # -- out ----------------------------------------------------------------------------------------------------------
 
     def preempt(self, generation: Generation) -> None:
-        """A running generation waits again; what it has computed is computed anew, where nobody else needs it too."""
+        """Queue a running request again. Tokens without cached blocks are recomputed."""
         self.abandon_sequence(generation)
         self._scheduler.preempt(generation)
 
     def abandon_sequence(self, generation: Generation) -> None:
-        """Out of the cache, if it is in it; its blocks are free at once."""
+        """Close the block tables, if open. Their blocks are free at once."""
         if generation.sequence is not None:
             if generation.overlay is not None:
                 generation.overlay.cache.prefix.abandon(generation.overlay.residuals)
@@ -374,17 +365,14 @@ class Admission:
 
 
 def _first_half(start: int, num_tokens: int) -> int:
-    """Half of a chunk that begins behind `start` tokens, to the end of a block if it has one."""
+    """Return half of a chunk, cut at a block boundary if possible."""
     half = num_tokens // 2
     to_boundary = half - (start + half) % BLOCK_SIZE
     return to_boundary if to_boundary > 0 else half
 
 
 def _note_cached(generation: Generation, prefix: CachedPrefix, match: OverlayMatch | None = None) -> None:
-    """Args:
-    prefix: behind which the request's prompt is computed.
-    match: a residual request's.
-    """
+    """Record cached and computed tokens. With a `match`, `prefix` is that of the residual cache."""
     own = min(generation.own_tokens, prefix.num_tokens)
     generation.lost_tokens = _lost(generation, prefix, match)
     found = None if match is None else match.found
@@ -392,24 +380,23 @@ def _note_cached(generation: Generation, prefix: CachedPrefix, match: OverlayMat
     generation.computed_prompt_tokens = generation.num_prompt_tokens - prefix.num_tokens
     generation.computed_base_tokens = _computed_by_base(generation, (match.base if match else prefix).num_tokens)
     if generation.adapter is not None and generation.adapter.is_family:
-        # Base makes the residuals too.
+        # Base also computes the family's residuals.
         generation.computed_base_tokens = generation.computed_prompt_tokens
         begin = max(prefix.num_tokens, generation.last_for_adapter)
         generation.computed_prompt_tokens = generation.num_prompt_tokens - begin
 
 
 def _lost(generation: Generation, prefix: CachedPrefix, match: OverlayMatch | None) -> int:
-    """How many tokens have to be computed once more that were there after the conversation's last turn."""
+    """Return how many cached tokens the conversation has lost."""
     if match is None:
-        # What is there but for a state to go on from is computed again, and not lost.
+        # Not lost: tokens that only lack a checkpoint to start from.
         return max(0, generation.expected_tokens - max(prefix.num_tokens, prefix.known_tokens))
-    # Nor is what it never had: residuals of an adapter that is new to the conversation, or was not at work last.
+    # Not lost: residuals of an adapter that is new to the conversation or was not used last.
     residual = min(generation.expected_tokens, generation.saved_residual_tokens)
     return max(0, generation.expected_tokens - match.base.num_tokens, residual - match.found)
 
 
 def _computed_by_base(generation: Generation, cached: int) -> int:
-    """How many tokens of the prompt the unadapted model computes."""
     start = None if generation.producer is None else generation.producer.start
     return max(0, (generation.num_prompt_tokens if start is None else start) - cached)
 

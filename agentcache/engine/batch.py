@@ -1,8 +1,7 @@
-"""Batches for the device: what goes in, before it is known, and what comes out.
+"""A batch: the device's work for one step.
 
-While the device computes one batch, the next one is built on the tokens that the first is about to choose. So all the
-Python of a step is done while the device is busy. A batch is started before the one before is waited for: where it
-writes by kernels, the device goes on from the one to the other by itself, and elsewhere `ModelRunner.start` waits.
+A batch is built and started while the device computes the previous one, whose tokens may be its inputs. Batches that
+write by kernels queue on the device; otherwise `ModelRunner.start` waits.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ class BatchRow:
     """One row of a batch.
 
     Args:
-        work: the pass that it is a part of.
-        is_complete: all known tokens are computed with this batch, so a next one is chosen.
+        is_complete: whether the row computes the last known token, so that the next one is chosen.
     """
 
     generation: Generation
@@ -36,19 +34,19 @@ class BatchRow:
 
     @classmethod
     def of(cls, generation: Generation, left: int, num_tokens: int) -> BatchRow:
-        """The row that computes the next `num_tokens` tokens of a generation that has `left` to launch."""
+        """Make the row for the next tokens of a request that has `left` to launch."""
         work = generation.current
         return cls(generation, work, work.end is None and left <= num_tokens)
 
     @property
     def is_void(self) -> bool:
-        """Whether what is computed here is of no use any more: its generation has ended, or lost its sequence."""
+        """Whether the request has ended or lost its block tables."""
         return self.work.writes.closed
 
     def sampler_row(self, end: int) -> Row:
-        """What chooses the token behind the first `end` tokens."""
+        """Return the sampler's input for the token after `end` tokens."""
         generation, sampler = self.generation, self.generation.sampler
-        assert sampler is not None  # `prepare` has made it
+        assert sampler is not None  # made by `prepare`
         recent = generation.token_ids[max(0, end - REPETITION_CONTEXT) : end - 1] if sampler.penalty != 1.0 else ()
         position = end - generation.num_prompt_tokens
         if not sampler.counts_tokens:
@@ -60,13 +58,11 @@ class BatchRow:
 
 @dataclass(frozen=True)
 class Result:
-    """What a batch has computed for one row.
+    """The result of one row.
 
     Args:
-        token: the one chosen; None where the row was not complete.
-        score: the token's, where asked for.
-        prompt_scores: of the prompt tokens behind the computed ones, where asked for; else empty.
-        state: the recurrent state behind the batch; None for a model without.
+        token: chosen token; None if the row is not complete.
+        prompt_scores: scores of the prompt tokens after the computed ones.
     """
 
     row: BatchRow
@@ -77,21 +73,19 @@ class Result:
 
 
 class Choice:
-    """The tokens that a batch chooses.
+    """The choice of a batch's next tokens.
 
-    Where answers keep to a form, what they may have next is known when the tokens are that they go on from: then all is
-    chosen once the batch has been started, while the device is at work on the logits.
+    Grammar masks depend on the previous tokens. So with a grammar, it is made while the device computes the logits.
 
     Args:
-        rows: of the batch.
-        ends: tokens that each then has.
-        logits: [B, vocabulary], behind each row's last token.
-        last: int32 [B], that token.
-        scored: rows of which scores are wanted.
+        ends: tokens of each row, including the batch.
+        logits: [B, vocabulary], after each row's last token.
+        last: int32 [B], the last tokens.
+        scored: rows that want scores.
 
     Attributes:
-        tokens: int32 [B], chosen for every row; None until `make`.
-        scores: of the tokens of `scored` rows, from then on; None where there are none.
+        tokens: int32 [B]; None before `make`.
+        scores: scores of the `scored` rows; None before `make`.
     """
 
     def __init__(
@@ -106,14 +100,13 @@ class Choice:
         self.scores: Scores | None = None
 
     def part(self, places: Sequence[int]) -> Choice:
-        """The choice for some of the rows."""
         index = mx.array(list(places))
         scored = [new for new, place in enumerate(places) if place in self.scored]
         rows, ends = [self.rows[i] for i in places], [self._ends[i] for i in places]
         return Choice(rows, ends, self._logits[index], self._last[index], scored)
 
     def late(self, seconds: float) -> list[int]:
-        """Places of rows of which it is not known yet what they may have, having waited so many seconds for all."""
+        """Wait up to `seconds` for all masks. Returns the rows whose mask is not ready."""
         until, late = time.perf_counter() + seconds, list[int]()
         for place, row in enumerate(self.rows):
             following = row.generation.following
@@ -125,23 +118,23 @@ class Choice:
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        """What the device is to compute: as much as is known now."""
+        """Arrays to evaluate: tokens and scores, or the logits before `make`."""
         if self.tokens is None:
             return (self._logits,)
         return (self.tokens, *self.scores.arrays) if self.scores is not None else (self.tokens,)
 
     def make(self, masks: Mapping[int, np.ndarray] | None = None) -> None:
-        """Choose; `masks` are as in `sampler.masked`."""
+        """Choose the tokens; `masks` are as in `sampler.masked`."""
         rows = [row.sampler_row(end) for row, end in zip(self.rows, self._ends, strict=True)]
         self.tokens = choose(rows, masked(self._logits, masks) if masks else self._logits, self._last)
         if self.scored:
             index = mx.array(list(self.scored))
             count = max(self.rows[i].generation.request.sampling.logprobs or 0 for i in self.scored)
             self.scores = Scores(self._logits[index], self.tokens[index], count)
-        self._logits = None  # its memory may serve for what follows from it
+        self._logits = None  # lets MLX reuse its memory
 
     def masks(self) -> dict[int, np.ndarray]:
-        """What rows may have, by their places. A row whose form has ended has none: its token is not used."""
+        """Return the masks by row. A finished grammar has none, as its token is not used."""
         masks: dict[int, np.ndarray] = {}
         for place, row in enumerate(self.rows):
             following = row.generation.following
@@ -152,7 +145,7 @@ class Choice:
         return masks
 
     def read(self) -> dict[Generation, tuple[int, TokenScore | None]]:
-        """What was chosen, and its score where that is wanted."""
+        """Return tokens and scores by request. Waits for the device."""
         if self.tokens is None:
             return {}
         tokens: list[int] = self.tokens.tolist()
@@ -161,10 +154,10 @@ class Choice:
 
 
 class LateToken:
-    """A token that is chosen after its batch, when it has become known which it may be.
+    """A token whose grammar mask was not ready in time.
 
     Args:
-        choice: of one row.
+        choice: choice of one row.
     """
 
     def __init__(self, runner: ModelRunner, choice: Choice) -> None:
@@ -175,40 +168,34 @@ class LateToken:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can be chosen now, or is of no use any more."""
+        """Whether it can be chosen now or is void."""
         following = self.row.generation.following
         return following is None or self.row.is_void or following.is_ready
 
     def wait(self, seconds: float) -> None:
-        """Wait until it is ready, for so long at most."""
         self._choice.late(seconds)
 
     def start(self) -> None:
-        """Have the device choose it."""
         self._choice.make(self._choice.masks())
         self._runner.follow(*self._choice.arrays)
 
     def result(self) -> Result:
-        """The token, once the device is done."""
+        """Return the token. Waits for the device."""
         token, score = self._choice.read()[self.row.generation]
         return Result(self.row, token, score, [])
 
 
 class Batch:
-    """A batch under way.
+    """A batch, started or not.
 
     Args:
-        runner: computes it.
-        num_tokens: tokens computed per row.
-        context: tokens of the first row before the batch.
-        choice: see below.
-        prompt_scores: of the only row's prompt.
-        contended: it lets others wait, see `Scheduler.contended`.
-        states: per row its recurrent state behind the batch; nothing for a model without.
+        context: computed tokens of the first row.
+        prompt_scores: prompt scores of the only row.
+        states: recurrent state of each row after the batch.
 
     Attributes:
-        choice: of the tokens that follow; None where no row is complete. What is late is no part of it.
-        awaits_choice: whether `choose` is to be called, when the batch has been started and the one before is settled.
+        choice: choice without late tokens; None if no row is complete.
+        awaits_choice: whether `choose` must be called, after `start` and the previous batch's results.
     """
 
     def __init__(
@@ -239,30 +226,25 @@ class Batch:
         return self.num_tokens > 1
 
     def start(self) -> None:
-        """Let the device begin."""
         chosen = () if self.choice is None else self.choice.arrays
         scores = () if self._prompt_scores is None else self._prompt_scores.arrays
         self._started = self._runner.start(*chosen, *scores)
 
     @property
     def began_at(self) -> float:
-        """When the device could begin on it; of a batch that has been started."""
-        assert self._started is not None  # that is when it is asked for
+        """Time when the device could begin. Valid after `start`."""
+        assert self._started is not None
         return self._started.began_at
 
     @property
     def seconds(self) -> float:
-        """How long the device took; of a batch that has been waited for."""
-        assert self._started is not None and self._started.done_at is not None  # it has
+        """Device time. Valid after `wait`."""
+        assert self._started is not None and self._started.done_at is not None
         return self._started.done_at - self._started.began_at
 
     def choose(self, seconds: float) -> list[LateToken]:
-        """Choose the tokens that had to wait for those of the batch before; returns those that have to wait longer.
-
-        Args:
-            seconds: to wait until it is known of all which they may be.
-        """
-        assert self.choice is not None  # `awaits_choice` has said so
+        """Choose tokens with a grammar. Returns those whose mask is not ready in `seconds`."""
+        assert self.choice is not None
         self.awaits_choice, choice = False, self.choice
         late = choice.late(seconds)
         tokens = [LateToken(self._runner, choice.part([place])) for place in late]
@@ -275,12 +257,11 @@ class Batch:
         return tokens
 
     def wait(self) -> None:
-        """Wait for the device to be done with it; it may be at work on the next one then."""
-        assert self._started is not None  # what is waited for has been started
+        """Wait until the batch is done; the device may compute the next one."""
+        assert self._started is not None
         self._runner.wait_for(self._started)
 
     def results(self) -> Iterator[Result]:
-        """What came out, row by row; of generations that have ended or lost their sequence meanwhile, nothing."""
         chosen = {} if self.choice is None else self.choice.read()
         prompt_scores = self._prompt_scores.read() if self._prompt_scores else []
         for i, row in enumerate(self.rows):

@@ -1,4 +1,4 @@
-"""Makes batches of the scheduler's plans: what each row reads, writes and computes, as inputs of a step."""
+"""Builds batches from the scheduler's plans: each row's inputs, reads and writes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from agentcache.models.step import StepInputs
 
 
 class BatchBuilder:
-    """Makes batches of the scheduler's plans."""
-
     def __init__(self, runner: ModelRunner, adapters: AdapterWeightSet, trunk: Trunk, eos_ids: Collection[int]) -> None:
         self._runner = runner
         self._eos_ids = eos_ids
@@ -29,14 +27,13 @@ class BatchBuilder:
         self._trunk = trunk
 
     def prepare(self, generation: Generation) -> None:
-        """Get ready to choose tokens for a generation."""
         generation.sampler = Sampler(generation.request.sampling, self._eos_ids)
 
     def build(self, rows: Sequence[Generation], num_tokens: int, before: Batch | None, *, contended: bool) -> Batch:
-        """The batch that computes `num_tokens` tokens of each row, whose blocks are reserved; not yet started.
+        """Build, but do not start, a batch of rows whose blocks are reserved. Advances their `in_flight`.
 
         Args:
-            before: the batch under way, whose tokens rows may go on from.
+            before: batch under way, whose tokens may be inputs.
         """
         starts = [generation.num_launched for generation in rows]
         left = [generation.num_to_launch for generation in rows]
@@ -84,7 +81,7 @@ class BatchBuilder:
         return batch
 
     def at_fault(self, rows: Sequence[Generation], num_tokens: int) -> list[Generation]:
-        """As `Device.at_fault`; nothing is computed."""
+        """As `Device.at_fault`."""
         return [generation for generation in rows if not self._can_be_built(generation, num_tokens)]
 
     def _can_be_built(self, generation: Generation, num_tokens: int) -> bool:
@@ -104,9 +101,9 @@ class BatchBuilder:
     def _with_overlays(
         self, step: StepInputs, rows: Sequence[BatchRow], overlays: Sequence[Overlay | None]
     ) -> StepInputs:
-        """The step of rows of which some write residuals; behind these come base's rows beside them, where it has any.
+        """Add residual rows, and the base rows of paired requests at the end.
 
-        Residual rows write no keys and values: base has them already, or its row writes them in the same step.
+        An adapter's row writes no KV: base's is cached, or its base row writes it.
         """
         num_tokens, starts = step.token_ids.shape[1], step.lengths
         paired = [
@@ -141,13 +138,13 @@ class BatchBuilder:
     def _residual_row(
         self, row: BatchRow, overlay: Overlay, place: int, start: int, companion: int | None
     ) -> ResidualRow:
-        """A row that writes residuals: its adapter's, or base's that makes them for the adapter's family.
+        """Make the row that writes residual KV: the adapter's, or base's for its family.
 
         Args:
-            companion: place of base's row beside it; None without.
+            companion: index of the base row beside it.
         """
         adapter = self._adapters.row(row.generation.adapter)
-        assert adapter is not None  # what has residuals is a LoRA that acts from the first token on
+        assert adapter is not None  # residuals imply a LoRA active from the first token
         is_read = row.work.computes is not None
         return ResidualRow(
             place,
@@ -163,11 +160,11 @@ class BatchBuilder:
     def _inputs(
         self, rows: Sequence[Generation], left: Sequence[int], num_tokens: int, before: Batch | None
     ) -> mx.array:
-        """Token ids [B, num_tokens]: known ones, of which each row has `left`, or those that `before` chooses."""
+        """Return token ids [B, num_tokens]. Rows with nothing `left` take the token that `before` chooses."""
         if all(left):
             return mx.array([g.token_ids[g.num_launched : g.num_launched + num_tokens] for g in rows], mx.int32)
         choice = None if before is None else before.choice
-        assert choice is not None and choice.tokens is not None  # somebody chooses what is not known yet
+        assert choice is not None and choice.tokens is not None  # unknown tokens come from `before`
         indices = {row.generation: index for index, row in enumerate(choice.rows)}
         known = [generation.token_ids[-1] for generation, count in zip(rows, left, strict=True) if count]
         if not known and [indices[generation] for generation in rows] == list(range(len(indices))):
@@ -177,7 +174,7 @@ class BatchBuilder:
         return mx.concatenate([choice.tokens, mx.array(known, mx.int32)])[mx.array(order)][:, None]
 
     def _choose(self, rows: Sequence[BatchRow], ends: Sequence[int], logits: mx.array, last: mx.array) -> Choice:
-        """What follows the `ends` tokens that each row then has; made at once unless an answer keeps to a form."""
+        """Choose tokens now, or later if a row has a grammar."""
         scored = [
             i for i, row in enumerate(rows) if row.is_complete and row.generation.request.sampling.logprobs is not None
         ]
@@ -189,7 +186,7 @@ class BatchBuilder:
 
 
 def _score_prompt(generation: Generation, logits: mx.array) -> Scores | None:
-    """Scores of the prompt tokens that `logits` [n, vocabulary] predict; None where there is none behind the last."""
+    """Return scores of the prompt tokens that `logits` [n, vocabulary] predict."""
     start = generation.num_launched + 1
     targets = generation.token_ids[start : start + logits.shape[0]]
     if not targets:

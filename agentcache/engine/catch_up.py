@@ -1,8 +1,7 @@
-"""Prompts that begin alike are computed once, also where they come at the same time.
+"""In-flight prefix sharing: concurrent prompts compute a common prefix once.
 
-A request's cached prefix is found when it is admitted. What others compute of its prompt after that, it takes block by
-block. Where another has begun with the block that it needs next, it waits while that one is at work on it; and when its
-own turn comes before the block is full, that one goes on in its place.
+A running prompt takes blocks that other requests publish. It waits while its source request computes the block that it
+needs next. If its turn comes first, the source request runs instead.
 """
 
 from __future__ import annotations
@@ -15,14 +14,12 @@ from agentcache.engine.requests import Requests
 
 
 class CatchUp:
-    """Belongs to the engine thread."""
-
     def __init__(self, requests: Requests, base: KeptCache) -> None:
         self._requests = requests
         self._base = base
 
     def look(self) -> None:
-        """Before a step is planned: running prompts go on behind what others have computed."""
+        """Take published blocks and choose source requests, before a step is planned."""
         running, waiting = self._requests.running, self.pass_on()
         prompts = [each for each in running if each.in_flight > 1 or each.num_to_launch > 1]
         for generation in running:
@@ -32,20 +29,16 @@ class CatchUp:
             generation.leader = max(within, key=lambda each: each.in_flight, default=None)
 
     def pass_on(self) -> list[Generation]:
-        """Prompts that wait take what there is for them now: behind a large chunk, before its windows are left.
-
-        Returns these prompts.
-        """
+        """Give waiting prompts published blocks, before a large chunk drops its windows. Returns these prompts."""
         running = self._requests.running
         if self._base.prefix.snapshots is not None or len(running) < 2:
-            return []  # where there are snapshots, a row computes all tokens of which it needs the recurrent state
+            return []  # recurrent rows compute every token
         waiting = [each for each in running if not each.in_flight and each.num_to_launch > 1]
         for generation in waiting:
             self._take(generation)
         return waiting
 
     def _take(self, generation: Generation) -> None:
-        """All that is there, pass by pass."""
         while (num_tokens := self._tokens_ahead(generation)) > 0:
             begin = generation.num_computed
             generation.note_caught_up(begin, begin + num_tokens)
@@ -62,7 +55,7 @@ class CatchUp:
         work, begin = generation.current, generation.num_computed
         if work.cut or generation.wants_prompt_logprobs:
             return 0
-        end = len(generation.token_ids) - 1 if work.end is None else work.end  # the last one's logits are wanted
+        end = len(generation.token_ids) - 1 if work.end is None else work.end  # its logits are needed
         if work.overlay is not None and not work.overlay.is_paired(begin):
             end = min(end, work.overlay.paired_from)
         if end - begin < BLOCK_SIZE:
@@ -75,7 +68,7 @@ class CatchUp:
         return [(self._base, work.writes)] if work.overlay is None else work.overlay.written(self._base)
 
     def _is_within_next_of(self, generation: Generation, other: Generation) -> bool:
-        """Whether `other` has begun with the block that is next for `generation`, and has the tokens to fill it."""
+        """Whether `other` computes the next block of `generation` and can fill it."""
         begin, work, theirs = generation.num_computed, generation.current, other.current
         end = begin + BLOCK_SIZE
         if begin % BLOCK_SIZE or not other.num_computed < end or not begin < other.num_launched:
@@ -88,5 +81,5 @@ class CatchUp:
 
 
 def _are_alike(one: CacheSequence, other: CacheSequence) -> bool:
-    """Whether their blocks of the same tokens are the same; the root names the cache."""
+    """Whether equal tokens have equal blocks; the root identifies the cache."""
     return one.root == other.root and one.producer == other.producer

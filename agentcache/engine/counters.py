@@ -1,4 +1,4 @@
-"""What the engine has done since its start, and the state of everything as one answer."""
+"""Totals and statistics of the engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentcache.report import CacheStats
 
 @dataclass
 class Counters:
-    """Sums since start, by their names in `CacheStats`."""
+    """Totals since start, named as in `CacheStats`."""
 
     cached_tokens: int = 0
     generated_tokens: int = 0
@@ -27,7 +27,6 @@ class Counters:
     prefill_seconds: float = 0.0
 
     def note(self, batch: Step) -> None:
-        """A batch is done."""
         if batch.is_chunk:
             self.prefill_tokens += batch.num_tokens
             self.prefill_seconds += batch.seconds
@@ -46,7 +45,6 @@ def cache_stats(
     counters: Counters,
     num_agents: int,
 ) -> CacheStats:
-    """Everything that can be counted."""
     cache, store = caches.base.prefix, persistence.store
     budget = store.usage.plan
     counts = [each.prefix.count_blocks() for each in caches]

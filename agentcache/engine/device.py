@@ -1,4 +1,4 @@
-"""Who computes what the engine decides: the seam between it and the device."""
+"""The interface between the engine and the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentcache.models.runner import ModelRunner
 
 
 class Step(Protocol):
-    """What the device computes at a time; see `Batch`."""
+    """Work for the device; see `Batch`."""
 
     @property
     def rows(self) -> Sequence[BatchRow]: ...
@@ -51,7 +51,7 @@ class Step(Protocol):
 
 
 class Device(Protocol):
-    """`MlxDevice` is the real one; a simulation's is a formula and a clock. Belongs to the engine thread."""
+    """The device as the engine sees it: `MlxDevice`, or a simulation."""
 
     @property
     def computed_tokens(self) -> int: ...
@@ -60,48 +60,46 @@ class Device(Protocol):
     def copied_blocks(self) -> int: ...
 
     def limit(self, plan: dict[Generation, int]) -> dict[Generation, int]:
-        """As much of a plan (tokens by generation) as memory holds."""
+        """Return the part of a plan (tokens by request) that fits in memory."""
 
     def prepare(self, generation: Generation) -> None:
-        """Get ready to choose tokens for a generation."""
+        """Prepare to choose a request's tokens."""
 
     def build(self, rows: Sequence[Generation], num_tokens: int, before: Step | None, *, contended: bool) -> Step:
-        """The step that computes `num_tokens` tokens of each row, behind the one under way; not yet started."""
+        """Build, but do not start, the step after `before`."""
 
     def at_fault(self, rows: Sequence[Generation], num_tokens: int) -> Sequence[Generation]:
-        """Of the rows of a step that could not be built, those that cannot be built alone either."""
+        """Return the rows of a failed build that fail alone too."""
 
     def copy_blocks(self, copies: Iterable[Copy]) -> None:
-        """Before anything that is built later reads them."""
+        """Copy blocks before any later step reads them."""
 
     def row_state(self, slot: int) -> RowState:
-        """The recurrent state that the snapshot in `slot` is of."""
+        """Return the recurrent state of a checkpoint."""
 
     def keep_state(self, slot: int, state: RowState) -> None:
-        """Keep a row's recurrent state as the snapshot in `slot`."""
+        """Store a recurrent state as a checkpoint."""
 
     def free_states(self) -> None:
-        """Give back the memory of snapshots that nobody refers to any more."""
+        """Free unreferenced checkpoints."""
 
     def evaluate(self) -> None:
-        """Return when every write into the cache is done."""
+        """Wait for all cache writes."""
 
     def wait(self) -> None:
-        """Return when what was started last is done."""
+        """Wait for the last started step."""
 
     def release_buffers(self) -> None:
-        """Give temporaries of a large step back."""
+        """Free temporaries of large steps."""
 
     def move_blocks(self, moves: Iterable[Copy]) -> None:
-        """Before anything that is built later reads them, and before `give_back`."""
+        """Move blocks before any later step reads them, and before `give_back`."""
 
     def give_back(self) -> None:
-        """Have as much memory as the cache has slots, and give all that is free to the system."""
+        """Fit memory to the cache's slots, and return the rest to the system."""
 
 
 class MlxDevice:
-    """MLX's default device, with one model on it."""
-
     def __init__(self, runner: ModelRunner, builder: BatchBuilder, guard: MemoryGuard) -> None:
         self.guard = guard
         self.runner = runner
@@ -128,5 +126,5 @@ class MlxDevice:
         return self.runner.copied_blocks
 
     def build(self, rows: Sequence[Generation], num_tokens: int, before: Step | None, *, contended: bool) -> Batch:
-        assert before is None or isinstance(before, Batch)  # it came from here
+        assert before is None or isinstance(before, Batch)
         return self._builder.build(rows, num_tokens, before, contended=contended)

@@ -1,4 +1,4 @@
-"""What the engine does for each message of another thread."""
+"""Handles messages from other threads."""
 
 from __future__ import annotations
 
@@ -40,11 +40,7 @@ from agentcache.threads import as_exception
 
 
 def dispatch(engine: Engine, message: Message, reply: Reply) -> None:
-    """Do what a message asks for, on the engine's thread.
-
-    Args:
-        reply: gets what the message says, or an error, some time; it may be called at once.
-    """
+    """Handle a message on the engine thread. `reply` gets the result or an error, now or later."""
     try:
         _dispatch(engine, message, reply)
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""The engine: requests in, updates out, one step at a time. All of it runs on the one thread that owns MLX."""
+"""The engine: requests in, updates out, on the thread that owns MLX."""
 
 from __future__ import annotations
 
@@ -43,20 +43,18 @@ from agentcache.start_progress import Measuring
 
 log = logging.getLogger("agentcache.engine")
 
-# Share of a step's time for which the CPU may look for what an answer's form allows next. Below 1: a step's time is
-# measured with this wait in it, so that with all of it the measure would grow from step to step.
+# Share of a decode step's time to wait for grammar masks. Below 1, as the measured step time includes this wait.
 _OF_A_STEP = 0.8
-_NOTHING_ELSE = 0.05  # seconds to wait where there is nothing else to do, before messages are looked at again
+_NOTHING_ELSE = 0.05  # seconds to wait for a mask if idle, before reading messages
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What an engine works with. `open_engine` makes the real ones.
+    """The parts of an engine, made by `open_engine`.
 
     Args:
-        idle_seconds: see `Config.idle_seconds`.
-        traffic: what goes between the processes that compute the model together.
-        keep_precision: writes a choice for later starts.
+        traffic: source of message counts between ranks.
+        keep_precision: writer of a chosen precision.
     """
 
     loaded: LoadedModel
@@ -102,8 +100,8 @@ class Engine:
         self.counters = Counters()
         self.served = parts.served
         self._under_way: Step | None = None
-        self._holds_buffers = False  # of chunks that are done
-        self._late: list[LateToken] = []  # tokens of batches that are done, but for these
+        self._holds_buffers = False  # temporaries of finished chunks
+        self._late: list[LateToken] = []  # missing tokens of finished batches
         self._admission = Admission(
             parts.requests,
             parts.scheduler,
@@ -127,13 +125,13 @@ class Engine:
         self._keep_precision = parts.keep_precision
 
     def close(self) -> None:
-        """Write what is queued and let go of the cache folder.
+        """Finish queued writes and release the cache folder.
 
-        Before it, run what is posted until nothing `is_writing`: outcomes that are posted later change nothing.
+        First run posted functions until nothing `is_writing`: later outcomes have no effect.
         """
         try:
             self.device.wait()
-        finally:  # also when the device has failed
+        finally:  # also if the device has failed
             self._limits.restore()
             self.restorer.close()
             self.persistence.close()
@@ -141,7 +139,7 @@ class Engine:
     # -- the life of a request ----------------------------------------------------------------------------------------
 
     def add(self, generation: Generation) -> None:
-        """Begin a request's turn and queue it; one that cannot have a turn hears of it."""
+        """Queue a request's turn. Errors go to the request."""
         try:
             self._add(generation)
         except EngineStopped:
@@ -164,10 +162,10 @@ class Engine:
                 self._step_down(generation, StepDown.DIVERGENCE)
 
     def end(self, generation: Generation, outcome: Outcome) -> None:
-        """The one way out, for whatever reason. What is being saved, or has ended, stays as it is.
+        """Complete or fail a live request.
 
         Args:
-            outcome: why it is complete, and what it computed is kept; or an error, and its agent is as before.
+            outcome: reason, and its results are kept; or error, and its agent is unchanged.
         """
         if generation.state not in LIVE:
             return
@@ -185,10 +183,10 @@ class Engine:
             generation.emit(outcome)
 
     def fail(self, generations: Collection[Generation], error: BaseException) -> None:
-        """End the requests that an unforeseen exception concerns; the others continue if the cache is sound.
+        """Fail requests after an unforeseen exception. Other requests continue.
 
         Raises:
-            EngineStopped: it is not, or the device does not compute any more, or another rank is lost.
+            EngineStopped: the cache is not sound, the device has failed, or a rank is lost.
         """
         if isinstance(error, EngineStopped) or lost_rank(error) is not None:
             _stop("a rank is lost", error)
@@ -205,7 +203,7 @@ class Engine:
             _stop("the cache is not sound after a failure", second)
 
     def _drop(self, generation: Generation, failure: InternalError) -> None:
-        if generation.state in (State.NEW, State.SAVING):  # its own part of `add` or `end` has failed
+        if generation.state in (State.NEW, State.SAVING):  # its part of `add` or `end` has failed
             self.requests.move(generation, State.FAILED)
             self._admission.abandon_sequence(generation)
             self.turns.drop(generation)
@@ -214,42 +212,41 @@ class Engine:
             self.end(generation, failure)
 
     def cancel(self, generation: Generation) -> None:
-        """Stop working on a request; its agent stays as it was before, its blocks are free at once."""
+        """Cancel a request. Its agent is unchanged."""
         if generation.state in LIVE:
             self.counters.cancelled += 1
             self.end(generation, RequestCancelled("the request was cancelled"))
 
     def preempt(self, generation: Generation) -> None:
-        """A running request gives up its sequence, and waits for another."""
         self._admission.preempt(generation)
 
     def _step_down(self, generation: Generation, why: StepDown) -> None:
-        """A request that was to be residual, and has shown nothing yet, waits to be computed exactly."""
+        """Queue a residual request again as exact, before any output."""
         self._admission.abandon_sequence(generation)
         self.turns.step_down(generation, why)
         if generation.state is not State.WAITING:
             self.requests.move(generation, State.WAITING)
 
     def _share(self, generation: Generation) -> None:
-        """Have a waiting request be computed as residuals, unless these are known to be too far from base."""
-        assert generation.adapter is not None  # of base there is nothing to share
+        """Make a waiting request residual, unless its known divergence is too high."""
+        assert generation.adapter is not None
         use = generation.adapter.settled(Policy.RESIDUAL)
         if self.residuals.known_divergence(generation, use) is None:
             self.turns.use(generation, use)
 
     def drop_all(self, error: AgentCacheError) -> None:
-        """End every request that is not complete; it leaves no trace."""
+        """Fail all incomplete requests."""
         for generation in list(self.requests):
             self.end(generation, error)
 
     def fail_all(self, error: AgentCacheError) -> None:
-        """Tell everyone whose request is not complete that nothing more comes, and touch nothing."""
+        """Send an error to all incomplete requests and change nothing else."""
         for generation in list(self.requests):
             generation.emit(error)
 
     @property
     def is_writing(self) -> bool:
-        """Whether something is still on its way to the disk: who waits for its turn to be safe is told when it is."""
+        """Whether writes are pending."""
         return self.persistence.jobs.is_writing
 
     # -- one step ---------------------------------------------------------------------------------------------------
@@ -259,16 +256,13 @@ class Engine:
         return self._under_way is not None or self.scheduler.has_work
 
     def step(self) -> None:
-        """Build the next batch while the device computes the last one; start it; hand out what the last one gave.
+        """Build and start the next batch, then await the previous one and apply its results.
 
-        It is started before the last one is waited for, so that the device has something to do all the time. What the
-        last one gave may show that a row of it is of no use (`BatchRow.is_void`): see `ModelRunner` on its slots.
+        So the device stays busy. Results may void rows of the next batch (`BatchRow.is_void`; see `ModelRunner`). With
+        a grammar, its tokens are chosen after the previous ones; a row whose mask is late skips steps.
 
-        Where the form of an answer says what may follow the last one's token, the next one is chosen now that it is
-        known; the device is at work on its logits. Rows for which that takes longer sit steps out until it is known.
-
-        An unforeseen exception ends the request whose own part of the step raised it, or those of the step, or, where
-        that cannot be told, all that are not complete. Raises EngineStopped where that is not enough (`fail`).
+        An exception fails the request or the step that raised it, else all requests. Raises EngineStopped if that does
+        not suffice (`fail`).
         """
         try:
             self._step()
@@ -292,7 +286,7 @@ class Engine:
                 done.wait()
                 self._note_time(done)
                 self._settle(done)
-            except BaseException as error:  # what follows is computed from its tokens
+            except BaseException as error:  # `following` depends on its tokens
                 self._fail_steps(error, done, following)
             self._release_buffers()
         for token in late:
@@ -306,8 +300,8 @@ class Engine:
             self._late[0].wait(_NOTHING_ELSE)
 
     def _fail_steps(self, error: BaseException, *steps: Step | None) -> None:
-        """End the requests of these steps, whose blocks are free and are not published."""
-        if self.served.ranks > 1:  # the other ranks may have computed another part of it
+        """Fail the requests of these steps. Their blocks are not published."""
+        if self.served.ranks > 1:  # other ranks may have computed another part
             _stop("a step has failed, and the other ranks are out of step", error)
         rows = [row for step in steps if step is not None for row in step.rows if not row.is_void]
         self.fail({row.generation: None for row in rows}.keys(), error)
@@ -317,7 +311,7 @@ class Engine:
         if plan and not fitting and self._under_way is None:
             self._admission.give_up(next(iter(plan)))
         counts = {each: self._reserve(each, count) for each, count in fitting.items()}
-        # Making room for one may have preempted another.
+        # Reserving for one request may have preempted another.
         rows = [each for each, count in counts.items() if count and each.state is State.RUNNING]
         if not rows:
             return None
@@ -326,7 +320,7 @@ class Engine:
         except BaseException as error:
             if self.served.ranks > 1:
                 _stop("a step cannot be built, and the other ranks wait for it", error)
-            # Those that are left are built anew in the next step: what they write is the same.
+            # The remaining rows are built again in the next step, with equal writes.
             self.fail(self.device.at_fault(rows, counts[rows[0]]) or rows, error)
             return None
 
@@ -349,16 +343,12 @@ class Engine:
             self.scheduler.pace.step_took(batch.seconds, contended=batch.contended)
 
     def _release_buffers(self) -> None:
-        """Give back the temporaries of chunks once no prompt is left whose next chunk would use their memory again.
-
-        Not after every chunk: a GPU's driver is slow to give memory.
-        """
+        """Free temporaries of chunks once no prompt can reuse them: GPU drivers allocate slowly."""
         if self._holds_buffers and not any(generation.can_prefill for generation in self.scheduler.running):
             self._holds_buffers = False
             self.device.release_buffers()
 
     def _settle(self, batch: Step) -> None:
-        """Take what a batch has computed: keys and values into the cache, tokens to those who asked for them."""
         for result in batch.results():
             try:
                 self._settle_row(batch, result)
@@ -387,7 +377,7 @@ class Engine:
             self._take(generation, result.token, result.score)
 
     def _is_too_far(self, generation: Generation) -> bool:
-        """Whether an answer would be too far from its adapter's own, and is computed exactly before any of it shows."""
+        """Whether the divergence is too high. The request then restarts as exact."""
         if generation.num_generated or not self.residuals.is_too_far(generation):
             return False
         self._step_down(generation, StepDown.DIVERGENCE)
@@ -400,16 +390,16 @@ class Engine:
         if reason is not None:
             self.end(generation, reason)
 
-    # -- answers of a form, of which it takes long to know what may follow --------------------------------------------
+    # -- late tokens: grammar masks that are not ready ----------------------------------------------------------------
 
     def _patience(self, batch: Step) -> float:
-        """Seconds to wait for the masks of a batch: no row is delayed before its logits are there."""
+        """Return seconds to wait for masks: no row waits longer than for its logits."""
         if len(self.scheduler.running) == 1:
             return _NOTHING_ELSE
         return max(0.0, batch.began_at + _OF_A_STEP * self.scheduler.pace.step_seconds - time.perf_counter())
 
     def _choose_late(self) -> list[LateToken]:
-        """Have the device choose the tokens that were late, as far as it is known now which they may be."""
+        """Start the choice of tokens whose masks are ready."""
         self._late = [token for token in self._late if not token.row.is_void]
         ready = [token for token in self._late if not token.row.generation.in_flight and token.is_ready]
         return [token for token in ready if self._start_late(token)]
@@ -430,7 +420,7 @@ class Engine:
         try:
             result = late.result()
             generation.is_late = False
-            assert result.token is not None  # that is what was waited for
+            assert result.token is not None
             if generation.overlay is None or not self._is_too_far(generation):
                 self._take(generation, result.token, result.score)
         except BaseException as error:
@@ -448,7 +438,6 @@ class Engine:
         self.cache.leave_window(sequence, None if overlay is None else overlay.residuals.num_tokens)
 
     def _keep_state(self, generation: Generation) -> None:
-        """Take a snapshot where one is wanted."""
         plan, num_tokens = generation.snapshots, generation.num_computed
         if plan is not None and plan.wants(num_tokens) and generation.row_state is not None:
             slot = self.cache.keep_state(
@@ -461,42 +450,38 @@ class Engine:
                 self.device.keep_state(slot, generation.row_state)
 
     def seconds_to_rest(self) -> float | None:
-        """When `rest` will have something to do; None for never."""
+        """Return seconds until `rest` has work; None for never."""
         since = self.persistence.unsaved_since
         return None if since is None else max(0.0, since + self._idle_seconds - time.monotonic())
 
     def rest(self, *, for_good: bool = False) -> None:
-        """Write the last recurrent state of idle agents: after a restart nothing of theirs is computed again.
-
-        Args:
-            for_good: all of them: nothing comes any more.
-        """
+        """Write the last checkpoints of idle agents; with `for_good`, of all agents."""
         self.persistence.save_snapshots(time.monotonic(), 0.0 if for_good else self._idle_seconds)
 
     # -- the whole ----------------------------------------------------------------------------------------------------
 
     def view(self) -> EngineView:
-        """What other threads may know of it; changes between two steps only."""
+        """Return the state for other threads. It changes between steps."""
         return EngineView(self.served, self.agents.view(), self.cache.allocator.max_tokens(), self.relief.level)
 
     def clear(self) -> None:
-        """Evict every block from RAM that no request reads; agents come back warm."""
+        """Evict all unread blocks from RAM. Saved agents stay warm."""
         self.trunk.blocks.clear()
         for slots, tree in [(each.prefix.slots, each.prefix.tree) for each in self.caches]:
             evicted = True
-            while evicted:  # leaves first: each round makes new ones
+            while evicted:  # leaves first
                 evicted = sum(slots.evict(node) for node in list(tree.residents)) > 0
         if self.cache.snapshots is not None:
             for node in list(self.cache.snapshots.nodes):
                 self.cache.snapshots.evict(node)
 
     def relieve(self, level: Level) -> None:
-        """Give memory back, as the pressure on it asks for; in the end running requests wait for one another."""
+        """Free memory. If nothing is left to free, preempt a request."""
         if self.relief.relieve(level) and (victim := self.scheduler.victim()) is not None:
             self.preempt(victim)
 
     def measure_precision(self) -> Measuring:
-        """Compute one forward pass of an unfinished search. The result is written and holds from the next start on.
+        """Compute one forward pass of the precision search. Its result applies from the next start.
 
         Raises:
             Conflict: the precision is final.
@@ -511,7 +496,7 @@ class Engine:
         return search.measuring
 
     def check_integrity(self) -> None:
-        """Raise BrokenInvariant unless every block of cache and trunk is accounted for."""
+        """Raise BrokenInvariant unless every block is accounted for."""
         for cache in self.caches:
             cache.prefix.check_integrity()
         self.trunk.check_integrity()
@@ -540,7 +525,7 @@ class Engine:
 
 
 def _stop(why: str, error: BaseException) -> NoReturn:
-    """End the engine because of `error`: a rank that is lost is told as that, wherever it is noticed."""
+    """Stop the engine. A lost rank is reported as such."""
     lost = lost_rank(error)
     if lost is not None:
         raise lost

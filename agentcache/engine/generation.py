@@ -1,4 +1,4 @@
-"""One request being worked on: everything that changes about it, in one object."""
+"""One running request."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ Emit = Callable[[Update | BaseException], None]
 
 
 class State(Enum):
-    """Where in its life a request is: from NEW on one after the other, but one that loses its sequence WAITS again.
+    """The states in order; a request that loses its block tables returns to WAITING.
 
-    Only `Requests.move` changes it. WAITING, LOADING and RUNNING end in FAILED too: refused, cancelled, shut down.
+    Only `Requests.move` changes a state. All but DONE can end in FAILED.
     """
 
     NEW = "new"
@@ -47,7 +47,7 @@ class State(Enum):
     FAILED = "failed"
 
 
-# How a request ends: with a reason, and what it computed is kept; or with an error, and it leaves no trace.
+# A finish reason keeps what was computed; an error leaves no trace.
 Outcome = FinishReason | AgentCacheError
 
 LIVE = frozenset({State.WAITING, State.LOADING, State.RUNNING})
@@ -55,50 +55,39 @@ LIVE = frozenset({State.WAITING, State.LOADING, State.RUNNING})
 
 @dataclass(eq=False)
 class Generation:
-    """A request from admission to its last update.
+    """One running request.
 
-    `num_computed` against `len(token_ids)` is the whole state of progress: prompt and generated tokens alike are known
-    first and computed later, in pieces of any size. Sequence and counters survive neither preemption nor a failed
-    restore; the tokens do. `num_launched` runs ahead of `num_computed` by what the device is at work on: its result is
-    not known yet, so nothing but the next launch counts on it.
+    Tokens are known first and computed later, in pieces of any size: progress is `num_computed` of `len(token_ids)`.
+    Preemption and failed restores lose block tables and counters, but no tokens. `num_launched` includes tokens on the
+    device; only the next launch may rely on it.
 
     Attributes:
-        match: the prompt as tokens, and how it relates to the agent's transcript.
-        emit: gets every update, the last of which has a report or is an error; called on the engine thread.
-        submitted: the message that it came as.
-        state: see `State`.
-        sampler: chooses its tokens, once it is queued.
-        token_ids: prompt, then what was generated.
-        sequence: what it holds of the cache; None while waiting. Of a residual request, that in base's.
-        overlay: what a residual request writes on top of it.
-        stepped_down: why a request that was to be residual is not as it was to be; None where it is.
-        divergence: of what the adapter has read of its prompt from what it would have computed, where it was measured.
-        saved_residuals: as `saved_early`, of residuals.
-        in_flight: tokens of it that the device is at work on.
-        passes: that compute what is not computed yet, in order, the first of them at work; none without a sequence.
-        background: it lets others go first; the scheduler ends that when it has waited enough.
-        passed_over: how often others went before it.
-        decoded_at: number of the last step that it decoded in.
-        found: the agent's lineage that the prompt was matched with; None for another beginning.
-        goes_on: as in `Submit`.
-        record: the lineage that this turn will be, before the turn.
-        producer: who computes the keys and values of its tokens; None for base.
-        adapter: what it is computed with, the whole way; None for base.
-        computed_base_tokens: of the prompt, how many the unadapted model computes.
-        own_tokens: leading prompt tokens that `found` holds already.
-        expected_tokens: of these, how many were computed for it, and are not to be computed again.
-        lost_tokens: of these, how many were neither in RAM nor on disk, and had to be.
-        saved_early: blocks that were sent to disk before the turn's end.
-        system_tokens: leading prompt tokens that other conversations may share, as far as that is known.
-        repeated_tokens: as in `Submit`.
-        snapshots: where its recurrent state is kept; None for a model without.
-        row_state: that behind `num_computed` tokens, or None where there are none; `launched_state` is the one behind
-            `num_launched`, which the device may be at work on.
-        shown_state: the last one, and its number of tokens, with all text before it shown: none of that is taken back.
-        shown_tokens: as many tokens have all their text shown.
-        following: what may come next in an answer of a certain form; None for any.
-        is_late: the token behind what is computed is not chosen yet, for it is not known yet which it may be.
-        leader: another request that has begun with its next block, which it takes when that is full (`CatchUp`).
+        emit: callback for updates, on the engine thread; the last one has a report or is an error.
+        token_ids: prompt, then generated tokens.
+        sequence: block tables in base's cache; None while waiting.
+        stepped_down: reason for the fallback from `residual`; None if there was none.
+        divergence: relative error of base's KV against the adapter's own; None if not measured.
+        saved_early, saved_residuals: blocks sent to disk before the turn's end.
+        in_flight: tokens on the device.
+        passes: remaining passes, the current one first.
+        background: whether other requests go first.
+        passed_over: number of times that another request went first.
+        decoded_at: number of its last decode step.
+        found: lineage that the prompt was matched with; None for a new one.
+        goes_on, repeated_tokens: as in `Submit`.
+        record: lineage of this turn, before the turn.
+        producer: KV origin; None for base.
+        computed_base_tokens: prompt tokens that base computes.
+        own_tokens: leading prompt tokens that `found` contains.
+        expected_tokens: those of them with KV after the last turn.
+        lost_tokens: those of them neither in RAM nor on disk.
+        system_tokens: leading prompt tokens that other conversations may share.
+        row_state, launched_state: recurrent state after `num_computed`, `num_launched` tokens.
+        shown_state: last recurrent state whose text is sent, with its token count.
+        shown_tokens: number of tokens whose text is sent.
+        following: grammar matcher.
+        is_late: whether the next token awaits its grammar mask.
+        leader: source request, which computes its next block (`CatchUp`).
     """
 
     request: Request
@@ -156,25 +145,23 @@ class Generation:
 
     @property
     def open_sequence(self) -> CacheSequence:
-        """Its sequence, once it is admitted."""
         if self.sequence is None:
             raise BrokenInvariant(f"request {self.request.request_id} has no sequence in the cache")
         return self.sequence
 
     @property
     def current(self) -> Pass:
-        """The pass at work; what is under way is not done."""
+        """The current pass. Tokens in flight are not done."""
         return self.passes[0]
 
     @property
     def last_for_adapter(self) -> int:
-        """The known token from which on an adapter has to compute that others need not, for its logits: the last one,
-        or the first where all of the prompt's are wanted."""
+        """First token whose logits the adapter must compute: the last known one, or 0 for prompt logprobs."""
         return 0 if self.wants_prompt_logprobs else len(self.token_ids) - 1
 
     @property
     def num_computed(self) -> int:
-        """Tokens behind the current pass."""
+        """Tokens in the current pass's block tables."""
         return self.passes[0].writes.num_tokens if self.passes else 0
 
     @property
@@ -183,36 +170,35 @@ class Generation:
 
     @property
     def num_to_launch(self) -> int:
-        """Known tokens whose computation has not begun."""
         return len(self.token_ids) - self.num_computed - self.in_flight
 
     @property
     def num_to_prefill(self) -> int:
-        """Known tokens that the current pass is to compute, one after the other."""
+        """Known tokens that the current pass must launch."""
         end = self.current.end
         return self.num_to_launch if end is None else min(self.num_to_launch, end - self.num_launched)
 
     @property
     def can_prefill(self) -> bool:
-        """Whether its turn may come for a chunk. One at a time: its slots then stay within a window's bound."""
+        """Whether a chunk can start: one at a time, to bound its window slots."""
         led = self.leader is not None and self.leader.in_flight
         return not self.in_flight and not led and self.num_to_launch > 1
 
     @property
     def can_decode(self) -> bool:
-        """Whether it may join the next decode step: with a known token, or with the one about to be chosen.
+        """Whether it can join the next decode step, perhaps with the token being chosen.
 
-        The first token is waited for: it is to be shown at once. So is the last one, behind which nothing follows.
+        The first token is awaited, to be sent at once; the last one too, as none follows.
         """
         if not self.in_flight:
             return self.num_to_launch == 1
         if self.is_late or self.num_to_launch or not 0 < self.num_generated < self.max_tokens - 1:
             return False
-        return self.passes[0].end is None  # else no token is about to be chosen
+        return self.passes[0].end is None  # such a pass chooses no token
 
     @property
     def will_decode(self) -> bool:
-        """Whether it can decode once what is under way is done, which shows its first token, say."""
+        """Whether it can decode after the step under way."""
         return bool(self.in_flight) and self.num_to_launch == 0 and self.num_generated < self.max_tokens - 1
 
     def take_sequence(
@@ -222,23 +208,22 @@ class Generation:
         overlay: Overlay | None = None,
         at_once: int = BLOCK_SIZE,
     ) -> None:
-        """Its sequence, and the passes that compute what is not there yet, given what the trunk has.
+        """Set the block tables and plan the passes.
 
         Args:
-            overlay: a residual request's.
-            at_once: tokens of its prompt that are computed at once, at most.
+            ahead: match in the hidden-state cache.
+            at_once: largest chunk in tokens.
         """
         self.sequence, self.overlay = sequence, overlay
         self.passes = plan_passes(self.adapter, sequence, ahead, overlay, self.last_for_adapter, at_once)
         self.drop_passes()
 
     def drop_passes(self) -> None:
-        """Those that are done are over, and the next one is at work."""
         while len(self.passes) > 1 and self.passes[0].is_done:
             del self.passes[0]
 
     def note_caught_up(self, begin: int, end: int) -> None:
-        """The current pass need not compute these tokens of the prompt: another request has."""
+        """Count prompt tokens that another request has computed."""
         if self.num_generated:
             return
         num_tokens, cached = end - begin, self.cached
@@ -254,17 +239,15 @@ class Generation:
                 self.computed_prompt_tokens -= num_tokens
 
     def begin_state(self, state: RowState) -> None:
-        """Its row continues from this recurrent state."""
         self.row_state = self.launched_state = state
 
     def settle_state(self, state: RowState) -> None:
-        """What the device has computed has this recurrent state behind it."""
         self.row_state = state
         if self.num_computed <= self.shown_tokens:
             self.shown_state = self.num_computed, state
 
     def lose_sequence(self) -> None:
-        """Its sequence has been given up; what the device computes for it has no meaning any more."""
+        """Clear the block tables. Results on the device become void."""
         self.sequence = self.overlay = None
         self.in_flight = 0
         self.is_late = False
@@ -278,7 +261,7 @@ class Generation:
 
     @property
     def saved_residual_tokens(self) -> int:
-        """Of how many tokens the conversation that it goes on has residuals of its adapter."""
+        """Tokens with saved residuals in the continued conversation."""
         if self.found is None or self.adapter is None:
             return 0
         residual = self.found.residual_of(self.adapter.residual_cache)
@@ -290,7 +273,7 @@ class Generation:
 
     @property
     def ignores_eos(self) -> bool:
-        """Whether it goes on where the model would end. A form that is complete has no other end."""
+        """Whether end tokens are ignored. With a grammar they are not."""
         return self.request.sampling.ignore_eos and self.following is None
 
     @property
@@ -299,21 +282,19 @@ class Generation:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether logits of the prompt are still wanted."""
         return self.request.sampling.prompt_logprobs and self.num_generated == 0
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether they are to be had of the current pass. Of a residual request's, the adapter's give them."""
+        """Whether the current pass yields prompt logprobs; of a residual request, the adapter's does."""
         return self.wants_prompt_logprobs and (self.overlay is None or self.current.computes is not None)
 
     def note_written(self, num_bytes: int) -> None:
-        """Blocks written before the turn's end count for it too."""
         self.written_bytes += num_bytes
 
 
 def make_report(generation: Generation, saved: Saved | None) -> Report:
-    """What a finished generation cost and reused; `saved` is None for one without an agent."""
+    """Return the report; `saved` is None without an agent."""
     cached, adapter, now = generation.cached, generation.adapter, time.perf_counter()
     policy = Policy.EXACT if adapter is None else adapter.policy
     found = CacheState.WARM if generation.restored_bytes else CacheState.HOT

@@ -1,4 +1,4 @@
-"""Cuts steps down to what memory holds, before anything is allocated."""
+"""Limits steps to free memory."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from agentcache.blocks.ledger import TEMPORARIES, Ledger
 from agentcache.engine.generation import Generation
 from agentcache.models.footprint import Footprint, free_memory, spare_memory
 
-# Asking the operating system takes longer than it is worth for steps that always fit.
+# Smaller steps always fit; asking the system costs time.
 _SMALL_STEP = 64 << 20
-_SHARE = 0.9  # of what is free; the rest is for what the estimate does not know of
+_SHARE = 0.9  # of free memory; the rest covers errors of the estimate
 
 
 _UNBOUNDED = 2**62
 
 
 class MemoryGuard:
-    """Knows what steps take and what there is.
+    """Compares the estimated memory of steps with free memory.
 
     Args:
-        ledger: gets the estimate of the step that was let through last, as `temporaries`.
-        free: bytes that a step can allocate now.
-        spare: bytes that can be taken for good.
-        reserve: bytes that are kept free for steps when the cache grows.
+        ledger: ledger whose `temporaries` are the last estimate.
+        free: source of bytes that a step can allocate.
+        spare: source of bytes that can be taken permanently.
+        reserve: bytes kept free for steps.
 
     Attributes:
-        has_residuals: whether there may be rows whose keys and values have residuals.
+        has_residuals: whether residual rows can occur.
     """
 
     def __init__(
@@ -39,18 +39,18 @@ class MemoryGuard:
     ) -> None:
         self._footprint = footprint
         self._reserve = reserve
-        # The machine says what fits, step by step.
+        # The machine bounds each step, not the ledger.
         self._account = ledger.open(TEMPORARIES, apart=_UNBOUNDED, floor=reserve)
         self.has_residuals = False
         self.free = free
         self.spare = spare
 
     def headroom(self) -> int:
-        """Bytes by which the cache may grow, as far as the machine is concerned."""
+        """Return the bytes by which the cache may grow."""
         return int(_SHARE * self.spare()) - self._reserve
 
     def limit(self, plan: dict[Generation, int]) -> dict[Generation, int]:
-        """As much of a plan as fits: fewer rows of a decode step, fewer tokens of a chunk; empty if nothing does."""
+        """Return the part of a plan that fits: fewer decode rows or a smaller chunk; empty if nothing fits."""
         while plan and not self._fits(needed := self._bytes(plan)):
             last, num_tokens = next(reversed(plan.items()))
             plan = dict(plan)
@@ -71,7 +71,6 @@ class MemoryGuard:
         return self._footprint.step_bytes(contexts, num_tokens, all_logits=all_logits)
 
     def _bytes_with_residuals(self, plan: dict[Generation, int], num_tokens: int, *, all_logits: bool) -> int:
-        """The same where rows may have residuals, and some of them base's row beside them."""
         residual = [each for each in plan if each.current.overlay is not None and each.current.computes is not None]
         plain = [each for each in plan if each not in residual]
         paired = [each for each in residual if each.overlay and each.overlay.is_paired(each.num_launched)]

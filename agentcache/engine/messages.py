@@ -1,4 +1,4 @@
-"""What other threads ask of the engine: values. An error may be the reply to each of them."""
+"""Messages to the engine. Any reply may be an error."""
 
 from __future__ import annotations
 
@@ -24,21 +24,17 @@ Reply = Callable[[Any], None]
 
 @dataclass(frozen=True, eq=False)
 class Submit:
-    """A request whose prompt is known. Replies: its updates, the last of which has a report.
+    """A tokenized request. Replies: updates, the last one with a report.
 
     Args:
-        match: the prompt as tokens, and how it relates to the lineage that was found.
-        max_tokens: to generate, at most.
-        found: the agent's lineage that the prompt was matched with; None for another beginning.
-        held: content of the transcript of `found`, which stays in RAM until the request ends; None without one.
-        goes_on: whether the turn takes the place of `found`: the prompt extends it, or is its twin (`is_twin`).
-        adapter: None for base.
-        submitted_at: by `time.perf_counter`.
-        system_tokens: how many of the prompt are its system prompt and tools, as far as that is known.
-        repeated_tokens: how many of the prompt the conversation's next prompt repeats, where that does not repeat the
-            reply; else 0. For models with recurrent layers.
-        grammar: of all that is generated; None for any.
-        stops: the automaton of the request's stop strings.
+        match: prompt tokens, and their relation to `found`.
+        found: matched lineage; None for a new one.
+        held: transcript content of `found`, kept in RAM until the request ends.
+        goes_on: whether the turn replaces `found`, which it extends or equals (`is_twin`).
+        submitted_at: time by `time.perf_counter`.
+        system_tokens: tokens of the system prompt and tools, as far as known.
+        repeated_tokens: prompt tokens that the next prompt repeats, if it does not repeat the reply; else 0.
+        stops: automaton of the stop strings.
     """
 
     request: Request
@@ -57,26 +53,26 @@ class Submit:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Cancel what was submitted: its client has left. Reply: None; what was submitted has its own end."""
+    """Cancel a request, which gets its own error. Reply: None."""
 
     submitted: Submit
 
 
 @dataclass(frozen=True)
 class MeasurePrecision:
-    """Compute one forward pass of the search for a precision. Reply: `Measuring`."""
+    """Compute one forward pass of the precision search. Reply: `Measuring`."""
 
 
 @dataclass(frozen=True)
 class UseResponses:
-    """Stored responses are to be read or changed, on the writer's thread. Reply: what `work` returns."""
+    """Run `work` on the writer thread. Reply: its result."""
 
     work: Callable[[ResponseFiles], Any]
 
 
 @dataclass(frozen=True)
 class ListAgents:
-    """Reply: all, as `list[AgentInfo]`."""
+    """Reply: `list[AgentInfo]`."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +84,7 @@ class ShowAgent:
 
 @dataclass(frozen=True)
 class LookAgain:
-    """See whether an unavailable agent can be read by now. Reply: None, once that is known."""
+    """Check whether an unavailable agent is readable. Reply: None."""
 
     agent_id: str
 
@@ -147,7 +143,7 @@ class RestoreAgent:
 
 @dataclass(frozen=True)
 class EvictAgent:
-    """Only from caches of that kind, where it is given (`keys.kind_of`). Reply: None."""
+    """Evict an agent's RAM, of all caches or of one `kind` (`keys.kind_of`). Reply: None."""
 
     agent_id: str
     lineage: str | None
@@ -156,7 +152,7 @@ class EvictAgent:
 
 @dataclass(frozen=True)
 class PutAdapter:
-    """An adapter, or a decoder's next piece. Reply: whether all of it is on the device."""
+    """Load an adapter, or a decoder's next piece. Reply: whether it is complete."""
 
     content: AdapterContent | Decoder
 
@@ -170,7 +166,7 @@ class DropAdapter:
 
 @dataclass(frozen=True)
 class RelieveMemory:
-    """How short of memory the system is: with every change, and again while it lasts. Reply: None."""
+    """Report memory pressure, on change and while it lasts. Reply: None."""
 
     level: Level
 
@@ -187,7 +183,7 @@ class ClearCache:
 
 @dataclass(frozen=True)
 class CheckIntegrity:
-    """Reply: None, if every block of cache and trunk is accounted for."""
+    """Reply: None if every block is accounted for."""
 
 
 Message = (

@@ -1,4 +1,4 @@
-"""Opens an engine on a model folder and a cache folder: its parts, and how they are put together."""
+"""Opens an engine on a model and a cache folder."""
 
 from __future__ import annotations
 
@@ -58,13 +58,12 @@ from agentcache.store.precision_file import read_precision, write_precision
 
 log = logging.getLogger("agentcache.engine")
 
-# Of a small model a lot of slots, of a large one those of a first turn: the kernel takes longer to clear pages that a
-# restore needs than its files take to be read.
+# Slots allocated at start, as new pages are slower than file reads: many for a small model, a first turn's for a large.
 _PREALLOCATED_BYTES, _PREALLOCATED_TOKENS, _MOST_PREALLOCATED_BYTES = 32 << 20, 8192, 256 << 20
-_RESIDUAL_SHARE = 4  # of the RAM budget, one part is for residuals of adapters
-_WINDOWS_SHARE = 8  # one part is enough for the windows of a prompt, with all that a chunk reads and writes of them
+_RESIDUAL_SHARE = 4  # divisor of the RAM budget: residuals
+_WINDOWS_SHARE = 8  # divisor of the RAM budget: a chunk's window blocks
 _KERNELS_FOUND, _PREFILL_RATES = "kernels.json", "prefill.json"
-DIVERGENCES = "divergences.json"  # numbers that searches for a precision have measured
+DIVERGENCES = "divergences.json"  # written by precision searches
 
 
 def open_engine(
@@ -78,20 +77,18 @@ def open_engine(
     measure_seconds: float = math.inf,
     progress: StartProgress | None = None,
 ) -> Engine:
-    """Load the model and open the cache folder, on the thread that is to run the engine.
+    """Load the model and open the cache folder, on the engine thread.
 
     Args:
-        config: the settings.
         model_path: folder or hub id.
-        post: runs a function on this thread soon; callable from any thread.
-        is_awaited: whether something has been posted that has not run yet; true also if that is unknown.
-        warm: whether the first request is to find a process that has computed something before.
-        give_up: called on some thread when this one waits for another rank for good.
-        measure_seconds: with `kv` "auto", time limit for the choice of a precision (`Measured`).
-        progress: phases of the start; written here.
+        post: function, for any thread, that runs a callable on this thread soon.
+        is_awaited: check for pending posted functions; true if unknown.
+        warm: whether to warm up the process.
+        give_up: callback, on its own thread, when a rank is lost.
+        measure_seconds: time limit of the precision search.
 
     Raises:
-        UnsupportedModel, CacheFolderInUse, ConfigError, StoreError, RankLost: it cannot start.
+        UnsupportedModel, CacheFolderInUse, ConfigError, StoreError, RankLost: the engine cannot start.
     """
     progress = progress or StartProgress()
     kernel_memo.recall(config.cache_dir / _KERNELS_FOUND)
@@ -175,7 +172,7 @@ def _put_together(
     )
     requests = Requests()
     restorer = Restorer(caches, store, post, lambda: not requests.running, is_awaited)
-    kernel_memo.keep_in(config.cache_dir / _KERNELS_FOUND)  # the folder is ours by now
+    kernel_memo.keep_in(config.cache_dir / _KERNELS_FOUND)  # the folder is locked by now
     persistence.tidy()
     agents.note_use(store.latest_use())
     log.log(logging.INFO if store.usage.free > 0 else logging.WARNING, "disk budget: %s", store.usage.plan)
@@ -187,8 +184,8 @@ def _put_together(
     trunk = Trunk(cache, adapters, trunk_budget // block_bytes if block_bytes else 0, block_bytes)
     token_seconds = warm_up(cache, runner, restorer, loaded.max_context) if warm else math.inf
     pace = _pace(config, loaded, cache, runner, plan.ram_budget, token_seconds)
-    wait_for_pages()  # so that no first turn has to
-    # A look at the model that a server without lossy policies has no need of.
+    wait_for_pages()  # so that the first turn need not
+    # slow, and needed only for lossy policies
     support = loaded.adapters.residual_forms.support if config.max_divergence else None
     guard.has_residuals = support is not None
     device = MlxDevice(runner, BatchBuilder(runner, adapters, trunk, loaded.tokenizer.eos_ids), guard)
@@ -234,17 +231,16 @@ def _put_together(
 
 
 def wishes_of(config: Config) -> Wishes:
-    """What the settings say of memory."""
     return Wishes(config.memory_limit, config.ram_budget, config.trunk_budget, config.wired_limit)
 
 
 def check_weights(wishes: Wishes, weights: int) -> None:
-    """Raise ConfigError, before they are read, where weights of this many bytes leave room for nothing else."""
+    """Raise ConfigError if weights of this size, not yet read, leave no room."""
     plan_memory(device_memory(), replace(wishes, ram_budget=None), weights=weights, temporaries=0, least_cache=1)
 
 
 def plan_for(wishes: Wishes, loaded: LoadedModel, footprint: Footprint, chunk: int) -> MemoryPlan:
-    """The plan for a model that is loaded; raises ConfigError where it does not fit."""
+    """Return the memory plan. Raises ConfigError if the model does not fit."""
     return plan_memory(
         device_memory(),
         wishes,
@@ -274,10 +270,9 @@ def _pace(
     ram_budget: int,
     token_seconds: float,
 ) -> Pace:
-    """How chunks are cut and shared out. No prompt is cut by `token_seconds`, what a token took in this process."""
+    """Make the token budget. `token_seconds` of this process never decides where a prompt is cut."""
     max_stall, idle = config.max_stall_ms / 1e3, config.prefill_chunk
-    # On a CPU a larger chunk only costs time: without fused attention the scores of all its tokens are computed, also
-    # those that are masked.
+    # Larger chunks slow a CPU: without fused attention it computes masked scores too.
     if device_kind() != NO_DEVICE:
         file, num_tokens = config.cache_dir / _PREFILL_RATES, min(config.prefill_chunk, loaded.max_context)
         token_seconds = settled_token_seconds(file, loaded.fingerprint, cache, runner, num_tokens)
@@ -292,7 +287,7 @@ def _pace(
 
 
 def _beside_windows(num_tokens: int, spec: CacheSpec, ram_budget: int) -> int:
-    """As many of a chunk's tokens as leave others room beside the windows' blocks that are held for them at once."""
+    """Halve a chunk until its window blocks fit their share."""
     while num_tokens > BLOCK_SIZE and windows_bytes(spec.groups, num_tokens) > ram_budget // _WINDOWS_SHARE:
         num_tokens = max(BLOCK_SIZE, num_tokens // 2)
     return num_tokens

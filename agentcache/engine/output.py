@@ -1,4 +1,4 @@
-"""From token ids to the text a client sees: detokenising, stop strings, and the transcript's view of it."""
+"""The text of a running request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NO_MARKERS: Mapping[int, MarkerToken] = {}
 
 
 class Detokenizer(Protocol):
-    """Turns token ids into text, one at a time (`models/tokenizer.py`)."""
+    """Converts token ids to text (`models/text/detokenizer.py`)."""
 
     ends: list[int]
 
@@ -29,7 +29,7 @@ class Detokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Shown:
-    """Text that can be shown, and where in it which marker stands (see `report.Update`)."""
+    """Text to send, with marker positions (`report.Update`)."""
 
     text: str
     markers: tuple[tuple[int, str], ...] = ()
@@ -37,7 +37,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class Generated:
-    """What was generated and counts: the text as the client has it, and the tokens that lie wholly inside it."""
+    """Generated text for the transcript, with the tokens wholly inside it."""
 
     text: str
     ids: Sequence[int]
@@ -45,17 +45,12 @@ class Generated:
 
 
 class Output:
-    """The text of one generation. What a token costs does not grow with the text.
+    """The text of one running request, at constant cost per token.
 
     Args:
-        detokenizer: a fresh one.
-        stops: looks for strings that end the generation; none of it is shown, nor what could still become one. None
-            where there are no such strings.
-        markers: tokens whose positions are told, by id.
-        min_tokens: tokens in whose text no stop string is looked for.
-
-    Attributes:
-        stop_string: the one that has appeared.
+        detokenizer: fresh detokenizer.
+        stops: search for stop strings, which are not sent.
+        min_tokens: number of first tokens that are not searched.
     """
 
     def __init__(
@@ -68,26 +63,25 @@ class Output:
         self._detokenizer = detokenizer
         self._markers = markers
         self._min_tokens = min_tokens
-        self._placed: list[tuple[int, MarkerToken]] = []  # that are not shown yet, by their positions in the text
+        self._placed: list[tuple[int, MarkerToken]] = []  # not sent yet, with positions in the text
         self._stops = stops
         self._ids: list[int] = []
         self._length = 0  # of the text
-        self._held = ""  # the end of it that is not shown yet
+        self._held = ""  # not sent yet
         self._end: int | None = None
         self.stop_string: str | None = None
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has appeared."""
         return self._end is not None
 
     @property
     def holds_back(self) -> bool:
-        """Whether there is text that is not shown yet: it could become a stop string."""
+        """Whether text is held back as a possible stop string."""
         return bool(self._held)
 
     def add(self, token_id: int) -> Shown:
-        """What can be shown now that `token_id` has come."""
+        """Return the text to send after a token."""
         self._ids.append(token_id)
         new_text = self._detokenizer.add(token_id)
         self._length += len(new_text)
@@ -110,7 +104,6 @@ class Output:
         return self._show(self._stops, new_text, placed, is_last=False)
 
     def finish(self) -> Shown:
-        """The rest, when no further token comes."""
         new_text = self._detokenizer.finish()
         if self._stops is None:
             return Shown(new_text)
@@ -118,7 +111,6 @@ class Output:
         return Shown("") if self.stopped else self._show(self._stops, new_text, (), is_last=True)
 
     def _placed_in(self, new_text: str) -> Sequence[Placed]:
-        """Where in `new_text` its marker stands, which came last."""
         at, marker = self._placed[-1]
         return ((at - self._length + len(new_text), marker.name),)
 
@@ -137,7 +129,7 @@ class Output:
         return Shown(text, self._markers_until(begin, until))
 
     def _markers_until(self, begin: int, until: int) -> tuple[tuple[int, str], ...]:
-        """Those that stand wholly in the text that is shown now, which is the text from `begin` to `until`."""
+        """Remove and return markers wholly in this range, relative to `begin`."""
         shown: list[tuple[int, str]] = []
         while self._placed:
             at, marker = self._placed[0]
@@ -148,7 +140,7 @@ class Output:
         return tuple(shown)
 
     def generated(self) -> Generated:
-        """What the transcript takes over: nothing behind a stop string, and no token that reaches into it."""
+        """Return text and tokens for the transcript: none that reach into a stop string."""
         text, ends = self._detokenizer.text, self._detokenizer.ends
         if self._end is None:
             return Generated(text, self._ids, ends)

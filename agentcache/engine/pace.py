@@ -1,12 +1,10 @@
-"""How decoding and prefilling share the device's time. Plain arithmetic on measured durations; knows no clock.
+"""The token budget: divides device time between decoding and prefill.
 
-A prefill chunk can cost as much as a hundred decode steps, so what is shared is time, not tokens: while anyone decodes,
-a chunk is as large as fits into `max_stall`, and after it decoding gets its share before the next one. A short prompt
-may go before its turn, and so may the first tokens of an answer; both are on account, and what one side is ahead of its
-share the other gets later.
+It counts time, not tokens, as a chunk can cost a hundred decode steps. While requests decode, a chunk takes at most
+`max_stall`, and decoding then gets its share. Short prompts and first tokens of answers may go early; the decode
+deficit balances that later.
 
-While nobody decodes, nothing measured counts: where a prompt is cut decides the last digits of its keys and values, and
-those should be the same in every process, however busy its machine is.
+Without decoding, no current measurement counts: where a prompt is cut decides the last bits of its KV.
 """
 
 from __future__ import annotations
@@ -14,10 +12,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-SMALLEST_CHUNK = 32  # below this a chunk costs nearly as much as it does with 32 tokens
+SMALLEST_CHUNK = 32  # smaller chunks cost nearly as much
 _LARGEST_IDLE_CHUNK = 2048
-_IDLE_STALLS = 4  # stalls that a chunk may take while nobody decodes: whoever arrives meanwhile waits that long
-PATIENCE = 10  # stalls by which one side may be ahead of its share, for the sake of what is soon done
+_IDLE_STALLS = 4  # stalls per chunk while no request decodes: the longest delay of a new request
+PATIENCE = 10  # stalls by which one side may exceed its share
 _MOST_PATIENCE = 2.0  # seconds
 _DEPTH_UNIT = 256
 _WEIGHT = 0.5  # of the newest measurement
@@ -25,24 +23,18 @@ _WEIGHT = 0.5  # of the newest measurement
 
 @dataclass(frozen=True)
 class _Rate:
-    """Seconds a token takes in a chunk whose middle is `context` tokens deep."""
+    """Seconds per token in a chunk centred at depth `context`."""
 
     seconds: float
     context: int
 
     def at(self, context: int) -> float:
-        """The same further in: at worst a token's cost grows with its context. Never less than here."""
+        """Return the rate at another depth: it grows at most linearly and never shrinks."""
         return self.seconds * max(1.0, (context + _DEPTH_UNIT) / (self.context + _DEPTH_UNIT))
 
 
 def idle_chunk(chunk: int, *, max_stall: float, token_seconds: float) -> int:
-    """Tokens for a chunk while nobody decodes: `chunk`, doubled as long as it lasts a few stalls at most.
-
-    Args:
-        chunk: tokens of the largest chunk while somebody does.
-        max_stall: seconds.
-        token_seconds: what a token costs.
-    """
+    """Return `chunk`, doubled while it takes at most a few stalls."""
     num_tokens = chunk
     while 2 * num_tokens <= min(_LARGEST_IDLE_CHUNK, _IDLE_STALLS * max_stall / token_seconds):
         num_tokens *= 2
@@ -50,14 +42,14 @@ def idle_chunk(chunk: int, *, max_stall: float, token_seconds: float) -> int:
 
 
 class Pace:
-    """Measured rates, and what decoding is owed.
+    """The token budget: measured rates and the decode deficit.
 
     Args:
-        max_stall: seconds that a prefill chunk may take while anyone decodes.
-        decode_share: share of the time that decoding gets, counted from chunk to chunk.
-        chunk: prompt tokens computed at once while anyone decodes, at most; above 0.
-        idle_chunk: the same while nobody does (`idle_chunk`).
-        token_seconds: what a token of a chunk is taken to cost before any has been measured; inf where nobody knows.
+        max_stall: longest chunk, in seconds, while requests decode.
+        decode_share: share of time for decoding.
+        chunk: largest chunk, in tokens, while requests decode.
+        idle_chunk: largest chunk otherwise.
+        token_seconds: assumed rate before a measurement; inf if unknown.
     """
 
     def __init__(
@@ -68,53 +60,46 @@ class Pace:
         self._ratio = decode_share / (1 - decode_share)
         self._chunk = chunk
         self._idle_chunk = idle_chunk
-        self._rates: dict[int, _Rate] = {}  # by depth: the context's length as a power of two
+        self._rates: dict[int, _Rate] = {}  # by depth, a power of two
         self._step_seconds = 0.0
         self._patience = min(PATIENCE * max_stall, _MOST_PATIENCE)
-        self._owed = 0.0  # seconds of decoding; below zero it has had more than its share
+        self._owed = 0.0  # decode deficit in seconds; negative if decoding is ahead
 
     @property
     def largest_chunk(self) -> int:
-        """Tokens of a prompt that are computed at once, at most, whoever else is there."""
         return max(self._chunk, self._idle_chunk)
 
     @property
     def step_seconds(self) -> float:
-        """What a decode step takes, of late; 0.0 before any has been measured."""
+        """Recent seconds per decode step; 0.0 before a measurement."""
         return self._step_seconds
 
     @property
     def decoding_is_due(self) -> bool:
-        """Whether decoding will not have had its share when the step under way is done."""
+        """Whether a deficit remains after the step under way."""
         return self._owed > self._step_seconds
 
     @property
     def may_lend(self) -> bool:
-        """Whether, after the step under way, another may go before a chunk whose turn it is."""
+        """Whether a decode step may go before a due chunk, after the step under way."""
         return self._owed - self._step_seconds > -self._patience
 
     def is_sooner_done(self, num_steps: int, num_tokens: int, context: int) -> bool:
-        """Whether so many decode steps take less time than so many tokens of a prompt."""
         return num_steps * self._step_seconds < self._estimate(num_tokens, context)
 
     def may_borrow(self, num_tokens: int, context: int) -> bool:
-        """Whether so many tokens of a prompt, of which `context` are computed, may go before their turn."""
+        """Whether a prompt's tokens may go before their turn."""
         return self._owed / self._ratio + self._estimate(num_tokens, context) <= self._patience
 
     def is_short(self, num_tokens: int) -> bool:
-        """Whether a prompt of which so many tokens are to be computed is soon done."""
+        """Whether a prompt fits the time limit."""
         return self._estimate(num_tokens, num_tokens // 2) <= self._patience
 
     def _estimate(self, num_tokens: int, context: int) -> float:
-        """Seconds that the tokens take behind `context` others."""
         return num_tokens * (self._token_seconds(context) or self._assumed_seconds)
 
     def chunk_tokens(self, context: int, *, contended: bool) -> int:
-        """Tokens for the next chunk of a prompt of which `context` tokens are computed.
-
-        Args:
-            contended: someone decodes.
-        """
+        """Return the size of the next chunk; `contended` if requests decode."""
         if not contended:
             return self._idle_chunk
         seconds = self._token_seconds(context)
@@ -122,7 +107,7 @@ class Pace:
         return smallest if seconds is None else max(smallest, int(min(self.max_stall / seconds, self._chunk)))
 
     def _token_seconds(self, context: int) -> float | None:
-        """Seconds per token, from the nearest depth measured at or above `context`; None before any measurement."""
+        """Return the rate of the deepest measurement up to `context`, else of the shallowest."""
         if not self._rates:
             return None
         depth = _depth(context)
@@ -130,11 +115,11 @@ class Pace:
         return self._rates[max(shallower) if shallower else min(self._rates)].at(context)
 
     def chunk_took(self, seconds: float, num_tokens: int, context: int, *, contended: bool, whole: bool = True) -> None:
-        """A chunk of `num_tokens` behind `context` tokens is done.
+        """Record a chunk.
 
         Args:
-            contended: it kept someone from decoding; else it is not owed for, but it is something given back.
-            whole: it went through all layers; else it tells no rate.
+            contended: whether it delayed decoding; if not, it only reduces decoding's lead.
+            whole: whether it ran all layers, so that its rate counts.
         """
         if whole:
             self._note_rate(seconds, num_tokens, context)
@@ -150,17 +135,13 @@ class Pace:
         self._rates[depth] = _Rate(measured, middle)
 
     def step_took(self, seconds: float, *, contended: bool = False) -> None:
-        """A decode step is done.
-
-        Args:
-            contended: it went before a chunk whose turn it was.
-        """
+        """Record a decode step, `contended` if it went before a due chunk."""
         least = -self._patience if contended or self._owed < 0 else 0.0
         self._owed = max(least, self._owed - seconds)
         self._step_seconds = _average(seconds, self._step_seconds or seconds)
 
     def settle(self) -> None:
-        """No prompt waits any more, so none is owed anything."""
+        """Clear decoding's lead, as no prompt waits."""
         self._owed = max(0.0, self._owed)
 
 

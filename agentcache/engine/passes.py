@@ -1,12 +1,10 @@
-"""How a request is computed: a list of passes, one after the other.
+"""The passes that compute a request.
 
-Scheduler, builder and pace read the current one. A residual request (ForkKV, arXiv 2604.06370) is two requests in one:
-base computes the tokens into its own sequence, as it does for anybody; the adapter computes them again, reads base's
-keys and values, and writes what it adds to them into a sequence of its own. From the first token that is generated on
-both compute a token at a time in the same step: base's row is the adapter's companion.
+For a residual request (ForkKV, arXiv 2604.06370), base computes KV. The adapter computes the same tokens again, reads
+base's KV and writes the difference, the residual KV. A generated token takes both rows in one step.
 
-Where adapters have the same As (LRAgent, arXiv 2602.01053), what they add is made of base's x, by base's rows: an
-adapter computes no token of a prompt but the last one.
+Adapters with equal As (LRAgent, arXiv 2602.01053) form a family: base's rows compute its residuals, an adapter only the
+last prompt token.
 """
 
 from __future__ import annotations
@@ -27,17 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Overlay:
-    """An adapter's residuals on top of a base sequence.
+    """Residual KV on top of base's KV.
 
     Args:
-        cache: the adapter's.
-        arenas: where its blocks lie.
-        residuals: its sequence there.
-        base: the sequence that it is read with.
-        paired_from: the tokens from here on base computes in the same steps, and those before in others, or never: it
-            has them.
-        is_family: the residuals are those of the adapter's family. Base's rows make them, of base's x; the adapter
-            reads them only.
+        residuals: block tables in the residual cache.
+        base: block tables in base's cache.
+        paired_from: first token whose base KV is written in the same step as its residuals.
+        is_family: whether base's rows write the residuals, for the adapter's family.
     """
 
     cache: KeptCache
@@ -48,11 +42,11 @@ class Overlay:
     is_family: bool = False
 
     def is_paired(self, position: int) -> bool:
-        """Whether the step that writes the token's residuals writes base's keys and values of it too."""
+        """Whether one step writes the token's residuals and base KV."""
         return position >= self.paired_from
 
     def written(self, base: KeptCache) -> list[tuple[KeptCache, CacheSequence]]:
-        """What the next tokens' residuals are written to, and what is written beside them."""
+        """Return what the next step writes: residuals, and base's KV if paired."""
         written = [(self.cache, self.residuals)]
         if self.is_paired(self.residuals.num_tokens):
             written.append((base, self.base))
@@ -61,18 +55,16 @@ class Overlay:
 
 @dataclass(frozen=True)
 class Pass:
-    """A stretch of a request's tokens that the same layers of the same model compute.
+    """A range of tokens, computed by the same layers of one model.
 
-    It begins where the sequence ends that it writes, and goes on from there. So how far it is needs no counter, and
-    passes over the same tokens may follow one another where they write different sequences.
+    It starts where its block tables end, so it needs no counter. Passes with different block tables may compute the
+    same tokens.
 
     Args:
-        computes: the adapter that is at work, from its own start on; None for base alone.
-        end: the pass is done when its sequence holds so many tokens; None for one without end, which generates.
-        writes: where its keys and values go.
-        cut: first layer that is computed. Below it, the cache has keys and values already, and the trunk the hidden
-            states; 0 for all layers.
-        overlay: what is written is this, on top of base; None for keys and values.
+        computes: adapter use, active from its start; None for base.
+        end: token count at which the pass is done; None for the last pass.
+        cut: first layer to compute; KV and hidden states below it are cached.
+        overlay: residual KV to write instead of KV.
     """
 
     computes: AdapterUse | None
@@ -83,7 +75,7 @@ class Pass:
 
     @property
     def decoder(self) -> str | None:
-        """Digest of the model of its own that computes the pass; None for the base model, with a LoRA or without."""
+        """Digest of a separate decoder model; None for base or a LoRA."""
         return self.computes.digest if self.computes is not None and self.computes.is_decoder else None
 
     @property
@@ -99,13 +91,12 @@ def plan_passes(
     last: int = 0,
     at_once: int = BLOCK_SIZE,
 ) -> list[Pass]:
-    """The passes of a request that uses an adapter so, or None, and has its sequence.
+    """Plan the passes of a request.
 
     Args:
-        ahead: what the trunk has for it.
-        overlay: what a residual request writes on top of `sequence`.
-        last: the token behind which the adapter is to choose the next one; 0 where it is to compute all.
-        at_once: tokens of a prompt that are computed at once, at most.
+        ahead: match in the hidden-state cache.
+        last: first token that the adapter must compute.
+        at_once: largest chunk in tokens.
     """
     if overlay is not None:
         return list(
@@ -121,8 +112,10 @@ def plan_passes(
 
 
 def _residual_passes(use: AdapterUse | None, overlay: Overlay, at_once: int) -> Iterator[Pass]:
-    """Base over what it lacks, then the adapter; where there are windows, in turns: what base leaves behind, the
-    adapter has still to read, so base is one chunk ahead of it at most."""
+    """Plan base, then the adapter.
+
+    With sliding windows they alternate, so that the adapter reads base's window blocks before base drops them.
+    """
     if any(group.window is not None for group in overlay.cache.spec.groups):
         start = min(overlay.base.num_tokens, overlay.residuals.num_tokens)
         ahead = -(-at_once // BLOCK_SIZE) * BLOCK_SIZE
@@ -134,8 +127,7 @@ def _residual_passes(use: AdapterUse | None, overlay: Overlay, at_once: int) -> 
 
 
 def _family_passes(use: AdapterUse | None, overlay: Overlay, last: int) -> Iterator[Pass]:
-    """Base over the tokens whose residuals the family lacks, those first whose keys and values it has; and the member
-    from the last one on."""
+    """Plan base over missing family residuals, tokens with base KV first; then the adapter."""
     yield Pass(None, min(overlay.base.num_tokens, last), overlay.residuals, overlay=overlay)
     yield Pass(None, last, overlay.residuals, overlay=overlay)
     yield Pass(use, None, overlay.residuals, overlay=overlay)

@@ -1,7 +1,6 @@
-"""What a token of a prompt costs on this device: prompts are cut by it, so it is measured once and then stands.
+"""Seconds per prompt token, measured once per model, device and MLX version.
 
-Where a prompt is cut decides the last digits of its keys and values. So the first start with a model on a device
-measures, and later ones with the same MLX take what it has written into the cache folder, however busy the machine is.
+The rate decides where prompts are cut, and thus the last bits of their KV. So it must not vary with load.
 """
 
 from __future__ import annotations
@@ -18,18 +17,16 @@ from agentcache.engine.scratch import compute, scratch_sequence
 from agentcache.models.memo import read_memo, write_memo
 from agentcache.models.runner import ModelRunner
 
-_MOST_RUNS, _SECONDS = 5, 0.5  # the best of so many, or of fewer where they take longer
+_MOST_RUNS, _SECONDS = 5, 0.5  # best of these runs, or of fewer within the time
 
 
 def settled_token_seconds(
     file: Path, fingerprint: str, cache: PrefixCache, runner: ModelRunner, num_tokens: int
 ) -> float:
-    """Seconds that a token of a prompt takes on this device; of an earlier start where there was one.
+    """Return the kept rate, or measure and keep it.
 
     Args:
-        file: where it is kept; by who holds the folder's lock.
-        fingerprint: the model's.
-        num_tokens: of the prompt that is computed to find out, a block's at most.
+        file: file of kept rates; the caller holds the folder's lock.
     """
     num_tokens = min(num_tokens, BLOCK_SIZE)
     known = read_memo(file)
@@ -42,7 +39,7 @@ def settled_token_seconds(
 
 
 def measured_token_seconds(cache: PrefixCache, runner: ModelRunner, num_tokens: int) -> float:
-    """The same, measured: a prompt's chunk of so many tokens, once what it needs is compiled."""
+    """Measure a prompt chunk, after one run that compiles kernels."""
     runs: list[float] = []
     with scratch_sequence(cache, runner, num_tokens) as sequence:
         compute(runner, sequence, 0, num_tokens)
@@ -54,7 +51,6 @@ def measured_token_seconds(cache: PrefixCache, runner: ModelRunner, num_tokens: 
 
 
 def _as_seconds(written: str | None) -> float | None:
-    """What was written; None where it is no time."""
     try:
         seconds = float(written or "")
     except ValueError:

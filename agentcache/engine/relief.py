@@ -1,7 +1,6 @@
-"""Gives memory back while the system is short of it: agents leave RAM before anything is refused.
+"""Frees memory under pressure: agents leave RAM before requests are refused.
 
-They are on disk, and come back warm. What is on disk only in part stays: nothing that is not saved is lost. Snapshots
-of recurrent state that agents would go on from are written first, and leave the next time.
+Only saved blocks leave, so agents stay warm. Unsaved checkpoints are written first and evicted at the next call.
 """
 
 from __future__ import annotations
@@ -18,16 +17,14 @@ from agentcache.pressure import Level
 
 log = logging.getLogger("agentcache.engine")
 
-_SHARES = {Level.WARNING: 0.5, Level.CRITICAL: 1.0}  # of the blocks, and snapshots, that nobody reads
+_SHARES = {Level.WARNING: 0.5, Level.CRITICAL: 1.0}  # of unread blocks and checkpoints
 
 
 class MemoryRelief:
-    """Knows the level that the engine works at, and does what it asks for. Belongs to the engine thread.
+    """Holds the memory pressure level and frees memory for it.
 
     Attributes:
-        level: as last told.
-        evicted_blocks: blocks and snapshots that left RAM for it.
-        freed_bytes: memory that was given back.
+        evicted_blocks: number of evicted blocks and checkpoints.
     """
 
     def __init__(
@@ -51,10 +48,9 @@ class MemoryRelief:
         self._loaded = loaded
 
     def relieve(self, level: Level) -> bool:
-        """Give back what the level asks for; called with every change, and again while it lasts.
+        """Free memory for a level, on change and while it lasts.
 
-        Returns:
-            Whether running requests are all that is left to take memory from.
+        Returns whether only running requests hold more.
         """
         self._enter(level)
         if level is Level.NORMAL:

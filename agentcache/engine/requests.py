@@ -1,4 +1,4 @@
-"""The requests that the engine is at work on, by state: the only module that changes a request's state."""
+"""Requests by state; only this module changes a state."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ _NEXT = {
 
 
 class Requests:
-    """Belongs to the engine thread.
+    """Lists of requests by state.
 
     Attributes:
-        waiting: in order of arrival; those that have lost their sequence come last.
-        loading: they have a sequence; blocks are still to come from disk.
-        running: able to compute.
-        saving: their last token is chosen, and what they keep is on its way to the disk.
+        waiting: requests in order of arrival; preempted ones last.
+        loading: admitted requests whose blocks are being read from disk.
+        saving: complete requests whose turns are being written.
     """
 
     def __init__(self) -> None:
@@ -41,11 +40,11 @@ class Requests:
         }
 
     def __iter__(self) -> Iterator[Generation]:
-        """Those that can still be ended."""
+        """Iterate over live requests."""
         yield from (*self.running, *self.loading, *self.waiting)
 
     def move(self, generation: Generation, state: State) -> None:
-        """Raises BrokenInvariant for a step that no request takes."""
+        """Change a state. Raises BrokenInvariant for an invalid transition."""
         if state not in _NEXT[generation.state]:
             raise BrokenInvariant(f"request {generation.request.request_id}: {generation.state} before {state}")
         if generation.state in self._lists:

@@ -1,4 +1,4 @@
-"""Caches of adapters' residuals beside base's, and which requests must do without them."""
+"""Residual caches, and requests that must not use them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _MOST_REMEMBERED = 256
 
 
 class Residuals:
-    """Opens an adapter's cache when its weights come, and closes it when they go. Belongs to the engine thread.
+    """Opens and closes residual caches with the adapters' weights.
 
     Args:
-        support: which adapters can have residuals; None where no request may be answered so.
-        max_divergence: above it an answer is computed exactly.
+        support: adapters that can have residuals; None without lossy policies.
+        max_divergence: limit above which a request is computed exactly.
     """
 
     def __init__(
@@ -50,36 +50,34 @@ class Residuals:
         self._ledger = ledger
         self._support = support
         self._max_divergence = max_divergence
-        # Adapters on the device, by their family.
+        # Loaded adapters by family and digest.
         self._members: dict[str, dict[str, Adapter]] = {}
-        # Beginnings of prompts whose residuals lay too far from base, by adapter, cache and salt; the last used last.
+        # Divergences above the limit, by adapter, cache, salt and first tokens; most recently used last.
         self._too_far: OrderedDict[tuple[str, str, str, bytes], float] = OrderedDict()
 
     # -- caches -------------------------------------------------------------------------------------------------------
 
     def open_for(self, adapter: Adapter) -> None:
-        """The adapter's weights are on the device: so there is a cache for its residuals, if it can have any; and one
-        for its family's when another member comes.
-        """
+        """Open the residual cache of a loaded adapter. A family's second member also opens the family's."""
         if self._support is None:
             return
         try:
             self._open(residual_cache(adapter.digest), self._support.shape_of(adapter))
         except UnsupportedPolicy:
-            return  # its requests are refused before they come here
+            return  # its requests were refused earlier
         members = self._members.setdefault(adapter.family, {})
         members[adapter.digest] = adapter
         if len(members) > 1:
             self._open_family(adapter)
 
     def cache_of(self, use: AdapterUse) -> KeptCache:
-        """The cache of what the adapter adds, its own or its family's. The adapter's weights are on the device."""
-        if use.is_family:  # its other members may have no room on the device
+        """Return the adapter's or the family's cache. The weights must be on the device."""
+        if use.is_family:  # other members may not fit on the device
             self._open_family(self._members[use.family][use.digest])
         return self._caches.get(use.residual_cache)
 
     def _open_family(self, member: Adapter) -> None:
-        assert self._support is not None  # who has a family has residuals
+        assert self._support is not None  # a family implies residuals
         self._open(residual_cache(member.family), self._support.shape_of(member, is_family=True))
 
     def _open(self, name: str, shape: ResidualShape) -> None:
@@ -94,8 +92,7 @@ class Residuals:
         self._persistence.open_cache(KeptCache(name, spec, prefix, arenas))
 
     def close_for(self, digest: str) -> None:
-        """The adapter's weights are gone, and nobody uses them: so is its cache, in RAM, and with the last member the
-        family's."""
+        """Close the residual cache of an unloaded adapter. A family's last member also closes the family's."""
         self._close(residual_cache(digest))
         family = next((family for family, members in self._members.items() if digest in members), None)
         if family is not None:
@@ -110,21 +107,18 @@ class Residuals:
             return
         self._persistence.close_cache(name)
         cache.prefix.allocator.close()
-        assert isinstance(cache.arenas, ResidualArenas)  # they came from `_open`
+        assert isinstance(cache.arenas, ResidualArenas)
         self._runner.close_residual(cache.arenas)
 
     @property
     def saturated(self) -> int:
-        """How many values of residuals were too large for float16 since start, or were no numbers."""
+        """Number of residual values that were NaN or too large for float16."""
         return self._runner.saturated_residuals
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def advance(self, generation: Generation, overlay: Overlay, token_ids: Sequence[int]) -> bool:
-        """These tokens' residuals have been computed, and of those that are paired base's keys and values too.
-
-        Returns whether they have filled a block.
-        """
+        """Publish computed residuals and paired base KV. Returns whether a block is full."""
         has_filled = False
         for cache, sequence in overlay.written(self._caches.base):
             if published := cache.prefix.advance(sequence, token_ids):
@@ -134,14 +128,14 @@ class Residuals:
         return has_filled
 
     def leave_windows(self, overlay: Overlay) -> None:
-        """Of both sequences, what no later token of the adapter's attends to."""
+        """Drop window blocks that the adapter no longer reads."""
         overlay.cache.prefix.leave_window(overlay.residuals)
         self._caches.base.prefix.leave_window(overlay.base, overlay.residuals.num_tokens)
 
-    # -- the guard ----------------------------------------------------------------------------------------------------
+    # -- divergence ---------------------------------------------------------------------------------------------------
 
     def known_divergence(self, generation: Generation, use: AdapterUse) -> float | None:
-        """How far off a prompt with this beginning has been with this adapter, if that was too far; else None."""
+        """Return the recorded divergence of this beginning; None without."""
         cached_as = _cached_as(generation, use)
         packed = pack_token_ids(generation.token_ids[:BLOCK_SIZE])
         for key in self._too_far:
@@ -151,9 +145,9 @@ class Residuals:
         return None
 
     def is_too_far(self, generation: Generation) -> bool:
-        """Measure a prompt that has been computed, and remember its beginning if it lies too far from base."""
+        """Measure a computed prompt. Records and reports a divergence above the limit."""
         overlay, use = generation.overlay, generation.adapter
-        assert overlay is not None and use is not None  # it is residual, and admitted
+        assert overlay is not None and use is not None
         measured = Divergence.of(*overlay.arenas.measured_of(overlay.residuals.tables, generation.num_prompt_tokens))
         generation.divergence = None if measured is None else measured.value
         if generation.divergence is None or generation.divergence <= self._max_divergence:

@@ -1,4 +1,4 @@
-"""Whether the blocks suffice for one more request. Plain arithmetic; takes nothing and evicts nothing."""
+"""Checks whether one more request fits in the cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentcache.blocks.slots import Group
 
 @dataclass(frozen=True)
 class Growth:
-    """A running request: its block tables, one per group, and the tokens that it is known to need room for."""
+    """Block tables of an admitted request, by group, and its token count."""
 
     tables: Sequence[BlockTable]
     num_tokens: int
@@ -29,13 +29,11 @@ def has_room(
     evicts: bool = True,
     beside: int = 0,
 ) -> bool:
-    """Whether all of `running` and a request of `num_tokens` tokens that starts with `prefix` fit side by side.
-
-    What the budget still lets the pools grow by counts as room.
+    """Return whether `running` and a request with cached `prefix` fit, if pools grow within the budget.
 
     Args:
-        evicts: slots that only caches hold count as room too.
-        beside: bytes of the budget that others are to have meanwhile.
+        evicts: whether slots can be evicted.
+        beside: bytes reserved for other uses.
     """
     fits = _fits if evicts else _fits_beside_the_cached
     indices = range(len(allocator.slots.groups))
@@ -63,7 +61,7 @@ def _fits_beside_the_cached(
     beside: int,
 ) -> bool:
     group = allocator.slots.groups[index]
-    # A block that is partly filled is copied, for others may go on from it too.
+    # Partly filled blocks are copied, as other requests may extend them.
     there = sum(node.is_full and index in node.block_ids for node in prefix.lane(index).nodes)
     needed = max(0, _most_blocks(group, num_tokens) - there)
     room = allocator.slots.pools[index].num_free + allocator.affordable_growth(index, beside)
@@ -77,9 +75,9 @@ def slots_needed(
     prefix: CachedPrefix | None = None,
     num_tokens: int = 0,
 ) -> int:
-    """Slots of a group without which all of `running`, and one that starts with `prefix`, do not fit side by side."""
+    """Return the slots of a group that `running` and one more request need."""
     group, read = allocator.slots.groups[index], {slot for g in running for slot in g.tables[index].block_ids}
-    # What others read already costs the newcomer nothing.
+    # Blocks that running requests read cost nothing more.
     shared = 0 if prefix is None else sum(node.block_ids.get(index) in read for node in prefix.lane(index).nodes)
     needed = max(0, _most_blocks(group, num_tokens) - shared)
     return len(read) + _promised(group, index, running) + needed
@@ -90,6 +88,6 @@ def _promised(group: Group, index: int, running: Sequence[Growth]) -> int:
 
 
 def _most_blocks(group: Group, num_tokens: int) -> int:
-    """Blocks that a sequence holds at a time on its way to `num_tokens` tokens."""
+    """Return the most blocks that a request holds at once."""
     blocks = -(-num_tokens // BLOCK_SIZE)
     return blocks if group.window is None else min(blocks, min_blocks(group))

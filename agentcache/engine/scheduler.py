@@ -1,7 +1,4 @@
-"""Who is admitted next, and who computes how many tokens in the next step.
-
-Plain Python; knows neither tensors, files nor clocks.
-"""
+"""Chooses the next request to admit, and the tokens of the next step."""
 
 from __future__ import annotations
 
@@ -12,28 +9,21 @@ from agentcache.engine.generation import Generation, State
 from agentcache.engine.pace import Pace
 from agentcache.engine.requests import Requests
 
-# Of prompts, the shortest goes first, but a prompt that others went before this often is next.
+# The shortest prompt goes first, unless another was passed over this often.
 _MOST_TIMES_PASSED_OVER = 3
-# So many tokens of an answer go before the chunks of long prompts: somebody has begun to read.
+# First tokens of an answer go before chunks of long prompts: the user is reading.
 _FIRST_TOKENS = 32
-# A background request that others went before this often is one like any other from then on.
+# A background request passed over this often becomes an ordinary one.
 _BACKGROUND_PATIENCE = 8
 
 
 class Scheduler:
-    """Who is next, and the step's plan.
-
-    Args:
-        requests: those at work; their states are changed here when they are admitted or preempted.
-        max_running: requests that are admitted at a time; more wait.
-        pace: how the device's time is shared.
+    """Orders requests and plans steps.
 
     Attributes:
-        stalled: the next one to admit waits for blocks of others.
-        contended: whether the last plan lets others wait: a chunk those who decode, or a decode step a chunk whose turn
-            it is.
-        preemptions: counts them.
-        one_at_a_time: whether nobody is admitted beside another, as memory is so short.
+        stalled: whether the next request waits for blocks of running ones.
+        contended: whether the last plan delays decoding or a due chunk.
+        one_at_a_time: whether memory allows only one admitted request.
     """
 
     def __init__(self, requests: Requests, *, max_running: int, pace: Pace) -> None:
@@ -66,9 +56,9 @@ class Scheduler:
     # -- queues -------------------------------------------------------------------------------------------------------
 
     def next_to_admit(self) -> Generation | None:
-        """The request that is to be admitted next; None if none waits or the batch has no room for it.
+        """Return the next request to admit, if the batch has room.
 
-        Background requests leave room for one more, so that an interactive one need not wait for them.
+        Background requests leave one place free for interactive ones.
         """
         first = min(self.waiting, key=_rank, default=None)
         if first is None:
@@ -79,25 +69,23 @@ class Scheduler:
         return first if free > kept_free else None
 
     def admit(self, generation: Generation, *, loading: bool) -> None:
-        """It has a sequence; who was there before it has been passed over."""
+        """Mark a request as admitted. Earlier requests that still wait are passed over."""
         self._requests.move(generation, State.LOADING if loading else State.RUNNING)
         _pass_over(other for other in self.waiting if other.submitted_at < generation.submitted_at)
         generation.passed_over = 0
         self.stalled = False
 
     def victim(self, *, residual: bool = False) -> Generation | None:
-        """Whom to preempt when no block is left: background first, then the youngest. None if nobody else runs.
-
-        The oldest is never preempted, so it gets done.
+        """Return the request to preempt: background first, then the youngest. The oldest always completes.
 
         Args:
-            residual: blocks for residuals are wanted, so that only requests which hold some come into question.
+            residual: whether it must have residual blocks.
         """
         running = [each for each in self.running if each.overlay is not None] if residual else self.running
         return max(running, key=_rank) if len(running) > 1 else None
 
     def preempt(self, generation: Generation) -> None:
-        """Back to the queue. It has paid for its background: from now on it is one like any other."""
+        """Queue a request again, no longer as background."""
         self._requests.move(generation, State.WAITING)
         generation.background = False
         self.preemptions += 1
@@ -105,12 +93,11 @@ class Scheduler:
     # -- the plan -----------------------------------------------------------------------------------------------------
 
     def schedule(self) -> dict[Generation, int]:
-        """Tokens each generation computes in the next step; empty if all there is to do waits for the step under way.
+        """Return tokens per request for the next step; empty if all wait for the step under way.
 
-        A step is one token of everyone who has just one to compute, or a chunk of one prompt. While anyone decodes, a
-        chunk follows a decode step, and only when decoding has had its share. A prompt that is soon done does not wait
-        for that, and the first tokens of an answer go before the chunks of long prompts: what that takes is settled
-        later. Rows of different models decode in different steps. A prompt's turn is its leader's, where it has one.
+        A step is one token of each decoding request, or one chunk. While requests decode, a chunk follows a decode
+        step, once decoding has had its share. Short prompts and first tokens of answers may go early, balanced later.
+        Rows of different models decode in different steps. A source request takes its prompt's turn.
         """
         decoding = [generation for generation in self.running if generation.can_decode]
         prompts = [generation for generation in self.running if generation.can_prefill]
@@ -141,9 +128,9 @@ class Scheduler:
         return self.contended
 
     def _goes_before(self, generation: Generation, prompts: Sequence[Generation]) -> bool:
-        """Whether the answer has just begun, and its first tokens are sooner there than that of any prompt.
+        """Whether a new answer's first tokens take less time than each waiting prompt.
 
-        All of them, not only the next one: a short prompt may have to wait behind a long one that is overdue.
+        A short prompt may wait behind an overdue long one, so all prompts count.
         """
         first = _FIRST_TOKENS - generation.num_generated
         if first <= 0 or generation.background:
@@ -152,13 +139,13 @@ class Scheduler:
         return all(self.pace.is_sooner_done(first, each.num_to_launch, each.num_launched) for each in awaited)
 
     def _may_borrow(self, prompt: Generation) -> bool:
-        """Whether somebody waits for the prompt, it is short, and what is left of it may go before its turn."""
+        """Whether a short interactive prompt may go early."""
         left = prompt.num_to_launch
         whole = max(prompt.computed_prompt_tokens, left)
         return not prompt.background and self.pace.is_short(whole) and self.pace.may_borrow(left, prompt.num_launched)
 
     def _next_to_decode(self, decoding: Sequence[Generation]) -> list[Generation]:
-        """Those that one model can decode together: the rows of the model for which one has waited longest."""
+        """Return the requests of the model that has waited longest."""
         if not decoding:
             return []
         decoder = min(decoding, key=lambda generation: generation.decoded_at).current.decoder
@@ -169,9 +156,9 @@ class Scheduler:
         return together
 
     def _chunk_for(self, prompt: Generation, *, contended: bool) -> int:
-        """Tokens of the prompt's next chunk, of which none crosses a block boundary unless it ends on one.
+        """Return the size of the next chunk.
 
-        It ends where a snapshot of recurrent state is to be taken.
+        A chunk that crosses a block boundary ends on one, or with the prompt. It also ends at the next checkpoint.
         """
         largest = self.pace.chunk_tokens(prompt.num_launched, contended=contended)
         left, to_boundary = prompt.num_to_prefill, BLOCK_SIZE - prompt.num_launched % BLOCK_SIZE
@@ -185,18 +172,18 @@ class Scheduler:
 
 
 def _equal_part(num_tokens: int, largest: int) -> int:
-    """The first of as few and as equal parts as it takes: a short last one would cost nearly as much as a long one."""
+    """Return the first of the fewest equal parts: a short last one would cost nearly as much."""
     parts = -(-num_tokens // largest)
     return -(-num_tokens // parts)
 
 
 def _rank(generation: Generation) -> tuple[bool, float]:
-    """Who is admitted first and preempted last."""
+    """Order of admission; preemption takes the last."""
     return generation.background, generation.submitted_at
 
 
 def _prompt_rank(prompt: Generation) -> tuple[int, bool, int, float]:
-    """Which prompt is next: overdue ones, then interactive ones, the shortest first."""
+    """Order of prompts: overdue, interactive, shortest."""
     overdue = prompt.passed_over if prompt.passed_over >= _MOST_TIMES_PASSED_OVER and not prompt.background else 0
     return -overdue, prompt.background, prompt.num_to_launch, prompt.submitted_at
 

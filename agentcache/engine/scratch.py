@@ -1,4 +1,4 @@
-"""Steps on nobody's tokens, for what they cost: their results, keys and values are thrown away."""
+"""Steps on dummy tokens, to warm up or measure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROOT = "scratch"
 
 @contextmanager
 def scratch_sequence(cache: PrefixCache, runner: ModelRunner, num_tokens: int) -> Iterator[CacheSequence]:
-    """A sequence with slots for so many tokens, which leaves nothing behind, not even in the counters."""
+    """Yield temporary block tables; then reset the counters."""
     sequence = cache.open(_ROOT, cache.match_prefix(_ROOT, (), 0))
     try:
         cache.reserve(sequence, num_tokens)
@@ -28,7 +28,7 @@ def scratch_sequence(cache: PrefixCache, runner: ModelRunner, num_tokens: int) -
 
 
 def compute(runner: ModelRunner, sequence: CacheSequence, context: int, num_tokens: int, *, rows: int = 1) -> None:
-    """A step of `num_tokens` tokens a row, each row behind the same `context` tokens; returns when it is done."""
+    """Compute tokens after `context` earlier ones, and wait."""
     tables, lengths = [sequence.tables] * rows, [context] * rows
     reads, writes = runner.reads(tables, lengths, num_tokens), runner.writes(tables, lengths, num_tokens)
     states = (None,) * rows if runner.states is not None else ()

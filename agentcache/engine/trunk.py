@@ -1,7 +1,4 @@
-"""The trunk at work: which requests go on from it, and what they add to it.
-
-Only bookkeeping: the hidden states are with the model (`models/trunk.py`).
-"""
+"""Use of the hidden-state cache. The states themselves are in `models/trunk.py`."""
 
 from __future__ import annotations
 
@@ -19,11 +16,11 @@ from agentcache.engine.generation import Generation
 
 @dataclass
 class _Run:
-    """A sequence's use of the trunk.
+    """One request's use of the hidden-state cache.
 
     Attributes:
-        reader: what it goes on from; None when it is past that.
-        fillers: what it adds, by layer.
+        reader: blocks to read; None once read.
+        fillers: blocks to fill, by layer.
     """
 
     reader: TrunkReader | None = None
@@ -36,12 +33,11 @@ class _Run:
 
 
 class Trunk:
-    """Belongs to the engine thread.
+    """Plans reads and writes of the hidden-state cache.
 
     Args:
-        adapters: those on the device say which layers the trunk is kept for.
-        num_slots: what the trunk's budget allows; 0 to have none.
-        block_bytes: of each slot.
+        adapters: loaded adapters, which decide the cached layers.
+        num_slots: number of slots; 0 for no cache.
     """
 
     def __init__(
@@ -55,9 +51,9 @@ class Trunk:
     # -- in and out ---------------------------------------------------------------------------------------------------
 
     def match(self, generation: Generation, root: str, prefix: CachedPrefix) -> TrunkMatch | None:
-        """What a request that is cached as far as `prefix` can go on from.
+        """Return hidden states that extend `prefix`, if cached.
 
-        One token at least is left to a whole step, so that all before it are those of chunks.
+        The last token always goes through all layers, so that only chunks use hidden states.
         """
         cut = self._adapters.cut(generation.adapter)
         if not cut or not self.blocks.num_slots:
@@ -66,19 +62,18 @@ class Trunk:
         return match_trunk(self._cache, self.blocks, root, known, prefix, cut, durable=durable)
 
     def begin(self, generation: Generation, match: TrunkMatch) -> None:
-        """The request has its sequence, with the blocks of `match`."""
         slots = self.blocks.lock(match.names)
         self._runs[generation.open_sequence] = _Run(TrunkReader(match.first, slots))
 
     def sweep(self) -> None:
-        """Let go of what sequences that have ended held."""
+        """Release the blocks of ended requests."""
         for sequence in [sequence for sequence in self._runs if sequence.closed]:
             self.blocks.release(self._runs.pop(sequence).slots)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def plan(self, rows: Sequence[Generation], num_tokens: int) -> TrunkPlan:
-        """What the next step is to take and to give. Only chunks of prompts do either."""
+        """Plan the reads and writes of the next step; only chunks have any."""
         generation = rows[0]
         cut, start = generation.current.cut, generation.num_launched
         cuts = []
@@ -89,7 +84,7 @@ class Trunk:
 
     def _reads(self, sequence: CacheSequence, start: int, stop: int) -> Sequence[Piece]:
         reader = self._runs[sequence].reader
-        assert reader is not None  # it is there as long as the pass above the cut
+        assert reader is not None  # kept until the pass with the cut ends
         return reader.pieces(start, stop)
 
     def _writes(self, generation: Generation, num_tokens: int, cuts: Sequence[int]) -> dict[int, list[Piece]]:
@@ -103,14 +98,14 @@ class Trunk:
         return {cut: pieces for cut, pieces in writes.items() if pieces}
 
     def _base_end(self, generation: Generation, cut: int) -> int:
-        """Up to which token the input of layer `cut` is base's."""
+        """Return the number of tokens whose input to layer `cut` is base's."""
         producer = generation.producer
         if producer is None or cut <= self._adapters.cut(generation.adapter):
             return len(generation.token_ids)
         return producer.start
 
     def advance(self, sequence: CacheSequence) -> None:
-        """The sequence has computed tokens, and published the blocks that they filled."""
+        """Publish filled blocks, and release those that were read."""
         run = self._runs.get(sequence)
         if run is None:
             return

@@ -1,4 +1,4 @@
-"""From chosen tokens to a finished turn: what the client gets, what the agent keeps, and when it is safe."""
+"""The output processor: from chosen tokens to updates and saved turns."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ log = logging.getLogger("agentcache.engine")
 
 
 class Turns:
-    """Begins and ends the turns of requests, with and without an agent."""
-
     def __init__(
         self,
         cache: PrefixCache,
@@ -54,10 +52,7 @@ class Turns:
         self._requests = requests
 
     def begin(self, generation: Generation) -> None:
-        """Settle which lineage the turn will be, and what of the prompt is the agent's own. Raises Conflict.
-
-        A lineage, and an agent, that is not there yet is made by the end of its first turn.
-        """
+        """Choose the turn's lineage. A new one is created at the turn's end. Raises Conflict."""
         agent = generation.request.agent
         if agent is None:
             return
@@ -71,33 +66,32 @@ class Turns:
         if found is not None and found.transcript:
             common = len_common_prefix(found.transcript.ids, generation.match.transcript.ids)
             generation.own_tokens = agreed_tokens(found.producer, generation.producer, common)
-            # The last token that was generated has never been computed; the prompt's last one always is.
+            # The last generated token was never computed; the last prompt token always is.
             computed = len(found.transcript) - (found.transcript.spans[-1][0] == "generated")
             generation.expected_tokens = min(generation.own_tokens, computed, generation.num_prompt_tokens - 1)
 
     def step_down(self, generation: Generation, why: StepDown) -> None:
-        """A turn that was to be residual, and holds nothing of the cache, is computed exactly from now on."""
-        assert generation.adapter is not None  # it is residual
+        """Make a residual turn exact. It must hold no block tables."""
+        assert generation.adapter is not None
         self._release_residuals(generation)
         generation.stepped_down = why
         self.use(generation, generation.adapter.stepped_down())
 
     def use(self, generation: Generation, adapter: AdapterUse) -> None:
-        """A turn that holds nothing of the cache uses its adapter so from now on."""
+        """Change the adapter use, while no block tables are held."""
         generation.adapter, generation.producer = adapter, adapter.producer
         self._note_own(generation)
 
     def _release_residuals(self, generation: Generation) -> None:
         if generation.saved_residuals:
-            assert generation.adapter is not None  # they are its
+            assert generation.adapter is not None
             self._persistence.release(generation.saved_residuals, generation.adapter.residual_cache)
             generation.saved_residuals = []
 
     def _extended(self, generation: Generation) -> AgentRecord | None:
-        """The lineage whose place the turn takes, if it has not changed since it was matched.
+        """Return the lineage that the turn replaces, if unchanged since the match.
 
-        A prompt that changes what a lineage says (an edit, say) becomes another lineage, so that the user can go back
-        to the old one.
+        An edit becomes a new lineage, so that the old one stays available.
         """
         found = generation.found
         if found is None or not generation.goes_on or self._in_use.has_lineage(found.name):
@@ -112,7 +106,7 @@ class Turns:
         published: Sequence[LaneBlock],
         cache: str = BASE_CACHE,
     ) -> None:
-        """Have blocks that a turn has just filled written before its end, if it is to be saved."""
+        """Write full blocks before the turn's end, if it will be saved."""
         record = generation.record
         if record is None or not self._persistence.fits(record, generation.num_prompt_tokens):
             return
@@ -121,21 +115,17 @@ class Turns:
         self._persistence.save_blocks(sequence, published, generation.note_written, cache)
 
     def drop(self, generation: Generation) -> None:
-        """A turn that leaves no trace: the agent is as before, and what was written for it is deleted."""
+        """Discard a turn and its early writes. The agent is unchanged."""
         self._let_lineage_go(generation)
         self._release_residuals(generation)
         self._persistence.release(generation.saved_early)
 
     def take(self, generation: Generation, token: int, score: TokenScore | None) -> Outcome | None:
-        """A row's known tokens are all computed: take the chosen one. How the request ends here, if it does.
-
-        Args:
-            score: its log probability, where the request wants it.
-        """
+        """Process the token chosen after all known ones. Returns the outcome if the request ends."""
         if generation.first_token_at is None:
             generation.first_token_at = time.perf_counter()
             if generation.request.n > 1:
-                # All but the last token, which each of the others computes again: they need its logits.
+                # The n requests each compute the last token, for its logits.
                 self._cache.share_tail(generation.open_sequence, generation.num_prompt_tokens - 1)
                 if (overlay := generation.overlay) is not None:
                     overlay.cache.prefix.share_tail(overlay.residuals, generation.num_prompt_tokens - 1)
@@ -173,7 +163,7 @@ class Turns:
         generation.emit(Update(prompt_token_ids=prompt, prompt_logprobs=logprobs, prompt_end=end))
 
     def note_prompt_scores(self, generation: Generation, scores: Sequence[TokenScore]) -> None:
-        """Scores of the prompt tokens behind those just computed, which are not advanced over yet."""
+        """Record scores of prompt tokens, before the block tables advance."""
         if not generation.prompt_logprobs:
             first = generation.token_ids[0]
             generation.prompt_logprobs.append(TokenLogprob(first, self._tokenizer.token_bytes(first), None))
@@ -187,7 +177,7 @@ class Turns:
         return TokenLogprob(token, data(token), score.logprob, top, shown)
 
     def finish(self, generation: Generation) -> None:
-        """Show the rest of a generation's text, keep its blocks, report when that is safe."""
+        """Send the remaining text, close the block tables, and report once the turn is saved."""
         rest = generation.output.finish()
         if rest.text or rest.markers:
             generation.emit(Update(text=rest.text, markers=rest.markers))
@@ -204,7 +194,6 @@ class Turns:
             self._commit(generation, transcript)
 
     def _close_residuals(self, generation: Generation, transcript: Transcript) -> Sequence[ResidualTurn]:
-        """End the turn's sequence in its adapter's cache; nothing where there is none."""
         if (overlay := generation.overlay) is None:
             return ()
         keep = min(overlay.residuals.num_tokens, len(transcript))
@@ -212,15 +201,15 @@ class Turns:
         return (ResidualTurn(overlay.cache.name, keep, blocks, generation.saved_residuals),)
 
     def _note_next_start(self, generation: Generation, transcript: Transcript) -> None:
-        """A next prompt that would leave out a thought leaves out nothing of a reply without one."""
+        """If the reply has no thought, the next prompt repeats it: reset `repeated_tokens`."""
         is_prompt = generation.repeated_tokens == generation.num_prompt_tokens
         if is_prompt and not ends_with_thought(transcript, self._tokenizer.reply_format):
             generation.repeated_tokens = 0
             self._cache.expect_no_start(generation.open_sequence)
 
     def _keep_state(self, generation: Generation, num_tokens: int) -> None:
-        """A snapshot at the turn's end, from which the next one continues."""
-        # Where a stop string was found, the text before it ends further back than what was computed.
+        """Keep a checkpoint for the next turn."""
+        # A stop string may end the text before the computed tokens.
         last = (generation.num_computed, generation.row_state) if generation.num_computed <= num_tokens else None
         end, state = last or generation.shown_state or (0, None)
         if state is not None and end <= num_tokens:
@@ -240,7 +229,7 @@ class Turns:
 
     def _commit(self, generation: Generation, transcript: Transcript) -> None:
         sequence, record = generation.open_sequence, generation.record
-        assert record is not None  # `begin` has seen to that
+        assert record is not None  # set by `begin`
         keep = min(sequence.num_tokens, len(transcript))
         blocks = self._cache.close(sequence, keep)
         record = replace(
@@ -266,7 +255,7 @@ class Turns:
         )
 
     def _end(self, generation: Generation, saved: Saved | None) -> None:
-        """The last update, when the turn is safe on disk or known not to be."""
+        """Send the last update once the turn's write has ended."""
         self._requests.move(generation, State.DONE)
         self._let_lineage_go(generation)
         try:
@@ -287,9 +276,9 @@ class Turns:
 
 
 def _end_of_form(generation: Generation) -> Outcome | None:
-    """How a request ends whose answer has a form, if the form says so."""
+    """Return the outcome if the grammar has ended or failed."""
     following = generation.following
-    assert following is not None  # who calls this has looked
+    assert following is not None
     if following.failure is not None:
         message = f"the form of the answer cannot be kept to any further: {following.failure}"
         return InvalidRequest(message, code="grammar_failed")

@@ -1,4 +1,4 @@
-"""What other threads see of the engine: frozen, and made anew when something has changed."""
+"""The engine's state for other threads: immutable."""
 
 from __future__ import annotations
 
@@ -19,20 +19,18 @@ from agentcache.store.model_names import ModelNames
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What stays as it is as long as the engine lives.
+    """Constants of the served model.
 
     Args:
-        names: what its blocks and agents are named by, and which other names mean this model.
-        precision: of cached keys and values.
-        max_context: tokens that the model was made for.
-        num_token_ids: the ids below this may be tokens; None where that is not known.
-        num_embeddings: the model has an embedding for the ids below this; None where that is not known.
-        modules: what of it adapters can act on.
-        adapter_budget: bytes that all adapters' weights together may take.
-        plan: how memory is shared out.
-        residuals: which adapters can share base's cache and keep what they add to it; None where no request may.
-        ranks: processes that compute it together.
-        is_provisional: whether the precision serves until another one is chosen.
+        names: fingerprint and accepted names.
+        max_context: context length in tokens.
+        num_token_ids: bound of the token ids; None if unknown.
+        num_embeddings: number of embeddings; None if unknown.
+        modules: modules that adapters can change.
+        adapter_budget: bytes for all adapters' weights.
+        residuals: adapters that can have residuals; None without lossy policies.
+        ranks: number of processes.
+        is_provisional: whether the precision search is unfinished.
     """
 
     path: Path
@@ -52,18 +50,16 @@ class ServedModel:
 
     @property
     def fingerprint(self) -> str:
-        """Its name, by its content."""
+        """The model's name, by its content."""
         return self.names.current
 
 
 @dataclass(frozen=True)
 class EngineView:
-    """How things were when the engine was last between two steps.
+    """The state between two steps.
 
     Args:
-        agents: all that are known.
-        max_cached_tokens: tokens of the longest context that RAM can hold.
-        memory_pressure: the level that the engine works at.
+        max_cached_tokens: longest context that fits in RAM.
     """
 
     model: ServedModel
@@ -73,19 +69,19 @@ class EngineView:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Tokens that a prompt may have, with one at least to generate."""
+        """Longest prompt, with one token to generate."""
         return min(self.model.max_context, self.max_cached_tokens) - 1
 
     def check(self, num_prompt_tokens: int, param: str = "prompt", *, counted: bool = True) -> None:
-        """Refuse a prompt that cannot run, before anything is done for it.
+        """Raise if a prompt cannot run.
 
         Args:
-            param: what the wire calls the prompt.
-            counted: whether all its tokens have been counted; else the number is a lower bound.
+            param: name of the prompt on the wire.
+            counted: whether the number is exact; else a lower bound.
 
         Raises:
-            InvalidRequest: it is empty, or RAM cannot hold it.
-            ContextLengthExceeded: the model's context cannot.
+            InvalidRequest: the prompt is empty or does not fit in RAM.
+            ContextLengthExceeded: the prompt exceeds the model's context.
         """
         how_many = f"the prompt has {'' if counted else 'at least '}{num_prompt_tokens} tokens"
         if num_prompt_tokens == 0:

@@ -1,4 +1,4 @@
-"""What a process pays once, paid before its first request: page faults, kernels to compile, code that is cold."""
+"""Warms up a process before its first request."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from agentcache.engine.scratch import compute, scratch_sequence
 from agentcache.metal_kernels.kernel_text import device
 from agentcache.models.runner import ModelRunner
 
-_MOST_TOKENS = 16_384  # enough for the temporaries of long contexts, and done in a fraction of a second
-_STEPS = ((1, 1), (1, 16))  # rows and tokens of each: a decode step, a short turn
-_MOST_SECONDS = 0.5  # for a decode step; where it takes longer, a short turn would take many times that
-# CUDA compiles for seconds what each of these needs for the first time, once a machine: a batch and a chunk too.
+_MOST_TOKENS = 16_384  # enough for temporaries of long contexts, and quick
+_STEPS = ((1, 1), (1, 16))  # rows and tokens: a decode step, a short turn
+_MOST_SECONDS = 0.5  # for a decode step; a short turn takes many times that
+# CUDA compiles each for seconds, once per machine: a batch and a chunk too.
 _STEPS_OF_CUDA = (*_STEPS, (2, 1), (1, 256))
 
 
 def warm_up(cache: PrefixCache, runner: ModelRunner, restorer: Restorer, max_context: int) -> float:
-    """Restore blocks of zeros and compute a few steps behind them, in slots that are there already, up to 16K tokens.
+    """Restore blocks of zeros and compute steps after them, in existing slots, up to 16K tokens.
 
-    The kernel hands out, and clears, every page that temporaries are put on for the first time. A turn behind 16K
-    tokens took a quarter longer for that in a process that had computed nothing large.
+    Otherwise the first long turn pays for the page faults.
 
-    Returns the seconds that a token of a short turn took; inf where that was not tried.
+    Returns seconds per token of a short turn; inf if not measured.
     """
     capacity = BLOCK_SIZE * min((pool.capacity for pool in cache.slots.pools), default=1)
     num_tokens = min(_MOST_TOKENS, capacity, max_context)
