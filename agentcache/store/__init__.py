@@ -1,1 +1,1 @@
-"""The cache folder: files that are there whole or not at all. No MLX."""
+"""Files of the cache folder and their formats. Writes are atomic. No MLX."""

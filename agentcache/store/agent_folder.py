@@ -1,4 +1,4 @@
-"""The agents of one model on disk: a manifest and a transcript log for each of their lineages."""
+"""One model's agents on disk: a manifest and a transcript log per lineage."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _MAX_LOG_BYTES = 1 << 32
 
 @dataclass(frozen=True)
 class SavedAgent:
-    """What the files of a lineage hold. `extendable` is False when a failure left open what its manifest says."""
+    """The parsed files of one lineage; not `extendable` if the manifest on disk may be another one."""
 
     manifest: Manifest
     content: Content
@@ -55,16 +55,15 @@ class SavedAgent:
 
     @property
     def is_current(self) -> bool:
-        """Whether its files are of this format version; of those of an older one only the transcript is of use."""
+        """Whether the format version is current. Of older files only the transcript is used."""
         return self.manifest.format_version == FORMAT_VERSION
 
     def block_keys(self) -> Iterator[str]:
-        """The keys of the block files that the lineage names, of all caches; none of an older format."""
         for cache in self.manifest.caches if self.is_current else ():
             yield from cache.block_keys(self.content.chains.get(cache.name, ()))
 
     def keys_by_kind(self) -> Iterator[tuple[str, list[str]]]:
-        """The keys of the blocks that hold something else than base's keys and values, by what that is."""
+        """Keys of blocks other than base KV, by kind."""
         for cache in self.manifest.caches if self.is_current else ():
             if cache.snapshots:
                 yield STATE, [block_key(each.chain, STATE_GROUP) for each in cache.snapshots]
@@ -72,11 +71,11 @@ class SavedAgent:
                 yield kind_of(cache.name), list(cache.block_keys(self.content.chains.get(cache.name, ())))
 
     def fits(self, spec: str) -> bool:
-        """Whether its blocks of base can be read with the cache spec that has this digest."""
+        """Whether the base blocks fit the cache spec of digest `spec`."""
         return self.is_current and self.manifest.base.spec == spec
 
     def record(self, spec: str) -> AgentRecord:
-        """The lineage as it was saved; only its transcript if its blocks do not fit the cache spec with this digest."""
+        """The lineage as saved; without blocks if they do not fit the cache spec `spec`."""
         manifest, content, base = self.manifest, self.content, self.manifest.base
         fits = self.fits(spec)
         return AgentRecord(
@@ -104,22 +103,19 @@ class SavedAgent:
 
 @dataclass(frozen=True)
 class _LogWrite:
-    """Bytes to append to a log or, where `appends` is False, to write as a new generation of it."""
-
     data: bytes
     end: LogEnd
     appends: bool
 
 
 class AgentFolder:
-    """The lineages in one folder below ``agents/``, by name (`manifest.lineage_name`); the only writer of their files.
+    """The lineages in one folder below ``agents/``; the only writer of their files.
+
+    `name` is a lineage's name (`manifest.lineage_name`).
 
     Args:
-        files: the way to them.
-        folder: an existing folder whose files `usage` knows.
-        usage: keeps the sizes and the budget.
-        fault: called at each step of the write path.
-        served: what its lineages are compared with; None in a folder of another model, where none is rebuilt.
+        folder: existing folder, adopted by `usage`.
+        served: cache of the served model; None for another model, whose lineages are not rebuilt.
     """
 
     def __init__(
@@ -147,40 +143,35 @@ class AgentFolder:
 
     @property
     def agents(self) -> list[SavedAgent]:
-        """The lineages loaded or saved so far, by name."""
         return [self._agents[name] for name in sorted(self._agents)]
 
     def find(self, name: str) -> SavedAgent | None:
-        """The lineage of that name, if it has been loaded or saved."""
         return self._agents.get(name)
 
     @property
     def unavailable(self) -> Mapping[str, str]:
-        """Lineages whose files cannot be read now, and why. Their files stay as they are."""
+        """Lineages that cannot be read now, with the reason. Their files are not touched."""
         return self._unavailable
 
     @property
     def damaged(self) -> Mapping[str, str]:
-        """Lineages of a model that is not served whose files are not what they should be; they stay for its server."""
+        """Damaged lineages of another model, with the reason; its server rebuilds them."""
         return self._damaged
 
     def has(self, name: str) -> bool:
-        """Whether the lineage has been loaded or saved, and not deleted since."""
         return name in self._agents
 
     def has_agent(self, agent_id: str) -> bool:
-        """Whether there is a manifest of some lineage of the agent, readable or not."""
+        """Whether the agent has a manifest, available or not."""
         return agent_id in self._names or any(agent_of(name) == agent_id for name in self._names)
 
     # --- reading ---
 
     def load(self, take: Callable[[SavedAgent], None] = lambda agent: None) -> None:
-        """Read all of them, once. What cannot be read stays as it is, and what is damaged is rebuilt.
+        """Read all lineages, once. Unavailable files are not touched.
 
-        Of the served model, what nothing can be rebuilt of goes to quarantine. Logs without a manifest are removed.
-
-        Args:
-            take: gets each as it is read; may have its transcript leave RAM.
+        Damaged lineages of the served model are rebuilt or, if nothing is provable, quarantined.
+        Logs without a manifest are removed. The callback may release the transcript from RAM.
         """
         if self._loaded:
             return
@@ -194,7 +185,7 @@ class AgentFolder:
         self._loaded = True
 
     def load_again(self, names: Sequence[str]) -> list[SavedAgent]:
-        """Try again to read lineages that were unavailable; return those that are there now. On the writer's thread."""
+        """Retry unavailable lineages on the writer thread; return those now available."""
         for name in names:
             self._unavailable.pop(name, None)
             self._load(name)
@@ -203,7 +194,7 @@ class AgentFolder:
     def _load(self, name: str) -> None:
         try:
             self._agents[name] = self._read(name)
-        except FileNotFoundError:  # the manifest, not one of its logs
+        except FileNotFoundError:  # the manifest, not its log
             self._names.discard(name)
         except FileUnavailable as error:
             self._note_unavailable(name, str(error))
@@ -232,7 +223,6 @@ class AgentFolder:
         return self._as_saved(manifest, content)
 
     def _as_saved(self, manifest: Manifest, content: Content) -> SavedAgent:
-        """What the lineage's files hold now. Its transcript may leave RAM: the log has it."""
         content.transcript.store_in(partial(self._read_again, manifest))
         return SavedAgent(manifest, content)
 
@@ -240,13 +230,13 @@ class AgentFolder:
         path = self._log_path(manifest.name, manifest.log.generation)
         try:
             log = self._read_whole(path, _MAX_LOG_BYTES)
-        except NotAFile as error:  # the log that was there may come back
+        except NotAFile as error:  # the log may return
             raise FileUnavailable(self._files.describe(path, error)) from error
         with _unless_short_of_memory(manifest.name):
             return parse_log(log, manifest.name, manifest.model, manifest.log, manifest.format_version)
 
     def _read_again(self, manifest: Manifest) -> TranscriptContent:
-        """The transcript that the manifest's log has; from any thread. Raises StoreError."""
+        """Read the transcript from the log. Thread-safe. Raises StoreError."""
         try:
             return self._read_content(manifest).transcript.content()
         except (BlockRejected, FileNotFoundError) as error:
@@ -260,7 +250,7 @@ class AgentFolder:
         return manifest
 
     def _read_whole(self, path: Path, max_bytes: int) -> bytes:
-        """A file's content. Raises FileNotFoundError, WrongFile, and FileUnavailable for all else."""
+        """Raises FileNotFoundError, WrongFile, or FileUnavailable for other errors."""
         try:
             return self._files.read(path, max_bytes)
         except (FileNotFoundError, WrongFile):
@@ -271,11 +261,7 @@ class AgentFolder:
     # --- damage ---
 
     def _rebuild(self, name: str, served: ServedCache, reason: str) -> None:
-        """Have the lineage as far as its files prove it; quarantine them if they prove nothing.
-
-        Raises:
-            FileUnavailable: one of them cannot be read.
-        """
+        """Rebuild a lineage as far as it is proven, else quarantine it. Raises FileUnavailable."""
         stated, is_sound = self._stated_manifest(name)
         logs = [log for each in sorted(self._generations.get(name, ())) if (log := self._read_log(name, each))]
         with _unless_short_of_memory(name):
@@ -289,12 +275,11 @@ class AgentFolder:
             damaged_logs.add(stated.log.generation)
         try:
             self._replace_damaged(name, found, reason, damaged_logs, is_sound=is_sound)
-        except (OSError, StoreError) as error:  # the next start rebuilds it again
+        except (OSError, StoreError) as error:  # the next start retries
             logger.warning("agent %s as rebuilt could not be written: %s", name, error)
             self._agents[name] = SavedAgent(found.manifest, found.content, extendable=False)
 
     def _stated_manifest(self, name: str) -> tuple[Manifest | None, bool]:
-        """What the manifest says, and whether that is proven."""
         try:
             return self._read_manifest(name), True
         except (BlockRejected, FileNotFoundError):
@@ -309,17 +294,13 @@ class AgentFolder:
         return None
 
     def _last_change(self, name: str) -> float:
-        """When the lineage's newest log was written, in seconds since 1970."""
         logs = [self._log_path(name, generation) for generation in self._generations.get(name, ())]
         return as_time(max((self._files.status(path).st_mtime for path in logs), default=0.0))
 
     def _replace_damaged(
         self, name: str, found: Rebuilt, reason: str, damaged_logs: Set[int], *, is_sound: bool
     ) -> None:
-        """Write a new log and a new manifest; what was damaged goes to quarantine.
-
-        At every step there is either the damaged manifest with its log, or the new one with a new log.
-        """
+        """Write a log, then a manifest, then quarantine: at each step the manifest on disk has its log."""
         generation = max(self._generations[name]) + 1
         log = _LogWrite(*start_log(name, found.manifest.model, generation, found.content), appends=False)
         manifest = replace(found.manifest, log=log.end)
@@ -340,7 +321,7 @@ class AgentFolder:
         self._names.discard(name)
 
     def require_available(self, name: str) -> None:
-        """Look once more at a lineage that could not be read; raises FileUnavailable if it still cannot be."""
+        """Retry an unavailable lineage. Raises FileUnavailable."""
         if (reason := self._unavailable.pop(name, None)) is None:
             return
         try:
@@ -354,14 +335,14 @@ class AgentFolder:
     # --- writing ---
 
     def save(self, record: AgentRecord, spec: str, groups: tuple[str, ...]) -> int:
-        """Make `record` durable; returns the bytes written: what is new since the last save, and the manifest.
+        """Make `record` durable; return the bytes written: changes and manifest.
 
         Raises:
-            InvalidRequest: the id is not one.
-            Conflict: another agent's id differs only by case.
-            DiskBudgetExceeded: it does not fit; nothing has changed.
-            FileUnavailable: files of the lineage cannot be read; they stay as they are.
-            OSError: the disk is full, say; what is on disk is the lineage as before or, whole, as in `record`.
+            InvalidRequest: invalid agent id.
+            Conflict: another id differs only by case.
+            DiskBudgetExceeded: nothing has changed.
+            FileUnavailable: files cannot be read now; they are not touched.
+            OSError: the lineage on disk is the previous one or `record`, complete.
         """
         self.require_available(record.name)
         self._check(record, groups)
@@ -375,16 +356,16 @@ class AgentFolder:
         self._write_log(record.name, log)
         self._write_manifest(record.name, encoded)
         self._agents[record.name] = self._as_saved(manifest, content)
-        with suppress(OSError):  # the lineage is safe; the next save tries again
+        with suppress(OSError):  # saved already; the next save retries
             self._remove_logs(record.name)
         return len(log.data) + len(encoded)
 
     def delete(self, name: str) -> None:
-        """Remove the lineage's files; nothing if there are none. The manifest goes first.
+        """Remove the lineage's files, if any; the manifest first.
 
         Raises:
-            FileUnavailable: they cannot be read; they stay.
-            OSError: the manifest cannot be removed for good.
+            FileUnavailable: files cannot be read now; they are not touched.
+            OSError: the manifest's removal failed or is not durable.
         """
         self.require_available(name)
         if name not in self._names:
@@ -395,7 +376,7 @@ class AgentFolder:
         self._agents.pop(name, None)
         self._fault("delete-before-folder-fsync")
         self._files.sync_folder(self._folder)
-        with suppress(OSError):  # without its manifest the lineage is gone; the next start tries again
+        with suppress(OSError):  # deleted already; the next start retries
             self._remove_logs(name)
 
     def _check(self, record: AgentRecord, groups: tuple[str, ...]) -> None:
@@ -422,7 +403,7 @@ class AgentFolder:
         return any(other != agent_id and other.casefold() == folded for other in map(agent_of, self._names))
 
     def _plan(self, record: AgentRecord, content: Content) -> _LogWrite:
-        """How to bring the log up to `content`: append, or compact it once more than half of it is garbage."""
+        """Append, or compact a log that is over half garbage."""
         saved = self._agents.get(record.name)
         if saved is None or not self._can_extend(saved, record.model):
             return self._new_log(record, content)
@@ -470,7 +451,7 @@ class AgentFolder:
         self._usage.record_written(path, len(encoded), len(encoded))
 
     def _keep_logs_if_replaced(self, name: str) -> None:
-        """After a rename that may not be durable either manifest may be found, so the logs must not change any more."""
+        """If the rename may not be durable, a crash may restore either manifest: freeze the logs."""
         saved = self._agents.get(name)
         if saved and not self._is_on_disk(saved.manifest):
             self._agents[name] = replace(saved, extendable=False)
@@ -482,10 +463,9 @@ class AgentFolder:
             return False
 
     def _remove_logs(self, name: str) -> None:
-        """Remove the lineage's logs, but for the one its manifest names."""
         saved = self._agents.get(name)
         current = saved.manifest.log.generation if saved else None
-        if saved and not saved.extendable and name in self._names:  # what its manifest on disk says is open
+        if saved and not saved.extendable and name in self._names:  # either manifest may be on disk
             return
         for generation in sorted(self._generations.get(name, set()) - {current}):
             self._fault("log-before-remove")

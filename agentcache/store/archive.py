@@ -1,16 +1,12 @@
-"""One agent as one file, to be taken to another machine with the same model.
+"""One agent as one file, for transfer to a machine with the same model.
 
     magic line
-    contents, one after the other: each lineage's manifest and log, then the blocks that they name; where several ranks
-        share the model, those of rank 0, then those of rank 1, …
-    index: JSON, what lies there in that order
+    contents: manifest and log of each lineage, then their blocks, rank by rank
+    index: JSON, kind, length and SHA-256 of each content, in file order
     length of the index (8 bytes, little endian), SHA-256 of magic line, index and length (32 bytes)
 
-The index has kind, length and SHA-256 of each content, and where the model's name in manifests is an older one, the
-model's identity (`model_names.py`). It has no names of files: what a content is follows from what
-it says, checked as if it had been found in a cache folder and then some. So nothing in an archive can name a place on
-disk. The digests find damage; against forgery helps only to take archives from those one trusts, as with any model.
-`export.py` writes them, `archived_agent.py` reads them.
+The index has the model's identity (`model_names.py`) if manifests use an older name. It has no file names, so an
+archive cannot address a path. Digests detect damage, not forgery: import only from trusted sources.
 """
 
 from __future__ import annotations
@@ -32,8 +28,8 @@ from agentcache.store.manifest import Manifest
 _MAGIC = b"agentcache agent 1\n"
 _TAIL_BYTES = 8 + 32
 _MAX_INDEX_BYTES = 1 << 27
-_ANY_FORMAT = b"agentcache agent "  # and a number
-# The index as `ArchiveWriter.finish` writes it.
+_ANY_FORMAT = b"agentcache agent "
+# Must match `ArchiveWriter.finish`.
 _INDEX_HEAD = re.compile(
     rb'\{"agent": "([A-Za-z0-9._-]{1,64})", "model": "([ !#-\[\]-~]{1,200})", '
     rb'(?:"identity": "([0-9a-f]{32})", )?(?:"ranks": ([1-9][0-9]{0,3}), )?"contents": \['
@@ -45,14 +41,12 @@ _INDEX_END = b"]}"
 
 
 class ArchiveRejected(InvalidRequest):
-    """The file is no archive, is damaged, or is of another model. Nothing has changed."""
+    """Not an archive, damaged, or of another model."""
 
     code = "archive_rejected"
 
 
 class ArchiveWriter:
-    """An archive as it is written."""
-
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._contents: list[dict[str, Any]] = []
@@ -63,11 +57,7 @@ class ArchiveWriter:
         self._file.write(data)
 
     def finish(self, manifest: Manifest, ranks: int = 1, identity: str = "") -> None:
-        """Write the index.
-
-        Args:
-            identity: of the model, where its name in the manifest is another one.
-        """
+        """Write the index; `identity` only if the manifest has another name."""
         further = ({"identity": identity} if identity not in ("", manifest.model) else {}) | (
             {"ranks": ranks} if ranks > 1 else {}
         )
@@ -78,7 +68,6 @@ class ArchiveWriter:
 
 
 def block_kind(rank: int) -> str:
-    """The kind of content that a rank's blocks are; one process is rank 0."""
     return f"block of rank {rank}" if rank else "block"
 
 
@@ -88,8 +77,6 @@ def _digest_of_index(index: bytes, length: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class ArchivedContent:
-    """A content of the file: where it lies."""
-
     kind: str
     begin: int
     num_bytes: int
@@ -101,15 +88,15 @@ class ArchivedContent:
 
 
 def _none_there() -> ArchiveRejected:
-    """One sentence, whatever is or is not at a path: it tells nothing about other files."""
+    """One message for all causes, to reveal nothing about other files."""
     message = "no agentcache archive can be read at this path: name a file that agentcache export has written"
     return ArchiveRejected(message, param="path")
 
 
 def _parse_index(index: bytes) -> tuple[str, str, str, int, list[ArchivedContent]]:
-    """Agent, model, the model's identity (empty where it is not told), ranks and contents.
+    """Agent, model, model identity (or empty), ranks and contents.
 
-    The index is read entry by entry: its objects may take 20 times its bytes.
+    Parsed by entry, because JSON objects would take 20 times the bytes.
     """
     head = _INDEX_HEAD.match(index)
     if head is None:
@@ -125,12 +112,9 @@ def _parse_index(index: bytes) -> tuple[str, str, str, int, list[ArchivedContent
 
 
 class ArchiveFile:
-    """An archive whose index is sound; its contents are read, and compared with their digests, one at a time.
+    """An open archive with a verified index; `read` verifies each content. Raises ArchiveRejected.
 
-    The file stays open until nobody has this any more: a path may lead to another file later.
-
-    Raises:
-        ArchiveRejected: it is none, or its index is damaged.
+    Keeps the file open, because the path may later lead to another one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -143,7 +127,7 @@ class ArchiveFile:
             size = os.fstat(self._fd).st_size
             self._check_magic()
             index, end = self._read_index(size)
-        except OSError:  # a network's file, say
+        except OSError:
             raise _none_there() from None
         self.agent, self.model, self.identity, self.ranks, self.contents = _parse_index(index)
         described = self.contents[-1].end if self.contents else len(_MAGIC)
@@ -160,7 +144,6 @@ class ArchiveFile:
         raise _none_there()
 
     def _read_index(self, size: int) -> tuple[bytes, int]:
-        """The index, and where it begins."""
         tail = self._pread(_TAIL_BYTES, max(len(_MAGIC), size - _TAIL_BYTES))
         length, digest = tail[:8], tail[8:]
         index_bytes = int.from_bytes(length, "little")
@@ -180,7 +163,7 @@ class ArchiveFile:
         return b"".join(parts)
 
     def read(self, content: ArchivedContent, max_bytes: int) -> bytes:
-        """A content. Raises ArchiveRejected where it is longer than makes sense, or not what was written."""
+        """The content's bytes. Raises ArchiveRejected if they are too many or damaged."""
         if content.num_bytes > max_bytes:
             raise ArchiveRejected(f"a {content.kind} of {content.num_bytes} bytes makes no sense", param="path")
         data = self._pread(content.num_bytes, content.begin)

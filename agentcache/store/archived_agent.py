@@ -1,4 +1,4 @@
-"""An agent out of an archive (`archive.py`): nothing of it is used before every byte is verified."""
+"""Import of an agent from an archive. Every byte is verified before use."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ from agentcache.store.model_names import ModelNames
 from agentcache.store.transcript_log import parse_log
 from agentcache.store.verify import examine_block
 
-_CHUNK_BYTES = 64 << 20  # of blocks that are in memory at once while they are brought in, and one more
-_MAX_LOG_BYTES = 1 << 28  # of all lineages: transcripts of some millions of tokens; in memory a few times that
-_MAX_RESIDUAL_BYTES = 1 << 27  # of one block of an adapter that may not be loaded: ranks of thousands
+_CHUNK_BYTES = 64 << 20  # blocks in memory at once, plus one
+_MAX_LOG_BYTES = 1 << 28  # of all logs: millions of tokens
+_MAX_RESIDUAL_BYTES = 1 << 27  # an adapter's block; the adapter may not be loaded
 
 
 @dataclass(frozen=True)
 class _ExpectedBlock:
-    """A block that a lineage names; `group` is its group's index in its cache."""
+    """A block that a lineage names; `group` is its index in the cache."""
 
     header: BlockHeader
     group: int
@@ -60,23 +60,14 @@ class _ExpectedBlock:
 
 @dataclass(frozen=True)
 class _ArchivedBlock(_ExpectedBlock):
-    """The same, and where it lies in the file: of each rank, with a header of its own where its model has another name.
-
-    `header` is what the block is to be here.
-    """
+    """A block in the archive; `header` is its address here, `contents` has one entry per rank."""
 
     contents: Sequence[ArchivedContent]
     archived: BlockHeader
 
 
 class ArchivedAgent:
-    """An agent in a file, all of which has been verified against the served model; `read_archive` makes it.
-
-    Args:
-        agent_id: what the agent is to be called.
-        records: its lineages, under that name.
-        blocks: those in the file.
-    """
+    """A verified agent in an archive, under its name here."""
 
     def __init__(
         self,
@@ -94,17 +85,16 @@ class ArchivedAgent:
 
     @property
     def names(self) -> list[BlockName]:
-        """All blocks in the file."""
         return [BlockName(each.header.chain, each.group, each.header.cache) for each in self._blocks]
 
     @property
     def num_bytes(self) -> int:
-        """About what it will take on disk, on one rank."""
+        """Approximate bytes on disk for one rank."""
         others = {block_kind(rank) for rank in range(1, self._file.ranks)}
         return sum(content.num_bytes for content in self._file.contents if content.kind not in others)
 
     def writes(self) -> Iterator[list[BlockWrite | BlockCopy]]:
-        """The blocks, some at a time; read and verified once more. Raises ArchiveRejected."""
+        """The blocks in chunks, verified again. Raises ArchiveRejected."""
         chunk, num_bytes = list[BlockWrite | BlockCopy](), 0
         for block in self._blocks:
             chunk.append(self._write(block))
@@ -128,16 +118,15 @@ class ArchivedAgent:
 def read_archive(
     path: Path, spec: CacheSpec, names: ModelNames | str, agent_id: str, num_token_ids: int | None = None
 ) -> ArchivedAgent:
-    """The agent in a file, once every byte and every value of it has been verified. It changes nothing.
+    """Read an agent from an archive and verify everything. Writes nothing.
 
     Args:
-        spec, names: the served model's; a text where it has one name only.
-        agent_id: what the agent is to be called.
-        num_token_ids: the served model's tokens are the ids below this; None where that is not known.
+        spec, names: cache and names of the served model.
+        agent_id: name of the agent here.
+        num_token_ids: vocabulary size; None if unknown.
 
     Raises:
-        ArchiveRejected: it is damaged, is no archive, or is of another model, another number of ranks or a newer
-            format.
+        ArchiveRejected: damaged, not an archive, another model or number of ranks, or a newer format.
     """
     file, names = ArchiveFile(path), ModelNames.of(names)
     check_model(file, names)
@@ -158,7 +147,6 @@ def read_archive(
 
 
 def check_model(file: ArchiveFile, served: ModelNames) -> None:
-    """Raise ArchiveRejected unless the archive's agent is one of the served model, under whichever of its names."""
     if not served.mean(file.model, file.identity):
         message = f"the agent is of another model ({file.model[:16]!r}; this one is {served.current[:16]!r})"
         raise ArchiveRejected(message, param="path", code="other_model")
@@ -197,9 +185,9 @@ def _verified(file: ArchiveFile, served: ServedCache, model: str, agent_id: str)
 
 
 def _addressed(lineage: SavedAgent, model: str) -> SavedAgent:
-    """The lineage by another name of its model: with the addresses that its blocks have under that, without residuals.
+    """The lineage under another name of its model, without residual KV.
 
-    A residual's file cannot be read, and so not be written anew, while its adapter is not loaded.
+    Residual files can be rewritten only while their adapter is loaded.
     """
     manifest = replace(lineage.manifest, model=model, caches=lineage.manifest.caches[:1])
     base, ids = manifest.base, lineage.content.transcript.ids
@@ -211,7 +199,7 @@ def _addressed(lineage: SavedAgent, model: str) -> SavedAgent:
 
 
 def _pairs(archived: SavedAgent, here: SavedAgent) -> Iterator[tuple[str, _ExpectedBlock]]:
-    """The key of each block in the archive, with what the block is to be here."""
+    """A block's key in the archive, and the block here."""
     of_here, caches = _expected(here), {cache.name for cache in here.manifest.caches}
     for block in _expected(archived):
         if block.header.cache in caches:
@@ -219,12 +207,11 @@ def _pairs(archived: SavedAgent, here: SavedAgent) -> Iterator[tuple[str, _Expec
 
 
 def _renamed(record: AgentRecord, agent_id: str, now: float) -> AgentRecord:
-    """The lineage under a name of here. Another machine's clock may be ahead of this one's."""
+    """Another machine's clock may be ahead, hence the limit."""
     return replace(record, id=agent_id, created=min(record.created, now))
 
 
 def _check_residuals_agree(manifests: Sequence[Manifest]) -> None:
-    """Residuals of one adapter are cut into the same groups everywhere."""
     groups: dict[str, tuple[str, ...]] = {}
     for cache in (cache for manifest in manifests for cache in manifest.caches[1:]):
         if groups.setdefault(cache.name, cache.groups) != cache.groups:
@@ -232,7 +219,6 @@ def _check_residuals_agree(manifests: Sequence[Manifest]) -> None:
 
 
 def _log_of(contents: deque[ArchivedContent]) -> ArchivedContent:
-    """The log, which follows its manifest: it is taken off the front."""
     if not contents or contents[0].kind != "log":
         raise ArchiveRejected("it has a manifest without a log", param="path")
     return contents.popleft()
@@ -241,7 +227,6 @@ def _log_of(contents: deque[ArchivedContent]) -> ArchivedContent:
 def _read_lineage(
     file: ArchiveFile, served: ServedCache, manifest_at: ArchivedContent, log_at: ArchivedContent
 ) -> SavedAgent:
-    """A lineage whose chains are those of its tokens, in this model's cache."""
     manifest = decode_manifest(file.read(manifest_at, MAX_MANIFEST_BYTES))
     if (manifest.id, manifest.model) != (file.agent, file.model):
         raise ArchiveRejected("a manifest is of another agent or model", param="path")
@@ -263,7 +248,7 @@ def _read_lineage(
 
 
 def _check_residual_groups(cache: SavedCache, spec: CacheSpec) -> None:
-    """Its adapter may not be loaded, but what it may add to is known (`residual_spec`)."""
+    """The adapter may not be loaded, but `residual_spec` limits its groups."""
     if list(cache.groups) != [group.name for group in spec.groups if group.name in cache.groups]:
         raise ArchiveRejected("a lineage has residuals of groups that its cache has not", param="path")
 
@@ -279,7 +264,7 @@ def _check_chains(lineage: SavedAgent) -> None:
 
 
 def _expected(lineage: SavedAgent) -> Iterator[_ExpectedBlock]:
-    """What every block that the lineage names has to be, snapshots of recurrent state last."""
+    """All blocks of the lineage, recurrent-state checkpoints last."""
     for cache in lineage.manifest.caches:
         chains, root = lineage.content.chains.get(cache.name, ()), lineage.manifest.root_of(cache)
         for span in cache.spans():
@@ -292,7 +277,6 @@ def _expected(lineage: SavedAgent) -> Iterator[_ExpectedBlock]:
 
 
 def _state_blocks(lineage: SavedAgent) -> Iterator[tuple[SavedSnapshot, _ExpectedBlock]]:
-    """Its snapshots of recurrent state, each with the block that holds it."""
     base, ids = lineage.manifest.base, lineage.content.transcript.ids
     if not base.snapshots:
         return
@@ -311,7 +295,7 @@ def _blocks_of(
     contents: deque[ArchivedContent],
     expected: dict[str, _ExpectedBlock],
 ) -> dict[str, ArchivedContent]:
-    """One rank's blocks, by key: they are taken off the front of `contents`. Each is there once."""
+    """Pop one rank's blocks off `contents`."""
     found: dict[str, ArchivedContent] = {}
     largest = MAX_HEADER_BYTES + max(group.bytes_per_block for group in spec.all_groups)
     while contents and contents[0].kind == kind:

@@ -1,7 +1,6 @@
-"""Files that are there whole or not at all: the store's way to the disk.
+"""Atomic, durable file writes: temporary file, sync, rename, sync of the folder.
 
-A file is written under a temporary name in its own folder, synced, renamed into place, and the folder is synced. Of a
-turn only the last of these syncs, that of the manifest's folder, flushes the drive: it covers those before it.
+A turn flushes the drive once, with the last sync, of the manifest's folder; that covers the earlier ones.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ Fault = Callable[[str], None]
 
 @contextmanager
 def as_store_error(action: str) -> Iterator[None]:
-    """Turn an error of the operating system into a StoreError that says what could not be done."""
     try:
         yield
     except OSError as error:
@@ -31,7 +29,6 @@ def as_store_error(action: str) -> Iterator[None]:
 
 
 def write_all(fd: int, parts: Sequence[bytes | memoryview], offset: int) -> None:
-    """Write all of `parts`, one after the other, from `offset` on."""
     os.lseek(fd, offset, os.SEEK_SET)
     views = [memoryview(part) for part in parts if len(part)]
     while views:
@@ -39,7 +36,7 @@ def write_all(fd: int, parts: Sequence[bytes | memoryview], offset: int) -> None
 
 
 class Replacement:
-    """A new content of `path` on its way to the disk: write, replace; then the folder has to be synced."""
+    """An atomic replacement of `path`: `write`, `replace`, then the caller syncs the folder."""
 
     def __init__(self, files: CacheFiles, path: Path, kind: str, fault: Fault) -> None:
         self.path = path
@@ -56,7 +53,7 @@ class Replacement:
             write_all(fd, parts, 0)
             self._fault(f"{self._kind}-temp-written")
             self._fault(f"{self._kind}-before-fsync")
-            # Here, where errors of writing it are reported: another descriptor may not hear of them.
+            # Another descriptor may not get this one's write errors.
             self._files.sync(fd, covered=True)
 
     def replace(self) -> None:
@@ -66,20 +63,19 @@ class Replacement:
         self._fault(f"{self._kind}-replaced")
 
     def discard(self) -> None:
-        """Remove the temporary file, if it is still there."""
         if self._is_temporary:
             with suppress(OSError):
                 self._files.remove(self._temp)
 
 
 def replace_file(files: CacheFiles, path: Path, data: bytes, kind: str, fault: Fault, *, covered: bool = False) -> None:
-    """Give `path` the content `data`; durable on return, and never half there.
+    """Replace the content of `path` atomically and durably.
 
     Args:
-        covered: whether a later sync has the new content kept (`durable.sync`).
+        covered: whether a later sync makes it durable (`durable.sync`).
 
     Raises:
-        OSError: the disk is full, say. Before the rename nothing has changed; after it the new content is there whole.
+        OSError: `path` has the old or the new content, complete.
     """
     replacement = Replacement(files, path, kind, fault)
     try:
@@ -94,13 +90,13 @@ def replace_file(files: CacheFiles, path: Path, data: bytes, kind: str, fault: F
 def append_file(
     files: CacheFiles, path: Path, data: bytes, offset: int, kind: str, fault: Fault, *, covered: bool = True
 ) -> None:
-    """Write `data` at `offset` and cut off what was behind it; durable on return.
+    """Write `data` durably at `offset` and truncate behind it.
 
     Args:
-        covered: whether a later sync has the new content kept (`durable.sync`).
+        covered: whether a later sync makes it durable (`durable.sync`).
 
     Raises:
-        OSError: the disk is full, say; the first `offset` bytes are untouched then.
+        OSError: the first `offset` bytes are unchanged.
     """
     with files.open(path, os.O_WRONLY) as fd:
         try:

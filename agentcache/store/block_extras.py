@@ -1,8 +1,6 @@
-"""What a block's file says of the block beside its tensors: small tensors and texts by name, each block its own.
+"""Extras of a block: small named tensors and texts in its file's header, e.g. the quantisation error.
 
-They are no part of the block's address and nothing that attention reads: what somebody has found out about the block
-(the error of its quantisation, say) and wants to find with it. They stand as canonical JSON in the file's header, where
-the file's checksum covers them.
+Canonical JSON under the file's checksum; not part of the block's address, and not read by attention.
 """
 
 from __future__ import annotations
@@ -28,11 +26,10 @@ _SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "
 
 
 def encode_extras(extras: Extras) -> str:
-    """The extras as text; empty where there are none.
+    """The extras as text; empty if there are none.
 
     Raises:
-        StoreError: a name is none, a value is neither text nor a tensor of one of `DTYPES` with finite values, or they
-            are larger than `MAX_EXTRAS_BYTES`.
+        StoreError: invalid name, type or dtype, a float that is not finite, or over `MAX_EXTRAS_BYTES`.
     """
     if not extras:
         return ""
@@ -45,11 +42,7 @@ def encode_extras(extras: Extras) -> str:
 
 
 def decode_extras(text: str) -> dict[str, Extra]:
-    """The extras in a text.
-
-    Raises:
-        BlockRejected: it is not what `encode_extras` gives for any.
-    """
+    """Parse the extras. Raises BlockRejected unless `text` is output of `encode_extras`."""
     try:
         extras = {name: _decode(value) for name, value in json.loads(text).items()}
         if encode_extras(extras) == text:

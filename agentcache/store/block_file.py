@@ -1,9 +1,7 @@
-"""One cache block as a safetensors file: how it is written, and what a reader insists on.
+"""Encode and verify one cache block as a safetensors file.
 
-The reader knows what the file must hold before it opens it. It rebuilds the header that a writer would have written for
-that block and compares it byte for byte, so a file is either exactly right or rejected; only the compressed token ids
-(another zlib may pack them otherwise), the extras, which each block has of its own, and the checksum are taken from the
-file, and the checksum covers the rest.
+The reader rebuilds the expected header and compares it byte by byte. It takes only three fields from the file: the
+compressed token ids (zlib versions differ), the extras, and the checksum, which covers the rest.
 Format: https://github.com/huggingface/safetensors#format
 """
 
@@ -38,15 +36,15 @@ from agentcache.kv.spec import CacheSpec, GroupSpec
 from agentcache.store.block_extras import Extras, decode_extras, encode_extras
 
 MAX_HEADER_BYTES = 1 << 20
-_OLD_ALIGNMENT = 8  # of the tensors in files of before `block_layout.ALIGNMENT`
-HEAD_BEGIN = 8  # bytes: the length of the JSON behind them
+_OLD_ALIGNMENT = 8  # in files older than `block_layout.ALIGNMENT`
+HEAD_BEGIN = 8  # bytes: length of the JSON
 NO_EXTRAS: Extras = MappingProxyType({})
 _NO_CHECKSUM = "0" * 32
 _CHECKSUM_FIELD = b'"checksum":"'
-# Of the metadata, in its order: what is not the same in all files of a group and a producer.
+# Metadata fields, in order, that differ within a group and KV origin.
 _OWN_TEXTS = ("format_version", "total_tokens", "num_blocks", "block_key", "parent", "token_ids")
-# By bytes: the bits of infinity as a signed integer, those of minus infinity as an unsigned one. Among floats of one
-# sign what is not finite has the largest bits; so two maxima tell, and nothing is copied.
+# By item size: bits of +infinity as a signed and of -infinity as an unsigned integer. Among floats of one sign,
+# infinities and NaNs have the largest bits: two maxima find them without a copy.
 _INFINITIES: dict[int, tuple[np.integer[Any], np.integer[Any]]] = {
     2: (np.int16(0x7C00), np.uint16(0xFC00)),
     4: (np.int32(0x7F800000), np.uint32(0xFF800000)),
@@ -55,17 +53,15 @@ _INFINITIES: dict[int, tuple[np.integer[Any], np.integer[Any]]] = {
 
 @dataclass(frozen=True)
 class BlockHeader:
-    """What the writer of a block states and its reader expects.
+    """Expected metadata of a block.
 
     Args:
-        block_key: content address; names the file.
-        chain: chain key of the block.
-        parent: chain key of the block before it, or the namespace's root.
-        group: name of the cache group.
-        position: index of the block in its sequence.
-        packed: the ids of the block's tokens, 1 to 256, as `siblings.pack` has them.
-        producer: `base`, or who computed the keys and values.
-        cache: which cache it is of. It stands in no file: the chain begins at a root of that cache.
+        block_key: content address and file name.
+        parent: chain key of the preceding block, or the namespace's root.
+        position: index in the sequence, in blocks.
+        packed: token ids, 1 to 256 (`siblings.pack`).
+        producer: KV origin.
+        cache: cache name; not in the file, but the chain starts at its root.
     """
 
     block_key: str
@@ -91,18 +87,13 @@ class BlockHeader:
 
     @property
     def total_tokens(self) -> int:
-        """Tokens from the start of the sequence to the end of this block."""
+        """Tokens from the start of the sequence to the block's end."""
         return self.position * BLOCK_SIZE + self.num_tokens
 
 
 @dataclass(frozen=True)
 class StoredBlock:
-    """What a block's file holds.
-
-    Args:
-        data: the bytes of its tensors, one after the other: uint8 [n], read-only (`block_layout.block_tensors`).
-        extras: what its writer has added.
-    """
+    """A decoded block; `data` has its tensors, uint8 [n], read-only (`block_layout.block_tensors`)."""
 
     data: Array
     extras: Extras = field(default_factory=dict)
@@ -116,26 +107,25 @@ def make_header(
     producer: str = BASE_PRODUCER,
     cache: str = BASE_CACHE,
 ) -> BlockHeader:
-    """The header of the block that follows `parent`, with its keys derived."""
     chain = chain_key(parent, token_ids, producer)
     return BlockHeader(block_key(chain, group), chain, parent, group, position, pack(token_ids), producer, cache)
 
 
 def max_encoded_size(spec: CacheSpec, header: BlockHeader) -> int:
-    """No valid file of this block is longer."""
+    """Upper bound of a valid file's size."""
     return MAX_HEADER_BYTES + spec.group(header.group).bytes_per_block
 
 
 def encode_block(
     spec: CacheSpec, header: BlockHeader, data: Array, extras: Extras = NO_EXTRAS
 ) -> tuple[bytes, memoryview]:
-    """The block as the bytes of a safetensors file: its header, and `data` as it is.
+    """Encode a block as a safetensors file: header, and `data` itself.
 
     Args:
-        data: the bytes of its tensors, uint8 [n], contiguous.
+        data: bytes of the tensors, uint8 [n], contiguous.
 
     Raises:
-        StoreError: they are too few or too many, a float is not finite, or an extra cannot be written.
+        StoreError: wrong size, a float that is not finite, or an invalid extra.
     """
     if data.dtype != np.uint8 or data.shape != (data_bytes(spec, header),):
         raise StoreError(f"the block's data is {data.dtype} {data.shape}, not uint8 ({data_bytes(spec, header)},)")
@@ -151,11 +141,7 @@ def encode_block(
 
 
 def decode_block(spec: CacheSpec, header: BlockHeader, buffer: bytes | memoryview) -> StoredBlock:
-    """The block in a file's bytes; its data is a view of `buffer`.
-
-    Raises:
-        BlockRejected: see `verify_block`.
-    """
+    """Decode and verify a file; the data is a view of `buffer`. Raises as `verify_block`."""
     head_size = find_data(spec, header, buffer[:HEAD_BEGIN], len(buffer))
     data = np.frombuffer(buffer, np.uint8, offset=head_size)
     first = first_float(spec.group(header.group), header.num_tokens)
@@ -163,11 +149,7 @@ def decode_block(spec: CacheSpec, header: BlockHeader, buffer: bytes | memoryvie
 
 
 def find_data(spec: CacheSpec, header: BlockHeader, begin: bytes | bytearray | memoryview, file_size: int) -> int:
-    """Where in the block's file, which begins with these `HEAD_BEGIN` bytes, its tensors begin.
-
-    Raises:
-        BlockRejected: the header's length and the file's do not agree.
-    """
+    """Offset of the tensors in a file whose first `HEAD_BEGIN` bytes are `begin`. Raises BlockRejected."""
     if len(begin) < HEAD_BEGIN:
         raise BlockRejected(f"the file has {len(begin)} bytes, too few for a header")
     head_size = HEAD_BEGIN + int.from_bytes(begin, "little")
@@ -180,15 +162,15 @@ def find_data(spec: CacheSpec, header: BlockHeader, begin: bytes | bytearray | m
 def verify_block(
     spec: CacheSpec, header: BlockHeader, head: bytes, integers: Sequence[memoryview], rest: Array
 ) -> Extras:
-    """The extras of a file that is `head`, `integers` and then `rest`; everything about it has been verified then.
+    """Verify a file of `head`, `integers` and `rest`; return its extras.
 
     Args:
-        integers: the bytes in front of the block's first float, in any number of pieces.
-        rest: those from there on, uint8 [n].
+        integers: bytes in front of the first float, in pieces.
+        rest: remaining bytes, uint8 [n].
 
     Raises:
-        BlockRejected: it is anything but the block that `header` describes; the message says where they differ.
-        FileUnavailable: a newer release wrote it.
+        BlockRejected: not the block of `header`; the message names the difference.
+        FileUnavailable: of a newer release.
     """
     unsigned = _plain_head(spec, header, len(head))
     checksum, extras = _only_difference(unsigned, head), ""
@@ -206,13 +188,11 @@ def verify_block(
 
 
 def tensor_views(spec: CacheSpec, header: BlockHeader, data: Array) -> dict[str, Array]:
-    """The tensors by name, as views of the block's bytes."""
     tensors = block_tensors(spec.group(header.group), header.num_tokens)
     return {tensor.name(header.position): tensor.view(data) for tensor in tensors}
 
 
 def _only_difference(unsigned: bytes, head: bytes) -> str | None:
-    """The checksum, where the header is the expected one but for that; None otherwise."""
     begin, end = _checksum_span(unsigned)
     if head.startswith(unsigned[:begin]) and head[end:] == unsigned[end:]:
         return head[begin:end].decode(errors="replace")
@@ -220,17 +200,11 @@ def _only_difference(unsigned: bytes, head: bytes) -> str | None:
 
 
 def _checksum_span(head: bytes) -> tuple[int, int]:
-    """Where in a header the checksum stands."""
     begin = head.index(_CHECKSUM_FIELD) + len(_CHECKSUM_FIELD)
     return begin, begin + len(_NO_CHECKSUM)
 
 
 def _examine_head(spec: CacheSpec, header: BlockHeader, head: bytes) -> tuple[bytes, str, str]:
-    """The header without its checksum, the checksum and the extras' text.
-
-    Raises:
-        BlockRejected: it differs in more than these and how the token ids are packed; the message says in what.
-    """
     stated = _stated_metadata(head[HEAD_BEGIN:])
     refuse_newer(stated.get("format_version"))
     packed, checksum, extras = (stated.get(name, "") for name in ("token_ids", "checksum", "extras"))
@@ -276,11 +250,6 @@ def _attention_metadata(group: GroupSpec) -> dict[str, str]:
 
 
 def _plain_head(spec: CacheSpec, header: BlockHeader, size: int = 0) -> bytes:
-    """The head of a block without extras, before it is signed.
-
-    Args:
-        size: see `_head_of`.
-    """
     numbers = (FORMAT_VERSION, header.total_tokens, header.position + 1)
     texts = (header.block_key, header.parent, _compressed(header.packed))
     return _head_of(spec, header, _metadata_form(spec, header.group, header.producer) % (*numbers, *texts), size)
@@ -288,7 +257,6 @@ def _plain_head(spec: CacheSpec, header: BlockHeader, size: int = 0) -> bytes:
 
 @lru_cache(maxsize=256)
 def _metadata_form(spec: CacheSpec, group: str, producer: str) -> str:
-    """The metadata as JSON with a `%s` for each text that is a block's own: most of it is the same in all files."""
     unknown = BlockHeader("", "", "", group, 0, pack([0]), producer)
     metadata = _metadata(spec, unknown, "")
     constant = {name: json.dumps(value).replace("%", "%%") for name, value in metadata.items()}
@@ -301,11 +269,10 @@ def _head(spec: CacheSpec, header: BlockHeader, metadata: Mapping[str, str], siz
 
 
 def _head_of(spec: CacheSpec, header: BlockHeader, metadata: str, size: int) -> bytes:
-    """The 8 bytes of length and the JSON header, padded so that the tensors begin on a multiple of `ALIGNMENT`.
+    """Length (8 bytes) and JSON header, padded to `ALIGNMENT`.
 
     Args:
-        metadata: as JSON.
-        size: of a head that is there. Before, tensors began on a multiple of 8, and one of such a size stays as it is.
+        size: size of an existing header, or 0; the old alignment is kept.
     """
     entries = header_entries(spec.group(header.group), header.position, header.num_tokens)
     text = b'{"__metadata__":%b,%b}' % (metadata.encode(), entries)
@@ -315,12 +282,11 @@ def _head_of(spec: CacheSpec, header: BlockHeader, metadata: str, size: int) -> 
 
 
 def data_bytes(spec: CacheSpec, header: BlockHeader) -> int:
-    """Bytes of the block's tensors."""
     return spec.group(header.group).bytes_of(header.num_tokens)
 
 
 def _checksum(unsigned_head: bytes, *data: bytes | memoryview) -> str:
-    """xxh3 over the header, with zeros in the checksum's place, and all tensor bytes; 32 hex digits."""
+    """xxh3 of the header, with a zero checksum, and of all tensor bytes."""
     state = xxhash.xxh3_128(unsigned_head)
     for part in data:
         state.update(part)
@@ -329,12 +295,11 @@ def _checksum(unsigned_head: bytes, *data: bytes | memoryview) -> str:
 
 @lru_cache(maxsize=256)
 def _compressed(packed: bytes) -> str:
-    """Once for the files of all groups: that is a sixth of the time it takes to read a small one."""
+    """Token ids for the header; cached for the files of all groups."""
     return base64.b64encode(zlib.compress(pack_token_ids(unpack(packed)), 9)).decode()
 
 
 def _all_finite(array: Array) -> bool:
-    """Whether no float is infinite or NaN; integers always are finite."""
     if array.dtype.kind != "f" or not array.size:
         return True
     return all(np.maximum.reduce(array.view(infinity.dtype)) < infinity for infinity in _INFINITIES[array.itemsize])
@@ -344,7 +309,6 @@ def _all_finite(array: Array) -> bool:
 
 
 def _stated_metadata(header_json: bytes) -> dict[str, str]:
-    """The header's metadata; empty when there is none of the right kind."""
     try:
         metadata = json.loads(header_json)["__metadata__"]
         return {key: value for key, value in metadata.items() if isinstance(value, str)}
@@ -355,7 +319,7 @@ def _stated_metadata(header_json: bytes) -> dict[str, str]:
 def _reject_damaged_version(
     spec: CacheSpec, header: BlockHeader, head: bytes, integers: Sequence[memoryview], rest: Array
 ) -> None:
-    """Raise BlockRejected if all is right but the version: a flipped bit makes a newer one of it."""
+    """Raise BlockRejected if only the version is wrong: a flipped bit, not a newer release."""
     stated = _stated_metadata(head[HEAD_BEGIN:])["format_version"]
     corrected = head.replace(_version_entry(stated), _version_entry(str(FORMAT_VERSION)), 1)
     try:
@@ -371,7 +335,6 @@ def _version_entry(version: str) -> bytes:
 
 
 def read_version(head: bytes) -> str | None:
-    """The format version that a file's beginning states; None without any."""
     with suppress(BlockRejected):
         return _stated_metadata(head[HEAD_BEGIN : HEAD_BEGIN + int.from_bytes(head[:HEAD_BEGIN], "little")]).get(
             "format_version"
@@ -380,7 +343,7 @@ def read_version(head: bytes) -> str | None:
 
 
 def refuse_newer(version: object) -> None:
-    """Raise FileUnavailable for the format version of a newer release."""
+    """Raise FileUnavailable for a newer version."""
     if isinstance(version, str) and version.isascii() and version.isdigit() and int(version[:6]) > FORMAT_VERSION:
         raise FileUnavailable(f"a newer release wrote it: format version {version:.6}, and {FORMAT_VERSION} is known")
 
@@ -402,11 +365,7 @@ def _check_token_ids(expected: Sequence[int], packed: str) -> None:
 
 
 def _not_finite(spec: CacheSpec, header: BlockHeader, rest: Array) -> str | None:
-    """The name of a tensor with values that are infinite or NaN; None without any.
-
-    Args:
-        rest: the block's bytes from its first float on.
-    """
+    """The first tensor that is not finite; `rest` starts at the first float."""
     group, num_tokens = spec.group(header.group), header.num_tokens
     first = first_float(group, num_tokens)
     ranges = float_ranges(group, num_tokens)

@@ -42,11 +42,7 @@ _MAX_FILE_BYTES = 1 << 62  # no bound
 
 @dataclass(frozen=True)
 class BlockWrite:
-    """A block to write: what it is, the bytes of its tensors as in `StoredBlock`, and its extras.
-
-    Args:
-        others: of the same block, what ranks 1, 2, … are to keep; nothing where they have it.
-    """
+    """A block to write; `others` has the data for ranks 1, 2, …, unless they have it."""
 
     header: BlockHeader
     data: Array
@@ -60,10 +56,7 @@ def _kind_of(header: BlockHeader) -> str:
 
 @dataclass(frozen=True)
 class BlockCopy:
-    """A block's file as it lay in another folder, of a cache whose spec may be unknown here.
-
-    `verify.examine_block` has found it sound; whether it has the tensors that it should, its reader finds out.
-    """
+    """A block's file from another folder, accepted by `verify.examine_block`. Its reader verifies the tensors."""
 
     header: BlockHeader
     file: bytes
@@ -73,14 +66,10 @@ class BlockFolder:
     """The files below ``blocks/``; their only writer.
 
     Args:
-        files: the way to them.
-        folder: an existing folder whose files `usage` knows.
-        specs: of each cache, by name; others may come.
-        usage: keeps the sizes and the budget.
-        fault: called at each step of the write path.
-        unavailable: keys of blocks whose files could not be read; they are to be written again.
-        is_covered: whether the manifests that name the blocks are on the same drive, so that their syncs cover those of
-            the blocks (`durable.sync`).
+        folder: existing folder, adopted by `usage`.
+        specs: by cache name; may grow.
+        unavailable: keys of files that could not be read, to be rewritten.
+        is_covered: whether syncs of manifests cover the blocks: same drive (`durable.sync`).
     """
 
     def __init__(
@@ -101,55 +90,48 @@ class BlockFolder:
         self._usage = usage
         self._fault = fault
         self._unavailable = set() if unavailable is None else unavailable
-        self._has_new_folders = False  # which are not durable yet
+        self._has_new_folders = False  # not durable yet
 
     def has(self, key: str) -> bool:
-        """Whether there is a file for the block that could be read so far."""
+        """Whether a file exists and is not known to be unavailable."""
         return self._name(key) in self._usage and key not in self._unavailable
 
     def is_there(self, key: str) -> bool:
-        """Whether there is a file for the block, readable or not."""
+        """Whether a file exists, available or not."""
         return self._name(key) in self._usage
 
     def size_of(self, key: str) -> int:
-        """Bytes of the block's file; 0 where there is none."""
         return self._usage.size_of(self._name(key))
 
     def keys(self) -> list[str]:
-        """Of all blocks that there are files for."""
         return [os.path.basename(path).removesuffix(_SUFFIX) for path in self._paths()]
 
     def classify(self, keys: Iterable[str], kind: str) -> None:
-        """The files of these blocks, which may be there or not, count as of this kind."""
+        """Set the kind of block files, which may not exist yet."""
         for key in keys:
             self._usage.classify(self._name(key), kind)
 
     def all_there(self, keys: Iterable[str]) -> bool:
-        """Whether there still are files for the blocks. Looks at the disk, but not into them.
-
-        Raises:
-            OSError: a link is in a folder's place.
-        """
+        """Whether the files still exist on disk. Raises OSError for a link in place of a folder."""
         return self._files.all_there(self._folder, [f"{key[:2]}/{key}{_SUFFIX}" for key in keys])
 
     @contextmanager
     def reader(self) -> Iterator[BlockFolder]:
-        """The same files for one thread, which reads several and keeps the folders above them open."""
+        """The same files for one thread; keeps folders open."""
         files = CacheFiles(self._files.root)
         with files.keep_open():
             yield BlockFolder(files, self._folder, self._specs, self._usage, self._fault, self._unavailable)
 
     def read(self, header: BlockHeader, buffer: Array | None = None) -> StoredBlock:
-        """The block, verified.
+        """Read and verify a block.
 
         Args:
-            buffer: uint8, for the block's data, with room for it; the data is a view of it then.
+            buffer: uint8, large enough; the block's data is a view of it.
 
         Raises:
-            BlockMissing: there is no such file.
-            BlockRejected: the file is not that block; it is in quarantine now. What `buffer` holds is of no use.
-            FileUnavailable: it cannot be read now, or a newer release wrote it. It stays until the block is written
-                again.
+            BlockMissing: no file.
+            BlockRejected: not that block; now in quarantine. The buffer is undefined.
+            FileUnavailable: cannot be read now, or of a newer release; stays until the block is rewritten.
         """
         spec = self._spec_of(header)
         size = data_bytes(spec, header)
@@ -158,20 +140,17 @@ class BlockFolder:
         return StoredBlock(data, self.read_apart(header, [data[:first].data], data[first:]))
 
     def read_apart(self, header: BlockHeader, integers: Sequence[memoryview], rest: Array) -> Extras:
-        """The same, to where its bytes are to lie; its extras.
+        """Read and verify a block in pieces; return its extras. Raises as `read`.
 
         Args:
-            integers: for the bytes in front of the block's first float, in any number of pieces.
-            rest: uint8 [n], for those from there on.
-
-        Raises:
-            BlockMissing, BlockRejected, FileUnavailable: as `read`.
+            integers: buffers up to the first float.
+            rest: buffer for the remaining bytes, uint8 [n].
         """
         spec, name = self._spec_of(header), self._checked_name(header.block_key)
         try:
             try:
                 with closing(self._files.open_regular(name, max_encoded_size(spec, header))) as file:
-                    # All at once: what is not data can only be the head, or the file is refused.
+                    # One read: what is not data is the header.
                     head = bytearray(max(HEAD_BEGIN, file.size - data_bytes(spec, header)))
                     file.require_all(file.read_into([memoryview(head), *integers, rest.data]))
                 find_data(spec, header, head[: min(HEAD_BEGIN, file.size)], file.size)
@@ -192,21 +171,19 @@ class BlockFolder:
         return extras
 
     def _refuse_newer(self, name: str) -> None:
-        """Raise FileUnavailable for a file of another size whose header states a newer format version."""
         with closing(self._files.open_regular(name, _MAX_FILE_BYTES)) as file:
             head = bytearray(min(file.size, MAX_HEADER_BYTES))
             file.read_into([memoryview(head)])
         refuse_newer(read_version(bytes(head)))
 
     def _note_unavailable(self, key: str, error: FileUnavailable | OSError | MemoryError) -> None:
-        """Leave the file: its block is computed and written again where it is needed."""
-        if not self._unavailable:  # as a rule the others fail for the same reason
+        if not self._unavailable:  # later ones usually have the same reason
             reason = str(error) if isinstance(error, FileUnavailable) else CacheFiles.describe(self._path(key), error)
             log.warning("block files cannot be read, stay as they are, and are computed again: %s", reason)
         self._unavailable.add(key)
 
     def decode_zeros(self, header: BlockHeader, buffer: Array) -> Array:
-        """What a read of a block of zeros into `buffer` would give; no file is touched."""
+        """Verify a block of zeros in `buffer` as a read would; touches no file."""
         data = buffer[: data_bytes(self._spec_of(header), header)]
         data[:] = 0
         spec = self._spec_of(header)
@@ -216,14 +193,11 @@ class BlockFolder:
         return data
 
     def write(self, blocks: Sequence[BlockWrite | BlockCopy]) -> int:
-        """Write blocks, all or none, durable before what is written later. Those already there are skipped.
-
-        Returns the bytes written.
+        """Write blocks, all or none, ordered before later writes; skip existing ones. Return the bytes written.
 
         Raises:
-            DiskBudgetExceeded: they do not fit; nothing has been written.
-            StoreError: a block is malformed.
-            OSError: the disk is full, say; none of the blocks is there.
+            DiskBudgetExceeded, OSError: nothing was written.
+            StoreError: a malformed block.
         """
         new = {block.header.block_key: block for block in blocks if not self.has(block.header.block_key)}
         encoded = {key: self._encode(block) for key, block in new.items()}
@@ -252,11 +226,11 @@ class BlockFolder:
         return self._specs[header.cache]
 
     def delete(self, keys: Iterable[str]) -> int:
-        """Remove files, as far as they are there; returns the bytes freed."""
+        """Delete existing files; return the bytes freed."""
         return sum(self._usage.remove(self._path(key)) for key in keys)
 
     def delete_all_but(self, keys: Iterable[str]) -> int:
-        """Remove the files of all other blocks; returns how many."""
+        """Delete all other blocks; return their number."""
         kept = {self._name(key) for key in keys}
         others = [path for path in self._paths() if path not in kept]
         for path in others:
@@ -266,7 +240,7 @@ class BlockFolder:
     def _write_temp(self, file: Replacement, parts: Sequence[bytes | memoryview]) -> None:
         try:
             file.write(*parts)
-        except FileNotFoundError:  # the first block with such a key
+        except FileNotFoundError:  # the first block in its folder
             self._files.make_folder(file.path.parent, sync=False)
             self._has_new_folders = True
             file.write(*parts)
@@ -283,9 +257,9 @@ class BlockFolder:
             self._files.sync_folder(folder, covered=self._is_covered or left > 0)
 
     def _undo(self, files: Iterable[Replacement]) -> None:
-        """Nothing of a failed batch stays: a block that was renamed may yet vanish if its folder was not synced.
+        """Remove a failed batch: a renamed block may vanish if its folder was not synced.
 
-        But for files that were in its place before and could not be read, or their successors, which are as good.
+        Earlier files stay, replaced or not.
         """
         for file in files:
             file.discard()

@@ -1,8 +1,7 @@
-"""The files below one folder, which no symbolic link can lead out of.
+"""File access below one folder that no symbolic link can leave.
 
-Every call (or several together: `CacheFiles.keep_open`) walks down from the root, folder by folder, by descriptors that
-links cannot give, or has the kernel do so: what is put in a folder's place while we run makes the call fail, and
-nothing outside is touched.
+Folders are resolved from the root by descriptors that refuse links, or by the kernel. If a link replaces a folder,
+calls fail and touch nothing outside.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from agentcache.durable import Durability, sync
 from agentcache.errors import BlockRejected, BrokenInvariant
 from agentcache.store.openat2 import open_below
 
-# Descriptors are few: a process may have 256 on some systems.
+# Some systems allow a process 256 descriptors.
 _MOST_KEPT = 16
-MOST_PARTS = 512  # a call reads or writes at most IOV_MAX buffers, 1024 on Linux and on a Mac
+MOST_PARTS = 512  # IOV_MAX is 1024 on Linux and macOS
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# Without waiting: opening a pipe would, until its other end is opened.
+# Opening a pipe must not block.
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -33,22 +32,19 @@ _MAX_COMPANION_BYTES = 1 << 24
 
 
 class WrongFile(BlockRejected, OSError):
-    """No regular file (`NotAFile`), or longer than a file of its kind can be: its status says so, without a read.
-
-    Every other OSError says nothing about a file's content.
-    """
+    """Not a regular file (`NotAFile`), or too long, by its status. Other OSErrors say nothing about content."""
 
 
 class NotAFile(WrongFile):
-    """A folder, pipe or device in a file's place. It was not read, and the file may come back."""
+    """A folder, pipe or device in a file's place; the file may come back."""
 
 
 class IsLink(OSError):
-    """A symbolic link in a file's place. What it leads to was not read."""
+    """A symbolic link in a file's place; not followed."""
 
 
 def whose(error: OSError | MemoryError) -> str:
-    """The owner of the file that an error names, where that is another user than this process's."""
+    """Error text that names the file's owner; empty unless it is another user."""
     if isinstance(error, PermissionError) and isinstance(error.filename, str) and os.path.isabs(error.filename):
         with suppress(OSError):
             if (owner := os.lstat(error.filename).st_uid) != os.geteuid():
@@ -58,7 +54,7 @@ def whose(error: OSError | MemoryError) -> str:
 
 @dataclass(slots=True)
 class Descriptor:
-    """An open file or folder; closed at the end of the `with`, unless it is kept."""
+    """An open file or folder; `with` closes it unless `is_kept`."""
 
     fd: int
     is_kept: bool = False
@@ -73,7 +69,7 @@ class Descriptor:
 
 @dataclass(frozen=True)
 class RegularFile:
-    """An open file, and the bytes it had when it was opened. Its owner closes it."""
+    """An open file and its size at opening; the caller closes it."""
 
     fd: int
     size: int
@@ -82,9 +78,9 @@ class RegularFile:
         os.close(self.fd)
 
     def read_into(self, buffers: Sequence[memoryview]) -> int:
-        """Fill one buffer after the other with what comes next; returns the bytes read, fewer where the file ends."""
+        """Fill buffers in order; return the bytes read."""
         total = os.readv(self.fd, buffers[:MOST_PARTS])
-        if total == self.size:  # as a rule, and there may be many buffers
+        if total == self.size:  # usual, and there may be many buffers
             return total
         views = skip_bytes([buffer for buffer in buffers if len(buffer)], total)
         while views and (count := os.readv(self.fd, views[:MOST_PARTS])):
@@ -93,7 +89,7 @@ class RegularFile:
         return total
 
     def require_all(self, count: int) -> None:
-        """Raise unless `count`, which was read, is all of it: WrongFile if it got shorter in between, else OSError."""
+        """Raise if bytes are missing: WrongFile for a truncated file, else OSError."""
         if count < self.size:
             if os.fstat(self.fd).st_size <= count:
                 raise WrongFile(f"the file ends before its {self.size} bytes")
@@ -101,8 +97,8 @@ class RegularFile:
 
 
 def skip_bytes(views: Sequence[memoryview], count: int) -> list[memoryview]:
-    """What of buffers, taken one after the other, comes behind the first `count` bytes."""
-    if count == sum(map(len, views)):  # as a rule, and there may be many
+    """Buffers without their first `count` bytes."""
+    if count == sum(map(len, views)):
         return []
     for index, view in enumerate(views):
         if count < len(view):
@@ -113,24 +109,20 @@ def skip_bytes(views: Sequence[memoryview], count: int) -> list[memoryview]:
 
 @dataclass(frozen=True)
 class _Folder:
-    """One that is kept open."""
-
     descriptor: Descriptor
     identity: tuple[int, int]
 
 
 class CacheFiles:
-    """Files and folders below `root`, by their whole paths. Folders are 0700, whatever the umask.
+    """Files and folders below `root`, by absolute path. Folders are 0700, whatever the umask.
 
-    Every method raises OSError: FileNotFoundError where something is not there, NotADirectoryError where a folder on
-    the way is something else or a link.
+    Methods raise OSError: FileNotFoundError, or NotADirectoryError if a folder on the path is a link or no folder.
 
     Args:
-        root: an absolute path; links above it are the user's own.
-        durability: how far syncs go.
+        root: absolute path; links above it are allowed.
 
     Attributes:
-        lasting: folders that stay open from one `keep_open` to the next, until `close`.
+        lasting: folders kept open after `keep_open`, until `close`.
     """
 
     def __init__(self, root: Path, durability: Durability = Durability.FULL) -> None:
@@ -138,12 +130,11 @@ class CacheFiles:
         self._durability = durability
         self._root = os.fspath(root)
         self.lasting: Collection[str] = ()
-        self._owner: tuple[int, int] | tuple[()] | None = None  # who gets new files; None until one is made
+        self._owner: tuple[int, int] | tuple[()] | None = None  # of new files; None if not known yet
         self._kept: dict[str, _Folder] = {}
-        self._keeper: int | None = None  # the thread inside `keep_open`, which alone may use and close them
+        self._keeper: int | None = None  # thread in `keep_open`; only it uses kept folders
 
     def folder(self, path: Path | str) -> Descriptor:
-        """A folder: the root, or one below it."""
         path = os.fspath(path)
         if self._keeper != threading.get_ident():
             return Descriptor(self._walk_to(path))
@@ -166,10 +157,9 @@ class CacheFiles:
 
     @contextmanager
     def keep_open(self) -> Iterator[bool]:
-        """Meanwhile this thread walks down to a folder once, and not for every file; says whether it is not so already.
+        """Resolve each folder only once within the block. Yields whether it is the outermost one.
 
-        What takes a folder's place meanwhile is not seen: work goes on in the folder that was there. One thread at a
-        time.
+        A replaced folder goes unnoticed: work continues in the old one. One thread at a time.
         """
         if self._keeper == threading.get_ident():
             yield False
@@ -185,9 +175,9 @@ class CacheFiles:
             self._keeper = None
 
     def close_replaced(self) -> None:
-        """Within `keep_open`: no longer work in folders that are not where they were, nor in folders below them."""
+        """Within `keep_open`: close replaced folders and those below."""
         replaced: set[str] = set()
-        for path in sorted(self._kept):  # a folder comes before those in it
+        for path in sorted(self._kept):  # parents first
             if os.path.dirname(path) in replaced or not self._is_in_place(path):
                 replaced.add(path)
         self._close(replaced)
@@ -204,7 +194,6 @@ class CacheFiles:
         return _identity(status) == self._kept[path].identity
 
     def close(self) -> None:
-        """Keep nothing open any more."""
         self._close(list(self._kept))
 
     def _close(self, folders: Iterable[str]) -> None:
@@ -212,10 +201,10 @@ class CacheFiles:
             os.close(self._kept.pop(folder).descriptor.fd)
 
     def make_folder(self, path: Path, *, sync: bool = True) -> None:
-        """Make sure that `path` is a folder of ours.
+        """Create a missing folder; set its mode.
 
         Args:
-            sync: a new one is durable before what is written later; else once its parent has been synced.
+            sync: whether it is durable before later writes; if not, a sync of its parent makes it durable.
         """
         with self.folder(path.parent) as parent, _naming(path):
             with suppress(FileExistsError):
@@ -232,43 +221,40 @@ class CacheFiles:
             os.close(fd)
 
     def identity(self, folder: Path) -> tuple[int, int]:
-        """Device and inode: another folder in the same place has others."""
+        """Device and inode; a replacement has others."""
         with self.folder(folder) as fd:
             kept = self._kept.get(os.fspath(folder))
             return _identity(os.fstat(fd)) if kept is None else kept.identity
 
     def sync(self, fd: int, *, covered: bool = False) -> None:
-        """As `durable.sync`, as far as the setting wants it."""
         sync(fd, self._durability, covered=covered)
 
     def sync_folder(self, path: Path, *, covered: bool = False) -> None:
-        """Make renames and removals in the folder durable; if `covered`, once a later sync without it has ended."""
+        """Make renames and removals durable; if `covered`, after a later sync."""
         with self.folder(path) as fd:
             self.sync(fd, covered=covered)
 
     def free_bytes(self) -> int:
-        """Bytes of the disk that this user may still write."""
         with self.folder(self.root) as fd:
             status = os.fstatvfs(fd)
         return status.f_bavail * status.f_frsize
 
     def list_folder(self, path: Path) -> list[tuple[str, os.stat_result]]:
-        """Names in a folder, and what they are (of a link: the link itself)."""
         found: list[tuple[str, os.stat_result]] = []
         with self.folder(path) as fd, os.scandir(fd) as entries:
             for entry in entries:
-                with suppress(FileNotFoundError):  # it was removed in between
+                with suppress(FileNotFoundError):  # removed in between
                     found.append((entry.name, entry.stat(follow_symlinks=False)))
         return found
 
     @staticmethod
     def describe(path: Path, error: OSError | MemoryError) -> str:
-        """What keeps `path` from being read, and whose it is where that may be the cause."""
+        """Error text: why `path` is unreadable."""
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
         return f"{path.name} cannot be read: {reason}{whose(error)}"
 
     def open(self, path: Path | str, flags: int) -> Descriptor:
-        """A file. A new one is 0600, whatever the umask."""
+        """Open a file. A new one is 0600, whatever the umask."""
         above, name = os.path.split(path)
         with self.folder(above) as folder, _naming(path):
             fd = os.open(name, flags | _FILE, 0o600, dir_fd=folder)
@@ -283,22 +269,21 @@ class CacheFiles:
         return descriptor
 
     def _give_to_owner(self, file: int | str, folder: int | None = None) -> None:
-        """What root makes in another user's cache folder belongs to that user, who could not read it otherwise."""
+        """Root's new files belong to the cache folder's owner, who could not read them otherwise."""
         if self._owner is None:
             root = os.stat(self._root)
             self._owner = (root.st_uid, root.st_gid) if os.geteuid() == 0 and root.st_uid != 0 else ()
         if self._owner:
-            with suppress(OSError):  # a file system may know no owners
+            with suppress(OSError):  # some file systems have no owners
                 os.chown(file, *self._owner, dir_fd=folder)
 
     def status(self, path: Path) -> os.stat_result:
-        """What is at `path`; of a link, the link itself."""
         above, name = os.path.split(path)
         with self.folder(above) as folder:
             return os.stat(name, dir_fd=folder, follow_symlinks=False)
 
     def all_there(self, folder: Path, names: Sequence[str]) -> bool:
-        """Whether all of `names`, each of a file in a folder in `folder`, are there."""
+        """Whether all files exist; `names` are `subfolder/file`."""
         with self.folder(folder) as fd:
             try:
                 for name in {name.partition("/")[0] for name in names}:
@@ -311,36 +296,33 @@ class CacheFiles:
         return True
 
     def is_writable(self, path: Path) -> bool:
-        """Whether this process may write to a file; another user's may only be read, or replaced."""
+        """Whether this process may write. Another user's file can only be read or replaced."""
         with self.folder(path.parent) as folder:
             return os.access(path.name, os.W_OK, dir_fd=folder)
 
     def tighten(self, path: Path | str) -> None:
-        """Close a file to others."""
         above, name = os.path.split(path)
         with self.folder(above) as folder:
             os.chmod(name, 0o600, dir_fd=folder)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Move a file, in place of what is at `target`."""
         (above, name), (new_above, new_name) = os.path.split(source), os.path.split(target)
         with self.folder(above) as one, self.folder(new_above) as other:
             os.replace(name, new_name, src_dir_fd=one, dst_dir_fd=other)
 
     def remove(self, path: Path | str) -> None:
-        """Delete a file, if it is there."""
         above, name = os.path.split(path)
         with suppress(FileNotFoundError), self.folder(above) as folder:
             os.unlink(name, dir_fd=folder)
 
     def read(self, path: Path, max_bytes: int) -> bytes:
-        """The whole content of a regular file, all of it or an error.
+        """The whole content of a regular file.
 
         Raises:
-            NotAFile: it is no regular file.
-            WrongFile: it is longer than `max_bytes`.
-            IsLink: it is a symbolic link.
-            OSError, MemoryError: it cannot be read now.
+            NotAFile: not a regular file.
+            WrongFile: longer than `max_bytes`.
+            IsLink: a symbolic link.
+            OSError, MemoryError: cannot be read now.
         """
         with closing(self.open_regular(path, max_bytes)) as file:
             data = bytearray(file.size)
@@ -348,7 +330,7 @@ class CacheFiles:
             return bytes(data)
 
     def open_regular(self, path: Path | str, max_bytes: int) -> RegularFile:
-        """A regular file, to read; raises NotAFile, WrongFile and IsLink as `read` does."""
+        """Open a regular file for reading. Raises NotAFile, WrongFile and IsLink as `read`."""
         fd = self._open_at_once(os.fspath(path))
         if fd is None:
             try:
@@ -369,9 +351,9 @@ class CacheFiles:
         return RegularFile(fd, status.st_size)
 
     def is_companion(self, path: Path | str) -> bool:
-        """Whether it is AppleDouble: what macOS keeps beside a file where the drive takes no attributes (exFAT, SMB).
+        """Whether the file is AppleDouble: metadata of macOS on exFAT or SMB.
 
-        Its name alone does not tell, for an agent's id may begin likewise.
+        The content decides: an agent's id may start with `._`.
         """
         if not os.path.basename(path).startswith("._"):
             return False
@@ -384,7 +366,7 @@ class CacheFiles:
         return head == _APPLE_DOUBLE
 
     def _open_at_once(self, path: str) -> int | None:
-        """A file that is there, to read; None where only walking down to it tells what is."""
+        """Open a file in one call; None if it needs the walk."""
         begin = len(self._root) + 1
         if path[:begin] != self._root + os.sep:
             return None
@@ -397,7 +379,7 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 class _naming:
-    """Has errors name the whole path: calls by descriptor know the last part of it only."""
+    """Make errors name the whole path; calls by descriptor report its last part."""
 
     __slots__ = ("_path",)
 

@@ -1,4 +1,4 @@
-"""The disk budget of a cache folder: bytes that its files may take together, and where the number comes from."""
+"""The disk budget of a cache folder: size and origin."""
 
 from __future__ import annotations
 
@@ -12,13 +12,7 @@ HINT = "set --disk-budget (AGENTCACHE_DISK_BUDGET, disk_budget in the config fil
 
 @dataclass(frozen=True)
 class DiskBudget:
-    """A budget for all files of a cache folder.
-
-    Args:
-        num_bytes: bytes that the files may take together.
-        is_automatic: whether the user has set none. An automatic budget limits growth only: it evicts nothing.
-        reason: source of the number, for people.
-    """
+    """A limit for all files of a cache folder. An automatic one limits growth and evicts nothing."""
 
     num_bytes: int
     is_automatic: bool
@@ -33,18 +27,16 @@ class DiskBudget:
 
 
 def explicit_budget(num_bytes: int) -> DiskBudget:
-    """The budget that the user has set. Agents are evicted to keep it."""
+    """The user's budget. Agents are evicted to keep it."""
     return DiskBudget(num_bytes, False, "disk_budget is set; the stalest agents' blocks are evicted to keep it")
 
 
 def automatic_budget(free: int, held: int) -> DiskBudget:
-    """A share of the disk, never below what the cache holds.
-
-    Other programs change what is free, so a budget below `held` would delete agents for what others have written.
+    """A share of the disk, at least `held`: files of other programs must not cause evictions.
 
     Args:
-        free: bytes that are free on the disk now.
-        held: bytes that the cache's files take now.
+        free: free bytes of the disk.
+        held: bytes of the cache's files.
     """
     share = min(int((free + held) * AUTO_SHARE), AUTO_CEILING)
     measured = f"{free / 1e9:.1f} GB are free and {held / 1e9:.1f} GB held"

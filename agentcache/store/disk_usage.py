@@ -1,4 +1,4 @@
-"""What lies in a cache folder, in bytes, and where rejected files go."""
+"""File sizes in a cache folder, the disk budget, and the quarantine."""
 
 from __future__ import annotations
 
@@ -26,17 +26,15 @@ logger = logging.getLogger("agentcache.store")
 
 
 class DiskUsage:
-    """Owner of the sizes of all files of the cache, of the budget they must keep to, and of the quarantine folder.
+    """Owner of file sizes, disk budget and quarantine. Thread-safe: readers quarantine files.
 
-    A file's kind is the folder that it is in or, of a block, what it holds: keys and values of base, unless told.
-    Readers reject files on their own threads, so every method may be called from any thread.
+    A file's kind is its top folder; a block's is its content, base KV by default.
 
     Args:
-        files: the way to them.
-        budget: bytes that the user lets all files take together; None for an automatic budget.
+        budget: the user's limit in bytes; None for an automatic budget.
 
     Attributes:
-        total: bytes that they take: blocks, manifests, logs, quarantine.
+        total: bytes of all files, including quarantine.
         written, read: bytes written, and bytes of blocks read, since start.
         quarantined: blocks and agents rejected since start.
     """
@@ -51,12 +49,12 @@ class DiskUsage:
         self._files = files
         self._quarantine = files.root / _QUARANTINE
         self._sizes: dict[str, int] = {}
-        self._kinds: dict[str, str] = {}  # of blocks, where it is not base's keys and values
+        self._kinds: dict[str, str] = {}  # of blocks other than base KV
         self._by_kind: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def start_over(self) -> None:
-        """Forget all files but those in quarantine, at which it looks again; the others are to be adopted."""
+        """Forget all files outside quarantine; the caller adopts them again."""
         with self._lock:
             self._sizes = {}
             self._kinds = {}
@@ -70,64 +68,58 @@ class DiskUsage:
         return str(path) in self._sizes
 
     def paths(self, folder: Path) -> list[str]:
-        """The known files anywhere below `folder`. As text: there may be hundreds of thousands."""
+        """Known files below `folder`. Strings: there may be hundreds of thousands."""
         beginning = f"{folder}/"
         with self._lock:
             return [path for path in self._sizes if path.startswith(beginning)]
 
     def size_of(self, path: Path | str) -> int:
-        """Bytes of the file at `path`; 0 where there is none."""
         return self._sizes.get(str(path), 0)
 
     @property
     def plan(self) -> DiskBudget:
-        """The budget that applies now."""
         return self._explicit or self._measured or self.measure()
 
     @property
     def budget(self) -> int:
-        """Bytes that all files together may take."""
         return self.plan.num_bytes
 
     @property
     def evicts(self) -> bool:
-        """Whether files go to keep the budget: only the user's own budget is worth an agent's memory."""
+        """Whether files are evicted to keep the budget: only a user's."""
         return self._explicit is not None
 
     @property
     def free(self) -> int:
-        """Bytes left of the budget; negative when the user has lowered it since the files were written."""
+        """Bytes left; negative after the user has lowered the budget."""
         return self.budget - self.total
 
     def measure(self) -> DiskBudget:
-        """Take an automatic budget anew from what is free now. Raises OSError where the disk does not say."""
+        """Recompute an automatic budget. Raises OSError."""
         if self._explicit is None:
             self._measured = automatic_budget(self._files.free_bytes(), self.total)
         return self.plan
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether `num_bytes` more fit the budget. An automatic one that is hit is measured anew first."""
+        """Whether `num_bytes` more fit; recomputes an exhausted automatic budget."""
         if num_bytes > self.free and not self.evicts:
             with suppress(OSError):
                 self.measure()
         return num_bytes <= self.free
 
     def refusal(self, num_bytes: int) -> str:
-        """Why `num_bytes` more do not fit, for people."""
         message = f"{num_bytes} bytes more would pass the disk budget: {self.total} of {self.budget} are in use"
         return message if self.evicts else f"{message}. The budget is automatic ({self.plan.reason}): {HINT}"
 
     @property
     def by_kind(self) -> dict[str, int]:
-        """The total by what files hold: keys and values of base, residuals, recurrent state, agents, rejected files."""
         return {kind: self._by_kind[kind] for kind in (BASE_CACHE, RESIDUAL, STATE, AGENTS, _QUARANTINE)}
 
     def bytes_of(self, kind: str) -> int:
-        """Bytes of all files of that kind, of every model."""
         return self._by_kind[kind]
 
     def classify(self, path: str, kind: str) -> None:
-        """The block at `path`, there or not, is of this kind."""
+        """Set the kind of a block's file, which may not exist yet."""
         with self._lock:
             size = self._sizes.get(path, 0)
             self._by_kind[self._kind_of(path)] -= size
@@ -138,30 +130,29 @@ class DiskUsage:
             self._by_kind[kind] += size
 
     def record_written(self, path: Path, size: int, written: int) -> None:
-        """The file at `path` has `size` bytes now that `written` bytes of it have been written."""
+        """Record a write of `written` bytes; the file now has `size`."""
         self._record(str(path), size)
         with self._lock:
             self.written += written
 
     def refresh(self, path: Path) -> None:
-        """Look again at a file whose write has failed: it may be there or not."""
+        """Record the size after a failed write."""
         try:
             self._record(str(path), self._files.status(path).st_size)
         except OSError:
             self.forget(path)
 
     def record_read(self, num_bytes: int) -> None:
-        """So many bytes have been read."""
         with self._lock:
             self.read += num_bytes
 
     def remove(self, path: Path | str) -> int:
-        """Delete the file, if it is there; returns the bytes it had."""
+        """Delete a file; return its size."""
         self._files.remove(path)
         return self.forget(path)
 
     def forget(self, path: Path | str) -> int:
-        """The file at `path` is gone; returns the bytes it had."""
+        """Record that a file is gone; return its size."""
         path = str(path)
         with self._lock:
             size = self._sizes.pop(path, 0)
@@ -171,22 +162,14 @@ class DiskUsage:
             return size
 
     def require(self, num_bytes: int) -> None:
-        """Make sure that `num_bytes` more fit the budget; to keep the user's own, files in quarantine give way.
-
-        Raises:
-            DiskBudgetExceeded: they do not.
-        """
+        """Raise DiskBudgetExceeded unless `num_bytes` more fit. Empties quarantine to keep a user's budget."""
         if self.evicts and num_bytes > self.free:
             self._empty_quarantine()
         if not self.has_room(num_bytes):
             raise DiskBudgetExceeded(self.refusal(num_bytes), num_bytes)
 
     def adopt(self, folder: Path) -> list[Path]:
-        """Take stock of a folder of files; temporary ones go. Returns what is no regular file; that is known, too.
-
-        Raises:
-            OSError: the folder cannot be listed.
-        """
+        """Record a folder's files, delete temporary ones, return irregular ones. Raises OSError."""
         strange: list[Path] = []
         for name, status in self._files.list_folder(folder):
             path = f"{folder}/{name}"
@@ -194,7 +177,7 @@ class DiskUsage:
                 strange.append(Path(path))
                 self._record(path, _size_of(status))
             elif name.endswith(TEMP_SUFFIX):
-                with suppress(OSError):  # another user's, say
+                with suppress(OSError):  # e.g. another user's
                     self._files.remove(path)
             else:
                 if status.st_mode & 0o077:
@@ -204,11 +187,7 @@ class DiskUsage:
         return strange
 
     def adopt_blocks(self, parent: Path) -> None:
-        """Take stock of the folders of blocks in `parent`. Links and what is no regular file go to quarantine.
-
-        Raises:
-            OSError: one of the folders cannot be listed.
-        """
+        """Record the block folders; quarantine links and irregular files. Raises OSError."""
         for name, status in self._files.list_folder(parent):
             if stat.S_ISLNK(status.st_mode):
                 self.quarantine("it is a symbolic link", parent / name)
@@ -218,9 +197,9 @@ class DiskUsage:
                     self.quarantine("it is not a regular file", path)
 
     def adopt_agents(self, parent: Path) -> tuple[list[Path], dict[str, str]]:
-        """Take stock of the folders of agents in `parent`: those that can be used, and why others cannot, by name.
+        """Record agent folders; return usable ones, and reasons for others by name.
 
-        Nothing is moved: whether a file of an agent is wrong only its content tells.
+        Quarantines nothing: only content tells whether an agent's file is wrong.
         """
         folders: list[Path] = []
         unavailable: dict[str, str] = {}
@@ -236,36 +215,29 @@ class DiskUsage:
         return folders, unavailable
 
     def quarantine(self, reason: str, *paths: Path) -> None:
-        """Take files that must not be used out of the way: one log line, one count. Never raises."""
+        """Move files to quarantine; one log line, one count. Never raises."""
         moved = [path for path in paths if self._move_to_quarantine(path)]
         if moved:
             self._count(reason, moved[0])
 
     def has_quarantined(self, *suffixes: str) -> bool:
-        """Whether quarantine holds a file whose name ended with one of `suffixes`."""
         names = (path.rpartition(".")[0] for path in self.paths(self._quarantine))
         return any(name.endswith(suffixes) for name in names)
 
     def remove_quarantined(self, is_meant: Callable[[str], bool]) -> None:
-        """Delete files in quarantine by the names that they had. Raises OSError."""
+        """Delete quarantined files by original name. Raises OSError."""
         for path in list(self.paths(self._quarantine)):
             if is_meant(path.rpartition("/")[2].rpartition(".")[0]):
                 self.remove(path)
 
     def empty_quarantine(self) -> int:
-        """Delete what is in quarantine; returns the bytes freed."""
+        """Delete all quarantined files; return the bytes freed."""
         before = self.bytes_of(_QUARANTINE)
         self._empty_quarantine()
         return before - self.bytes_of(_QUARANTINE)
 
     def quarantine_copy(self, reason: str, path: Path, max_bytes: int) -> None:
-        """Keep what is at `path` in quarantine before it is replaced.
-
-        A copy, for the file has to stay in its place until then; what is no regular file is moved.
-
-        Raises:
-            OSError: it cannot be copied.
-        """
+        """Copy a file to quarantine, since it must stay until replaced; move an irregular one. Raises OSError."""
         try:
             data = self._files.read(path, max_bytes)
         except WrongFile:
@@ -283,7 +255,7 @@ class DiskUsage:
         logger.warning("quarantined %s: %s", path.relative_to(self._files.root), reason)
 
     def _move_to_quarantine(self, path: Path) -> bool:
-        """Whether there was anything at `path`; False when another reader was faster."""
+        """False if another reader was faster."""
         target = self._quarantine / f"{path.name}.{secrets.token_hex(6)}"
         try:
             self._files.make_folder(self._quarantine)

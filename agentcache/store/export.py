@@ -1,4 +1,4 @@
-"""What is on disk of one agent, written to an archive (`archive.py`)."""
+"""Export of an agent from disk to an archive (`archive.py`)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from agentcache.store.model_names import folder_of, identity_of
 from agentcache.store.transcript_log import parse_log
 from agentcache.store.verify import MAX_BLOCK_BYTES, MAX_LOG_BYTES, examine_block
 
-_TRIES = 5  # to read an agent that a server is at work on
+_TRIES = 5  # a server may be changing the agent
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What has gone into an archive; blocks are those of one rank."""
+    """Summary of an export; `blocks` counts one rank's."""
 
     agent: str
     lineages: int
@@ -36,17 +36,16 @@ class Exported:
 def export_agent(
     cache_dir: Path, agent_id: str, target: Path, *, fingerprint: str | None = None, others: Sequence[Path] = ()
 ) -> Exported:
-    """Write what is on disk of an agent to a new file. Only reads the folder, beside a server too.
+    """Write an agent to a new archive. Only reads the cache folder, so a server may run.
 
     Args:
-        others: where ranks share the model, the cache folders of ranks 1, 2, …; a block that one of them has not is
-            left out.
-        fingerprint: beginning of the fingerprint of the agent's model, where several have an agent of that name.
+        others: cache folders of ranks 1, 2, …; only blocks in all of them are exported.
+        fingerprint: prefix of the model's fingerprint, to choose between models.
 
     Raises:
-        NotFound: there is no such agent.
-        Conflict: several models have one, or there is such a file.
-        StoreError: the folder cannot be read, or the file cannot be written.
+        NotFound: no such agent.
+        Conflict: several models have one, or `target` exists.
+        StoreError: read or write failed.
     """
     if target.exists() or target.is_symlink():
         raise Conflict(f"there is {target} already", param="file")
@@ -55,7 +54,7 @@ def export_agent(
             ranks = [CacheFiles(folder.resolve()) for folder in (cache_dir, *others)]
             return _export(ranks, agent_id, target, fingerprint or "")
         except (FileNotFoundError, BlockRejected) as error:
-            if not tries_left:  # not a server that is at work on it, then
+            if not tries_left:  # no server is changing it, then
                 raise StoreError(f"agent {agent_id} cannot be exported: {error}") from error
         except OSError as error:
             raise StoreError(f"agent {agent_id} cannot be exported: {error}") from error
@@ -65,7 +64,7 @@ def export_agent(
 def _export(ranks: Sequence[CacheFiles], agent_id: str, target: Path, fingerprint: str) -> Exported:
     lineages = _lineages_of(ranks[0], agent_id, fingerprint)
     keys = sorted({key for lineage, _ in lineages for key in lineage.block_keys()})
-    # One that went for want of room, on any rank, is computed again, there as here.
+    # Evicted blocks are recomputed, here or after import.
     there = [key for key in keys if all(_path(files, key).exists() for files in ranks)]
     temp = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -84,7 +83,7 @@ def _export(ranks: Sequence[CacheFiles], agent_id: str, target: Path, fingerprin
             num_bytes = file.tell()
             file.flush()
             sync(file.fileno(), covered=True)
-        os.link(temp, target)  # never in place of another file
+        os.link(temp, target)  # never replaces a file
         sync_path(target.parent)
     finally:
         temp.unlink()
@@ -99,7 +98,6 @@ def _export(ranks: Sequence[CacheFiles], agent_id: str, target: Path, fingerprin
 
 
 def _lineages_of(files: CacheFiles, agent_id: str, fingerprint: str) -> list[tuple[SavedAgent, tuple[bytes, bytes]]]:
-    """The agent's lineages, with the bytes of their manifests and logs."""
     found = manifests_of(files.root, agent_id, fingerprint)
     if not found:
         raise NotFound(f"there is no agent {agent_id!r:.80} in {files.root}", param="agent", code="agent_not_found")
@@ -109,7 +107,6 @@ def _lineages_of(files: CacheFiles, agent_id: str, fingerprint: str) -> list[tup
 
 
 def manifests_of(cache_dir: Path, agent_id: str, fingerprint: str = "") -> dict[str, list[Path]]:
-    """Where an agent's manifests are in a cache folder, by the folders of models that have it."""
     found: dict[str, list[Path]] = {}
     for path in sorted((cache_dir / "agents").glob("*/*.json")):
         if agent_of(path.stem) == agent_id and path.parent.name.startswith(fingerprint[:16]):
@@ -133,7 +130,7 @@ def _path(files: CacheFiles, key: str) -> Path:
 
 
 def _block(files: CacheFiles, key: str) -> bytes:
-    """The bytes of a block's file. Raises BlockRejected, and FileNotFoundError for one that has just gone."""
+    """Read and verify a block. Raises BlockRejected, and FileNotFoundError if just removed."""
     data = files.read(_path(files, key), MAX_BLOCK_BYTES)
     if examine_block(data) != key:
         raise BlockRejected(f"block {key} is damaged; agentcache doctor --check tells more")

@@ -1,7 +1,7 @@
-"""Agents in folders with former names of the served model: they belong to it as much as those in its own folder.
+"""Agents in folders with former names of the served model.
 
-Their conversations are used and their blocks are not: these have addresses by the former name. A lineage stays in its
-folder until it has been saved in the served one, or is deleted.
+Transcripts are used; blocks are not, since their addresses contain the former name. A lineage stays in its folder until
+it is saved in the served folder, or deleted.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ from dataclasses import replace
 from agentcache.store.agent_folder import AgentFolder, SavedAgent
 from agentcache.store.manifest import AgentRecord, lineage_name
 
-_FITS_NONE = ""  # no digest of a cache spec
+_FITS_NONE = ""  # no spec's digest
 
 log = logging.getLogger("agentcache.store")
 
 
 class FormerAgents:
-    """The lineages in former folders, under the names that they have beside those of the served folder.
+    """The lineages in former folders, renamed if the served folder has the name.
 
     Args:
-        model: the served model's current name.
-        folders: the former ones, by the model's name in them; the first counts most.
+        folders: by former name; earlier ones take precedence.
     """
 
     def __init__(self, model: str, folders: Mapping[str, AgentFolder]) -> None:
@@ -34,12 +33,12 @@ class FormerAgents:
         self._found: dict[str, tuple[AgentFolder, SavedAgent]] = {}
 
     def take_in(self, served: Sequence[AgentRecord], most: int) -> list[AgentRecord]:
-        """Former lineages beside those of the served folder; none replaces one of these.
+        """Load former lineages; return those added. A served one is never replaced.
 
-        A lineage whose transcript a served one of its agent continues has been saved there; its files are removed.
+        A former lineage that a served one continues was saved there; its files are removed.
 
         Args:
-            most: lineages that an agent may have; further ones stay in their folder, unused.
+            most: lineages per agent; further ones stay unused.
         """
         agents: dict[str, list[AgentRecord]] = {}
         for record in served:
@@ -49,7 +48,7 @@ class FormerAgents:
             known = agents.setdefault(saved.manifest.id.casefold(), [])
             record = replace(saved.record(_FITS_NONE), model=self._model)
             if any(_continues(other, record) for other in known):
-                with suppress(OSError):  # a later start tries again
+                with suppress(OSError):  # a later start retries
                     folder.delete(saved.manifest.name)
                 continue
             merged = self._beside(record, known, saved, most)
@@ -69,7 +68,7 @@ class FormerAgents:
     def _beside(
         self, record: AgentRecord, known: Sequence[AgentRecord], saved: SavedAgent, most: int
     ) -> AgentRecord | None:
-        """The lineage as one more of its agent; None, and a line in the log, where it cannot be one."""
+        """The record as one more lineage of its agent; None, with a log line, if impossible."""
         if not known:
             return record
         first, lineages = known[0], {other.lineage for other in known}
@@ -94,30 +93,27 @@ class FormerAgents:
 
     @property
     def unavailable(self) -> dict[str, str]:
-        """Lineages in former folders whose files cannot be read now, by name, and why; once they are taken in."""
+        """Lineages that cannot be read now, with the reason; valid after `take_in`."""
         return {name: reason for folder in self._folders.values() for name, reason in folder.unavailable.items()}
 
     def keep(self, before: FormerAgents) -> None:
-        """Know the lineages that were taken in before the folders were opened anew, and that are still there."""
+        """Keep lineages of `before`, an instance on the same folders, that still exist."""
         for name, (_, saved) in before._found.items():
             folder = self._folders.get(saved.manifest.model)
             if folder is not None and (there := folder.find(saved.manifest.name)) is not None:
                 self._found[name] = folder, there
 
     def has(self, name: str) -> bool:
-        """Whether the lineage of that name is in a former folder."""
         return name in self._found
 
     def has_agent(self, agent_id: str) -> bool:
-        """Whether a lineage of the agent is in a former folder."""
         return any(folder.has_agent(agent_id) for folder in self._folders.values())
 
     def find(self, name: str) -> SavedAgent | None:
-        """The files' content of the lineage of that name, if it is in a former folder."""
         return self._found[name][1] if name in self._found else None
 
     def remove(self, name: str) -> None:
-        """Remove the files of the lineage of that name, if it is in a former folder. Raises OSError."""
+        """Remove former files, if any. Raises OSError."""
         if name in self._found:
             folder, saved = self._found[name]
             folder.delete(saved.manifest.name)
@@ -130,6 +126,6 @@ def _continues(other: AgentRecord, record: AgentRecord) -> bool:
 
 
 def _new_lineage(saved: SavedAgent) -> str:
-    """An id that the lineage has at every start until it is saved."""
+    """A stable id, the same at each start."""
     name = f"{saved.manifest.model} {lineage_name(saved.manifest.id, saved.manifest.lineage)}"
     return hashlib.blake2b(name.encode(), digest_size=4).hexdigest()

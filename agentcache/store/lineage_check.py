@@ -1,7 +1,7 @@
-"""What the files of a lineage may say beside what their checksums cover: that its values make sense together.
+"""Semantic checks of a lineage's files, beyond their checksums.
 
-The one place for it: the start of a server, imports of archives and `agentcache doctor --check` all read a manifest
-(`decode_manifest`), then its log (`parse_log`), and then call `check_lineage`. Behind it the engine relies on values.
+Server start, import and `agentcache doctor --check` all call `decode_manifest`, `parse_log`, then `check_lineage`.
+The engine relies on checked values.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ _KINDS = ("prompt", "generated")
 
 @dataclass(frozen=True)
 class ServedCache:
-    """What a lineage of the served model is compared with.
+    """The served model's cache, to validate lineages.
 
     Args:
-        spec: the model's cache.
-        num_token_ids: the ids below this are tokens; None where that is not known.
+        num_token_ids: vocabulary size; None if unknown.
     """
 
     spec: CacheSpec
@@ -36,12 +35,10 @@ class ServedCache:
 
 
 def check_lineage(manifest: Manifest, content: Content, served: ServedCache | None = None) -> None:
-    """Raise BlockRejected unless the values of a manifest and of its log make sense, each and together.
-
-    Not whether the chain keys are those of the tokens: who names blocks by them finds that out.
+    """Raise BlockRejected unless manifest and log are consistent; chain keys are not compared with tokens.
 
     Args:
-        served: for a lineage of the served model; None for one of another model.
+        served: None for another model's lineage.
     """
     _check_transcript(content.transcript, None if served is None else served.num_token_ids)
     for cache in manifest.caches:
@@ -75,7 +72,6 @@ def _check_transcript(transcript: Transcript, num_token_ids: int | None) -> None
 
 
 def _check_cache(cache: SavedCache, content: Content) -> None:
-    """The log has a chain key for each block that the manifest names."""
     num_tokens, chains = len(content.transcript.ids), content.chains.get(cache.name, ())
     if not 0 <= cache.num_saved <= num_tokens:
         raise BlockRejected(f"{cache.num_saved} of {num_tokens} tokens are named as saved")
@@ -92,6 +88,6 @@ def _check_cache(cache: SavedCache, content: Content) -> None:
 
 
 def _check_groups(manifest: Manifest, spec: CacheSpec) -> None:
-    """Groups are known by their index from here on."""
+    """Later code identifies groups by index."""
     if manifest.base.groups != tuple(group.name for group in spec.all_groups):
         raise BlockRejected("its cache groups are not those of its cache")

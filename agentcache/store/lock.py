@@ -10,11 +10,11 @@ from agentcache.store.cache_files import CacheFiles
 
 
 class FolderLock:
-    """An exclusive lock on a cache folder, held until `release` or the end of the process, however it ends.
+    """An exclusive lock on a cache folder, until `release` or the process ends.
 
     Raises:
-        CacheFolderInUse: someone holds it; the message names the process.
-        StoreError: the file system cannot lock.
+        CacheFolderInUse: locked; the message names the process.
+        StoreError: locking failed.
     """
 
     def __init__(self, files: CacheFiles) -> None:
@@ -40,7 +40,7 @@ class FolderLock:
             raise StoreError(f"cannot lock {cache_dir}: {error}") from error
 
     def is_in_place(self) -> bool:
-        """Whether the lock that is held is the one that others find; not so once the folder was removed."""
+        """Whether the path has the locked file; False after the folder was removed."""
         assert self._fd is not None
         try:
             return os.path.samestat(os.fstat(self._fd), self._files.status(self._path))
@@ -48,7 +48,7 @@ class FolderLock:
             return False
 
     def release(self) -> None:
-        """Give the folder free; a second call does nothing."""
+        """Unlock; idempotent."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None

@@ -1,4 +1,4 @@
-"""An agent's manifest: the small file that says what of the agent is durable. It is written last, so it decides."""
+"""A lineage's manifest states what is durable. Written last, it commits a save."""
 
 from __future__ import annotations
 
@@ -31,23 +31,22 @@ from agentcache.store.transcript_log import LogEnd
 
 MAX_MANIFEST_BYTES = 1 << 20
 FIRST_LINEAGE = "first"
-MAX_TIME = 253402300799  # seconds since 1970: the end of the year 9999
-_MAX_GROUPS = 1024  # of one cache: a lineage has a file for each of them and each of its blocks
+MAX_TIME = 253402300799  # seconds since 1970: end of year 9999
+_MAX_GROUPS = 1024  # per cache; each block has a file per group
 _MAX_POSITION = 2**32
 _LINEAGE = re.compile(r"[a-z0-9]{1,16}")
-_BETWEEN = "~"  # in no id
+_BETWEEN = "~"  # not allowed in ids
 
 
 @dataclass(frozen=True)
 class ResidualBlocks:
-    """What a lineage has on disk beside base's keys and values: residuals of one adapter.
+    """A lineage's residual KV on disk, of one adapter.
 
     Args:
-        cache: names the adapter by its digest (`keys.residual_cache`).
-        spec: digest of the residuals' cache spec.
-        groups: names of its cache groups.
-        num_saved: tokens whose residuals are on disk.
-        blocks: the blocks of these, one for each of their `spans`.
+        cache: cache name with the adapter's digest (`keys.residual_cache`).
+        spec: digest of the cache spec.
+        num_saved: tokens on disk.
+        blocks: one per span of `spans`.
     """
 
     cache: str
@@ -61,7 +60,7 @@ class ResidualBlocks:
         return tuple(block.chain for block in self.blocks)
 
     def first_tokens(self, num_tokens: int) -> ResidualBlocks | None:
-        """What of it is of the first tokens: whole blocks, unless it is all; None for nothing."""
+        """The part within the first tokens, in whole blocks."""
         if num_tokens >= self.num_saved:
             return self
         count = num_tokens // BLOCK_SIZE
@@ -70,24 +69,19 @@ class ResidualBlocks:
 
 @dataclass(frozen=True)
 class AgentRecord:
-    """All that is durable of one lineage of an agent: a conversation, and what all lineages of the agent repeat.
+    """All durable data of a lineage, with its agent's settings.
 
     Args:
-        id: the agent's; see `agentcache.names`.
-        model: fingerprint of the model its cache belongs to.
-        salt: the salt of its namespace.
+        model: fingerprint.
+        salt: salt of the namespace.
         created: of the agent, in seconds since 1970.
         last_used: of the lineage.
-        adapter: name of the agent's adapter.
-        policy: how it may share.
-        system: text of the agent's system message.
-        producer: who computed the keys and values of its transcript; None for base.
-        transcript: text and tokens.
-        num_saved: tokens whose keys and values are on disk, at most `len(transcript.ids)`.
-        blocks: the blocks of these, one for each of their `spans`.
-        lineage: the lineage's short id, its own within the agent; `FIRST_LINEAGE` for the one an agent begins with.
-        snapshots: of recurrent state on disk, in their order; one that is not there is computed again.
-        residuals: of the adapters that it was used with, an adapter each.
+        producer: KV origin; None for base.
+        num_saved: tokens with KV on disk, at most `len(transcript.ids)`.
+        blocks: one per span of `spans`.
+        lineage: id within the agent.
+        snapshots: recurrent-state checkpoints on disk, ordered; missing ones are recomputed.
+        residuals: one per adapter.
     """
 
     id: str
@@ -108,19 +102,19 @@ class AgentRecord:
 
     @property
     def name(self) -> str:
-        """Names the lineage's files."""
+        """Base name of the lineage's files."""
         return lineage_name(self.id, self.lineage)
 
     @property
     def held(self) -> tuple[NamedBlock, ...]:
-        """Its blocks, those that its snapshots belong to, and its residuals'."""
+        """All blocks: base, checkpoints, residual KV."""
         if not self.snapshots and not self.residuals:
             return self.blocks
         further = (block for residual in self.residuals for block in residual.blocks)
         return (*self.blocks, *(snapshot.block for snapshot in self.snapshots), *further)
 
     def with_blocks_of(self, other: AgentRecord) -> AgentRecord:
-        """The lineage with what another state of it has on disk."""
+        """This lineage with the blocks on disk of another state of it."""
         return replace(
             self,
             num_saved=other.num_saved,
@@ -130,36 +124,31 @@ class AgentRecord:
         )
 
     def without_blocks(self) -> AgentRecord:
-        """The lineage with nothing but its transcript."""
         return replace(self, num_saved=0, blocks=(), snapshots=(), residuals=())
 
     def residual_of(self, cache: str) -> ResidualBlocks | None:
-        """Its residuals in the cache of that name."""
         return next((residual for residual in self.residuals if residual.cache == cache), None)
 
     def without_residual(self, cache: str) -> AgentRecord:
-        """The lineage without its residuals in the cache of that name."""
         return replace(self, residuals=tuple(each for each in self.residuals if each.cache != cache))
 
     def with_residual(self, residual: ResidualBlocks) -> AgentRecord:
-        """The lineage with these residuals in place of those that it had in their cache."""
         others = self.without_residual(residual.cache).residuals
         return replace(self, residuals=(*others, residual))
 
     @property
     def chains(self) -> tuple[str, ...]:
-        """The chain keys of its blocks; those that two lanes share are there twice."""
+        """Chain keys; those shared by two origin paths occur twice."""
         return tuple(block.chain for block in self.blocks)
 
     @property
     def block_names(self) -> list[BlockName]:
-        """All that it needs on disk."""
         return [name for block in self.held for name in block.names]
 
 
 @dataclass(frozen=True)
 class SavedProducer:
-    """A `Producer` in a manifest, whose groups are known by name."""
+    """A `Producer` with group names instead of indices."""
 
     key: str
     start: int
@@ -168,7 +157,7 @@ class SavedProducer:
 
 @dataclass(frozen=True)
 class SavedSnapshot:
-    """A snapshot of recurrent state in a manifest: how many tokens it covers, and the chain key of their last block."""
+    """A recurrent-state checkpoint: tokens covered, chain key of the last block."""
 
     num_tokens: int
     chain: str
@@ -176,15 +165,15 @@ class SavedSnapshot:
 
 @dataclass(frozen=True)
 class SavedCache:
-    """What of a lineage is on disk in one cache; its chains are in the log.
+    """A lineage's data in one cache; the log has the chains.
 
     Args:
-        name: `base`, or what a further cache belongs to, as it stands in its roots (`Namespace.cache`).
-        spec: digest of the cache spec that the chains were made with.
-        groups: names of its cache groups; with the chains they name the block files.
-        num_saved: tokens whose blocks these are.
-        producer: who computed them; None for base.
-        snapshots: of recurrent state, where the last group is the state's; in their order.
+        name: `base`, or `Namespace.cache` of its roots.
+        spec: digest of the cache spec.
+        groups: group names; with chains they give file names.
+        num_saved: tokens on disk.
+        producer: KV origin; None for base.
+        snapshots: ordered checkpoints, if the last group is the state's.
     """
 
     name: str
@@ -196,32 +185,29 @@ class SavedCache:
 
     @property
     def has_state(self) -> bool:
-        """Whether there are recurrent layers."""
         return self.groups[-1:] == (STATE_GROUP,)
 
     @property
     def num_block_groups(self) -> int:
-        """The cache groups that blocks have: all but the state's."""
+        """Number of groups without the state's."""
         return len(self.groups) - self.has_state
 
     def named_snapshots(self) -> tuple[NamedSnapshot, ...]:
-        """The snapshots with their group by index."""
         index = self.num_block_groups
         return tuple(NamedSnapshot(each.num_tokens, each.chain, index) for each in self.snapshots)
 
     def named_producer(self) -> Producer | None:
-        """The producer with its groups by index."""
         if self.producer is None:
             return None
         indices = frozenset(self.groups.index(name) for name in self.producer.groups)
         return Producer(self.producer.key, self.producer.start, indices)
 
     def spans(self) -> list[BlockSpan]:
-        """The blocks that it names, in the order of the log's chains."""
+        """Spans of the blocks, in the order of the log's chains."""
         return spans(self.num_saved, self.named_producer(), self.num_block_groups, has_state=self.has_state)
 
     def block_keys(self, chains: Iterable[str]) -> Iterator[str]:
-        """The keys of the block files of the blocks with these chains, and of its snapshots."""
+        """Keys of the block files with these chains, and of the checkpoints."""
         for block in name_blocks(chains, self.spans()):
             for name in block.names:
                 yield block_key(name.chain, self.groups[name.group])
@@ -231,12 +217,12 @@ class SavedCache:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The manifest's fields: those of `AgentRecord` that do not grow, and where the rest is.
+    """The parts of an `AgentRecord` that do not grow, and the log's end.
 
     Args:
-        caches: what is on disk of each cache, base's first.
+        caches: per cache, base first.
         log: valid end of the transcript log.
-        format_version: of the manifest and of all that it names.
+        format_version: of the manifest and its files.
     """
 
     id: str
@@ -258,16 +244,14 @@ class Manifest:
 
     @property
     def name(self) -> str:
-        """Names the lineage's files."""
         return lineage_name(self.id, self.lineage)
 
     @property
     def base(self) -> SavedCache:
-        """The model's own keys and values."""
         return self.caches[0]
 
     def root_of(self, cache: SavedCache) -> str:
-        """The chain key in front of the lineage's first block in one of its caches."""
+        """Chain key in front of the first block in that cache."""
         return Namespace(self.model, cache.spec, self.salt, cache.name).root
 
 
@@ -277,36 +261,33 @@ _FIELDS = {field.name for field in dataclass_fields(Manifest)} | _OLD_FIELDS | {
 
 
 def as_time(seconds: float) -> float:
-    """The nearest time that a manifest may have, in seconds since 1970: clocks and dates of files may be any."""
+    """Clamp to the allowed times; clocks and file dates may be wrong."""
     return min(max(seconds, 0.0), float(MAX_TIME))
 
 
 def save_producer(producer: Producer | None, groups: tuple[str, ...]) -> SavedProducer | None:
-    """The producer for a manifest with these names of groups."""
     if producer is None:
         return None
     return SavedProducer(producer.key, producer.start, tuple(groups[index] for index in sorted(producer.groups)))
 
 
 def valid_lineage(lineage: str) -> bool:
-    """Whether a lineage may have this id."""
     return _LINEAGE.fullmatch(lineage) is not None
 
 
 def lineage_name(agent_id: str, lineage: str) -> str:
-    """What names a lineage among all of a model: of different agents and lineages never the same."""
+    """Name of a lineage, unique within a model."""
     return agent_id if lineage == FIRST_LINEAGE else f"{agent_id}{_BETWEEN}{lineage}"
 
 
 def agent_of(name: str) -> str:
-    """The id of the agent whose lineage has this name."""
     return name.partition(_BETWEEN)[0]
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The manifest as JSON, with a checksum over all other fields; of this format version, whichever it is read from.
+    """Encode as JSON in the current format version, with a checksum over all other fields.
 
-    Base as the producer and the first lineage go without saying.
+    Base as KV origin and the first lineage are omitted.
     """
     fields = {
         **vars(manifest),
@@ -330,11 +311,11 @@ def _cache_fields(cache: SavedCache) -> dict[str, Any]:
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """The manifest in `data`, of this format version or of version 1.
+    """Parse a manifest of this format version or version 1.
 
     Raises:
-        BlockRejected: it is not byte for byte what was written, or has values that no release writes.
-        FileUnavailable: a newer release wrote it.
+        BlockRejected: changed since written, or values that no release writes.
+        FileUnavailable: of a newer release.
     """
     try:
         fields = json.loads(data)
@@ -352,7 +333,6 @@ def decode_manifest(data: bytes) -> Manifest:
 
 
 def _check_version(fields: Mapping[str, Any]) -> None:
-    """Raise BlockRejected for a version that is none, FileUnavailable for a newer one."""
     version = fields["format_version"]
     if not isinstance(version, str) or not re.fullmatch("[1-9][0-9]{0,3}", version):
         raise BlockRejected(f"the manifest has format version {version!r:.40}")
@@ -360,14 +340,14 @@ def _check_version(fields: Mapping[str, Any]) -> None:
         return
     corrected = (_signed({**fields, "format_version": each}) for each in ("1", str(FORMAT_VERSION)))
     if any(each.startswith(f'{{\n "checksum": "{fields.get("checksum")}"'.encode()) for each in corrected):
-        raise BlockRejected(f"the manifest's format version {version} is damaged")  # a flipped bit makes a newer one
+        raise BlockRejected(f"the manifest's format version {version} is damaged")  # a flipped bit
     raise FileUnavailable(
         f"a newer release wrote the manifest: format version {version}, and {FORMAT_VERSION} is known"
     )
 
 
 def _unknown_fields(fields: Mapping[str, Any]) -> Iterator[str]:
-    """Names of fields that this release does not write; the checksum says that another one did."""
+    """Fields of another release: the checksum matches."""
     yield from fields.keys() - _FIELDS
     caches = fields.get("caches", ())
     for cache in caches if isinstance(caches, list) else ():
@@ -376,13 +356,12 @@ def _unknown_fields(fields: Mapping[str, Any]) -> Iterator[str]:
 
 
 def manifest_of(fields: Mapping[str, Any]) -> Manifest:
-    """The manifest with these fields, whatever their checksum. Raises ValueError, LookupError or TypeError."""
+    """Parse without the checksum. Raises ValueError, LookupError or TypeError."""
     rest = {name: value for name, value in fields.items() if name != "checksum"}
     return _from_fields(_upgraded(rest) if rest["format_version"] == "1" else rest)
 
 
 def _upgraded(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a manifest of version 1, which knew base's cache only."""
     base = {"name": BASE_CACHE, "spec": fields["cache"], "groups": fields["groups"], "num_saved": fields["num_saved"]}
     if "producer" in fields:
         base["producer"] = fields["producer"]
@@ -400,7 +379,6 @@ def _from_fields(fields: Mapping[str, Any]) -> Manifest:
 
 
 def _check_settings(manifest: Manifest) -> None:
-    """Raise ValueError unless an engine that writes manifests could have written these values."""
     _require(_is_text(manifest.id) and is_name(manifest.id), "id", manifest.id)
     _require(_is_text(manifest.lineage) and valid_lineage(manifest.lineage), "lineage", manifest.lineage)
     _require(_is_text(manifest.model), "model", manifest.model)
@@ -428,7 +406,7 @@ def _cache_from(fields: Mapping[str, Any]) -> SavedCache:
     _require(_is_text(cache.spec), "cache spec", cache.spec)
     _require(_is_count(cache.num_saved), "number of saved tokens", cache.num_saved)
     _check_groups(cache.groups)
-    cache.named_producer()  # a ValueError if a group is unknown
+    cache.named_producer()  # ValueError for an unknown group
     return cache
 
 
@@ -458,7 +436,7 @@ def _require(is_valid: bool, what: str, value: object) -> None:
 
 
 def _is_text(value: object) -> bool:
-    """Whether it is a string that UTF-8 can hold: no half of a surrogate pair."""
+    """A string without lone surrogates."""
     if not isinstance(value, str):
         return False
     try:
@@ -477,7 +455,6 @@ def _is_time(value: object) -> bool:
 
 
 def _signed(fields: Mapping[str, Any]) -> bytes:
-    """The fields with the checksum of all but that in front."""
     unsigned = _dump({name: value for name, value in fields.items() if name != "checksum"})
     return f'{{\n "checksum": "{xxhash.xxh3_128_hexdigest(unsigned)}",'.encode() + unsigned[1:]
 

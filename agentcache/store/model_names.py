@@ -1,9 +1,8 @@
 """The names of one model in a cache folder.
 
-A model's folder of agents, its manifests and the roots of its chains of blocks have one name: the model's identity,
-or for older folders a digest that covered more, such as the chat template. ``agents/<name[:16]>/model`` is a label: it
-says whose the folder is by identity, so that it is still found when what the older name covered has changed. A label
-that is gone or unreadable is written anew where the name follows from the model's content.
+A name is in the agent folder, manifests and chain roots: the model's identity or, in older folders, a digest that also
+covered e.g. the chat template. The label ``agents/<name[:16]>/model`` maps a folder to an identity, so that template
+changes do not matter. A lost label is rewritten if the name follows from the model's content.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from agentcache.store.atomic import Fault, replace_file
 from agentcache.store.cache_files import CacheFiles
 from agentcache.store.disk_usage import AGENTS
 
-LABEL = "model"  # not *.json: earlier versions would take that for a manifest
+LABEL = "model"  # earlier versions read *.json as manifests
 _VERSION = 1
 _MAX_BYTES = 1 << 16
 
@@ -31,13 +30,13 @@ log = logging.getLogger("agentcache.store")
 
 @dataclass(frozen=True)
 class ModelNames:
-    """What a model is called.
+    """The names of one model.
 
     Args:
-        current: names its new blocks and agents, 32 hex digits.
-        former: names of other folders with agents of the same model; blocks by these names are not used.
-        others: further names that mean this model, without a folder.
-        identity: of the model by its content, for labels and archives; empty where no folder is to be labelled.
+        current: name for new blocks and agents, 32 hex digits.
+        former: names of other folders with its agents; their blocks are not used.
+        others: further names, without a folder.
+        identity: content identity, for labels and archives; empty to write no labels.
     """
 
     current: str
@@ -46,33 +45,28 @@ class ModelNames:
     identity: str = ""
 
     def __post_init__(self) -> None:
-        # Agents of a former folder are removed once the current one has them: the two must never be the same.
+        # Former agents are deleted once saved under the current name: the folders must differ.
         folders = [folder_of(name) for name in (self.current, *self.former)]
         if len(set(folders)) != len(folders):
             raise BrokenInvariant(f"a folder of agents has two names: {', '.join(folders)}")
 
     @classmethod
     def of(cls, names: ModelNames | str) -> ModelNames:
-        """The names themselves, or those of a model with only one."""
         return cls(names) if isinstance(names, str) else names
 
     def mean(self, name: str, identity: str = "") -> bool:
-        """Whether this is the model of manifests, or of an archive, with that name.
-
-        Args:
-            identity: what an archive says beside the name; empty where it says nothing.
-        """
+        """Whether a manifest or archive is of this model; `identity` is the archive's, or empty."""
         return name in (self.current, *self.former, *self.others) or (identity != "" and identity == self.identity)
 
 
 @dataclass(frozen=True)
 class _Label:
-    """Whose a folder of agents is.
+    """The label of an agent folder.
 
     Args:
-        name: in the folder's manifests.
-        identity: of the model.
-        order: among the folders of this model; the first is the one in use.
+        name: model name in the manifests.
+        identity: content identity of the model.
+        order: among the model's folders; the first is in use.
     """
 
     name: str
@@ -81,15 +75,14 @@ class _Label:
 
 
 def folder_of(name: str) -> str:
-    """The name of the folder of agents of the model with this name."""
     return name[:16]
 
 
 def find_names(cache_dir: Path, identity: str, first: Sequence[str]) -> ModelNames:
-    """What a model is called in a cache folder, which may not be there. Only reads.
+    """A model's names in a cache folder, which may not exist.
 
     Args:
-        identity, first: of the model by its content, as in `ModelFingerprints`.
+        identity, first: as in `ModelFingerprints`.
     """
     files = CacheFiles(cache_dir.resolve())
     labels = [label for label in _labels(files) if label.identity == identity]
@@ -102,10 +95,7 @@ def find_names(cache_dir: Path, identity: str, first: Sequence[str]) -> ModelNam
 
 
 def write_labels(files: CacheFiles, names: ModelNames, fault: Fault) -> None:
-    """Label the folders of the model that have no label; by the holder of the folder's lock.
-
-    What cannot be written is written at a later start.
-    """
+    """Label unlabelled folders, under the folder's lock. A later start retries failures."""
     if not names.identity:
         return
     labels = {label.name: label for label in _labels(files) if label.identity == names.identity}
@@ -119,11 +109,10 @@ def write_labels(files: CacheFiles, names: ModelNames, fault: Fault) -> None:
             replace_file(files, path, _encode(_Label(name, names.identity, order)), LABEL, fault)
         except OSError as error:
             log.warning("cannot write %s: %s", path, error)
-            return  # later ones would get an order before it
+            return  # later labels must not get a lower order
 
 
 def identity_of(files: CacheFiles, folder: str) -> str:
-    """The identity that the label of a folder of agents tells; empty where there is none."""
     return next((label.identity for label in _labels(files) if folder_of(label.name) == folder), "")
 
 
@@ -145,7 +134,7 @@ def _labels(files: CacheFiles) -> list[_Label]:
 def _folders(files: CacheFiles) -> Sequence[str]:
     try:
         return sorted(name for name, _ in files.list_folder(files.root / AGENTS))
-    except OSError:  # a new cache folder; of one that cannot be read, opening the store says so
+    except OSError:  # a new folder, or unreadable: opening the store reports it
         return ()
 
 
@@ -154,7 +143,7 @@ def _has_agents(files: CacheFiles, name: str) -> bool:
         return any(entry.endswith(".json") for entry, _ in files.list_folder(files.root / AGENTS / folder_of(name)))
     except (FileNotFoundError, NotADirectoryError):
         return False
-    except OSError:  # it may have some: opening the store says why they cannot be read
+    except OSError:  # opening the store reports it
         return True
 
 
@@ -164,7 +153,6 @@ def _encode(label: _Label) -> bytes:
 
 
 def _decode(data: bytes) -> _Label:
-    """Raises ValueError, LookupError or TypeError for anything but what `_encode` has written."""
     fields: dict[str, Any] = json.loads(data)
     if not isinstance(fields, dict):
         raise TypeError("it is no object")

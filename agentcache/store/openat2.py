@@ -1,4 +1,4 @@
-"""A file below a folder in one call: on Linux the kernel itself can refuse links on the way (openat2(2), since 5.6)."""
+"""Open a file below a folder without following links: openat2(2), Linux 5.6."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _RESOLVE_NO_SYMLINKS, _RESOLVE_BENEATH = 0x04, 0x08
 
 
 def open_below(folder: int, path: str, flags: int) -> int | None:
-    """A descriptor of what is there; None where this way does not lead to it, for whatever reason.
+    """Open a file; return a descriptor, or None on any failure.
 
     Args:
-        path: of the file, from the folder on.
-        flags: as for `os.open`, of an open that makes no file.
+        path: relative to `folder`.
+        flags: of `os.open`, without O_CREAT.
     """
     if sys.platform != "linux":
         return None
@@ -29,7 +29,6 @@ def open_below(folder: int, path: str, flags: int) -> int | None:
 
 @cache
 def _how(flags: int) -> bytes:
-    """`struct open_how`."""
     return struct.pack("=QQQ", flags, 0, _RESOLVE_NO_SYMLINKS | _RESOLVE_BENEATH)
 
 

@@ -1,7 +1,7 @@
-"""`precision.json` in the cache folder: in how many bits the keys and values of each model are kept.
+"""`precision.json` in the cache folder: KV precision of each model.
 
-What was measured once holds for all starts, so that they find each other's blocks. A damaged file counts for nothing;
-then it is measured again. One that cannot be read now ends the start: another precision would give up all blocks.
+One measurement holds for all starts, so that they share blocks. A damaged file is ignored, and precision is measured
+again. An unavailable one ends the start, since another precision would lose all blocks.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from agentcache.store.atomic import Fault, as_store_error, replace_file
 from agentcache.store.cache_files import CacheFiles, WrongFile
 
 NAME = "precision.json"
-_VERSION = 1  # of the file; a choice stands, however the next one would be measured
+_VERSION = 1  # of the file; a choice outlives changes in how it is measured
 _MAX_BYTES = 1 << 20
 
 
 def read_precision(cache_dir: Path, fingerprint: str) -> Precision | None:
-    """What was chosen for the model of this fingerprint; None where nothing was, or nothing that makes sense.
+    """The precision chosen for a model; None without a valid choice.
 
     Raises:
-        FileUnavailable: the file cannot be read now, or a newer release wrote it.
+        FileUnavailable: cannot be read now, or of a newer release.
     """
     try:
         return Precision.of(_read(cache_dir)[fingerprint])
@@ -34,11 +34,11 @@ def read_precision(cache_dir: Path, fingerprint: str) -> Precision | None:
 
 
 def write_precision(cache_dir: Path, fingerprint: str, precision: Precision, fault: Fault = lambda step: None) -> None:
-    """Keep what was chosen; by who holds the folder's lock.
+    """Save a choice, under the folder's lock.
 
     Raises:
-        FileUnavailable: as `read_precision`; the file stays as it is.
-        StoreError: the disk is full, say.
+        FileUnavailable: as `read_precision`; the file is not touched.
+        StoreError: write failed.
     """
     if read_precision(cache_dir, fingerprint) == precision:
         return

@@ -1,4 +1,4 @@
-"""A lineage whose manifest or log is damaged, from what the other one and the checksums prove. Touches no file."""
+"""Rebuild a lineage with a damaged manifest or log from its proven parts. Touches no file."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from agentcache.store.transcript_log import Content, SalvagedLog, salvage_log
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """A lineage as far as it is proven.
+    """The proven part of a lineage.
 
     Args:
-        manifest: its log's end is that of the proven part.
-        lost: what is not proven, for the log; empty if nothing is.
-        is_cut: whether its log has bytes behind the proven part.
+        manifest: its log end is that of the proven part.
+        lost: unproven parts, for logging; may be empty.
+        is_cut: whether the log continues behind the proven part.
     """
 
     manifest: Manifest
@@ -34,10 +34,10 @@ class Rebuilt:
 
 
 def read_hint(data: bytes, name: str, model: str) -> Manifest | None:
-    """What a damaged manifest still says, if that can be of the lineage of this name. None of it is proven.
+    """Parse a damaged manifest, unproven; None if it is not the named lineage's.
 
     Args:
-        model: what the fingerprint of its model begins with.
+        model: prefix of the fingerprint.
     """
     with suppress(ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
         hint = manifest_of(json.loads(data))
@@ -56,17 +56,16 @@ def rebuild(
     *,
     is_sound: bool,
 ) -> Rebuilt | None:
-    """The lineage from the log that proves most; None if no log proves anything.
+    """Rebuild from the log that proves most; None if no log proves anything.
 
     Args:
-        model: what the fingerprint of its model begins with.
-        hint: its manifest, or what `read_hint` reads of a damaged one.
-        logs: the contents of its logs.
-        time: in seconds since 1970, for a lineage of which no manifest tells when it was used.
+        model: prefix of the fingerprint.
+        hint: manifest, or result of `read_hint`.
+        time: time of use if no manifest has one, in seconds since 1970.
         is_sound: whether the manifest is proven.
 
     Raises:
-        FileUnavailable: a newer release wrote one of the logs.
+        FileUnavailable: a log is of a newer release.
     """
     end = None if hint is None else hint.log
     found = [salvage_log(data, name, model, end) for data in logs]
@@ -91,7 +90,6 @@ def rebuild(
 def _as_proven(
     settings: Manifest, served: ServedCache, salvaged: SalvagedLog, *, is_sound: bool
 ) -> tuple[Manifest, Content]:
-    """The lineage with these settings, and with the caches that the log proves."""
     salts = [settings.salt] if is_sound or not settings.salt else [settings.salt, ""]
     for salt in salts:
         manifest = replace(settings, salt=salt, log=salvaged.end)
@@ -108,7 +106,7 @@ def _blank(served: ServedCache) -> SavedCache:
 
 
 def _bare_manifest(name: str, served: ServedCache, salvaged: SalvagedLog, time: float) -> Manifest:
-    """What the name and the log say. Adapter, policy and salt, which only a manifest has, are those of a new agent."""
+    """Adapter, policy and salt are only in manifests: use a new agent's."""
     return Manifest(
         id=agent_of(name),
         model=salvaged.model,
@@ -126,7 +124,7 @@ def _bare_manifest(name: str, served: ServedCache, salvaged: SalvagedLog, time: 
 def _proven_caches(
     manifest: Manifest, served: ServedCache, salvaged: SalvagedLog
 ) -> tuple[tuple[SavedCache, ...], dict[str, tuple[str, ...]]]:
-    """The caches whose blocks are those of the log's tokens, base's first, and their chains."""
+    """Caches whose chains match the tokens, base first, and their chains."""
     content, ids = salvaged.content, salvaged.content.transcript.ids
     base, *further = manifest.caches
     known = {} if salvaged.format_version == 1 else content.chains
@@ -148,7 +146,7 @@ def _proven_caches(
 def _bases(
     manifest: Manifest, served: ServedCache, ids: Sequence[int], chains: tuple[str, ...]
 ) -> Iterator[SavedCache]:
-    """What base's cache may be: as stated, or of the served spec; of the log's tokens but for the last ones."""
+    """Candidates for base's cache: as stated, then of the served spec; all tokens, then fewer."""
     stated, blank, num_tokens = manifest.base, _blank(served), len(ids)
     yield stated
     for cache in (stated, replace(blank, producer=stated.producer), blank):
@@ -164,7 +162,6 @@ def _bases(
 def _proven_chains(
     manifest: Manifest, cache: SavedCache, ids: Sequence[int], chains: tuple[str, ...]
 ) -> tuple[str, ...] | None:
-    """The chains of the cache's blocks, if the log has them; None if it has others."""
     if type(cache.num_saved) is not int or not 0 <= cache.num_saved <= len(ids):
         return None
     layout = cache.spans()
@@ -176,7 +173,7 @@ def _proven_chains(
 
 
 def _proven_blocks(manifest: Manifest, cache: SavedCache, ids: Sequence[int], chains: tuple[str, ...]) -> int:
-    """How many of the cache's first blocks, all of base, have the chains that the log has."""
+    """Number of leading base blocks that match the tokens."""
     pairs = zip(chain_keys(manifest.root_of(cache), ids, cache.spans()), chains, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 

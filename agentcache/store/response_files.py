@@ -1,11 +1,8 @@
-"""Stored responses of `/v1/responses`: one file of lines an agent, beside its transcripts.
+"""Stored responses of `/v1/responses`: one file per agent, ``agents/<model>/<id>.responses``.
 
-``agents/<model>/<id>.responses``. Each line is a checksum and a JSON object: a response, what it repeats of its
-request, and the request's items. Values that several responses share stand in the first line that has them; the others
-name their digests. A line that is torn or damaged is left out, and gone after the next write.
-
-The ids of responses and items begin with a tag of their agent, so that no index of all files is needed. They are
-compared, and never become part of a path.
+A line is a checksum and a JSON object: response, fields that echo the request, and the request's items. Shared values
+are in the first line that uses them; later lines have their digests. Damaged lines are skipped; the next write drops
+them. Ids of responses and items contain a tag of their agent, so no index is needed. Ids never become part of a path.
 """
 
 from __future__ import annotations
@@ -32,14 +29,13 @@ from agentcache.store.cache_files import CacheFiles, WrongFile
 from agentcache.store.disk_usage import DiskUsage
 
 SUFFIX = ".responses"
-MOST_BYTES = 32 << 20  # of an agent's file
+MOST_BYTES = 32 << 20  # per agent
 MOST_LINE_BYTES = MOST_BYTES // 2
-_MOST_RAM_BYTES = 2 * MOST_BYTES  # of the files whose content is in RAM
-# These bounds hold for `_weight`, too, so that RAM holds at most so many times as much: a byte of text takes a byte
-# there, but a line of empty lists 25 times its length.
+_MOST_RAM_BYTES = 2 * MOST_BYTES
+# The bounds also limit `_weight`, hence RAM: text takes its length, but a line of empty lists 25 times its length.
 _RAM_PER_BYTE = 4
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
-# Of a list, an object, each of its entries and what stands behind a comma, in bytes.
+# RAM of a list, an object, an entry, a value behind a comma.
 _VALUE_BYTES = {b"[": 64, b"{": 64, b":": 128, b",": 72}
 _TAG = re.compile(r"[a-z]{2,8}_([0-9a-f]{8})[0-9a-f]{24}")
 _CHECKSUM_CHARS = 32
@@ -48,17 +44,17 @@ Item = Mapping[str, Any]
 
 
 class TooLarge(StoreError):
-    """A response is longer than a line may be."""
+    """A response exceeds a line's limit."""
 
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response as it was answered.
+    """A response as sent to the client.
 
     Args:
-        body: its fields: `id`, `previous_response_id`, `output` and the rest, JSON values only.
-        echo: further fields, which repeat its request.
-        input: the request's items; none of them is a reference.
+        body: `id`, `previous_response_id`, `output` etc.; JSON values.
+        echo: fields that repeat the request.
+        input: items of the request, references resolved.
     """
 
     body: Mapping[str, Any]
@@ -71,7 +67,6 @@ class StoredResponse:
 
     @property
     def previous(self) -> str | None:
-        """The id of the response that it continues."""
         previous = self.body.get("previous_response_id")
         return previous if isinstance(previous, str) else None
 
@@ -82,13 +77,13 @@ class StoredResponse:
 
 @dataclass(frozen=True)
 class Continued:
-    """What a request refers to.
+    """Stored data that a request refers to.
 
     Args:
-        agent: of the response that it continues, or else of the first item; None where it refers to nothing.
-        responses: the one that it continues and those before it, the oldest first.
-        items: those that it refers to, by id.
-        missing: ids that are not stored, that of a response first.
+        agent: of the continued response, else of the first item; None without references.
+        responses: continued response and predecessors, oldest first.
+        items: by id.
+        missing: ids that are not stored; a response's first.
     """
 
     agent: str | None = None
@@ -97,18 +92,13 @@ class Continued:
     missing: tuple[str, ...] = ()
 
     def history(self) -> Iterator[Item]:
-        """The items of the conversation so far."""
         for response in self.responses:
             yield from response.input
             yield from response.output
 
 
 def new_id(prefix: str, agent: str | None) -> str:
-    """An id for a response or one of its items, as `prefix_…`.
-
-    Args:
-        agent: the agent that it will be stored with.
-    """
+    """An id `prefix_…` for a response or item, tagged with its agent."""
     return f"{prefix}_{_tag(agent or '')}{secrets.token_hex(12)}"
 
 
@@ -118,15 +108,14 @@ def _tag(agent: str) -> str:
 
 @dataclass
 class _Content:
-    """What an agent's file holds.
+    """Parsed content of an agent's file.
 
     Attributes:
-        responses: by id, the oldest first.
+        responses: by id, oldest first.
         items: output items by id.
-        values: those that lines name, by digest.
+        values: shared values by digest.
         num_bytes: length of the file.
-        weight: of its lines.
-        is_whole: whether each of its lines can be read.
+        is_whole: whether all lines are valid.
     """
 
     responses: dict[str, StoredResponse] = field(default_factory=dict)
@@ -137,7 +126,7 @@ class _Content:
     is_whole: bool = True
 
     def line_of(self, response: StoredResponse) -> bytes:
-        """The line for a response; the values that no line before it has are known then."""
+        """Encode a response; adds its new values to `values`."""
         new: dict[str, Any] = {}
 
         def named(value: Any) -> str:
@@ -152,7 +141,7 @@ class _Content:
         return b"%s %s\n" % (_checksum(line), line)
 
     def read(self, line: bytes) -> None:
-        """Take a line. Raises ValueError, LookupError or TypeError for what is none."""
+        """Parse a line. Raises ValueError, LookupError or TypeError."""
         text = line[_CHECKSUM_CHARS + 1 :]
         if line[: _CHECKSUM_CHARS + 1] != _checksum(text) + b" ":
             raise ValueError("its checksum does not match")
@@ -168,23 +157,19 @@ class _Content:
         self.put(response, weight)
 
     def put(self, response: StoredResponse, weight: int) -> None:
-        """Know a response, whose line the file has."""
         self.weight += weight
         self.responses[response.id] = response
         self.items |= {item["id"]: item for item in response.output if isinstance(item.get("id"), str)}
 
 
 class ResponseFiles:
-    """The stored responses of one model's agents; the only reader and writer of their files. Belongs to one thread.
+    """The stored responses of one model's agents; the only reader and writer of their files. One thread.
 
     Args:
-        files: the way to them.
-        folder: the agents' folder, whose files `usage` knows.
-        usage: keeps the sizes and the budget.
-        fault: called at each step of the write path.
-        is_saved: whether an agent of that id is on disk.
-        former: agents' folders with former names of the model. Their files are moved to `folder`, except those of
-            agents that have a file there; these go with their agent.
+        folder: the agents' folder, adopted by `usage`.
+        is_saved: whether that agent is on disk.
+        former: folders with former names of the model. Their files move to `folder`, except if the agent has one there;
+            these are removed with the agent.
     """
 
     def __init__(
@@ -198,8 +183,8 @@ class ResponseFiles:
     ) -> None:
         self._files, self._folder, self._usage, self._fault = files, folder, usage, fault
         self._is_saved, self._former = is_saved, former
-        self._agents: set[str] = set()  # that have a file
-        self._agents_of: defaultdict[str, set[str]] = defaultdict(set)  # the same, by tag
+        self._agents: set[str] = set()
+        self._agents_of: defaultdict[str, set[str]] = defaultdict(set)  # by tag
         for agent in self._listed(folder):
             self._know(agent)
         self._contents: OrderedDict[str, _Content] = OrderedDict()
@@ -207,7 +192,6 @@ class ResponseFiles:
             self._move_from(each)
 
     def _listed(self, folder: Path) -> set[str]:
-        """The agents that have a file in a folder."""
         names = (os.path.basename(path) for path in self._usage.paths(folder) if path.endswith(SUFFIX))
         return {
             agent
@@ -220,7 +204,7 @@ class ResponseFiles:
         for agent in sorted(self._listed(folder)):
             source, target = folder / f"{agent}{SUFFIX}", self._path(agent)
             if agent.casefold() not in known:
-                with suppress(OSError):  # the next start tries again
+                with suppress(OSError):  # the next start retries
                     self._files.rename(source, target)
                     self._usage.forget(source)
                     self._usage.refresh(target)
@@ -238,14 +222,14 @@ class ResponseFiles:
     # --- reading ---
 
     def find(self, response_id: str) -> tuple[str, StoredResponse] | None:
-        """The response of that id and its agent. Raises StoreError where a file cannot be read now."""
+        """The response and its agent. Raises StoreError if a file cannot be read."""
         for agent, content in self._tagged(response_id):
             if (found := content.responses.get(response_id)) is not None:
                 return agent, found
         return None
 
     def continued(self, previous: str | None, item_ids: Sequence[str]) -> Continued:
-        """What a request refers to: a response that it continues, and items. Raises StoreError as `find`."""
+        """Resolve a request's references. Raises StoreError."""
         agents, responses, items, missing = list[str](), list[StoredResponse](), dict[str, Item](), list[str]()
         seen = set[str]()
         while previous is not None and previous not in seen:
@@ -284,7 +268,7 @@ class ResponseFiles:
         return self._contents[agent]
 
     def _keep_bound(self) -> None:
-        """Drop contents that were used longest ago from RAM."""
+        """Drop least recently used contents."""
         rest = sum(each.weight for each in self._contents.values()) - _MOST_RAM_BYTES
         while rest > 0 and len(self._contents) > 1:
             _, dropped = self._contents.popitem(last=False)
@@ -314,14 +298,14 @@ class ResponseFiles:
     # --- writing ---
 
     def add(self, agent: str, response: StoredResponse) -> int:
-        """Store a response of an agent that is on disk; durable on return. Returns the bytes written.
+        """Store a response durably; return the bytes written.
 
-        Where the file would be too long, conversations that were continued longest ago leave it.
+        If the file is full, the least recently continued conversations are dropped.
 
         Raises:
-            TooLarge: the response alone is.
-            DiskBudgetExceeded: it does not fit; nothing has changed.
-            StoreError: it could not be written, or the agent is not on disk.
+            TooLarge: the response alone is too long.
+            DiskBudgetExceeded: nothing has changed.
+            StoreError: write failed, or the agent is not on disk.
         """
         if not self._is_saved(agent):
             raise StoreError(f"agent {agent} is not on disk")
@@ -338,17 +322,17 @@ class ResponseFiles:
                 return self._rewrite(agent, [*content.responses.values(), response])
             try:
                 self._append(agent, content, line)
-            except FileNotFoundError:  # the file has been removed
+            except FileNotFoundError:  # the file was removed
                 return self._rewrite(agent, [*content.responses.values(), response])
         except BaseException:
-            self._contents.pop(agent, None)  # the next use reads the file again
+            self._contents.pop(agent, None)  # reread at next use
             raise
         content.put(response, weight)
         self._keep_bound()
         return len(line)
 
     def delete(self, response_id: str) -> bool:
-        """Forget a response; whether there was one. Raises StoreError, OSError."""
+        """Delete a response; return whether it existed. Raises StoreError, OSError."""
         found = self.find(response_id)
         if found is None:
             return False
@@ -361,7 +345,6 @@ class ResponseFiles:
         return True
 
     def remove(self, agent: str) -> None:
-        """Remove an agent's file, if there is one. Raises OSError."""
         self._contents.pop(agent, None)
         for folder in self._former:
             self._usage.remove(folder / f"{agent}{SUFFIX}")
@@ -371,7 +354,7 @@ class ResponseFiles:
             self._forget(agent)
 
     def remove_orphans(self) -> None:
-        """Remove the files of agents that are not on disk any more. Raises OSError."""
+        """Remove files of agents that are not on disk. Raises OSError."""
         for agent in sorted(self._agents):
             if not self._is_saved(agent):
                 self.remove(agent)
@@ -388,14 +371,14 @@ class ResponseFiles:
         self._usage.record_written(path, content.num_bytes, len(line))
 
     def _rewrite(self, agent: str, responses: Iterable[StoredResponse]) -> int:
-        """Replace an agent's file by one with these responses; returns the bytes written."""
+        """Replace the agent's file; return the bytes written."""
         content, path = _Content(), self._path(agent)
         lines = []
         for response in responses:
             lines.append(content.line_of(response))
             content.put(response, _weight(lines[-1]))
         data = b"".join(lines)
-        if (added := len(data) - self._usage.size_of(path)) > 0:  # one that gets shorter makes room
+        if (added := len(data) - self._usage.size_of(path)) > 0:  # a shorter file needs no room
             self._usage.require(added)
         self._know(agent)
         self._contents.pop(agent, None)
@@ -415,11 +398,10 @@ class ResponseFiles:
 
 
 def _latest(content: _Content, continued: str | None) -> list[StoredResponse]:
-    """The responses that stay when a file is written anew, in half of its bound: whole conversations, the latest first.
+    """Whole conversations that fit half of the bound, latest first.
 
     Args:
-        continued: the response that is about to be continued; its conversation goes first. If that is too long alone,
-            its latest responses stay.
+        continued: response about to be continued; its conversation is first, and cut if too long.
     """
     chosen: set[str] = set()
     room, sizes = MOST_BYTES // 2, _Content()
@@ -438,7 +420,6 @@ def _latest(content: _Content, continued: str | None) -> list[StoredResponse]:
 
 
 def _chain(content: _Content, newest: StoredResponse, known: set[str]) -> Iterator[StoredResponse]:
-    """A response and those that it continues, as far as they are stored here and not `known`."""
     seen: set[str] = set()
     response: StoredResponse | None = newest
     while response is not None and response.id not in known and response.id not in seen:
@@ -452,7 +433,7 @@ def _dump(value: Any) -> str:
 
 
 def _weight(line: bytes) -> int:
-    """The length of a line, or what it takes of RAM by `_RAM_PER_BYTE`, whichever is more."""
+    """Length of a line or, if larger, its RAM divided by `_RAM_PER_BYTE`."""
     values = _STRING.sub(b"", line)
     return max(len(line), sum(values.count(mark) * size for mark, size in _VALUE_BYTES.items()) // _RAM_PER_BYTE)
 

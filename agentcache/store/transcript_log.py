@@ -1,8 +1,8 @@
-"""The append-only log of one agent's transcript.
+"""The append-only transcript log of one lineage.
 
-Every line is one JSON record behind the checksum of all lines up to and including it, so that a flipped bit, a lost
-line or another agent's log cannot pass. The first record names the agent; each later one says how much of what was
-there before it keeps and what it adds. So a turn appends what the turn added, however long the transcript is.
+Each line is a JSON record behind a checksum over all lines so far; this detects flipped bits, lost lines and foreign
+logs. The first record names the agent. Later ones state how much content stays and what is added: a turn appends only
+its changes.
 """
 
 from __future__ import annotations
@@ -29,13 +29,11 @@ _EMPTY = Transcript("", array("I"), array("I"), ())
 
 @dataclass(frozen=True)
 class Content:
-    """All of an agent that grows with its transcript.
+    """All data of a lineage that grows with its transcript.
 
     Args:
-        transcript: text, token ids, ends and spans.
-        chains: by the name of the cache, the chain key of each of its blocks, lane by lane (`blocks.lanes.spans`);
-            caches without any are not in it.
-        system: the agent's system text.
+        chains: chain keys by cache, in the order of `blocks.lanes.spans`; no empty entries.
+        system: text of the system message.
     """
 
     transcript: Transcript
@@ -48,12 +46,12 @@ EMPTY = Content(_EMPTY, {}, None)
 
 @dataclass(frozen=True)
 class LogEnd:
-    """Where a log's valid part ends; stands in the manifest.
+    """End of a log's valid part, as in the manifest.
 
     Args:
-        generation: number of the log file; a compacted log is a new generation.
-        num_bytes: length of the valid part; bytes after it do not count.
-        checksum: the checksum of its last line, which covers all lines.
+        generation: number of the log file; compaction starts a new one.
+        num_bytes: length of the valid part; later bytes are ignored.
+        checksum: of the last line, over all lines.
     """
 
     generation: int
@@ -62,12 +60,11 @@ class LogEnd:
 
 
 def least_bytes(content: Content) -> int:
-    """A log of `content` is longer than this."""
+    """Lower bound of a log's length."""
     return 10 * len(content.transcript) + content.transcript.num_chars
 
 
 def start_log(agent_id: str, model: str, generation: int, content: Content) -> tuple[bytes, LogEnd]:
-    """A whole log that holds `content` and nothing else, and its end."""
     head = _line("", _first_record(agent_id, model, generation, FORMAT_VERSION))
     end = LogEnd(generation, len(head), _checksum_of(head))
     tail, end = extend_log(end, EMPTY, content)
@@ -75,17 +72,17 @@ def start_log(agent_id: str, model: str, generation: int, content: Content) -> t
 
 
 def extend_log(end: LogEnd, old: Content, new: Content) -> tuple[bytes, LogEnd]:
-    """The bytes that, appended at `end`, turn a log of `old` into one of `new`, and the new end."""
+    """Bytes that, appended at `end`, turn a log of `old` into one of `new`, and the new end."""
     line = _line(end.checksum, _changes(old, new))
     return line, LogEnd(end.generation, end.num_bytes + len(line), _checksum_of(line))
 
 
 def parse_log(data: bytes, agent_id: str, model: str, end: LogEnd, format_version: int = FORMAT_VERSION) -> Content:
-    """The content that the valid part of a log describes. The manifest says of which format version it is.
+    """Parse the valid part of a log.
 
     Raises:
-        BlockRejected: it is not the log that ends at `end`, of that agent and model.
-        FileUnavailable: a newer release wrote it.
+        BlockRejected: not the log of that agent and model with that end.
+        FileUnavailable: of a newer release.
     """
     try:
         return _parse_log(data, agent_id, model, end, format_version)
@@ -111,14 +108,12 @@ def _parse_log(data: bytes, agent_id: str, model: str, end: LogEnd, format_versi
 
 @dataclass(frozen=True)
 class SalvagedLog:
-    """What the checksums of a log prove, whatever its manifest says.
+    """The part of a log that its checksums prove.
 
     Args:
-        end: where the proven part ends.
-        content: as of there.
-        lost_bytes: those behind it.
-        format_version: of its records.
-        model: fingerprint of the model that it is of.
+        end: end of the proven part.
+        lost_bytes: bytes behind it.
+        model: fingerprint.
     """
 
     end: LogEnd
@@ -129,14 +124,14 @@ class SalvagedLog:
 
 
 def salvage_log(data: bytes, agent_id: str, model: str, end: LogEnd | None) -> SalvagedLog | None:
-    """The longest beginning of a log that is proven; None where that holds no content of the agent and model.
+    """The longest proven prefix of a log; None without content of that agent and model.
 
     Args:
-        model: what the fingerprint of its model begins with.
-        end: where it ends, if a manifest says so; a log without a record that ends there is read to its last.
+        model: prefix of the fingerprint.
+        end: as a manifest states; if no record ends there, the whole log is read.
 
     Raises:
-        FileUnavailable: a newer release wrote it.
+        FileUnavailable: of a newer release.
     """
     _refuse_newer(data)
     texts = _proven_texts(data[: end.num_bytes] if end is not None else data)
@@ -172,7 +167,7 @@ def _checksum_of(line: bytes) -> str:
 
 
 def _records(data: bytes, end: LogEnd) -> Iterator[Any]:
-    """The record of each line in front of `end`, one at a time. Raises BlockRejected, at last for a wrong end."""
+    """The records up to `end`. Raises BlockRejected, even after the last one."""
     checksum, begin, count = "", 0, 0
     while (stop := data.find(b"\n", begin, end.num_bytes)) >= 0:
         line, begin, count = data[begin:stop], stop + 1, count + 1
@@ -187,20 +182,13 @@ def _records(data: bytes, end: LogEnd) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class _Texts:
-    """The records of the beginning of a log that its checksums prove, as JSON.
-
-    Args:
-        num_bytes: of that beginning.
-        checksum: its last one.
-    """
-
     lines: Sequence[bytes]
     num_bytes: int
     checksum: str
 
 
 def _proven_texts(data: bytes) -> _Texts:
-    """A line's checksum covers all before it, so the last one that matches proves them all."""
+    """A checksum covers all earlier lines, so the last match proves them."""
     checksum, end = "", 0
     texts: list[bytes] = []
     proven, proven_end, proven_checksum = 0, 0, ""
@@ -213,7 +201,6 @@ def _proven_texts(data: bytes) -> _Texts:
 
 
 def _refuse_newer(data: bytes) -> None:
-    """Raise FileUnavailable for a log whose first record is sound and of a newer format version."""
     head = _proven_texts(data[: data.find(b"\n") + 1])
     for text in head.lines:
         with suppress(ValueError, LookupError, TypeError, RecursionError):
@@ -230,9 +217,9 @@ def _first_record(agent_id: str, model: str, generation: int, format_version: in
 
 
 def _changes(old: Content, new: Content) -> dict[str, Any]:
-    """What turns `old` into `new`. `keep` counts the tokens, characters and spans that stay.
+    """The record that changes `old` to `new`.
 
-    Of each cache whose chains differ: how many stay, and those that follow.
+    `keep`: tokens, characters and spans that stay. Per changed cache: number of chains that stay, and added ones.
     """
     changes = _changed_words(old.transcript, new.transcript)
     changes["chains"] = dict(_changed_chains(old.chains, new.chains))
@@ -240,7 +227,7 @@ def _changes(old: Content, new: Content) -> dict[str, Any]:
 
 
 def _changed_words(old: Transcript, new: Transcript) -> dict[str, Any]:
-    if old is new:  # only blocks have come or gone; it need not be in RAM
+    if old is new:  # only blocks changed; the transcript may not be in RAM
         return {"keep": [len(new), new.num_chars, new.num_spans], "ids": "", "ends": "", "text": "", "spans": ()}
     before, after = old.content(), new.content()
     tokens = min(_common_tokens(before.ids, after.ids), _common_tokens(before.ends, after.ends))
@@ -274,7 +261,7 @@ def _common_tokens(a: array[int], b: array[int]) -> int:
 
 
 def _common_characters(a: str, b: str) -> int:
-    """Length of the common prefix, by bisection: slices compare at the speed of memcmp."""
+    """Length of the common prefix, by bisection: slices compare as fast as memcmp."""
     if b.startswith(a):
         return len(a)
     low, high = 0, min(len(a), len(b))
@@ -301,7 +288,6 @@ def _unpack(packed: str) -> array[int]:
 
 
 def _upgraded(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record of version 1, which had one list of chains, base's."""
     *keep, num_chains = record["keep"]
     return {**record, "keep": keep, "chains": {BASE_CACHE: [num_chains, record["chains"]]}}
 
@@ -329,14 +315,13 @@ def _replay(records: Iterable[Mapping[str, Any]]) -> Content:
 
 
 class _Text:
-    """A text that grows and shrinks at its end, in time that is linear in what is appended."""
+    """A text that changes at its end, in time linear in the appended length."""
 
     def __init__(self) -> None:
-        self._parts: list[tuple[str, int]] = []  # with the characters that count of each
+        self._parts: list[tuple[str, int]] = []  # text, number of valid characters
         self._length = 0
 
     def keep(self, length: int) -> None:
-        """Drop all but the first `length` characters."""
         if type(length) is not int or not 0 <= length <= self._length:
             raise ValueError(f"{length!r:.40} of {self._length} characters are kept")
         while self._length > length:
@@ -356,7 +341,6 @@ class _Text:
 
 
 def _kept(count: int, items: Sequence[Any]) -> int:
-    """How many of the items a record keeps."""
     if type(count) is not int or not 0 <= count <= len(items):
         raise ValueError(f"{count!r:.40} of {len(items)} items are kept")
     return count

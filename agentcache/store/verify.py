@@ -1,8 +1,7 @@
-"""Whether everything in a cache folder is what it says it is. Only reads, needs no model, and may run beside a server.
+"""Verify all files in a cache folder. Read-only; needs no model; may run beside a server.
 
-A second reader on purpose: it recomputes every key and checksum from the content, whichever model wrote the file, and
-finds the tensors by what the file says of them. Files of format version 1 are sound too; the next start removes their
-blocks.
+Deliberately an independent reader: it recomputes keys and checksums from content, for any model. Format version 1 is
+valid, though the next start removes its blocks.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ T = TypeVar("T")
 
 MAX_BLOCK_BYTES = 1 << 30
 MAX_LOG_BYTES = 1 << 32
-MAX_HEADER_BYTES = 1 << 20  # of a block's file
+MAX_HEADER_BYTES = 1 << 20
 
 _CHECKSUM = '"checksum":"{}"'
 _VERSIONS = ("1", "2")
@@ -45,16 +44,14 @@ _ITEM_BYTES = {"F32": 4, "U32": 4, "I32": 4, "I64": 8, "F16": 2, "BF16": 2, "U8"
 
 @dataclass(frozen=True)
 class FolderReport:
-    """What a cache folder holds.
+    """Summary of a cache folder.
 
     Args:
-        blocks, agents: sound ones; an agent counts once, however many lineages it has.
-        missing_blocks: named by an agent and not there; they went for want of room, and would be computed again. None
-            are counted where a folder of blocks cannot be read.
-        unnamed_blocks: of no agent; a crash leaves them, and the next start removes them.
-        problems: one sentence for each file that was read and is not what it should be.
-        unavailable: one sentence for each file or folder that cannot be read now, or that a newer release wrote;
-            whether it is sound is not known.
+        blocks, agents: number of valid ones.
+        missing_blocks: evicted blocks that agents name; 0 if a block folder is unavailable.
+        unnamed_blocks: blocks without an agent, left by a crash; the next start removes them.
+        problems: one sentence per damaged file.
+        unavailable: one per file or folder that cannot be read now, or of a newer release.
     """
 
     blocks: int
@@ -66,7 +63,7 @@ class FolderReport:
 
 
 def verify_folder(cache_dir: Path) -> FolderReport:
-    """Read and recompute every block, manifest and transcript below `cache_dir`. Files that vanish do not count."""
+    """Verify every block, manifest and transcript. Files that vanish are ignored."""
     findings = _Findings([], [])
     files = CacheFiles(cache_dir.resolve())
     blocks = _list(files, "blocks", ".safetensors", findings)
@@ -87,9 +84,9 @@ def verify_folder(cache_dir: Path) -> FolderReport:
 
 
 def find_unavailable(cache_dir: Path) -> list[str]:
-    """One sentence for each folder, manifest and log that cannot be read now, or that a newer release wrote.
+    """One sentence per folder, manifest or log that cannot be read now, or of a newer release.
 
-    A quick look: no block is read, and of a log its first byte.
+    Fast: reads no blocks, and one byte of each log.
     """
     findings = _Findings([], [])
     files = CacheFiles(cache_dir.resolve())
@@ -108,7 +105,7 @@ def _open_lineage(files: CacheFiles, path: Path) -> None:
 
 @dataclass(frozen=True)
 class _Lineage:
-    """A sound lineage of an agent: model and id of the agent, and the keys of the blocks that the lineage names."""
+    """A valid lineage; `agent` is model and id."""
 
     agent: tuple[str, str]
     block_keys: frozenset[str]
@@ -116,14 +113,11 @@ class _Lineage:
 
 @dataclass(frozen=True)
 class _Findings:
-    """What is wrong, and what cannot be read."""
-
     problems: list[str]
     unavailable: list[str]
 
 
 def _list(files: CacheFiles, kind: str, suffix: str, findings: _Findings) -> list[Path]:
-    """The files of that kind in the folders of `kind`; folders that cannot be listed are findings."""
     found: list[Path] = []
     for folder in _entries(files, files.root / kind, findings, lambda name, is_folder: is_folder):
         entries = _entries(files, folder, findings, lambda name, is_folder: name.endswith(suffix))
@@ -145,7 +139,7 @@ def _entries(
 
 
 def _sound(paths: Iterable[Path], examine: Callable[[Path], T], findings: _Findings) -> Iterator[T]:
-    """What `examine` finds in the files that are sound; the others are findings."""
+    """Results of `examine`; failures become findings."""
     for path in paths:
         try:
             yield examine(path)
@@ -156,13 +150,12 @@ def _sound(paths: Iterable[Path], examine: Callable[[Path], T], findings: _Findi
         except FileUnavailable as error:
             findings.unavailable.append(f"{path.parent.name}/{path.name}: {error}")
         except (OSError, MemoryError) as error:
-            named = getattr(error, "filename", None)  # of a lineage it may be the log
+            named = getattr(error, "filename", None)  # may be the log
             file = Path(named) if isinstance(named, str) else path
             findings.unavailable.append(f"{path.parent.name}/{CacheFiles.describe(file, error)}")
 
 
 def _examine_block(files: CacheFiles, path: Path) -> str:
-    """The key of the block in the file, which has to be the file's name."""
     try:
         key = examine_block(files.read(path, MAX_BLOCK_BYTES))
     except IsLink as error:
@@ -173,11 +166,11 @@ def _examine_block(files: CacheFiles, path: Path) -> str:
 
 
 def examine_block(data: bytes) -> str:
-    """The key of the block in a file's bytes: it follows from the content.
+    """Verify a block file's bytes; return the key that follows from its content.
 
     Raises:
-        BlockRejected: they are no sound block.
-        FileUnavailable: a newer release wrote it.
+        BlockRejected: not a valid block.
+        FileUnavailable: written by a newer release.
     """
     head_size = 8 + int.from_bytes(data[:8], "little")
     if head_size > MAX_HEADER_BYTES:
@@ -214,7 +207,7 @@ def _digest(head: bytes, tensors: memoryview, stated: str) -> str:
 
 
 def _refuse_newer(head: bytes, tensors: memoryview, version: str, stated: str) -> None:
-    """Raise FileUnavailable for a newer format version, unless all is right but for the version: then it is damaged."""
+    """Raise FileUnavailable for a newer version, unless only the version is damaged."""
     if version in _VERSIONS:
         return
     field = '"format_version":"{}"'
@@ -224,7 +217,7 @@ def _refuse_newer(head: bytes, tensors: memoryview, version: str, stated: str) -
 
 
 def _check_entries(entries: Iterable[Mapping[str, Any]]) -> int:
-    """Bytes of all tensors; each has to begin where the one before it ends, and to be as long as its shape says."""
+    """Bytes of all tensors, which must be contiguous and fit their shapes."""
     end = 0
     for entry in entries:
         num_bytes = _num_items(entry["shape"]) * _ITEM_BYTES[entry["dtype"]]
@@ -253,7 +246,7 @@ def _check_extras(text: str) -> None:
 
 
 def _unpack(packed: str) -> array[int]:
-    """The token ids of a block. Stops where a few bytes would become gigabytes."""
+    """The token ids of a block; bounded, against zip bombs."""
     inflater, most = zlib.decompressobj(), BLOCK_SIZE * 4
     data = inflater.decompress(base64.b64decode(packed), most + 1)
     if not inflater.eof or inflater.unused_data or not 0 < len(data) <= most:
@@ -262,7 +255,6 @@ def _unpack(packed: str) -> array[int]:
 
 
 def _examine_lineage(files: CacheFiles, path: Path) -> _Lineage:
-    """A lineage whose chains are those of its tokens."""
     manifest = decode_manifest(files.read(path, MAX_MANIFEST_BYTES))
     if (manifest.name, manifest.model[:16]) != (path.stem, path.parent.name):
         raise BlockRejected(f"it is the manifest of agent {manifest.name!r:.100} of model {manifest.model!r:.80}")
@@ -283,7 +275,7 @@ def _check_chains(manifest: Manifest, cache: SavedCache, token_ids: Sequence[int
     if tuple(chain_keys(root, token_ids, cache.spans())) != chains:
         raise BlockRejected("its blocks are not those of its tokens")
     if cache.snapshots:
-        ends = [snapshot.num_tokens for snapshot in cache.snapshots]  # of saved tokens, as `check_lineage` has found
+        ends = [snapshot.num_tokens for snapshot in cache.snapshots]  # saved, by `check_lineage`
         named = [snapshot.chain for snapshot in cache.snapshots]
         if named != state_chains(root, token_ids, ends, cache.named_producer(), cache.num_block_groups):
             raise BlockRejected("its snapshots are not those of its tokens")

@@ -1,4 +1,4 @@
-"""The writer thread: jobs run one after the other, so that a manifest never overtakes the blocks it names."""
+"""The writer thread. It runs jobs in order, so that a manifest never precedes its blocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ class _Job(Generic[T]):
     num_bytes: int
 
     def finish(self) -> None:
-        """Run, and hand on the outcome; whatever goes wrong, the thread lives."""
         self.tell(_outcome(self.run))
 
     def tell(self, outcome: T | StoreError) -> None:
@@ -38,7 +37,7 @@ class Writer:
     """Runs jobs in order on one thread.
 
     Args:
-        max_bytes: when jobs holding more than this wait, `submit` blocks: back-pressure, never a dropped write.
+        max_bytes: bytes of queued jobs above which `submit` blocks.
     """
 
     def __init__(self, max_bytes: int = 512 << 20) -> None:
@@ -51,9 +50,9 @@ class Writer:
         self._thread = start_thread("agentcache-writer", self._loop, self._died)
 
     def submit(self, run: Callable[[], T], done: Callable[[T | StoreError], None], num_bytes: int = 0) -> None:
-        """Queue `run`; `done` gets its result, or the error it ended with, on the writer thread.
+        """Queue `run`; `done` gets its result or error on the writer thread.
 
-        After `close` nothing runs, and `done` gets an error at once.
+        After `close`, `done` gets an error at once.
         """
         if not self._queue(_Job(run, done, num_bytes)):
             done(StoreError("the writer is closed"))
@@ -73,7 +72,7 @@ class Writer:
         return self._waiting_bytes
 
     def close(self) -> None:
-        """Finish all queued jobs, then stop."""
+        """Finish queued jobs, then stop."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -87,7 +86,7 @@ class Writer:
                 self._changed.notify_all()
 
     def _died(self, error: Exception) -> None:
-        """Refuse the jobs that are left, so that none of their senders waits for ever."""
+        """Fail remaining jobs, so that no sender waits forever."""
         with self._changed:
             self._ended = True
             jobs, self._jobs = self._jobs, deque()
@@ -103,7 +102,7 @@ class Writer:
 
 
 def _outcome(run: Callable[[], T]) -> T | StoreError:
-    """The job's result, or why there is none: no failing write may end the thread."""
+    """Errors become results: none may end the thread."""
     try:
         return run()
     except StoreError as error:
