@@ -150,7 +150,7 @@ class BlockFolder:
         try:
             try:
                 with closing(self._files.open_regular(name, max_encoded_size(spec, header))) as file:
-                    # One read: what is not data is the header.
+                    # One read: all bytes in front of the data are the header.
                     head = bytearray(max(HEAD_BEGIN, file.size - data_bytes(spec, header)))
                     file.require_all(file.read_into([memoryview(head), *integers, rest.data]))
                 find_data(spec, header, head[: min(HEAD_BEGIN, file.size)], file.size)

@@ -221,7 +221,7 @@ class CacheFiles:
             os.close(fd)
 
     def identity(self, folder: Path) -> tuple[int, int]:
-        """Device and inode; a replacement has others."""
+        """Device and inode; a replacement differs in them."""
         with self.folder(folder) as fd:
             kept = self._kept.get(os.fspath(folder))
             return _identity(os.fstat(fd)) if kept is None else kept.identity

@@ -197,7 +197,7 @@ class DiskUsage:
                     self.quarantine("it is not a regular file", path)
 
     def adopt_agents(self, parent: Path) -> tuple[list[Path], dict[str, str]]:
-        """Record agent folders; return usable ones, and reasons for others by name.
+        """Record agent folders; return usable ones, and the reasons for unusable ones by name.
 
         Quarantines nothing: only content tells whether an agent's file is wrong.
         """

@@ -1,4 +1,4 @@
-"""A lineage's manifest states what is durable. Written last, it commits a save."""
+"""A lineage's manifest: the list of its durable data. Written last, it commits a save."""
 
 from __future__ import annotations
 
