@@ -1,1 +1,1 @@
-"""Who owns which block: keys, reference counts, the radix tree, prompt matching. Plain Python, no tensors."""
+"""Keys, reference counts, radix tree and prompt matching. Plain Python."""

@@ -1,4 +1,4 @@
-"""The slots that a new sequence starts with: those it shares, and new ones to load or copy blocks into."""
+"""Fills a new request's block tables with shared and new slots."""
 
 from __future__ import annotations
 
@@ -14,19 +14,17 @@ from agentcache.blocks.slots import Slots
 
 @dataclass(frozen=True)
 class _TailSlot:
-    """A slot of group `index` with a tail's data."""
-
     index: int
     block_id: int
 
 
 def attach_prefix(sequence: CacheSequence, prefix: CachedPrefix, allocator: BlockAllocator) -> None:
-    """Fill the sequence's empty tables with the slots of `prefix`; its `loads` and `copies` are then due.
+    """Fill the empty block tables with the slots of `prefix`; adds due `loads` and `copies`.
 
-    Raises OutOfBlocks; then the tables hold a part, and idle blocks may have been evicted.
+    Raises OutOfBlocks: the tables are then partly filled, and idle blocks may be evicted.
     """
     slots = allocator.slots
-    # Everything that is there is retained before anything is allocated: allocation may evict.
+    # Retain existing slots first: allocation may evict.
     for lane in prefix.lanes:
         _share(sequence, lane, slots)
     sources = [source for lane in prefix.lanes for source in _sources(lane)]
@@ -39,13 +37,13 @@ def attach_prefix(sequence: CacheSequence, prefix: CachedPrefix, allocator: Bloc
                 if lane.tail is not None:
                     _allocate_tail(sequence, lane, lane.tail, index, allocator)
     finally:
-        # The engine copies before it allocates again, so the sources need no reference until then.
+        # The engine copies before its next allocation, so sources need no reference.
         for source in sources:
             slots.pools[source.index].release(source.block_id)
 
 
 def _share(sequence: CacheSequence, lane: LanePrefix, slots: Slots) -> None:
-    """Put the slots that are in RAM into the tables, and -1 for the others."""
+    """Add the slots in RAM to the tables, and -1 for other blocks."""
     for index in lane.groups:
         table = sequence.tables[index]
         table.first_block = min(lane.first_block_read(slots.groups[index]), len(lane.nodes))
@@ -74,7 +72,7 @@ def _allocate_tail(
 ) -> None:
     table, source = sequence.tables[index], tail.block_ids.get(index)
     if source is not None and lane.ends_with_a_block and _may_write_behind(tail, index, source, allocator.slots):
-        # The node covers only the tokens before, which stay as they are.
+        # The request writes after the node's tokens only.
         allocator.slots.pools[index].retain(source)
         table.block_ids.append(source)
         return
@@ -87,12 +85,9 @@ def _allocate_tail(
 
 
 def _may_write_behind(tail: Node, index: int, block_id: int, slots: Slots) -> bool:
-    """Whether nobody reads the tail's slot, and what lies in it ends where the tail does.
-
-    Shorter tails that it has grown from may lie there too: their tokens stay as they are.
-    """
+    """Whether no request reads the tail's slot and no longer node lists it."""
     if slots.num_readers(index, block_id) > 1:  # one is `attach_prefix`
         return False
-    assert tail.parent is not None  # it is no root
+    assert tail.parent is not None  # a tail is no root
     here = (node for node in tail.parent.children if node.block_ids.get(index) == block_id)
     return all(node.num_tokens <= tail.num_tokens for node in here)

@@ -1,4 +1,4 @@
-"""Blocks that others have published behind a sequence's end since it was opened: it need not compute them again."""
+"""In-flight prefix sharing: running requests take over blocks published since they began."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from agentcache.blocks.slots import Slots
 
 
 def nodes_ahead(tree: RadixTree, sequence: CacheSequence, token_ids: Sequence[int], end: int) -> list[list[Node]]:
-    """The full blocks behind the sequence's end, as far as token `end`, that all lanes have in RAM; block by block, a
-    node a lane. Changes nothing.
+    """Return full blocks in RAM after the request's end, up to token `end`: per block, one node per origin path.
+
+    Changes nothing.
 
     Args:
-        token_ids: what is to be computed with it, from its first token on.
+        token_ids: all tokens of the request.
     """
     if sequence.num_tokens % BLOCK_SIZE or any(lane.ahead for lane in sequence.lanes):
         return []
@@ -42,7 +43,7 @@ def _in_ram(node: Node, lane: Lane) -> bool:
 
 
 def append_nodes(slots: Slots, sequence: CacheSequence, nodes: Sequence[Node]) -> None:
-    """The sequence goes on behind one more block, of `nodes_ahead`; a slot that it has reserved there is free again."""
+    """Append one block of `nodes_ahead`; a slot reserved for it becomes free."""
     position = sequence.num_tokens // BLOCK_SIZE
     for lane, node in zip(sequence.lanes, nodes, strict=True):
         lane.nodes.append(node)

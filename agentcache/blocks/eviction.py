@@ -1,4 +1,4 @@
-"""Which slot is emptied next: least recently used first, ends of paths before their beginnings."""
+"""Eviction order: least recently used first, leaves before ancestors."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from agentcache.blocks.slots import Slots
 
 
 class EvictionOrder:
-    """Frees slots that only the tree lists, in the order in which `tree` has its residents."""
-
     def __init__(self, slots: Slots, tree: RadixTree) -> None:
         self._slots = slots
         self._tree = tree
 
     def free_one(self, index: int) -> bool:
-        """Free a slot of group `index`, least recently used leaves first; False if every one is read."""
+        """Free a slot of group `index`; False if all are read."""
         while not self._slots.pools[index].num_free:
             if (victim := self._victim(index)) is not None:
                 self._slots.free(victim, list(victim.block_ids))
@@ -27,18 +25,18 @@ class EvictionOrder:
         return True
 
     def _victim(self, index: int) -> Node | None:
-        """The node to evict for a slot of group `index`; one whose file is being written only if there is no other."""
+        """Node to evict; one with a pending write only as a last resort."""
         settled = (node for node in self._candidates(index) if self._is_idle(node) and not node.pending)
-        # A write in progress has its own copy of the bytes.
+        # A pending write has its own copy of the bytes.
         return next(settled, None) or next(filter(self._is_idle, self._candidates(index)), None)
 
     def _unread_holder(self, index: int) -> Node | None:
-        """A node whose slot of group `index` nobody reads, though its other groups or blocks behind it are read."""
+        """Node with an unread slot, though its other groups or descendants are read."""
         holders = (node for node in self._tree.residents if index in node.block_ids)
         return next((node for node in holders if not self._slots.is_read(index, node.block_ids[index])), None)
 
     def _candidates(self, index: int) -> Iterator[Node]:
-        """Nodes with a slot of group `index`, then leaves that are in the way of such nodes."""
+        """Nodes with a slot of group `index`, then leaves below them."""
         holders = [node for node in self._tree.residents if index in node.block_ids]
         yield from holders
         yield from (_resident_leaf(node) for node in holders if not self._slots.is_read(index, node.block_ids[index]))
@@ -49,7 +47,6 @@ class EvictionOrder:
 
 
 def _resident_leaf(node: Node) -> Node:
-    """Some descendant (or the node itself) without children in RAM."""
     while node.resident_children:
         node = next(child for child in node.children if child.block_ids)
     return node

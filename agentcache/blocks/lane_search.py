@@ -1,4 +1,4 @@
-"""The longest cached prefix of a prompt, lane by lane."""
+"""Finds the longest cached prefix of a prompt, on every origin path."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from agentcache.blocks.siblings import BYTES_PER_TOKEN, Nearest, pack
 from agentcache.blocks.slots import Group
 from agentcache.blocks.snapshots import Snapshots
 
-MIN_TAIL_TOKENS = 16  # copying fewer tokens of another block costs more than computing them
+MIN_TAIL_TOKENS = 16  # fewer cost less to compute than to copy
 
 
 @dataclass(frozen=True)
 class LanePrefix:
-    """Tokens of one lane that need not be computed.
+    """Cached prefix of one origin path.
 
     Args:
-        nodes: full blocks, all of whose tokens are used.
-        tail: a further node of which the first `tail_tokens` tokens are used, or None.
-        read_from: whoever reads it goes on from there, in front of its end perhaps; None for from its end.
+        nodes: full blocks, used completely.
+        tail: next node, used for its first `tail_tokens` tokens.
+        read_from: first token computed with the prefix, if before its end.
     """
 
     layout: LaneLayout
@@ -41,7 +41,7 @@ class LanePrefix:
         return len(self.nodes) * BLOCK_SIZE + self.tail_tokens
 
     def first_block_read(self, group: Group) -> int:
-        """Number of the first block that is read of a group, which may be the one behind its last block."""
+        """Number of a group's first block that is read, possibly after the last."""
         num_tokens = self.num_tokens
         if self.read_from is not None and self.read_from < num_tokens:
             num_tokens = self.read_from
@@ -49,26 +49,23 @@ class LanePrefix:
 
     @property
     def all_nodes(self) -> tuple[Node, ...]:
-        """The nodes by block number."""
         return self.nodes if self.tail is None else (*self.nodes, self.tail)
 
     @property
     def ends_with_a_block(self) -> bool:
-        """Whether its last node is used as a whole."""
+        """Whether the last node is used completely."""
         return self.tail is None or self.tail_tokens == self.tail.num_tokens
 
 
 @dataclass(frozen=True)
 class CachedPrefix:
-    """Tokens that need not be computed, the same in every lane. Valid until the cache is next changed.
+    """Cached prefix, equally long on all origin paths. Valid until the cache changes.
 
-    The base lane of a prompt that goes on from the trunk reaches further, in whole blocks (`trunk_match`).
+    With `trunk_match`, base's path is longer, by whole blocks.
 
     Args:
-        snapshot: the node of whose end there is a snapshot of recurrent state, in RAM or on disk; it ends there.
-            None at a sequence's start, and for models without recurrent layers.
-        known_tokens: as far as every lane has the tokens, with a snapshot behind them or not; for such models only.
-            Without attention there is nothing to have.
+        snapshot: node at its end with a checkpoint of recurrent state; None at position 0, or without such state.
+        known_tokens: tokens with cached KV, with or without a checkpoint after them; for recurrent models only.
     """
 
     producer: Producer | None
@@ -81,7 +78,6 @@ class CachedPrefix:
         return min(lane.num_tokens for lane in self.lanes)
 
     def lane(self, group: int) -> LanePrefix:
-        """The lane that has this group."""
         return next(lane for lane in self.lanes if group in lane.groups)
 
 
@@ -95,15 +91,17 @@ def match_prefix(
     snapshots: Snapshots | None = None,
     read_from: int | None = None,
 ) -> CachedPrefix:
-    """The longest prefix of at most `limit` tokens that every lane has in RAM or on disk. Changes nothing.
+    """Return the longest prefix of at most `limit` tokens that every origin path has in RAM or on disk.
+
+    Changes nothing.
 
     Args:
-        read_from: the first token that is computed with it, and windows are needed from there on; None for its end.
-        snapshots: those of a model with recurrent layers; the prefix ends where there is one.
+        snapshots: checkpoints of a recurrent model; the prefix ends at one.
+        read_from: first token computed with the prefix, if before its end.
     """
     packed = pack(token_ids[:limit])
     layouts = lay_out(producer, len(groups), has_state=snapshots is not None)
-    # Where a sequence may begin at few positions only, no tokens are too few to be worth a copy.
+    # Recurrent models start at few positions: any tail is worth a copy.
     least = MIN_TAIL_TOKENS if snapshots is None else 1
     searches = [LaneSearch(tree, groups, root, packed, layout, least, read_from) for layout in layouts]
     ends = None if snapshots is None else SnapshotSearch(tree, root, packed, layouts, snapshots)
@@ -115,7 +113,7 @@ def match_prefix(
         if ends is None:
             if is_even:
                 return CachedPrefix(producer, lanes)
-            # Cut to this a longer lane may lack something: a window's older blocks, or tokens worth a copy.
+            # Cut to this, a longer path may lack older blocks of a window, or have too short a tail.
             limit = shortest
             continue
         known = shortest if known is None else known
@@ -126,12 +124,11 @@ def match_prefix(
 
 
 class LaneSearch:
-    """What the tree has of one lane of a prompt. Valid until the tree is next changed.
+    """Searches one origin path of a prompt. Valid until the tree changes.
 
     Args:
-        packed: the prompt's tokens (`siblings.pack`).
-        least: tokens of another block that are worth a copy.
-        read_from: see `match_prefix`.
+        packed: tokens of the prompt (`siblings.pack`).
+        least: minimum tokens of a partly used block.
     """
 
     def __init__(
@@ -151,13 +148,12 @@ class LaneSearch:
         self._layout = layout
         self._all = frozenset(layout.groups)
         self._windows = {index: groups[index] for index in layout.groups if groups[index].window is not None}
-        # A block without the data of a full-attention group is a dead end: all that is behind it needs that.
+        # All later tokens read a full-attention group, so a path ends at a block without it.
         unbounded = self._all - self._windows.keys()
         usable = partial(_has, unbounded)
         self._nodes = tree.match_prefix(root, packed, usable, layout.producer_of)
 
     def longest(self, limit: int) -> LanePrefix:
-        """The longest usable prefix of at most `limit` tokens."""
         count = min(len(self._nodes), limit // BLOCK_SIZE)
         while True:
             with_tail = self._with_tail(count, limit)
@@ -167,10 +163,10 @@ class LaneSearch:
             missing = self._missing(prefix)
             if missing is None:
                 return prefix
-            count = missing  # nothing behind that block can do without it, but what is beside it may
+            count = missing  # later blocks need it; a sibling may be the tail
 
     def _missing(self, prefix: LanePrefix) -> int | None:
-        """Number of the last block that some window needs and nobody has; None if all are there."""
+        """Number of the last block that a window needs and the cache lacks."""
         missing = (
             position
             for index, group in self._windows.items()
@@ -180,7 +176,6 @@ class LaneSearch:
         return max(missing, default=None)
 
     def _with_tail(self, count: int, limit: int) -> LanePrefix | None:
-        """The first `count` blocks and what shares most tokens behind them; None if that is not worth a copy."""
         nearest = [self._nearest(count, limit, kind) for kind in self._layout.usable_kinds(count)]
         most = max(found.num_tokens for found in nearest)
         tails = [node for found in nearest if found.num_tokens == most for node in found.items]
@@ -190,7 +185,10 @@ class LaneSearch:
         return LanePrefix(self._layout, tuple(self._nodes[:count]), tail, most, self._read_from)
 
     def _nearest(self, count: int, limit: int, kind: BlockKind) -> Nearest[Node]:
-        """Not for the few tokens that most prompts of a template share; but a whole tail is some agent's memory."""
+        """Nodes that share at least `least` tokens; else a shorter tail that is used completely.
+
+        Fewer tokens are usually template text; a whole tail is the end of some agent's context.
+        """
         parent = self._nodes[count - 1] if count else self._root
         rest = self._packed[count * BLOCK_SIZE * BYTES_PER_TOKEN : min(limit, kind.end) * BYTES_PER_TOKEN]
         usable = partial(_has, self._all)
@@ -209,18 +207,13 @@ class LaneSearch:
 
 
 class SnapshotSearch:
-    """The positions of a prompt behind which there is a snapshot. Valid until the tree is next changed.
-
-    Args:
-        packed: the prompt's tokens.
-        layouts: its lanes, of which one has the state.
-    """
+    """Finds the checkpoints along a prompt. Valid until the tree changes."""
 
     def __init__(
         self, tree: RadixTree, root: str, packed: bytes, layouts: Iterable[LaneLayout], snapshots: Snapshots
     ) -> None:
         layout = next(each for each in layouts if each.has_state)
-        # Of each node only that it is there: keys and values may be in another lane, or in a longer block.
+        # Nodes without data count: KV may be on another path, or in a longer block.
         self._path = [
             tree.peek(root),
             *tree.match_prefix(root, packed, lambda node: True, layout.producer_of),
@@ -230,11 +223,10 @@ class SnapshotSearch:
         self._layout = layout
 
     def longest(self, limit: int) -> Node | None:
-        """The node that ends last, in front of or behind token `limit - 1`, and has a snapshot; None without one."""
         return next(self.ends(limit), None)
 
     def ends(self, limit: int) -> Iterator[Node]:
-        """All nodes with a snapshot that end there or before, the last one first."""
+        """Nodes with a checkpoint within the first `limit` tokens, last first."""
         for node in reversed(self._path[: limit // BLOCK_SIZE + 1]):
             tails = [tail for tail in node.children if self._is_usable_tail(tail, limit)]
             yield from sorted(tails, key=lambda tail: tail.num_tokens, reverse=True)
@@ -257,14 +249,13 @@ def find_snapshots(
     producer: Producer | None,
     snapshots: Snapshots,
 ) -> list[Node]:
-    """The nodes of all snapshots of these tokens, in RAM or on disk, in their order."""
+    """Nodes of all checkpoints of these tokens, in order."""
     layouts = lay_out(producer, num_groups, has_state=True)
     search = SnapshotSearch(tree, root, pack(token_ids), layouts, snapshots)
     return list(search.ends(len(token_ids)))[::-1]
 
 
 def in_ram(prefix: CachedPrefix, groups: Sequence[Group]) -> bool:
-    """Whether the prefix can be used without reading a file."""
     if prefix.snapshot is not None and prefix.snapshot.state is None:
         return False
     return all(index in node.block_ids for index, node in _needed(prefix, groups))

@@ -1,13 +1,12 @@
-"""Which blocks a sequence consists of, and who computes each: the layout that RAM, files and manifests share.
+"""Layout of a request's blocks by KV origin, the same in RAM, files and manifests.
 
-A sequence has one lane for each of its producers. A lane is a path of blocks that hold some of the cache groups: base's
-for the groups that no adapter changes, the adapter's own for the others. The own lane goes through the same blocks as
-everybody's up to the producer's start; the block in which that lies is its own already:
+An origin path is a chain of blocks with some of the cache groups. Base's path has the groups that no adapter changes;
+the adapter's path has the rest, and shares base's blocks up to the block with the adapter's start:
 
     tokens          0 .. 255    256 .. 511    512 .. 600          start = 300
-    base lane       base        base          base                lower groups
-    own lane        base        key@300       key@300             upper groups
-    base tail                   base, 256 .. 299                  all groups: how others share every token before 300
+    base path       base        base          base                lower groups
+    adapter path    base        key@300       key@300             upper groups
+    base tail                   base, 256 .. 299                  all groups: shares all tokens before 300
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from agentcache.blocks.keys import BASE_CACHE, BASE_PRODUCER, BLOCK_SIZE, BlockN
 
 @dataclass(frozen=True)
 class BlockKind:
-    """A kind of block that a lane may take tokens from: those of `producer`, up to token `end` of the sequence."""
+    """Blocks of `producer`, usable up to token `end`."""
 
     producer: str
     end: int
@@ -29,12 +28,10 @@ class BlockKind:
 
 @dataclass(frozen=True)
 class LaneLayout:
-    """A lane without its blocks.
+    """An origin path without its blocks.
 
     Args:
-        groups: indices of the cache groups whose keys and values its blocks hold for it.
-        producer: who computes them; None for base.
-        has_state: whether snapshots of recurrent state belong to its blocks; then it may have no groups.
+        has_state: whether its nodes carry checkpoints of recurrent state; `groups` may then be empty.
     """
 
     groups: tuple[int, ...]
@@ -42,11 +39,11 @@ class LaneLayout:
     has_state: bool = False
 
     def producer_of(self, end: int) -> str:
-        """Producer of the lane's block that ends in front of token `end`, as it stands in keys."""
+        """KV origin, as text, of the block that ends before token `end`."""
         return BASE_PRODUCER if self.producer is None or end <= self.producer.start else self.producer.text
 
     def usable_kinds(self, position: int) -> list[BlockKind]:
-        """Blocks that tokens of block number `position` may come from."""
+        """Kinds of blocks that may provide tokens of block number `position`."""
         begin, end = position * BLOCK_SIZE, (position + 1) * BLOCK_SIZE
         if self.producer is None or end <= self.producer.start:
             return [BlockKind(BASE_PRODUCER, end)]
@@ -55,11 +52,11 @@ class LaneLayout:
 
 
 def lay_out(producer: Producer | None, num_groups: int, *, has_state: bool = False) -> tuple[LaneLayout, ...]:
-    """The lanes of a sequence: base's unless the producer has all groups, then the producer's own, if there is one.
+    """Return a request's non-empty origin paths: base's, then the adapter's.
 
     Args:
-        num_groups: groups of keys and values, numbered from 0.
-        has_state: whether the model has recurrent layers; their group has the number behind these.
+        num_groups: number of KV groups.
+        has_state: whether the model has recurrent layers, as group `num_groups`.
     """
     own = frozenset[int]() if producer is None else producer.groups
     keys_and_values = range(num_groups)
@@ -71,14 +68,14 @@ def lay_out(producer: Producer | None, num_groups: int, *, has_state: bool = Fal
 
 
 def has_base_tail(producer: Producer | None, num_tokens: int) -> bool:
-    """Whether the own lane's blocks hide tokens that base has computed: some before the start, in the same block."""
+    """Whether the adapter starts inside a block whose first tokens base has computed."""
     if producer is None or not producer.groups:
         return False
     return producer.start % BLOCK_SIZE > 0 and producer.start < num_tokens
 
 
 def agreed_tokens(left: Producer | None, right: Producer | None, num_tokens: int) -> int:
-    """How many of a sequence's first `num_tokens` tokens have the same keys and values under both producers."""
+    """Number of leading tokens with the same KV under both origins."""
     if left == right:
         return num_tokens
     return min(num_tokens, *(producer.start for producer in (left, right) if producer is not None))
@@ -86,11 +83,10 @@ def agreed_tokens(left: Producer | None, right: Producer | None, num_tokens: int
 
 @dataclass(frozen=True)
 class BlockSpan:
-    """One block of a lane: tokens ``begin … end - 1`` as `producer` computed them.
+    """One block of an origin path: tokens ``begin … end - 1``.
 
     Args:
-        groups: the cache groups of keys and values that the lane has in it.
-        parent: index of the block before it in the list of spans; None for a sequence's first.
+        parent: index of the preceding span; None for the first.
     """
 
     begin: int
@@ -101,10 +97,7 @@ class BlockSpan:
 
 
 def spans(num_tokens: int, producer: Producer | None, num_groups: int, *, has_state: bool = False) -> list[BlockSpan]:
-    """All blocks of a sequence: lane after lane, each from its start to its tail, and last the base tail.
-
-    The arguments are those of `lay_out`.
-    """
+    """Return all blocks of a request: path by path, then the base tail. Arguments as in `lay_out`."""
     result: list[BlockSpan] = []
     for lane in lay_out(producer, num_groups, has_state=has_state):
         first = len(result)
@@ -120,7 +113,6 @@ def spans(num_tokens: int, producer: Producer | None, num_groups: int, *, has_st
 
 
 def chain_keys(root: str, token_ids: Sequence[int], blocks: Iterable[BlockSpan]) -> list[str]:
-    """The chain key of each of the blocks, which are the spans of these tokens behind `root`."""
     chains: list[str] = []
     for span in blocks:
         parent = root if span.parent is None else chains[span.parent]
@@ -129,7 +121,7 @@ def chain_keys(root: str, token_ids: Sequence[int], blocks: Iterable[BlockSpan])
 
 
 class NamedBlock(NamedTuple):
-    """A block by its address, and the groups of its cache that whoever names it has there."""
+    """A block's address, and the cache groups in use there."""
 
     chain: str
     groups: tuple[int, ...]
@@ -141,13 +133,7 @@ class NamedBlock(NamedTuple):
 
 
 class NamedSnapshot(NamedTuple):
-    """A snapshot of recurrent state by its address.
-
-    Attributes:
-        num_tokens: behind which it is the state.
-        chain: of the block that ends there, in the lane that has the state.
-        group: number of the state's cache group.
-    """
+    """A checkpoint of recurrent state, by the chain key of the block that ends there."""
 
     num_tokens: int
     chain: str
@@ -159,14 +145,12 @@ class NamedSnapshot(NamedTuple):
 
 
 def name_blocks(chains: Iterable[str], blocks: Iterable[BlockSpan], cache: str = BASE_CACHE) -> tuple[NamedBlock, ...]:
-    """The spans with these chain keys, one each."""
     return tuple(NamedBlock(chain, span.groups, cache) for chain, span in zip(chains, blocks, strict=True))
 
 
 def state_chains(
     root: str, token_ids: Sequence[int], ends: Sequence[int], producer: Producer | None, num_groups: int
 ) -> list[str]:
-    """The chain keys of the blocks that end behind so many tokens each, in the lane that has the state."""
     return [
         chain_key(block.parent, token_ids[block.begin : block.end], block.producer)
         for block in state_blocks(root, token_ids, ends, producer, num_groups)
@@ -174,7 +158,7 @@ def state_chains(
 
 
 class StateBlock(NamedTuple):
-    """The block that a snapshot of recurrent state belongs to: tokens ``begin … end - 1`` behind the chain `parent`."""
+    """Block of a checkpoint: tokens ``begin … end - 1`` after the chain `parent`."""
 
     begin: int
     end: int
@@ -185,7 +169,7 @@ class StateBlock(NamedTuple):
 def state_blocks(
     root: str, token_ids: Sequence[int], ends: Sequence[int], producer: Producer | None, num_groups: int
 ) -> Iterator[StateBlock]:
-    """The blocks that end behind so many tokens each (at least one), in the lane that has the state."""
+    """Blocks that end after each of `ends` tokens (1 or more), on the path with recurrent state."""
     lane = next(lane for lane in lay_out(producer, num_groups, has_state=True) if lane.has_state)
     parents = [root]
     for end in range(BLOCK_SIZE, max(ends, default=0), BLOCK_SIZE):

@@ -1,4 +1,4 @@
-"""How far a prompt is cached that is computed twice: by base, and by an adapter on top of base."""
+"""Prefix match of a residual request, in base's cache and the adapter's."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from agentcache.blocks.prefix_cache import PrefixCache
 
 @dataclass(frozen=True)
 class OverlayMatch:
-    """What two caches have of a prompt. Valid until one of them is next changed.
+    """Cached prefixes in two caches. Valid until one of them changes.
 
     Args:
-        base: all that base's cache has, with the windows that are read from the end of `residuals` on.
-        residuals: what the adapter's cache has, as far as base's has it too: there the adapter begins to compute.
-        found: tokens that the adapter's cache has, with or without base's.
+        base: base's prefix, with the windows read from the end of `residuals` on.
+        residuals: the adapter's prefix, not longer than base's.
+        found: tokens in the adapter's cache, whether or not base has them.
     """
 
     base: CachedPrefix
@@ -27,10 +27,9 @@ class OverlayMatch:
 def match_overlay(
     base: PrefixCache, root: str, residuals: PrefixCache, residual_root: str, token_ids: Sequence[int], limit: int
 ) -> OverlayMatch:
-    """The longest prefixes of at most `limit` tokens that an adapter can go on from. Changes nothing.
+    """Return the longest prefixes of at most `limit` tokens that an adapter can continue. Changes nothing.
 
-    It goes on from the shorter one. Where base reaches further, the adapter reads base's windows from there on: base's
-    prefix ends where these are missing, and the adapter's no later.
+    The adapter reads base's windows from the shorter end on. Where a window lacks a block, both prefixes end.
     """
     found = residuals.match_prefix(residual_root, token_ids, limit).num_tokens
     end = min(found, base.match_prefix(root, token_ids, limit).num_tokens)

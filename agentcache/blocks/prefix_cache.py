@@ -1,18 +1,16 @@
-"""Which cached blocks a prompt may use, and where its new tokens go.
+"""Prefix cache: which cached blocks a prompt uses, and where its new tokens go.
 
-Joins the radix tree (what is known) with the slots of the cache groups (what is in RAM).
-Who holds references to a slot:
+References to a slot:
 
-    tree        one for each node that lists the slot
-    sequence    one for each slot in its block tables, shared or private
+    tree        one per node that lists the slot
+    request     one per slot in its block tables, shared or private
 
-Tokens in the tree are immutable. A sequence writes only behind its own tokens, in slots of its own or behind a tail
-that nobody else goes on from; a full block is published into the tree as soon as it is computed, the partly filled last
-one when the sequence is closed. Then a longer node may list the same slot as the tail that it grew from.
+Tokens in the tree are immutable. A request writes only after its own tokens: in private slots, or in the slot of a tail
+that no other request extends. Full blocks are published in the tree at once, a partial one when the request is closed.
+A longer node may list the same slot as the tail that it extends.
 
-Each cache group of a sequence belongs to one of its lanes (`lanes`), and is published into the nodes of that lane only:
-so a base node never lists what an adapter has computed. Where an adapter begins inside a block, that block's slots are
-listed by the base tail too: the tokens before it, for everybody.
+Each cache group of a request is published on one origin path (`lanes`) only, so base nodes never list KV of an adapter.
+If an adapter starts inside a block, the base tail lists its slots too, for the tokens before the start.
 """
 
 from __future__ import annotations
@@ -42,19 +40,15 @@ from agentcache.errors import OutOfBlocks
 
 
 class PrefixCache:
-    """All cached blocks of one model, or of what is kept beside its keys and values.
+    """All cached blocks of one model, or of one residual cache.
 
     Args:
-        groups: the model's cache groups of keys and values; none for a model that has only recurrent layers.
-        ledger: grants the bytes that all slots together take.
-        state: the group of its recurrent state, if it has any.
-        state_budget: bytes that running rows and snapshots may take of it.
-        snapshot_tokens: tokens between two snapshots of a conversation.
-        name: of the cache; its accounts begin so.
+        groups: KV cache groups; none without attention.
+        state: cache group of the recurrent state, if any.
+        state_budget: bytes for recurrent state of rows and checkpoints.
 
     Attributes:
-        snapshots: of recurrent state; None for a model without.
-        all_groups: the groups of keys and values, and behind them the recurrent state's.
+        all_groups: KV groups, then the state's group.
     """
 
     def __init__(
@@ -93,28 +87,27 @@ class PrefixCache:
         producer: Producer | None = None,
         read_from: int | None = None,
     ) -> CachedPrefix:
-        """The longest prefix of at most `limit` tokens of which every group's needed blocks are in RAM or on disk.
+        """Return the longest prefix of at most `limit` tokens whose needed blocks are in RAM or on disk.
+
+        Changes nothing. A few tokens of a longer block do not count.
 
         Args:
-            producer: who is to compute the rest, and whose blocks can be used behind its start; None for base.
-            read_from: the first token that is computed with it, where that lies in front of its end.
-
-        Changes nothing. A few tokens of a longer block are not worth a copy and count as not there.
+            producer: KV origin of the rest, whose blocks match after its start; None for base.
+            read_from: first token computed with the prefix, if before its end.
         """
         return lane_search.match_prefix(
             self.tree, self.groups, root, token_ids, limit, producer, self.snapshots, read_from
         )
 
     def in_ram(self, prefix: CachedPrefix) -> bool:
-        """Whether the prefix can be used without reading a file."""
         return lane_search.in_ram(prefix, self.groups)
 
     # -- a sequence's life ------------------------------------------------------------------------------------------
 
     def open(self, root: str, prefix: CachedPrefix) -> CacheSequence:
-        """A sequence of the prefix's producer that starts with `prefix`; its `loads` and `copies` are then due.
+        """Return a request's block tables, filled with `prefix`; its `loads` and `copies` are due.
 
-        Raises OutOfBlocks; then no more has happened than that idle blocks were evicted.
+        Raises OutOfBlocks, after no more than the eviction of idle blocks.
         """
         if self.snapshots is not None and prefix.snapshot is not None:
             self.snapshots.touch(prefix.snapshot)
@@ -129,13 +122,12 @@ class PrefixCache:
         return sequence
 
     def touch(self, prefix: CachedPrefix) -> None:
-        """Mark a prefix as just used: others are evicted before it."""
         for lane in prefix.lanes:
             self.tree.touch(lane.all_nodes)
 
     def _enter(self, root: str, prefix: CachedPrefix) -> CacheSequence:
-        """The sequence without slots; from here on the prefix's nodes stay in the tree."""
-        # All at once: a prompt of 16K tokens has 64 blocks, and every row that joins a batch comes by here.
+        """Create block tables without slots, which keep the prefix's nodes in the tree."""
+        # Unpack once: a long prompt has many blocks.
         token_ids = unpack(b"".join(node.packed for node in prefix.lanes[-1].all_nodes))[: prefix.num_tokens]
         tables = [BlockTable() for _ in self.groups]
         count = prefix.num_tokens // BLOCK_SIZE
@@ -156,7 +148,7 @@ class PrefixCache:
         return sequence
 
     def loaded(self, sequence: CacheSequence, load: Load) -> None:
-        """A load is done: a whole block becomes the tree's too, so that others find it."""
+        """Finish a load: the tree lists whole blocks, for other requests."""
         node = load.node
         if self.snapshots is not None and load.group == self.snapshots.index:
             if not sequence.closed:
@@ -167,55 +159,53 @@ class PrefixCache:
             self.slots.list_in(node, load.group, load.block_id)
 
     def reserve(self, sequence: CacheSequence, num_tokens: int) -> None:
-        """Make room for `num_tokens` further tokens in every group. Raises OutOfBlocks; what was reserved stays."""
+        """Allocate slots for `num_tokens` further tokens. Raises OutOfBlocks, keeping those it got."""
         end = -(-(sequence.num_tokens + num_tokens) // BLOCK_SIZE)
         if end == -(-sequence.num_tokens // BLOCK_SIZE):
-            return  # in the block that is begun
+            return  # fits in the last block
         for index, table in enumerate(sequence.tables):
             while table.end_block < end:
                 table.block_ids.append(self.allocator.allocate(index))
 
     def tokens_ahead(self, sequence: CacheSequence, token_ids: Sequence[int], end: int) -> int:
-        """How many of the tokens behind the sequence's end, as far as `end`, others have computed meanwhile: whole
-        blocks that are in RAM.
-        """
+        """Tokens after the request's end that other requests have computed: whole blocks in RAM."""
         return len(nodes_ahead(self.tree, sequence, token_ids, end)) * BLOCK_SIZE
 
     def catch_up(self, sequence: CacheSequence, token_ids: Sequence[int], end: int) -> None:
-        """Go on behind these tokens, of `tokens_ahead`, without computing them."""
         for nodes in nodes_ahead(self.tree, sequence, token_ids, end):
             append_nodes(self.slots, sequence, nodes)
         for lane in sequence.lanes:
             self.tree.touch(lane.nodes)
 
     def advance(self, sequence: CacheSequence, token_ids: Sequence[int]) -> list[LaneBlock]:
-        """`token_ids` have been computed: publish the blocks they filled and return these, lane by lane, in order.
+        """Record computed tokens; publish and return the blocks that they fill, path by path.
 
-        With the first token of its producer, the tokens before it in that block are published as base's.
-        Slots that fell out of a window stay until `leave_window`, so that their bytes can be taken first.
+        An adapter's first token also publishes base's tokens before it in that block. Slots outside a window stay until
+        `leave_window`, so that their bytes can be saved.
         """
         was_hidden = has_base_tail(sequence.producer, sequence.num_tokens)
         sequence.token_ids.extend(token_ids)
         published = [block for lane in sequence.lanes for block in self._publisher.publish_full(sequence, lane)]
         if has_base_tail(sequence.producer, sequence.num_tokens) and not was_hidden:
             published.append(self._publisher.publish_base_tail(sequence))
-            self.slots.prune(published[-1].node)  # without attention there is nothing in it
+            self.slots.prune(published[-1].node)  # without attention it has no data
         return published
 
     def share_tail(self, sequence: CacheSequence, end: int) -> None:
-        """Let others go on from the sequence's first `end` tokens, of which the last ones are in a block that it is
-        still filling: behind them it writes in its own slots, and others in copies of these.
+        """Publish the first `end` tokens, including part of the block that is being filled.
+
+        The request continues in its own slots, other requests in copies.
         """
         if end % BLOCK_SIZE:
             for lane in sequence.lanes:
                 self.slots.prune(self._publisher.list_slots(sequence, lane, end))
 
     def leave_window(self, sequence: CacheSequence, read_from: int | None = None) -> None:
-        """Drop the slots that no later token of the sequence attends to; from the tree too if nobody reads them.
+        """Drop slots that no later token reads; from the tree too, if no request reads them.
 
         Args:
-            read_from: the first token that is still to be computed with it, of a sequence that others read beside whom
-                it belongs to. Then the tree keeps what it has, as long as there is room: such readers begin anywhere.
+            read_from: first token still to compute, for base's tables of a residual request. The tree then keeps its
+                slots, because adapters start reading anywhere.
         """
         for lane in sequence.lanes if self._windowed else ():
             for index in self._windowed.intersection(lane.groups):
@@ -233,9 +223,9 @@ class PrefixCache:
                 self.slots.take_from(node, index)
 
     def close(self, sequence: CacheSequence, keep: int | None = None) -> list[LaneBlock]:
-        """End a sequence, keeping its first `keep` tokens (default: all); returns its blocks in the order of `spans`.
+        """End a request, keep its first `keep` tokens (default: all), return its blocks in the order of `spans`.
 
-        Where `keep` lies inside an already published block, the tail lists that block's slots.
+        If `keep` lies inside a published block, the tail lists that block's slots.
         """
         keep = sequence.num_tokens if keep is None else keep
         blocks = [block for lane in sequence.lanes for block in self._keep(sequence, lane, keep)]
@@ -254,7 +244,7 @@ class PrefixCache:
         return [LaneBlock(node, lane.groups) for node in nodes]
 
     def abandon(self, sequence: CacheSequence) -> None:
-        """End a sequence whose unfinished block is worth nothing; published blocks stay cached."""
+        """End a request without its unfinished block; published blocks stay."""
         self._discard(sequence)
 
     def _discard(self, sequence: CacheSequence) -> None:
@@ -263,7 +253,7 @@ class PrefixCache:
         sequence.closed = True
         self._sequences.discard(sequence)
         for index, table in enumerate(sequence.tables):
-            # The last one first: then the next sequence gets them in their order, and a restore fills them as one run.
+            # Last slot first: the next request gets ascending slots, and restores them in one run.
             for block_id in reversed(table.block_ids):
                 if block_id >= 0:
                     self.slots.pools[index].release(block_id)
@@ -279,7 +269,7 @@ class PrefixCache:
     # -- recurrent state ----------------------------------------------------------------------------------------------
 
     def state_taken(self, sequence: CacheSequence) -> None:
-        """The sequence's row has the state that it starts from; its slot may be given to others."""
+        """Release the checkpoint slot that the request's row has copied."""
         slot, sequence.state = sequence.state, None
         if slot is not None:
             assert self.snapshots is not None
@@ -288,14 +278,14 @@ class PrefixCache:
     def keep_state(
         self, sequence: CacheSequence, num_tokens: int, *, lasts: bool = False, starts_next: bool = False
     ) -> int | None:
-        """A slot for the state behind the first tokens of an open sequence, where it is found from now on.
+        """List a checkpoint after the first `num_tokens` tokens of an open request and return its slot.
 
-        None where there is a snapshot already, or no room for one. Of what a sequence leaves behind, the last one and
-        the one that the next prompt starts from, or else the last two, are worth most; the others leave RAM first.
+        None if one exists or there is no room. RAM keeps the last one and the next prompt's start longest, else the
+        last two.
 
         Args:
-            lasts: it is as good as the last ones, however many come: others begin there too.
-            starts_next: the conversation's next prompt is expected to start there.
+            lasts: whether to keep it as long as those, because other conversations start there.
+            starts_next: whether the conversation's next prompt probably starts there.
         """
         snapshots = self.snapshots
         if snapshots is None or not num_tokens:
@@ -325,7 +315,7 @@ class PrefixCache:
             sequence.next_start = node
 
     def expect_no_start(self, sequence: CacheSequence) -> None:
-        """The next prompt does not start where `keep_state` was told so: that snapshot leaves RAM before others."""
+        """Withdraw `starts_next`: that checkpoint leaves RAM first."""
         if self.snapshots is not None and sequence.next_start is not None:
             self.snapshots.expire(sequence.next_start)
             sequence.next_start = None
@@ -333,7 +323,6 @@ class PrefixCache:
     def find_snapshots(
         self, root: str, token_ids: Sequence[int], num_tokens: int, producer: Producer | None
     ) -> list[Node]:
-        """The nodes of all snapshots of the first `num_tokens` tokens, in RAM or on disk, in their order."""
         if self.snapshots is None:
             return []
         return lane_search.find_snapshots(
@@ -341,7 +330,7 @@ class PrefixCache:
         )
 
     def snapshot_node(self, root: str, token_ids: Sequence[int], num_tokens: int, producer: Producer | None) -> Node:
-        """The node of a snapshot behind the first `num_tokens` tokens, made if it is not there."""
+        """Node of a checkpoint after the first `num_tokens` tokens, created if missing."""
         layout = lay_out(producer, len(self.groups), has_state=True)
         lane, node = next(each for each in layout if each.has_state), self.tree.root(root)
         for begin in range(0, num_tokens, BLOCK_SIZE):
@@ -352,22 +341,20 @@ class PrefixCache:
     # -- files ------------------------------------------------------------------------------------------------------
 
     def mark_stored(self, node: Node, group: int) -> None:
-        """The node's file of `group` is on disk."""
         node.pending.discard(group)
         node.stored.add(group)
 
     def mark_missing(self, node: Node, group: int) -> None:
-        """The node's file of `group` is not on disk, or no longer. (One that is being written is another matter.)"""
+        """Record that the node's file is not on disk; a pending write stays pending."""
         node.stored.discard(group)
         self.slots.prune(node)
 
     def mark_unwritten(self, node: Node, group: int) -> None:
-        """The write of the node's file of `group` has failed."""
         node.pending.discard(group)
         self.slots.prune(node)
 
     def evict(self, blocks: Iterable[NamedBlock]) -> None:
-        """Free the RAM of blocks, the last ones of their sequences first, as far as nobody reads or writes them."""
+        """Free the RAM of unread blocks without pending writes, last ones first."""
         found = [(node, block.groups) for block in blocks if (node := self.tree.node(block.chain)) is not None]
         for node, groups in sorted(found, key=lambda entry: entry[0].position, reverse=True):
             if self.snapshots is not None and self.snapshots.index in groups:
@@ -376,7 +363,6 @@ class PrefixCache:
                 self.slots.evict(node, groups)
 
     def count_blocks(self) -> BlockCounts:
-        """How many slots are free, read by sequences, and cached only."""
         free = live = total = 0
         for index, pool in enumerate(self.slots.pools):
             read = {block_id for sequence in self._sequences for block_id in sequence.tables[index].block_ids}
@@ -384,7 +370,6 @@ class PrefixCache:
         return BlockCounts(free, live, total - free - live)
 
     def check_integrity(self) -> None:
-        """Raise BrokenInvariant unless every reference is accounted for: free + live + cached == total, tree sound."""
         self.tree.check_integrity()
         check_sequences(self._sequences, self.tree, has_state=self.snapshots is not None)
         if self.snapshots is not None:

@@ -1,4 +1,4 @@
-"""How a new prompt relates to what its agent holds already, and which of the held tokens it may keep."""
+"""Matches a prompt with its agent's transcript to keep cached tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FIRST_WINDOW = 256  # characters
 
 
 class Match(StrEnum):
-    """How a prompt relates to what its agent holds already."""
+    """Relation of a prompt to its agent's transcript."""
 
     EXACT = "EXACT"
     EXTEND = "EXTEND"
@@ -28,12 +28,11 @@ class Match(StrEnum):
 
 @dataclass(frozen=True)
 class PromptMatch:
-    """A prompt as tokens.
+    """A prompt as tokens, and its relation to the old transcript.
 
     Args:
-        match: how the prompt relates to the old transcript.
         transcript: the whole prompt.
-        kept: number of leading tokens taken over from the old transcript.
+        kept: number of leading tokens from the old transcript.
     """
 
     match: Match
@@ -44,17 +43,14 @@ class PromptMatch:
 def match_text(
     transcript: Transcript, text: str, encode: Callable[[str], Encoding], control_ids: Set[int]
 ) -> PromptMatch:
-    """Turn a prompt into tokens, keeping those of the agent's transcript that still hold.
+    """Tokenise a prompt, keeping the transcript's tokens that still hold.
 
-    The ids equal those of `encode(text)` everywhere except where they meet text that the model itself generated; that
-    stays as generated. Only the text from the last control token in common is encoded: what follows a control token is
-    tokenised the same whatever stands before it.
+    The ids equal `encode(text)`, except that generated text keeps its ids. Only text after the last common control
+    token is encoded, as its tokens do not depend on text before.
 
     Args:
-        transcript: what the agent holds.
-        text: the prompt's marked text, from its beginning.
-        encode: tokenises marked text and adds nothing to it.
-        control_ids: ids of control tokens.
+        text: the whole prompt, as marked text.
+        encode: tokeniser of marked text; adds no tokens.
     """
     shared = len_common_prefix(transcript.text, text)
     match = _label(len(transcript.text), len(text), shared) if transcript.ids else Match.NEW
@@ -71,15 +67,13 @@ def match_text(
 def match_tokens(
     transcript: Transcript, token_ids: Sequence[int], spell: Callable[[Sequence[int]], Spelling]
 ) -> PromptMatch:
-    """Compare a prompt given as token ids with the agent's tokens; the ids stay as they are.
+    """Match a prompt given as token ids, which stay as they are.
 
-    The new ids count as "generated" in the spans: like a model's own, they need not be what a tokenizer would have made
-    of their text, and are kept if that text comes back.
+    New ids count as "generated": they may differ from a tokeniser's, and are kept if their text returns.
 
     Args:
-        transcript: what the agent holds.
         token_ids: the whole prompt.
-        spell: gives the text of ids; called once, with the ids whose text is not known.
+        spell: function from ids to text; called at most once.
     """
     ids = array("I", token_ids)
     kept = len_common_prefix(transcript.ids, ids)
@@ -91,8 +85,7 @@ def match_tokens(
 
 
 def len_common_prefix(left: Sequence[object], right: Sequence[object]) -> int:
-    """Length of the longest common prefix of two strings or two arrays. Compares slices, never single elements."""
-    low, high = 0, min(len(left), len(right))
+    low, high = 0, min(len(left), len(right))  # slices, as single elements are slow
     if left[:high] == right[:high]:
         return high
     while high - low > 1:
@@ -105,7 +98,7 @@ def len_common_prefix(left: Sequence[object], right: Sequence[object]) -> int:
 
 
 def shared_until(left: str, right: str, left_at: int, right_at: int) -> int:
-    """Where `left` from `left_at` on stops being as `right` from `right_at` on; the time depends on what they share."""
+    """Offset in `left` up to which it equals `right`, each from its own offset. Reads no further."""
     at, size = left_at, _FIRST_WINDOW
     while True:
         other = right_at + at - left_at
@@ -124,10 +117,10 @@ def _label(num_cached: int, num_new: int, num_shared: int) -> Match:
 
 @dataclass(frozen=True)
 class _Start:
-    """A fresh encoding of the prompt's end, set against the transcript.
+    """A new encoding of the prompt's end, aligned with the transcript.
 
-    Both agree up to `offset`, where a token of either ends: the transcript's tokens from index `kept` on and the fresh
-    ones lie after it. `ends` are offsets into the whole text.
+    Both agree up to the token boundary `offset`; then come tokens from index `kept` on, or `ids`. `ends` count from the
+    text's beginning.
     """
 
     offset: int
@@ -139,7 +132,6 @@ class _Start:
 def _find_start(
     transcript: Transcript, text: str, num_inside: int, encode: Callable[[str], Encoding], control_ids: Set[int]
 ) -> _Start:
-    """Encode the prompt from the last control token in common, or from its beginning where there is none."""
     for index in islice(_anchors(transcript, num_inside, control_ids), MAX_ANCHORS):
         start = _start_at(transcript, text, index, encode)
         if start is not None:
@@ -149,7 +141,7 @@ def _find_start(
 
 
 def _anchors(transcript: Transcript, num_inside: int, control_ids: Set[int]) -> Iterator[int]:
-    """Indices of control tokens that are part of the text, last first. Generated ones have no text."""
+    """Indices of control tokens with text, last first; generated ones have none."""
     ids, ends = transcript.ids, transcript.ends
     for index in range(num_inside - 1, -1, -1):
         if ids[index] in control_ids and ends[index] > (ends[index - 1] if index else 0):
@@ -157,7 +149,7 @@ def _anchors(transcript: Transcript, num_inside: int, control_ids: Set[int]) -> 
 
 
 def _start_at(transcript: Transcript, text: str, index: int, encode: Callable[[str], Encoding]) -> _Start | None:
-    """Encode from the control token at `index`; None if it reads differently now, as when it takes in new spaces."""
+    """Encode from the control token at `index`; None if that token has changed, as with new spaces."""
     begin, end = transcript.ends[index - 1] if index else 0, transcript.ends[index]
     fresh = encode(text[begin:])
     ends = [begin + fresh_end for fresh_end in fresh.ends]
@@ -168,7 +160,7 @@ def _start_at(transcript: Transcript, text: str, index: int, encode: Callable[[s
 
 
 def _last_agreed_boundary(transcript: Transcript, num_inside: int, start: _Start) -> int:
-    """The last offset where tokens of both end and up to which they agree, wherever no generated text is concerned."""
+    """Last common token boundary up to which tokens agree, apart from generated text."""
     common = sorted(set(transcript.ends[start.kept : num_inside]).intersection(start.ends))
     generated = b"".join(count * bytes([kind == "generated"]) for kind, count in transcript.spans)
     agreed, kept, first = start.offset, start.kept, 0
@@ -182,7 +174,7 @@ def _last_agreed_boundary(transcript: Transcript, num_inside: int, start: _Start
 
 
 def _agrees(transcript: Transcript, generated: bytes, segment: range, fresh_ids: Sequence[int]) -> bool:
-    """Whether the tokens of `segment` may stand for `fresh_ids`. Generated tokens without text speak for no text."""
+    """Whether the tokens of `segment` may stand for `fresh_ids`. Generated tokens without text are ignored."""
     ids, ends = transcript.ids, transcript.ends
     if any(generated[index] and ends[index] > (ends[index - 1] if index else 0) for index in segment):
         return True
@@ -190,10 +182,9 @@ def _agrees(transcript: Transcript, generated: bytes, segment: range, fresh_ids:
 
 
 def _without_stray_tokens(transcript: Transcript, kept: int, control_ids: Set[int]) -> int:
-    """Drop generated tokens without text that would be kept only because they take no room.
+    """Drop generated tokens at the end that match only because they have no text.
 
-    A reply that shows no text may have been taken out of the conversation; and where a reply is cut short, a control
-    token at the cut belongs to what came after it.
+    A reply without text may have been removed; after a cut, a control token belongs to the missing part.
     """
     begin, stop = _generated_span(transcript.spans, kept)
     if begin == stop:
@@ -209,7 +200,7 @@ def _without_stray_tokens(transcript: Transcript, kept: int, control_ids: Set[in
 
 
 def _generated_span(spans: tuple[Span, ...], num_tokens: int) -> tuple[int, int]:
-    """Token range of the generated span that holds token `num_tokens - 1`; an empty range where none does."""
+    """Token range of the generated span with token `num_tokens - 1`, or an empty one."""
     begin = 0
     for kind, count in spans:
         if begin < num_tokens <= begin + count and kind == "generated":
@@ -219,7 +210,7 @@ def _generated_span(spans: tuple[Span, ...], num_tokens: int) -> tuple[int, int]
 
 
 def _clean_cut(transcript: Transcript, num_tokens: int) -> int:
-    """The last position at or before `num_tokens` where a token ends cleanly."""
+    """Last position up to `num_tokens` where the text can be cut."""
     ends = transcript.ends
     while 0 < num_tokens < len(ends) and ends[num_tokens - 1] == ends[num_tokens]:
         num_tokens -= 1

@@ -1,4 +1,4 @@
-"""How what a sequence has computed gets into the tree, where others find it."""
+"""Publishes computed blocks in the radix tree."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from agentcache.blocks.slots import Slots
 
 
 class Publisher:
-    """Makes nodes of sequences' blocks, which list the slots that these lie in."""
+    """Creates nodes that list the slots of requests."""
 
     def __init__(self, tree: RadixTree, slots: Slots) -> None:
         self._tree = tree
         self._slots = slots
 
     def publish_full(self, sequence: CacheSequence, lane: Lane) -> list[LaneBlock]:
-        """The blocks of a lane that have become full, in order."""
+        """Publish and return a path's blocks that have become full."""
         published = []
         while (len(lane.nodes) + 1) * BLOCK_SIZE <= sequence.num_tokens:
             node = self.publish(sequence, lane, (len(lane.nodes) + 1) * BLOCK_SIZE)
@@ -28,10 +28,10 @@ class Publisher:
         return published
 
     def publish(self, sequence: CacheSequence, lane: Lane, end: int) -> Node:
-        """The lane's node that ends in front of token `end`, with the sequence's slots, or these with the node's.
+        """Return the path's node that ends before token `end`, sharing slots with the request.
 
-        Where the node's data is on disk and not in RAM, it stays so: what this sequence computed could differ from the
-        file in a rounding, and RAM and disk hold the same, bit for bit.
+        A node with data on disk only stays so: computed KV could differ by rounding, and RAM and disk must be equal bit
+        for bit.
         """
         node = self.list_slots(sequence, lane, end)
         for index in lane.groups:
@@ -39,16 +39,16 @@ class Publisher:
         return node
 
     def list_slots(self, sequence: CacheSequence, lane: Lane, end: int) -> Node:
-        """The lane's node that ends in front of token `end`, with the sequence's slots where it has no data."""
+        """Return the path's node, with the request's slots in groups without data."""
         node = self.node_of(sequence, lane, end)
         for index in lane.groups:
             self._offer(sequence, node, index)
         return node
 
     def publish_base_tail(self, sequence: CacheSequence) -> LaneBlock:
-        """The tokens that base has computed of the block in which the producer starts, as a node of their own.
+        """Publish base's tokens of the block in which the adapter starts, with slots of all groups.
 
-        Every group's slot is listed; the sequence goes on in its own ones, whatever the node has from others.
+        The request keeps its own slots.
         """
         assert sequence.producer is not None
         start = sequence.producer.start
@@ -61,20 +61,18 @@ class Publisher:
         return LaneBlock(tail, groups)
 
     def node_of(self, sequence: CacheSequence, lane: Lane, end: int) -> Node:
-        """The lane's node that ends in front of token `end`, made if it is not there, and then without any data."""
+        """Return the path's node that ends before token `end`, created without data if missing."""
         position = (end - 1) // BLOCK_SIZE
         parent = lane.parent_of(position, self._tree.root(sequence.root))
         tokens = sequence.token_ids[position * BLOCK_SIZE : end]
         return self._tree.insert(parent, tokens, lane.layout.producer_of(end))
 
     def _offer(self, sequence: CacheSequence, node: Node, index: int) -> None:
-        """Let the node list the sequence's slot of group `index`, unless its data is in RAM, on disk or on the way."""
         table = sequence.tables[index]
         if table.has(node.position) and not node.available(index) and index not in node.pending:
             self._slots.list_in(node, index, table.block_id(node.position))
 
     def _adopt(self, sequence: CacheSequence, node: Node, index: int) -> None:
-        """Read the node's slot of group `index`, if it has one instead of the sequence's own."""
         table, theirs = sequence.tables[index], node.block_ids.get(index)
         if theirs is not None and table.has(node.position):
             self._slots.pools[index].retain(theirs)

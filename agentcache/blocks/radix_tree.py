@@ -1,10 +1,7 @@
-"""A tree of token blocks over content addresses: which prefixes are cached, in RAM or on disk.
+"""Radix tree of token blocks by content address: the prefixes cached in RAM or on disk.
 
-One node is one block: 256 tokens, or fewer for the last block of some agent's context (a tail, always a leaf), as one
-producer computed them: the same tokens of another producer are another node. A node holds one slot per cache group
-where its data is in RAM, and knows for which groups its file is on disk. Of some nodes there is a snapshot of recurrent
-state, too (`snapshots`): such a node stays, even without keys and values. The tree holds no data and counts no
-references; `prefix_cache` does that.
+A node is one block of one KV origin: 256 tokens, or fewer for a tail, always a leaf. A node with a checkpoint of
+recurrent state (`snapshots`) stays even without KV. The tree holds no data and counts no references.
 """
 
 from __future__ import annotations
@@ -21,14 +18,14 @@ class Node:
     """One block of tokens after `parent`.
 
     Attributes:
-        chain: its content address, group-independent.
-        producer: who computed its keys and values, as it stands in the address.
-        position: number of the block in its sequence; -1 for a root.
-        block_ids: slot in RAM per group index.
-        stored: group indices whose file is on disk.
-        pending: group indices whose file is being written.
-        readers: lanes of running sequences that go through it; it stays in the tree for them.
-        state: slot in RAM of the snapshot of recurrent state behind its last token; None for none.
+        chain: content address, the same for all groups.
+        producer: KV origin, as the address contains it.
+        position: block number; -1 for a root.
+        block_ids: RAM slot by group.
+        stored: groups whose file is on disk.
+        pending: groups whose file is being written.
+        readers: origin paths of running requests, which keep it in the tree.
+        state: RAM slot of the checkpoint after its last token.
     """
 
     __slots__ = (
@@ -78,7 +75,6 @@ class Node:
 
     @property
     def end(self) -> int:
-        """Number of tokens from the sequence's start to the end of this block."""
         return self.position * BLOCK_SIZE + self.num_tokens
 
     @property
@@ -91,22 +87,20 @@ class Node:
         return not self._families
 
     def available(self, group: int) -> bool:
-        """Whether the data of `group` can be had without computing."""
+        """Whether the data of `group` is in RAM or on disk."""
         return group in self.block_ids or group in self.stored
 
     def all_available(self, groups: frozenset[int]) -> bool:
-        """Whether the data of all of `groups` can be had without computing."""
         return groups <= self.block_ids.keys() or groups <= self.stored or all(map(self.available, groups))
 
     def child(self, packed: bytes, producer: str = BASE_PRODUCER) -> Node | None:
-        """The child for exactly these tokens of this producer."""
         family = self._families.get(producer)
         return None if family is None else family.get(packed)
 
     def nearest(
         self, packed: bytes, usable: Callable[[Node], bool], *, least: int = 1, producer: str = BASE_PRODUCER
     ) -> Nearest[Node]:
-        """The usable children of this producer that share the longest prefix, of `least` tokens or more."""
+        """The usable children that share the longest prefix of at least `least` tokens."""
         family = self._families.get(producer)
         return Nearest([], 0) if family is None else family.nearest(packed, usable, least)
 
@@ -121,7 +115,7 @@ class Node:
 
 
 class RadixTree:
-    """Nodes by content. Roots are namespaces; residents are kept in order of last use."""
+    """Nodes by content, with one root per namespace."""
 
     def __init__(self) -> None:
         self._roots: dict[str, Node] = {}
@@ -129,23 +123,23 @@ class RadixTree:
         self._by_chain: dict[str, Node] = {}
 
     def root(self, chain: str) -> Node:
-        """The root of a namespace, made on first use."""
+        """Root of a namespace, created on first use."""
         if chain not in self._roots:
             self._roots[chain] = Node(None, b"", chain)
         return self._roots[chain]
 
     def peek(self, chain: str) -> Node:
-        """The root of a namespace; one that is not known stays so."""
+        """Root of a namespace; unknown ones are not added."""
         return self._roots.get(chain) or Node(None, b"", chain)
 
     def match_prefix(
         self, root: str, packed: bytes, usable: Callable[[Node], bool], producer_of: Callable[[int], str]
     ) -> list[Node]:
-        """The longest path of usable full blocks with these tokens. Changes nothing; valid until the tree is changed.
+        """Return the longest path of usable full blocks. Valid until the tree changes.
 
         Args:
-            packed: of `pack`.
-            producer_of: producer of the block that ends in front of this token.
+            packed: tokens (`siblings.pack`).
+            producer_of: KV origin of the block that ends before a token.
         """
         node, nodes = self.peek(root), []
         width = BLOCK_SIZE * BYTES_PER_TOKEN
@@ -158,7 +152,7 @@ class RadixTree:
         return nodes
 
     def insert(self, parent: Node, token_ids: Sequence[int], producer: str = BASE_PRODUCER) -> Node:
-        """The child of `parent` for these 1 … 256 tokens of this producer, made if it is not there."""
+        """Return the child with these 1 to 256 tokens, created if missing."""
         if parent.position >= 0 and not parent.is_full:
             raise BrokenInvariant("a tail has no children")
         if parent.producer not in (BASE_PRODUCER, producer):
@@ -172,15 +166,14 @@ class RadixTree:
         return node
 
     def node(self, chain: str) -> Node | None:
-        """The node with this content address, if the tree has it."""
         return self._by_chain.get(chain)
 
     def remove(self, node: Node) -> None:
-        """Forget a leaf without data, and every ancestor (the root too) that was kept only for it."""
+        """Remove an unused leaf, and ancestors (also the root) kept only for it."""
         if not node.is_leaf or node.block_ids:
             raise BrokenInvariant(f"{node!r} is in use and cannot be removed")
         if node.parent is not None and node.parent.child(node.packed, node.producer) is not node:
-            return  # forgotten before
+            return  # already removed
         while node.parent is not None and self._is_useless(node):
             parent = node.parent
             parent._detach(node)
@@ -196,7 +189,6 @@ class RadixTree:
         return node.is_leaf
 
     def path(self, node: Node) -> list[Node]:
-        """The nodes from a sequence's first block to this one."""
         nodes = []
         while node.parent is not None:
             nodes.append(node)
@@ -204,7 +196,6 @@ class RadixTree:
         return nodes[::-1]
 
     def set_block(self, node: Node, group: int, block_id: int) -> None:
-        """Record that `group`'s data of the node lies in slot `block_id`."""
         if not node.block_ids:
             self._residents[node] = None
             if node.parent is not None:
@@ -212,7 +203,6 @@ class RadixTree:
         node.block_ids[group] = block_id
 
     def take_block(self, node: Node, group: int) -> int:
-        """Forget the slot of `group` and return it."""
         block_id = node.block_ids.pop(group)
         if not node.block_ids:
             del self._residents[node]
@@ -221,13 +211,13 @@ class RadixTree:
         return block_id
 
     def touch(self, nodes: Sequence[Node]) -> None:
-        """Mark a path as just used; a child counts as older than its parent, so that leaves leave first."""
+        """Mark a path as just used; children count as older than parents, so leaves are evicted first."""
         for node in reversed(nodes):
             if node in self._residents:
                 self._residents.move_to_end(node)
 
     def expire(self, node: Node) -> None:
-        """Mark a node as used longest ago: nobody is expected to ask for it again."""
+        """Mark a node as least recently used."""
         if node in self._residents:
             self._residents.move_to_end(node, last=False)
 
@@ -237,7 +227,7 @@ class RadixTree:
         return iter(self._residents)
 
     def walk(self) -> Iterator[Node]:
-        """All nodes but the roots, parents first."""
+        """All nodes but roots, parents first."""
         pending = list(self._roots.values())
         while pending:
             node = pending.pop()
@@ -246,7 +236,6 @@ class RadixTree:
                 yield node
 
     def check_integrity(self) -> None:
-        """Raise BrokenInvariant if links, order, residents or addresses contradict each other."""
         residents = set()
         for node in self.walk():
             parent = node.parent

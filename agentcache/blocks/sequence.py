@@ -1,4 +1,4 @@
-"""What one running request holds of the cache: its lanes, its block tables, and what is due before its first step."""
+"""Block tables of one running request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentcache.blocks.radix_tree import Node
 
 @dataclass(frozen=True)
 class Load:
-    """A block to bring from disk into slot `block_id`: the first `num_tokens` tokens of `node`'s data of `group`."""
+    """A read of `node`'s first `num_tokens` tokens from disk into a slot."""
 
     node: Node
     group: int
@@ -24,7 +24,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Copy:
-    """A block to copy inside RAM (copy-on-write) from slot `source` to the private slot `target` of `group`."""
+    """A block copy in RAM between slots of `group`."""
 
     group: int
     source: int
@@ -32,7 +32,7 @@ class Copy:
 
 
 class LaneBlock(NamedTuple):
-    """A block of a sequence's lane: the node, and the cache groups that the lane has in it."""
+    """A block of an origin path: its node and cache groups."""
 
     node: Node
     groups: tuple[int, ...]
@@ -42,18 +42,17 @@ class LaneBlock(NamedTuple):
         return self.named_in(BASE_CACHE)
 
     def named_in(self, cache: str) -> NamedBlock:
-        """The block of the cache of that name."""
         return NamedBlock(self.node.chain, self.groups, cache)
 
 
 @dataclass(eq=False)
 class Lane:
-    """The path of one lane of a sequence.
+    """One origin path of a request.
 
     Attributes:
-        nodes: its published full blocks, from the start.
-        tail: the node that the first unfinished block was taken from, if any.
-        ahead: further full blocks that are there already, which the sequence has still to go through.
+        nodes: published full blocks, from the start.
+        tail: source of the unfinished block's first tokens, if any.
+        ahead: further cached full blocks, which the request has not reached.
     """
 
     layout: LaneLayout
@@ -67,7 +66,7 @@ class Lane:
 
     @property
     def read_nodes(self) -> list[Node]:
-        """All nodes that it keeps in the tree, the last one first."""
+        """All nodes that the path keeps in the tree, last first."""
         return [*([] if self.tail is None else [self.tail]), *reversed(self.ahead), *reversed(self.nodes)]
 
     @property
@@ -75,24 +74,20 @@ class Lane:
         return self.layout.has_state
 
     def parent_of(self, position: int, root: Node) -> Node:
-        """The node in front of its block number `position`."""
         return self.nodes[position - 1] if position else root
 
 
 @dataclass(eq=False)
 class CacheSequence:
-    """What one running request holds of the cache.
+    """Block tables of one running request.
 
     Attributes:
         root: chain key of its namespace.
-        producer: who computes its keys and values; None for base.
-        state: slot of the snapshot that it starts from, until the row has it; None without one.
-        snapshots: the last nodes whose snapshots it has started from or made, in their order.
-        next_start: the one of them that the conversation's next prompt is expected to start from.
-        token_ids: the tokens whose keys and values are computed or cached.
-        tables: one block table per group.
-        lanes: one path of nodes per producer of its groups; each group is in one of them.
-        loads, copies: what has to be done before the first step; emptied by whoever does it.
+        state: slot of its first checkpoint, until the row has copied it.
+        snapshots: last nodes whose checkpoints it started from or created.
+        next_start: the one where the next prompt probably starts.
+        token_ids: tokens with KV.
+        loads, copies: due before the first step, then removed.
     """
 
     root: str
@@ -113,5 +108,4 @@ class CacheSequence:
 
     @property
     def state_lane(self) -> Lane:
-        """The lane to whose blocks snapshots of recurrent state belong."""
         return next(lane for lane in self.lanes if lane.has_state)

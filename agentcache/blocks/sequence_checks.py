@@ -1,4 +1,4 @@
-"""What must hold of all open sequences of a cache together."""
+"""Integrity checks over all block tables of a cache."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from agentcache.errors import BrokenInvariant
 
 
 def check_sequences(sequences: Collection[CacheSequence], tree: RadixTree, *, has_state: bool) -> None:
-    """Raise BrokenInvariant unless nodes count these as their readers, and each goes along paths of the tree.
-
-    Args:
-        has_state: whether their model has recurrent layers.
-    """
+    """Raise BrokenInvariant unless nodes count their readers right and requests follow the tree."""
     _check_readers(sequences, tree)
     for sequence in sequences:
         _check_lanes(sequence, tree, has_state)
@@ -33,7 +29,6 @@ def _check_readers(sequences: Collection[CacheSequence], tree: RadixTree) -> Non
 
 
 def _check_lanes(sequence: CacheSequence, tree: RadixTree, has_state: bool) -> None:
-    """Each group is in one lane, and each lane is a path of full blocks by who has to have computed them."""
     if sorted(index for lane in sequence.lanes for index in lane.groups) != list(range(len(sequence.tables))):
         raise BrokenInvariant("a sequence's lanes do not have each group once")
     if [lane.has_state for lane in sequence.lanes].count(True) != has_state:

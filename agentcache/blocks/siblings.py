@@ -1,4 +1,4 @@
-"""Blocks that follow the same one, by their tokens: found exactly, or by the longest common prefix."""
+"""Blocks with the same parent, by exact tokens or longest common prefix."""
 
 from __future__ import annotations
 
@@ -11,25 +11,23 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 BYTES_PER_TOKEN = 4
-_NEIGHBOURS = 8  # candidates looked at when several share the longest prefix
+_NEIGHBOURS = 8  # maximum candidates with equal prefixes
 
 
 def pack(token_ids: Sequence[int]) -> bytes:
-    """Token ids as they are compared here: big-endian uint32, so that bytes sort as token sequences do."""
+    """Encode as big-endian uint32, so that bytes sort like tokens."""
     packed = array("I", token_ids)
     packed.byteswap()
     return packed.tobytes()
 
 
 def unpack(packed: bytes) -> array[int]:
-    """The token ids in `packed`."""
     token_ids = array("I", packed)
     token_ids.byteswap()
     return token_ids
 
 
 def _common_tokens(left: bytes, right: bytes) -> int:
-    """Number of leading tokens two packed sequences share."""
     low, high = 0, min(len(left), len(right)) // BYTES_PER_TOKEN
     while low < high:
         middle = (low + high + 1) // 2
@@ -43,7 +41,7 @@ def _common_tokens(left: bytes, right: bytes) -> int:
 
 @dataclass(frozen=True)
 class Nearest(Generic[T]):
-    """Those that share `num_tokens` tokens, any of which will do; none share 0."""
+    """Items with the same number of common tokens, 0 if there are no items."""
 
     items: list[T]
     num_tokens: int
@@ -66,7 +64,6 @@ class Siblings(Generic[T]):
 
     @property
     def is_sorted(self) -> bool:
-        """Whether the order is that of the items, as it has to be."""
         return self._order == sorted(self._items)
 
     def get(self, packed: bytes) -> T | None:
@@ -81,11 +78,11 @@ class Siblings(Generic[T]):
         del self._order[bisect_left(self._order, packed)]
 
     def nearest(self, packed: bytes, usable: Callable[[T], bool], least: int) -> Nearest[T]:
-        """The usable ones that share the longest prefix with `packed`, if it has `least` (1 or more) tokens."""
+        """The usable items that share the longest prefix, of at least `least` (>= 1) tokens."""
         start = bisect_left(self._order, packed)
         best: list[T] = []
         for indices in (range(start, len(self._order)), range(start - 1, -1, -1)):
-            taken = 0  # in this direction ever less is shared
+            taken = 0  # common prefixes only get shorter
             for index in indices:
                 item = self._items[self._order[index]]
                 if not usable(item):

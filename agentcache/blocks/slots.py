@@ -1,8 +1,7 @@
-"""The slots in RAM, one block pool per cache group, and which nodes of the radix tree list them.
+"""RAM slots, one block pool per cache group, and the tree nodes that list them.
 
-A node holds one reference for each slot that it lists; a longer node may list the same slot as the tail that it grew
-from, so listings are counted. What the references beyond these are for, `prefix_cache` knows; how many slots there may
-be, `allocator`; which one leaves first, `eviction`.
+A node holds one reference per listed slot. A longer node may list the same slot as the tail that it extends, so
+listings are counted.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from agentcache.errors import BrokenInvariant
 
 
 class Group(Protocol):
-    """What this floor needs to know of a cache group (`kv/spec.py` has the rest)."""
+    """Interface of a cache group (`kv/spec.py`)."""
 
     @property
     def name(self) -> str: ...
@@ -35,7 +34,7 @@ class Group(Protocol):
 
 @dataclass(frozen=True)
 class BlockCounts:
-    """Slots over all groups: without reference, referenced by sequences, referenced by the tree only."""
+    """Slots over all groups: unreferenced, referenced by requests, by the tree only."""
 
     free: int
     live: int
@@ -43,29 +42,24 @@ class BlockCounts:
 
 
 class Slots:
-    """All slots of one model's cache, and which nodes of `tree` list them.
-
-    Attributes:
-        evicted_blocks: counts the slots that were taken from nodes to be used anew.
-    """
+    """RAM slots of one cache, and the nodes that list them."""
 
     def __init__(self, groups: Sequence[Group], tree: RadixTree) -> None:
         self.groups = tuple(groups)
         self.pools = [BlockPool() for _ in self.groups]
         self.evicted_blocks = 0
         self._tree = tree
-        self._listed: list[Counter[int]] = [Counter() for _ in self.groups]  # nodes that list a slot
+        self._listed: list[Counter[int]] = [Counter() for _ in self.groups]  # number of nodes by slot
 
     def is_read(self, index: int, block_id: int) -> bool:
-        """Whether a sequence reads the slot, beside the nodes that list it."""
         return self.num_readers(index, block_id) > 0
 
     def num_readers(self, index: int, block_id: int) -> int:
-        """References to the slot beside those of the nodes that list it."""
+        """References other than those of nodes."""
         return self.pools[index].ref_cnt(block_id) - self._listed[index][block_id]
 
     def list_in(self, node: Node, index: int, block_id: int, *, instead_of: int | None = None) -> None:
-        """The node's data of group `index` lies in this slot, and no longer in the one `instead_of` it."""
+        """List a slot as the node's data, and no longer the slot `instead_of`."""
         if instead_of is not None:
             self._listed[index][instead_of] -= 1
             self.pools[index].release(instead_of)
@@ -74,15 +68,14 @@ class Slots:
         self._tree.set_block(node, index, block_id)
 
     def take_from(self, node: Node, index: int) -> None:
-        """The node's data of group `index` is no longer in RAM."""
         block_id = self._tree.take_block(node, index)
         self._listed[index][block_id] -= 1
         self.pools[index].release(block_id)
 
     def evict(self, node: Node, groups: Collection[int] | None = None) -> bool:
-        """Free the node's slots (of `groups`) if nobody reads or writes them; False if somebody does.
+        """Free the node's slots (of `groups`) in RAM; False if read or being written.
 
-        What is on disk stays known. A node with blocks in RAM behind it stays: they are of no use without it.
+        A node with descendants in RAM stays: they need it.
         """
         held = [index for index in node.block_ids if groups is None or index in groups]
         if node.pending or node.resident_children or any(self.is_read(i, node.block_ids[i]) for i in held):
@@ -91,23 +84,23 @@ class Slots:
         return True
 
     def free(self, node: Node, groups: Collection[int]) -> None:
-        """Take the node's slots of `groups`, whoever else has to do with it."""
+        """Free the node's slots, without checks."""
         for index in groups:
             self.take_from(node, index)
             self.evicted_blocks += 1
         self.prune(node)
 
     def drop(self, node: Node, index: int) -> None:
-        """Take a leaf's slot of group `index` from the tree, whoever reads it; forget the node if it holds nothing."""
+        """Unlist a leaf's slot even if read; remove the node if unused."""
         if index in node.block_ids:
             self.take_from(node, index)
         self.prune(node)
 
     def vacate_last(self, index: int, tables: Iterable[BlockTable]) -> None:
-        """Free the last slot of a group: what lies there moves to a free one before it, of which there is one.
+        """Move the block in a group's last slot to an earlier free slot, which must exist.
 
         Args:
-            tables: the group's block tables of all sequences that may read it.
+            tables: tables of all requests that may read it.
         """
         pool = self.pools[index]
         last = pool.capacity - 1
@@ -121,13 +114,12 @@ class Slots:
                 pool.retain(target)
                 pool.release(last)
                 table.replace(table.first_block + table.block_ids.index(last), target)
-        pool.release(target)  # the references of nodes and tables are enough
+        pool.release(target)  # nodes and tables hold their own
         pool.note_move(last, target)
 
     def gather(self, index: int) -> list[Copy]:
-        """Move what only the tree lists out of a group's last slots, into free ones before them.
-
-        It ends at a slot that is read: behind that one nothing can be given back.
+        """Move blocks that only the tree lists from the last slots to free ones before. Stops at a read slot, as pools
+        shrink from the end.
         """
         pool, listing = self.pools[index], defaultdict[int, list[Node]](list)
         for node in self._tree.residents:
@@ -141,17 +133,16 @@ class Slots:
                 break
             for node in listing[source]:
                 self.list_in(node, index, target, instead_of=source)
-            pool.release(target)  # the nodes' references are enough
+            pool.release(target)  # nodes hold their own
             copies.append(Copy(index, source, target))
         return copies
 
     def prune(self, node: Node) -> None:
-        """Forget a node that is neither in RAM nor on disk, and ancestors kept only for it."""
+        """Remove a node without RAM or disk data, and ancestors kept only for it."""
         if node.is_leaf and not node.block_ids:
             self._tree.remove(node)
 
     def check_integrity(self, index: int, read: Counter[int]) -> None:
-        """Raise BrokenInvariant unless the references of group `index` are the nodes' and those in `read`."""
         pool, name = self.pools[index], self.groups[index].name
         pool.check_integrity()
         listed = Counter(node.block_ids[index] for node in self._tree.walk() if index in node.block_ids)

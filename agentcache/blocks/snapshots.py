@@ -1,12 +1,10 @@
-"""Snapshots of recurrent state: which positions have one in RAM, and how much RAM they and running rows may take.
+"""Checkpoints of recurrent state in RAM, and the budget that they share with running requests.
 
-Recurrent layers keep one state of all tokens, not something a token. A snapshot is the state of all of them behind one
-token; it belongs to the node of the radix tree that ends there. A request can go on only from a position that has a
-snapshot, so that what lies behind the last one is computed again. None is ever missed: position 0 needs none.
-Who holds references to a slot:
+A checkpoint is the state of all recurrent layers after one token, and belongs to the tree node that ends there. A
+request starts at one, or at position 0. References to a slot:
 
     node        one for the slot that it lists
-    sequence    one for the slot that it starts from, until its row has taken the state
+    request     one for the slot that it starts from, until copied to its row
 """
 
 from __future__ import annotations
@@ -21,31 +19,26 @@ from agentcache.blocks.slots import Group
 from agentcache.blocks.snapshot_plan import DEFAULT_INTERVAL
 from agentcache.errors import BrokenInvariant, OutOfBlocks
 
-# States that a running row holds at a time: that before the step under way, its result, and that of the step behind it.
+# States of a row: the current step's input and result, and the next one's result.
 ROW_STATES = 3
-# What one request needs beside its own: the snapshot that it starts from, and the one that it leaves.
+# One request also starts from a checkpoint and creates one.
 _LEAST_SLOTS = 2
 
 
 def least_state_bytes(group: Group) -> int:
-    """Bytes without which no request of a model with this group can run."""
     return (ROW_STATES + _LEAST_SLOTS) * group.bytes_per_block
 
 
 class Snapshots:
-    """Slots for snapshots under a budget of their own, in which running rows have their states too.
+    """Checkpoint slots under a separate budget, which also covers running requests.
 
-    Rows go first: snapshots that nobody is about to start from leave for them, least recently used first.
+    Unused checkpoints are evicted for running requests, least recently used first.
 
     Args:
-        group: the state's cache group.
-        index: its number, behind those of keys and values.
-        budget: bytes for snapshots and rows.
-        prune: forgets a node that may be of no use any more.
-        every: tokens between two snapshots of a conversation (`snapshot_plan`).
-
-    Attributes:
-        evicted: counts the snapshots that left RAM for others.
+        index: index of the state's group, after the KV groups.
+        budget: bytes for checkpoints and rows.
+        prune: function that removes an unused node.
+        every: tokens between two checkpoints.
     """
 
     def __init__(
@@ -66,39 +59,37 @@ class Snapshots:
         self._most = budget // self._bytes
         self._pool = BlockPool()
         self._rows = 0
-        # Nodes with a snapshot in RAM, least recently used first: those that have been replaced, and the others.
+        # Least recently used first: superseded ones, and the rest.
         self._spent: dict[Node, None] = {}
         self._fresh: dict[Node, None] = {}
         self._account = ledger.open(STATE, floor=budget)
         self._prune = prune
 
-    # -- what there is ------------------------------------------------------------------------------------------------
+    # -- lookup -------------------------------------------------------------------------------------------------------
 
     def has(self, node: Node) -> bool:
-        """Whether there is a snapshot of the node's end, in RAM or on disk."""
         return node.state is not None or self.index in node.stored
 
     @property
     def nodes(self) -> Iterator[Node]:
-        """Nodes with a snapshot in RAM, in the order in which they leave."""
+        """Nodes with a checkpoint in RAM, in eviction order."""
         yield from self._spent
         yield from self._fresh
 
     @property
     def num_slots(self) -> int:
-        """Slots that hold a snapshot, or are about to."""
         return self._pool.capacity - self._pool.num_free
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
     def enter(self, start: Node | None) -> int | None:
-        """A row begins that goes on from the snapshot of a node: room for its states. Raises OutOfBlocks.
+        """Reserve room for a row that starts from the node's checkpoint. Raises OutOfBlocks.
 
-        Returns the slot that it starts from, with one reference; a new one, to be loaded, where RAM has no snapshot.
+        Returns its slot, with one reference; a new one to load into if RAM has none.
         """
         slot, is_absent = (None, False) if start is None else (start.state, start.state is None)
         if slot is not None:
-            self._pool.retain(slot)  # so that it does not leave for the row that needs it
+            self._pool.retain(slot)  # against eviction below
         try:
             self._make_room(ROW_STATES + is_absent)
         except OutOfBlocks:
@@ -110,14 +101,13 @@ class Snapshots:
         return self.allocate() if is_absent else slot
 
     def leave(self) -> None:
-        """A row has ended."""
         self._rows -= 1
         self._settle()
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
     def allocate(self) -> int:
-        """A slot, with one reference. Raises OutOfBlocks where rows, and who is about to start, need all there is."""
+        """Return a slot, with one reference. Raises OutOfBlocks."""
         self._make_room(1)
         if not self._pool.num_free:
             self._pool.grow(self._pool.capacity + 1)
@@ -126,7 +116,6 @@ class Snapshots:
         return slot
 
     def is_free(self, slot: int) -> bool:
-        """Whether nobody refers to the slot."""
         return self._pool.ref_cnt(slot) == 0
 
     def retain(self, slot: int) -> None:
@@ -137,10 +126,7 @@ class Snapshots:
         self._settle()
 
     def list_in(self, node: Node, slot: int) -> None:
-        """The caller's reference to a slot, which holds the state behind the node's last token, becomes the node's.
-
-        Of a node that has one already, the old one stays.
-        """
+        """List a slot; the node takes over the caller's reference. An existing checkpoint stays."""
         if node.state is not None:
             self.release(slot)
         else:
@@ -148,13 +134,12 @@ class Snapshots:
         self.touch(node)
 
     def touch(self, node: Node) -> None:
-        """Mark a snapshot as just used."""
         if node.state is not None:
             self._drop(node)
             self._fresh[node] = None
 
     def expire(self, node: Node) -> None:
-        """Another snapshot has taken the place of this one, which leaves before those that none has replaced."""
+        """Mark a checkpoint as superseded: evicted first."""
         if node in self._fresh:
             self._drop(node)
             self._spent[node] = None
@@ -164,7 +149,7 @@ class Snapshots:
         self._fresh.pop(node, None)
 
     def evict(self, node: Node) -> bool:
-        """Free the node's slot if nobody is about to start from it; False if somebody is. Files stay known."""
+        """Free the node's slot; False if a request starts from it. Files stay known."""
         if not self._is_idle(node):
             return False
         slot, node.state = node.state, None
@@ -178,7 +163,7 @@ class Snapshots:
         return node.state is not None and self._pool.ref_cnt(node.state) == 1
 
     def _make_room(self, count: int) -> None:
-        """Have snapshots leave until so many more states fit. Raises OutOfBlocks, and then none has left."""
+        """Evict until `count` more states fit. Raises OutOfBlocks without evicting any."""
         short = self._states + count - self._most
         idle = [node for node in self.nodes if self._is_idle(node)][: max(0, short)]
         if len(idle) < short:
@@ -193,13 +178,7 @@ class Snapshots:
         self._account.settle(self._states * self._bytes)
 
     def check_integrity(self, rows: int, started: Iterable[int], nodes: Iterable[Node]) -> None:
-        """Raise BrokenInvariant unless all is accounted for.
-
-        Args:
-            rows: that run.
-            started: slots that sequences start from.
-            nodes: all of the tree.
-        """
+        """Raise BrokenInvariant unless references are those of nodes and `started` requests."""
         self._pool.check_integrity()
         listed = {node: node.state for node in nodes if node.state is not None}
         if Counter(listed.keys()) != Counter(self.nodes):

@@ -1,4 +1,4 @@
-"""Text and its tokens side by side: what an agent's model has read and written, and what a tokenizer adds to it."""
+"""An agent's transcript, as text and as exact tokens."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ class Encoding:
     """Tokens of a text.
 
     Args:
-        ids: token ids.
-        ends: character offsets at which the tokens end; they never fall, the last one is the text's length. A token
-            that ends inside a character gets the end of the next token that does not, so that text and tokens may be
-            cut at every offset in `ends`.
+        ends: character offset at which each token ends, up to the text's length. A token that ends inside a character
+            has the next clean end, so text and tokens can be cut at any of `ends`.
     """
 
     ids: Sequence[int]
@@ -32,7 +30,7 @@ class Encoding:
 
 @dataclass(frozen=True)
 class Spelling:
-    """The text of token ids that came without one: marked text, and where each token ends in it."""
+    """Marked text of given token ids, and where each ends."""
 
     text: str
     ends: Sequence[int]
@@ -40,7 +38,7 @@ class Spelling:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class TranscriptContent:
-    """What grows with a transcript; the arguments are those of `Transcript`."""
+    """Content of a `Transcript`, with the same arguments."""
 
     text: str
     ids: array[int]
@@ -49,29 +47,24 @@ class TranscriptContent:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of RAM, within a few per cent."""
+        """Approximate bytes of RAM."""
         return sys.getsizeof(self.text) + sys.getsizeof(self.ids) + sys.getsizeof(self.ends) + 128 * len(self.spans)
 
 
 class Transcript:
-    """What an agent's model has read and written, as text and as the exact tokens. Never changed in place.
+    """Text and exact tokens of an agent's context. Immutable.
 
-    Its content can leave RAM once a log has it (`store_in`, `leave_ram`). Reading `text`, `ids`, `ends` or `spans`
-    then reads the log, in the calling thread. A reference to `content()` keeps it in RAM meanwhile.
+    Once a log has the content, it can leave RAM (`store_in`, `leave_ram`). `text`, `ids`, `ends` and `spans` then read
+    the log, in the calling thread. A reference to `content()` keeps it in RAM.
 
     Args:
-        text: marked text (see `models/tokenizer.py`).
-        ids: token ids.
-        ends: character offset into `text` at which each token ends; never falls; the last one is `len(text)`.
-        spans: runs of tokens in order, each ("prompt" or "generated", number of tokens); they add up to `len(ids)`.
-
-    Attributes:
-        num_chars: length of `text`.
-        num_spans: length of `spans`.
+        text: marked text (`models/text/marks.py`).
+        ends: character offset at which each token ends; the last one is `len(text)`.
+        spans: runs of tokens, each ("prompt" or "generated", number of tokens).
     """
 
     __slots__ = ("_content", "_num_tokens", "_read", "_unowned", "num_chars", "num_spans")
-    __hash__ = None  # type: ignore[assignment]  # it is compared by its content
+    __hash__ = None  # type: ignore[assignment]  # compared by content
 
     def __init__(self, text: str, ids: array[int], ends: array[int], spans: tuple[Span, ...]) -> None:
         self._content: TranscriptContent | None = TranscriptContent(text, ids, ends, spans)
@@ -114,24 +107,23 @@ class Transcript:
 
     @property
     def is_in_ram(self) -> bool:
-        """Whether its content can be read without its log."""
+        """Whether the content is readable without the log."""
         return self._content is not None or self._unowned() is not None
 
     @property
     def is_kept(self) -> bool:
-        """Whether it stays in RAM, referenced or not."""
+        """Whether the content stays in RAM without other references."""
         return self._content is not None
 
     @property
     def is_stored(self) -> bool:
-        """Whether a log has it."""
         return self._read is not None
 
     def content(self) -> TranscriptContent:
-        """Its content, which stays in RAM as long as the result is referenced.
+        """Return the content, which stays in RAM while referenced.
 
         Raises:
-            StoreError: it is not in RAM, and its log cannot be read.
+            StoreError: it is not in RAM and its log cannot be read.
         """
         content = self._content or self._unowned()
         if content is None:
@@ -141,41 +133,38 @@ class Transcript:
         return content
 
     def store_in(self, read: Callable[[], TranscriptContent]) -> None:
-        """A log has it: `read` reads it there, on any thread."""
+        """Set the function that reads the content from a log, on any thread."""
         self._read = read
 
     def leave_ram(self) -> None:
-        """Have RAM keep its content only as long as something else references it; it has to be stored."""
+        """Keep a stored transcript's content only while referenced elsewhere."""
         content = self._content
         if content is not None and self._read is not None:
             self._unowned = weakref.ref(content)
             self._content = None
 
     def copy(self) -> Transcript:
-        """Another transcript with this content, for a log of its own. It shares the content in RAM."""
+        """Return a transcript for another log, with the same content in RAM."""
         copy = Transcript.__new__(Transcript)
         for name in Transcript.__slots__:
             setattr(copy, name, getattr(self, name))
         return copy
 
-    # -- making others ------------------------------------------------------------------------------------------------
+    # -- derived transcripts ------------------------------------------------------------------------------------------
 
     @classmethod
     def empty(cls) -> Transcript:
         return cls("", array("I"), array("I"), ())
 
     def cut(self, num_tokens: int) -> Transcript:
-        """The first `num_tokens` tokens and the text they cover.
-
-        Cut where a token ends cleanly: of tokens that end together, as those of one character, keep all or none.
-        """
+        """Return the first `num_tokens` tokens and their text. Never cut between tokens with the same end."""
         content = self.content()
         ends = content.ends[:num_tokens]
         text = content.text[: ends[-1]] if ends else ""
         return Transcript(text, content.ids[:num_tokens], ends, _cut_spans(content.spans, num_tokens))
 
     def extended(self, text: str, ids: Iterable[int], ends: Iterable[int], kind: Kind) -> Transcript:
-        """This transcript with `text` behind it. `ends` are offsets into the added `text`, one per id."""
+        """Return this transcript with `text` appended; `ends` are offsets into `text`."""
         content = self.content()
         offset = len(content.text)
         more_ids = array("I", ids)
@@ -184,7 +173,7 @@ class Transcript:
         return Transcript(content.text + text, content.ids + more_ids, content.ends + more_ends, spans)
 
     def generated_ranges(self) -> list[tuple[int, int]]:
-        """Where generated text begins and ends, in characters."""
+        """Character ranges of generated text."""
         content = self.content()
         ranges, first, ends = list[tuple[int, int]](), 0, content.ends
         for kind, count in content.spans:
@@ -207,7 +196,6 @@ def _nothing() -> None:
 
 
 def _join_spans(left: tuple[Span, ...], right: Iterable[Span]) -> tuple[Span, ...]:
-    """Spans of two neighbours; empty ones go, equal neighbours become one."""
     joined: list[Span] = []
     for kind, count in (*left, *right):
         if joined and joined[-1][0] == kind:

@@ -1,13 +1,10 @@
-"""Which hidden states are cached: the trunk that base and all adapters which begin at the same layer have in common.
+"""Hidden-state cache, shared by base and all adapters that begin at the same layer.
 
-Below the first layer that an adapter changes, everything is base's. A block of the trunk is the input of layer `cut`
-for the 256 tokens of a block of base's. Whoever has base's keys and values below the cut, and the trunk, need not
-compute the lower layers again. Who holds references to a slot:
+A block holds the input of layer `cut` for the 256 tokens of a base block. With base's KV below the cut, a request skips
+those layers; missing blocks are computed. References to a slot:
 
-    trunk       one for each block that it lists
-    sequence    one for each slot that it reads (`TrunkReader`) or fills (`TrunkFiller`)
-
-Nothing is ever missed: a block that is not there is computed.
+    cache       one per listed block
+    request     one per slot that it reads (`TrunkReader`) or fills (`TrunkFiller`)
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from agentcache.errors import BrokenInvariant
 
 
 class TrunkName(NamedTuple):
-    """The input of layer `cut` for the tokens of base's block at `chain`."""
+    """The input of layer `cut` for base's block at `chain`."""
 
     chain: str
     cut: int
@@ -33,7 +30,7 @@ class TrunkName(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens `start … stop - 1` of a step, which lie in a slot from its position `offset` on."""
+    """Tokens `start … stop - 1` of a step, in a slot from position `offset` on."""
 
     slot: int
     offset: int
@@ -43,11 +40,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class TrunkPlan:
-    """What a step of one row takes from the trunk and gives to it.
+    """Hidden states that one row's step reads and writes.
 
     Args:
-        cut: first layer that is computed; with one above 0, `reads` are its input.
-        writes: where the inputs of layers go, by layer.
+        cut: first layer to compute; above 0, `reads` are its input.
+        writes: by layer.
     """
 
     cut: int = 0
@@ -56,11 +53,10 @@ class TrunkPlan:
 
 
 class TrunkCache:
-    """Slots for blocks of hidden states under a budget of their own, emptied least recently used first.
+    """Slots under a separate budget, evicted least recently used first.
 
     Args:
-        num_slots: how many there may be; memory is claimed for one when it is first needed, and kept.
-        block_bytes: of each.
+        num_slots: maximum; memory is claimed on first use and kept.
     """
 
     def __init__(self, num_slots: int, block_bytes: int, ledger: Ledger) -> None:
@@ -78,7 +74,7 @@ class TrunkCache:
         return len(self._slots)
 
     def match(self, names: Iterable[TrunkName]) -> int:
-        """How many of the first names are cached without a gap. Changes nothing."""
+        """Number of leading names cached without a gap."""
         count = 0
         for name in names:
             if name not in self._slots:
@@ -87,7 +83,7 @@ class TrunkCache:
         return count
 
     def lock(self, names: Sequence[TrunkName]) -> list[int]:
-        """The slots of cached blocks, which stay until they are released; the blocks count as just used."""
+        """Pin cached blocks until `release`, mark them as just used, return their slots."""
         self.touch(names)
         slots = [self._slots[name] for name in names]
         for slot in slots:
@@ -95,21 +91,20 @@ class TrunkCache:
         return slots
 
     def release(self, slots: Iterable[int]) -> None:
-        """Let go of slots that were locked or allocated."""
         for slot in slots:
             self._pool.release(slot)
 
     def touch(self, names: Sequence[TrunkName]) -> None:
-        """Mark a path as just used; a block counts as older than the one before, without which it is of no use."""
+        """Mark a path as just used; a block counts as older than its predecessor."""
         for name in reversed(names):
             if name in self._slots:
                 self._slots[name] = self._slots.pop(name)
 
     def allocate(self, spare: Collection[TrunkName] = ()) -> int | None:
-        """A slot to fill, with one reference, in place of the block used longest ago; None if all are being used.
+        """Return a slot to fill, with one reference; None if all are in use.
 
         Args:
-            spare: the blocks in front, without which the new one would be of no use.
+            spare: preceding blocks, not to be evicted.
         """
         if not self._pool.num_free and not self._grow() and not self._evict(spare):
             return None
@@ -130,19 +125,18 @@ class TrunkCache:
         return victim is not None
 
     def publish(self, name: TrunkName, slot: int) -> None:
-        """A slot has been filled: the caller's reference becomes the trunk's, unless that has the block already."""
+        """List a filled slot; the cache takes over or drops the caller's reference."""
         if name in self._slots:
             self._pool.release(slot)
         else:
             self._slots[name] = slot
 
     def clear(self) -> None:
-        """Evict every block that nobody reads."""
         while self._evict():
             continue
 
     def give_back(self) -> int:
-        """Evict what nobody reads and have no slots behind the last one that is in use; returns how many are left."""
+        """Evict unread blocks, drop unused slots at the end; return the number left."""
         self.clear()
         capacity = self._pool.last_in_use + 1
         self._account.release((self._pool.capacity - capacity) * self._block_bytes)
@@ -150,7 +144,6 @@ class TrunkCache:
         return capacity
 
     def check_integrity(self, held: Iterable[int]) -> None:
-        """Raise BrokenInvariant unless all references are the trunk's own and those of `held`."""
         self._pool.check_integrity()
         expected = Counter(self._slots.values()) + Counter(held)
         if Counter({slot: self._pool.ref_cnt(slot) for slot in range(self._pool.capacity)}) != expected:
@@ -160,11 +153,8 @@ class TrunkCache:
 
 
 class TrunkReader:
-    """A sequence's blocks of the trunk: its tokens before `end` need computing from the blocks' layer on only.
-
-    Args:
-        first: number of the first block.
-        slots: locked ones of the blocks from there on.
+    """A request's cached hidden states, from block number `first` on: tokens before `end` skip the layers below the
+    cut.
     """
 
     def __init__(self, first: int, slots: Sequence[int]) -> None:
@@ -173,7 +163,6 @@ class TrunkReader:
         self._first = first
 
     def pieces(self, start: int, stop: int) -> list[Piece]:
-        """Where the tokens of a step lie."""
         return [
             Piece(self.slots[block.position - self._first], block.offset, block.start, block.stop)
             for block in _blocks(start, stop)
@@ -181,12 +170,12 @@ class TrunkReader:
 
 
 class TrunkFiller:
-    """What a sequence adds to the trunk at one layer: whole blocks, of tokens that are computed one after the other."""
+    """Adds a request's hidden states at one layer, as whole blocks of consecutive tokens."""
 
     def __init__(self, cache: TrunkCache, cut: int) -> None:
         self._cache = cache
         self._cut = cut
-        self._slots: dict[int, int] = {}  # by number of the block, those in front of `_end` in full
+        self._slots: dict[int, int] = {}  # by block number; complete before `_end`
         self._end = 0
         self._path: list[TrunkName] = []
 
@@ -195,7 +184,7 @@ class TrunkFiller:
         return list(self._slots.values())
 
     def pieces(self, start: int, stop: int) -> list[Piece]:
-        """Where the tokens of a step are to go; those of a block whose beginning is missing go nowhere."""
+        """Where a step's tokens go; blocks without their first tokens are not stored."""
         if start != self._end:
             self._drop(self._end // BLOCK_SIZE)
         self._end = stop
@@ -212,7 +201,7 @@ class TrunkFiller:
         return None if slot is None else Piece(slot, block.offset, block.start, block.stop)
 
     def publish(self, nodes: Sequence[Node]) -> None:
-        """Give the trunk the blocks that are done: `nodes` are the sequence's, from its start on."""
+        """Add complete blocks; `nodes` are the request's, from its start on."""
         for position in [position for position in self._slots if position < min(len(nodes), self._end // BLOCK_SIZE)]:
             slot, path = self._slots.pop(position), nodes[: position + 1]
             if path[-1].producer != BASE_PRODUCER:
@@ -224,7 +213,7 @@ class TrunkFiller:
 
 @dataclass(frozen=True)
 class _Block:
-    """Tokens `start … stop - 1` of a step: those of block number `position`, from its position `offset` on."""
+    """Tokens `start … stop - 1` of a step, in block number `position` from its `offset` on."""
 
     position: int
     offset: int
@@ -233,7 +222,6 @@ class _Block:
 
 
 def _blocks(start: int, stop: int) -> Iterator[_Block]:
-    """The blocks of a step that computes tokens `start … stop - 1`."""
     for position in range(start // BLOCK_SIZE, -(-stop // BLOCK_SIZE)):
         begin, end = max(start, position * BLOCK_SIZE), min(stop, (position + 1) * BLOCK_SIZE)
         yield _Block(position, begin % BLOCK_SIZE, begin - start, end - start)

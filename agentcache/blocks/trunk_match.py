@@ -1,4 +1,4 @@
-"""How far a prompt whose own lane is short can go on from base's blocks and the trunk."""
+"""Extends a prefix by base blocks and cached hidden states."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from agentcache.blocks.trunk import TrunkCache, TrunkName
 
 @dataclass(frozen=True)
 class TrunkMatch:
-    """Tokens of which only the layers from a cut on have to be computed. Valid until cache or trunk is next changed.
+    """Tokens that need only the layers from `cut` on. Valid until a cache changes.
 
     Args:
-        prefix: of which the base lane reaches further than the own one.
-        first: number of the block in which the own lane ends.
-        names: the trunk's blocks from there to the end of the base lane.
+        prefix: with base's path longer than the adapter's.
+        first: number of the block in which the adapter's path ends.
+        names: hidden states from there to the end of base's path.
     """
 
     prefix: CachedPrefix
@@ -34,7 +34,6 @@ class TrunkMatch:
 
     @property
     def end(self) -> int:
-        """The first token behind the trunk's blocks."""
         return (self.first + len(self.names)) * BLOCK_SIZE
 
 
@@ -48,12 +47,11 @@ def match_trunk(
     *,
     durable: bool = False,
 ) -> TrunkMatch | None:
-    """What there is for `prefix` of `token_ids`, whose lanes are base's below layer `cut` and its own above; else None.
+    """Return the hidden states that extend `prefix`, or None. Changes nothing.
 
     Args:
-        durable: an agent is to keep all blocks, so those in front of a window have to be there too.
-
-    Changes nothing.
+        cut: first layer of the adapter.
+        durable: whether an agent keeps all blocks, including those before a window.
     """
     base, *own = prefix.lanes
     search = LaneSearch(cache.tree, cache.groups, root, pack(token_ids), base.layout)
@@ -71,7 +69,7 @@ def match_trunk(
 
 
 def _whole_blocks(search: LaneSearch, limit: int) -> LanePrefix:
-    """The longest usable prefix of at most `limit` tokens that ends with a block."""
+    """Longest usable prefix that ends with a full block."""
     while (lane := search.longest(limit)).tail is not None:
         limit = len(lane.nodes) * BLOCK_SIZE
     return lane
