@@ -1,1 +1,1 @@
-"""Adapters beside the base model: by name, in use, and on the device."""
+"""Adapters: names, users, and weights on the device."""

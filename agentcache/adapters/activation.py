@@ -1,7 +1,7 @@
-"""How a request uses its adapter: under which policy, and from which token of the prompt on.
+"""How a request uses its adapter: its policy, and the first token that the adapter acts on.
 
-Activated LoRA (arXiv 2504.12397): the adapter acts from its invocation on, a sequence of tokens that is looked for
-once, in the prompt; what comes before is base's. Shared prefill (arXiv 2602.12029) is the same from the last token on.
+Activated LoRA (arXiv 2504.12397) acts from the last invocation, a token sequence in the prompt. Shared prefill (arXiv
+2602.12029) acts from the prompt's last token.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ class AdapterUse:
     """One request's use of an adapter.
 
     Args:
-        digest: of the adapter.
-        start: first position it acts on; None if it does not act at all.
-        groups: indices of the cache groups that it changes from there on.
-        is_decoder: it is a model of its own.
-        family: digest of its As.
-        stepped_from: the policy that was asked for, where another one is used instead.
-        may_share: nobody has asked for a policy, so that it may be `residual` where memory is scarce.
+        start: first position it acts on; None if it does not act.
+        groups: cache groups that it changes, by index.
+        is_decoder: whether it is a whole model.
+        family: digest of its A matrices.
+        stepped_from: requested policy, if another one is used.
+        may_share: whether it may become `residual` when memory is scarce.
     """
 
     name: str
@@ -45,17 +44,16 @@ class AdapterUse:
 
     @property
     def is_residual(self) -> bool:
-        """Whether it reads base's keys and values, and keeps beside them what it adds."""
+        """Whether it keeps residual KV beside base's."""
         return self.policy in LOSSY
 
     @property
     def is_family(self) -> bool:
-        """Whether what it adds is kept once for its family."""
+        """Whether its family shares its residual KV."""
         return self.policy is Policy.RESIDUAL_SHARED_A
 
     @property
     def residual_cache(self) -> str:
-        """Names the cache in which that is kept."""
         return residual_cache(self.family if self.is_family else self.digest)
 
     @property
@@ -64,30 +62,28 @@ class AdapterUse:
 
     @property
     def producer(self) -> Producer | None:
-        """Who computes the request's keys and values; None for base."""
         return None if self.start is None or self.is_residual else Producer(self.digest, self.start, self.groups)
 
     @property
     def activated_at(self) -> int | None:
-        """The start, where that depends on the prompt."""
+        """The start, if it depends on the prompt."""
         return self.start if self.policy in (Policy.ACTIVATED, Policy.PREFILL_SHARE) else None
 
     def stepped_down(self) -> AdapterUse:
-        """The same request's exact use of the adapter."""
         return replace(self, policy=Policy.EXACT, stepped_from=self.requested_policy)
 
     def settled(self, policy: Policy) -> AdapterUse:
-        """The same, where nobody has asked for a policy."""
+        """The same use with its final policy."""
         return replace(self, policy=policy, may_share=False)
 
 
 def use_adapter(
     adapter: ServedAdapter, policy: Policy | None, request: Request, token_ids: Sequence[int]
 ) -> AdapterUse:
-    """How `request`, whose prompt is `token_ids`, uses the adapter.
+    """Return how `request`, with prompt `token_ids`, uses the adapter.
 
     Args:
-        policy: what was asked for; None for what the adapter was loaded with.
+        policy: requested policy; None for the adapter's default.
 
     Raises:
         InvalidRequest: the prompt does not invoke the adapter, or the request contradicts itself.
@@ -104,7 +100,7 @@ def use_adapter(
 
 
 def refuse_without_adapter(request: Request) -> None:
-    """Raise InvalidRequest if a request that base answers asks for what only an adapter has."""
+    """Raise InvalidRequest if a request to base needs an adapter."""
     if request.policy in LOSSY:
         message = f"the policy {request.policy.value!r} needs an adapter, and a server with --max-divergence above 0"
         raise InvalidRequest(message, param=_POLICY_PARAM)
@@ -118,7 +114,7 @@ def _start(adapter: ServedAdapter, policy: Policy, request: Request, token_ids: 
     if policy is Policy.EXACT or policy in LOSSY:
         return 0
     if policy is Policy.PREFILL_SHARE:
-        # The decoder is for what is generated: nothing, and the whole prompt is base's.
+        # Without generated tokens, base computes the whole prompt.
         return None if request.sampling.max_tokens == 0 else max(0, len(token_ids) - 1)
     if request.invocation_start is not None:
         return _checked_start(request.invocation_start, len(token_ids))
@@ -147,9 +143,9 @@ def _invocation(adapter: ServedAdapter, request: Request, token_ids: Sequence[in
 
 
 def find_last(token_ids: Sequence[int], wanted: Sequence[int]) -> int | None:
-    """Index at which `wanted`, not empty, occurs in `token_ids` for the last time; occurrences may overlap."""
+    """Index of the last occurrence of `wanted` (not empty), also an overlapping one."""
     text, pattern = pack_token_ids(token_ids), pack_token_ids(wanted)
     found = text.rfind(pattern)
-    while found % _TOKEN_BYTES and found >= 0:  # across the borders of tokens
+    while found % _TOKEN_BYTES and found >= 0:  # not at a token boundary
         found = text.rfind(pattern, 0, found + len(pattern) - 1)
     return None if found < 0 else found // _TOKEN_BYTES

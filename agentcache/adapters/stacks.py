@@ -1,7 +1,6 @@
-"""Room for stacks, the copies of adapters with which a step that mixes several is quicker. The cache lends it.
+"""Borrows RAM for stacks: copies of adapters that speed up mixed steps.
 
-Without stacks a step computes each adapter's part in turn, with the same results. So nobody waits for them, and nobody
-loses blocks that he reads: they are for when the cache can spare their bytes, and end when a request needs these.
+Stacks are optional: no request waits for them or loses blocks in use, and they end when a request needs their bytes.
 """
 
 from __future__ import annotations
@@ -12,15 +11,14 @@ from agentcache.blocks.ledger import BASE, STACKS, Account, Ledger
 from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
 from agentcache.models.lora import Stacks, can_stack, stacked_bytes
 
-_SHARE = 0.5  # of what the cache can spare beside weights
-_REVIEW_STEPS = 256  # by then every row has needed a block, so that the cache is another
+_SHARE = 0.5  # of what base's cache can spare
+_REVIEW_STEPS = 256  # by then every row has needed a block
 
 
 class StackLoan:
-    """Decides which adapters are stacked, and borrows the bytes. Belongs to the engine thread.
+    """Decides which adapters are stacked, and borrows the bytes. Engine thread only.
 
-    Every so many steps it looks again: stacks of which a part was not used go, and bytes without use are given back.
-    Where the cache had not enough to lend, what it gave is kept so long, and the rest is asked for again.
+    A review drops stacks with an unused adapter and returns unused bytes. A loan that was too small is kept until then.
     """
 
     def __init__(self, stacks: Stacks, ledger: Ledger) -> None:
@@ -28,11 +26,11 @@ class StackLoan:
         self._ledger = ledger
         self._account = ledger.open(STACKS, on_loan=True, used=lambda: stacks.nbytes, give_way=self._give_way)
         self._steps = 0
-        self._used: set[AdapterWeights] = set()  # by steps that mixed, since the last review
+        self._used: set[AdapterWeights] = set()  # in mixed steps since the last review
         self._refused: frozenset[AdapterWeights] = frozenset()
 
     def prepare(self, rows: Sequence[RowAdapter | None]) -> None:
-        """Before a step of these rows: stack its adapters, if it mixes several and the cache has room."""
+        """Stack the adapters of the next step, if it mixes several and there is room."""
         self._review()
         adapters = frozenset(row.weights for row in rows if row is not None)
         if len(adapters) < 2:
@@ -67,13 +65,13 @@ class StackLoan:
         return self._account.claimed >= nbytes
 
     def _give_way(self, num_bytes: int, asker: Account) -> None:
-        """All of it: a part of the stacks is of no use."""
+        """Release everything: partial stacks are useless."""
         self._refused = self._stacks.adapters or self._refused
         self._stacks.clear()
         self._account.settle(0)
 
     def forget(self, weights: AdapterWeights) -> None:
-        """Hold nothing of an adapter any more. The loan stays until the next review: others may be stacked soon."""
+        """Drop references to an adapter. The loan stays until the next review."""
         if weights in self._stacks.adapters:
             self._stacks.clear()
         self._used.discard(weights)

@@ -1,6 +1,6 @@
-"""The adapters beside the base model, by name: what each is, who uses it, and whose weights have to make room.
+"""Adapters by name: meanings, users, and which weights to drop.
 
-Plain bookkeeping. Files are read by `gateway.adapter_loader`, weights on the device belong to `weights`.
+`gateway.adapter_loader` reads files; `weights` has the device's copies.
 """
 
 from __future__ import annotations
@@ -20,21 +20,20 @@ if TYPE_CHECKING:
     from agentcache.models.adapters import Adapter
     from agentcache.models.decoder import Decoder
 
-    # Who an adapter is, by content, and where its weights can be read again.
     AdapterSource = Adapter | Decoder
 
 
 @dataclass(frozen=True)
 class ServedAdapter:
-    """What a name means to the requests that come while it does.
+    """Meaning of an adapter's name.
 
     Args:
-        source: who the adapter is, by content, and where its weights can be read again.
-        policy: how requests that name none share; never `auto`.
-        groups: indices of the cache groups in which keys or values can differ from base's.
-        residual_refusal: why its requests cannot be `residual`; empty where they can.
-        may_share: whether requests that name no policy may be `residual` where memory is scarce.
-        is_member: whether there is another one with the same As.
+        source: identity by content, and location of the weights.
+        policy: default policy; never `auto`.
+        groups: cache groups whose KV can differ from base's, by index.
+        residual_refusal: why its requests cannot be `residual`, or empty.
+        may_share: whether requests without a policy may become `residual` when memory is scarce.
+        is_member: whether another adapter has the same A matrices.
     """
 
     name: str
@@ -52,12 +51,12 @@ class ServedAdapter:
 
     @property
     def family(self) -> str:
-        """Digest of its As; empty for a model of its own."""
+        """Digest of its A matrices; empty for a whole model."""
         return self.source.family
 
     @property
     def is_decoder(self) -> bool:
-        """Whether it is a model of its own, beside which no other row can be computed."""
+        """Whether it is a whole model, whose steps have no other rows."""
         return _is_decoder(self.source)
 
 
@@ -66,10 +65,10 @@ def _is_decoder(source: AdapterSource) -> bool:
 
 
 def check_adapter_name(name: str) -> str:
-    """`name`, if an adapter may have it: it stands in URLs and behind `<model>:`, and is never a path.
+    """Return a valid name. It appears in URLs and after `<model>:`, and is never a path.
 
     Raises:
-        InvalidRequest: it may not.
+        InvalidRequest: the name is not valid.
     """
     if not is_name(name):
         raise InvalidRequest(f"{name!r:.80} is no adapter name: use {RULE}", param="name")
@@ -79,14 +78,13 @@ def check_adapter_name(name: str) -> str:
 def settle_policy(
     policy: Policy, source: AdapterSource, residual_refusal: str = RESIDUAL_IS_OFF, *, param: str = "policy"
 ) -> Policy:
-    """The policy itself, or what `auto` stands for.
+    """Resolve `auto` and check the policy.
 
     Args:
-        residual_refusal: as in `ServedAdapter`.
-        param: what the wire calls the policy.
+        param: field name for errors.
 
     Raises:
-        InvalidRequest: the adapter cannot be used so.
+        InvalidRequest: the adapter does not support it.
     """
     if policy in LOSSY and residual_refusal:
         raise InvalidRequest(residual_refusal, param=param, code="policy_unsupported")
@@ -100,18 +98,19 @@ def settle_policy(
 
 
 class AdapterTable:
-    """Names, users, and whose weights are on the device, least recently used first. Weights go by digest: one copy,
-    however many names there are.
+    """Adapters by name, their users, and which weights are on the device.
+
+    Weights are counted by digest: one copy for all names.
 
     Args:
-        budget: bytes that all weights on the device may take.
+        budget: bytes for all weights on the device.
     """
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self._adapters: dict[str, ServedAdapter] = {}
         self._users: Counter[str] = Counter()
-        self._resident: dict[str, int] = {}  # bytes by digest; the one used last is the last one
+        self._resident: dict[str, int] = {}  # bytes by digest, least recently used first
 
     # -- names --------------------------------------------------------------------------------------------------------
 
@@ -119,26 +118,23 @@ class AdapterTable:
         return iter(sorted(self._adapters.values(), key=lambda adapter: adapter.name))
 
     def get(self, name: str, param: str = "adapter") -> ServedAdapter:
-        """What the name means now. Raises NotFound."""
         if name not in self._adapters:
             raise NotFound(f"there is no adapter {name!r:.80}", param=param, code="adapter_not_found")
         return self._adapters[name]
 
     def put(self, adapter: ServedAdapter) -> None:
-        """From now on the name means this; who runs keeps what it meant before."""
+        """Set the meaning of a name; running requests keep the old one."""
         self._adapters[adapter.name] = adapter
 
     def remove(self, name: str) -> None:
-        """The name means nothing any more. Raises NotFound."""
         del self._adapters[self.get(name, "name").name]
 
     def with_family(self, adapter: ServedAdapter) -> ServedAdapter:
-        """The adapter, and whether another one has the same As now."""
+        """The adapter with its current `is_member`."""
         others = (each for each in self._adapters.values() if each.digest != adapter.digest)
         return replace(adapter, is_member=any(each.family == adapter.family != "" for each in others))
 
     def info(self, adapter: ServedAdapter) -> AdapterInfo:
-        """The adapter as clients see it."""
         source = adapter.source
         return AdapterInfo(
             name=adapter.name,
@@ -158,13 +154,13 @@ class AdapterTable:
     # -- users --------------------------------------------------------------------------------------------------------
 
     def claim(self, adapter: ServedAdapter) -> None:
-        """A request is going to use its weights: once on the device they stay. Counts."""
+        """Add a user, for whom the weights stay on the device."""
         self._users[adapter.digest] += 1
         if adapter.digest in self._resident:
             self._resident[adapter.digest] = self._resident.pop(adapter.digest)
 
     def release(self, adapter: ServedAdapter) -> None:
-        """One `claim` is over."""
+        """Undo one `claim`."""
         self._users[adapter.digest] -= 1
         if self._users[adapter.digest] <= 0:
             del self._users[adapter.digest]
@@ -175,12 +171,10 @@ class AdapterTable:
         return digest in self._resident
 
     def set_resident(self, digest: str, nbytes: int) -> None:
-        """These weights are on the device now."""
         self._resident.pop(digest, None)
         self._resident[digest] = nbytes
 
     def set_dropped(self, digest: str) -> None:
-        """These weights are no longer on the device."""
         del self._resident[digest]
 
     @property
@@ -188,8 +182,7 @@ class AdapterTable:
         return sum(self._resident.values())
 
     def victims(self, nbytes: int) -> list[str] | None:
-        """Digests to drop so that `nbytes` more fit: unused ones, the least recently used first; None if those in use
-        leave no room."""
+        """Unused digests to drop for `nbytes` more, least recently used first; None if not enough."""
         excess, chosen = self.resident_bytes + nbytes - self.budget, list[str]()
         for digest, held in self._resident.items():
             if excess <= 0:
@@ -200,6 +193,6 @@ class AdapterTable:
         return chosen if excess <= 0 else None
 
     def orphans(self) -> list[str]:
-        """Digests on the device that no name means and nobody uses."""
+        """Digests on the device without names or users."""
         named = {adapter.digest for adapter in self}
         return [digest for digest in self._resident if digest not in named and digest not in self._users]

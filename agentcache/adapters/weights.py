@@ -1,4 +1,4 @@
-"""Weights of adapters on the device, within the RAM budget that they share with the cache."""
+"""Weights of adapters on the device, within the cache's RAM budget."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from agentcache.models.decoder import Decoder, DecoderWeights, load_decoder
 from agentcache.models.loader import LoadedModel
 from agentcache.models.runner import ModelRunner
 
-_SHARE = 0.5  # of what the cache can spare
+_SHARE = 0.5  # of the budget above all floors
 
 
 @dataclass(frozen=True)
 class _Arrival:
-    """A decoder that is being loaded. Its bytes count from the beginning."""
+    """A decoder being loaded. All its bytes count at once."""
 
     decoder: Decoder
     pieces: Iterator[DecoderWeights | None]
@@ -31,11 +31,7 @@ class _Arrival:
 
 
 class AdapterWeightSet:
-    """By digest. Belongs to the engine thread; `AdapterTable` knows what may be dropped.
-
-    Args:
-        ledger: has the cache give way to weights, and lend what copies of them take.
-    """
+    """Weights by digest. Engine thread only; `AdapterTable` decides which to drop."""
 
     def __init__(self, loaded: LoadedModel, runner: ModelRunner, ledger: Ledger) -> None:
         self._loaded = loaded
@@ -50,12 +46,11 @@ class AdapterWeightSet:
 
     @property
     def budget(self) -> int:
-        """Bytes that all weights together may take."""
         return int((self._ledger.budget - self._ledger.floors) * _SHARE)
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device, with the copies for steps that mix adapters."""
+        """Bytes on the device, including stacks."""
         return self._weight_bytes + self._adapters.stacks.nbytes
 
     @property
@@ -64,10 +59,10 @@ class AdapterWeightSet:
         return sum(each.nbytes for each in (*held, *self._arrivals.values()))
 
     def load(self, content: AdapterContent | Decoder) -> bool:
-        """Put an adapter's matrices on the device, or a decoder's next piece; True when everything is there.
+        """Load an adapter, or a decoder's next piece; True when complete.
 
         Raises:
-            OutOfBlocks: running requests hold so many blocks that the cache cannot make room.
+            OutOfBlocks: the cache cannot make room, because running requests hold it.
             UnsupportedAdapter: the decoder does not fit the base model.
         """
         try:
@@ -99,13 +94,13 @@ class AdapterWeightSet:
 
     def _make_room(self, nbytes: int) -> None:
         fits = self._account.ask(nbytes)
-        self._runner.fit()  # the cache's memory goes before the weights come
+        self._runner.fit()  # before the weights are allocated
         if not fits:
             raise OutOfBlocks(f"running requests take the RAM budget of {self._ledger.budget} bytes")
         self._account.claim(nbytes)
 
     def drop(self, digest: str) -> None:
-        """Give an adapter's memory back to the cache. No request may use it any more."""
+        """Return an adapter's memory to the cache. No request may use it."""
         if digest in self._weights:
             self._loan.forget(self._weights.pop(digest))
         else:
@@ -113,28 +108,27 @@ class AdapterWeightSet:
         self._account.settle(self._weight_bytes)
 
     def rows(self, uses: Sequence[AdapterUse | None]) -> list[RowAdapter | None]:
-        """The LoRA of each row of the next step, which stacks them if it mixes several and there is room."""
+        """LoRA of each row of the next step, stacked if possible."""
         rows = [self.row(use) for use in uses]
         self._loan.prepare(rows)
         return rows
 
     def row(self, use: AdapterUse | None) -> RowAdapter | None:
-        """The LoRA that a request's row is computed with; None for none."""
+        """LoRA of a request's row; None if none acts."""
         if use is None or use.start is None or use.is_decoder:
             return None
         return RowAdapter(self._weights[use.digest], use.start)
 
     def cut(self, use: AdapterUse | None) -> int:
-        """Layer below which all that a request computes is base's, at any token; 0 for none, or for base itself."""
+        """Layer below which a request's tokens are base's; 0 for none."""
         row = None if use is None or use.is_residual else self.row(use)
         return 0 if row is None else trunk_cut(row.weights.adapter, self._loaded.spec)
 
     @property
     def cuts(self) -> list[int]:
-        """Layers at which adapters on the device can go on from the trunk, lowest first."""
+        """Layers at which loaded adapters can use cached hidden states, ascending."""
         cuts = {trunk_cut(weights.adapter, self._loaded.spec) for weights in self._weights.values()}
         return sorted(cuts - {0})
 
     def decoder(self, digest: str | None) -> DecoderWeights | None:
-        """The model that computes a step; None for base."""
         return None if digest is None else self._decoders[digest]
