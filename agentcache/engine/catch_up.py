@@ -14,6 +14,8 @@ from agentcache.engine.requests import Requests
 
 
 class CatchUp:
+    """Shares blocks between running prompts."""
+
     def __init__(self, requests: Requests, base: KeptCache) -> None:
         self._requests = requests
         self._base = base

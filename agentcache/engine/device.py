@@ -100,6 +100,8 @@ class Device(Protocol):
 
 
 class MlxDevice:
+    """One model on MLX's default device."""
+
     def __init__(self, runner: ModelRunner, builder: BatchBuilder, guard: MemoryGuard) -> None:
         self.guard = guard
         self.runner = runner

@@ -461,7 +461,7 @@ class Engine:
     # -- the whole ----------------------------------------------------------------------------------------------------
 
     def view(self) -> EngineView:
-        """Return the state for other threads. It changes between steps."""
+        """Return the state for other threads. It changes only between steps."""
         return EngineView(self.served, self.agents.view(), self.cache.allocator.max_tokens(), self.relief.level)
 
     def clear(self) -> None:

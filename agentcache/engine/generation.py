@@ -83,7 +83,7 @@ class Generation:
         lost_tokens: those of them neither in RAM nor on disk.
         system_tokens: leading prompt tokens that other conversations may share.
         row_state, launched_state: recurrent state after `num_computed`, `num_launched` tokens.
-        shown_state: last recurrent state whose text is sent, with its token count.
+        shown_state: last recurrent state whose text is sent and thus final, with its token count.
         shown_tokens: number of tokens whose text is sent.
         following: grammar matcher.
         is_late: whether the next token awaits its grammar mask.

@@ -33,7 +33,8 @@ class Submit:
         goes_on: whether the turn replaces `found`, which it extends or equals (`is_twin`).
         submitted_at: time by `time.perf_counter`.
         system_tokens: tokens of the system prompt and tools, as far as known.
-        repeated_tokens: prompt tokens that the next prompt repeats, if it does not repeat the reply; else 0.
+        repeated_tokens: prompt tokens that the next prompt repeats, if it does not repeat the reply; else 0. For models
+            with recurrent layers.
         stops: automaton of the stop strings.
     """
 

@@ -4,7 +4,8 @@ It counts time, not tokens, as a chunk can cost a hundred decode steps. While re
 `max_stall`, and decoding then gets its share. Short prompts and first tokens of answers may go early; the decode
 deficit balances that later.
 
-Without decoding, no current measurement counts: where a prompt is cut decides the last bits of its KV.
+Without decoding, no current measurement counts: where a prompt is cut decides the last bits of its KV, which must not
+depend on load.
 """
 
 from __future__ import annotations

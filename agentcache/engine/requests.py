@@ -40,7 +40,7 @@ class Requests:
         }
 
     def __iter__(self) -> Iterator[Generation]:
-        """Iterate over live requests."""
+        """Iterate over requests that can still be ended."""
         yield from (*self.running, *self.loading, *self.waiting)
 
     def move(self, generation: Generation, state: State) -> None:

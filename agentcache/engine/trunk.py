@@ -105,7 +105,7 @@ class Trunk:
         return producer.start
 
     def advance(self, sequence: CacheSequence) -> None:
-        """Publish filled blocks, and release those that were read."""
+        """Publish filled blocks and release read ones, after the sequence has published its own."""
         run = self._runs.get(sequence)
         if run is None:
             return

@@ -33,6 +33,8 @@ log = logging.getLogger("agentcache.engine")
 
 
 class Turns:
+    """Begins and ends turns, with or without an agent."""
+
     def __init__(
         self,
         cache: PrefixCache,
@@ -52,7 +54,7 @@ class Turns:
         self._requests = requests
 
     def begin(self, generation: Generation) -> None:
-        """Choose the turn's lineage. A new one is created at the turn's end. Raises Conflict."""
+        """Choose and pin the turn's lineage. A new one is created at the turn's end. Raises Conflict."""
         agent = generation.request.agent
         if agent is None:
             return
