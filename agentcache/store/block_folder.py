@@ -42,7 +42,7 @@ _MAX_FILE_BYTES = 1 << 62  # no bound
 
 @dataclass(frozen=True)
 class BlockWrite:
-    """A block to write; `others` has the data for ranks 1, 2, …, unless they have it."""
+    """A block to write; `data` as in `StoredBlock`, `others` the same for ranks 1, 2, … unless they have it."""
 
     header: BlockHeader
     data: Array

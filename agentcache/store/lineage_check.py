@@ -1,4 +1,4 @@
-"""Semantic checks of a lineage's files, beyond their checksums.
+"""All semantic checks of a lineage's files, beyond their checksums.
 
 Server start, import and `agentcache doctor --check` all call `decode_manifest`, `parse_log`, then `check_lineage`.
 The engine relies on checked values.
