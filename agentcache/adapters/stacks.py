@@ -18,7 +18,8 @@ _REVIEW_STEPS = 256  # by then every row has needed a block
 class StackLoan:
     """Decides which adapters are stacked, and borrows the bytes. Engine thread only.
 
-    A review drops stacks with an unused adapter and returns unused bytes. A loan that was too small is kept until then.
+    Every `_REVIEW_STEPS` steps, a review drops stacks with an unused adapter and returns unused bytes. A loan that was
+    too small is kept until then.
     """
 
     def __init__(self, stacks: Stacks, ledger: Ledger) -> None:

@@ -28,7 +28,7 @@ def window_blocks(window: int, at_once: int = BLOCK_SIZE) -> int:
 
 
 def min_blocks(group: Group) -> int:
-    """Minimum slots of a group, for one request."""
+    """Minimum slots of a group for one request."""
     return 4 if group.window is None else window_blocks(group.window)
 
 
@@ -112,14 +112,14 @@ class BlockAllocator:
         return account.family in self._ledger.shares and account.share_left >= self._cost(index, 1)
 
     def preallocate(self, num_bytes: int) -> None:
-        """Grow to `num_bytes` ahead of the first requests."""
         last_of_kind = {kind: index for index, kind in enumerate(self._kinds)}.values()
         while self.capacity_bytes < num_bytes and sum(self._grow(index) for index in last_of_kind):
             continue
 
     def make_room(self, num_tokens: int) -> None:
-        """Grow for one request of `num_tokens` tokens, at other attention kinds' expense. Call only while no other
-        request runs.
+        """Grow for one request of `num_tokens` tokens.
+
+        Takes memory from other attention kinds, so call it only while no other request runs.
         """
         for index, group in enumerate(self.slots.groups):
             needed = -(-num_tokens // BLOCK_SIZE)
@@ -153,12 +153,12 @@ class BlockAllocator:
         return self._kinds[index].account.ask(self._cost(index, 1)) and self._grow(index)
 
     def _cost(self, index: int, added: int) -> int:
-        """Bytes to add slots to group `index` and bring its attention kind to the same size."""
+        """Bytes to add slots to group `index` and bring its attention kind level."""
         capacity = self._pools[index].capacity + added
         return sum(max(0, capacity - self._pools[i].capacity) * self._bytes[i] for i in self._kinds[index].members)
 
     def _machine_room(self, kind: _Kind) -> int:
-        """Bytes that the machine can provide; at least the floor, which was checked at start."""
+        """Bytes that the machine can provide; at least the rest of the floor, which was checked at start."""
         return max(self.headroom(), kind.account.floor - kind.account.claimed)
 
     def _growth_within(self, num_bytes: int, index: int) -> int:
@@ -231,7 +231,7 @@ class BlockAllocator:
         return [copy for index in range(len(self._pools)) for copy in self.slots.gather(index)]
 
     def give_back(self) -> int:
-        """Drop unused slots at the end of each pool; return the freed bytes."""
+        """Drop unused slots at pool ends; return the freed bytes."""
         freed = 0
         for index, (pool, kind) in enumerate(zip(self._pools, self._kinds, strict=True)):
             capacity = max(pool.last_in_use + 1, min(self._least[index], pool.capacity))

@@ -53,7 +53,6 @@ class LanePrefix:
 
     @property
     def ends_with_a_block(self) -> bool:
-        """Whether the last node is used completely."""
         return self.tail is None or self.tail_tokens == self.tail.num_tokens
 
 
@@ -249,7 +248,6 @@ def find_snapshots(
     producer: Producer | None,
     snapshots: Snapshots,
 ) -> list[Node]:
-    """Nodes of all checkpoints of these tokens, in order."""
     layouts = lay_out(producer, num_groups, has_state=True)
     search = SnapshotSearch(tree, root, pack(token_ids), layouts, snapshots)
     return list(search.ends(len(token_ids)))[::-1]

@@ -117,7 +117,6 @@ class BlockTable:
         self.block_ids[position - self.first_block] = block_id
 
     def drop_before(self, position: int) -> list[int]:
-        """Drop the blocks before number `position`; return their slots."""
         count = min(max(0, position - self.first_block), len(self.block_ids))
         dropped = self.block_ids[:count]
         del self.block_ids[:count]

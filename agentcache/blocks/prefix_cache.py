@@ -6,8 +6,8 @@ References to a slot:
     request     one per slot in its block tables, shared or private
 
 Tokens in the tree are immutable. A request writes only after its own tokens: in private slots, or in the slot of a tail
-that no other request extends. Full blocks are published in the tree at once, a partial one when the request is closed.
-A longer node may list the same slot as the tail that it extends.
+that no other request extends. A full block is published in the tree once computed, a partial one when the request is
+closed. A longer node may list the same slot as the tail that it extends.
 
 Each cache group of a request is published on one origin path (`lanes`) only, so base nodes never list KV of an adapter.
 If an adapter starts inside a block, the base tail lists its slots too, for the tokens before the start.

@@ -123,7 +123,6 @@ class RadixTree:
         self._by_chain: dict[str, Node] = {}
 
     def root(self, chain: str) -> Node:
-        """Root of a namespace, created on first use."""
         if chain not in self._roots:
             self._roots[chain] = Node(None, b"", chain)
         return self._roots[chain]

@@ -118,8 +118,9 @@ class Slots:
         pool.note_move(last, target)
 
     def gather(self, index: int) -> list[Copy]:
-        """Move blocks that only the tree lists from the last slots to free ones before. Stops at a read slot, as pools
-        shrink from the end.
+        """Move blocks that only the tree lists from the last slots to earlier free ones.
+
+        Stops at a read slot, as pools shrink from the end.
         """
         pool, listing = self.pools[index], defaultdict[int, list[Node]](list)
         for node in self._tree.residents:

@@ -24,7 +24,7 @@ def interval_for(state_bytes: int, bytes_per_token: int) -> int:
     """Return a model's checkpoint interval in tokens, whole blocks.
 
     Args:
-        bytes_per_token: of KV; 0 without attention.
+        bytes_per_token: bytes of KV; 0 without attention.
     """
     if not bytes_per_token:
         return _INTERVAL_WITHOUT_ATTENTION
@@ -98,8 +98,8 @@ def choose_saved(
     """Choose a lineage's checkpoints to keep on disk, by position: at most `MOST_SAVED`.
 
     Args:
-        found: in RAM or on disk.
-        saved: on disk.
+        found: checkpoints in RAM or on disk.
+        saved: checkpoints on disk.
         lasting: position after the system prompt; 0 for none.
         every: tokens that may be recomputed after a crash.
         returns: other positions where the next prompt may leave the lineage: before text that the template does not

@@ -83,7 +83,7 @@ class Snapshots:
     # -- rows ---------------------------------------------------------------------------------------------------------
 
     def enter(self, start: Node | None) -> int | None:
-        """Reserve room for a row that starts from the node's checkpoint. Raises OutOfBlocks.
+        """Reserve room for a row that starts from the node's checkpoint, if any. Raises OutOfBlocks.
 
         Returns its slot, with one reference; a new one to load into if RAM has none.
         """

@@ -44,7 +44,7 @@ class TrunkPlan:
 
     Args:
         cut: first layer to compute; above 0, `reads` are its input.
-        writes: by layer.
+        writes: destinations by layer.
     """
 
     cut: int = 0
@@ -153,8 +153,9 @@ class TrunkCache:
 
 
 class TrunkReader:
-    """A request's cached hidden states, from block number `first` on: tokens before `end` skip the layers below the
-    cut.
+    """A request's cached hidden states, from block number `first` on.
+
+    Its tokens before `end` skip the layers below the cut.
     """
 
     def __init__(self, first: int, slots: Sequence[int]) -> None:

@@ -19,7 +19,7 @@ class TrunkMatch:
     """Tokens that need only the layers from `cut` on. Valid until a cache changes.
 
     Args:
-        prefix: with base's path longer than the adapter's.
+        prefix: prefix with base's path longer than the adapter's.
         first: number of the block in which the adapter's path ends.
         names: hidden states from there to the end of base's path.
     """
