@@ -1,11 +1,9 @@
-"""Where kernels stand in for the reference.
+"""Run attention, packing and unpacking by kernels, or by MLX's operations as the reference.
 
-`paged_attention` and `unpack_row` ask here; `fused_residual` does for rows with residuals, `fused_latent` for latents.
-A kernel is used where the device compiles kernels, the shape of the heads is one that they are written for, and a child
-process has found them right for it (`metal_kernels.self_test`, once a shape and machine: `kernel_memo`). Everywhere
-else the reference serves; where kernels were found wrong, it does so with one warning.
-`AGENTCACHE_KERNELS` is `on` (the default), `off`, or `check`: everything is computed both ways, differences are
-counted, and the reference's result is used.
+`fused_residual` does the same for rows with residual KV, `fused_latent` for latents. A kernel runs if the device
+compiles kernels, the head shape is supported, and a child process has verified it (`metal_kernels.self_test`, once per
+shape and machine: `kernel_memo`). A failed self-test logs one warning.
+`AGENTCACHE_KERNELS` is `on` (default), `off`, or `check`: compute both, count differences, use the reference's result.
 """
 
 from __future__ import annotations
@@ -44,17 +42,17 @@ from agentcache.threads import start_thread
 log = logging.getLogger("agentcache.models")
 
 VARIABLE = "AGENTCACHE_KERNELS"
-# Of a row: each sixteen query rows read the blocks once. Flash attention wants them unpacked first, and cuDNN takes
-# 70 ms for every new length.
+# Per row; sixteen query rows read the blocks once. Flash attention needs unpacked blocks; cuDNN is slow on every new
+# length.
 MAX_QUERIES = 32
 _MAX_DIM = 256
-PACKED_BITS = 4  # of keys and values; latents are also decoded in 8
+PACKED_BITS = 4  # for keys and values; latents may also have 8
 _MAX_QUERIES_PER_HEAD = 16
-MAX_RANK = 64  # of residuals
+MAX_RANK = 64  # of residual KV
 _MAX_LATENT_DIM, _MAX_LATENT_HEADS = 576, 128
 _DTYPES = (mx.float32, mx.float16, mx.bfloat16)
-# In `check`: of the largest value. A kernel multiplies in half where the model is in 16 bits.
-_MOST_STEPS, _MOST_MISSED = 1.05, 1.1  # of what is appended: of a value's step, and of what MLX misses
+# Limits of `check`; `_TOLERANCE` is relative to the largest value. 16-bit models multiply in half precision.
+_MOST_STEPS, _MOST_MISSED = 1.05, 1.1  # appended values: in quantisation steps; mean error over MLX's
 _TOLERANCE = {mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 3e-2}
 
 
@@ -66,7 +64,7 @@ class Mode(StrEnum):
 
 @dataclass
 class Counts:
-    """In `check`: how often both ways were computed, and how often they differed."""
+    """Comparisons made in `check`, and differences found."""
 
     checked: int = 0
     different: int = 0
@@ -75,16 +73,16 @@ class Counts:
 counts = Counts()
 memo = KernelMemo()
 _BEING_TRIED = Verdict(False, "they are being tried")
-_by_now: dict[HeadShape, Verdict] = {}  # what `usable_by_now` says
-_one_trial = Lock()  # at a time: several child processes would compile side by side
+_by_now: dict[HeadShape, Verdict] = {}  # verdicts of `usable_by_now`
+_one_trial = Lock()  # parallel child processes would all compile
 
 
 @cache
 def mode() -> Mode:
-    """What the environment asked for when this was first called.
+    """Mode of the environment, read at the first call.
 
     Raises:
-        ConfigError: none of the three.
+        ConfigError: unknown mode.
     """
     asked = os.environ.get(VARIABLE, Mode.ON)
     try:
@@ -95,19 +93,18 @@ def mode() -> Mode:
 
 @cache
 def why_none() -> str:
-    """Why no kernel is used in this process, whatever the shape; empty where some may be. Every layer asks."""
+    """Reason why this process uses no kernels, for any shape; empty if it may."""
     if mode() is Mode.OFF:
         return f"{VARIABLE}=off"
     return "this device compiles no kernels" if device() == NO_DEVICE else ""
 
 
 def read_by_kernels(packing: Packing) -> bool:
-    """Whether keys and values that are packed so are read by kernels in this process, where heads have such a shape."""
     return packing.bits == PACKED_BITS and not why_none()
 
 
 class Attended(NamedTuple):
-    """What tells attention layers of a group apart in what is launched for them; see `Reads.prepared`."""
+    """Key of launch data that equal layers of a group share; see `Reads.prepared`."""
 
     shape: HeadShape
     scale: float
@@ -115,7 +112,7 @@ class Attended(NamedTuple):
     has_sinks: bool
 
     def prepare(self, reads: Reads) -> PreparedDecode | None:
-        """For all layers that are so; None where kernels are not to be used."""
+        """Launch data; None if kernels are not usable."""
         if not usable(self.shape).right:
             return None
         return prepare(_plan(self.shape, reads), self.shape, self.scale, self.softcap, self.has_sinks)
@@ -130,10 +127,10 @@ def attention(
     sinks: mx.array | None,
     reference: Callable[[], mx.array],
 ) -> mx.array:
-    """Attention of `queries` [B, H_q, n, D] over the rows of `kv`, by kernels where they may be used.
+    """Attention of `queries` [B, H_q, n, D] over the rows of `kv`, by kernels if usable.
 
     Args:
-        reference: computes the same by MLX's operations.
+        reference: the same computation by MLX's operations.
     """
     keys, values = kv.arena.keys, kv.arena.values
     if queries.shape[2] > MAX_QUERIES or values is None or not is_pair(kv.arena):
@@ -152,7 +149,7 @@ def attention(
 def unpacked(
     side: SideArena, reads: Reads, queries_per_head: int, dtype: mx.Dtype, reference: Callable[[], mx.array]
 ) -> mx.array:
-    """Keys or values of a single row as [1, H_kv, T, D], T up to the end of the step."""
+    """Unpack a single row's keys or values to [1, H_kv, T, D], T up to the end of the step."""
     if not usable(shape_of(side, side.num_heads * queries_per_head, dtype)).right:
         return reference()
     made = unpack(_packed(side), row_ids(reads), reads.num_keys, dtype, side.written)
@@ -160,7 +157,7 @@ def unpacked(
 
 
 def row_ids(reads: Reads) -> mx.array:
-    """The slots that a single row reads, int32 [n]; made once a step, for all layers of a group."""
+    """Slots that a single row reads, int32 [n]; built once per step and group."""
     if "ids" not in reads.prepared:
         [row] = reads.rows
         reads.prepared["ids"] = on_device(mx.array(row.block_ids, mx.int32))
@@ -169,11 +166,10 @@ def row_ids(reads: Reads) -> mx.array:
 
 
 def writer(num_heads: int, ranks: Mapping[LayerSpec, int] = MappingProxyType({})) -> Put:
-    """What writes a step's keys and values: kernels where they may be used, else MLX's operations.
+    """Function that writes a step's KV: by kernels if usable, else by MLX's operations.
 
     Args:
-        num_heads: the model's query heads.
-        ranks: of latents, in those layers that cache latents.
+        ranks: latent rank of each layer that caches latents.
     """
     return Writes.put if why_none() else partial(_write, num_heads, ranks)
 
@@ -207,7 +203,7 @@ def _write(
 
 
 def _places(writes: Writes) -> Places:
-    """Made once a step, for all layers of a group."""
+    """Built once per step and group."""
     if "places" not in writes.prepared:
         writes.prepared["places"] = Places(on_device(writes.places), on_device(writes.counts))
     places: Places = writes.prepared["places"]
@@ -215,10 +211,9 @@ def _places(writes: Writes) -> Places:
 
 
 def _checked_pack(x: mx.array, quantisation: Packing) -> Packed:
-    """What MLX's operations make of it, with the kernel's result beside it.
+    """Pack by MLX's operations, and compare the kernel's result.
 
-    Values that lie right between two steps, and groups whose edges are as far from zero, may go either way: so each
-    value has to be met to a step, and all together as well as by MLX.
+    Rounding ties go either way: each value must be right to about a step, the mean error close to MLX's.
     """
     assert isinstance(quantisation, Quantisation)
     expected = quantise(x, quantisation)
@@ -233,7 +228,6 @@ def _checked_pack(x: mx.array, quantisation: Packing) -> Packed:
 
 
 def is_pair(arena: LayerArena) -> bool:
-    """Whether a layer has keys and values that kernels read together."""
     return not _why_no_pair(arena.layer) and arena.is_alike
 
 
@@ -241,15 +235,15 @@ def shape_of(side: SideArena, num_heads: int, dtype: mx.Dtype) -> HeadShape:
     return _head_shape(side.dim, side.num_heads, num_heads // side.num_heads, side.quantisation, dtype)
 
 
-@cache  # every layer asks
+@cache  # called for every layer
 def _head_shape(dim: int, kv_heads: int, queries_per_head: int, packing: Packing, dtype: mx.Dtype) -> HeadShape:
     group_size = packing.group_size if isinstance(packing, Quantisation) else dim
     return HeadShape(dim, kv_heads, queries_per_head, group_size, dtype, packing.bits)
 
 
-@cache  # every layer asks
+@cache  # called for every layer
 def latent_shape(rank: int, dim: int, heads: int, packing: Packing, dtype: mx.Dtype) -> LatentShape:
-    """Of latents that `dim` values are cached of, `rank` and the rope part."""
+    """`dim` is the number of cached values: `rank`, and the rope part."""
     group_size = packing.group_size if isinstance(packing, Quantisation) else dim
     return LatentShape(rank, dim - rank, heads, group_size, dtype, packing.bits)
 
@@ -263,13 +257,13 @@ def layer_verdict(
     residuals: ResidualKind = NO_RESIDUALS,
     latent_rank: int | None = None,
 ) -> Verdict:
-    """Whether `attention`, or that of rows with residuals, goes by kernels in this layer of a model.
+    """Whether kernels compute this layer's attention.
 
     Args:
-        num_heads: the model's query heads.
-        dtype: of queries and keys.
-        residuals: of those rows.
-        latent_rank: of the latent, in a layer that caches latents.
+        num_heads: query heads of the model.
+        dtype: type of queries and keys.
+        residuals: kind of the rows' residual KV.
+        latent_rank: rank of the cached latent; None for a layer of keys and values.
     """
     if latent_rank is not None:
         return usable(latent_shape(latent_rank, layer.key_dim, num_heads, packing.keys, dtype))
@@ -282,7 +276,6 @@ def layer_verdict(
 
 
 def _why_no_pair(layer: LayerSpec) -> str:
-    """Why keys and values are not a pair that kernels read; empty where they are."""
     return (
         ""
         if layer.key_dim == layer.value_dim
@@ -291,7 +284,7 @@ def _why_no_pair(layer: LayerSpec) -> str:
 
 
 def usable(shape: HeadShape | LatentShape) -> Verdict:
-    """Whether kernels stand in for what has this shape; tries them the first time that one is asked about."""
+    """Whether kernels can be used for a shape. Its first call runs the self-test."""
     if why := why_none() or (_unsupported_latents(shape) if isinstance(shape, LatentShape) else _unsupported(shape)):
         return Verdict(False, why)
     return _tried(shape, device())
@@ -323,7 +316,7 @@ def _unsupported_latents(shape: LatentShape) -> str:
 
 
 def usable_by_now(shape: HeadShape) -> Verdict:
-    """The same in the middle of serving: what nobody has tried is tried on a thread, and is not used until then."""
+    """As `usable`, but without blocking: a new shape is unusable until a thread has tested it."""
     if why := why_none() or _unsupported(shape):
         return Verdict(False, why)
     if shape not in _by_now:
@@ -334,7 +327,7 @@ def usable_by_now(shape: HeadShape) -> Verdict:
 
 
 def _begin(trial: Callable[[], None]) -> None:
-    """A process that ends does not wait for it."""
+    """Start a thread that does not delay the end of the process."""
     start_thread("agentcache-kernels", trial, lambda error: None)
 
 
@@ -361,12 +354,11 @@ def _tried(shape: HeadShape | LatentShape, where: str) -> Verdict:
 
 @cache
 def _warn(text: str) -> None:
-    """Once, however many shapes it concerns."""
+    """Log a text only once."""
     log.warning(text)
 
 
 def _plan(shape: HeadShape, reads: Reads) -> DecodePlan:
-    """Of this step, made once for all layers of a group."""
     key = "plan", shape.queries_per_head, shape.staged.size * shape.dim
     if key not in reads.prepared:
         ids, bases, lengths = zip(*((tuple(row.block_ids), row.base, row.length) for row in reads.rows), strict=True)
@@ -381,7 +373,7 @@ def _packed(side: SideArena) -> PackedArrays:
 
 
 def checked(made: mx.array, expected: mx.array, what: str) -> mx.array:
-    """`expected`, having counted whether `made` is the same."""
+    """Return `expected`, and count whether `made` equals it within tolerance."""
     counts.checked += 1
     difference = mx.abs(made.astype(mx.float32) - expected.astype(mx.float32)).max()
     limit = _TOLERANCE[expected.dtype] * mx.abs(expected.astype(mx.float32)).max()

@@ -1,4 +1,4 @@
-"""Load any mlx-lm model from a folder or hub id, put it on the paged cache, and say what it caches."""
+"""Load an mlx-lm model and put it on the paged cache."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from agentcache.models.trunk import ModelTrunk
 from agentcache.start_progress import StartProgress
 from agentcache.store.model_names import ModelNames
 
-# By the names that families have for it, the usual one first.
+# Names in config.json, most common first.
 _CONTEXT_FIELDS = (
     "max_position_embeddings",
     "n_positions",
@@ -48,10 +48,10 @@ _CONTEXT_FIELDS = (
 )
 _DEFAULT_CONTEXT = 8192
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_VOCABULARY_SIZES = ("vocab_size", "num_vocab")  # in configs
+_VOCABULARY_SIZES = ("vocab_size", "num_vocab")  # fields of config.json
 _TEXT_SUFFIXES = (".json", ".jinja", ".txt")
 _MAX_TEXT_BYTES = 1 << 28
-_CHAT_TOKENS, _TEXT_TOKENS = 80, 56  # of each text that precision is measured on; a pass reads all of them
+_CHAT_TOKENS, _TEXT_TOKENS = 80, 56  # of each sample text for precision; a pass reads them all
 _T = TypeVar("_T")
 
 
@@ -60,16 +60,13 @@ class LoadedModel:
     """A model ready to run on the paged cache.
 
     Args:
-        model: the mlx-lm model; its cache argument is made by `survey`.
-        current: the step that it computes; how adapters, the trunk and the wanted positions get to its modules.
-        adapters: those that it can be computed with.
-        trunk: keeps what goes in between layers, for steps that compute the upper ones only.
-        survey: what stands where among its caches.
-        spec: what it caches.
-        names: what blocks and agents are named by, and what earlier ones of the same model are.
-        max_context: tokens the model was made for.
-        ranks: processes that have a part of it each, this one's being `model`; 1 for a model that is whole.
-        search: choice of the precision that is not finished; None if `precision` is final.
+        model: mlx-lm model; `survey` makes its cache argument.
+        current: step in progress, which modules read.
+        trunk: hidden-state cache.
+        names: current and earlier names of the model in a cache folder.
+        max_context: context length in tokens.
+        ranks: number of processes that share the model; `model` is this one's part.
+        search: unfinished choice of the precision; None if `precision` is final.
     """
 
     model: nn.Module
@@ -87,51 +84,43 @@ class LoadedModel:
     search: PrecisionSearch | None = None
 
     def namespace(self, salt: str) -> Namespace:
-        """Where the blocks of this model and `salt` have their names."""
+        """Namespace of this model's block keys with `salt`."""
         return Namespace(self.fingerprint, self.spec.digest, salt)
 
     @property
     def fingerprint(self) -> str:
-        """The model's name in its cache folder: by its content, and part of every address."""
+        """Content-based name of the model; part of every block key."""
         return self.names.current
 
     @property
     def precision(self) -> Precision:
-        """Of cached keys and values."""
         return self.survey.precision
 
     @cached_property
     def num_embeddings(self) -> int | None:
-        """Rows of the token embedding: an id at or above it would be read out of bounds. None if not in config.json."""
+        """Rows of the token embedding; larger ids read out of bounds. None if config.json lacks the size."""
         sizes = self.config | text_config(self.config)
         return next((size for name in _VOCABULARY_SIZES if isinstance(size := sizes.get(name), int)), None)
 
     @property
     def num_token_ids(self) -> int | None:
-        """The ids below this may be tokens: the model's, whose matrices may be padded, or its tokenizer's.
-
-        None if the config does not say.
-        """
+        """Upper bound of token ids, of embedding (maybe padded) or tokenizer; None if unknown."""
         rows = self.num_embeddings
         return None if rows is None else max(rows, self.tokenizer.vocab_size)
 
     @property
     def weight_bytes(self) -> int:
-        """Of the model, without adapters."""
         return weight_bytes(self.model)
 
     @property
     def is_half(self) -> bool:
-        """Whether it computes in 16 bits: so says its largest matrix, or what scales that."""
+        """Whether the model computes in 16 bits, by its largest array of weights or scales."""
         floats = [x for _, x in tree_flatten(self.model.parameters()) if mx.issubdtype(x.dtype, mx.floating)]
         return max(floats, key=lambda x: x.size).dtype.size == 2
 
 
 class WantedPositions(nn.Module):
-    """Stands in front of the model's final norm and drops the positions whose logits are not wanted.
-
-    The head then multiplies one row instead of a whole chunk, whatever the architecture does after its final norm.
-    """
+    """Wrapper of the final norm that keeps only the positions whose logits are wanted."""
 
     def __init__(self, norm: nn.Module, current: CurrentStep) -> None:
         super().__init__()
@@ -146,7 +135,7 @@ class WantedPositions(nn.Module):
 
 @dataclass(frozen=True)
 class ReadModel:
-    """A model folder as mlx-lm builds it: on mlx-lm's caches; weights are read by `evaluate`."""
+    """A model folder as mlx-lm builds it. Weights are lazy until `evaluate`."""
 
     path: Path
     model: nn.Module
@@ -154,7 +143,7 @@ class ReadModel:
     tokenizer: Tokenizer
 
     def evaluate(self) -> None:
-        """Read the weights, now that it is known that they fit. Raises UnsupportedModel."""
+        """Read the weights, after the check that they fit. Raises UnsupportedModel."""
         _or_unsupported(self.path, "model", lambda: mx.eval(self.model.parameters()))
 
 
@@ -175,22 +164,21 @@ def load(
     measure_seconds: float = math.inf,
     progress: StartProgress | None = None,
 ) -> LoadedModel:
-    """Load a model on the calling thread, which must be the one that runs it.
+    """Load a model on the calling thread, which must also run it.
 
     Args:
-        path_or_hub_id: a folder, or a Hugging Face id to download once.
-        memo: where digests of weight files are remembered.
-        max_context: an upper bound on the model's own context length.
-        check_weights: called with the bytes that the weights will take, before they are read; raises what it likes.
-        kv: in how many bits keys and values are kept, one of `BITS` or `auto`.
-        kept: with `auto`, gives what was chosen for the model of a fingerprint before.
-        find_names: gives the names that a cache folder has for the model.
-        measured: with `auto`, file of numbers that were measured; a search that was interrupted continues from it.
-        measure_seconds: with `auto`, time limit of the search; see `Measured.unfinished`.
-        progress: phases of the start; written here.
+        path_or_hub_id: model folder, or Hugging Face id to download once.
+        memo: file of remembered weight digests.
+        max_context: upper bound on the model's own context length.
+        check_weights: called with the weights' bytes before they are read; may raise.
+        kv: bits of cached keys and values: one of `BITS`, or `auto`.
+        kept: with `auto`, lookup of an earlier choice by fingerprint.
+        find_names: lookup of the model's names in a cache folder.
+        measured: with `auto`, file of measurements from which a search continues.
+        measure_seconds: with `auto`, time limit; see `Measured.unfinished`.
 
     Raises:
-        UnsupportedModel: the folder is no model, or its architecture cannot be served exactly.
+        UnsupportedModel: no model folder, or an architecture that cannot be served exactly.
     """
     progress = progress or StartProgress()
     progress.begin("reading the model")
@@ -222,7 +210,7 @@ def put_on_cache(
     measure_seconds: float = math.inf,
     progress: StartProgress | None = None,
 ) -> LoadedModel:
-    """The second half of `load`, of what `read_model` gives; raises the same.
+    """Second half of `load`, with its errors: put the result of `read_model` on the paged cache.
 
     Args:
         settle: as in `PrecisionSearch`.
@@ -270,7 +258,7 @@ def put_on_cache(
 
 
 def _numbers_in(file: Path | None, fingerprint: str, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Options of `PrecisionSearch`: what `file` has of this model and this sample, and how to keep what is measured."""
+    """Options of `PrecisionSearch`: known measurements of this model and sample, and where to save new ones."""
     key = hashlib.blake2b(f"{fingerprint} {texts}".encode(), digest_size=16).hexdigest()
     try:
         entries = json.loads(read_memo(file).get(key, "{}")).items()
@@ -280,7 +268,7 @@ def _numbers_in(file: Path | None, fingerprint: str, texts: Sequence[Sequence[in
 
     def keep(numbers: Numbers) -> None:
         if file is not None:
-            with suppress(OSError):  # a cache folder that cannot be made ends the start later
+            with suppress(OSError):  # a cache folder that cannot be made fails the start later
                 file.parent.mkdir(0o700, parents=True, exist_ok=True)
             write_memo(file, read_memo(file) | {key: json.dumps(dict(numbers))})
 
@@ -288,7 +276,7 @@ def _numbers_in(file: Path | None, fingerprint: str, texts: Sequence[Sequence[in
 
 
 def sample_ids(tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """The beginnings of the texts that precision is measured on: a chat as the model's own look, prose, and code."""
+    """Token ids of the texts for measuring precision: starts of a chat, of prose, of code."""
     try:
         chat = tokenizer.render_chat(SAMPLE, add_generation_prompt=False)
     except InvalidRequest:
@@ -298,7 +286,7 @@ def sample_ids(tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
 
 
 def read_model(path_or_hub_id: str) -> ReadModel:
-    """The first half of `load`; raises the same."""
+    """First half of `load`, with its errors: read a model folder."""
     folder = _folder(path_or_hub_id)
     # Never with trust_remote_code: nothing in a model folder is executed.
     model, config = _or_unsupported(folder, "model", lambda: load_model(folder, lazy=True))
@@ -308,7 +296,6 @@ def read_model(path_or_hub_id: str) -> ReadModel:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes that its parameters take, read or not."""
     return sum(int(array.nbytes) for _, array in tree_flatten(model.parameters()))
 
 
@@ -326,15 +313,15 @@ def _folder(path_or_hub_id: str) -> Path:
         raise UnsupportedModel(f"there is no model folder {path_or_hub_id!r} (a hub id looks like owner/name)")
     try:
         return download(path_or_hub_id)
-    except Exception as error:  # the hub client raises many kinds; all mean: not to be had
+    except Exception as error:  # the hub client raises many types
         raise UnsupportedModel(f"model {path_or_hub_id!r} could not be fetched: {error}") from error
 
 
 def check_files(folder: Path) -> None:
-    """Refuse what mlx-lm and transformers would wait at for ever, such as a pipe, or read whole whatever its size.
+    """Refuse files at which mlx-lm or transformers would block, such as pipes, and large text files.
 
     Raises:
-        UnsupportedModel: names the file.
+        UnsupportedModel: the message names the file.
     """
     for file in folder.iterdir():
         if not file.exists() or file.is_dir():
@@ -350,20 +337,19 @@ def _or_unsupported(folder: Path, what: str, load: Callable[[], _T]) -> _T:
         return load()
     except UnsupportedModel:
         raise
-    # A wrong entry in a config fails anywhere in mlx-lm or transformers, in any way; one file of mlx-lm even exits.
+    # A wrong config entry can raise anything in mlx-lm or transformers; one file of mlx-lm even exits.
     except (Exception, SystemExit) as error:
         raise UnsupportedModel(f"the {what} in {folder} cannot be loaded: {error}") from error
 
 
 def install_wanted_positions(survey: Survey, current: CurrentStep) -> None:
-    """Put `WantedPositions` in front of a model's final norm; one without computes every position's logits."""
+    """Install `WantedPositions`. Without a final norm, all logits are computed."""
     if survey.final_norm is not None:
         owner, name = survey.final_norm
         setattr(owner, name, WantedPositions(owner[name], current))
 
 
 def _context_length(config: dict[str, Any]) -> int:
-    """The first of `_CONTEXT_FIELDS` that config.json, or its text part, has."""
     for name in _CONTEXT_FIELDS:
         for holder in (config, text_config(config)):
             if type(length := holder.get(name)) is int and length > 0:

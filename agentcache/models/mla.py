@@ -1,9 +1,8 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) on the paged Q4 cache.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) on the paged cache.
 
-The cache holds what attention needs least of: the normed latent and the roped shared key part, as one pseudo head of
-`kv_lora_rank + qk_rope_head_dim` values. Few queries are moved into the latent space and read packed blocks (weights
-absorbed); many read one layer's latent decompressed. mlx-lm has two forms of it, each with an adapter here. Its
-attention modules stay as they are.
+The cache holds the normed latent and the roped shared key part, as one pseudo head of `kv_lora_rank + qk_rope_head_dim`
+values. A few queries move into the latent space and read packed blocks (absorbed weights). Many queries read one
+layer's decompressed latent. Each of mlx-lm's two forms has an adapter here.
 """
 
 from __future__ import annotations
@@ -38,24 +37,23 @@ _ABSORBED = ("embed_q", "unembed_out")
 
 
 def is_expanded(module: nn.Module) -> bool:
-    """DeepSeek-V2's form: the latent is expanded to keys and values before these go to the cache."""
+    """DeepSeek-V2's form: the module expands the latent before caching."""
     sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "num_heads")
     return all(part in module for part in _EXPANDED) and all(hasattr(module, size) for size in sizes)
 
 
 def is_absorbed(module: nn.Module) -> bool:
-    """The form of `mlx_lm/models/mla.py`, from DeepSeek-V3 on: the latent itself goes to the cache."""
+    """The form of `mlx_lm/models/mla.py`, from DeepSeek-V3 on: the module caches the latent."""
     return all(isinstance(module.get(part), (MultiLinear, QuantizedMultiLinear)) for part in _ABSORBED)
 
 
 @dataclass(frozen=True)
 class Latent:
-    """Sizes of what is cached of a token.
+    """Sizes of a token's cached latent.
 
     Args:
-        rank: of the latent.
-        rope: of the key part that all heads share.
-        nope: of the part of keys that is made of the latent; None where the model caches the latent itself.
+        rope: values of the key part that all heads share.
+        nope: values of a key that come from the latent; None if the model caches the latent itself.
     """
 
     rank: int
@@ -64,7 +62,7 @@ class Latent:
 
 
 def latent_of(layer: nn.Module, keys: mx.array, values: mx.array) -> Latent | None:
-    """The latent that a layer's cache can keep in place of what the layer gives it; None for other attention."""
+    """Latent that a layer's cache can keep instead; None for other attention."""
     for module in layer.modules():
         if is_absorbed(module) and keys.shape[1] == 1:
             return Latent(keys.shape[-1], values.shape[-1], None)
@@ -74,14 +72,14 @@ def latent_of(layer: nn.Module, keys: mx.array, values: mx.array) -> Latent | No
 
 
 class Projections(Protocol):
-    """What a latent stands for: keys without rope, and values."""
+    """Projections of a latent to keys (without rope) and values."""
 
     @property
     def rank(self) -> int:
         """Size of the latent."""
 
     def absorb(self, queries: mx.array) -> mx.array:
-        """Queries [B, H, n, nope] in the latent space, [B, H, n, rank]."""
+        """[B, H, n, nope] to [B, H, n, rank], in the latent space."""
 
     def keys(self, latent: mx.array) -> mx.array:
         """[1, 1, T, rank] to [1, H, T, nope]."""
@@ -93,17 +91,17 @@ class Projections(Protocol):
 def latent_attention(
     queries: mx.array, keys: mx.array | Handle, values: Handle, scale: float, mask: mx.array | None
 ) -> mx.array:
-    """Attention over cached latents, as mlx-lm's modules ask for it.
+    """Attention over cached latents, with the arguments of mlx-lm's modules.
 
     Args:
-        queries: [B, H, n, nope], without their rope part; with it where `mask` is None; or, where `values` knows no
-            projections, in the latent space, [B, H, n, rank].
-        keys: says nothing that `values` does not say.
-        mask: the queries' rope part times `scale`, [B, H, n, rope]: the modules have multiplied it with the identity
-            that the cache gave them in place of keys.
+        queries: [B, H, n, nope]; with the rope part if `mask` is None; [B, H, n, rank], in the latent space, if
+            `values` has no projections.
+        keys: unused.
+        mask: rope part of the queries times `scale`, [B, H, n, rope]: the module multiplies it with the identity that
+            the cache returns as keys.
 
     Returns:
-        [B, H, n, v], or [B, H, n, rank] where `values` knows no projections.
+        [B, H, n, v], or [B, H, n, rank] if `values` has no projections.
     """
     kv, projections = values.kv, values.projections
     if projections is None:
@@ -129,7 +127,7 @@ def decompress(cached: mx.array, projections: Projections) -> tuple[mx.array, mx
 
 
 def _unpacked(queries: mx.array, rank: int, kv: PagedKV) -> mx.array:
-    """A row's latents [1, 1, T, rank + rope], for queries [1, H, n, ·]."""
+    """[1, 1, T, rank + rope] of one row, for queries [1, H, n, ·]."""
     by_operations = partial(unpack_row, kv.arena.keys, kv.reads, queries.dtype)
     if fused.why_none():
         return by_operations()
@@ -137,7 +135,7 @@ def _unpacked(queries: mx.array, rank: int, kv: PagedKV) -> mx.array:
 
 
 class _RopeQueries(NamedTuple):
-    """The queries' rope part [B, H, n, rope], or that times `scale`."""
+    """Rope part of the queries [B, H, n, rope], multiplied by `scale`."""
 
     array: mx.array
     scale: float = 1.0
@@ -148,7 +146,7 @@ class _RopeQueries(NamedTuple):
 
 
 def _in_latent_space(q_latent: mx.array, q_rope: _RopeQueries, kv: PagedKV, scale: float, dtype: mx.Dtype) -> mx.array:
-    """Attention of queries [B, H, n, rank], in that space and of that type: by kernels where there are some."""
+    """Attention in the latent space, [B, H, n, rank] in and out, by kernels if usable."""
 
     def by_operations() -> mx.array:
         return packed_latent_attention(q_latent, q_rope.plain, kv, scale).astype(dtype)
@@ -167,7 +165,7 @@ def _in_latent_space(q_latent: mx.array, q_rope: _RopeQueries, kv: PagedKV, scal
 
 
 def packed_latent_attention(q_latent: mx.array, q_rope: mx.array, kv: PagedKV, scale: float) -> mx.array:
-    """Scores in the latent space: (q W_k) · latent; the values are the latent too."""
+    """By MLX's operations: scores are (q W_k) · latent, values are the latent."""
     queries = mx.concatenate([q_latent.astype(mx.float32), q_rope.astype(mx.float32)], axis=-1)
     side = kv.arena.keys
     packed = side.gather(kv.reads.blocks.ids)
@@ -176,10 +174,10 @@ def packed_latent_attention(q_latent: mx.array, q_rope: mx.array, kv: PagedKV, s
 
 
 def _leading(packed: Packed, rank: int, kv: PagedKV) -> Packed:
-    """The latent part of packed keys; whole quantisation groups, as the rank is a multiple of their size."""
+    """The latent part: whole quantisation groups, as the rank is a multiple of their size."""
     parts = kv.arena.keys.quantisation.parts(rank).values()
     leading = [part[..., :width] for part, (_, width) in zip(packed.parts, parts, strict=True)]
-    # On CUDA MLX multiplies only with what lies row by row without gaps.
+    # On CUDA, MLX multiplies contiguous arrays only.
     return Packed(*(map(mx.contiguous, leading) if device() == "cuda" else leading))
 
 
@@ -188,8 +186,6 @@ def _leading(packed: Packed, rank: int, kv: PagedKV) -> Packed:
 
 @dataclass(frozen=True, eq=False)
 class _AbsorbedProjections:
-    """`MultiLinear` modules, one matrix a head."""
-
     embed_q: nn.Module
     unembed_out: nn.Module
     rank: int
@@ -205,7 +201,7 @@ class _AbsorbedProjections:
 
 
 class _EmbedQ(Stand):
-    """Embeds queries; of a cached latent's keys it gives attention a stand-in [B, H, rope, 1], see `values`."""
+    """For a cached latent it returns zeros [B, H, rope, 1]: attention reads the handle in `values`."""
 
     def __init__(self, original: nn.Module, rank: int) -> None:
         super().__init__(original)
@@ -219,7 +215,7 @@ class _EmbedQ(Stand):
 
 
 class _UnembedOut(Stand):
-    """Makes values of latents; of a cached latent, a handle that knows how to."""
+    """Adds the projections to the handle of a cached latent."""
 
     def __init__(self, original: nn.Module, projections: Projections) -> None:
         super().__init__(original)
@@ -242,7 +238,7 @@ def _adapt_absorbed(module: nn.Module) -> None:
 
 
 def dense_weight(linear: nn.Module) -> mx.array:
-    """A linear layer's weight [out, in], dequantised where needed."""
+    """Weight [out, in], dequantised if needed."""
     if "scales" not in linear:
         return linear.weight
     packing = {"group_size": linear.group_size, "bits": linear.bits, "mode": linear.mode}
@@ -250,7 +246,7 @@ def dense_weight(linear: nn.Module) -> mx.array:
 
 
 class ExpandedProjections:
-    """Of a `kv_b_proj`, whose rows make keys, then values, head by head."""
+    """Of a `kv_b_proj`, whose rows make keys, then values, for each head."""
 
     def __init__(self, module: nn.Module) -> None:
         self.rank = int(module.kv_lora_rank)
@@ -269,7 +265,7 @@ class ExpandedProjections:
 
 
 class _NotedNorm(Stand):
-    """Notes the latent [B, n, rank] that it gives, for the cache."""
+    """Keeps its output, the latent [B, n, rank], for the cache."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__(original)
@@ -284,10 +280,7 @@ class _NotedNorm(Stand):
 
 
 class _LatentCache:
-    """A step's cache, which keeps the latent that keys and values are made of instead of them.
-
-    The module makes these all the same, but lazily: nobody asks for them.
-    """
+    """Step cache that stores the latent; the keys and values made from it are never evaluated."""
 
     def __init__(self, cache: StepCache, norm: _NotedNorm, projections: ExpandedProjections) -> None:
         self.offset = cache.offset
@@ -297,7 +290,7 @@ class _LatentCache:
         self._projections = projections
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Handle, Handle]:
-        """Keys [B, H, n, nope + rope], whose rope part is the same for all heads."""
+        """Store keys [B, H, n, nope + rope]; their rope part is equal for all heads."""
         k_rope = keys[:, :1, :, self._projections.nope :]
         kv = self._cache.update(mx.concatenate([self._norm.take()[:, None], k_rope], axis=-1), None)
         handle = Handle(kv, keys.dtype, self._projections)
@@ -306,7 +299,7 @@ class _LatentCache:
 
 @functools.cache
 def _with_latent_cache(kind: Any) -> Any:
-    """The class of a module of DeepSeek-V2's form, as one whose step caches keep the latent."""
+    """Subclass of a DeepSeek-V2 attention class, with step caches that keep the latent."""
 
     class LatentAttention(kind):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -324,14 +317,14 @@ def _with_latent_cache(kind: Any) -> Any:
 def _adapt_expanded(module: nn.Module) -> None:
     module._projections = ExpandedProjections(module)
     module.kv_a_layernorm = _NotedNorm(module.kv_a_layernorm)
-    # Not put in a module's place but made of it: adapters find its linears under the names that they have.
+    # The class changes, not the module: adapters find its linears by their names.
     kind: Any = type(module)
     module.__class__ = _with_latent_cache(kind)
 
 
 @contextmanager
 def rounded_latents(model: nn.Module, round_trips: Sequence[Callable[[mx.array], mx.array]]) -> Iterator[None]:
-    """Inside, modules of DeepSeek-V2's form expand what `round_trips`, one each, make of their latents."""
+    """Within the context, `round_trips` (one per module) round the latents of DeepSeek-V2 modules."""
     modules = [module for layer in model.layers for module in layer.modules() if is_expanded(module)]
     noted = [(module, module.kv_a_layernorm) for module in modules]
     try:
@@ -353,7 +346,7 @@ class _Rounded(Stand):
 
 
 def adapt(layer: nn.Module) -> None:
-    """Have a layer's latent attention, of either form, work on handles; arrays are computed as before."""
+    """Make a layer's latent attention accept cache handles; it computes arrays as before."""
     for module in list(layer.modules()):
         if is_absorbed(module):
             _adapt_absorbed(module)

@@ -1,9 +1,8 @@
-"""Residual rows of a step: they read base's keys and values and add what their adapter's residuals make of them.
+"""Residual rows of a step: they read base's KV plus the residual KV of their adapter.
 
-A residual row writes no keys and values of its own. Of its tokens the modules that make keys and values give what
-base's weights make of the row's input; what the adapter's matrices would add is kept apart, as x·A. The residuals of a
-family of adapters with the same As are made of base's x instead: by base's own rows, whether a member reads them or
-not.
+A residual row writes no KV. For its tokens, the modules that make keys and values return base's weights times the row's
+input. The adapter's addition is kept apart, as x·A.
+In a family (adapters with equal A matrices), rows of base make x·A, whether or not a member reads it.
 """
 
 from __future__ import annotations
@@ -33,18 +32,16 @@ from agentcache.models.residual_sides import Side
 
 @dataclass(frozen=True, eq=False)
 class ResidualRow:
-    """A row of a step whose keys and values are base's with its adapter's residuals; or a row of base of which only the
-    residuals are made.
+    """A row of a step that reads residual KV, or a base row that only produces it.
 
     Args:
-        row: its place in the step.
-        weights: its adapter's.
-        arenas: where the adapter's residuals lie, or those of its family.
-        tables: the row's block table of each group of `arenas`; those of the step's tokens have been reserved.
-        length: tokens it holds before the step.
-        source: place of the row whose x the residuals x·A are of; None for its own. A family's are of base's.
-        is_read: whether it reads them. One that does not is a row of base.
-        writes_base: whether it writes keys and values.
+        row: index in the step.
+        arenas: residual arenas of the adapter or its family.
+        tables: block table for each group of `arenas`, with the step's tokens reserved.
+        length: tokens before the step.
+        source: row whose x makes x·A: base's for a family; None for the row itself.
+        is_read: whether the row reads residuals.
+        writes_base: whether the row writes KV.
     """
 
     row: int
@@ -62,7 +59,6 @@ class ResidualRow:
 
 
 def layer_matrices(weights: AdapterWeights, form: LayerForm) -> LayerMatrices:
-    """An adapter's matrices for the keys and values of a layer."""
     sides, layer = weights.adapter.sides, form.layer
     key_a, key_b = _pair(weights, sides.keys.get(layer.index))
     value_a, value_b = _pair(weights, sides.values.get(layer.index))
@@ -72,7 +68,7 @@ def layer_matrices(weights: AdapterWeights, form: LayerForm) -> LayerMatrices:
 
 
 def _by_heads(b: mx.array, num_heads: int) -> mx.array:
-    """[r, H_kv * D] as [H_kv, r, D]."""
+    """[r, H_kv * D] to [H_kv, r, D]."""
     return b.reshape(b.shape[0], num_heads, -1).swapaxes(0, 1)
 
 
@@ -87,7 +83,7 @@ def _for_kernels(
         if key_b is not None:
             norm = form.key_form.norm
             key_b = _by_heads(key_b, form.layer.num_kv_heads) * (1.0 if norm is None else norm.weight)
-        # In order: else each launch would have them put in order first.
+        # Contiguous, so that no launch has to copy them.
         in_order = [None if b is None else mx.contiguous(b) for b in (key_b, value_b)]
         by_layer[form] = KernelMatrices(in_order[0], in_order[1])
     return by_layer[form]
@@ -106,7 +102,7 @@ def _pair(weights: AdapterWeights, side: Side | None) -> tuple[mx.array | None, 
 
 @dataclass
 class _Captured:
-    """x·A of one row's tokens in one layer, float16 [1, n, r], and its key norms, float16 [1, n, H_kv, 1 or 2]."""
+    """One row's residuals in a layer: x·A, float16 [1, n, r], and key norms, float16 [1, n, H_kv, 1 or 2]."""
 
     key_a: mx.array | None = None
     key_norms: mx.array | None = None
@@ -114,16 +110,13 @@ class _Captured:
 
 
 class ResidualRows:
-    """The residual rows of one step, and what its modules have given for them so far.
+    """Residual rows of one step, and the residuals that modules have produced so far.
 
     Args:
-        rows: those with residuals, in the order of their places.
-        forms: of the model.
-        batch_size: rows of the step.
-        num_tokens: tokens a row in the step.
+        rows: rows with residuals, in step order.
 
     Attributes:
-        writers: places of the rows that write keys and values.
+        writers: indices of rows that write KV.
         readers: rows that read residuals.
     """
 
@@ -148,15 +141,15 @@ class ResidualRows:
         self._places = [[Writes([table], [row.length], num_tokens) for table in row.tables] for row in rows]
         self._reads: dict[tuple[int, int], tuple[Sequence[int], mx.array]] = {}
 
-    # -- what the modules that make keys and values give -------------------------------------------------------------
+    # -- output of the modules that make keys and values -------------------------------------------------------------
 
     def take(self, name: ModuleName, x: mx.array, y: mx.array, adapted: mx.array) -> mx.array:
-        """Keep residual rows' part of what adapters add in a module; returns what the module gives.
+        """Keep the residuals of a module's output; return the output to continue with.
 
         Args:
-            x: its input [B, n, in].
-            y: its output without adapters [B, n, out].
-            adapted: with them.
+            x: module input [B, n, in].
+            y: output without adapters [B, n, out].
+            adapted: output with adapters.
         """
         form = self._forms.layers.get(name.layer)
         if form is None or name not in (form.keys.module, form.values.module):
@@ -183,15 +176,15 @@ class ResidualRows:
         return self._matrices[key]
 
     def _norms(self, form: LayerForm, given: mx.array, delta: mx.array | None) -> mx.array:
-        """ρ of keys [1, n, H_kv * D] without and, if there is one, with `delta`: float16 [1, n, H_kv, 1 or 2]."""
-        assert form.key_form.norm is not None  # who asks has seen it
+        """ρ (1 / rms) of keys [1, n, H_kv * D], without and, if given, with `delta`: float16 [1, n, H_kv, 1 or 2]."""
+        assert form.key_form.norm is not None  # the caller has checked it
         heads = (1, self._num_tokens, form.layer.num_kv_heads, form.layer.key_dim)
         both = (given,) if delta is None else (given, given + delta)
         factors = [form.key_form.norm.factor(keys.reshape(heads)) for keys in both]
         return mx.minimum(mx.stack(factors, axis=-1), LARGEST_FLOAT16).astype(mx.float16)
 
     def _masked(self, name: ModuleName, form: LayerForm, width: int) -> mx.array:
-        """Where the original's output counts: residual rows' columns of keys and values, bool [B, 1, width]."""
+        """Base's output, used for key and value columns of residual rows: bool [B, 1, width]."""
         columns = mx.zeros(width, mx.bool_)
         for side in (form.keys, form.values):
             if side.module == name:
@@ -205,7 +198,7 @@ class ResidualRows:
 
     @cached_property
     def residual_places(self) -> mx.array:
-        """Of those that read residuals, in the step: int32 [R]."""
+        """Step indices of `readers`, int32 [R]."""
         return mx.array([row.row for row in self.readers], mx.int32)
 
     @cached_property
@@ -213,10 +206,9 @@ class ResidualRows:
         places = {row.row for row in self.readers}
         return mx.array([place in places for place in range(self._batch_size)])
 
-    # -- what is written and read in a layer ---------------------------------------------------------------------------
+    # -- writes and reads of a layer -----------------------------------------------------------------------------------
 
     def write(self, layer: int) -> None:
-        """Write what has been kept of the layer's residuals. Lazy."""
         for place, row in enumerate(self.rows):
             captured = self._captured.pop((place, layer), None)
             for name, new in (
@@ -231,11 +223,11 @@ class ResidualRows:
                     raise BrokenInvariant(f"nothing was computed for {name}")
 
     def overlaid(self, arena: LayerArena, group: int, reads: Reads) -> PagedKV:
-        """How the rows of the step read a layer.
+        """KV of a layer as the step's rows read it.
 
         Args:
             group: index of the layer's group in base's spec.
-            reads: base's blocks, of all rows.
+            reads: base blocks of all rows.
         """
         layer = arena.layer.index
         rows = [
@@ -263,27 +255,25 @@ class ResidualRows:
 
     @cached_property
     def _by_adapter(self) -> list[tuple[int, ResidualRow]]:
-        """`rows` with their numbers, those of one adapter together."""
         firsts: dict[AdapterWeights, int] = {}
         for place, row in enumerate(self.rows):
             firsts.setdefault(row.weights, place)
         return sorted(enumerate(self.rows), key=lambda each: (firsts[each[1].weights], each[0]))
 
     def reads_of(self, row: ResidualRow, group: int, reads: Reads) -> Reads:
-        """One row's part of what all rows read of base's blocks."""
         if (row.row, group) not in self._row_reads:
             self._row_reads[row.row, group] = reads.of_rows([row.row])
         return self._row_reads[row.row, group]
 
     def keep_measures(self, measures: mx.array) -> None:
-        """Keep what has been measured of the readers' tokens, float32 [R, n, 4]. Lazy."""
+        """Store measurements of the readers' tokens, float32 [R, n, 4], lazily."""
         for index, row in enumerate(self.readers):
             if row.arenas.measures is not None:
                 writes = self._places[self.rows.index(row)][row.arenas.measured]
                 writes.put_tokens(row.arenas.measures.tokens, measures[index : index + 1])
 
     def _residual_ids(self, place: int, group: int, reads: Reads) -> tuple[Sequence[int], mx.array]:
-        """Slots of the residuals of the tokens in the base blocks that a row reads."""
+        """Residual slots for the base blocks that a row reads."""
         if (place, group) not in self._reads:
             (base,) = reads.rows
             table = self.rows[place].tables[group]
@@ -307,12 +297,10 @@ class ResidualRows:
 
 
 class OverlaidStepCache(StepCache):
-    """One layer's cache in a step with residual rows, or in one that is measured.
+    """One layer's cache in a step with residual rows or measurements.
 
     Args:
         group: index of the layer's group in base's spec.
-        rows: those with residuals; None for none.
-        measures: of the step; None where nothing is measured.
     """
 
     def __init__(
@@ -332,7 +320,7 @@ class OverlaidStepCache(StepCache):
         self._measures = measures
 
     def update(self, keys: mx.array, values: mx.array | None) -> PagedKV:
-        """Write keys [B, H_kv, n, D_k] and values [B, H_kv, n, D_v] of the rows that do, and the others' residuals."""
+        """Write keys [B, H_kv, n, D_k] and values [B, H_kv, n, D_v] of the writing rows, and all residuals."""
         if self._rows is None:
             kv = super().update(keys, values)
             if self._measures is not None:
@@ -362,7 +350,7 @@ def make_step_caches(
     rows: ResidualRows | None,
     measures: StepMeasures | None,
 ) -> list[StepCache]:
-    """One per cache of keys and values, in the model's order, each given with its group."""
+    """One cache for each (group, arena)."""
     return [
         OverlaidStepCache(arena, reads[group], writes[group] if writes else None, offset, put, group, rows, measures)
         for group, arena in layers

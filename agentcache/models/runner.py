@@ -1,4 +1,4 @@
-"""Runs the model over the arenas: one forward pass for one batch of rows."""
+"""Run the model over the arenas: one forward pass for a batch of rows."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from agentcache.models.residual_rows import ResidualRow, ResidualRows, make_step
 from agentcache.models.step import StepInputs, StepOutputs
 from agentcache.models.step_traces import StepTraces
 
-_LONG_STEP = 512  # tokens for which the device takes longer than Python does to lay a step out
+_LONG_STEP = 512  # tokens from which the device takes longer than Python needs to lay the step out
 
-Tables = Sequence[Sequence[BlockTable]]  # per row one block table per group
+Tables = Sequence[Sequence[BlockTable]]  # [row][cache group]
 
 
 class Slots(Protocol):
-    """A cache group's slots, as far as arenas follow them: a `BlockPool`, where this process says who has which."""
+    """A cache group's slots as arenas follow them; a `BlockPool` in the process that allocates blocks."""
 
     @property
     def capacity(self) -> int: ...
@@ -49,14 +49,14 @@ class Slots(Protocol):
 
 @dataclass(eq=False)
 class Started:
-    """What the device was given to compute at once.
+    """Work that the device got in one call.
 
     Args:
-        last: an array of it, by which it is known to be done; None where there is none to be had.
+        last: an array to wait for; None if there is none.
 
     Attributes:
-        began_at: when the device could begin on it, being done with what came before; as `time.perf_counter` has it.
-        done_at: when it was known to be done; None before.
+        began_at: `time.perf_counter` when the device could begin.
+        done_at: the same when the work was known to be done; None before.
     """
 
     last: mx.array | None
@@ -65,30 +65,22 @@ class Started:
 
 
 class ModelRunner:
-    """Owns the arenas and the only calls into the model. All methods belong to the thread that loaded the model.
+    """Owner of the arenas and of all calls into the model, on the thread that loaded the model.
 
-    **What may be done while steps are under way.** The device does what it is given in order. A step that writes with
-    kernels (`metal_kernels/append.py`) only touches the places of its own tokens, in order with the steps before, so it
-    is started behind them; so up to two steps are under way: while one is waited for, the device has the next.
+    Up to two steps are in flight. The device runs its work in order, and a step that writes with kernels
+    (`metal_kernels/append.py`) touches only its own tokens' places, so it can start behind another.
 
-    - A slot whose owner has ended belongs to another at once. What a step under way still writes there comes before
-      whatever a later step writes, and nobody reads a place of a slot that its owner has not written.
-    - Assignments to parts of an arena (slices, scatters, copies of blocks) are in place only where no step under way
-      reads the array; else MLX copies all of it. So what has been assigned is given to the device when that is idle.
-    - All that reads or writes arrays past the device's queue waits until nothing is under way: bytes from files, bytes
-      for files, memory that grows or is given back. Places on the device do not change while steps are under way.
-    - States of rows and hidden states are values: whoever has one keeps it.
+    - A slot of an ended request is reused at once. A step in flight may still write there: later steps write after it,
+      and a row reads only places that its request has written.
+    - MLX assigns to a part of an arena (slice, scatter, block copy) in place only if no step in flight reads it, and
+      else copies all of it. So assignments start while the device is idle.
+    - Host access to arenas (files, growing, shrinking) waits until nothing is in flight.
+    - Row states and hidden states are values and stay valid.
 
     Args:
-        snapshots: of recurrent state, for a model that has any.
-        room: bytes that a cache group may come to take, base's or an adapter's; that large its arenas can grow without
-            a copy where the device lets them.
-        measures: whether it is measured what sharing base's keys and values costs (`models/divergence.py`).
-
-    Attributes:
-        residuals: arenas of the adapters that have some.
-
-    Counters: `forward_tokens` tokens computed, `copied_blocks` blocks copied on write.
+        snapshots: checkpoints of recurrent state; None for a model without it.
+        room: maximum bytes of a cache group; its arenas grow to that without a copy if the device allows it.
+        measures: whether to measure the error of sharing base's KV (`models/divergence.py`).
     """
 
     def __init__(
@@ -106,12 +98,12 @@ class ModelRunner:
         self.arenas: list[GroupArena] = make_arenas(loaded.spec, room)
         self._layer_ends = [max(layer.index for layer in group.layers) + 1 for group in loaded.spec.groups]
         owners = {layer.layer: (group, layer) for group, arena in enumerate(self.arenas) for layer in arena.layers}
-        self._layers = [owners[layer] for layer in loaded.survey.layers]  # each with its group, in the model's order
+        self._layers = [owners[layer] for layer in loaded.survey.layers]  # (group, arena), in the model's order
         pairs = zip(loaded.survey.layers, loaded.survey.latents, strict=True)
         ranks = {layer: latent.rank for layer, latent in pairs if latent is not None}
         self._put = writer(loaded.spec.num_attention_heads, ranks)
         self._recurrent = loaded.spec.recurrent
-        self._states: list[mx.array] = []  # of steps that have not been started
+        self._states: list[mx.array] = []  # new states that `start` has yet to evaluate
         self.states = None if snapshots is None else StateArena(loaded.spec, snapshots)
         self.residuals: list[ResidualArenas] = []
         are_traced = not (why_none() or measures) and mode() is Mode.ON and loaded.ranks == 1
@@ -119,16 +111,16 @@ class ModelRunner:
         self._saturated_before = 0
         self._energies = [TokenMeasures("energy", 2) for _ in self.arenas] if measures else []
         self._under_way: list[Started] = []
-        self._writes_by_kernels = False  # the last step, and nothing else
+        self._writes_by_kernels = False  # whether the last `start` wrote by kernels only
         self.forward_tokens = 0
         self.copied_blocks = 0
 
     def reads(self, tables: Tables, lengths: Sequence[int], num_tokens: int, cut: int = 0) -> list[Reads | None]:
-        """What rows of `lengths` tokens read in a step of `num_tokens` a row, group by group.
+        """Block reads of a step of `num_tokens` tokens per row, by cache group; None for groups below layer `cut`.
 
         Args:
-            tables: with room for the step.
-            cut: first layer that is computed; groups below it are not touched, and their tables may begin anywhere.
+            tables: block tables, with the step's tokens reserved; below `cut` they may begin anywhere.
+            lengths: tokens of each row before the step.
         """
         return [
             Reads([row[index] for row in tables], lengths, num_tokens, arena.spec.window) if end > cut else None
@@ -136,15 +128,14 @@ class ModelRunner:
         ]
 
     def writes(self, tables: Tables, lengths: Sequence[int], num_tokens: int, cut: int = 0) -> list[Writes | None]:
-        """Where the same step's new keys and values go; the tables need not be those that are read."""
+        """Block writes of the same step. `tables` may differ from those that are read."""
         return [
             Writes([row[index] for row in tables], lengths, num_tokens) if end > cut else None
             for index, end in enumerate(self._layer_ends)
         ]
 
     def open_residual(self, spec: CacheSpec, pools: Sequence[BlockPool], *, is_family: bool = False) -> ResidualArenas:
-        """Arenas for the residuals (`residual_spec`) of one adapter, or of a family of adapters, which follow these
-        pools until `close_residual`."""
+        """Open arenas for residual KV of an adapter or a family. They follow `pools` until `close_residual`."""
         measures = bool(self._energies)
         arenas = ResidualArenas(
             spec, pools, self.wait, self.evaluate, room=self._room, measures=measures, is_family=is_family
@@ -153,18 +144,17 @@ class ModelRunner:
         return arenas
 
     def close_residual(self, arenas: ResidualArenas) -> None:
-        """Give their memory back. No step may read them any more."""
+        """Free the arenas. No step may read them any more."""
         self.wait()
         self.residuals.remove(arenas)
         self._saturated_before += int(arenas.saturated.item())
 
     @property
     def saturated_residuals(self) -> int:
-        """How many values of residuals float16 could not hold as they were, of arenas that are closed too."""
+        """Number of residual values clipped to float16's range, closed arenas included."""
         return self._saturated_before + sum(int(arenas.saturated.item()) for arenas in self.residuals)
 
     def residual_rows(self, rows: Sequence[ResidualRow], batch_size: int, num_tokens: int) -> ResidualRows | None:
-        """The residual rows of a step of `num_tokens` tokens a row, in the order of their places; None for none."""
         if not rows:
             return None
         for arenas in {id(row.arenas): row.arenas for row in rows}.values():
@@ -172,10 +162,7 @@ class ModelRunner:
         return ResidualRows(rows, self._loaded.adapters.residual_forms, batch_size, num_tokens)
 
     def forward(self, step: StepInputs) -> StepOutputs:
-        """Compute a step and write its keys and values; nothing is evaluated yet.
-
-        The states that it gives are evaluated with the writes, when `start` is called next.
-        """
+        """Lay out a step and its KV writes, lazily; the next `start` evaluates writes and states."""
         self.fit()
         self.forward_tokens += step.token_ids.size
         self._loaded.trunk.prepare(step)
@@ -201,16 +188,14 @@ class ModelRunner:
         return StepOutputs(logits if step.all_logits else logits[:, -1:], after.rows())
 
     def _can_begin_early(self, step: StepInputs) -> bool:
-        """Whether it is worth it, and nothing is assigned in the step: see `start`."""
+        """Whether a step is long enough, and assigns to no arena (see `start`)."""
         is_assigned = bool(self._energies) or step.residual is not None or not self._writes_by_kernels
         return step.token_ids.size >= _LONG_STEP and not is_assigned and not has_due(self._tensors())
 
     def reset_counters(self) -> None:
-        """What was computed until now does not count."""
         self.forward_tokens = self._loaded.trunk.layer_tokens = 0
 
     def _paged(self, step: StepInputs, measures: StepMeasures | None) -> list[StepCache]:
-        """One per cache of keys and values, in the model's order."""
         if step.residual is not None or measures is not None:
             return make_step_caches(
                 self._layers, step.reads, step.writes, step.offset, self._put, step.residual, measures
@@ -221,12 +206,11 @@ class ModelRunner:
         ]
 
     def fit(self) -> None:
-        """Follow the pools: blocks go where they have been moved to, memory of slots that were given up is given back,
-        then new slots get theirs."""
+        """Follow the pools: move blocks, free dropped slots, then add slots."""
         self._follow_moves()
         if all(arena.capacity == pool.capacity for arena, pool in zip(self.arenas, self._pools, strict=True)):
             return
-        self.wait()  # what is under way holds the old arrays
+        self.wait()  # work in flight holds the old arrays
         for arena, pool in zip(self.arenas, self._pools, strict=True):
             arena.shrink(pool.capacity)
         for arena, pool in zip(self.arenas, self._pools, strict=True):
@@ -241,16 +225,15 @@ class ModelRunner:
             Copy(group, source, target)
             for group, (pool, arena) in pairs
             for source, target in pool.take_moves()
-            if source < arena.capacity  # else it has never had any memory
+            if source < arena.capacity  # other slots have never had memory
         ]
         if moves:
             self.move_blocks(moves)
 
     def start(self, *outputs: mx.array) -> Started:
-        """Have the device compute `outputs` and every write into the arenas that is due, without waiting for the end.
+        """Start `outputs` and all due arena writes on the device, without waiting for them.
 
-        Where something is assigned to a part of an arena, what was started before is finished first: an arena that is
-        still being read is not written in place but copied.
+        Assignments to a part of an arena wait for earlier work: MLX copies an array that is still read.
         """
         assigned = take_due(self._tensors())
         if assigned:
@@ -265,7 +248,6 @@ class ModelRunner:
         return started
 
     def _tensors(self) -> Iterable[TensorArena]:
-        """All that something may be assigned to."""
         for arena in self.arenas:
             yield from arena.tensors
         for residual in self.residuals:
@@ -274,23 +256,23 @@ class ModelRunner:
             yield energies.tokens
 
     def follow(self, *outputs: mx.array) -> None:
-        """Have the device compute `outputs` behind what was started last, from that: nothing is written."""
+        """Start `outputs`, which write to no arena, behind the last started work."""
         mx.async_eval(*outputs)
 
     @property
     def is_busy(self) -> bool:
-        """Whether something has been started that is not known to be done."""
+        """Whether some started work is not known to be done."""
         return bool(self._under_way)
 
     def wait(self) -> None:
-        """Return when the device has done all that was started."""
-        # Not by evaluating what was started: an arena's array object stands for the writes of the next batch by now.
+        """Wait for all started work."""
+        # Not mx.eval: an arena's array object already stands for the next batch's writes.
         if self._under_way:
             mx.synchronize()
             self._note_done(len(self._under_way))
 
     def wait_for(self, started: Started) -> None:
-        """Return when the device has done this, and all that was started before; it may be at work on what follows."""
+        """Wait for this and all earlier work; later work may still run."""
         if started.done_at is not None:
             return
         if started is self._under_way[-1] or started.last is None:
@@ -300,7 +282,6 @@ class ModelRunner:
             self._note_done(self._under_way.index(started) + 1)
 
     def _note_done(self, count: int) -> None:
-        """The first `count` of what is under way are."""
         now = time.perf_counter()
         for started in self._under_way[:count]:
             started.done_at, started.last = now, None
@@ -309,12 +290,11 @@ class ModelRunner:
             self._under_way[0].began_at = now
 
     def evaluate(self) -> None:
-        """Finish every write into the arenas."""
         self.start()
         self.wait()
 
     def release_buffers(self) -> None:
-        """Give temporaries of a large step back: on a Mac they are taken from the same memory as everything else."""
+        """Free a large step's temporaries: on a Mac they take everything else's memory."""
         if mx.default_device() == mx.gpu and mx.metal.is_available():
             mx.clear_cache()
 
@@ -326,8 +306,8 @@ class ModelRunner:
             self.copied_blocks += 1
 
     def move_blocks(self, moves: Iterable[Copy]) -> None:
-        """The same, of blocks that change their slots."""
-        self._follow_moves()  # those that come first
+        """Copy blocks to their new slots, in order with steps."""
+        self._follow_moves()  # earlier moves
         for move in moves:
             self._copy(move)
 
@@ -338,23 +318,23 @@ class ModelRunner:
             self._energies[copy.group].copy(copy.source, copy.target)
 
     def give_back(self) -> None:
-        """Follow the pools downwards, and give all that is free to the system."""
+        """Shrink the arenas to their pools, and return free memory to the system."""
         self.fit()
         mx.clear_cache()
         give_back_freed()
 
     def put_blocks(self, group: int, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
-        """Write blocks that were read from files: uint8 [n] each, which may change as soon as this returns."""
+        """Write blocks from files, uint8 [n] each, which may change after this returns."""
         if group == len(self.arenas):
             for slot, data in zip(block_ids, blocks, strict=True):
                 self._state_arena.put_bytes(slot, data)
             return
         self.fit()
-        self.wait()  # the step under way may still write to slots whose owner is gone
+        self.wait()  # a step in flight may still write to slots of ended requests
         self.arenas[group].put(block_ids, blocks)
 
     def memory(self, group: int) -> GroupMemory | None:
-        """Where slots lie, to read files to there (`GroupArena.memory`); nothing may be computed meanwhile."""
+        """Memory of a group's slots, to read files into; None for recurrent state. Compute nothing while it is used."""
         if group == len(self.arenas):
             return None
         self.fit()
@@ -362,7 +342,7 @@ class ModelRunner:
         return self.arenas[group].memory()
 
     def snapshot(self, group: int, block_id: int, num_tokens: int) -> Array:
-        """A copy of a block's bytes, for the writer: uint8 [n]."""
+        """A copy of a block's bytes, uint8 [n]."""
         self.fit()
         self.wait()
         if group == len(self.arenas):
@@ -370,14 +350,14 @@ class ModelRunner:
         return self.arenas[group].snapshot(block_id, num_tokens)
 
     def block_extras(self, group: int, block_id: int, num_tokens: int) -> Extras:
-        """What is known of a block beside its bytes, to go with its file."""
+        """Measurements to store with a block's file."""
         if not self._energies or group == len(self.arenas):
             return {}
         self.wait()
         return self._energies[group].extras(block_id, num_tokens)
 
     def put_extras(self, group: int, block_id: int, num_tokens: int, extras: Extras) -> None:
-        """Take over what came with a block's file; after `put_blocks`."""
+        """Restore a block's measurements; after `put_blocks`."""
         if self._energies and group < len(self.arenas):
             self._energies[group].put(block_id, num_tokens, extras)
 
@@ -390,18 +370,18 @@ class ModelRunner:
         return self.states
 
     def keep_state(self, slot: int, state: RowState) -> None:
-        """Keep a row's state as the snapshot in `slot`; lazy."""
+        """Store a row's state as a checkpoint, lazily."""
         self._state_arena.put(slot, state.batch.arrays, state.index)
 
     def row_state(self, slot: int) -> RowState:
-        """The state that the snapshot in `slot` is of, for a row that goes on from there."""
+        """State for a row that continues from a checkpoint."""
         return RowState.of(self._state_arena.arrays(slot))
 
     def is_finite_state(self, slot: int) -> bool:
-        """Whether the snapshot in `slot` can be written."""
+        """Whether a checkpoint may be written to disk."""
         return self._state_arena.is_finite(slot)
 
     def free_states(self) -> None:
-        """Give back the memory of snapshots that nobody refers to any more."""
+        """Free checkpoints without references."""
         if self.states is not None:
             self.states.sweep()
