@@ -1,4 +1,4 @@
-"""Adapters fitted to a model: what they touch, who they are, and what of the cache they change."""
+"""Adapters fitted to a model: target modules, identity, and the cache groups that they change."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from agentcache.models.residual_sides import KEYS, VALUES, AdapterSides, Side, f
 from agentcache.models.survey import Survey
 
 _MAKE_KEYS = ("k_proj", "qkv_proj", "kv_a_proj_with_mqa")
-_QUERIES = {"q_proj", "q_a_proj", "q_b_proj"}  # beside one of the above
+_QUERIES = {"q_proj", "q_a_proj", "q_b_proj"}  # beside one of `_MAKE_KEYS`
 
 
 @dataclass(frozen=True)
 class LinearShape:
-    """A linear module that adapters can act on; its activations take `item_bytes` a value."""
+    """A linear module that adapters can act on; `item_bytes` is per activation value."""
 
     in_dim: int
     out_dim: int
@@ -35,16 +35,16 @@ class LinearShape:
 
     @property
     def bytes_a_rank(self) -> int:
-        """Of an adapter's matrices on it."""
+        """Bytes of an adapter's matrices on it, per rank."""
         return (self.in_dim + self.out_dim) * self.item_bytes
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where matrices of some name act: on columns `start` to `stop` of the output of `module`.
+    """Columns `start` to `stop` of the output of `module`, on which matrices of some name act.
 
     Args:
-        makes_kv: the layer's own keys or values are made of these columns.
+        makes_kv: whether the layer's own keys or values are made of these columns.
     """
 
     module: ModuleName
@@ -55,12 +55,12 @@ class Target:
 
 @dataclass(frozen=True)
 class TargetModules:
-    """What of a model adapters can act on. Plain data: any thread may read it.
+    """Modules that adapters can act on. Plain data: any thread may read it.
 
     Args:
-        linears: the modules that are called as linears.
-        targets: by the names that an adapter may use; those of q, k, v (gate, up) also where the model has them fused.
-        absorbed: modules that are never called, because attention has taken their weights in.
+        linears: modules that are called as linears.
+        targets: targets by adapters' names; q, k, v (gate, up) also if the model has them fused.
+        absorbed: modules that are never called, because attention has absorbed their weights.
     """
 
     num_layers: int
@@ -69,10 +69,10 @@ class TargetModules:
     absorbed: frozenset[ModuleName]
 
     def target(self, name: ModuleName) -> Target:
-        """Where matrices of that name act.
+        """Target of matrices of that name.
 
         Raises:
-            UnsupportedAdapter: nowhere.
+            UnsupportedAdapter: no such target.
         """
         if name in self.absorbed:
             raise UnsupportedAdapter(f"{name} cannot be adapted: attention has absorbed its weights")
@@ -84,7 +84,7 @@ class TargetModules:
 
 
 def target_modules(layers: Sequence[nn.Module], survey: Survey) -> TargetModules:
-    """Look at the layers of a model that is on the paged cache."""
+    """Find the targets in the layers of a model on the paged cache."""
     linears: dict[ModuleName, LinearShape] = {}
     targets: dict[ModuleName, Target] = {}
     absorbed = set()
@@ -100,7 +100,8 @@ def target_modules(layers: Sequence[nn.Module], survey: Survey) -> TargetModules
                 absorbed.add(name)
                 continue
             linears[name] = _shape(module)
-            # What is called before the layer has written its cache may be what is written, unless it makes queries.
+            # A module that is called before the layer writes its cache may make what is written, unless it makes
+            # queries.
             makes_queries = not recurrent and any(part in parent for part in _MAKE_KEYS)
             makes_kv = not survey.linears[index, path]
             targets |= _named_targets(name, linears[name].out_dim, kv_dim, makes_kv, makes_queries)
@@ -114,10 +115,10 @@ def _shape(linear: nn.Module) -> LinearShape:
 def _named_targets(
     name: ModuleName, out_dim: int, kv_dim: int, makes_kv: bool, makes_queries: bool
 ) -> dict[ModuleName, Target]:
-    """The whole module's, and those of its parts where it is a fused one.
+    """Targets of a module and of its fused parts.
 
     Args:
-        makes_queries: whether it is a part of attention; then its name says if it makes queries only.
+        makes_queries: whether it is a part of attention; then its name says if it makes only queries.
     """
     before, _, leaf = name.path.rpartition(".")
     spans = {leaf: (0, out_dim), **_fused_spans(leaf, out_dim, kv_dim)}
@@ -140,19 +141,19 @@ def _fused_spans(leaf: str, out_dim: int, kv_dim: int) -> dict[str, tuple[int, i
 
 @dataclass(frozen=True)
 class Adapter:
-    """Who an adapter is; its weights may come and go.
+    """Identity and sizes of an adapter. Its weights may be loaded and dropped.
 
     Args:
-        digest: of what it computes: modules, matrices and effective scale; 40 hex digits. Never of a name or a format.
-        path, format: where and how it is kept; `mlx-lm` or `peft`.
-        ranks: by module of the model.
+        digest: digest of modules, matrices and effective scale, not of name or format; 40 hex digits.
+        path, format: folder, and `mlx-lm` or `peft`.
+        ranks: ranks by module of the model.
         first_layer: lowest adapted layer.
         first_kv_layer: lowest layer whose keys or values can differ from base's; the number of layers if none can.
-        nbytes: of its weights on the device.
-        invocation_tokens: activated LoRA (arXiv 2504.12397): it acts from their last occurrence in the prompt on.
-        activation_shift: added to that position.
-        sides: what of it acts on keys and on values.
-        family: digest of all its A matrices, value by value: adapters of a family differ in their Bs only.
+        nbytes: bytes of its weights on the device.
+        invocation_tokens: tokens from whose last occurrence in the prompt an activated LoRA (arXiv 2504.12397) acts.
+        activation_shift: offset to that position.
+        sides: parts that act on keys and on values.
+        family: digest of all A matrices; adapters of a family differ in their Bs only.
     """
 
     digest: str
@@ -170,20 +171,20 @@ class Adapter:
 
 @dataclass(frozen=True)
 class AdapterContent:
-    """An adapter and its matrices, float32 numpy arrays in host memory, by module of the model."""
+    """An adapter with its matrices, float32 numpy arrays by module of the model."""
 
     adapter: Adapter
     matrices: Mapping[ModuleName, LowRank]
 
 
 def read_adapter(folder: Path, modules: TargetModules, max_bytes: int = MAX_BYTES) -> AdapterContent:
-    """Read an adapter's folder and fit it to a model. Any thread; takes three to four times the file's size meanwhile.
+    """Read an adapter's folder and fit it to a model. Any thread; takes three to four times the file's size.
 
     Args:
-        max_bytes: size of its tensors' file at most.
+        max_bytes: largest size of the file of tensors.
 
     Raises:
-        UnsupportedAdapter: the folder is broken, asks for more than LoRA, or is of another model.
+        UnsupportedAdapter: broken folder, more than LoRA, or another model's adapter.
     """
     try:
         return _read_adapter(folder, modules, max_bytes)
@@ -192,10 +193,10 @@ def read_adapter(folder: Path, modules: TargetModules, max_bytes: int = MAX_BYTE
 
 
 def read_again(adapter: Adapter, modules: TargetModules, max_bytes: int = MAX_BYTES) -> AdapterContent:
-    """The matrices of an adapter whose weights have been dropped.
+    """Read an adapter whose weights were dropped.
 
     Raises:
-        UnsupportedAdapter: the folder is gone, or holds something else by now.
+        UnsupportedAdapter: the folder is gone or has changed.
     """
     content = read_adapter(adapter.path, modules, max_bytes)
     if content.adapter.digest != adapter.digest:
@@ -227,7 +228,7 @@ def _read_adapter(path: Path, modules: TargetModules, max_bytes: int) -> Adapter
 def _sides(
     matrices: Mapping[ModuleName, LowRank], targets: Mapping[ModuleName, Target], modules: TargetModules
 ) -> AdapterSides:
-    """By the modules' parts that make keys and values, whatever names the adapter has used."""
+    """Find sides by the modules' parts that make keys and values, whatever names the adapter uses."""
     found: dict[str, dict[int, Side]] = {KEYS: {}, VALUES: {}}
     for name, target in modules.targets.items():
         leaf = name.path.rpartition(".")[2]
@@ -242,7 +243,6 @@ def _sides(
 def _fit(
     matrices: Mapping[ModuleName, LowRank], targets: Mapping[ModuleName, Target], modules: TargetModules
 ) -> dict[ModuleName, LowRank]:
-    """Matrices by module of the model, in the modules' order."""
     parts: dict[ModuleName, list[tuple[Target, LowRank]]] = defaultdict(list)
     for name, pair in sorted(matrices.items()):
         target = targets[name]
@@ -269,7 +269,7 @@ def _join(parts: Sequence[tuple[Target, LowRank]], out_dim: int) -> LowRank:
 
 
 def _digest(tag: bytes, fields: Iterable[bytes]) -> str:
-    """Of fields in their order, each preceded by its length; 40 hex digits."""
+    """Digest of length-prefixed fields, 40 hex digits."""
     state = hashlib.blake2b(digest_size=20, person=tag)
     for field in fields:
         state.update(len(field).to_bytes(8, "little"))
@@ -278,7 +278,6 @@ def _digest(tag: bytes, fields: Iterable[bytes]) -> str:
 
 
 def _fields(matrices: Mapping[ModuleName, LowRank]) -> Iterator[bytes]:
-    """Names, shapes and float32 values in one order and layout."""
     for name, pair in sorted(matrices.items()):
         yield str(name).encode()
         yield from _matrix_fields(pair.a)
@@ -286,7 +285,7 @@ def _fields(matrices: Mapping[ModuleName, LowRank]) -> Iterator[bytes]:
 
 
 def _family_fields(matrices: Mapping[ModuleName, LowRank], sides: AdapterSides) -> Iterator[bytes]:
-    """The same of As only; and which of their columns keys and values take, which a fused module's B decides."""
+    """A matrices only, and their columns that keys and values use: a fused module's B decides these."""
     for name, pair in sorted(matrices.items()):
         yield str(name).encode()
         yield from _matrix_fields(pair.a)
@@ -300,12 +299,12 @@ def _matrix_fields(matrix: Any) -> Iterator[bytes]:
 
 
 def trunk_cut(adapter: Adapter, spec: CacheSpec) -> int:
-    """First layer of the adapter's groups, where all that goes into it is base's, and all above is the adapter's.
+    """Lowest layer of the adapter's groups, if base computes all below and all above are its own; else 0.
 
-    0 where that is not so: then the adapter has no trunk to go on from.
+    At 0 the adapter cannot continue from base's hidden states.
     """
     if spec.recurrent:
-        return 0  # the trunk has hidden states; what lower recurrent layers keep would be missing
+        return 0  # the state of lower recurrent layers would be missing
     own = producer_groups(adapter, spec)
     cut = min((layer.index for index in own for layer in spec.groups[index].layers), default=0)
     others = [layer.index for index, group in enumerate(spec.groups) if index not in own for layer in group.layers]
@@ -313,12 +312,12 @@ def trunk_cut(adapter: Adapter, spec: CacheSpec) -> int:
 
 
 def producer_groups(adapter: Adapter, spec: CacheSpec) -> frozenset[int]:
-    """Indices of the cache groups in which some layer's keys, values or recurrent state can differ from base's."""
+    """Indices of cache groups whose keys, values or recurrent state can differ from base's."""
     changed = {
         index
         for index, group in enumerate(spec.groups)
         if any(layer.index >= adapter.first_kv_layer for layer in group.layers)
     }
-    # The state's group is one for all recurrent layers, and the last. What changes a layer may change its own state.
+    # Recurrent layers share one group, the last. An adapter on a layer may change that layer's own state.
     has_own_state = any(each.index >= adapter.first_layer for each in spec.recurrent)
     return frozenset(changed | {len(spec.groups)} if has_own_state else changed)

@@ -1,8 +1,7 @@
 """Attention over the paged Q4 cache.
 
-It always reads what the cache holds, the quantised values, also inside the chunk being prefilled: cold, warm and hot
-read the same. (Where chunks fall changes the last bit of a float, which now and then rounds a 4-bit value to its
-neighbour.)
+It reads quantised values only, also within the chunk being prefilled, so cold, warm and hot prompts read the same.
+(Chunk borders change the last bit of a float, which can round a 4-bit value to its neighbour.)
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from agentcache.kv.step_plan import Reads
 from agentcache.models import fused
 from agentcache.models.packed_product import packed_product
 
-# Up to this many query tokens, multiplying with the packed data is faster than unpacking it first (CPU and GPU alike).
+# Up to this many query tokens, products with packed data are faster than unpacking (CPU and GPU).
 MAX_PACKED_QUERIES = 8
 
 
 class AttentionOptions(NamedTuple):
-    """What is done to the scores besides the scaled product.
+    """Operations on scores.
 
     Args:
         scale: factor on q·k.
-        softcap: scores become softcap * tanh(scores / softcap); None for none.
-        sinks: float [H_q], one further logit per head that takes probability and gives no value; None for none.
+        softcap: cap c of scores, as c * tanh(scores / c); None for none.
+        sinks: float [H_q], one more logit per head, with probability but no value; None for none.
     """
 
     scale: float
@@ -41,7 +40,7 @@ class AttentionOptions(NamedTuple):
 
 
 def reads_packed(num_tokens: int, batch_size: int, softcap: float | None = None) -> bool:
-    """Whether a step of so many tokens a row reads packed blocks; else they are unpacked first."""
+    """Whether a step of `num_tokens` tokens per row reads packed blocks; else they are unpacked first."""
     return num_tokens <= MAX_PACKED_QUERIES or batch_size > 1 or softcap is not None
 
 
@@ -60,10 +59,10 @@ def paged_attention(queries: mx.array, kv: PagedKV, options: AttentionOptions) -
 
 
 def attention_by_operations(queries: mx.array, kv: PagedKV, options: AttentionOptions) -> mx.array:
-    """`paged_attention` without kernels for decoding.
+    """`paged_attention` by MLX's operations, except for unpacking: the specification of every kernel.
 
-    The specification of every kernel: few queries multiply with the packed blocks, many read one layer's unpacked
-    blocks through flash attention. Both see the same values.
+    Few queries multiply with packed blocks; many read one layer's unpacked blocks by flash attention. Both see the same
+    values.
     """
     keys, values, reads = kv.arena.keys, kv.arena.values, kv.reads
     assert values is not None  # MLA reads its latent itself
@@ -81,14 +80,14 @@ def attention_by_operations(queries: mx.array, kv: PagedKV, options: AttentionOp
 def flash_attention(
     queries: mx.array, keys: mx.array, values: mx.array, reads: Reads, options: AttentionOptions
 ) -> mx.array:
-    """One row's queries [1, H_q, n, D] over unpacked keys and values [1, H_kv, T, D]."""
+    """Attention of one row's queries [1, H_q, n, D] over unpacked keys and values [1, H_kv, T, D]."""
     mask: str | mx.array = "causal" if reads.window is None else reads.mask[:, None, :, : keys.shape[2]]
     sinks = None if options.sinks is None else options.sinks.astype(queries.dtype)
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=options.scale, mask=mask, sinks=sinks)
 
 
 def unpack_for(queries: mx.array, side: SideArena, reads: Reads) -> mx.array:
-    """`unpack_row` in the type of `queries` [1, H_q, n, ·], by a kernel where there is one."""
+    """`unpack_row` in the type of `queries` [1, H_q, n, ·], by a kernel if usable."""
     if fused.why_none():
         return unpack_row(side, reads, queries.dtype)
     repeats = queries.shape[1] // side.num_heads
@@ -97,7 +96,7 @@ def unpack_for(queries: mx.array, side: SideArena, reads: Reads) -> mx.array:
 
 
 def unpack_row(side: SideArena, reads: Reads, dtype: mx.Dtype) -> mx.array:
-    """Keys or values of a single row as [1, H_kv, T, D], T up to the end of the step."""
+    """Unpack a single row's keys or values to [1, H_kv, T, D], T up to the end of the step."""
     blocks = dequantise(side.gather(reads.block_ids[0]), side.quantisation, dtype)
     heads, dim = blocks.shape[1], blocks.shape[3]
     return blocks.swapaxes(0, 1).reshape(1, heads, -1, dim)[:, :, : reads.num_keys]
@@ -112,19 +111,18 @@ def packed_attention(
     arena: LayerArena,
     added: Callable[[mx.array], mx.array] | None = None,
 ) -> mx.array:
-    """Attention straight on the packed blocks of `reads.blocks`; returns [B, H_q, n, D_v] in the queries' type.
+    """Attention on the packed blocks of `reads.blocks`; returns [B, H_q, n, D_v] in the queries' type.
 
-    Every row reads its own blocks and no more, however long the others are: scores are taken block by block, and the
-    softmax is put together over each row's blocks (as in flash-decoding). Query heads that share a kv head are rows of
-    one product, so every block is read once. Computed in float32, whose cost is nothing beside reading the blocks:
-    float16 scores would be off by a percent.
+    Each row reads its own blocks only: scores are computed by block, and the softmax is merged over a row's blocks (as
+    in flash-decoding). Query heads that share a kv head are rows of one product, so a block is read once. Computed in
+    float32, at no cost beside reading; float16 scores would be off by a percent.
 
     Args:
         queries: [B, H_q, n, D_k].
         keys, values: [num_blocks, H_kv, 256, ·].
-        arena: whose way of packing they are in; without values of its own, both are in that of its keys.
-        added: makes of the weights [num_blocks, H_kv, repeats, n, 256] what is added to each row's sum of values,
-            [B, H_kv, repeats * n, D_v].
+        arena: layer whose packing they have; without values, both have that of its keys.
+        added: function from weights [num_blocks, H_kv, repeats, n, 256] to an addition to each row's sum of values, [B,
+            H_kv, repeats * n, D_v].
     """
     batch, num_heads, num_tokens, _ = queries.shape
     kv_heads = keys.data.shape[1]
@@ -145,10 +143,7 @@ def packed_attention(
 
 
 def _softmax(scores: mx.array, reads: Reads, options: AttentionOptions) -> tuple[mx.array, mx.array]:
-    """Weights [num_blocks, H_kv, repeats, n, 256] of float32 scores, and what each row's are to be divided by.
-
-    The latter is [B, H_kv, repeats, n, 1].
-    """
+    """Weights [num_blocks, H_kv, repeats, n, 256] of float32 scores; sums by row, [B, H_kv, repeats, n, 1]."""
     if options.softcap is not None:
         scores = options.softcap * mx.tanh(scores / options.softcap)
     scores = scores + reads.block_bias
@@ -163,6 +158,6 @@ def _softmax(scores: mx.array, reads: Reads, options: AttentionOptions) -> tuple
 
 
 def activation_dtype(linear: nn.Module) -> mx.Dtype:
-    """What a linear module computes in: the dtype of its float parameters."""
+    """Type that a linear module computes in: that of its float parameters."""
     dtype = linear.scales.dtype if "scales" in linear else linear.weight.dtype
     return dtype if mx.issubdtype(dtype, mx.floating) else mx.bfloat16  # mxfp4's scales are uint8

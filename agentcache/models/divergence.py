@@ -1,13 +1,11 @@
-"""How far the base that residual rows share is from what they would have cached themselves.
+"""Measure how far base's KV is from what residual rows would have cached themselves.
 
-While a residual row is computed, what the model's own weights make of its input is at hand, x·W, and what base has
-cached in its place. Their difference holds the cache's rounding, too: nine percent in 4 bits, where the truth may be
-none. So the energy of the rounding is measured when base's blocks are written, and taken off:
+A residual row's step computes base's weights times its own input, x·W; base's cached value lies in its place. Their
+difference includes the cache's rounding. That energy is measured when base's blocks are written, and subtracted:
 
     divergence² = (|own - cached|² - |base - cached|²) / |own|²
 
-over all tokens and layers, as the mean of keys' and values'. Nothing of it is computed unless a server allows
-approximations.
+over all tokens and layers, as the mean of keys' and values'. It is computed only if a server allows approximations.
 """
 
 from __future__ import annotations
@@ -29,11 +27,11 @@ from agentcache.kv.step_plan import Reads, Writes
 
 @dataclass(frozen=True)
 class Divergence:
-    """Of some tokens.
+    """Divergence over some tokens.
 
     Args:
-        value: relative to their own keys and values; 0 where base's are what they would be.
-        num_tokens: of which it is known.
+        value: relative to their own KV; 0 if base's is equal.
+        num_tokens: number of measured tokens.
     """
 
     value: float
@@ -41,7 +39,7 @@ class Divergence:
 
     @classmethod
     def of(cls, sums: np.ndarray, num_tokens: int) -> Divergence | None:
-        """From sums over tokens: keys' difference and own energy, and values'; None of no token."""
+        """From sums over tokens: difference and own energy of keys, then of values. None without tokens."""
         if not num_tokens:
             return None
         keys, own_keys, values, own_values = sums
@@ -50,29 +48,29 @@ class Divergence:
 
 
 class StepMeasures:
-    """What is measured in one step, layer by layer.
+    """Measurements of one step, layer by layer.
 
     Args:
-        energies: of base's rounding, one a cache group: that of a token's keys and that of its values.
+        energies: rounding energy of base's keys and values per token, by cache group.
     """
 
     def __init__(self, energies: Sequence[TokenMeasures]) -> None:
         self._energies = energies
-        self._rounding: dict[int, list[mx.array]] = defaultdict(list)  # by group, [W, n, 2] a layer
-        self._own: dict[int, list[mx.array]] = defaultdict(list)  # by group, [R, n, 6] a layer
+        self._rounding: dict[int, list[mx.array]] = defaultdict(list)  # by group, [W, n, 2] per layer
+        self._own: dict[int, list[mx.array]] = defaultdict(list)  # by group, [R, n, 6] per layer
         self._places: dict[int, tuple[mx.array, mx.array]] = {}
 
     def note_written(self, group: int, arena: LayerArena, keys: mx.array, values: mx.array | None) -> None:
-        """Base's keys [W, H_kv, n, D_k] and values that are being written in a layer."""
+        """Note base's keys [W, H_kv, n, D_k] and values, as written in a layer."""
         sides = zip(arena.sides, (keys, values), strict=False)
         errors = [_rounding(side, new) for (_, side), new in sides if new is not None]
         self._rounding[group].append(mx.stack([errors[0], errors[-1] if len(errors) > 1 else 0 * errors[0]], axis=-1))
 
     def note_own(self, group: int, arena: LayerArena, reads: Sequence[Reads], keys: mx.array, values: mx.array) -> None:
-        """What base's weights make of residual rows' input in a layer: keys [R, H_kv, n, D_k], and values.
+        """Note residual rows' keys [R, H_kv, n, D_k] and values, made by base's weights from their own input.
 
         Args:
-            reads: each row's, of base's blocks, to which base's own have been written.
+            reads: each row's reads of base's blocks, which are already written.
         """
         if group not in self._places:
             self._places[group] = _places(reads)
@@ -86,7 +84,7 @@ class StepMeasures:
         self._own[group].append(mx.stack(numbers, axis=-1))
 
     def finish(self, writes: Sequence[Writes | None]) -> mx.array | None:
-        """Write base's energies; returns residual rows' measures, float32 [R, n, 4] as `Divergence.of` has them."""
+        """Write base's energies; return residual rows' measurements, float32 [R, n, 4], as for `Divergence.of`."""
         for group, errors in self._rounding.items():
             target = writes[group]
             if target is not None:
@@ -95,8 +93,8 @@ class StepMeasures:
         for group, layers in self._own.items():
             numbers, (ids, offsets) = sum(layers[1:], layers[0]), self._places[group]
             rounding = self._energies[group].tokens.array[ids, offsets].reshape(*numbers.shape[:2], 2)
-            # Base's blocks may be older than these measures. Then the rounding of the row's own stands for it: the
-            # same where the two do not differ, and nearly so where they do.
+            # Base's blocks may be older than measurements. Then the row's own rounding, which is nearly equal, stands
+            # in.
             rounding = mx.where(mx.isnan(rounding), numbers[..., 2::3], rounding)
             keys, values = rounding[..., 0], rounding[..., 1]
             of_group = mx.stack(
@@ -107,18 +105,17 @@ class StepMeasures:
 
 
 def _energy(x: mx.array) -> mx.array:
-    """[B, H, n, D] to the sum of squares over heads and values, [B, n]."""
     return mx.square(x).sum(axis=(1, 3))
 
 
 def _rounding(side: SideArena, x: mx.array) -> mx.array:
-    """Energy of what rounding takes off x [B, H, n, D], [B, n]."""
+    """Rounding energy of x [B, H, n, D], [B, n]."""
     rounded = dequantise(quantise(x, side.quantisation), side.quantisation, mx.float32)
     return _energy(rounded - x.astype(mx.float32))
 
 
 def _places(reads: Sequence[Reads]) -> tuple[mx.array, mx.array]:
-    """Slots of rows' tokens in the step, and their places there, one row after the other."""
+    """Slots of the step's tokens, and places within them, row after row."""
     ids, offsets = list[int](), list[int]()
     for each in reads:
         (row,) = each.rows

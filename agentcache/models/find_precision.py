@@ -1,4 +1,4 @@
-"""The search for the fewest bits of keys and values that keep a model's answers, in few passes over a sample."""
+"""Search for the fewest bits of keys and values that keep a model's answers, in few passes."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from agentcache.kv.precision import BITS, LayerBits, Precision
 
 _LEVELS = tuple(BITS.values())
 _COARSEST, _UNQUANTISED = _LEVELS[0], _LEVELS[-1]
-SAFE = LayerBits(8, 8)  # nearly every model stands it
+SAFE = LayerBits(8, 8)  # nearly always within the limit
 _MOST_TRIALS = 4  # of layers in different bits
-_NEAR = 0.75  # of the limit: a mixture whose divergence is above this is not improved any more
+_NEAR = 0.75  # share of the limit above which a mixture is not improved further
 
 Layers = Sequence[LayerBits]
 
 
 class Measurements(Protocol):
-    """Measurements of a model. Each costs one forward pass at most; its exceptions end the search."""
+    """Measurements of a model. Each costs at most one forward pass; exceptions end the search."""
 
     @property
     def num_layers(self) -> int:
         """Layers with keys and values."""
 
     def size(self, layer: int, bits: LayerBits) -> float:
-        """Bytes of a token's keys and values in this layer."""
+        """Bytes per token of keys and values in this layer."""
 
     def divergence(self, layers: Layers) -> float:
-        """Of the model with its layers in these bits, from the unquantised one, in nats."""
+        """Divergence of the model in these bits from the unquantised one, in nats."""
 
     def errors(self, bits: LayerBits) -> Sequence[float]:
-        """Of each layer alone in these bits: how far its output moves. Only ratios count."""
+        """Change of each layer's output with that layer alone in these bits. Only ratios matter."""
 
 
 def find_precision(model: Measurements, limit: float) -> Precision:
     """Return the smallest precision within `limit` that the search measures.
 
     First all layers get the same bits, from the fewest, until the limit holds. Then single layers are lowered, those
-    first that save most bytes for the harm they do. Most models take one pass, or five to eight: two for all layers
-    alike, two for errors, up to four for mixtures.
+    that save most bytes per harm first. Most models take one pass, or five to eight: two for equal layers, two for
+    errors, up to four for mixtures.
 
     Args:
-        limit: divergence that is allowed.
+        limit: highest divergence.
     """
     search = _Search(model, limit)
     search.run()
@@ -54,12 +54,12 @@ def find_precision(model: Measurements, limit: float) -> Precision:
 
 @dataclass(frozen=True)
 class _Step:
-    """One layer to fewer bits: how much more its output moves, for how many bytes."""
+    """One layer to fewer bits: added change of its output, and cost."""
 
     layer: int
     bits: LayerBits
     error: float
-    cost: float  # error a byte; not below that of the same layer's earlier steps, which come first
+    cost: float  # error per byte; not below that of the layer's earlier steps
 
 
 @dataclass
@@ -76,10 +76,10 @@ class _Search:
     _best_size: float = field(default=math.inf, init=False)
 
     def run(self) -> None:
-        failed = math.inf  # divergence of the level below, which is above the limit
+        failed = math.inf  # divergence of the level below
         for level, bits in enumerate(_LEVELS):
             layers = self._taken(bits, ())
-            # 8 bits are nearly always within the limit; the first mixture tells as much.
+            # 8 bits are nearly always within the limit; the first mixture shows it as well.
             divergence = 0.0 if bits == SAFE else self._measure(layers)
             if divergence <= self.limit:
                 if level and self._lower(level, divergence, failed):
@@ -97,7 +97,7 @@ class _Search:
         return divergence
 
     def _lower(self, level: int, at_level: float, failed: float) -> bool:
-        """Take as many steps down from `level` as the limit allows; whether that is any.
+        """Take as many steps down from `level` as the limit allows; return whether it allowed any.
 
         Args:
             at_level, failed: divergence of all layers at this level, and one below it.
@@ -122,13 +122,13 @@ class _Search:
         return low > 0
 
     def _steps(self, base: LayerBits, errors: dict[LayerBits, Sequence[float]]) -> list[_Step]:
-        """Every layer's steps down from `base`, the cheapest first."""
+        """Each layer's steps down from `base`, cheapest first."""
         steps = []
         for layer in range(self.model.num_layers):
             size, error, cost = self.model.size(layer, base), 0.0, 0.0
             for bits in sorted(errors, reverse=True):
                 saved = size - self.model.size(layer, bits)
-                if saved <= 0:  # such as fewer bits for values where a layer caches keys only
+                if saved <= 0:  # e.g. fewer bits for values, in a layer that caches keys only
                     continue
                 added = max(0.0, errors[bits][layer] - error)
                 cost = max(cost, added / saved)
@@ -144,7 +144,7 @@ class _Search:
 
 
 def _share(sums: Sequence[float], low: int, high: int, more: float) -> int:
-    """How many steps behind `low` add errors of `more`; half of those before `high` where that says nothing."""
+    """Number of steps after `low` whose errors sum to `more`; half of the range if `more` is not finite."""
     if not math.isfinite(more):
         return (high - low) // 2
     fitting = sum(1 for index in range(low + 1, high) if sums[index] - sums[low] <= more)

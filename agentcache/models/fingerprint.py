@@ -1,35 +1,34 @@
-"""What makes two models the same, and what belongs in the keys of their blocks. Never a name or a path.
+"""Identity of models: which models are the same, and what is part of their block keys. Never a name or a path.
 
-Two digests follow from a model folder. The **identity** says which agents belong to the model. It is the model's name
-in a new cache folder, and so part of the root of every chain of blocks. The **source digest** (`source_digest`) is part
-of the cache spec: with other sources a model has the same agents, and their blocks are computed again.
+A model folder has two digests. The **identity** decides which agents belong to the model. It names the model in a new
+cache folder, and so is part of the root of every chain of blocks. The **source digest** (`source_digest`) is part of
+the cache spec: if sources change, agents stay and their blocks are computed again.
 
 ====================================  ========  ====================================================================
-input                                 counts    why
+input                                 part of   why
 ====================================  ========  ====================================================================
-weights (`model*.safetensors`)        identity  they decide every byte
-`config.json`                         identity  shapes and numbers of the computation; all fields but `HARMLESS`,
-                                                a list, for a field that decides bytes must never be left out
-quantisation (`config.json`,          identity  it says how weights are read
+weights (`model*.safetensors`)        identity  decide every byte
+`config.json`                         identity  shapes and numbers of the computation; all fields but `HARMLESS`:
+                                                unknown fields may decide bytes
+quantisation (`config.json`,          identity  how weights are read
 `hf_quant_config.json`)
-`generation_config.json`              no        it decides how tokens are chosen, not what they are cached as
-tokens (`token_rules`): vocabulary,   identity  blocks depend on token ids alone, but an agent's text and ids are kept
-merges, normaliser, pre-tokeniser,              together: with another rule the same text has other ids, and a warm
-added tokens, decoder                           answer would not be a cold one's
-chat template                         no        it only makes the text: prompts match by text, then by tokens, so an
-                                                agent continues from the longest common prefix
-post-processor, padding, truncation,  no        what they add stands in the prompt's text, or is never applied
-which tokens are BOS, EOS, padding
+`generation_config.json`              no        how tokens are chosen, not how they are cached
+tokens (`token_rules`): vocabulary,   identity  an agent's text and ids are kept together: with another rule the
+merges, normaliser, pre-tokeniser,              same text has other ids, and warm answers would differ from cold ones
+added tokens, decoder
+chat template                         no        makes text only: prompts match by text, then by tokens
+post-processor, padding, truncation,  no        in the prompt's text, or never applied
+ids of BOS, EOS, padding
 sources of mlx-lm that compute it     spec      a corrected model file gives other keys and values
 mlx-lm's version                      no        a release that leaves the model's sources alone changes nothing
-MLX's version, the device, the        no        numbers differ by rounding only, as they do between two chunk sizes;
-driver, our kernels and attention               `Proof` and the kernels' self-test compare them at load
+MLX's version, the device, the        no        differ by rounding only, as two chunk sizes do; `Proof` and the
+driver, our kernels and attention               kernels' self-test compare them at load
 our formats, chains and quantisation  root      `FORMAT_VERSION` and the cache spec
 ====================================  ========  ====================================================================
 
-Adapters: `Adapter.digest` covers matrices, modules and effective scale, and no other field of their config. A decoder
-with weights of its own keeps `first_fingerprint`, which was every model's name before there was an identity. Cache
-folders keep such names (`store/model_names.py`).
+Adapters have `Adapter.digest`: matrices, modules and effective scale. A decoder with its own weights keeps
+`first_fingerprint`, which named every model before identities existed; cache folders keep such names
+(`store/model_names.py`).
 """
 
 from __future__ import annotations
@@ -52,13 +51,13 @@ from agentcache.models.text.token_rules import token_rules, tokenizer_files
 _CHUNK_BYTES = 4 << 20
 _CONFIGS = ("config.json", "hf_quant_config.json")
 
-# No file of mlx-lm reads these (a test looks). Each one that is added or taken off renames models that have it.
+# No file of mlx-lm reads these (a test checks it). Any change to this set renames models that have the field.
 HARMLESS = frozenset(
     {
         "_name_or_path",
         "auto_map",
         "bos_token_id",
-        "dtype",  # weights say their own
+        "dtype",  # weights have their own
         "eos_token_id",
         "torch_dtype",
         "transformers_version",
@@ -67,17 +66,16 @@ HARMLESS = frozenset(
         "use_cache",
     }
 )
-_PARTS = ("text_config", "vision_config", "audio_config")  # of config.json, which repeat the same fields
+_PARTS = ("text_config", "vision_config", "audio_config")  # of config.json, with the same fields
 
 
 @dataclass(frozen=True)
 class ModelFingerprints:
-    """The names of a model by its content, 32 hex digits each.
+    """Content-based names of a model, 32 hex digits each.
 
     Args:
-        identity: the name of today, as the table above says.
-        first: names in cache folders of format version 2 from before there was an identity: its own first, then those
-            of other revisions of it on this machine.
+        identity: current name.
+        first: names in older cache folders (format version 2): its own first, then those of other local revisions.
     """
 
     identity: str
@@ -85,12 +83,11 @@ class ModelFingerprints:
 
 
 def model_fingerprints(folder: Path, memo: Path | None = None) -> ModelFingerprints:
-    """The names of the model in a folder.
+    """Names of the model in a folder.
 
     Args:
-        folder: holds config.json and model*.safetensors, and what else mlx-lm reads to build the model.
-        memo: a JSON file that remembers digests of large files by size, times and inode, so that a restart does not
-            read gigabytes again.
+        folder: config.json, model*.safetensors, and further files of mlx-lm.
+        memo: JSON file of large files' digests by size, times and inode, so that a restart need not read gigabytes.
     """
     known = Memo(memo)
     identity, first = _both_names(folder, known)
@@ -111,7 +108,7 @@ def _both_names(folder: Path, known: Memo) -> tuple[str, str]:
 
 
 def _other_revisions(folder: Path) -> list[Path]:
-    """What the hub's cache has beside the folder that leads to the same weight files: with another template, say."""
+    """Other revisions in the hub's cache with the same weight files."""
     if folder.parent.name != "snapshots":
         return []
     weights = [file.resolve() for file in _weight_files(folder)]
@@ -120,9 +117,9 @@ def _other_revisions(folder: Path) -> list[Path]:
 
 
 def first_fingerprint(folder: Path, memo: Path | None = None, *, tokenizer: bool = True) -> str:
-    """The name of a model before there was an identity; of a decoder with weights of its own still. Never changes.
+    """Older name of a model, still that of a decoder with its own weights. Must never change.
 
-    It covers every field of the configs, and the chat template too.
+    It covers every field of the configs, and the chat template.
 
     Args:
         memo: as in `model_fingerprints`.
@@ -137,12 +134,11 @@ def first_fingerprint(folder: Path, memo: Path | None = None, *, tokenizer: bool
 
 
 def _configs(folder: Path) -> list[str]:
-    """What the config files say, without how they are laid out."""
+    """Configs, normalised in layout."""
     return [json.dumps(config, sort_keys=True) for _, config in _read_configs(folder)]
 
 
 def _counting_configs(folder: Path) -> list[str]:
-    """The same of the fields that count."""
     configs = ((name, _without_harmless(config)) for name, config in _read_configs(folder))
     return [f"{name} {json.dumps(config, sort_keys=True)}" for name, config in configs]
 

@@ -1,7 +1,7 @@
-"""LoRA beside the base weights: rows of one batch use different adapters, or none, from different tokens on.
+"""LoRA beside base's weights: rows of a batch use different adapters, or none, from different tokens on.
 
-Every adapted module of the model is wrapped once by an `AdaptedLinear`, which leaves the original as it is. Who uses
-what, it looks up in the step under way; tokens without an adapter get the original's output bit for bit.
+An `AdaptedLinear` wraps each adapted module once and looks up adapters in the current step. Tokens without an adapter
+get the original's output bit for bit.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from agentcache.models.residual_forms import ResidualForms, find_forms
 from agentcache.models.step import CurrentStep
 from agentcache.models.survey import Survey
 
-# MLX 0.32.4 on CUDA gathers matrices whose rows are no multiple of this from misaligned addresses, which ends the
-# process (`gather_mm` looks at the length of the sums alone).
+# MLX 0.32.4 on CUDA gathers from misaligned addresses, and crashes, if matrix rows are no multiple of this (`gather_mm`
+# checks the length of the sums only).
 _RANKS = 8
 
 
 @dataclass(frozen=True)
 class Stack:
-    """One module's matrices of several adapters, padded with zeros to one rank: a [S, in, r], b [S, r, out]."""
+    """One module's matrices of several adapters, zero-padded to one rank: a [S, in, r], b [S, r, out]."""
 
     indices: Mapping[AdapterWeights, int]
     a: mx.array
@@ -46,7 +46,7 @@ class Stack:
 
 
 def can_stack(adapters: Collection[AdapterWeights]) -> bool:
-    """Whether the device computes with stacks of these: MLX's CPU back end gathers matrices of float32 only."""
+    """Whether the device can use stacks: MLX's CPU back end gathers float32 matrices only."""
     if mx.default_device() != mx.cpu:
         return True
     pairs = (pair for weights in adapters for pair in weights.matrices.values())
@@ -54,7 +54,7 @@ def can_stack(adapters: Collection[AdapterWeights]) -> bool:
 
 
 def stacked_bytes(adapters: Collection[AdapterWeights]) -> int:
-    """What stacks of these take, of all modules that several of them act on."""
+    """Bytes of stacks of these, for modules that several of them act on."""
     counts = Counter(name for weights in adapters for name in weights.matrices)
     shared = [name for name, count in counts.items() if count > 1]
     return sum(_stack_bytes([each.matrices[name] for each in adapters if name in each.matrices]) for name in shared)
@@ -70,12 +70,12 @@ def _stacked_rank(pairs: Iterable[LowRank]) -> int:
 
 
 class Stacks:
-    """Stacks of one set of adapters, made module by module when first needed, for steps that use a subset of it.
+    """Stacks of a set of adapters, for steps that use a subset. Each module's is made when first needed.
 
     Attributes:
         adapters: the set.
-        nbytes: of all its stacks, made yet or not.
-        built: counts sets.
+        nbytes: bytes of all stacks, made or not.
+        built: number of sets so far.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,6 @@ class Stacks:
         self._by_module: dict[ModuleName, Stack] = {}
 
     def cover(self, adapters: Collection[AdapterWeights]) -> None:
-        """From now on have stacks of these."""
         self.clear()
         self.adapters, self.nbytes = frozenset(adapters), stacked_bytes(adapters)
         self.built += 1
@@ -94,11 +93,10 @@ class Stacks:
         return self.adapters.issuperset(adapters)
 
     def clear(self) -> None:
-        """Have none."""
         self.adapters, self.nbytes, self._by_module = frozenset(), 0, {}
 
     def get(self, name: ModuleName) -> Stack:
-        """The stack of a module that several of the adapters act on."""
+        """Stack of a module that several of the adapters act on."""
         if name not in self._by_module:
             pairs = {weights: weights.matrices[name] for weights in self.adapters if name in weights.matrices}
             self._by_module[name] = Stack.of(pairs)
@@ -106,35 +104,28 @@ class Stacks:
 
 
 class ModelAdapters:
-    """Adapters of one model: wraps its modules.
-
-    Args:
-        survey: of the model.
-        current: the step that the model computes.
+    """Adapters of one model, and the wrappers of its modules.
 
     Attributes:
-        modules: what adapters can act on.
-        stacks: copies of adapters for steps that use several; steps do without where they are not covered.
+        modules: target modules.
+        stacks: copies for steps that use several adapters; optional.
     """
 
     def __init__(self, model: nn.Module, survey: Survey, current: CurrentStep) -> None:
         self.modules = target_modules(model.layers, survey)
         self.stacks = Stacks()
         self._model, self._survey = model, survey
-        self._layers = list(model.layers)  # whatever stands in their places later
+        self._layers = list(model.layers)  # before other modules replace them
         self._wrapped: dict[ModuleName, AdaptedLinear] = {}
         self._current = current
 
     @cached_property
     def residual_forms(self) -> ResidualForms:
-        """How the model makes keys and values, for adapters whose caches are kept beside base's.
-
-        Runs the model once on a few tokens, when first asked.
-        """
+        """How the model makes keys and values, for residual KV. The first call runs the model on a few tokens."""
         return find_forms(self._model, self._survey, self.modules)
 
     def load(self, content: AdapterContent) -> AdapterWeights:
-        """Put an adapter's matrices on the device, and wrap the modules that it is the first to act on."""
+        """Put an adapter's matrices on the device, and wrap its modules if needed."""
         matrices = {name: self._put(name, pair) for name, pair in content.matrices.items()}
         weights = AdapterWeights(content.adapter, matrices)
         mx.eval([(pair.a, pair.b) for pair in matrices.values()])
@@ -153,7 +144,7 @@ class ModelAdapters:
         return self._wrapped[name]
 
     def _adapt(self, name: ModuleName, x: mx.array, y: mx.array) -> mx.array:
-        """The original's output `y` [B, n, out], changed where an adapter acts on its input `x` [B, n, in]."""
+        """Output [B, n, out] for input `x` [B, n, in], from the original's output `y`."""
         step = self._current.step
         if step is None:
             return y
@@ -172,7 +163,7 @@ class ModelAdapters:
         return adapted if mask is None else mx.where(mask, adapted, y)
 
     def _delta(self, rows: AdapterRows, name: ModuleName, x: mx.array, pairs: Sequence[LowRank | None]) -> mx.array:
-        """x @ a @ b [B, n, out] with each row's own matrices; MLX adds up in float32 whatever the dtype."""
+        """x @ a @ b [B, n, out] with each row's own matrices; MLX accumulates in float32."""
         acting = [pair for pair in pairs if pair is not None]
         if len(acting) == 1:
             return x @ acting[0].a @ acting[0].b
@@ -186,11 +177,10 @@ class ModelAdapters:
 
 
 class AdaptedLinear(Stand):
-    """A linear module and what adapters add to its output.
+    """A linear module with adapters.
 
     Args:
-        original: used as it is.
-        adapt: given the input and the original's output, the output.
+        adapt: function from the input and the original's output to the output.
     """
 
     def __init__(self, original: nn.Module, adapt: partial[mx.array]) -> None:

@@ -1,4 +1,4 @@
-"""What attention is told of rows with residuals: where these lie, and how a layer makes keys of them."""
+"""Rows with residual KV as attention sees them: where residuals lie, and how a layer makes keys of them."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from agentcache.metal_kernels.rope_tables import RopeTables, packed_b
 Rope = Callable[..., mx.array]
 
 SMALLEST_FACTOR = 6e-8  # above 0, in float16
-_MOST_SCORES, _LEAST_BLOCKS, _MOST_BLOCKS = 1 << 24, 2, 16  # of a piece
-# A row is read in so many: several copies of a piece's keys and values are alive while it is put together, and all of
-# them are to take less than the keys of the whole row.
+_MOST_SCORES, _LEAST_BLOCKS, _MOST_BLOCKS = 1 << 24, 2, 16  # limits of a piece
+# Pieces of a row. Several copies of a piece's KV are alive at once; together they must stay below the keys of the row.
 _PIECES = 4
 
 
 def piece_blocks(num_blocks: int, num_queries: int) -> int:
-    """Blocks that a residual row reads at a time, of `num_blocks`, for so many queries over all heads."""
+    """Blocks of `num_blocks` that a residual row reads at a time; `num_queries` counts all heads."""
     part = min(_MOST_BLOCKS, max(_LEAST_BLOCKS, num_blocks // _PIECES))
     return max(1, min(part, _MOST_SCORES // (num_queries * BLOCK_SIZE)))
 
 
 @dataclass(frozen=True, eq=False)
 class KeyNorm:
-    """The norm of each head's keys: ρ(k) * k * weight with ρ(k) = 1 / sqrt(mean(k²) + eps).
+    """Norm of each head's keys: ρ(k) * k * weight with ρ(k) = 1 / sqrt(mean(k²) + eps).
 
     Args:
         weight: float32 [D].
@@ -46,21 +45,21 @@ class KeyNorm:
 
 @dataclass(frozen=True, eq=False)
 class KeyForm:
-    """What a layer does to keys before they are cached.
+    """Operations on keys before they are cached.
 
     Args:
-        rope: of keys [N, H_kv, n, D] from `offset` on.
-        norm: of keys, before rope; None for none.
+        rope: rotation of keys [N, H_kv, n, D] from `offset` on.
+        norm: norm before rope; None for none.
     """
 
     rope: Rope
     norm: KeyNorm | None
 
     def rotated(self, delta: mx.array, factor: mx.array | None, starts: mx.array) -> mx.array:
-        """What an adapter adds to base's cached keys: float32 [N, H_kv, n, D].
+        """Adapter's addition to base's cached keys: float32 [N, H_kv, n, D].
 
         Args:
-            delta: x·A·B float32 [N, n, H_kv, D].
+            delta: x·A·B, float32 [N, n, H_kv, D].
             factor: ρ of the keys with the adapter, [N, n, H_kv]; None without a norm.
             starts: position of the first of the n tokens, int32 [N].
         """
@@ -70,19 +69,18 @@ class KeyForm:
         return rotated
 
     def agent_factor(self, base: mx.array, without: mx.array, delta: mx.array, starts: mx.array) -> mx.array:
-        """ρ of keys with an adapter, [N, n, H_kv], from what is known of the keys without: where x is base's, nobody
-        has computed it.
+        """ρ of keys with an adapter, [N, n, H_kv], from the cached keys without it.
 
-        With k a key without the adapter and d what it adds, 1/ρ² = mean(k²) + 2 mean(k·d) + mean(d²) + eps, of which
-        ρ without it holds the first and the last. k·d is read off the cached key, ρ_base * R(γ k): R is a rotation but
-        for its gain, so R(γ k) · R(d / (γ gain²)) = k · d.
+        Needed where x is base's. With k a key without the adapter and d its addition, 1/ρ² = mean(k²) + 2 mean(k·d) +
+        mean(d²) + eps; ρ without the adapter gives the first and last term. k·d comes from the cached key ρ_base * R(γ
+        k): R is a rotation up to its gain, so R(γ k) · R(d / (γ gain²)) = k · d.
 
         Args:
             base: cached keys, float32 [N, H_kv, n, D].
             without: ρ of these, [N, n, H_kv].
             delta, starts: as in `rotated`.
         """
-        assert self.norm is not None  # else there is no ρ
+        assert self.norm is not None  # without a norm there is no ρ
         rotated = self.rope((delta * self._inverse).swapaxes(1, 2), offset=starts)
         without = mx.maximum(without, SMALLEST_FACTOR)
         cross = (base * rotated).mean(axis=-1).swapaxes(1, 2) / without
@@ -91,10 +89,10 @@ class KeyForm:
 
     @cached_property
     def _inverse(self) -> mx.array:
-        """1 / (γ gain²), float32 [D]; 0 where γ is, whose part of k no cache has."""
-        assert self.norm is not None  # who asks has seen it
+        """1 / (γ gain²), float32 [D]; 0 where γ is 0, as no cache has that part of k."""
+        assert self.norm is not None  # the caller has checked it
         weight = self.norm.weight
-        unit = mx.eye(weight.shape[0])[None, :, None]  # one value a head
+        unit = mx.eye(weight.shape[0])[None, :, None]  # one value per head
         gain = mx.square(self.rope(unit, offset=mx.array([0], mx.int32))).sum(axis=(0, 2, 3))
         known = mx.abs(weight) > SMALLEST_FACTOR
         return mx.where(known, 1 / (mx.where(known, weight, 1) * gain), 0)
@@ -102,13 +100,12 @@ class KeyForm:
 
 @dataclass(frozen=True, eq=False)
 class LayerMatrices:
-    """An adapter's part in one layer's keys and values, float32; None where it has none.
+    """An adapter's matrices for one layer's keys and values, float32; None where it has none.
 
     Args:
         key_a, value_a: [in, r].
         key_b: [r, H_kv * D_k].
         value_b: [H_kv, r, D_v].
-        for_kernels: the same for these.
     """
 
     key_a: mx.array | None
@@ -120,10 +117,10 @@ class LayerMatrices:
 
 @dataclass(frozen=True, eq=False)
 class KernelMatrices:
-    """An adapter's Bs in one layer as kernels read them: made once, and kept as long as the adapter is on the device.
+    """B matrices of one layer in the kernels' layout, kept while the adapter is on the device.
 
     Args:
-        key_b: float32 [H_kv, r, D_k], times the norm's weights where keys are normed; None without.
+        key_b: float32 [H_kv, r, D_k], times the key norm's weights if any; None without.
         value_b: float32 [H_kv, r, D_v]; None without.
     """
 
@@ -132,8 +129,7 @@ class KernelMatrices:
     _packed: dict[mx.Dtype, mx.array] = field(default_factory=dict)
 
     def packed_key_b(self, turns: RopeTables, dtype: mx.Dtype) -> mx.array:
-        """As `turns.packed_b` has it."""
-        assert self.key_b is not None  # who asks has seen it
+        assert self.key_b is not None  # the caller has checked it
         if dtype not in self._packed:
             self._packed[dtype] = packed_b(self.key_b, turns, dtype)
         return self._packed[dtype]
@@ -144,14 +140,11 @@ class RowOverlay:
     """One residual row in one layer.
 
     Args:
-        row: its place in the step.
-        reads: base's blocks that it reads.
-        residual_slots: of the residuals of the same blocks.
-        residual_ids: the same, int32 [num_blocks].
-        form: how the layer makes its keys.
-        matrices: the adapter's.
-        key_a, key_norms, value_a: where the residuals lie; None where there are none. Of a family's norms there is one
-            a head, without an adapter (`KeyForm.agent_factor`).
+        row: index in the step.
+        reads: base blocks that it reads.
+        residual_slots, residual_ids: slots of the residuals of the same blocks; as int32 [num_blocks].
+        key_a, key_norms, value_a: arenas of the residuals; None without. A family's norms are without an adapter, one
+            per head (`KeyForm.agent_factor`).
     """
 
     row: int
@@ -167,14 +160,14 @@ class RowOverlay:
 
 @dataclass(frozen=True, eq=False)
 class LayerOverlay:
-    """The rows of a step in one layer, where some have residuals.
+    """Rows of a step in one layer, some of them with residuals.
 
     Args:
-        plain: places of the others, int32.
-        plain_reads: of these; None where there is none.
-        rows: those with residuals; rows of one adapter are neighbours, and have the same `matrices`.
-        order: each row's place when the plain ones come first, and then these; int32 [B].
-        reads: base's blocks, of all rows in their order.
+        plain: indices of plain rows, int32.
+        plain_reads: their reads; None without plain rows.
+        rows: rows with residuals; those of one adapter are neighbours, with the same `matrices`.
+        order: index of each row in plain rows followed by `rows`; int32 [B].
+        reads: base blocks of all rows, in step order.
     """
 
     plain: mx.array

@@ -1,8 +1,7 @@
-"""`--kv auto`: the fewest bits of keys and values that keep a model's answers, found out by measuring.
+"""`--kv auto`: measure the fewest bits of keys and values that keep a model's answers.
 
-The model reads a sample on the paged cache, first with nothing quantised and then with layers quantised. The harm of a
-precision is how far the next tokens' probabilities move (Kullback and Leibler's divergence, in nats). So a limit of
-0.005 is a loss of about half a percent in perplexity.
+The model reads a sample on the paged cache, unquantised and then with quantised layers. The harm of a precision is the
+Kullback-Leibler divergence of next-token probabilities, in nats: 0.005 loses about half a percent of perplexity.
 """
 
 from __future__ import annotations
@@ -24,26 +23,25 @@ from agentcache.models.survey import Survey
 from agentcache.start_progress import Measuring, StartProgress
 
 MAX_DIVERGENCE = 0.005
-MOST_PASSES = 15  # with the one in which nothing is quantised; most models take two, or six to nine
-_HOPELESS = 8.0  # times the limit: a divergence above this only has to be known to be too much
+MOST_PASSES = 15  # including the unquantised one; most models take two, or six to nine
+_HOPELESS = 8.0  # times the limit: a larger divergence is not measured exactly
 _COARSEST, _UNQUANTISED = LayerBits(4, 4), LayerBits(16, 16)
 
-Numbers = Mapping[str, Sequence[float]]  # by what was measured
+Numbers = Mapping[str, Sequence[float]]  # by name of the measurement
 
 
 class PrecisionSearch:
-    """Chooses the bits of a model's layers, one forward pass at a time. On the thread that owns the model.
+    """Chooses the bits of a model's layers, one forward pass at a time, on the model's thread.
 
-    `find_precision` runs again after each pass, with all numbers that are known by then. So the search ends and
-    continues anywhere, also in another process.
+    After each pass `find_precision` runs again with all known numbers. So a search can stop and continue anywhere, also
+    in another process.
 
     Args:
-        model: runs on the paged cache.
+        model: model on the paged cache.
         texts: token ids of each text of the sample.
-        current: the model's step.
-        known: numbers that an earlier process has measured of this model and sample.
-        keep: called with all of them after each measurement.
-        settle: replaces a number by the value that all ranks use.
+        known: numbers that an earlier process measured for this model and sample.
+        keep: called with all numbers after each measurement.
+        settle: function from a number to the value that all ranks use.
         limit: highest divergence, in nats; `MAX_DIVERGENCE` by default.
     """
 
@@ -76,18 +74,18 @@ class PrecisionSearch:
 
     @property
     def precision(self) -> Precision | None:
-        """What was chosen; None before the end."""
+        """Final choice; None before the end."""
         return self._precision
 
     @property
     def safe(self) -> Precision:
-        """What to serve in before the end: 8 bits, or 16 if 8 are known to be too few."""
+        """Precision to serve in before the end: 8 bits, or 16 if 8 are known to be too few."""
         eight = Precision((SAFE,) * len(self._survey.layers))
         too_few = self._known.get(str(eight), [0.0])[0] > self._limit
         return Precision((_UNQUANTISED,) * len(self._survey.layers)) if too_few else eight
 
     def advance(self) -> None:
-        """Compute one forward pass; after the last one `precision` is known."""
+        """Compute one forward pass. After the last one `precision` is set."""
         if self._precision is not None:
             return
         self._passes += 1
@@ -97,7 +95,6 @@ class PrecisionSearch:
             self._runs.forget()
 
     def _compute(self) -> None:
-        """The pass without quantisation, or else the one that comes next."""
         if not self._runs.has_reference:
             self._runs.compute_reference()
             return
@@ -106,7 +103,7 @@ class PrecisionSearch:
         self._keep(self._known)
 
     def _search(self) -> tuple[Precision | None, _Measurement]:
-        """The precision, if enough is known; else what to measure next."""
+        """The precision if enough is known; else the next measurement."""
         nothing = _Measurement("", list)
         if not self.num_layers or not self._runs.has_texts:
             return Precision((_COARSEST,) * self.num_layers), nothing
@@ -115,7 +112,7 @@ class PrecisionSearch:
         except _NotMeasured as missing:
             return None, missing.measurement
 
-    # What `find_precision` asks:
+    # Measurements for `find_precision`:
 
     @property
     def num_layers(self) -> int:
@@ -139,22 +136,18 @@ class PrecisionSearch:
 
 
 class _Measurement(NamedTuple):
-    """What is measured, and how."""
-
     what: str
     measure: Callable[[], Sequence[float]]
 
 
 class _NotMeasured(Exception):
-    """The search needs a number that is not known."""
-
     def __init__(self, measurement: _Measurement) -> None:
         super().__init__()
         self.measurement = measurement
 
 
 def _sizes(survey: Survey, bits: LayerBits) -> list[float]:
-    """Bytes of a token in each layer."""
+    """Bytes per token in each layer."""
     packings = survey.kept_in(Precision((bits,) * len(survey.layers))).packings
     return [
         layer.num_kv_heads * (_bytes(packing.keys, layer.key_dim) + _bytes(packing.values, layer.value_dim))
@@ -163,7 +156,7 @@ def _sizes(survey: Survey, bits: LayerBits) -> list[float]:
 
 
 def _bytes(packing: Packing, dim: int) -> float:
-    """Of `dim` values, with scales and biases."""
+    """Bytes of `dim` values, with scales and biases."""
     scales = 0.0 if isinstance(packing, Plain) else 32 / packing.group_size
     return dim * (packing.bits + scales) / 8
 
@@ -172,11 +165,9 @@ class Measured:
     """Chooses the bits of a model's layers by measuring; a `ChoosePrecision`.
 
     Args:
-        texts: sample, as in `PrecisionSearch`.
-        kept: earlier choice; used if it has as many layers.
-        seconds: time limit. A search that takes longer is left in `unfinished`, and the model is served in `safe` bits.
-        progress: is told of each forward pass.
-        options: others of `PrecisionSearch`.
+        kept: earlier choice, used if it has as many layers.
+        seconds: time limit. After it the search is left in `unfinished`, and the model is served in `safe` bits.
+        options: further options of `PrecisionSearch`.
 
     Attributes:
         unfinished: search to continue; None if the choice is final.

@@ -1,4 +1,4 @@
-"""Passes of a model over a sample, with keys and values in given bits: what a search for a precision measures."""
+"""Passes of a model over a sample, with keys and values in given bits, for the search of a precision."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from agentcache.models.survey import Survey
 from agentcache.system_memory import SystemMemory
 
 _COMPARED_AT_ONCE = 32  # a vocabulary may have a quarter of a million entries
-_FAMILIAR = 0.5  # of the loss of a guess among all tokens: a text with more loss is not one of the model's language
-_COPY_SHARE = 4  # of the memory that is available, one part may be a copy of the weights
+_FAMILIAR = 0.5  # share of a uniform guess's loss; with more, the model does not know the text's language
+_COPY_SHARE = 4  # a copy of the weights may take one part in so much of available memory
 _UNQUANTISED = LayerBits(UNQUANTISED_BITS, UNQUANTISED_BITS)
 
 Texts = Sequence[Sequence[int]]
@@ -35,12 +35,12 @@ Texts = Sequence[Sequence[int]]
 
 @dataclass
 class Reference:
-    """What the model gives for each text with unquantised keys and values.
+    """A model's results for each text with unquantised KV.
 
     Args:
         logprobs: [tokens, vocabulary] of each text that counts.
         is_float32: whether it was computed in float32 (`in_float32`).
-        inputs, outputs: of each call of a layer, for each text that counts; inputs are None where a layer takes none.
+        inputs, outputs: those of each layer call, by text; None for a layer without input.
     """
 
     is_float32: bool = False
@@ -51,11 +51,10 @@ class Reference:
 
 
 class PrecisionRuns:
-    """Runs a model on the paged cache, as serving does. On the thread that runs the model.
+    """Runs a model on the paged cache, as serving does, on the model's thread.
 
     Args:
-        texts: token ids of each text. Texts whose loss says that the model does not know their language do not count,
-            unless that is all of them.
+        texts: token ids of each text. Texts in languages that the model does not know count only if all are.
     """
 
     def __init__(self, model: nn.Module, survey: Survey, texts: Texts, current: CurrentStep) -> None:
@@ -67,16 +66,15 @@ class PrecisionRuns:
 
     @property
     def has_texts(self) -> bool:
-        """Whether anything can be measured."""
         return bool(self._texts)
 
     @property
     def has_reference(self) -> bool:
-        """Whether `compute_reference` was called, which all others need."""
+        """Whether `compute_reference` was called, which all other measurements need."""
         return self._reference is not None
 
     def forget(self) -> None:
-        """Give the reference's memory back."""
+        """Free the reference."""
         self._reference = None
 
     def divergence(
@@ -85,14 +83,14 @@ class PrecisionRuns:
         hopeless: float = math.inf,
         settle: Callable[[float], float] = lambda number: number,
     ) -> float:
-        """The mean over all positions of the texts that count, in nats; infinite where a logit is no number.
+        """Mean over all positions of the texts that count, in nats; infinite if a logit is NaN.
 
         Args:
-            hopeless: once the texts read so far say that the mean is above this, it is their mean; no more are read.
-            settle: replaces a number by the value that all ranks use, so that all read as many texts.
+            hopeless: bound above which the mean is not refined: reading stops once the sum is above it.
+            settle: function from a number to the value that all ranks use, so that all stop at the same text.
         """
         reference = self._reference
-        assert reference is not None  # computed first
+        assert reference is not None  # see `has_reference`
         total = count = 0.0
         enough = hopeless * sum(map(len, reference.texts))
         with self._device_dtype(reference):
@@ -104,18 +102,18 @@ class PrecisionRuns:
         return total / count
 
     def errors(self, bits: LayerBits) -> list[float]:
-        """Of each layer of the survey: the mean squared change of its output, relative to the output.
+        """Mean squared change of each layer's output, relative to the output.
 
-        Each layer gets its input of the reference run, so that errors of lower layers do not count.
+        A layer gets its input of the reference run, so errors of lower layers do not count.
         """
         reference, count = self._reference, len(self._survey.layers)
-        assert reference is not None  # computed first
+        assert reference is not None  # see `has_reference`
         calls: list[mx.array] = []
         with self._device_dtype(reference):
             for text, inputs, expected in zip(reference.texts, reference.inputs, reference.outputs, strict=True):
                 trace = _Trace(inputs)
                 with hooked(self._model, trace.compute):
-                    self._forward(text, [bits] * count)  # the head is never computed: nothing reads it
+                    self._forward(text, [bits] * count)  # lazy, so the head is never computed
                 changes = [_change(*pair) for pair in zip(expected, trace.outputs, strict=True)]
                 mx.eval(changes)
                 calls = [one + other for one, other in zip(calls, changes, strict=True)] if calls else changes
@@ -124,7 +122,6 @@ class PrecisionRuns:
         return [errors[layer.index] / shared.count(layer.index) for layer in self._survey.layers]
 
     def compute_reference(self) -> None:
-        """One pass with nothing quantised."""
         made = Reference(is_float32=gains_by_float32(self._model))
         runs = []
         with self._device_dtype(made):
@@ -145,13 +142,13 @@ class PrecisionRuns:
         return in_float32(self._model) if reference.is_float32 else nullcontext()
 
     def logprobs(self, text: Sequence[int], layers: Sequence[LayerBits]) -> mx.array:
-        """Of all that may follow each token of any text, with layers in these bits: [tokens, vocabulary], computed."""
+        """Log probabilities after each token of a text, [tokens, vocabulary], evaluated."""
         logprobs = _log_softmax(self._run(text, layers))
         mx.eval(logprobs)
         return logprobs
 
     def _run(self, text: Sequence[int], layers: Sequence[LayerBits]) -> mx.array:
-        """[tokens, vocabulary], computed."""
+        """Logits [tokens, vocabulary], evaluated."""
         logits: mx.array = mx.contiguous(self._forward(text, layers)[0])
         mx.eval(logits)
         return logits
@@ -170,10 +167,10 @@ class PrecisionRuns:
 
 
 class _Trace:
-    """Inputs and outputs of the layers' calls, in order.
+    """Inputs and outputs of layer calls, in order.
 
     Args:
-        given: inputs to compute the calls with, in place of what comes from below.
+        given: inputs that replace those from lower layers.
     """
 
     def __init__(self, given: Sequence[mx.array | None] | None = None) -> None:
@@ -190,38 +187,34 @@ class _Trace:
 
 
 def _change(expected: mx.array, actual: mx.array) -> mx.array:
-    """Of outputs [..., hidden]: the mean squared change, relative to each position's length. A lazy scalar."""
+    """Mean squared change of outputs [..., hidden], relative to each position's norm. Lazy scalar."""
     expected, actual = expected.astype(mx.float32), actual.astype(mx.float32)
     squares = mx.maximum(mx.square(expected).sum(axis=-1), 1e-12)
     return mx.nan_to_num((mx.square(actual - expected).sum(axis=-1) / squares).mean(), nan=1.0, posinf=1.0)
 
 
 def _loss(text: Sequence[int], logprobs: mx.array) -> float:
-    """Nats a token."""
+    """Mean loss in nats per token."""
     chosen = mx.take_along_axis(logprobs[:-1], mx.array(text[1:])[:, None], axis=-1)
     return -float(chosen.mean().item())
 
 
 def mean_divergence(reference: mx.array, logits: mx.array) -> float:
-    """Return the divergence of `logits` from `reference` (Kullback and Leibler's), both [n, vocabulary].
-
-    The mean over n, in nats; infinite where either is no number at some place.
-    """
+    """Mean divergence (Kullback-Leibler, nats) of `logits` from `reference`, [n, vocabulary]; infinite with NaN."""
     return divergence_of(_log_softmax(reference), logits)
 
 
 def divergence_of(theirs: mx.array, logits: mx.array) -> float:
-    """`mean_divergence`, from logarithms of probabilities."""
     mean = float(divergences_of(theirs, logits).mean())
     return math.inf if math.isnan(mean) else max(0.0, mean)
 
 
 def divergences_of(theirs: mx.array, logits: mx.array) -> np.ndarray:
-    """The divergence at each of n positions, in float64: not a number where a logit is none, or minus a rounding."""
+    """Divergence at each position, float64 [n]: NaN if a logit is NaN; may be slightly negative by rounding."""
     parts = []
     for begin in range(0, theirs.shape[0], _COMPARED_AT_ONCE):
         logs = theirs[begin : begin + _COMPARED_AT_ONCE]
-        # A vocabulary's padding may have a logit of minus infinity, on both sides.
+        # Padding of a vocabulary may have logits of minus infinity on both sides.
         odds = mx.exp(logs)
         ours = _log_softmax(logits[begin : begin + _COMPARED_AT_ONCE])
         parts.append(np.array(mx.where(odds > 0, odds * (logs - ours), odds).sum(axis=-1), np.float64))
@@ -235,7 +228,7 @@ def _log_softmax(logits: mx.array) -> mx.array:
 
 @contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
-    """Inside, the model computes in float32, on a copy of its weights."""
+    """Within the context, the model computes in float32, on a copy of its weights."""
     quantised = [(path, module) for path, module in model.named_modules() if type(module) in _PLAIN]
     model.update_modules(tree_unflatten([(path, _plain(module)) for path, module in quantised]))
     before = model.parameters()
@@ -253,10 +246,10 @@ _PLAIN: dict[type[nn.Module], type[nn.Module]] = {nn.QuantizedLinear: nn.Linear,
 
 
 def gains_by_float32(model: nn.Module) -> bool:
-    """Whether a search in float32 is quicker, and memory holds the copy.
+    """Whether a search in float32 is faster, and memory holds the copy.
 
-    A CPU multiplies matrices in float32 seven times as fast as in bfloat16, and a hundred times as fast as quantised
-    ones. A search compares bits of keys and values, whatever the weights' rounding.
+    A CPU multiplies float32 much faster than bfloat16 or quantised weights. A search compares bits of KV only, so the
+    weights' rounding does not matter.
     """
     if mx.default_device() != mx.Device(mx.cpu):
         return False
@@ -270,7 +263,7 @@ def gains_by_float32(model: nn.Module) -> bool:
 
 
 def _plain(module: nn.Module) -> nn.Module:
-    """The same module with its weight as numbers, lazily."""
+    """The module with its weight dequantised, lazily."""
     weight = mx.dequantize(
         module.weight, module.scales, module.get("biases"), module.group_size, module.bits, mode=module.mode
     )

@@ -1,16 +1,14 @@
-"""The proof at load: a model on the paged cache gives the numbers of mlx-lm's own caches.
+"""Proof at load: a model on the paged cache computes what it computes on mlx-lm's own caches.
 
-The model runs twice on the same tokens, in steps that take every road of attention: once on caches that send keys and
-values through the quantiser and hand them back as arrays, as mlx-lm's would; then on step caches. In the second run
-each layer gets the input that it had in the first, so that what one layer does differently shows in that layer and is
-not lost in, or grown by, the others. Compared are the results of attention and, in float32, of whole layers (in half
-precision a router may choose other experts for a difference in the last bit).
+The model runs twice on the same tokens, in steps that cover every path of attention:
 
-Both runs multiply matrices of the same shapes: a row alone is computed in a batch of copies of itself, as large as the
-batch that it is compared in. Products round by the number of their rows, and a value that lies between two steps of the
-quantiser goes the other way for a difference in its last bit.
+1. on caches that quantise keys and values and return them as arrays, as mlx-lm's would;
+2. on step caches, where each layer gets its input of the first run, so that its error shows in that layer only.
 
-Windows are cut short, so that tokens leave them.
+Compared are the results of attention and, in float32, of layers. (In half precision a last-bit difference may change a
+router's choice of experts.)
+Products round by their number of rows, which can move a value between two quantisation steps. So a single row runs in a
+batch of copies as large as the batch of the other run. Windows are cut short, so that tokens leave them.
 """
 
 from __future__ import annotations
@@ -41,14 +39,14 @@ from agentcache.models.recurrent import RowState, join, make_caches, state_of
 from agentcache.models.survey import Survey
 
 _WINDOW = 7
-_TOKEN_IDS = 16  # every vocabulary has so many
+_TOKEN_IDS = 16  # in every vocabulary
 _TOLERANCE = {mx.float16: 2e-2, mx.bfloat16: 6e-2}
-_PRODUCTS = 10  # a float32 layer may be off by so many times what a product of matrices is off by
+_PRODUCTS = 10  # allowed error of a float32 layer, in errors of one matrix product
 
 
 @cache
 def product_error() -> float:
-    """How far off this device's float32 products are, of the largest: 1e-7, but 1e-4 where CUDA multiplies in TF32."""
+    """Largest error of this device's float32 products, relative to their largest value: 1e-7; 1e-4 for TF32 on CUDA."""
     left, right = (mx.random.normal((256, 256), key=mx.random.key(number)) for number in range(2))
     exact = np.array(left, np.float64) @ np.array(right, np.float64)
     return float(np.abs(np.array(left @ right) - exact).max() / np.abs(exact).max())
@@ -56,34 +54,32 @@ def product_error() -> float:
 
 @dataclass(frozen=True)
 class _Step:
-    """Some rows' next tokens."""
-
     rows: tuple[int, ...]
     num_tokens: int
 
 
-# Packed prefill, unpacked prefill, another row, and both of them decoded together.
+# Packed prefill, unpacked prefill, another row, both rows decoded together.
 STEPS = (_Step((0,), 5), _Step((0,), 20), _Step((1,), 3), _Step((0, 1), 1))
 _NUM_ROWS = 2
 
 
 @dataclass
 class _Layer:
-    """One call of a layer: its input [B, n, hidden], its output, and what attention gave meanwhile [B, H, n, D]."""
+    """One call of a layer: input [B, n, hidden], output, and results of attention [B, H, n, D]."""
 
     x: mx.array | None
     out: mx.array | None = None
     attended: list[mx.array] = field(default_factory=list)
 
 
-_Pair = tuple[_Layer, _Layer]  # as it should be, and as it is
+_Pair = tuple[_Layer, _Layer]  # expected, actual
 
 
 class _Trace:
-    """The layers' calls of one step, in order; before them, what belongs to no layer, and what the model gave.
+    """Layer calls of one step, in order. The first entry is for the whole model.
 
     Args:
-        inputs: of the layers, given to them in place of what comes from below; None for no such thing.
+        inputs: inputs that replace those from lower layers, by entry.
     """
 
     def __init__(self, inputs: Sequence[mx.array | None] | None = None) -> None:
@@ -105,7 +101,7 @@ class _Trace:
 
 
 def _joined(traces: Sequence[_Trace]) -> list[_Layer]:
-    """The traces of several rows, each computed in a batch of its copies, as one of all."""
+    """Traces of several rows, each computed in a batch of copies, as one of a batch."""
     num_rows = len(traces)
 
     def join(arrays: Sequence[mx.array], axis: int) -> mx.array:
@@ -127,15 +123,13 @@ def _joined(traces: Sequence[_Trace]) -> list[_Layer]:
 
 
 class _RoundTripCache:
-    """mlx-lm's view of what the Q4 cache would hold: every key and value once through the quantiser.
-
-    Of one row, whatever the number of its copies in a step.
+    """Cache of one row, of any number of copies, that quantises and dequantises keys and values.
 
     Args:
-        layer: with the window that it is proved with.
-        window: the one that the model thinks of.
-        nope: leading values of keys that are made of a latent that has been through the quantiser, as values are; None
-            where keys and values are cached themselves.
+        layer: spec with the window of the proof.
+        window: window of the model.
+        nope: leading values of keys that are made of a rounded latent, as are values; None if keys and values are
+            cached.
     """
 
     def __init__(self, layer: LayerSpec, window: int | None, nope: int | None, packing: LayerPacking) -> None:
@@ -169,20 +163,19 @@ class _RoundTripCache:
 
 
 def _copies(of_row: mx.array, count: int) -> mx.array:
-    """[count, ...] of one row's array [1, ...], or of copies of it."""
     return mx.repeat(of_row[:1], count, axis=0)
 
 
 def round_trip(x: mx.array, packing: Packing) -> mx.array:
-    """What attention reads of `x`."""
+    """`x` as attention reads it."""
     return dequantise(quantise(x, packing), packing, x.dtype)
 
 
 class _ShortCache(StepCache):
-    """A step's cache whose window is shorter than the model thinks.
+    """Step cache with a shorter window than the model's.
 
     Args:
-        window: what the model thinks.
+        window: window of the model.
     """
 
     def __init__(self, window: int | None, *args: Any) -> None:
@@ -195,7 +188,7 @@ class _ShortCache(StepCache):
 
 
 class Proof:
-    """Of one model, which is adapted and intercepted."""
+    """Proof of one model, which must be adapted and intercepted."""
 
     def __init__(self, model: nn.Module, survey: Survey) -> None:
         self._model = model
@@ -210,7 +203,7 @@ class Proof:
         self._lengths = [0] * _NUM_ROWS
 
     def pieces(self) -> Iterator[None]:
-        """Prove it, piece by piece: first all runs are laid out, one a piece; then they are computed, a layer a piece.
+        """Prove it in pieces: first lay out all runs, one per piece, then compute them, a layer per piece.
 
         Raises UnsupportedModel.
         """
@@ -218,7 +211,7 @@ class Proof:
             yield from self._prove()
         except UnsupportedModel:
             raise
-        except Exception as error:  # a module may do anything with what its cache gives it
+        except Exception as error:  # a module may raise anything
             kind = type(self._model).__name__
             raise UnsupportedModel(f"{kind} does not run on the paged cache: {error!s:.300}") from error
 
@@ -227,13 +220,13 @@ class Proof:
         layers = deque(rest)
         rest.clear()
         for index in range(len(layers)):
-            _compare(f"layer {index}", layers.popleft())  # what it gave is let go of then
+            _compare(f"layer {index}", layers.popleft())  # its arrays are freed after this
             yield
         _compare("the model", whole)
         yield
 
     def _lay_out(self) -> Generator[None, None, list[list[_Pair]]]:
-        """All runs, of which nothing is computed yet: for the whole model, and then for each layer, a pair a step."""
+        """Lay out all runs lazily: for the whole model, then for each layer, a pair per step."""
         calls: list[list[_Pair]] = []
         for number, step in enumerate(STEPS):
             ids = mx.random.randint(0, _TOKEN_IDS, (len(step.rows), step.num_tokens), key=mx.random.key(number))
@@ -264,7 +257,7 @@ class Proof:
         ]
 
     def _reference(self, row: int, ids: mx.array) -> _Trace:
-        """The row's tokens `ids` [copies, n], as often as there are rows in the step that it is compared with."""
+        """Run the row's tokens `ids` [copies, n], with a copy for each row of the compared step."""
         trace = _Trace()
         for state in self._their_states[row]:
             state.cache = [None if array is None else _copies(array, len(ids)) for array in state.cache]
@@ -303,7 +296,7 @@ class Proof:
 
 @dataclass(frozen=True)
 class _Difference:
-    """Scalars, lazily computed, of what a layer should give and what it gave."""
+    """Lazy scalars that compare an expected and an actual array."""
 
     where: str
     what: str
@@ -322,7 +315,7 @@ class _Difference:
 
     def check(self) -> None:
         difference, size = self.difference.item(), self.size.item()
-        # Nothing is larger than NaN, and beside an infinite value every difference is small.
+        # NaN fails no comparison with >, and beside an infinite value every difference is small.
         if not (self.finite.item() and difference <= self.tolerance * max(size, 1e-6)):
             raise UnsupportedModel(
                 f"{self.where}: {self.what} on the paged cache differs from mlx-lm's by {difference:.3g} (values "

@@ -1,14 +1,13 @@
-"""Attention of residual rows (ForkKV, arXiv 2604.06370), in MLX's operations: the specification of every kernel.
+"""Attention of residual rows (ForkKV, arXiv 2604.06370) by MLX's operations: the specification of every kernel.
 
-`fused_residual` knows where a kernel stands in for it, `value_residuals` where a CPU computes it otherwise.
+`fused_residual` chooses kernels instead, `value_residuals` another way on a CPU.
 
-A key is what base has cached, and what x·A·B adds to it, brought to its position by the layer's own rope
-(`residual_forms`). Queries are multiplied with the two apart, so that only the second is put together; one softmax runs
-over the sums. Of values, base's and the low-rank ones are added up apart and meet at the end, so that B is multiplied
-once: out = P·V + (P·x·A)·B.
+A key is base's cached key plus x·A·B, rotated by the layer's own rope (`residual_forms`). Queries multiply with the two
+separately, and one softmax runs over the sums. Base's and low-rank values are summed separately, so that B is
+multiplied once: out = P·V + (P·x·A)·B.
 
-Row by row and a few blocks at a time, so that one piece of one layer's keys is in memory at a time. The softmax is put
-together on the way (Milakov and Gimelshein, arXiv 1805.02867).
+Rows run one by one, a few blocks at a time, so that one piece of one layer's keys is in memory. The softmax is merged
+over pieces (Milakov and Gimelshein, arXiv 1805.02867).
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ from agentcache.models.attention import MAX_PACKED_QUERIES, AttentionOptions, pa
 from agentcache.models.overlay import SMALLEST_FACTOR, LayerOverlay, RowOverlay, piece_blocks
 from agentcache.models.packed_product import by_definition, packed_product
 
-_MASKED = -1e30  # finite: a piece may be masked as a whole
+_MASKED = -1e30  # finite, as a whole piece may be masked
 
 
 def overlaid_attention(
     queries: mx.array, arena: LayerArena, overlay: LayerOverlay, options: AttentionOptions
 ) -> mx.array:
-    """Attention of `queries` [B, H_q, n, D_k] over rows of which some have residuals; returns [B, H_q, n, D_v]."""
+    """Attention of `queries` [B, H_q, n, D_k] over rows, some with residuals; returns [B, H_q, n, D_v]."""
     if value_residuals.serves(queries.shape[2], overlay, options):
         return value_residuals.attention(queries, arena, overlay, options)
     done = []
     if overlay.plain_reads is not None:
         done.append(paged_attention(queries[overlay.plain], PagedKV(arena, overlay.plain_reads), options))
     for _, rows in groupby(overlay.rows, lambda row: id(row.matrices)):
-        alike = list(rows)  # of one adapter
+        alike = list(rows)  # rows of one adapter
         reference = partial(_by_operations, queries, arena, alike, options, done[-1:])
         done.append(fused_residual.attention(queries, arena, alike, options, reference))
     return mx.concatenate(done)[overlay.order]
@@ -54,12 +53,12 @@ def _by_operations(
     """Attention of the rows, [rows, H_q, n, D_v].
 
     Args:
-        before: what was computed last.
+        before: last result so far, to run after.
     """
     done = list(before)
     for row in rows:
         q = queries[row.row].astype(mx.float32) * options.scale
-        # One row after the other: what a row needs in memory is gone before the next one begins.
+        # Rows depend on each other, so that one row's memory is free before the next begins.
         ids = row.reads.block_ids[0] if not done else mx.depends([row.reads.block_ids[0]], [done[-1]])[0]
         done.append(_row_attention(q, arena, row, ids, options)[None].astype(queries.dtype))
     return mx.concatenate(done[len(before) :])
@@ -67,13 +66,13 @@ def _by_operations(
 
 @dataclass
 class _Sums:
-    """What a row's queries have seen so far.
+    """Running sums of a row's queries.
 
     Args:
-        peak: the largest score, float32 [H_kv, g, n, 1].
-        total: sum of exp(score - peak), likewise.
+        peak: largest score, float32 [H_kv, g, n, 1].
+        total: sum of exp(score - peak), of the same shape.
         values: the same sum over values, [H_kv, g, n, D_v].
-        residuals: and over residuals of values, [H_kv, g, n, r]; None without.
+        residuals: the same over residuals of values, [H_kv, g, n, r]; None without.
     """
 
     peak: mx.array
@@ -106,7 +105,7 @@ def _row_attention(
 
 
 def _nothing(grouped: mx.array, value_dim: int, row: RowOverlay, options: AttentionOptions) -> _Sums:
-    """Before the first key. A sink is a score that is there already, and has no value."""
+    """Sums before the first key. A sink is an initial score without a value."""
     shape = grouped.shape[:3]
     peak, total = mx.full((*shape, 1), _MASKED), mx.zeros((*shape, 1))
     if options.sinks is not None:
@@ -125,7 +124,7 @@ def _read(
     sums: _Sums,
     options: AttentionOptions,
 ) -> _Sums:
-    """The sums with the keys and values of some of the row's blocks."""
+    """Add some of the row's blocks to the sums."""
     assert arena.values is not None
     residual_ids = row.residual_ids[piece]
     scores = _scores(grouped, arena, row, ids, residual_ids, piece)
@@ -151,7 +150,7 @@ def _read(
 def _scores(
     grouped: mx.array, arena: LayerArena, row: RowOverlay, ids: mx.array, residual_ids: mx.array, piece: slice
 ) -> mx.array:
-    """Float32 [blocks, H_kv, g, n, 256]: of base's keys, and of what the adapter adds to them."""
+    """Scores of base's keys plus the adapter's addition, float32 [blocks, H_kv, g, n, 256]."""
     heads, shared_by, num_tokens, dim = grouped.shape
     queries = mx.broadcast_to(grouped.reshape(heads, -1, dim), (ids.shape[0], heads, shared_by * num_tokens, dim))
     scores = _product(queries, arena.keys, ids, num_tokens, transpose=True)
@@ -163,7 +162,7 @@ def _scores(
             norms = row.key_norms.array[residual_ids].astype(mx.float32)
             without = norms[..., 0]
             agent = norms[..., 1] if norms.shape[-1] == 2 else _factor(arena.keys, row, ids, without, delta, starts)
-            # A place that has never been written holds zeros; it is masked, and must not become infinite.
+            # Unwritten places hold zeros; they are masked, and must not become infinite.
             ratio = mx.where(without > 0, agent / mx.maximum(without, SMALLEST_FACTOR), 0).swapaxes(1, 2)
             scores = scores * ratio[:, :, None]
         scores = scores + queries @ row.form.rotated(delta, agent, starts).swapaxes(-1, -2)
@@ -173,11 +172,10 @@ def _scores(
 def _factor(
     side: SideArena, row: RowOverlay, ids: mx.array, without: mx.array, delta: mx.array, starts: mx.array
 ) -> mx.array:
-    """Of a family, whose members' own norms nobody has kept."""
+    """ρ for a family, whose members' own norms are not stored."""
     return row.form.agent_factor(dequantise(side.gather(ids), side.quantisation, mx.float32), without, delta, starts)
 
 
 def _product(x: mx.array, side: SideArena, ids: mx.array, num_tokens: int, *, transpose: bool) -> mx.array:
-    """x [blocks, H_kv, m, ·] of so many query tokens times base's blocks, as `packed_product` has it."""
     product = packed_product if num_tokens <= MAX_PACKED_QUERIES else by_definition
     return product(x, side.gather(ids), side.quantisation, transpose=transpose)

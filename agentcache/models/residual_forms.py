@@ -1,14 +1,13 @@
-"""How a model makes the keys and values of each layer, as far as residuals need it: found in its modules, then proved.
+"""How a model makes each layer's keys and values, as residual KV needs it: found in its modules, then proved.
 
-A residual is added to what base has cached, so keys with an adapter must be keys without plus something that is made of
-x·A alone. With ρ = 1 / rms of a head's key before its norm, γ the norm's weights and R the layer's rope:
+Residuals are added to base's cached keys, so keys with an adapter must be keys without plus something made of x·A
+alone. With ρ = 1 / rms of a head's key before its norm, γ the norm's weights and R the layer's rope:
 
-    K + R(x·A·B)                                   where keys are not normed,
-    ρ_agent / ρ_base * K + ρ_agent * R(γ * x·A·B)  where each head's are.
+    K + R(x·A·B)                                   without a key norm,
+    ρ_agent / ρ_base * K + ρ_agent * R(γ * x·A·B)  with a norm of each head.
 
-The proof runs the model once on a row of tokens that is there twice. The second row's keys and values get something
-random added where the modules give them, before norm and rope; what then reaches the cache has to be what the above
-makes of the first row's.
+The proof runs the model once on two equal rows. The modules that make keys and values add noise to the second row's,
+before norm and rope. The formula must give the second row's cached keys from the first row's.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ class LayerForm:
     """How one layer makes its keys and values.
 
     Args:
-        keys, values: the modules' parts that make them.
-        key_form: what is done to keys then.
+        keys, values: parts of modules that make them.
+        key_form: norm and rope of keys.
     """
 
     layer: LayerSpec
@@ -57,12 +56,12 @@ class LayerForm:
 
 @dataclass(frozen=True)
 class ResidualSupport:
-    """What of a model's layers can have residuals. Plain data: any thread may read it.
+    """Layers of a model that can have residuals. Plain data: any thread may read it.
 
     Args:
-        refusal: why none can; empty where all can.
-        normed: layers whose keys are normed.
-        dtype: that the model computes in, as MLX names it.
+        refusal: reason why none can; empty if all can.
+        normed: layers with a key norm.
+        dtype: MLX's name of the type that the model computes in.
     """
 
     refusal: str = ""
@@ -70,10 +69,10 @@ class ResidualSupport:
     dtype: str = ""
 
     def shape_of(self, adapter: Adapter, *, is_family: bool = False) -> ResidualShape:
-        """What the adapter, or each adapter of its family, adds to the model's cache.
+        """Cache that the adapter, or each adapter of its family, adds to the model's.
 
         Raises:
-            UnsupportedPolicy: its cache cannot be kept beside base's; says why.
+            UnsupportedPolicy: its cache cannot be kept beside base's; the message says why.
         """
         if why := self.refusal or _adapter_refusal(adapter):
             raise UnsupportedPolicy(
@@ -108,18 +107,18 @@ def _adapter_refusal(adapter: Adapter) -> str:
 
 @dataclass(frozen=True, eq=False)
 class ResidualForms:
-    """A model's layers, by their index; none where `support` says why."""
+    """Layer forms by index; empty if `support` has a refusal."""
 
     support: ResidualSupport
     layers: Mapping[int, LayerForm] = field(default_factory=dict)
 
 
 class _Unfit(Exception):
-    """Says why a model cannot have residuals."""
+    """Reason why a model cannot have residuals."""
 
 
 def find_forms(model: nn.Module, survey: Survey, modules: TargetModules) -> ResidualForms:
-    """Look at a model that is on the paged cache, and run it once on a few tokens."""
+    """Inspect a model on the paged cache, and run it once on a few tokens."""
     try:
         _check_caches(survey, len(model.layers))
         parts = [_parts_of(model.layers[layer.index], layer, modules) for layer in survey.layers]
@@ -143,7 +142,7 @@ def _check_caches(survey: Survey, num_layers: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Parts:
-    """What a layer's attention is made of, before it is known how these are used."""
+    """Candidate parts of a layer's attention, before the proof."""
 
     layer: LayerSpec
     keys: Target
@@ -179,12 +178,12 @@ def _key_norm(module: nn.Module, spec: LayerSpec) -> KeyNorm:
     if getattr(module, "weight", mx.zeros(0)).size != spec.key_dim:
         raise _Unfit(f"layer {spec.index} norms its keys over all heads at once")
     eps = float(module.eps)
-    # Of a vector of ones: whatever the module makes of its parameters (Gemma's are one less).
+    # From ones, whatever the module does to its weights (Gemma stores them minus one).
     return KeyNorm(module(mx.ones(spec.key_dim)).astype(mx.float32) * math.sqrt(1 + eps), eps)
 
 
 def likely_key_form(layer: nn.Module, spec: LayerSpec, modules: TargetModules) -> KeyForm | str:
-    """What a layer seems to do to its keys, by the modules that it has, without running it; or why it is unknown."""
+    """A layer's probable key form, by its modules, without running it; or why it is unknown."""
     try:
         parts = _parts_of(layer, spec, modules)
     except _Unfit as unfit:
@@ -202,16 +201,16 @@ def _proved(model: nn.Module, survey: Survey, parts: Sequence[_Parts]) -> list[L
     with _disturbed(model, parts) as modules:
         try:
             mx.eval(model(ids, cache=survey.caches(caches, make_caches(None, survey.recurrent))))
-        except Exception as error:  # a module may do anything with what its cache gives it
+        except Exception as error:  # a module may raise anything
             raise _Unfit(f"the model does not run for the proof: {error!s:.200}") from error
     return [_prove(each, cache, modules) for each, cache in zip(parts, caches, strict=True)]
 
 
 class _TwinCache:
-    """A cache of two rows that both attend to the first one's keys and values, so that their layers' inputs are equal.
+    """Cache of two rows that both attend to the first row's KV, so that their layers' inputs are equal.
 
     Attributes:
-        keys, values: what both rows gave.
+        keys, values: those of both rows.
     """
 
     def __init__(self) -> None:
@@ -227,10 +226,10 @@ class _TwinCache:
 
 
 class _Disturbed(Stand):
-    """A linear module that gives the second of two equal rows something more.
+    """Linear module that adds noise to the second of two equal rows.
 
     Attributes:
-        noted: what it gave the first row, and what it added for the second, both float32 [n, out].
+        noted: the first row's output and the second row's noise, both float32 [n, out].
     """
 
     def __init__(self, original: nn.Module, key: mx.array) -> None:
@@ -248,7 +247,6 @@ class _Disturbed(Stand):
 
 @contextmanager
 def _disturbed(model: nn.Module, parts: Sequence[_Parts]) -> Iterator[dict[ModuleName, _Disturbed]]:
-    """Inside, the modules that make keys and values disturb these."""
     names = sorted({place.module for each in parts for place in (each.keys, each.values)})
     keys, owners = mx.random.split(mx.random.key(1), len(names)), []
     for name in names:
@@ -265,7 +263,7 @@ def _disturbed(model: nn.Module, parts: Sequence[_Parts]) -> Iterator[dict[Modul
 
 
 def _prove(parts: _Parts, cache: _TwinCache, modules: Mapping[ModuleName, _Disturbed]) -> LayerForm:
-    """The first way of putting a layer's parts together that gives what the layer gave; raises _Unfit."""
+    """First combination of parts that gives what the layer gave; raises _Unfit."""
     spec = parts.layer
     value = modules[parts.values.module].noted[1][:, parts.values.start : parts.values.stop]
     expected = cache.values[0].astype(mx.float32) + _by_heads(value, spec).swapaxes(0, 1)
@@ -287,7 +285,7 @@ def _by_heads(x: mx.array, spec: LayerSpec) -> mx.array:
 
 
 def _with_residual(form: KeyForm, keys: mx.array, given: mx.array, added: mx.array) -> mx.array:
-    """Keys [H_kv, n, D] as base caches them, with what is added to what the module gives, both [n, H_kv, D]."""
+    """Keys for `added`, from base's cached keys [H_kv, n, D]; `given` and `added` are module outputs [n, H_kv, D]."""
     start = mx.array([_OFFSET], mx.int32)
     if form.norm is None:
         return keys.astype(mx.float32) + form.rotated(added[None], None, start)[0]

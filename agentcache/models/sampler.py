@@ -1,7 +1,6 @@
-"""Choosing tokens from logits, and log probabilities: a whole batch at once, every row by its own settings.
+"""Sample tokens and compute log probabilities for a batch, each row with its own settings.
 
-What is chosen for a row depends on nothing but its logits, its settings and its position in the text: not on the rows
-beside it, nor on what was chosen for it in vain. All results are lazy.
+A row's token depends only on its logits, settings and position, not on other rows or discarded steps. Results are lazy.
 """
 
 from __future__ import annotations
@@ -18,24 +17,24 @@ import numpy as np
 
 from agentcache.sampling import SamplingParams
 
-REPETITION_CONTEXT = 64  # tokens a repetition penalty looks back
+REPETITION_CONTEXT = 64  # tokens that a repetition penalty covers
 _SMALLEST_TEMPERATURE = 1e-5  # below it, scaled log probabilities leave float32
 _SMALLEST_TOP_P = 1e-6  # keeps the best token
 _BITS = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32))  # of a word
-_NO_TOP_P = 2.0  # sums of probabilities may pass 1 by a rounding
+_NO_TOP_P = 2.0  # above any rounded sum of probabilities
 
 
 class Tally:
-    """How often each token was generated, counted once as the text grows."""
+    """Counts of generated tokens, updated as the text grows."""
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
         self._counted = 0
 
     def of(self, token_ids: Sequence[int], start: int, end: int) -> Mapping[int, int]:
-        """The counts of `token_ids[start:end]`, valid until the next call; `end` may be what it was, or further on."""
+        """Counts of `token_ids[start:end]`, valid until the next call. Fast if `end` does not decrease."""
         end = max(start, end)
-        if start + self._counted > end:  # its sequence was given up, with tokens that were not computed yet
+        if start + self._counted > end:  # the sequence was dropped, with tokens not yet computed
             self._counts.clear()
             self._counted = 0
         self._counts.update(token_ids[start + self._counted : end])
@@ -44,10 +43,10 @@ class Tally:
 
 
 class Sampler:
-    """A request's way of choosing tokens.
+    """Sampling settings and random key of a request.
 
     Args:
-        eos_ids: the tokens by which the model ends.
+        eos_ids: tokens that end the text.
     """
 
     def __init__(self, params: SamplingParams, eos_ids: Iterable[int] = ()) -> None:
@@ -81,17 +80,16 @@ class Sampler:
         return not self.is_greedy and not self.truncates
 
     def key(self, position: int) -> tuple[int, int]:
-        """Random key, two uint32, of the token number `position`: a function of the seed and the position only."""
+        """Random key (two uint32) of token `position`; depends on the seed and the position only."""
         high, low = self._key
         return high, (low + position) % 2**32
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether it matters how often a token was generated."""
         return self.frequency_penalty != 0 or self.presence_penalty != 0
 
     def ends_banned(self, position: int, vocab_size: int) -> list[int]:
-        """The tokens that would end the text too early."""
+        """End tokens, while the text is shorter than `min_tokens`."""
         return [token for token in self._eos_ids if token < vocab_size] if position < self.min_tokens else []
 
     @property
@@ -99,7 +97,7 @@ class Sampler:
         return bool(self._bias)
 
     def bias(self, vocab_size: int) -> tuple[mx.array, mx.array]:
-        """Token ids [n] with a bias, and the biases [n]."""
+        """Biased tokens [n], and their biases [n]."""
         if self._bias_arrays is None:
             known = {token: value for token, value in self._bias.items() if 0 <= token < vocab_size}
             self._bias_arrays = mx.array(list(known), mx.int32), mx.array(list(known.values()), mx.float32)
@@ -111,9 +109,9 @@ class Row:
     """One row to choose a token for.
 
     Args:
-        recent: the tokens before the step's last one, as far as a repetition penalty looks back.
+        recent: tokens before the step's last one, as far as a repetition penalty reaches.
         position: number of tokens generated before this one.
-        counts: how often each was, but for the step's last one; for a sampler that counts.
+        counts: their counts without the step's last one, if the sampler needs them.
     """
 
     sampler: Sampler
@@ -123,11 +121,11 @@ class Row:
 
 
 def choose(rows: Sequence[Row], logits: mx.array, last: mx.array) -> mx.array:
-    """Token ids, int32 [B].
+    """Choose a token for each row, int32 [B].
 
     Args:
         logits: float [B, vocabulary].
-        last: int32 [B], the token that each row's logits follow.
+        last: int32 [B], last token before each row's logits.
     """
     logits = _counted(rows, _penalised(rows, logits.astype(mx.float32), last), last)
     logits = _kept_going(rows, _biased(rows, logits))
@@ -150,10 +148,10 @@ def choose(rows: Sequence[Row], logits: mx.array, last: mx.array) -> mx.array:
 
 
 def masked(logits: mx.array, masks: Mapping[int, np.ndarray]) -> mx.array:
-    """Logits [B, vocabulary] in float32; minus infinity for tokens that rows may not have.
+    """Logits [B, vocabulary] in float32, minus infinity for forbidden tokens.
 
     Args:
-        masks: by row, uint32 [n]: bit i of word w says whether it may have token 32 w + i.
+        masks: by row, uint32 [n]: bit i of word w allows token 32 w + i.
     """
     size = logits.shape[-1]
     words = np.zeros((len(masks), -(-size // 32)), np.uint32)
@@ -162,14 +160,14 @@ def masked(logits: mx.array, masks: Mapping[int, np.ndarray]) -> mx.array:
     bits = mx.bitwise_and(mx.array(words)[:, :, None], mx.array(_BITS)).reshape(len(masks), -1)
     allowed = bits[:, :size] != 0
     logits = logits.astype(mx.float32)
-    if len(masks) == len(logits):  # a row each, in order
+    if len(masks) == len(logits):  # one per row, in order
         return mx.where(allowed, logits, -mx.inf)
     rows = mx.array(list(masks))
     return _replaced(logits, rows, mx.where(allowed, logits[rows], -mx.inf))
 
 
 _Choose = Callable[[Sequence[Row], mx.array], mx.array]
-# One key per row: what a row draws does not depend on the others.
+# One key per row, so that a row's draw does not depend on other rows.
 _categorical = mx.vmap(lambda logits, key: mx.random.categorical(logits, key=key))
 
 
@@ -200,7 +198,7 @@ def _drawn_from_best(rows: Sequence[Row], logits: mx.array) -> mx.array:
 
 
 def _least(rows: Sequence[Row], logprobs: mx.array) -> mx.array:
-    """Log probability [B, 1] below which min_p cuts off."""
+    """Lowest log probability [B, 1] that min_p keeps."""
     return logprobs.max(axis=-1, keepdims=True) + _column([row.sampler.log_min_p for row in rows])
 
 
@@ -230,17 +228,17 @@ def _penalised(rows: Sequence[Row], logits: mx.array, last: mx.array) -> mx.arra
 
 
 def _counted(rows: Sequence[Row], logits: mx.array, last: mx.array) -> mx.array:
-    """OpenAI's two penalties: the logit of a token that was generated c > 0 times loses c * frequency + presence."""
+    """OpenAI's penalties: a token that was generated c > 0 times loses c * frequency + presence."""
     members = [i for i, row in enumerate(rows) if row.sampler.counts_tokens and row.position > 0]
     if not members:
         return logits
     index = mx.array(members)
     counts = mx.zeros((len(members), logits.shape[-1]))
-    # The last one may be a token that the device is still choosing.
+    # The device may still be choosing the last token.
     counts = counts.at[mx.arange(len(members)), last[index]].add(1.0)
     known = [(member, rows[i].counts) for member, i in enumerate(members) if rows[i].counts]
     if known:
-        # By numpy: a list of them would take most of a step where an answer is long.
+        # By numpy: a Python list of a long answer's counts would take most of a step.
         sizes = [len(each) for _, each in known]
         indices = np.repeat(np.array([member for member, _ in known], np.int32), sizes)
         tokens = np.concatenate([np.fromiter(each.keys(), np.int32, len(each)) for _, each in known])
@@ -252,20 +250,19 @@ def _counted(rows: Sequence[Row], logits: mx.array, last: mx.array) -> mx.array:
 
 
 def _kept_going(rows: Sequence[Row], logits: mx.array) -> mx.array:
-    """Without the tokens by which a text would end before it may."""
     banned = [
         (i, token) for i, row in enumerate(rows) for token in row.sampler.ends_banned(row.position, logits.shape[-1])
     ]
     if not banned:
         return logits
     indices, tokens = zip(*banned, strict=True)
-    logits = mx.array(logits)  # the caller's stay as they are
+    logits = mx.array(logits)  # do not change the caller's array
     logits[mx.array(indices), mx.array(tokens)] = -mx.inf
     return logits
 
 
 def _replaced(logits: mx.array, index: mx.array, rows: mx.array) -> mx.array:
-    logits = mx.array(logits)  # the caller's stay as they are
+    logits = mx.array(logits)  # do not change the caller's array
     logits[index] = rows
     return logits
 
@@ -287,7 +284,7 @@ def log_softmax(logits: mx.array) -> mx.array:
 
 @dataclass(frozen=True)
 class TokenScore:
-    """Log probability of a token, and the most likely tokens at its position, best first, with theirs."""
+    """Log probability of a token, and the most likely tokens, best first, with theirs."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
@@ -297,7 +294,7 @@ class Scores:
     """Log probabilities of tokens [n] under logits [n, vocabulary], before temperature and truncation.
 
     Args:
-        count: how many of the most likely tokens to find at each position.
+        count: number of most likely tokens per position.
     """
 
     def __init__(self, logits: mx.array, tokens: mx.array, count: int) -> None:
@@ -309,11 +306,10 @@ class Scores:
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        """What has to be evaluated before `read`."""
+        """Arrays to evaluate before `read`."""
         return (self._logprobs, self._top, self._top_logprobs) if self._count else (self._logprobs,)
 
     def read(self) -> list[TokenScore]:
-        """The numbers, once they are computed."""
         logprobs: list[float] = self._logprobs.tolist()
         if not self._count:
             return [TokenScore(logprob, ()) for logprob in logprobs]

@@ -1,4 +1,4 @@
-"""One step as a value, and how a model's modules see it while they compute it."""
+"""One step as a value, and how a model's modules read it during computation."""
 
 from __future__ import annotations
 
@@ -20,22 +20,20 @@ from agentcache.models.residual_rows import ResidualRows
 
 @dataclass(frozen=True, eq=False)
 class StepInputs:
-    """All that one forward pass computes from, beside weights and what the cache holds.
+    """Inputs of one forward pass, beside weights and cache.
 
     Args:
-        token_ids: int32 [B, n]; may be what a step under way is about to choose.
-        lengths: tokens each row holds before the step.
-        reads, writes: one per cache group, None for groups below the trunk's cut; nothing where the model runs on
-            caches of another kind.
-        model: computes the step in place of the base model, on the same cache.
-        adapters: per row the adapter it is computed with, or None; nothing for base alone.
-        trunk: hidden states to go on from and to keep, for a step of one row by the base model. The cache holds keys
-            and values below its cut already.
-        all_logits: logits of every position are wanted, not only of the last one.
-        states: per row what the model's recurrent layers keep of the tokens before; None for a row without tokens,
-            nothing at all for a model without such layers.
-        residual: the rows whose keys and values are base's with an adapter's residuals; None for none. Then `reads`
-            are of all rows and `writes` of those that write base's, `residual.writers`, nothing where none does.
+        token_ids: int32 [B, n]; may be lazy results of a step in flight.
+        lengths: tokens of each row before the step.
+        reads, writes: one per cache group, None for groups below the trunk's cut; empty on other kinds of caches.
+        model: model that replaces base in this step, on the same cache.
+        adapters: adapter of each row, or None; empty for base alone.
+        trunk: hidden states to continue from and to keep, for a single row by base. The cache already holds KV below
+            its cut.
+        all_logits: whether logits of every position are wanted, not only of the last.
+        states: recurrent state of each row; None for a row without tokens; empty for a model without such layers.
+        residual: rows with residual KV; None without. Then `reads` cover all rows, `writes` only `residual.writers`
+            (empty without).
     """
 
     token_ids: mx.array
@@ -56,17 +54,17 @@ class StepInputs:
 
     @cached_property
     def adapter_rows(self) -> AdapterRows | None:
-        """Who uses which adapter, for the modules that they act on; None where nobody does."""
+        """Adapters by row, for the adapted modules; None without any."""
         return AdapterRows(self.adapters, self.lengths, self.token_ids.shape[1]) if any(self.adapters) else None
 
 
 @dataclass(frozen=True, eq=False)
 class StepOutputs:
-    """What one forward pass gives, all of it lazily computed.
+    """Lazy results of one forward pass.
 
     Args:
         logits: [B, n or 1, vocabulary].
-        states: per row what recurrent layers keep behind the step; one a row, also where there is nothing to keep.
+        states: recurrent state of each row after the step; one per row, even if empty.
     """
 
     logits: mx.array
@@ -74,7 +72,7 @@ class StepOutputs:
 
 
 class CurrentStep:
-    """What the modules of a model know of the step that it computes. One a loaded model, which owns it.
+    """The step that a loaded model computes, for its modules.
 
     Attributes:
         step: None outside of a forward pass.
@@ -85,7 +83,7 @@ class CurrentStep:
 
     @contextmanager
     def of(self, step: StepInputs) -> Iterator[None]:
-        """Inside, the model computes `step`."""
+        """Within the context, the model computes `step`."""
         if self.step is not None:
             raise BrokenInvariant("a step is computed inside another")
         self.step = step

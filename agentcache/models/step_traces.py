@@ -1,12 +1,12 @@
-"""Decode steps, traced: what a step has laid out once, the next ones of its kind do not lay out again.
+"""Traced decode steps: later steps of a kind reuse the graph of an earlier one.
 
-On a quick device a step of a real model waits for Python, which lays out its layers one by one. So the graph of a plain
-decode step is traced (`mx.compile`), with all that differs from step to step as inputs: tokens, positions, what is read
-and where is written, and the arenas. What the graph itself depends on is in a trace's key: the number of rows, how
-launches are laid out, the shapes of the arrays.
+On a fast device, steps wait for Python to lay out the layers. So the graph of a plain decode step is traced
+(`mx.compile`). Its inputs are what changes between steps: tokens, positions, reads, writes, arenas. A trace's key has
+what the graph depends on: number of rows, launch layout, array shapes.
 
-Only where all attention goes by kernels, which write into the arenas by themselves (`metal_kernels/append.py`): so
-nothing is assigned. Steps with adapters, a trunk, recurrent states, residuals or measures are laid out as ever.
+Tracing needs all attention to go by kernels, which write into arenas themselves (`metal_kernels/append.py`), so that
+nothing is assigned. Steps with adapters, reused hidden states, recurrent state, residuals or measurements are not
+traced.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from agentcache.models.step import StepInputs
 log = logging.getLogger("agentcache.models")
 
 _MOST_TRACES = 64
-_TOLERANCE = {mx.float32: 1e-3, mx.float16: 2e-2, mx.bfloat16: 6e-2}  # of the largest logit
+_TOLERANCE = {mx.float32: 1e-3, mx.float16: 2e-2, mx.bfloat16: 6e-2}  # relative to the largest logit
 
 _Kinds = tuple[Attended | AttendedLatents, ...]  # of one group's layers
 _Launches = dict[Attended | AttendedLatents, PreparedDecode | PreparedLatents]
 
 
 class _Group(NamedTuple):
-    """What a step reads and writes in one cache group."""
+    """Reads, writes and launches of a step in one cache group."""
 
     reads: Reads
     writes: Writes
@@ -59,7 +59,7 @@ class _Group(NamedTuple):
             yield from each.arrays
 
     def of(self, arrays: Iterator[mx.array]) -> _Group:
-        """The same with other arrays, those of `arrays` in order."""
+        """The same with the next of `arrays`."""
         reads, writes = copy.copy(self.reads), copy.copy(self.writes)
         writes.places, writes.counts, writes.prepared = next(arrays), next(arrays), {}
         launches = {
@@ -70,30 +70,31 @@ class _Group(NamedTuple):
 
 
 class StepTraces:
-    """The traces of one model.
+    """Traces of one model.
 
     Args:
-        layers: its caches of keys and values in the model's order, each with its group.
-        put: writes keys and values.
+        layers: KV caches in the model's order, each with its group.
+        put: writer of keys and values.
 
-    Counter: `replayed`, steps that a trace has computed.
+    Attributes:
+        replayed: number of steps computed by a trace.
     """
 
     def __init__(self, loaded: LoadedModel, layers: Sequence[tuple[int, LayerArena]], put: Put) -> None:
         self._loaded = loaded
         self._layers = layers
         self._put = put
-        self._kinds: list[_Kinds] = []  # by group; nothing until a step has shown them
+        self._kinds: list[_Kinds] = []  # by group; empty before the first step
         self._traces: OrderedDict[Hashable, Callable[..., Sequence[mx.array]] | None] = OrderedDict()
-        self._proved: set[bool] = set()  # whether those of several rows are, and those of one
+        self._proved: set[bool] = set()  # proved kinds: True for several rows, False for one
         self._is_off = False
         self.replayed = 0
 
     def logits(self, step: StepInputs, lay_out: Callable[[], mx.array]) -> mx.array:
-        """Logits of a step [B, n, vocabulary], whose keys and values are written.
+        """Logits [B, n, vocabulary] of a step; also writes its keys and values.
 
         Args:
-            lay_out: computes them without a trace. What it does may be done twice.
+            lay_out: computes them without a trace; may be called in addition to a trace.
         """
         if self._is_off or not _is_plain(step):
             return lay_out()
@@ -103,7 +104,7 @@ class StepTraces:
             return logits
         groups = self._groups(step)
         key = _key(step, groups, self._layers)
-        if key not in self._traces:  # the next one of this kind is worth a trace
+        if key not in self._traces:  # the second one of this kind is traced
             self._traces[key] = None
             if len(self._traces) > _MOST_TRACES:
                 self._traces.popitem(last=False)
@@ -111,7 +112,7 @@ class StepTraces:
         self._traces.move_to_end(key)
         try:
             logits = self._replay(key, step, groups)
-        except Exception as error:  # a model may do anything with the position of a row
+        except Exception as error:  # a model may fail on an array as position
             self._give_up(f"{error!s:.200}")
             return lay_out()
         is_batch = len(step.lengths) > 1
@@ -120,7 +121,7 @@ class StepTraces:
     def _groups(self, step: StepInputs) -> list[_Group]:
         groups = []
         for kinds, reads, writes in zip(self._kinds, step.reads, step.writes, strict=True):
-            assert reads is not None and writes is not None  # no layer is passed by
+            assert reads is not None and writes is not None  # no layer is skipped
             launches = {kind: made for kind in kinds if (made := kind.prepare(reads)) is not None}
             groups.append(_Group(reads, writes, launches))
         return groups
@@ -145,7 +146,7 @@ class StepTraces:
     def _lay_out(
         self, step: StepInputs, groups: Sequence[_Group], token_ids: mx.array, offset: mx.array, *given: mx.array
     ) -> list[mx.array]:
-        """Logits, and what each layer's launch gives that writes (`append`): of a step like `step`, of these arrays."""
+        """Logits and each layer's write result (`append`), for a step like `step` on these arrays."""
         arrays = iter(given)
         own = [group.of(arrays) for group in groups]
         layers = [(group, layer.made_of(arrays)) for group, layer in self._layers]
@@ -156,7 +157,7 @@ class StepTraces:
         return [logits, *(layer.keys.written for _, layer in layers)]
 
     def _prove(self, replayed: mx.array, expected: mx.array, is_batch: bool) -> mx.array:
-        """`expected`; traces are done with where `replayed` is something else."""
+        """Return `expected`; disable traces if `replayed` differs."""
         difference = mx.abs(replayed.astype(mx.float32) - expected.astype(mx.float32)).max()
         largest = mx.abs(expected.astype(mx.float32)).max()
         if (difference <= _TOLERANCE[expected.dtype] * largest).item():
@@ -184,7 +185,7 @@ def _is_plain(step: StepInputs) -> bool:
 
 
 def _kinds_of(step: StepInputs) -> list[_Kinds]:
-    """How the layers of a step attended, by group, once it has been laid out; nothing where not all by kernels."""
+    """Attention kinds of a laid-out step, by group; empty unless all went by kernels."""
     kinds = []
     for reads, writes in zip(step.reads, step.writes, strict=True):
         if reads is None or writes is None:
@@ -200,5 +201,5 @@ def _key(step: StepInputs, groups: Sequence[_Group], layers: Sequence[tuple[int,
     launches = [each for group in groups for each in group.launches.values()]
     shapes = tuple(array.shape for each in launches for array in each.arrays)
     slots = tuple({group: layer.keys.capacity for group, layer in layers}.values())
-    # A trace keeps what is launched alive, and so its identity.
+    # A trace keeps its launches alive, so their ids stay unique.
     return len(step.lengths), tuple(id(each.compute) for each in launches), shapes, slots

@@ -1,5 +1,7 @@
-"""What a model caches, found out by running mlx-lm's own modules on a few tokens. Only shapes are looked at: nothing is
-evaluated, so it costs the same for models of any size."""
+"""Find what a model caches by running mlx-lm's own modules on a few tokens.
+
+Only shapes are inspected, nothing is evaluated: the cost does not depend on the model's size.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +27,19 @@ _HEADS = ("n_heads", "num_attention_heads", "num_heads", "n_head")
 
 @dataclass(frozen=True)
 class Paged:
-    """Where in the list of a model's caches one of keys and values stands; `layer` is an index into `Survey.layers`."""
+    """Place of a KV cache in the list of a model's caches; `layer` is an index into `Survey.layers`."""
 
     layer: int
 
 
 @dataclass(frozen=True)
 class Recurrent:
-    """The same for a state; `cache` is an index into `Survey.recurrent`."""
+    """Place of a state in that list; `cache` is an index into `Survey.recurrent`."""
 
     cache: int
 
 
-# None is a cache that the model makes and does not use; a tuple is mlx-lm's CacheList.
+# None: a cache that the model makes and does not use. A tuple: mlx-lm's CacheList.
 CacheRef = Paged | Recurrent | tuple[Any, ...] | None
 
 
@@ -46,18 +48,18 @@ class Survey:
     """A model's caches.
 
     Args:
-        refs: to these, in the order that the model takes its caches.
-        layers: those of keys and values, in order of computation.
-        recurrent: those of a state, in order of computation.
-        latents: of each of `layers`, what is known of MLA's latent; None for other attention.
-        dtypes: of each of `layers`, what its keys are computed in.
+        refs: places of caches, in the model's order.
+        layers: KV caches, in order of computation.
+        recurrent: states, in order of computation.
+        latents: MLA's latent for each of `layers`; None for other attention.
+        dtypes: type that the keys of each of `layers` are computed in.
         num_heads: query heads.
-        hidden_bytes: of what goes from layer to layer, a token; 0 where layers cannot be passed by: they keep a state,
-            are not computed once each and in order, or give more than hidden states.
-        linears: of each linear module that is called token by token, by its layer's number and its path in the layer:
-            whether the layer has written all that it caches before it is called, so that it has no part in that.
-        final_norm: the module that owns the first norm behind the last layer, and its name there; None without one.
-        precision: that keys and values are to be kept in.
+        hidden_bytes: bytes per token between layers; 0 if layers cannot be skipped: they keep a state, do not run once
+            each in order, or give more than hidden states.
+        linears: by layer and path, for linears that are called token by token: whether all calls come after the layer's
+            cache writes, so that they have no part in these.
+        final_norm: owner and name of the first norm after the last layer; None without one.
+        precision: precision for keys and values.
     """
 
     refs: tuple[CacheRef, ...]
@@ -72,12 +74,11 @@ class Survey:
     precision: Precision
 
     def kept_in(self, precision: Precision) -> Survey:
-        """The same, with keys and values in other bits."""
         return replace(self, precision=precision)
 
     @cached_property
     def packings(self) -> tuple[LayerPacking, ...]:
-        """Of each layer; raises UnsupportedModel where heads have no groups to be quantised in."""
+        """Packing of each layer; raises UnsupportedModel if heads cannot be quantised in groups."""
         layers = zip(self.precision.layers, self.dtypes, strict=True)
         return tuple(
             LayerPacking(self._packing(bits.keys, dtype), self._packing(bits.values, dtype)) for bits, dtype in layers
@@ -91,13 +92,12 @@ class Survey:
         return quantisation_for(*sorted(dims | ranks), bits=bits)
 
     def spec(self, model_type: str, config: dict[str, Any]) -> CacheSpec:
-        """Raises UnsupportedModel where heads cannot be quantised."""
         groups = make_groups(self.layers, self.packings)
         return CacheSpec(model_type, self.num_heads, groups, _rope_text(config), recurrent=self.recurrent)
 
     def caches(self, paged: Sequence[Any], states: Sequence[ArraysCache]) -> list[Any]:
-        """The model's caches, made of those for `layers` and for `recurrent`."""
-        # Not by a closure that calls itself: as a circle it would keep a step's arrays until Python looks for circles.
+        """Caches in the model's order, from those for `layers` and `recurrent`."""
+        # Not a recursive closure: its reference cycle would keep a step's arrays until garbage collection.
         return [_cache_at(ref, paged, states) for ref in self.refs]
 
 
@@ -110,10 +110,10 @@ def _cache_at(ref: CacheRef, paged: Sequence[Any], states: Sequence[ArraysCache]
 
 
 def survey(model: nn.Module) -> Survey:
-    """Run the model once and say what it caches; keys and values in 4 bits, until it is said otherwise.
+    """Run the model once and return what it caches, with keys and values in 4 bits.
 
     Raises:
-        UnsupportedModel: it keeps something that is not understood, or does not run.
+        UnsupportedModel: it keeps an unknown kind of cache, or does not run.
     """
     _check_ropes(model)
     run = watch_run(model)
@@ -152,7 +152,7 @@ def _ref(watched: Any, numbers: dict[int, int]) -> CacheRef:
 
 
 def _layer_spec(seen: Seen, paged: Sequence[Seen]) -> LayerSpec:
-    assert seen.depth is not None  # it is used
+    assert seen.depth is not None
     nth = [other for other in paged if other.depth == seen.depth].index(seen)
     window = seen.cache.max_size if isinstance(seen.cache, RotatingKVCache) else None
     if seen.latent is not None:
@@ -162,7 +162,7 @@ def _layer_spec(seen: Seen, paged: Sequence[Seen]) -> LayerSpec:
 
 
 def _recurrent_spec(seen: Seen) -> RecurrentSpec:
-    assert seen.depth is not None  # it is used
+    assert seen.depth is not None
     tensors = [
         None if array is None else StateTensor(array.shape[1:], _name(array.dtype)) for array in seen.cache.cache
     ]
@@ -182,26 +182,26 @@ def _hidden_bytes(model: nn.Module, run: Run) -> int:
 
 
 def _num_heads(model: nn.Module) -> int:
-    """Query heads, whatever the attribute is called; of several sorts of layers, those of the first."""
+    """Query heads of the first layer that has any, under any known name."""
     for layer in model.layers:
         for module in layer.modules():
             for name in _HEADS:
                 if isinstance(heads := getattr(module, name, None), int):
                     return heads
-    return 1  # a model without attention
+    return 1  # no attention
 
 
 def _rope_text(config: dict[str, Any]) -> str:
-    """Every config entry that rope may be made from, also where text has a config of its own."""
+    """Config entries that rope may depend on, also those of the text config."""
     entries = [*config.items(), *text_config(config).items()]
     of_rope = [(k, v) for k, v in entries if "rope" in k or "rotary" in k or k == "max_position_embeddings"]
     try:
         return repr(sorted(of_rope))
-    except TypeError:  # one name twice, with values that have no order
+    except TypeError:  # equal names whose values have no order
         return repr(sorted(of_rope, key=repr))
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """What a config says of the text model, where that has a config of its own; else nothing."""
+    """The text model's own config, if there is one; else empty."""
     inner = config.get("text_config")
     return inner if isinstance(inner, dict) else {}

@@ -1,4 +1,4 @@
-"""A model's run on a few tokens, watched: which caches and linear modules it uses, in what order and with what."""
+"""Traced run of a model on a few tokens: which caches and linear modules it uses, in what order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentcache.models.compat import ArraysCache, CacheList, KVCache, RotatingKV
 from agentcache.models.layers import LayerCall, Stand, hooked, layer_lists
 from agentcache.models.mla import Latent, latent_of
 
-# Alone, or as the part of one of several ranks.
+# Whole, or one rank's part.
 LINEARS = (
     nn.Linear,
     nn.QuantizedLinear,
@@ -25,12 +25,12 @@ LINEARS = (
     nn.ShardedToAllLinear,
     nn.QuantizedShardedToAllLinear,
 )
-_NUM_TOKENS = 8  # more than a short convolution looks back, so that its state has its full length
+_NUM_TOKENS = 8  # more than a short convolution's history, so that its state is full
 
 
 @dataclass
 class Seen:
-    """What is seen of one cache: who it is first used by, and with what: keys' and values' shapes, and keys' dtype."""
+    """One cache: its first user's depth, shapes of keys and values, type of keys."""
 
     cache: Any
     depth: int | None = None
@@ -45,15 +45,15 @@ class Run:
     """A model's run on its own caches.
 
     Attributes:
-        calls: layers, as they were computed.
-        tuples: whether one of them gave more than hidden states.
-        layer, x: the one that is being computed, and the last one's input.
-        used: caches, as they were first written.
-        num_writes: to all of them.
-        called: linears called since the last time that they were judged, by how much had been written before.
-        behind: of each linear by its layer's number and its path there, whether all writes came before its calls.
-        norms: those outside of layers, each with the module that owns it and its name there.
-        caches: as the model takes them: a `Seen` each; a tuple of them for a CacheList.
+        calls: layers, in order of computation.
+        tuples: whether a layer gave more than hidden states.
+        layer, x: layer in progress; input of the last one.
+        used: caches, in order of their first write.
+        num_writes: number of writes to all caches.
+        called: linears called since the last `settle`, with the number of writes before.
+        behind: by layer and path of a linear: whether all writes came before its calls.
+        norms: norms outside of layers, with owner and name.
+        caches: in the model's order, a `Seen` each; a tuple for a CacheList.
     """
 
     calls: list[nn.Module] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Run:
         return len(self.calls)
 
     def settle(self, is_behind: Callable[[int], bool]) -> None:
-        """Judge the linears called since the last time by how much had been written before."""
+        """Judge the linears in `called` by the number of writes before them."""
         for name, num_writes in self.called.items():
             self.behind[name] = self.behind.get(name, True) and is_behind(num_writes)
         self.called.clear()
@@ -106,7 +106,7 @@ class Run:
 
 
 class _WatchedArrays(ArraysCache):
-    """A state that says when it is written."""
+    """State that reports its writes."""
 
     def __init__(self, size: int, run: Run) -> None:
         super().__init__(size)
@@ -119,7 +119,7 @@ class _WatchedArrays(ArraysCache):
 
 
 class _WatchedNorm(Stand):
-    """A norm that says behind how many layers it is computed."""
+    """Norm that records how many layers were computed before it."""
 
     def __init__(self, original: nn.Module, run: Run) -> None:
         super().__init__(original)
@@ -133,7 +133,6 @@ class _WatchedNorm(Stand):
 
 @contextmanager
 def _watched_norms(model: nn.Module, run: Run) -> Iterator[list[tuple[nn.Module, str, _WatchedNorm]]]:
-    """Inside, norms outside of the layers are watched; each comes with the module that owns it and its name there."""
     inside = {id(module) for layers in layer_lists(model) for layer in layers for module in layer.modules()}
     norms = [
         (owner, name, _WatchedNorm(child, run))
@@ -164,7 +163,6 @@ def _watched(kind: Any) -> Any:
 
 @contextmanager
 def _watched_linears(model: nn.Module, run: Run) -> Iterator[None]:
-    """Inside, linear modules of layers say when they are called."""
     linears: list[tuple[nn.Module, Any]] = []
     try:
         for index, layer in enumerate(model.layers):
@@ -181,7 +179,7 @@ def _watched_linears(model: nn.Module, run: Run) -> Iterator[None]:
 
 
 def _watch(cache: Any, index: int, run: Run) -> Any:
-    """A `Seen` whose cache goes to the model instead of `cache`; a tuple of them for a CacheList."""
+    """A `Seen` whose cache replaces `cache` in the run; a tuple of them for a CacheList."""
     if type(cache) is CacheList:
         return tuple(_watch(inner, index, run) for inner in cache.caches)
     if type(cache) is ArraysCache:
@@ -200,15 +198,15 @@ def _unwrap(watched: Sequence[Any]) -> list[Any]:
 
 
 def watch_run(model: nn.Module) -> Run:
-    """Run the model once. Raises UnsupportedModel where it does not run, or keeps something that is not understood."""
+    """Run the model once. Raises UnsupportedModel if it does not run, or keeps an unknown kind of cache."""
     run = Run()
     try:
         run.caches = [_watch(cache, index, run) for index, cache in enumerate(make_prompt_cache(model))]
         with hooked(model, run.compute), _watched_norms(model, run) as run.norms, _watched_linears(model, run):
             model(mx.zeros((1, _NUM_TOKENS), mx.int32), cache=_unwrap(run.caches))
-        run.settle(lambda num_writes: False)  # called outside of layers
+        run.settle(lambda num_writes: False)  # calls outside of layers
     except UnsupportedModel:
         raise
-    except Exception as error:  # a wrong entry in a config fails anywhere in mlx-lm, in any way
+    except Exception as error:  # a wrong config entry can raise anything
         raise UnsupportedModel(f"{type(model).__name__} does not run: {error!s:.300}") from error
     return run
