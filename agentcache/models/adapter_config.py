@@ -1,4 +1,4 @@
-"""What adapter_config.json says of scales, ranks and when the adapter acts; what else it asks for is refused by name.
+"""Read adapter_config.json: scales, ranks and activation. Unsupported features are refused by name.
 
 Written by mlx-lm (`mlx_lm/tuner/utils.py`) or PEFT (`peft/tuners/lora/config.py`).
 """
@@ -22,9 +22,9 @@ _MAX_CONFIG_BYTES = 1 << 20
 _MAX_PATTERN = 256
 _MAX_REPEATS = 3
 _MAX_TOKEN_ID = 2**31
-_LARGEST = 1e30  # compared so that NaN and integers beyond any float fail too
+_LARGEST = 1e30  # for comparisons that NaN and integers beyond float fail too
 
-# Fields of PEFT's config that ask for more than x @ A @ B, and what they ask for.
+# PEFT options that need more than x @ A @ B.
 _PEFT_EXTRAS = {
     "use_dora": "DoRA",
     "modules_to_save": "whole modules saved beside the adapter",
@@ -37,13 +37,13 @@ _PEFT_EXTRAS = {
     "use_bdlora": "BD-LoRA",
     "arrow_config": "Arrow routing",
 }
-# Others (PiSSA, OLoRA, CorDA, LoftQ …) change the base weights before training.
+# Other values (PiSSA, OLoRA, CorDA, LoftQ …) change the base weights before training.
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True)
 class ExplicitScale:
-    """mlx-lm's: one factor, whatever the rank."""
+    """mlx-lm's scale: one factor for any rank."""
 
     rank: int
     factor: float
@@ -52,7 +52,7 @@ class ExplicitScale:
         """Factor on x @ A @ B of `module`.
 
         Raises:
-            UnsupportedAdapter: the module's matrices have another rank than the config says.
+            UnsupportedAdapter: rank of the module's matrices differs from the config.
         """
         _check_rank(module, self.rank, rank)
         return self.factor
@@ -60,10 +60,11 @@ class ExplicitScale:
 
 @dataclass(frozen=True)
 class AlphaScale:
-    """PEFT's: alpha / r, or alpha / sqrt(r) where rank-stabilised (arXiv 2312.03732).
+    """PEFT's scale: alpha / r, or alpha / sqrt(r) if rank-stabilised (arXiv 2312.03732).
 
     Args:
-        rank_pattern, alpha_pattern: exceptions by regular expression on the end of a module's name; the first counts.
+        rank_pattern, alpha_pattern: exceptions by regular expression on the end of a module name; the first match
+            counts.
     """
 
     rank: int
@@ -73,7 +74,7 @@ class AlphaScale:
     alpha_pattern: Mapping[str, float]
 
     def of(self, module: str, rank: int) -> float:
-        """As `ExplicitScale.of`; `module` is named as in the model that was trained."""
+        """As `ExplicitScale.of`; `module` is the name in the trained model."""
         _check_rank(module, _first_match(self.rank_pattern, module, self.rank), rank)
         alpha = _first_match(self.alpha_pattern, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.stabilised else rank)
@@ -89,17 +90,17 @@ def _first_match(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
 
 
 def _expression(key: str) -> re.Pattern[str]:
-    """What PEFT's `get_pattern_key` looks for: names that end with `key`, by whole components."""
+    """Expression of PEFT's `get_pattern_key`: names that end with `key`, by whole components."""
     return re.compile(rf"(.*\.)?({key})$")
 
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What the config says that matters for serving.
+    """Settings for serving.
 
     Args:
-        invocation_tokens: token ids from whose last occurrence on the adapter acts; None if it always acts.
-        activation_shift: tokens by which that start moves; adapters of before PEFT's rule start one later.
+        invocation_tokens: token ids from whose last occurrence the adapter acts; None if it always acts.
+        activation_shift: tokens by which that start moves; adapters older than PEFT's rule start one later.
     """
 
     scale: ExplicitScale | AlphaScale
@@ -108,10 +109,10 @@ class AdapterConfig:
 
 
 def read_mlx_lm_config(folder: Path) -> AdapterConfig:
-    """Of a folder that `mlx_lm.lora` has written.
+    """Config of a folder written by `mlx_lm.lora`.
 
     Raises:
-        UnsupportedAdapter: the config is broken, or asks for something else than LoRA.
+        UnsupportedAdapter: broken config, or not LoRA.
     """
     config = _read(folder)
     if (kind := config.get("fine_tune_type", "lora")) != "lora":
@@ -124,11 +125,7 @@ def read_mlx_lm_config(folder: Path) -> AdapterConfig:
 
 
 def read_peft_config(folder: Path) -> AdapterConfig:
-    """Of a folder that PEFT's `save_pretrained` has written.
-
-    Raises:
-        UnsupportedAdapter: the config is broken, or asks for something else than LoRA.
-    """
+    """Config of a folder written by PEFT's `save_pretrained`; raises the same."""
     config = _read(folder)
     if (kind := config.get("peft_type")) != "LORA":
         raise UnsupportedAdapter(f"peft_type {_show(kind)} is not supported, only 'LORA'")
@@ -161,7 +158,7 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _activation(config: dict[str, Any]) -> tuple[tuple[int, ...] | None, int]:
-    """PEFT's `alora_invocation_tokens`, taken from mlx-lm's folders too, and `activation_shift`."""
+    """PEFT's `alora_invocation_tokens`, accepted in mlx-lm's folders too, and `activation_shift`."""
     tokens = config.get("alora_invocation_tokens")
     if tokens is not None and not _are_token_ids(tokens):
         raise UnsupportedAdapter("alora_invocation_tokens is not a list of token ids")
@@ -197,9 +194,9 @@ def _pattern(config: dict[str, Any], name: str, read: Any) -> dict[str, Any]:
 
 
 def _check_pattern(name: str, key: str) -> None:
-    """A regular expression from a file must not be one that matches for hours."""
+    """Refuse regular expressions that could match for hours."""
     repeats = len(re.findall(r"[*+{]|(?<!\()\?", key))
-    # Whatever can match in several ways multiplies.
+    # Each construct that can match in several ways multiplies the time.
     choices = max(key.count("("), key.count("|") // _MAX_REPEATS)
     if len(key) > _MAX_PATTERN or max(repeats, choices) > _MAX_REPEATS or re.search(r"\)[*+{?]", key):
         raise UnsupportedAdapter(f"{CONFIG_FILE}: a key of {name} is too intricate a regular expression")

@@ -1,7 +1,7 @@
-"""Adapter folders as they lie on disk, written by mlx-lm or PEFT, read into one convention.
+"""Read adapter folders of mlx-lm or PEFT into one convention.
 
-Plain numpy: any thread may read a folder while another one runs the model. Only safetensors files are opened, never
-pickles; whatever is not plain LoRA of linear modules is refused by name.
+Plain numpy: any thread may read while another runs the model. Only safetensors files are opened, never pickles.
+Anything but plain LoRA of linear modules is refused by name.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from agentcache.models.plain_file import open_plain_file, read_exactly
 
 MAX_BYTES = 4 << 30
 MAX_HEADER_BYTES = 16 << 20
-_MOST_OBJECTS = 1 << 18  # in a header: three a tensor; in memory each takes 20 times its bytes
+_MOST_OBJECTS = 1 << 18  # entries of a header: three per tensor; each takes 20 times its bytes in memory
 
 Array = NDArray[np.float32]
 
 _LAYER = r"(?:(?:model|language_model)\.){0,3}layers\.(?P<layer>0|[1-9][0-9]{0,3})\.(?P<path>[A-Za-z0-9_.]{1,100})"
 _FLOATS = {"F32": "<f4", "F16": "<f2"}
 _EXPERTS = {"experts", "switch_mlp"}
-# What else trainers save, by a part of the tensor's name.
+# Other tensors that trainers save, by a part of the name.
 _OTHER_TENSORS = {
     "magnitude": "DoRA",
     "embed": "adapters of embeddings",
@@ -43,7 +43,7 @@ _OTHER_TENSORS = {
 
 
 class ModuleName(NamedTuple):
-    """A module by its layer and its path inside the layer, such as (3, "self_attn.q_proj")."""
+    """Layer and path inside the layer, such as (3, "self_attn.q_proj")."""
 
     layer: int
     path: str
@@ -54,11 +54,11 @@ class ModuleName(NamedTuple):
 
 @dataclass(frozen=True)
 class LowRank:
-    """What an adapter adds to one linear module: x @ a @ b. numpy arrays in host memory, or MLX's on the device.
+    """Addition to one linear module, x @ a @ b: numpy arrays on the host, or MLX arrays.
 
     Args:
         a: [in, r].
-        b: [r, out], the scale folded in.
+        b: [r, out], including the scale.
     """
 
     a: Any
@@ -71,11 +71,11 @@ class LowRank:
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """What a folder holds.
+    """Contents of a folder.
 
     Args:
         format: `mlx-lm` or `peft`.
-        matrices: float32 numpy arrays, by the names that the trainer knew.
+        matrices: float32 numpy arrays, by the trainer's module names.
     """
 
     path: Path
@@ -86,11 +86,11 @@ class AdapterFiles:
 
 @dataclass(frozen=True)
 class _Format:
-    """How one trainer writes.
+    """One trainer's file format.
 
     Args:
-        tensor: its names of matrices: `module`, `layer`, `path`, and `side`, an a or b.
-        is_transposed: matrices are [r, in] and [out, r].
+        tensor: pattern of matrix names, with groups `module`, `layer`, `path` and `side` (a or b).
+        is_transposed: whether matrices are [r, in] and [out, r].
     """
 
     name: str
@@ -119,13 +119,13 @@ _FORMATS = (
 
 
 def read_folder(folder: Path, max_bytes: int = MAX_BYTES) -> AdapterFiles:
-    """Read and check everything that can be checked without the model.
+    """Read a folder, with all checks that need no model.
 
     Args:
-        max_bytes: size of the tensors' file at most.
+        max_bytes: maximum size of the tensor file.
 
     Raises:
-        UnsupportedAdapter: says what is wrong, without the folder's name.
+        UnsupportedAdapter: the reason, without the folder's name.
     """
     style = _format_of(folder)
     config = style.read_config(folder)
@@ -147,7 +147,7 @@ def _format_of(folder: Path) -> _Format:
 
 
 def _read_tensors(file: Path, max_bytes: int) -> dict[str, Array]:
-    """All tensors as float32, by name, so that a broken file always gets the same sentence."""
+    """All tensors as float32, sorted by name so that a broken file always gives the same error."""
     try:
         tensors = sorted(deserialize(_read_safetensors(file, max_bytes)), key=itemgetter(0))
     except SafetensorError as error:
@@ -156,7 +156,7 @@ def _read_tensors(file: Path, max_bytes: int) -> dict[str, Array]:
 
 
 def _read_safetensors(file: Path, max_bytes: int) -> bytes:
-    """The whole file, once its header and its size agree: a file may say that it has gigabytes, and have none."""
+    """The whole file, after a check that header and size agree: a file may claim gigabytes that it lacks."""
     with open_plain_file(file, max_bytes) as (stream, size):
         header_bytes = int.from_bytes(read_exactly(stream, min(8, size), file.name), "little")
         if header_bytes > MAX_HEADER_BYTES or 8 + header_bytes > size:
@@ -171,7 +171,7 @@ def _read_safetensors(file: Path, max_bytes: int) -> bytes:
 
 
 def _data_bytes(header: bytes, name: str) -> int:
-    """Where the last tensor ends, by the header."""
+    """End of the last tensor, by the header."""
     if header.count(b"[") + header.count(b"{") > _MOST_OBJECTS:
         raise UnsupportedAdapter(f"{name} is not a safetensors file: its header has too many entries")
     try:
@@ -193,8 +193,6 @@ def _float32(name: str, dtype: str, data: bytes, shape: list[int]) -> Array:
 
 @dataclass
 class _Sides:
-    """The matrices of one module met so far."""
-
     module: str
     a: Array | None = None
     b: Array | None = None
@@ -221,7 +219,7 @@ def _by_module(tensors: Mapping[str, Array], style: _Format) -> dict[ModuleName,
 def _unknown(tensor: str) -> str:
     what = next((what for part, what in _OTHER_TENSORS.items() if part in tensor), None)
     if what is None and tensor.endswith(".m"):
-        what = "DoRA"  # as mlx-lm names it
+        what = "DoRA"  # mlx-lm's name
     if what is not None:
         return f"{_show(tensor)}: {what} are not supported"
     return f"{_show(tensor)} is no LoRA matrix of a module in a layer"

@@ -1,4 +1,4 @@
-"""Which adapter each row of a step is computed with, and from which token on."""
+"""Adapter of each row of a step, and the token from which it acts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentcache.models.adapters import Adapter
 
 @dataclass(frozen=True, eq=False)
 class AdapterWeights:
-    """An adapter's matrices on the device, in the dtype that each module computes in."""
+    """An adapter's matrices on the device, in each module's compute type."""
 
     adapter: Adapter
     matrices: Mapping[ModuleName, LowRank]
@@ -25,7 +25,7 @@ class AdapterWeights:
 
 @dataclass(frozen=True)
 class RowAdapter:
-    """A row's adapter: it acts on tokens at absolute positions from `start` on; 0 for plain LoRA."""
+    """A row's adapter, which acts on absolute positions from `start`; 0 for plain LoRA."""
 
     weights: AdapterWeights
     start: int = 0
@@ -33,12 +33,11 @@ class RowAdapter:
 
 @dataclass(frozen=True)
 class RowParts:
-    """A step's rows, adapter by adapter.
+    """A step's rows by adapter.
 
     Args:
-        rows: of each adapter, int32.
-        indices: each row's index when the parts are put one behind the other, int32 [B]; 0 for rows that are masked
-            anyway.
+        rows: row indices of each adapter, int32.
+        indices: each row's index in the concatenated parts, int32 [B]; 0 for masked rows.
     """
 
     rows: Sequence[mx.array]
@@ -46,15 +45,15 @@ class RowParts:
 
 
 class AdapterRows:
-    """Which adapter each row of a step uses, from which of the step's tokens on.
+    """Adapters of a step's rows.
 
     Args:
-        rows: one entry a row; None for base.
-        lengths: tokens each row holds before the step.
-        num_tokens: tokens a row in the step.
+        rows: one entry per row; None for base.
+        lengths: tokens of each row before the step.
+        num_tokens: tokens per row in the step.
 
     Attributes:
-        adapters: those that act on at least one token, each once.
+        adapters: adapters that act on at least one token, without duplicates.
     """
 
     def __init__(self, rows: Sequence[RowAdapter | None], lengths: Sequence[int], num_tokens: int) -> None:
@@ -78,7 +77,7 @@ class AdapterRows:
         self._users.append(self.adapters.index(row.weights))
 
     def mask(self, present: tuple[bool, ...]) -> mx.array | None:
-        """Tokens that the adapters marked in `present` act on, bool [B, n, 1]; None if they act on all."""
+        """Tokens that the adapters marked in `present` act on, bool [B, n, 1]; None if all."""
         if present not in self._masks:
             self._masks[present] = self._mask(present)
         return self._masks[present]
@@ -92,14 +91,14 @@ class AdapterRows:
         return (mx.arange(num_tokens)[None] >= mx.array(firsts)[:, None])[..., None]
 
     def index(self, in_stack: tuple[int, ...]) -> mx.array:
-        """Each row's index in a stack, int32 [B], given each adapter's; 0 for rows that are masked anyway."""
+        """Each row's index in a stack, int32 [B], from each adapter's; 0 for masked rows."""
         if in_stack not in self._indices:
             rows = [0 if user is None else in_stack[user] for user in self._users]
             self._indices[in_stack] = mx.array(rows, dtype=mx.int32)
         return self._indices[in_stack]
 
     def parts(self, present: tuple[bool, ...]) -> RowParts:
-        """The rows of the adapters marked in `present`."""
+        """Rows of the adapters marked in `present`."""
         if present not in self._parts:
             marked = [user for user, is_present in enumerate(present) if is_present]
             rows = [[row for row, user in enumerate(self._users) if user == each] for each in marked]

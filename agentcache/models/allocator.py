@@ -1,4 +1,4 @@
-"""The process's memory allocator, told what MLX does with it."""
+"""Settings of the process's memory allocator for MLX."""
 
 from __future__ import annotations
 
@@ -17,17 +17,14 @@ _NEVER = 2**31 - 1
 
 
 def keep_freed_memory() -> None:
-    """Have malloc keep what a step frees for the next one, instead of giving it back and faulting it in again.
+    """Make malloc keep freed memory for the next step, instead of returning it and faulting it in again.
 
-    On Linux with glibc, whose default costs the CPU back end a quarter of a short turn's time after 8K tokens in a
-    process that has not yet computed anything large. On CUDA what is uploaded is put together in such memory: in a
-    process where restoring 340 MB had taken 110 ms it came to take 310 (H100). Elsewhere nothing happens.
+    Linux with glibc only, where the default slows CPU steps and CUDA uploads.
 
-    All threads to come share one arena: what is free at the end of another cannot be given back (`agentcache.malloc`),
-    and each thread that has read a large request would keep as much. Call it before there are any, as far as the
-    process is ours. Those that are there have arenas of their own, and whoever is to share one may get any of them.
-    They are made of heaps of 64 MB, and one that is free goes back whatever the threshold, unless the pad is as large:
-    a short turn after 4K tokens then took twice as long, with half a million page faults.
+    All later threads share one arena: free memory at the end of other arenas cannot be returned (`agentcache.malloc`),
+    and each thread that reads a large request would keep as much. So call this before starting threads. Threads that
+    exist keep arenas of their own, whose free 64 MB heaps are returned despite the threshold unless the pad is as
+    large.
     """
     if sys.platform != "linux":
         return

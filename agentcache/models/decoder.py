@@ -1,6 +1,6 @@
-"""Decoders with weights of their own: full fine-tunes of the base model that go on from its cache.
+"""Decoders with their own weights: full fine-tunes of the base model that continue from its cache.
 
-PrefillShare (arXiv 2602.12029): base computes the prompt, such a decoder its last token and all that it writes.
+PrefillShare (arXiv 2602.12029): base computes the prompt, the decoder its last token and the answer.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.
 
 @dataclass(frozen=True)
 class Decoder:
-    """Who a decoder is; its weights may come and go. To those who serve it, an adapter that changes every layer.
+    """Identity of a decoder, used like an adapter that changes every layer. Its weights may be loaded and dropped.
 
     Args:
-        digest: of its config and weights, 32 hex digits.
-        path: its folder.
-        nbytes: of its weights' files.
-        files: what they were when the digest was taken (`file_identity`).
+        digest: digest of config and weights, 32 hex digits.
+        nbytes: bytes of the weight files.
+        files: `file_identity` of its files when the digest was taken.
     """
 
     digest: str
@@ -49,7 +48,7 @@ class Decoder:
 
 @dataclass(frozen=True, eq=False)
 class DecoderWeights:
-    """A decoder on the device. Its modules see the steps of the base model that it goes on from."""
+    """A decoder on the device. Its modules see base's steps."""
 
     decoder: Decoder
     model: nn.Module
@@ -60,25 +59,25 @@ class DecoderWeights:
 
 
 def is_decoder_folder(folder: Path) -> bool:
-    """Whether a folder holds a whole model, not an adapter."""
+    """Whether a folder has a whole model, not an adapter."""
     return (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file()
 
 
 def read_decoder(folder: Path, base: Path, memo: Path | None = None) -> Decoder:
-    """Look at a decoder's files, which has to be a fine-tune of the model in folder `base`. Any thread.
+    """Inspect the files of a decoder, a fine-tune of the model in folder `base`. Any thread.
 
     Args:
         memo: as in `model_fingerprints`.
 
     Raises:
-        UnsupportedAdapter: its weights have other names or shapes, or its tokenizer another vocabulary.
+        UnsupportedAdapter: different weight names, shapes or vocabulary.
     """
     try:
         check_files(folder)
         files = _identities(folder)
         _check_weights(folder, base)
         _check_vocabulary(folder, base)
-        # Blocks and residuals name it: they keep their addresses.
+        # Not `identity`: names of existing blocks and residuals contain this digest.
         digest = first_fingerprint(folder, memo, tokenizer=False)
         nbytes = sum(file.stat().st_size for file in _weight_files(folder))
     except (OSError, ValueError, SafetensorError, UnsupportedModel) as error:
@@ -87,7 +86,7 @@ def read_decoder(folder: Path, base: Path, memo: Path | None = None) -> Decoder:
 
 
 def read_decoder_again(decoder: Decoder, base: Path, memo: Path | None = None) -> Decoder:
-    """The same decoder, whose weights have been dropped; raises UnsupportedAdapter if the folder has changed."""
+    """Read a decoder whose weights were dropped; raises UnsupportedAdapter if the folder has changed."""
     again = read_decoder(decoder.path, base, memo)
     if again.digest != decoder.digest:
         raise UnsupportedAdapter(f"the model in {decoder.path} has changed since it was loaded; load it anew")
@@ -96,7 +95,7 @@ def read_decoder_again(decoder: Decoder, base: Path, memo: Path | None = None) -
 
 def _weight_files(folder: Path) -> list[Path]:
     files = sorted(folder.glob("model*.safetensors"))
-    if not files or not all(file.is_file() for file in files):  # opening a pipe would wait for ever
+    if not files or not all(file.is_file() for file in files):  # opening a pipe would block
         raise ValueError("it has no model*.safetensors")
     return files
 
@@ -132,13 +131,13 @@ def _check_vocabulary(folder: Path, base: Path) -> None:
 
 
 def load_decoder(decoder: Decoder, base: LoadedModel) -> Iterator[DecoderWeights | None]:
-    """Put a decoder on the device, on the thread that loaded `base`, which has steps to compute between the pieces.
+    """Put a decoder on the device, in pieces, on the thread that loaded `base` and computes steps between pieces.
 
     Yields:
-        None after each layer that was read, and after each piece of the proof (`Proof.pieces`); at last the decoder.
+        None after each layer read and each piece of the proof (`Proof.pieces`); at last the decoder.
 
     Raises:
-        UnsupportedAdapter: it caches something else than base, or its files have changed since the digest was taken.
+        UnsupportedAdapter: it caches something else than base, or its files have changed.
     """
     try:
         model, config = load_model(decoder.path, lazy=True)
@@ -148,10 +147,10 @@ def load_decoder(decoder: Decoder, base: LoadedModel) -> Iterator[DecoderWeights
         pieces = host_in_pieces(model, config["model_type"], config, choose=lambda model, survey: base.survey.precision)
         for hosted in pieces:  # noqa: B007
             yield None
-        assert hosted is not None  # it comes last
+        assert hosted is not None  # the last item
         install_wanted_positions(hosted.survey, base.current)
         changed = _identities(decoder.path) != decoder.files
-    except Exception as error:  # a wrong entry in a config fails anywhere in mlx-lm, in any way
+    except Exception as error:  # a wrong config entry can raise anything
         raise UnsupportedAdapter(f"the model in {decoder.path} cannot be loaded: {error!s:.200}") from None
     if changed:
         raise UnsupportedAdapter(f"the model in {decoder.path} is being changed; load it anew")

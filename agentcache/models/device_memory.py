@@ -1,4 +1,4 @@
-"""MLX's device: how much memory it has, and the limits that MLX is told while an engine runs."""
+"""Memory of MLX's device, and MLX's memory limits while an engine runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LEAST_CACHE_LIMIT = 256 << 20
 
 
 def device_memory() -> DeviceMemory:
-    """Of the default device."""
+    """Memory of the default device."""
     total = SystemMemory().total()
     if mx.default_device() != mx.gpu:
         return DeviceMemory(total)
@@ -33,7 +33,7 @@ def device_memory() -> DeviceMemory:
 
 @dataclass(frozen=True)
 class Setter:
-    """A limit of MLX: its function, which returns the limit before."""
+    """Setter of one of MLX's limits; it returns the previous limit."""
 
     name: str
     set: Callable[[int], int]
@@ -45,14 +45,13 @@ CACHE = Setter("cache", mx.set_cache_limit)
 
 
 def wanted_limits(plan: MemoryPlan, device_type: Any = None) -> list[tuple[Setter, int]]:
-    """What MLX is to be told, by the default device.
+    """MLX's limits for the default device.
 
-    The memory limit makes evaluation wait for what is under way instead of running ahead, once more is allocated. The
-    cache is what MLX keeps of freed buffers: on a GPU as much as the memory limit, unless it is told otherwise, and
-    never to be had by other programs. On the CPU none is kept: malloc keeps what is freed by itself and gives out what
-    was freed last, which the processor still has at hand; with MLX's, a step's graph took a fifth longer to start.
-    A card's own memory is slow to be had, and hardly anybody else's: there an eighth is kept. Wired memory is Metal's
-    alone.
+    - Memory: above it, evaluation waits for work in flight instead of running ahead.
+    - Cache of freed buffers: on a GPU MLX's default equals the memory limit, out of reach of other programs. None on a
+      CPU, where malloc reuses recent memory better. An eighth on CUDA, where allocation is slow and few programs share
+      the memory.
+    - Wired memory: Metal only.
     """
     on_gpu = (device_type or mx.default_device()) == mx.gpu
     kept = max(plan.temporaries, _LEAST_CACHE_LIMIT, plan.limit // 8 if mx.cuda.is_available() else 0)
@@ -63,7 +62,7 @@ def wanted_limits(plan: MemoryPlan, device_type: Any = None) -> list[tuple[Sette
 
 
 class Limits:
-    """Limits that hold until `restore`, or until the process ends (also by SystemExit or an exception)."""
+    """Limits that hold until `restore` or the end of the process (also by SystemExit or an exception)."""
 
     def __init__(self, limits: list[tuple[Setter, int]]) -> None:
         self._before: list[tuple[Setter, int]] = []
@@ -76,7 +75,7 @@ class Limits:
             raise
 
     def restore(self) -> None:
-        """Have what held before; does nothing the second time."""
+        """Restore the previous limits; a second call does nothing."""
         atexit.unregister(self.restore)
         while self._before:
             setter, limit = self._before.pop()

@@ -1,9 +1,8 @@
-"""Products with experts' weights, where what MLX makes of sorted rows cannot be trusted.
+"""Products with experts' weights, without MLX's faulty product for sorted rows.
 
-Where there are many rows mlx-lm sorts them by expert and tells MLX (`switch_layers.SwitchGLU`), which then multiplies
-each expert's rows at once. On CUDA that product of weights that are not quantised is wrong now and then (MLX 0.32.4,
-`grouped_gemm_unaligned.cu`): on an H100 a small gpt-oss of mlx-lm's own answered up to 185 of 2,900 prompts otherwise,
-operation by operation, too, and without CUDA's graphs; where MLX was not told of the order, none of 5,957.
+mlx-lm sorts many rows by expert and tells MLX (`switch_layers.SwitchGLU`), which then multiplies each expert's rows at
+once. On CUDA that product is sometimes wrong for weights that are not quantised (MLX 0.32.4,
+`grouped_gemm_unaligned.cu`).
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from agentcache.models.compat import SwitchLinear
 
 
 class UnsortedSwitchLinear(SwitchLinear):  # type: ignore[misc]
-    """Experts that multiply row by row, in whatever order the rows are: right, and slower for long prompts."""
+    """Experts that multiply row by row in any order: right, but slow on long prompts."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        """As `SwitchLinear`: x [..., 1, D] times the weights of the experts `indices` [...], which may be sorted."""
+        """As `SwitchLinear`: x [..., 1, D] times the weights of experts `indices` [...]."""
         return super().__call__(x, indices)
 
 
 def distrust_sorted_rows(model: nn.Module) -> None:
-    """Have a model's experts that are not quantised be `UnsortedSwitchLinear` on CUDA."""
+    """On CUDA, make a model's unquantised experts `UnsortedSwitchLinear`."""
     if device() != "cuda":
         return
     for module in model.modules():

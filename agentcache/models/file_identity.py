@@ -1,4 +1,4 @@
-"""Whether a file is still the one whose content is known."""
+"""Identity of a file's content by its metadata."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pathlib import Path
 
 
 def file_identity(file: Path) -> str:
-    """Changes whenever the file's content may have changed: its path, size, times and inode."""
+    """Path, size, times and inode: changes whenever the content may have changed."""
     stat = file.stat()
     return f"{file.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ctime_ns}|{stat.st_ino}"

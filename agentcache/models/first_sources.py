@@ -1,7 +1,6 @@
-"""Digests of the sources of mlx-lm 0.32.2, as `source_digest` makes them: never to be changed.
+"""Source digests of mlx-lm 0.32.2, as made by `source_digest`. Must never change.
 
-Blocks were made with these before addresses covered the code that computes them, so addresses leave them out: the
-blocks keep their names.
+Blocks made with these sources predate source digests. Their keys leave the digest out, and so stay valid.
 """
 
 FIRST_SOURCES: dict[str, str] = {

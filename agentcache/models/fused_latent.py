@@ -1,7 +1,7 @@
-"""Where kernels stand in for the operations of latent attention (`models/mla.py`), as `fused` says of other attention.
+"""Run latent attention (`models/mla.py`) by kernels, or by the reference; compare `fused`.
 
-A step of few queries reads packed latents in place, by the kernel of `metal_kernels/latent_decode.py`; a chunk unpacks
-a row's latents by that of `metal_kernels/unpack.py`. The reference serves everywhere else.
+Few queries read packed latents in place (`metal_kernels/latent_decode.py`). A chunk unpacks a row's latents
+(`metal_kernels/unpack.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from agentcache.metal_kernels.latent_shape import LatentShape
 from agentcache.metal_kernels.unpack import unpack
 from agentcache.models.fused import PACKED_BITS, Mode, checked, latent_shape, mode, row_ids, usable
 
-MAX_QUERIES = 8  # of a row: each reads the row's latents by itself
+MAX_QUERIES = 8  # per row; each reads the row's latents by itself
 
 
 class AttendedLatents(NamedTuple):
@@ -31,7 +31,7 @@ class AttendedLatents(NamedTuple):
     rope_scale: float
 
     def prepare(self, reads: Reads) -> PreparedLatents | None:
-        """For all layers that are so; None where kernels are not to be used."""
+        """Launch data; None if kernels are not usable."""
         if not usable(self.shape).right:
             return None
         return prepare_latents(_plan(reads), self.shape, self.scale, self.rope_scale)
@@ -47,13 +47,13 @@ def attention(
     dtype: mx.Dtype,
     reference: Callable[[], mx.array],
 ) -> mx.array:
-    """Attention over the latents of `kv` in their own space, [B, H, n, rank].
+    """Attention over the latents of `kv` in their space, [B, H, n, rank].
 
     Args:
         q_latent: [B, H, n, rank].
-        q_rope: [B, H, n, rope], to be multiplied with `rope_scale`.
-        dtype: of the result, and of the model.
-        reference: computes the same by MLX's operations.
+        q_rope: [B, H, n, rope], still to be multiplied with `rope_scale`.
+        dtype: type of the result and of the model.
+        reference: the same computation by MLX's operations.
     """
     if q_latent.shape[2] > MAX_QUERIES:
         return reference()
@@ -72,7 +72,7 @@ def attention(
 def unpacked(
     side: SideArena, reads: Reads, rank: int, num_heads: int, dtype: mx.Dtype, reference: Callable[[], mx.array]
 ) -> mx.array:
-    """Latents of a single row as [1, 1, T, rank + rope], T up to the end of the step.
+    """Unpack a single row's latents to [1, 1, T, rank + rope], T up to the end of the step.
 
     Args:
         num_heads: query heads.
@@ -86,7 +86,7 @@ def unpacked(
 
 
 def _plan(reads: Reads) -> LatentPlan:
-    """Of this step, made once for all layers of a group."""
+    """Built once per step and group."""
     if "latents" not in reads.prepared:
         ids, bases, lengths = zip(*((tuple(row.block_ids), row.base, row.length) for row in reads.rows), strict=True)
         reads.prepared["latents"] = LatentPlan(StepRows(ids, bases, lengths, reads.num_tokens, reads.window))

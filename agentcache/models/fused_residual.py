@@ -1,7 +1,7 @@
-"""Where kernels stand in for the reference in rows whose keys and values have residuals.
+"""Run attention of rows with residual KV by kernels, or by the reference.
 
-Few tokens of rows of one adapter are computed together, each over its own blocks: what they share of base's is read by
-each of them. For a prompt's chunk a row's blocks are unpacked with their residuals in front of flash attention.
+For few tokens, rows of one adapter run together, each over its own blocks; shared base blocks are read once per row.
+For a prompt's chunk, a row's blocks are unpacked with residuals for flash attention.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def attention(
     options: AttentionOptions,
     reference: Callable[[], mx.array],
 ) -> mx.array:
-    """Attention of a step's `queries` [B, H_q, n, D] over rows of one adapter: [rows, H_q, n, D], in their order.
+    """Attention of `queries` [B, H_q, n, D] over rows of one adapter: [rows, H_q, n, D], in their order.
 
     Args:
-        reference: computes the same by MLX's operations.
+        reference: the same computation by MLX's operations.
     """
     first = rows[0]
     if fused.why_none() or not fused.is_pair(arena):
@@ -39,14 +39,14 @@ def attention(
     is_chunk = queries.shape[2] > fused.MAX_QUERIES
     if is_chunk and options.softcap is not None:
         return reference()
-    # The first row knows how they are read, for all layers of a group.
+    # Prepared data is kept in the first row's reads, for all layers of a group.
     shape = _shape_of(first, arena, queries.shape[1], queries.dtype)
     if shape is None:
         return reference()
     key = "residual", tuple(row.row for row in rows), shape, *options[:2], options.sinks is None
     prepared = first.reads.prepared
     if key not in prepared:
-        prepared[key] = fused.usable_by_now(shape).right  # an adapter came: others are being answered
+        prepared[key] = fused.usable_by_now(shape).right  # without blocking: other requests are being served
         if prepared[key] and not is_chunk:
             prepared[key] = prepare(_plan(shape, rows), shape, *options[:2], options.sinks is not None)
     found: PreparedDecode | bool = prepared[key]
@@ -60,13 +60,12 @@ def attention(
 
 
 def _shape_of(row: RowOverlay, arena: LayerArena, num_heads: int, dtype: mx.Dtype) -> HeadShape | None:
-    """What kernels are compiled for; None where there are none."""
     kind = _kind(row, arena)
     return None if kind is None else kind.on(fused.shape_of(arena.keys, num_heads, dtype))
 
 
 def _kind(row: RowOverlay, arena: LayerArena) -> ResidualKind | None:
-    """None where no kernel can put together what the row's adapter adds."""
+    """None if no kernel can compute the adapter's residuals."""
     value_rank = 0 if row.value_a is None else row.value_a.array.shape[2]
     if row.key_a is None:
         return ResidualKind(value_rank)
@@ -84,7 +83,7 @@ def _decoded(
     prepared: PreparedDecode,
     options: AttentionOptions,
 ) -> mx.array:
-    assert arena.values is not None  # they are a pair
+    assert arena.values is not None  # see `is_pair`
     own = queries[mx.array([row.row for row in rows], mx.int32)] if len(rows) < queries.shape[0] else queries
     first, matrices = rows[0], rows[0].matrices.for_kernels
     keys = values = None
@@ -100,8 +99,8 @@ def _decoded(
 
 
 def _flash(queries: mx.array, arena: LayerArena, rows: Sequence[RowOverlay], options: AttentionOptions) -> mx.array:
-    """Row by row, one after the other: what a row needs in memory is gone before the next one begins."""
-    assert arena.values is not None  # they are a pair
+    """Rows depend on each other, so that one row's memory is free before the next begins."""
+    assert arena.values is not None  # see `is_pair`
     done: list[mx.array] = []
     for row in rows:
         q = queries[row.row : row.row + 1]
@@ -140,7 +139,7 @@ def _unpacked(queries: mx.array, side: SideArena, row: RowOverlay, added: LowRan
 
 
 def _end(rows: Sequence[RowOverlay]) -> int:
-    """Behind the last position that they read."""
+    """End of the positions that the rows read."""
     return max(own.length for row in rows for own in row.reads.rows) + rows[0].reads.num_tokens
 
 

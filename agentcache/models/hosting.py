@@ -1,4 +1,4 @@
-"""Put a model on the paged cache: look at what it caches, adapt what computes with cached keys itself, and prove it."""
+"""Put a model on the paged cache: inspect its caches, adapt modules that use cached keys, and prove it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agentcache.models.survey import Survey, survey
 
 @dataclass(frozen=True)
 class Hosted:
-    """What a model on the paged cache caches, and where."""
+    """Result for a model on the paged cache."""
 
     survey: Survey
     spec: CacheSpec
@@ -49,17 +49,17 @@ def host(
     check: bool = True,
     choose: ChoosePrecision = IN_FOUR_BITS,
 ) -> Hosted:
-    """Have a model of mlx-lm run on step caches.
+    """Make a model of mlx-lm run on step caches.
 
     Args:
-        check: whether to prove that it gives mlx-lm's own numbers.
-        choose: in how many bits keys and values are kept.
+        check: whether to prove that it computes mlx-lm's numbers.
+        choose: choice of the bits of keys and values.
 
     Raises:
-        UnsupportedModel: a layer keeps something that is not understood, or gives other numbers than mlx-lm's own.
+        UnsupportedModel: an unknown kind of cache, or other numbers than mlx-lm's.
     """
     *_, hosted = host_in_pieces(model, model_type, config, check=check, choose=choose)
-    assert hosted is not None  # it comes last
+    assert hosted is not None  # the last item
     return hosted
 
 
@@ -71,7 +71,7 @@ def host_in_pieces(
     check: bool = True,
     choose: ChoosePrecision = IN_FOUR_BITS,
 ) -> Iterator[Hosted | None]:
-    """`host`, for a thread that has other things to do between two pieces: None for each, the result at last."""
+    """`host` in pieces: None after each, at last the result."""
     seen = survey(model)
     for layer in model.layers:
         mla.adapt(layer)

@@ -1,7 +1,7 @@
-"""mlx-lm's attention on the paged cache: its modules stay as they are, the function that they call is replaced.
+"""mlx-lm's attention on the paged cache: its modules are unchanged, the function that they call is replaced.
 
-A model's caches (`StepCache`) return handles from `update_and_fetch`. mlx-lm's modules pass these to the function that
-`attention` replaces, which computes `paged_attention` for handles and the original for arrays.
+`StepCache.update_and_fetch` returns handles, which modules pass to `attention`. It computes `paged_attention` for
+handles, the original for arrays.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agentcache.models.residual_attention import overlaid_attention
 
 
 def intercept(model: nn.Module) -> None:
-    """Replace the function in the files that the model's modules come from."""
+    """Replace the function in the files of the model's modules."""
     replace_attention(model, attention)
 
 
@@ -35,12 +35,12 @@ def attention(
     sinks: mx.array | None = None,
     **others: Any,
 ) -> mx.array:
-    """`mlx_lm.models.base.scaled_dot_product_attention`, which also takes handles.
+    """`mlx_lm.models.base.scaled_dot_product_attention` that also takes handles.
 
     Args:
         queries: [B, H_q, n, D_k].
-        keys, values: arrays, or the handles of a step's cache.
-        mask: none with handles, which know what the step's rows attend to; with MLA's, see `latent_attention`.
+        keys, values: arrays, or handles of a step's cache.
+        mask: None with handles, which have their own; for MLA see `latent_attention`.
 
     Returns:
         [B, H_q, n, D_v].

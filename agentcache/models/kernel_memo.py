@@ -1,7 +1,7 @@
-"""Kernels that an earlier start has found right on this machine are not tried again: on CUDA that takes 20 seconds.
+"""Memory of kernels that passed the self-test on this machine, so that later starts skip it.
 
-Remembered are those that were right, by everything that could change it: the text of our kernels, MLX, the device, its
-driver and the shape. What was wrong is tried again at every start.
+The key has all that could change the result: kernel text, MLX, device, driver, shape. Failed kernels are tried again at
+every start.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _FOUND_RIGHT = "right"
 
 
 class KernelMemo:
-    """What is known of shapes. One a process.
+    """Known shapes; one per process.
 
     Attributes:
-        found: shapes that are right, by their digests.
+        found: shapes that passed, by digest.
     """
 
     def __init__(self) -> None:
@@ -32,21 +32,21 @@ class KernelMemo:
         self._file: Path | None = None
 
     def knows(self, shape: object) -> bool:
-        """Whether kernels for this shape were right, here or at an earlier start."""
+        """Whether kernels for this shape have passed, now or at an earlier start."""
         return _digest(shape) in self.found
 
     def note(self, shape: object) -> None:
-        """They are."""
+        """Note that they passed."""
         self.found[_digest(shape)] = _FOUND_RIGHT
         if self._file is not None:
             self.keep_in(self._file)
 
     def recall(self, file: Path) -> None:
-        """Know what an earlier start has written."""
+        """Load the results of an earlier start."""
         self.found |= read_memo(file)
 
     def keep_in(self, file: Path) -> None:
-        """Write it, and what is found from now on, for later starts; nothing is done where there is nothing new."""
+        """Write results, now and as they come, for later starts; unchanged results are not written."""
         self._file = file
         before = read_memo(file)
         if not self.found.keys() <= before.keys():
@@ -59,7 +59,7 @@ def _digest(shape: object) -> str:
 
 @cache
 def _machine() -> str:
-    """The texts, and all that compiles and runs them."""
+    """Kernel texts, and all that compiles and runs them."""
     info = {name: value for name, value in mx.device_info().items() if name != "free_memory"}
     driver = _DRIVER.read_text(encoding="utf-8") if _DRIVER.is_file() else ""
     texts = [file.read_bytes() for file in sorted(Path(kernel_text.__file__).parent.glob("*.py"))]

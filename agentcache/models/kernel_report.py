@@ -1,7 +1,6 @@
-"""Kernel or reference, for each kind of layer of a model, and why, for the doctor.
+"""Kernel or reference, with the reason, for each kind of layer of a model; for the doctor.
 
-The model is looked at as when it is loaded, and nothing of it is evaluated: its weights are not read. In a process of
-its own: a broken back end ends nothing else.
+The model is inspected without reading its weights, in a child process, because a broken back end may crash.
 """
 
 from __future__ import annotations
@@ -30,23 +29,23 @@ from agentcache.models.residual_forms import likely_key_form
 from agentcache.models.residual_turns import turning_of
 from agentcache.models.survey import Survey, survey
 
-_SECONDS = 600  # three self-tests for each shape of heads
-_RANK = 16  # of an adapter; the texts for others differ in that number
+_SECONDS = 600  # three self-tests for each head shape
+_RANK = 16  # adapter rank; the report is the same for other ranks
 _OWN_CODE = Verdict(False, "a state is computed by mlx-lm's own operations")
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """How the layers of one kind are computed.
+    """How layers of one kind are computed.
 
     Args:
-        kind: of what they cache, as in `CacheGroupInfo`.
+        kind: kind of their cache, as in `CacheGroupInfo`.
         window: tokens that are read; None for all.
-        heads: query heads and cached ones, and values of a key: `8/2 x 64`; empty for a state.
-        layers: how many.
+        heads: query heads, cached heads and key size, as `8/2 x 64`; empty for a state.
+        layers: number of layers.
         by: "kernel" or "reference".
-        why: the reason for the reference.
-        residuals: the same of rows that read an adapter's residuals; empty for a state, which has none.
+        why: reason for the reference.
+        residuals: the same for rows with residual KV; empty for a state.
     """
 
     kind: GroupKind
@@ -61,12 +60,12 @@ class LayerKind:
     def phrase(self) -> str:
         name = self.kind.value if self.window is None else f"{self.kind.value} of {self.window:,}"
         said = f"{name}: {self.by}{f' ({self.why})' if self.why else ''}"
-        # Where nothing is computed by kernels, residuals are not either.
+        # Without kernels, residuals have none either.
         return f"{said}, with residuals on {self.residuals}" if self.residuals and not self.why else said
 
 
 def layer_kinds(folder: Path, kv: str = "4") -> list[LayerKind]:
-    """Of the model in a folder, whose keys and values are kept in bits of that name (`kv.precision.BITS`).
+    """Layer kinds of the model in a folder; `kv` is a key of `kv.precision.BITS`.
 
     Raises:
         UnsupportedModel: it cannot be served.
@@ -88,7 +87,7 @@ def _by(verdict: Verdict) -> str:
 def _layers(
     model: nn.Module, seen: Survey, config: dict[str, Any]
 ) -> Iterator[tuple[GroupKind, int | None, str, Verdict, str]]:
-    """Kind, window, heads and verdict of each layer that caches something, and what is said of its residuals."""
+    """Kind, window, heads, verdict and residuals' text of each caching layer."""
     spec = seen.spec(config["model_type"], config)
     kinds = {layer: describe_group(group).kind for group in spec.groups for layer in group.layers}
     modules = target_modules(model.layers, seen)
@@ -96,7 +95,7 @@ def _layers(
         heads = f"{seen.num_heads}/{layer.num_kv_heads} x {layer.key_dim}"
         latent_rank = None if latent is None else latent.rank
         verdict = layer_verdict(layer, seen.num_heads, packing, dtype, latent_rank=latent_rank)
-        residuals = ""  # there are none of latents
+        residuals = ""  # latents have none
         if latent is None:
             on_values, on_both = verdict, verdict
             if verdict.right:
@@ -127,7 +126,7 @@ def _with_keys(
 
 
 def in_child(folder: Path, kv: str) -> list[LayerKind]:
-    """`layer_kinds` of a model folder, found out by a process of its own; empty if it could not."""
+    """`layer_kinds` in a child process; empty if that fails."""
     command = [sys.executable, "-m", "agentcache.models.kernel_report", str(folder), kv]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)

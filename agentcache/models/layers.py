@@ -1,4 +1,4 @@
-"""A model's layers, and who stands in their places: for the length of a run, or for good."""
+"""A model's layers, and wrappers that replace them for a run or permanently."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentcache.errors import UnsupportedModel
 
 
 class Stand(nn.Module):
-    """Stands in a module's place. Attributes of the original can be read here too."""
+    """Wrapper of a module, with the original's attributes."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Stand(nn.Module):
 
 
 def in_dim(linear: nn.Module) -> int:
-    """Values that a linear module takes, whether or not its weight is packed."""
+    """Input size of a linear module, whether its weight is packed or not."""
     width = int(linear.weight.shape[-1])
     return width * 32 // linear.bits if "scales" in linear else width
 
@@ -40,8 +40,8 @@ class LayerCall:
     """A layer about to be computed.
 
     Args:
-        function: computes it.
-        args, kwargs: what it is called with; its input [B, n, hidden] comes first.
+        function: function that computes it.
+        args, kwargs: its arguments; the input [B, n, hidden] comes first.
     """
 
     layer: nn.Module
@@ -54,7 +54,7 @@ class LayerCall:
         return self.args[0] if self.args else next(iter(self.kwargs.values()))
 
     def compute(self, x: mx.array | None = None) -> Any:
-        """What the layer gives, of another input if one is given."""
+        """Output of the layer, for another input if `x` is given."""
         if x is None:
             return self.function(*self.args, **self.kwargs)
         if self.args:
@@ -67,7 +67,7 @@ Hook = Callable[[LayerCall], Any]
 
 @functools.cache
 def _hooked(kind: Any) -> Any:
-    """A class of layers, as one that is computed by its `_hook`. Models tell their layers apart by their classes."""
+    """Subclass of a layer's class that calls `_hook`. Models distinguish layers by class."""
 
     class Hooked(kind):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -77,7 +77,7 @@ def _hooked(kind: Any) -> Any:
 
 
 def layer_lists(model: nn.Module) -> list[list[nn.Module]]:
-    """The lists that a model runs through, themselves: `model.layers` may be a copy, or put together of several.
+    """The lists that a model runs through, not copies: `model.layers` may be a copy, or a concatenation.
 
     Raises:
         UnsupportedModel: there is none.
@@ -96,7 +96,7 @@ def layer_lists(model: nn.Module) -> list[list[nn.Module]]:
 
 @contextmanager
 def hooked(model: nn.Module, hook: Hook) -> Iterator[None]:
-    """Inside, every layer of the model is computed by `hook`."""
+    """Within the context, `hook` computes every layer of the model."""
     kinds: list[tuple[nn.Module, Any]] = [(layer, type(layer)) for layers in layer_lists(model) for layer in layers]
     try:
         for layer, kind in kinds:

@@ -1,4 +1,4 @@
-"""Small files that remember what an earlier start has found out, so that later starts need not do so again."""
+"""Small files that keep results for later starts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from agentcache.plain_file import open_plain
 from agentcache.private_file import write_private
 
-_MAX_BYTES = 1 << 24  # a longer file is cut, and no JSON then
+_MAX_BYTES = 1 << 24  # a longer file is cut, so not valid JSON
 
 
 class Memo:
-    """Texts by key, in one JSON file; without a file nothing is remembered. Threads may share it."""
+    """Texts by key in one JSON file; not kept without a file. Threads may share it."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
@@ -23,20 +23,20 @@ class Memo:
         self._new: dict[str, str] = {}
 
     def get(self, key: str, compute: Callable[[], str]) -> str:
-        """The text under `key`; computed where the file has none."""
+        """Text of `key`; computed if missing."""
         text = self._known.get(key)
         if text is None:
             text = self._new[key] = compute()
         return text
 
     def keep(self) -> None:
-        """Write what was computed, as well as the file allows."""
+        """Write computed texts, best effort."""
         if self._file is not None and self._new:
             write_memo(self._file, self._new | self._known)
 
 
 def read_memo(memo: Path | None) -> dict[str, str]:
-    """What is remembered; nothing where there is no such file, or none that can be read."""
+    """Contents of a memo file; empty if it is missing or unreadable."""
     try:
         known: Any = json.loads(_read(memo)) if memo else {}
     except (OSError, ValueError, RecursionError):
@@ -50,6 +50,6 @@ def _read(memo: Path) -> bytes:
 
 
 def write_memo(memo: Path, known: dict[str, str]) -> None:
-    """Best effort: without it the next start finds out once more."""
+    """Best effort: without the file the next start computes again."""
     with suppress(OSError):
         write_private(memo, json.dumps(known).encode())

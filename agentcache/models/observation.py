@@ -1,4 +1,4 @@
-"""What attention gives, shown to whoever proves a model at load; nobody else looks."""
+"""Observer of attention results, for the proof at load."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _observer: ContextVar[Callable[[mx.array], None] | None] = ContextVar("observer"
 
 
 def observe(y: mx.array) -> mx.array:
-    """`y`, shown to this thread's observer."""
+    """Pass `y` to this thread's observer and return it."""
     if (observer := _observer.get()) is not None:
         observer(y)
     return y
@@ -20,7 +20,7 @@ def observe(y: mx.array) -> mx.array:
 
 @contextmanager
 def observing(observer: Callable[[mx.array], None]) -> Iterator[None]:
-    """Inside, `observer` sees what attention gives on this thread."""
+    """Within the context, `observer` gets attention results of this thread."""
     token = _observer.set(observer)
     try:
         yield

@@ -1,10 +1,9 @@
-"""Products with packed blocks, by MLX's quantised kernels where these are right.
+"""Products with packed blocks, by MLX's quantised kernels if they are right.
 
-Back ends have had kernels that are wrong for some shapes (CUDA in MLX 0.32.4: keys of a single quantisation group), or
-none (there for heads of 32 values). So each kind of product is compared with its definition, once per shape of head and
-device, before it is used; where it differs, the definition takes over: the same values, more memory traffic. So it does
-on CUDA where kernels of our own read blocks like these: MLX takes a minute and a half to compile its product there, and
-who needs it before ours are tried, in the midst of serving, would keep everybody waiting.
+Back ends lack some kernels, or have wrong ones (CUDA in MLX 0.32.4: keys of a single quantisation group). So each kind
+of product is compared with its definition once per head shape and device. If it differs, blocks are unpacked: the same
+values, more memory traffic. CUDA never tries MLX's kernel for blocks that our kernels read, because compiling it takes
+over a minute and would block serving.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ log = logging.getLogger("agentcache.models")
 
 Product = Callable[[mx.array, Packed, Packing, bool], mx.array]
 
-_CHECKED_ROWS = (1, 2, 6, 16, 64)  # back ends choose their kernels by the number of rows
-_TOLERANCE = 1e-3  # of the largest result; some back ends multiply in tf32
+_CHECKED_ROWS = (1, 2, 6, 16, 64)  # back ends choose kernels by the number of rows
+_TOLERANCE = 1e-3  # relative to the largest result; some back ends multiply in tf32
 _BLOCKS, _HEADS = 3, 2
 
 
 def packed_product(x: mx.array, packed: Packed, quantisation: Packing, *, transpose: bool) -> mx.array:
-    """float32 `x` times packed blocks [num_blocks, H, 256, D].
+    """Multiply float32 `x` with packed blocks [num_blocks, H, 256, D].
 
     Args:
         x: [num_blocks, H, n, D] with `transpose` (scores of queries), else [num_blocks, H, n, 256] (sums of values).
@@ -47,10 +46,10 @@ def packed_product(x: mx.array, packed: Packed, quantisation: Packing, *, transp
 
 
 def by_kernel(x: mx.array, packed: Packed, quantisation: Packing, transpose: bool) -> mx.array:
-    """The product straight from the packed data.
+    """Product from packed data.
 
     Raises:
-        RuntimeError: when it is computed, where MLX has no kernel for the shape on this device.
+        RuntimeError: at evaluation, if MLX has no kernel for the shape on this device.
     """
     assert isinstance(quantisation, Quantisation)
     packing = {"group_size": quantisation.group_size, "bits": quantisation.bits}
@@ -58,14 +57,13 @@ def by_kernel(x: mx.array, packed: Packed, quantisation: Packing, transpose: boo
 
 
 def by_definition(x: mx.array, packed: Packed, quantisation: Packing, transpose: bool) -> mx.array:
-    """The product with unpacked values."""
     values = dequantise(packed, quantisation, mx.float32)
     return x @ (values.swapaxes(-1, -2) if transpose else values)
 
 
 @cache
 def kernel_is_right(dim: int, quantisation: Quantisation, transpose: bool, device: mx.DeviceType) -> bool:
-    """Whether `by_kernel` agrees with `by_definition` for heads of `dim` values; warns where it does not."""
+    """Whether `by_kernel` agrees with `by_definition` for heads of `dim` values; if not, log a warning."""
     if agrees(by_kernel, dim, quantisation, transpose):
         return True
     log.warning(
@@ -78,7 +76,7 @@ def kernel_is_right(dim: int, quantisation: Quantisation, transpose: bool, devic
 
 
 def agrees(product: Product, dim: int, quantisation: Quantisation, transpose: bool) -> bool:
-    """Whether a product can be computed and is right on random blocks, for few and many rows."""
+    """Whether a product is right on random blocks, for few and many rows."""
     keys = mx.random.split(mx.random.key(dim), 1 + len(_CHECKED_ROWS))
     packed = quantise(mx.random.normal((_BLOCKS, _HEADS, BLOCK_SIZE, dim), key=keys[0]), quantisation)
     width = dim if transpose else BLOCK_SIZE

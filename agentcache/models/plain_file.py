@@ -1,4 +1,4 @@
-"""Reading files that somebody else has written."""
+"""Read files from untrusted sources."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from agentcache.plain_file import open_plain
 
 @contextmanager
 def open_plain_file(path: Path, max_bytes: int) -> Iterator[tuple[BinaryIO, int]]:
-    """A regular file, or one that a link leads to (as in the hub's cache), and its size; never a device or a pipe.
+    """Open a regular file, also through a link (as in the hub's cache), with its size; never a device or a pipe.
 
     Raises:
-        UnreadableAdapter: it is not there, or is something else than a file; inside, it cannot be read.
-        UnsupportedAdapter: it is larger than `max_bytes`.
+        UnreadableAdapter: missing, no file, or unreadable, also within the context.
+        UnsupportedAdapter: larger than `max_bytes`.
     """
     try:
         with open(_open(path), "rb") as stream:
@@ -38,13 +38,13 @@ def _open(path: Path) -> int:
 
 
 def read_plain_file(path: Path, max_bytes: int) -> bytes:
-    """All of such a file; raises the same."""
+    """All bytes of such a file; raises the same."""
     with open_plain_file(path, max_bytes) as (stream, size):
         return read_exactly(stream, size, path.name)
 
 
 def read_exactly(stream: BinaryIO, size: int, name: str) -> bytes:
-    """The next `size` bytes; raises UnreadableAdapter where there are fewer."""
+    """The next `size` bytes; raises UnreadableAdapter if there are fewer."""
     data = stream.read(size)
     if len(data) < size:
         raise UnreadableAdapter(f"{name} is being changed")

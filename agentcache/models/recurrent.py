@@ -1,7 +1,6 @@
-"""The state of a model's recurrent layers, of the rows of a step: put together before it, taken apart behind it.
+"""Recurrent state of a step's rows: joined into a batch before the step, split after it.
 
-Recurrent layers are mlx-lm's own; they keep their state in an `ArraysCache`, made anew for each step. Who keeps a row's
-state from one step to the next is not decided here.
+Recurrent layers are mlx-lm's own and keep their state in an `ArraysCache`, made anew for each step.
 """
 
 from __future__ import annotations
@@ -15,29 +14,29 @@ from agentcache.errors import BrokenInvariant
 from agentcache.kv.spec import RecurrentSpec, StateTensor
 from agentcache.models.compat import ArraysCache
 
-# One list of arrays per recurrent cache; None for an entry that the model has not filled.
+# One list of arrays per recurrent cache; None for an unfilled entry.
 Arrays = Sequence[Sequence[mx.array | None]]
 
 
 @dataclass(frozen=True, eq=False)
 class BatchState:
-    """What a step left behind, for all its rows: arrays [B, ...]."""
+    """Recurrent state of all rows after a step: arrays [B, ...]."""
 
     arrays: Arrays
     num_rows: int
 
     def rows(self) -> list[RowState]:
-        """Row by row; nothing is copied."""
+        """One state per row, without copies."""
         return [RowState(self, index) for index in range(self.num_rows)]
 
 
 @dataclass(frozen=True, eq=False)
 class RowState:
-    """One row's recurrent state behind the tokens that it has read: a row of a batch, whose arrays it keeps alive.
+    """One row's recurrent state: a row of a batch, whose arrays it keeps alive.
 
     Args:
-        batch: lazily computed, see `ModelRunner.forward`.
-        index: the row's, in it.
+        batch: lazy, see `ModelRunner.forward`.
+        index: row in the batch.
     """
 
     batch: BatchState
@@ -45,23 +44,23 @@ class RowState:
 
     @classmethod
     def of(cls, arrays: Arrays) -> RowState:
-        """From arrays [1, ...] of its own, such as a snapshot's."""
+        """From arrays [1, ...], such as a checkpoint's."""
         return cls(BatchState(arrays, 1))
 
     def arrays(self) -> list[list[mx.array | None]]:
-        """Arrays [1, ...] of its own; lazy."""
+        """The row's own arrays [1, ...], lazily."""
         span = slice(self.index, self.index + 1)
         return [[None if array is None else array[span] for array in cache] for cache in self.batch.arrays]
 
 
 def join(rows: Sequence[RowState | None], specs: Sequence[RecurrentSpec]) -> BatchState | None:
-    """The rows' states as one batch, which costs nothing where they come from one batch in its order.
+    """Join the rows' states; free if they are one whole batch in its order.
 
     Args:
-        rows: None for a row that has read no tokens.
+        rows: None for a row without tokens.
 
     Returns:
-        None where no row has read any: the model begins by itself.
+        None if no row has tokens; the model then starts by itself.
     """
     present = [row for row in rows if row is not None]
     if not present:
@@ -83,13 +82,12 @@ def join(rows: Sequence[RowState | None], specs: Sequence[RecurrentSpec]) -> Bat
 
 
 def _concatenate(rows: Sequence[mx.array | None], tensor: StateTensor) -> mx.array:
-    """[B, ...] of the rows' [1, ...]; zeros for a row that has none, as mlx-lm's `ArraysCache.merge`."""
+    """[B, ...] from rows [1, ...]; zeros for a row without state, as in mlx-lm's `ArraysCache.merge`."""
     empty = mx.zeros((1, *tensor.shape), getattr(mx, tensor.dtype))
     return mx.concatenate([empty if row is None else row for row in rows])
 
 
 def make_caches(state: BatchState | None, specs: Sequence[RecurrentSpec]) -> list[ArraysCache]:
-    """mlx-lm's caches for a step."""
     if state is not None and len(state.arrays) != len(specs):
         raise BrokenInvariant(f"a state of {len(state.arrays)} recurrent layers for a model that has {len(specs)}")
     caches = [ArraysCache(len(spec.tensors)) for spec in specs]
@@ -99,5 +97,4 @@ def make_caches(state: BatchState | None, specs: Sequence[RecurrentSpec]) -> lis
 
 
 def state_of(caches: Sequence[ArraysCache], num_rows: int) -> BatchState:
-    """What a step left in the caches that it was given."""
     return BatchState([list(cache.cache) for cache in caches], num_rows)

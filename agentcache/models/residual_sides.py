@@ -1,4 +1,4 @@
-"""Which part of an adapter acts on keys and which on values, also where the model makes both in one module."""
+"""Parts of an adapter that act on keys and on values, also if one module makes both."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _SPLIT = (KEYS, VALUES, "qkv_proj")
 
 @dataclass(frozen=True)
 class Side:
-    """The part of an adapter that acts on one layer's keys, or on its values.
+    """Part of an adapter that acts on one layer's keys, or on its values.
 
     Args:
-        module: that makes them.
-        begin, end: their columns of its output.
-        components: of the module's rank, those that act on them.
+        module: module that makes them.
+        begin, end: their columns in its output.
+        components: components of the module's rank that act on them.
     """
 
     module: ModuleName
@@ -38,8 +38,8 @@ class AdapterSides:
     """An adapter's parts, by layer. Plain data.
 
     Args:
-        keys, values: nothing of layers that it leaves as they are.
-        unsplit: a module that it acts on and that has another part in keys or values; None where there is none.
+        keys, values: without unchanged layers.
+        unsplit: adapted module that makes keys or values in another way; None without.
     """
 
     keys: Mapping[int, Side] = field(default_factory=dict)
@@ -48,9 +48,9 @@ class AdapterSides:
 
 
 def find_side(module: ModuleName, begin: int, end: int, pair: LowRank) -> Side | None:
-    """The part of `pair` (numpy arrays) that acts on columns `begin` to `end`; None where nothing does.
+    """Part of `pair` (numpy arrays) that acts on columns `begin` to `end`; None if none does.
 
-    In a fused module that is told from the matrix; one that is all zeros, as before training, acts on all columns.
+    In a fused module the matrix decides; all zeros, as before training, act on all columns.
     """
     is_whole = begin == 0 and end == pair.b.shape[1]
     acts = np.ones(pair.rank, bool) if is_whole or not pair.b.any() else pair.b[:, begin:end].any(axis=1)
@@ -59,5 +59,5 @@ def find_side(module: ModuleName, begin: int, end: int, pair: LowRank) -> Side |
 
 
 def is_split(name: ModuleName) -> bool:
-    """Whether a module that keys or values are made of is one whose low-rank part can be kept apart from base's."""
+    """Whether the low-rank part of a module that makes keys or values can be kept apart from base's."""
     return name.path.rpartition(".")[2] in _SPLIT

@@ -1,8 +1,8 @@
-"""How a layer's rope turns keys, found by trying it, as the tables that kernels read.
+"""Tables of a layer's rope for kernels, found by running the rope.
 
-A rope may be of any kind, so it is read off what it makes of numbers: which values are a pair, by what angle each pair
-turns, a gain. Kernels turn a key first by its place within a tile and then by the tile's, so twice by parts of an
-angle; whether that is the rope's own doing is tried at positions near and far.
+A rope may be of any kind. So pairs of values, angles and gain are read off its results on known inputs. Kernels rotate
+a key in two parts: by its place in a tile, then by the tile's position. Whether the rope allows that is checked at near
+and far positions.
 """
 
 from __future__ import annotations
@@ -16,24 +16,21 @@ import numpy as np
 from agentcache.metal_kernels.rope_tables import NEAR, STEP, RopeTables, laid_out, no_rope
 from agentcache.models.overlay import KeyForm, Rope
 
-_TRIED_AT = 31  # where angles are neither 0 nor whole turns, but for those that are always
+_TRIED_AT = 31  # no angle is 0 or a whole turn here, except constant ones
 _CHECKED_AT = (3, 50, 1021, 8191)
 _SMALLEST = 1e-6
-# Of an angle: a float32 position times a float32 frequency is rounded by 2**-24 of itself, here and in the rope.
+# Error of an angle: position times frequency is rounded in float32, here and in the rope.
 _TOLERANCE, _TOLERANCE_A_POSITION = 2e-5, 5e-7
 _LEAST_POSITIONS = 4096
 
 
 class Turning:
-    """One rope.
-
-    Args:
-        dim: values of a key.
+    """One rope, for keys of `dim` values.
 
     Attributes:
-        pairs: of values that are turned.
-        interleaved: a pair are neighbours, not half of what is turned apart.
-        why_not: no kernel can turn keys so; empty where one can.
+        pairs: number of rotated pairs.
+        interleaved: whether pairs are neighbours, not half of the rotated values apart.
+        why_not: reason why kernels cannot rotate keys like this; empty if they can.
     """
 
     def __init__(self, rope: Rope, dim: int) -> None:
@@ -46,7 +43,7 @@ class Turning:
         self.why_not = self._refusal()
 
     def turns(self, num_positions: int, dtype: mx.Dtype) -> RopeTables:
-        """For keys at positions below `num_positions`."""
+        """Tables for positions below `num_positions`."""
         if not self.pairs:
             return no_rope(dtype)
         if num_positions > self._capacity:
@@ -61,12 +58,12 @@ class Turning:
         return self._tables[dtype]
 
     def _turned(self, x: np.ndarray, positions: Sequence[int]) -> np.ndarray:
-        """Each of x [N, D] at its position."""
+        """Rotate each row of x [N, D] by its position."""
         out = self._rope(mx.array(x.astype(np.float32))[:, None, None], offset=mx.array(list(positions), mx.int32))
         return np.array(out.astype(mx.float32))[:, 0, 0]
 
     def _structure(self) -> tuple[int, bool]:
-        """Pairs that are turned, and whether they are interleaved."""
+        """Number of rotated pairs, and whether they are interleaved."""
         moved = np.abs(self._turned(np.eye(self._dim), [_TRIED_AT] * self._dim)) > _SMALLEST
         np.fill_diagonal(moved, False)
         sources = np.flatnonzero(moved.any(axis=1))
@@ -74,7 +71,7 @@ class Turning:
             return 0, False
         partner = int(np.flatnonzero(moved[sources[0]])[0] - sources[0])
         if partner == 1:
-            # Pairs that stay as they are may be taken as turned by nothing.
+            # Unrotated pairs may count as rotated by 0.
             return min(self._dim // 2, -(-(int(sources[-1]) + 1) // 16) * 8), True
         return partner, False
 
@@ -114,7 +111,6 @@ class Turning:
         return made
 
     def same_as(self, other: Turning) -> bool:
-        """Whether it turns keys just as the other one."""
         alike = (self._dim, self.pairs, self.interleaved, self.why_not)
         return alike == (other._dim, other.pairs, other.interleaved, other.why_not) and all(
             np.array_equal(mine, theirs) for mine, theirs in zip(self._near, other._near, strict=True)
@@ -125,7 +121,7 @@ _of_forms: WeakKeyDictionary[KeyForm, Turning] = WeakKeyDictionary()
 
 
 def turning_of(form: KeyForm, dim: int) -> Turning:
-    """A layer's. Layers that turn keys alike, nearly always all of them, have one."""
+    """Rotation of a layer's keys; layers with equal rotation share one."""
     if form not in _of_forms:
         found = Turning(form.rope, dim)
         _of_forms[form] = next((known for known in _of_forms.values() if known.same_as(found)), found)

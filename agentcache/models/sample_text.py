@@ -1,7 +1,6 @@
-"""What precision is measured on: a conversation that tells facts and asks for them, ordinary prose, and code.
+"""Texts for measuring precision: a conversation with facts and questions about them, prose, and code.
 
-Answers that lean on single words far back are what a coarse cache spoils first; prose and code lean on all that comes
-before.
+A coarse cache first spoils answers that depend on single distant words; prose and code depend on all earlier text.
 """
 
 from __future__ import annotations

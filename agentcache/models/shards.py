@@ -1,6 +1,6 @@
-"""One rank's part of a model that mlx-lm's `shard` has spread over several processes.
+"""One rank's part of a model that mlx-lm's `shard` has split over several processes.
 
-Each rank has its own heads and its part of the other matrices; what goes from layer to layer, all have whole.
+Each rank has its own heads and its part of other matrices. All ranks have the full activations between layers.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ _ADDS_UP = (nn.ShardedToAllLinear, nn.QuantizedShardedToAllLinear)
 
 @dataclass(frozen=True)
 class _Shape:
-    """What a linear module takes and gives."""
-
     in_dim: int
     out_dim: int
 
@@ -41,11 +39,7 @@ class _Shape:
 
 
 class Shards:
-    """How a model is spread.
-
-    Args:
-        group: the ranks.
-    """
+    """Split of a model over the ranks of `group`."""
 
     def __init__(self, group: mx.distributed.Group) -> None:
         self.group = group
@@ -54,10 +48,10 @@ class Shards:
         self._whole: dict[ModuleName, _Shape] = {}
 
     def spread(self, model: nn.Module) -> None:
-        """Keep this rank's part of a model whose weights have not been read.
+        """Keep this rank's part of a model whose weights are not read yet.
 
         Raises:
-            UnsupportedModel: mlx-lm cannot spread it, or not over so many ranks.
+            UnsupportedModel: mlx-lm cannot split it, or not over this number of ranks.
         """
         kind = type(model).__module__.rpartition(".")[2]
         if not hasattr(model, "shard"):
@@ -71,7 +65,7 @@ class Shards:
         self._check_heads(model)
         try:
             model.shard(self.group)
-        except Exception as error:  # a matrix whose size does not divide fails anywhere in MLX
+        except Exception as error:  # an indivisible matrix size fails anywhere in MLX
             raise UnsupportedModel(f"{kind} cannot be spread over {self.size} ranks: {error!s:.300}") from error
 
     def _check_heads(self, model: nn.Module) -> None:
@@ -86,17 +80,17 @@ class Shards:
                         )
 
     def spec(self, spec: CacheSpec) -> CacheSpec:
-        """What this rank caches: of other ranks, or of as many as another world has, no block is ever taken for its.
+        """Cache spec of this rank: its blocks never match those of other ranks or numbers of ranks.
 
         Raises:
-            UnsupportedModel: it keeps a recurrent state.
+            UnsupportedModel: recurrent state.
         """
         if spec.recurrent:
             raise UnsupportedModel(f"{spec.model_type} keeps recurrent state, which is not spread over ranks")
         return replace(spec, rank=f"{self.rank} of {self.size}")
 
     def whole(self, modules: TargetModules) -> TargetModules:
-        """What adapters can act on, in the sizes of the whole model; fused modules are left out."""
+        """Adapter targets in the sizes of the whole model, without fused modules."""
         kept = [name for name in modules.linears if name in self._whole and _leaf(name) not in _FUSED]
         linears = {
             name: LinearShape(self._whole[name].in_dim, self._whole[name].out_dim, modules.linears[name].item_bytes)
@@ -110,7 +104,7 @@ class Shards:
         return replace(modules, linears=linears, targets=targets)
 
     def cut(self, name: ModuleName, pair: LowRank, linear: nn.Module) -> LowRank:
-        """Of an adapter's matrices on a module, what belongs to this rank's part `linear` of it."""
+        """This rank's part of an adapter's matrices on a module, of which `linear` is this rank's part."""
         own = _Shape.of(linear)
         a, b = pair.a, pair.b
         if own.in_dim < a.shape[0]:
@@ -125,7 +119,7 @@ def _leaf(name: ModuleName) -> str:
 
 
 class ShardedAdapters(ModelAdapters):
-    """Adapters of one rank's part of a model: their matrices are cut as the modules are that they act on."""
+    """Adapters of one rank's part of a model, with matrices cut like the modules."""
 
     def __init__(self, model: nn.Module, survey: Survey, current: CurrentStep, shards: Shards) -> None:
         super().__init__(model, survey, current)
@@ -136,8 +130,10 @@ class ShardedAdapters(ModelAdapters):
         return super()._put(name, self._shards.cut(name, pair, self._wrap(name).original))
 
     def _delta(self, rows: AdapterRows, name: ModuleName, x: mx.array, pairs: Sequence[LowRank | None]) -> mx.array:
-        """As of the whole model: added up over all ranks where the module's own output is. Elsewhere it is this rank's
-        columns, or a part of a sum that the module around it makes."""
+        """Sum the delta over ranks if the module sums its own output.
+
+        Otherwise it is this rank's columns, or a part of a sum that the surrounding module computes.
+        """
         delta = super()._delta(rows, name, x, pairs)
         if isinstance(self._wrap(name).original, _ADDS_UP):
             return mx.distributed.all_sum(delta, group=self._shards.group)

@@ -1,6 +1,6 @@
-"""Attention whose scores are capped (Gemma 2), which mlx-lm computes in the module itself, key by key.
+"""Attention with capped scores (Gemma 2), which mlx-lm computes inside the module, from keys as arrays.
 
-So its module cannot be handed what stands for keys: with a step's cache it is computed here, of its own parts.
+The module cannot take handles, so with a step cache its parts are computed here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SIZES = ("n_heads", "n_kv_heads", "scale", "attn_logit_softcapping")
 
 
 def is_capped(module: nn.Module) -> bool:
-    """Whether a module is Gemma 2's attention, or has its parts and no others."""
+    """Whether a module is Gemma 2's attention, or has exactly its parts."""
     has_parts = all(part in module for part in _PARTS) and set(module.children()) == set(_PARTS)
     return has_parts and all(getattr(module, size, None) for size in _SIZES)
 
@@ -54,7 +54,7 @@ def _on_step_caches(kind: Any) -> Any:
 
 
 def adapt(layer: nn.Module) -> None:
-    """Have a layer's capped attention compute with step caches; with others it computes as before."""
+    """Make a layer's capped attention accept step caches; other caches work as before."""
     for module in layer.modules():
         if is_capped(module):
             kind: Any = type(module)

@@ -1,8 +1,7 @@
-"""Which code computes a model's keys and values: the sources of mlx-lm that its modules come from.
+"""Digest of the mlx-lm sources that compute a model's keys and values.
 
-An mlx-lm release that corrects a model file gives other keys and values for the same weights; one that does not touch
-the model's files gives the same. So addresses cover the sources, not mlx-lm's version. Comments, docstrings, layout
-and the texts of errors do not count.
+A corrected model file gives other keys and values for the same weights, so block keys cover sources, not mlx-lm's
+version. Comments, docstrings, layout and error texts do not count.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from agentcache.models.first_sources import FIRST_SOURCES
 from agentcache.models.memo import Memo
 
 _PACKAGE = "mlx_lm"
-# Of these files only some definitions decide bytes. Keys and values lie in caches of our own (kv/step_cache), so that
-# of mlx-lm's caches recurrent layers' counts alone; of `utils`, the way from files to parameters.
+# Definitions that decide bytes, of files with many more. Keys and values lie in our own caches (kv/step_cache), so
+# only recurrent layers' cache classes count; of `utils`, the way from files to parameters.
 _PARTS = {
     "mlx_lm.models.cache": {"_BaseCache", "ArraysCache"},
     "mlx_lm.utils": {
@@ -37,17 +36,17 @@ _PARTS = {
 }
 _READS_WEIGHTS = "mlx_lm.utils"
 _LEFT_OUT = {
-    "mlx_lm.models",  # the packages themselves: what is imported from them are modules
+    "mlx_lm.models",  # the packages themselves: their imported members are modules
     "mlx_lm",
-    "mlx_lm.models.pipeline",  # layers spread over machines, which is never used here
+    "mlx_lm.models.pipeline",  # layers over several machines, unused here
 }
-_SCHEME = "source 1"  # of the digests; another one is another key of the memo
+_SCHEME = "source 1"  # of the digests and the memo's keys
 
 
 def source_digest(model: nn.Module, memo: Memo) -> str:
-    """Digest of the sources that compute `model`, a model as mlx-lm builds it; 16 hex digits.
+    """Digest of the sources that compute `model`, as built by mlx-lm; 16 hex digits.
 
-    Empty for the sources of `FIRST_SOURCES`: blocks were made with these before addresses covered them.
+    Empty for `FIRST_SOURCES`: blocks with these sources predate source digests.
     """
     names = {type(module).__module__ for module in (model, *model.modules())}
     sources = _with_imports({name for name in names if _is_theirs(name)} | {_READS_WEIGHTS}, memo)
@@ -57,7 +56,7 @@ def source_digest(model: nn.Module, memo: Memo) -> str:
 
 
 def _with_imports(names: set[str], memo: Memo) -> dict[str, str]:
-    """The digest of each of these modules, and of those of mlx-lm that they import."""
+    """Digests of these modules and of mlx-lm's modules that they import."""
     found: dict[str, str] = {}
     while names:
         name = names.pop()
@@ -72,9 +71,9 @@ def _is_theirs(name: str) -> bool:
 
 
 def _read(name: str, memo: Memo) -> list[str]:
-    """The digest of a module's source, and the names of the modules of mlx-lm that it imports."""
+    """Digest of a module's source, then names of mlx-lm's modules that it imports."""
     file = _file_of(name)
-    if file is None:  # an installation without sources
+    if file is None:  # installed without sources
         return [_digest(f"{name} {mlx_lm.__version__}")]
     return memo.get(f"{_SCHEME}|{name}|{file_identity(file)}", lambda: " ".join(_examine(name, file))).split()
 
@@ -107,18 +106,18 @@ def _imports(tree: ast.AST, package: str) -> Iterator[str]:
 def _is_module(name: str) -> bool:
     try:
         return name in sys.modules or find_spec(name) is not None
-    except ModuleNotFoundError:  # what it would be in is no package
+    except ModuleNotFoundError:  # its parent is no package
         return False
 
 
 def _spell(node: object, text: list[str]) -> list[str]:
-    """`text`, extended by the tree of a source in words that are the same with every version of Python."""
+    """Append a syntax tree to `text`, in words that do not depend on Python's version."""
     if isinstance(node, ast.Raise):
         text.append("Raise;")
     elif isinstance(node, ast.AST):
         text.append(f"{type(node).__name__}(")
         for field, value in ast.iter_fields(node):
-            # Versions differ in what is there and empty. Of a constant, None may be the value.
+            # Versions differ in empty fields. None may be a constant's value.
             is_empty = value is None or value == []
             if field not in ("ctx", "kind", "type_comment") and (not is_empty or isinstance(node, ast.Constant)):
                 text.append(f"{field}=")

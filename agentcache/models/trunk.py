@@ -1,7 +1,7 @@
-"""Hidden states between the layers of a model: taken out on their way, and put in so that the layers below are skipped.
+"""Hidden-state cache between layers: a step stores hidden states, or reads them to skip the layers below.
 
-The entries of the model's list of layers are wrapped when a step first needs it; the layers themselves stay as they
-are. What is put in was computed by the same layers from the same tokens, so nothing changes but the time it takes.
+List entries of layers are wrapped on first use; the layers are unchanged. Stored states come from the same layers and
+tokens, so results do not change.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agentcache.models.survey import Survey
 
 
 class HiddenBlocks:
-    """The slots' content: each [256, hidden] in the dtype that the model computes in, made when first written."""
+    """Contents of slots: [256, hidden] each, in the model's compute type, allocated on first write."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, mx.array] = {}
@@ -32,7 +32,7 @@ class HiddenBlocks:
         return sum(block.nbytes for block in self._blocks.values())
 
     def write(self, pieces: Sequence[Piece], hidden: mx.array) -> None:
-        """Keep the pieces of `hidden` [1, n, hidden]; lazily, see `written`."""
+        """Store the pieces of `hidden` [1, n, hidden], lazily (see `written`)."""
         for piece in pieces:
             if piece.slot not in self._blocks:
                 self._blocks[piece.slot] = mx.zeros((BLOCK_SIZE, hidden.shape[2]), hidden.dtype)
@@ -43,30 +43,28 @@ class HiddenBlocks:
             self._written.add(piece.slot)
 
     def read(self, pieces: Sequence[Piece]) -> mx.array:
-        """The pieces one after the other, [1, n, hidden]."""
+        """Concatenated pieces, [1, n, hidden]."""
         parts = [self._blocks[p.slot][p.offset : p.offset + p.stop - p.start] for p in pieces]
         return mx.concatenate(parts)[None]
 
     def keep_first(self, num_slots: int) -> int:
-        """Drop the content of the slots behind these; returns how many bytes that frees."""
+        """Drop slots from `num_slots` on; return the freed bytes."""
         dropped = [slot for slot in self._blocks if slot >= num_slots]
         self._written.difference_update(dropped)
         return sum(self._blocks.pop(slot).nbytes for slot in dropped)
 
     def written(self) -> list[mx.array]:
-        """What has been written since the last call, to be evaluated."""
+        """Arrays written since the last call, to be evaluated."""
         arrays = [self._blocks[slot] for slot in sorted(self._written)]
         self._written.clear()
         return arrays
 
 
 class ModelTrunk:
-    """The trunk of one model: owns the hidden states, and wraps the layers that steps take them from and go on at.
+    """Hidden-state cache of one model, and the wrappers of its layers.
 
-    Args:
-        current: the step that the model computes.
-
-    Counter: `layer_tokens` is the sum over steps of tokens times layers that they went through.
+    Attributes:
+        layer_tokens: sum over steps of tokens times computed layers.
     """
 
     def __init__(self, model: nn.Module, survey: Survey, current: CurrentStep) -> None:
@@ -77,25 +75,23 @@ class ModelTrunk:
         self.layer_tokens = 0
 
     def prepare(self, step: StepInputs) -> None:
-        """Get ready for a step that is about to be computed, and count it."""
+        """Wrap the layers that a step needs wrapped, and count its tokens."""
         plan = step.trunk
         if plan.cut or plan.writes:
             self._wrap(max([plan.cut, *plan.writes]))
         self.layer_tokens += step.token_ids.size * (len(self._layers) - plan.cut)
 
     def _wrap(self, last: int) -> None:
-        """See to it that the layers up to `last` can be passed by."""
         for index in range(last + 1):
             if not isinstance(self._layers[index], TrunkLayer):
                 self._layers[index] = TrunkLayer(self._layers[index], index, self)
 
     def block_bytes(self) -> int:
-        """Size of a block; 0 where the model's layers cannot be passed by."""
+        """Size of a block; 0 if the model's layers cannot be skipped."""
         return BLOCK_SIZE * self._survey.hidden_bytes
 
     @property
     def _plan(self) -> TrunkPlan:
-        """Of the step under way."""
         step = self._current.step
         return TrunkPlan() if step is None else step.trunk
 
@@ -103,7 +99,7 @@ class ModelTrunk:
         return index < self._plan.cut
 
     def enter(self, index: int, x: mx.array) -> mx.array:
-        """The input of a layer that is computed, given what comes from below."""
+        """Input of a computed layer, from the output of the layer below."""
         plan = self._plan
         if 0 < index == plan.cut:
             x = self.blocks.read(plan.reads)
@@ -113,7 +109,7 @@ class ModelTrunk:
 
 
 class TrunkLayer(Stand):
-    """A layer that steps may pass by."""
+    """A layer that steps can skip."""
 
     def __init__(self, original: nn.Module, index: int, trunk: ModelTrunk) -> None:
         super().__init__(original)
@@ -128,5 +124,5 @@ class TrunkLayer(Stand):
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The list that the model runs through, itself; the first one, of several."""
+    """The model's own list of layers; the first of several."""
     return layer_lists(model)[0]

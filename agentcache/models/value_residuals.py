@@ -1,11 +1,10 @@
-"""Attention of rows whose adapters act on values and not on keys, where a CPU computes it.
+"""Attention on a CPU of rows whose adapters act on values but not on keys.
 
-Such a row's scores are those of base's keys. So all rows of a step are computed together, those without residuals too,
-and what residuals add is made of the same weights: P·(V + x·A·B) = P·V + (P·x·A)·B. A chunk of a prompt reads values
-that have been added up first.
+Their scores are those of base's keys. So all rows of a step run together, also those without residuals: P·(V + x·A·B) =
+P·V + (P·x·A)·B. A prompt's chunk reads values with residuals already added.
 
-On a CPU an operation costs as much as a small product: piece by piece, as `residual_attention` has it, a decoded token
-takes longer for its operations than for reading its context. `residual_attention` is the specification.
+An operation on a CPU costs as much as a small product, so the pieces of `residual_attention`, the specification, would
+be slower.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ from agentcache.models.overlay import LayerOverlay, RowOverlay
 
 
 def serves(num_tokens: int, overlay: LayerOverlay, options: AttentionOptions) -> bool:
-    """Whether a step of so many tokens a row is computed here."""
+    """Whether a step of `num_tokens` tokens per row is computed here."""
     if mx.default_device() != mx.cpu or not fused.why_none():
         return False
     if num_tokens > MAX_PACKED_QUERIES and options.softcap is not None:
-        return False  # flash attention knows none
+        return False  # flash attention has no softcap
     return all(row.key_a is None and row.key_norms is None for row in overlay.rows)
 
 
 def attention(queries: mx.array, arena: LayerArena, overlay: LayerOverlay, options: AttentionOptions) -> mx.array:
-    """Attention of `queries` [B, H_q, n, D] over rows of which some have residuals; returns the same shape."""
+    """Attention of `queries` [B, H_q, n, D] over rows, some with residuals; same shape."""
     if queries.shape[2] <= MAX_PACKED_QUERIES:
         return _of_few_tokens(queries, arena, overlay, options)
     done = []
@@ -48,7 +47,7 @@ def attention(queries: mx.array, arena: LayerArena, overlay: LayerOverlay, optio
         done.append(paged_attention(queries[overlay.plain], PagedKV(arena, overlay.plain_reads), options))
     for row in overlay.rows:
         own = queries[row.row : row.row + 1]
-        # One row after the other: what a row needs in memory is gone before the next one begins.
+        # Rows depend on each other, so that one row's memory is free before the next begins.
         done.append(_of_a_chunk(mx.depends([own], [done[-1]])[0] if done else own, arena, row, options))
     return mx.concatenate(done)[overlay.order]
 
@@ -61,10 +60,10 @@ def _of_few_tokens(queries: mx.array, arena: LayerArena, overlay: LayerOverlay, 
 
 
 def _added(overlay: LayerOverlay, reads: Reads, weights: mx.array) -> mx.array:
-    """What residuals add to each row's sums of values, float32 [B, H_kv, g * n, D].
+    """Residuals' part of each row's sums of values, float32 [B, H_kv, g * n, D].
 
     Args:
-        weights: of the rows' blocks, [num_blocks, H_kv, g, n, 256].
+        weights: attention weights of the rows' blocks, [num_blocks, H_kv, g, n, 256].
     """
     _, heads, shared_by, num_tokens, _ = weights.shape
     ends = [0, *accumulate(len(row.block_ids) for row in reads.rows)]
@@ -84,7 +83,7 @@ def _added(overlay: LayerOverlay, reads: Reads, weights: mx.array) -> mx.array:
 
 
 def _of_a_chunk(queries: mx.array, arena: LayerArena, row: RowOverlay, options: AttentionOptions) -> mx.array:
-    """One row's, [1, H_q, n, D]."""
+    """Attention of one row, [1, H_q, n, D]."""
     assert arena.values is not None  # MLA has no residuals
     keys, values = unpack_row(arena.keys, row.reads, queries.dtype), unpack_row(arena.values, row.reads, mx.float32)
     if row.value_a is not None and row.matrices.value_b is not None:
