@@ -1,10 +1,10 @@
-"""One model in one process and in two: a decode step, a cold prompt, a restore, bytes sent a token.
+"""Compare a model on one and on two ranks: decode step, cold prompt, restore, bytes sent per token.
 
     python -m benchmarks.distributed_benchmark [--quick] [--shape 8b] [--backend ring|nccl] [--context 2K] [--json]
 
-Both in one run, one after the other, on one machine: over loopback (ring), where two ranks only show what they cost, or
-on two GPUs of one host (nccl). Ranks are processes of their own, started with the variables that `mlx.launch` sets.
-Each says on stderr what it is at; one that is at it for too long says where its threads are, and ends.
+Both run in turn on one machine: `ring` over loopback shows only the overhead, `nccl` uses two GPUs. Each rank is a
+process with the variables of `mlx.launch` and prints progress to stderr. After `SECONDS` a rank dumps its stacks
+and exits.
 """
 
 from __future__ import annotations
@@ -37,21 +37,19 @@ CAVEATS = [
     "Two ranks on one machine share its cores and memory (ring): then they cost, and win nothing.",
     "A step of two ranks is as quick as its slowest reduction: two a layer, beside one message of ours.",
 ]
-SECONDS = 540  # after which a rank counts as hanging
+SECONDS = 540  # time limit of a rank
 LOOK_SECONDS = 0.05
-CHUNK = 2048  # tokens of a prompt that are computed at once
+CHUNK = 2048  # prefill chunk in tokens
 
 
 class Backend(StrEnum):
-    """What goes between ranks."""
+    """Communication backend of the ranks."""
 
     RING = "ring"
     NCCL = "nccl"
 
 
 class Shape(StrEnum):
-    """Of the model."""
-
     TINY = "tiny"
     SMALL = "small"
     LARGE = "8b"
@@ -81,7 +79,7 @@ SHAPES: Mapping[Shape, dict[str, int]] = {
 
 @dataclass(frozen=True)
 class DistributedPlan:
-    """What is measured: `rounds` times, `decoded` tokens behind `context`."""
+    """Parameters of the benchmark: each round decodes `decoded` tokens after `context`."""
 
     shape: Shape
     backend: Backend
@@ -91,12 +89,12 @@ class DistributedPlan:
 
     @classmethod
     def quick(cls, backend: Backend) -> DistributedPlan:
-        """Under a minute on two cores."""
+        """Return a plan that takes under a minute on two cores."""
         return cls(Shape.TINY, backend, 512, 16, 2)
 
 
 class Progress:
-    """What a process is at, with the seconds since it began: on stderr, at once."""
+    """Print progress to stderr, with seconds since the start."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -107,7 +105,7 @@ class Progress:
 
 
 def measure(model: Path, cache: Path, plan: DistributedPlan, note: Progress) -> dict[str, Any]:
-    """On rank 0, or alone: a request decodes behind a cold prompt; what was evicted is restored."""
+    """Measure on rank 0, or on a single process: decode after a cold prompt, then evict and restore."""
     from agentcache.llm import LLM
     from agentcache.request import Request, TokenPrompt
     from agentcache.sampling import SamplingParams
@@ -144,7 +142,7 @@ def measure(model: Path, cache: Path, plan: DistributedPlan, note: Progress) -> 
 
 
 def run_ranks(ranks: int, plan: DistributedPlan, model: Path, cache: Path) -> dict[str, Any]:
-    """`measure` in as many processes; rank 0's numbers. Raises SystemExit where one of them fails."""
+    """Run `measure` on `ranks` processes; return rank 0's numbers. Raises SystemExit if a rank fails."""
     command = [sys.executable, "-m", "benchmarks.distributed_benchmark", "--part-of", str(model), "--cache", str(cache)]
     command += ["--plan", json.dumps(asdict(plan))]
     processes = [
@@ -154,7 +152,7 @@ def run_ranks(ranks: int, plan: DistributedPlan, model: Path, cache: Path) -> di
         for variables in _variables(ranks, plan.backend, cache.parent)
     ]
     try:
-        # A rank that fails at the start leaves the others waiting for it.
+        # If one rank fails at startup, the other waits for it forever.
         while processes[0].poll() is None and not any(process.poll() for process in processes):
             time.sleep(LOOK_SECONDS)
         codes = [process.poll() for process in processes]
@@ -184,18 +182,17 @@ def _variables(ranks: int, backend: Backend, folder: Path) -> list[dict[str, str
 
 
 def make_model(folder: Path, shape: Shape) -> None:
-    """A Qwen3 of random weights."""
+    """Write a Qwen3 with random weights."""
     from benchmarks.real_size import model
 
     model.make_model(folder, model.SHAPE | SHAPES[shape], 16)
 
 
 def build_report(plan: DistributedPlan, progress: Callable[[str], None]) -> Report:
-    """Measure with 1 and 2 ranks."""
     rows = []
     with tempfile.TemporaryDirectory(prefix="agentcache-ranks-") as folder:
         model = Path(folder) / "model"
-        # In a process of its own: what MLX has taken of a GPU for it is free again then.
+        # A separate process, so that MLX returns its GPU memory.
         module = "from benchmarks.distributed_benchmark import Path, Shape, make_model"
         progress(f"making a model, {plan.shape.value}")
         making = f"{module}; make_model(Path({str(model)!r}), Shape({plan.shape.value!r}))"
@@ -254,7 +251,7 @@ def main(
 
 
 def be_a_rank(model: Path, cache: Path, plan: DistributedPlan) -> None:
-    """What one process does: measure, or follow the one that does."""
+    """Run one process: rank 0 measures, other ranks follow it."""
     from agentcache.config_sources import load_config
     from agentcache.ranks.rank import own_rank
 

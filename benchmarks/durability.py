@@ -1,6 +1,6 @@
-"""What it costs to have the drive keep a turn: its syncs, by kind, and the time that they take.
+"""Count and time the syncs of a saved turn, for each `--durability` mode.
 
-Every way of `--durability` that this system tells apart, on the same turns of one agent each. On Linux there is one.
+Modes that this system does not distinguish are skipped; Linux has only one.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ CAVEATS = [
 
 @dataclass(frozen=True)
 class DurabilityPlan:
-    """What to measure.
+    """Parameters of the benchmark.
 
     Args:
         model: folder; None for the embedded model.
-        cache_dir: folder on the drive to be measured; None for the system's temporary one.
-        turn_tokens: tokens that each turn adds to its agent's context.
-        turns: measured turns for each way.
+        cache_dir: folder on the measured drive; None for the system's temporary folder.
+        turn_tokens: new tokens per turn.
+        turns: measured turns per mode.
     """
 
     model: str | None = None
@@ -52,11 +52,11 @@ class DurabilityPlan:
 
 @dataclass
 class Syncs:
-    """The syncs of one turn.
+    """Syncs of one turn.
 
     Attributes:
-        count: number of them, by kind.
-        seconds: time in all of them.
+        count: syncs by kind.
+        seconds: total time in syncs.
     """
 
     count: Counter[str] = field(default_factory=Counter)
@@ -65,7 +65,7 @@ class Syncs:
 
 @dataclass(frozen=True)
 class DurabilityRow:
-    """Medians over the turns of one way. `turn_ms` is the time from the request to the answer that says `saved`."""
+    """Medians over the turns of one mode. `turn_ms` ends with the answer that says `saved`."""
 
     durability: str
     syncs: dict[str, int]
@@ -74,13 +74,13 @@ class DurabilityRow:
 
 
 def ways() -> list[Durability]:
-    """The ways that this system tells apart."""
+    """Return the modes that this system distinguishes."""
     return list(Durability) if commands(Durability.FULL, covered=False) else [Durability.FULL]
 
 
 @contextmanager
 def counted(into: Syncs) -> Iterator[None]:
-    """Count and time this process's syncs meanwhile."""
+    """Count and time this process's syncs within the context."""
     names = {command: name for name, command in commands(Durability.FULL, covered=False).items()}
     fsync, control = os.fsync, fcntl.fcntl
 
@@ -125,7 +125,7 @@ def _measure(plan: DurabilityPlan, durability: Durability, say: Callable[[str], 
             ids = [*completion.prompt_token_ids, *completion.token_ids]
             if not completion.report.saved:
                 raise RuntimeError(f"the turn was not saved: {completion.report.save_error}")
-            if number:  # the first makes folders
+            if number:  # the first turn creates folders
                 found.append(syncs)
                 seconds.append(time.perf_counter() - begun)
         say(f"{durability}: {plan.turns} turns")

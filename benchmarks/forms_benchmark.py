@@ -1,8 +1,7 @@
-"""What rows without a form wait for one that has one: the gaps between their tokens beside a row with a JSON schema.
+"""Measure how a row with a JSON schema delays the other rows: gaps between their tokens, with and without it.
 
-In one engine, turns of the same four greedy rows: in every other one the last row's answer has a form. What disturbs
-the machine disturbs both kinds alike, and each kind beside itself (every other one of its turns against the rest) shows
-how much of a difference is chance.
+One engine runs turns of the same greedy rows; in every second turn the last row has an answer form. Machine noise
+affects both kinds. Each kind is also split into two halves, whose ratio shows the effect of chance.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from benchmarks.streams import BenchmarkFailed, gaps_ms, percentile
 CAVEATS = [
     "Compare ratios with those of a kind beside itself, not milliseconds; masks of larger vocabularies take longer.",
 ]
-LIMIT = 1.1  # that the p95 with a form may be of the one without
+LIMIT = 1.1  # allowed ratio of the p95 with a form to that without
 
 _PROMPT_TOKENS = 30
-_ATTEMPTS = 5  # a busy machine may let one row begin when another has ended
+_ATTEMPTS = 5  # on a busy machine, one row may end before another begins
 _ITEM = {
     "type": "object",
     "properties": {
@@ -47,18 +46,18 @@ _ITEM = {
     "required": ["name", "kind", "sizes", "at", "more"],
     "additionalProperties": False,
 }
-# Long enough that no answer ends while the others are measured.
+# Long enough that no answer ends during the measurement.
 _SCHEMA = {"type": "array", "items": _ITEM, "minItems": 1000}
 
 
 @dataclass(frozen=True)
 class FormsPlan:
-    """What to measure.
+    """Parameters of the benchmark.
 
     Args:
-        model: folder; None for a small random one.
-        free_rows: beside the one that has a form.
-        tokens: that each row generates in a turn.
+        model: folder; None for a small random model.
+        free_rows: rows without a form.
+        tokens: generated tokens per row and turn.
         rounds: turns of each kind.
     """
 
@@ -71,7 +70,7 @@ class FormsPlan:
 
 @dataclass
 class Gaps:
-    """Milliseconds between the free rows' tokens, turn by turn."""
+    """Gaps in ms between tokens of the rows without a form, by turn."""
 
     turns: list[list[float]] = field(default_factory=list)
 
@@ -79,15 +78,13 @@ class Gaps:
         return percentile(sum(self.turns, []), percent)
 
     def beside_itself(self, percent: float) -> float:
-        """The larger of every other turn's against the rest's, over the smaller."""
+        """Return the ratio, at least 1, of the percentiles of even and odd turns."""
         halves = [percentile(sum(self.turns[start::2], []), percent) for start in (0, 1)]
         return max(halves) / min(halves)
 
 
 @dataclass(frozen=True)
 class FormsResult:
-    """What came out; `without` a form and `formed`."""
-
     without: Gaps
     formed: Gaps
 
@@ -96,7 +93,7 @@ class FormsResult:
 
 
 def measure_forms(plan: FormsPlan, progress: Callable[[str], None]) -> FormsResult:
-    """Run the plan in a cache folder of its own, which is gone afterwards."""
+    """Run the plan in a temporary cache folder."""
     switch_seconds = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)  # as in the server
     try:
@@ -113,7 +110,7 @@ def _measure(plan: FormsPlan, llm: LLM, progress: Callable[[str], None]) -> Form
     draw = random.Random(plan.seed)
     prompts = [draw.choices(range(llm.model.vocab_size - 64), k=_PROMPT_TOKENS) for _ in range(plan.free_rows + 1)]
     result = FormsResult(Gaps(), Gaps())
-    for each in (None, form):  # the first ones pay for first calls
+    for each in (None, form):  # warm-up
         _turn(plan, llm, prompts, each)
     for number in range(plan.rounds):
         kinds = [(result.without, None), (result.formed, form)]
@@ -125,7 +122,7 @@ def _measure(plan: FormsPlan, llm: LLM, progress: Callable[[str], None]) -> Form
 
 
 def _turn(plan: FormsPlan, llm: LLM, prompts: Sequence[list[int]], form: AnswerForm | None) -> list[float]:
-    """The gaps of the rows without a form, while all rows decode."""
+    """Return the gaps of the rows without a form while all rows decode."""
     sampling = SamplingParams(max_tokens=plan.tokens, temperature=0, ignore_eos=True)
     last = len(prompts) - 1
     requests = [
@@ -142,7 +139,6 @@ def _turn(plan: FormsPlan, llm: LLM, prompts: Sequence[list[int]], form: AnswerF
 
 
 def forms_rows(result: FormsResult) -> list[dict[str, Any]]:
-    """The result as rows for a table or JSON."""
     return [
         {
             "percentile": percent,
@@ -158,13 +154,11 @@ def forms_rows(result: FormsResult) -> list[dict[str, Any]]:
 
 
 def build_report(plan: FormsPlan, result: FormsResult) -> Report:
-    """All of a run as plain data."""
     samples = {"without_ms": result.without.turns, "formed_ms": result.formed.turns}
     return FORMS.report(plan, CAVEATS, model=plan.model or "random, small", rows=forms_rows(result), samples=samples)
 
 
 def forms_table(report: Report) -> Table:
-    """A line a percentile."""
     headings = ("gap", "without a form", "with one", "ratio", "limit", "without / without", "with / with")
     table = number_table("Rows without a form beside one with a form", headings, named=True)
     for row in report["rows"]:

@@ -1,8 +1,8 @@
-"""Kernels on packed blocks beside what they stand in for: MLX operations, and flash attention over bfloat16 keys.
+"""Time kernels on packed blocks against MLX operations and flash attention over bfloat16 keys.
 
-A decode layer is timed in rotation over so many layers that their bytes are at least four times the largest cache of
-the device, else the figure would be the cache's. "moved" are the bytes that had to be read; "of copy" is their rate
-against what copying an array reaches in the same process (both directions counted there).
+A decode layer rotates over layers whose bytes are at least four times the largest device cache, so that no data
+stays in it. "moved" counts the bytes a kernel must read. "of copy" is that rate relative to an array copy in the
+same process, which counts reads and writes.
 """
 
 from __future__ import annotations
@@ -49,20 +49,21 @@ _MOST_BYTES = 24 << 30
 
 @dataclass(frozen=True)
 class KernelsPlan:
-    """What to measure.
+    """Parameters of the benchmark.
 
     Args:
-        contexts, rows: every pair whose keys fit into memory.
-        prefixes: (rows, tokens that they share, tokens of their own).
-        residuals: (rows of one adapter, tokens of each, rank of its residuals): on values, and on keys too.
-        unpacked: contexts of a prompt's chunk; also with residuals of `unpacked_rank` on keys and values.
-        latents: (rows, context) of steps over latents.
-        latent_sizes: values of a latent and of its rope part (those of DeepSeek-V2 and -V3); `latent_heads` read them.
-        threadgroups: that a launch is to have, at least, where the context is long enough.
-        compare: measure what is beside the kernels, too.
-        working_set: bytes that the layers in rotation have, at least.
-        launches: at a time, at least: as a step of a deep model has, since a graph's start should not count.
-        copied: bytes of the array that shows the copy bandwidth.
+        contexts, rows: all pairs are measured whose keys fit into memory.
+        prefixes: (rows, shared tokens, own tokens).
+        residuals: (rows of one adapter, tokens per row, rank); on values, then also on keys.
+        unpacked: context lengths of a prompt chunk; also with residual KV of `unpacked_rank`.
+        latents: (rows, context) of decode steps over latents.
+        latent_sizes: sizes of a latent and its RoPE part, as in DeepSeek-V2 and -V3.
+        latent_heads: query heads over latents.
+        threadgroups: minimum per launch if the context is long enough.
+        compare: whether MLX operations and flash attention are also measured.
+        working_set: minimum bytes of the rotating layers.
+        launches: minimum per timed graph, as in a step of a deep model; hides the cost of starting a graph.
+        copied: bytes of the array for the copy bandwidth.
     """
 
     contexts: tuple[int, ...] = (1024, 4096, 16384, 65536)
@@ -88,7 +89,7 @@ class KernelsPlan:
 
 @dataclass(frozen=True)
 class Sample:
-    """Microseconds a layer; `bytes` that had to move for the kernel."""
+    """Microseconds per layer; `bytes` is the minimum data the kernel must read."""
 
     what: str
     rows: int
@@ -100,11 +101,11 @@ class Sample:
 
 
 class Layers:
-    """So many layers' arenas that they do not stay in the device's cache.
+    """Arenas of enough layers to exceed the device cache.
 
     Args:
-        slots: blocks of each.
-        latents: whether they hold latents in place of keys and values.
+        slots: blocks per layer.
+        latents: whether the arenas hold latents in place of keys and values.
     """
 
     def __init__(self, plan: KernelsPlan, slots: int, *, latents: bool = False) -> None:
@@ -137,18 +138,18 @@ class Layers:
 
 
 def bytes_per_token(plan: KernelsPlan) -> int:
-    """Of keys and values of one layer."""
+    """Return bytes of keys and values per token and layer."""
     return 2 * plan.kv_heads * (plan.dim // 2 + plan.dim // quantisation_for(plan.dim).group_size * 4)
 
 
 def bytes_per_latent(plan: KernelsPlan) -> int:
-    """Of a token of one layer that caches latents."""
+    """Return bytes of a latent per token and layer."""
     dim = sum(plan.latent_sizes)
     return dim // 2 + dim // quantisation_for(plan.latent_sizes[0], dim).group_size * 4
 
 
 def measure_kernels(plan: KernelsPlan, progress: Callable[[str], None]) -> tuple[float, list[Sample]]:
-    """Copy bandwidth in bytes/s, and the samples."""
+    """Return the copy bandwidth in bytes/s, and the samples."""
     bandwidth = copy_bandwidth(plan.copied)
     progress(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
     samples = []
@@ -176,7 +177,7 @@ def measure_kernels(plan: KernelsPlan, progress: Callable[[str], None]) -> tuple
 
 
 def copy_bandwidth(size: int) -> float:
-    """Bytes read and written a second by copying an array much larger than any cache."""
+    """Return bytes read plus bytes written per second for a copy of `size` bytes, which must exceed any cache."""
     source = mx.zeros((size // 4,), mx.uint32)
     mx.eval(source)
     seconds = _fastest(5, lambda: [source + mx.array(number, mx.uint32) for number in range(4)])
@@ -184,7 +185,7 @@ def copy_bandwidth(size: int) -> float:
 
 
 def _decode_sample(plan: KernelsPlan, rows: int, shared: int, own: int, rank: int = 0, on_keys: bool = False) -> Sample:
-    """Of rows that share so many tokens, or whose values, or keys and values, have residuals of this rank."""
+    """Time decode for rows with `shared` tokens in common and `own` each, or with residual KV of `rank`."""
     blocks = -(-own // BLOCK_SIZE)
     common = shared // BLOCK_SIZE
     layers = Layers(plan, rows * blocks + common)
@@ -240,7 +241,7 @@ def _residuals(
 
 
 def _latent_sample(plan: KernelsPlan, rows: int, context: int) -> Sample:
-    """A step over latents; flash attention has no heads of that size."""
+    """Time decode over latents. Flash attention has no heads of that size."""
     blocks = -(-context // BLOCK_SIZE)
     layers = Layers(plan, rows * blocks, latents=True)
     order = np.random.default_rng(0).permutation(rows * blocks)
@@ -274,7 +275,7 @@ def _latent_sample(plan: KernelsPlan, rows: int, context: int) -> Sample:
 
 
 def _ops(plan: KernelsPlan, layers: Layers, ids: list[list[int]], length: int, queries: mx.array) -> float | None:
-    """None where MLX cannot: CUDA refuses a graph for 32 rows of 64K tokens."""
+    """Return None if MLX fails: CUDA refuses a graph for 32 rows of 64K tokens."""
     reads = Reads([BlockTable(row) for row in ids], [length] * len(ids), 1, None)
     options = AttentionOptions(plan.dim**-0.5)
 
@@ -309,7 +310,7 @@ def _flash(plan: KernelsPlan, rows: int, context: int, queries: mx.array) -> flo
 
 
 def _unpack_sample(plan: KernelsPlan, context: int, rank: int) -> Sample:
-    """Of keys and values, with residuals of this rank on both; 0 for none."""
+    """Time unpacking of keys and values; `rank` 0 means no residual KV."""
     layers = Layers(plan, context // BLOCK_SIZE)
     ids = mx.array(np.random.default_rng(0).permutation(context // BLOCK_SIZE).astype(np.int32))
     dtype = getattr(mx, plan.dtype)
@@ -342,17 +343,17 @@ def _unpack_sample(plan: KernelsPlan, context: int, rank: int) -> Sample:
 
 
 def _angles(plan: KernelsPlan) -> np.ndarray:
-    """Of a rope over whole heads, from a position to the next."""
+    """Return RoPE angles per position, over whole heads."""
     return np.asarray(10000.0 ** -(np.arange(plan.dim // 2) / (plan.dim // 2)))
 
 
 def _traced(work: Callable[[], mx.array]) -> Callable[[], mx.array]:
-    """Laid out once, as the engine's steps are: else a short kernel takes as long as Python takes to launch it."""
+    """Compile `work` as the engine does; otherwise Python's launch time dominates short kernels."""
     return work if device() == NO_DEVICE else mx.compile(work)
 
 
 def _fastest(rounds: int, work: Callable[[], mx.array | Sequence[mx.array]]) -> float:
-    """Seconds of the fastest round; one more before them warms up."""
+    """Return seconds of the fastest round, after a warm-up round."""
     times = []
     for _ in range(rounds + 1):
         started = time.perf_counter()
@@ -371,13 +372,11 @@ def _line(sample: Sample, bandwidth: float) -> str:
 
 
 def build_report(plan: KernelsPlan, bandwidth: float, samples: Sequence[Sample]) -> Report:
-    """All of a run as plain data."""
     rows = [asdict(sample) for sample in samples]
     return KERNELS.report(plan, CAVEATS, model=None, copy_bytes_per_second=bandwidth, rows=rows)
 
 
 def kernels_table(report: Report) -> Table:
-    """A line a sample."""
     headings = ("", "rows", "context", "kernel", "MLX ops", "flash, bf16", "moved MB", "of copy")
     table = number_table("A layer over packed blocks, microseconds", headings, named=True)
     for row in report["rows"]:

@@ -1,7 +1,6 @@
-"""Starts `mlx_lm.server` by the options of `agentcache serve`, so that a benchmark starts both servers alike.
+"""Start `mlx_lm.server` with the options of `agentcache serve`.
 
-`--cache-dir` is dropped: that server keeps its prompt cache in RAM only. All others are its own; it runs with its
-defaults, its prompt cache included.
+`--cache-dir` is dropped, because that server keeps its prompt cache in RAM. Its defaults apply otherwise.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ COMMAND = (sys.executable, str(Path(__file__).resolve()))
 
 
 def main() -> None:
-    """Replace this process, so that its id is the server's."""
+    """Replace this process by the server, so that the process id stays."""
     options = sys.argv[1:]
     where = options.index("--cache-dir")
     del options[where : where + 2]

@@ -1,8 +1,7 @@
-"""Many adapters over common contexts: what their caches take, and what goes through a server whose memory they fill.
+"""Throughput and memory of many adapters that share a context.
 
-Workloads are those of ForkKV (arXiv 2604.06370) and LRAgent (arXiv 2602.01053): conversations with tools (ReAct), two
-adapters in turn over one conversation (as in Reflexion), and forks of one long context, asked again (MapReduce).
-Requests come as a Poisson process, every policy has the same memory, and `exact` has all that it shares losslessly.
+Workloads follow ForkKV (arXiv 2604.06370) and LRAgent (arXiv 2602.01053): ReAct, Reflexion and MapReduce.
+Workflows start as a Poisson process. All policies get the same memory; `exact` shares its blocks losslessly.
 """
 
 from __future__ import annotations
@@ -45,21 +44,19 @@ CAVEATS = (
 
 @dataclass(frozen=True)
 class MultiPlan:
-    """What to measure.
+    """Parameters of the benchmark.
 
     Args:
         model: folder; None for the embedded model.
-        workflows: at once, each with an adapter of its own.
-        context: tokens that all of them begin with.
-        turns: of a conversation; each brings `tool_tokens` and is answered with `new_tokens`.
-        rounds: how often every fork of the context is asked.
-        rate: conversations that begin in a second, on average.
-        fitting: caches of one workflow each that the scarce memory holds. Scarce is what holds base's keys and values
-            and all residuals, with little to spare, and not half of all exact caches: less would have everybody compute
-            everything again, more would leave nothing to measure. With the defaults the former are 3.0 such caches (16
-            blocks in common, 8 times 3 of their own, and 8 times 19 of residuals, of which nine take what one of base's
-            does); in a short context each one's own part weighs more: 3.7 of 6 in `QUICK`.
-        agents, ranks, targets: of the memory table.
+        workflows: concurrent workflows, each with its own adapter.
+        context: length in tokens of the shared prefix.
+        turns: turns of a conversation; each adds `tool_tokens` and generates `new_tokens`.
+        rounds: questions to each fork of the context (MapReduce).
+        rate: workflow starts per second, on average.
+        fitting: scarce memory, in caches of one `exact` workflow. It must exceed base's KV plus all residual KV (3.0
+            with the defaults, 3.7 in `QUICK`), or all policies thrash, and stay below half of all exact caches, or
+            nothing is evicted.
+        agents, ranks, targets: rows of the memory table.
     """
 
     model: str | None = None
@@ -79,7 +76,7 @@ class MultiPlan:
 
     @property
     def longest(self) -> int:
-        """Tokens of a conversation in the end."""
+        """Length in tokens of a finished conversation."""
         return self.context + self.turns * (self.tool_tokens + self.new_tokens)
 
 
@@ -100,7 +97,7 @@ QUICK = MultiPlan(
 
 
 def make_family(home: Path, model: str | None, count: int, rank: int, targets: str) -> dict[str, Path]:
-    """Adapters with equal As and random Bs, by name."""
+    """Write adapters with equal A and random B matrices; return their folders by name."""
     base = load_frozen(DATA if model is None else Path(model))
     drawn = new_matrices(base, RoleRecipe(_TARGETS[targets], layers=None, rank=rank), seed=rank)
     folders = {f"a{number}": home / f"r{rank}-{targets.replace(',', '')}" / f"a{number}" for number in range(count)}
@@ -137,7 +134,7 @@ def _policy(name: str) -> str | None:
 
 
 def memory_for(plan: MultiPlan, adapters: dict[str, Path]) -> int:
-    """RAM in which the caches of `plan.fitting` conversations find room, beside all adapters' weights."""
+    """Return the RAM budget for `plan.fitting` conversations plus all adapter weights."""
     with _serving(plan, adapters) as llm:
         before = llm.stats().ram_used["base"] or 0
         _ask(llm, _ids(Random(0), plan.longest), 1, adapter=next(iter(adapters)), policy="exact")
@@ -151,7 +148,7 @@ def memory_for(plan: MultiPlan, adapters: dict[str, Path]) -> int:
 
 
 def measure_memory(plan: MultiPlan, home: Path, progress: Progress) -> list[dict[str, Any]]:
-    """What agents over one context take, each with an adapter of its own."""
+    """Measure the cache bytes of agents on one context, each with its own adapter."""
     rows: list[dict[str, Any]] = []
     for rank in plan.ranks:
         for targets in plan.targets:
@@ -187,23 +184,23 @@ def _memory_rows(
 
 @dataclass
 class Seen:
-    """What came back, request by request."""
+    """Completions of a workload."""
 
     completions: list[Completion]
 
     def ttft(self, share: float) -> float:
-        """That share's quantile of times to the first token, in ms; waiting for a place is in it."""
+        """Return a quantile of the time to first token in ms, queueing included."""
         times = sorted(each.report.time_to_first_token_ms for each in self.completions)
         return times[min(len(times) - 1, int(share * len(times)))]
 
 
 def react(plan: MultiPlan, llm: LLM, policy: str, names: Sequence[str], number: int) -> list[Completion]:
-    """One conversation with tools: every turn brings a result, and goes on from all before."""
+    """Run one conversation with tools; each turn appends a tool result."""
     return _conversation(plan, llm, policy, [names[number]] * plan.turns, number)
 
 
 def reflexion(plan: MultiPlan, llm: LLM, policy: str, names: Sequence[str], number: int) -> list[Completion]:
-    """One that an adapter acts in and another one reflects on, in turn."""
+    """Run one conversation in which two adapters alternate."""
     both = names[number], names[(number + 1) % len(names)]
     return _conversation(plan, llm, policy, [both[turn % 2] for turn in range(plan.turns)], number)
 
@@ -219,7 +216,7 @@ def _conversation(plan: MultiPlan, llm: LLM, policy: str, turns: Sequence[str], 
 
 
 def map_reduce(plan: MultiPlan, llm: LLM, policy: str, names: Sequence[str], number: int) -> list[Completion]:
-    """One fork of the context, asked something else every round."""
+    """Ask one fork of the context a new question per round."""
     context, random = _ids(Random(plan.seed), plan.context), Random(plan.seed * 100 + number)
     return [
         _ask(llm, [*context, *_ids(random, 16)], plan.new_tokens, adapter=names[number], policy=_policy(policy))
@@ -237,7 +234,6 @@ WORKLOADS: dict[str, Callable[..., list[Completion]]] = {
 def measure_workload(
     plan: MultiPlan, adapters: dict[str, Path], workload: str, policy: str, memory: str, budget: int | None
 ) -> dict[str, Any]:
-    """One workload under one policy."""
     settings = {} if budget is None else {"ram_budget": budget, "trunk_budget": 0}
     with _serving(plan, adapters, **settings) as llm:
         before, begun = llm.stats(), time.perf_counter()
@@ -247,7 +243,7 @@ def measure_workload(
 
 
 def _run(plan: MultiPlan, llm: LLM, workload: str, policy: str, names: Sequence[str]) -> list[Completion]:
-    """All workflows, which begin as a Poisson process."""
+    """Run all workflows; their starts form a Poisson process."""
     random = Random(plan.seed)
     with ThreadPoolExecutor(plan.workflows) as pool:
         running = []
@@ -282,7 +278,7 @@ def _row(seen: Seen, seconds: float, before: CacheStats, after: CacheStats) -> d
 
 
 def measure_pipeline(plan: MultiPlan, adapters: dict[str, Path], policy: str) -> dict[str, Any]:
-    """Base reads a context, five adapters go on from it at once, and base reads what they have said."""
+    """Base reads a context, five adapters continue it at once, base reads their answers."""
     context, names = _ids(Random(plan.seed), plan.context), list(adapters)[:5]
 
     def evaluate(number: int) -> Completion:
@@ -308,7 +304,6 @@ def measure_pipeline(plan: MultiPlan, adapters: dict[str, Path], policy: str) ->
 
 
 def measure_multilora(plan: MultiPlan, progress: Progress) -> dict[str, Any]:
-    """All of it, as plain data."""
     with tempfile.TemporaryDirectory(prefix="agentcache-adapters-") as folder:
         home = Path(folder)
         adapters = make_family(home, plan.model, plan.workflows, plan.ranks[0], plan.targets[0])
@@ -329,7 +324,6 @@ def measure_multilora(plan: MultiPlan, progress: Progress) -> dict[str, Any]:
 
 
 def build_report(plan: MultiPlan, found: dict[str, Any]) -> Report:
-    """All of a run as plain data."""
     return REPORTER.report(plan, CAVEATS, model={"name": plan.model or "embedded"}, **found)
 
 
@@ -381,7 +375,6 @@ def _pipeline_table(report: Report) -> Table:
 
 
 def plot_throughput(report: Report, path: Path) -> None:
-    """Tokens a second, a group of bars a workload and memory."""
     rows = report["workloads"]
     groups = list(dict.fromkeys((row["workload"], row["memory"]) for row in rows))
     found = {(row["workload"], row["memory"], row["policy"]): row["tokens_a_second"] for row in rows}

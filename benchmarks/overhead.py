@@ -1,11 +1,11 @@
-"""What the engine costs beside the model itself: agentcache against the bare mlx-lm model, in one process and one run.
+"""Compare agentcache with the bare mlx-lm model, in one process and one run.
 
-    decode   a step at a given context: mlx-lm's model with its own `QuantizedKVCache(group_size=64, bits=4)`, against
-             the time between two tokens of a running request
-    growth   how much longer a short turn takes after a long context than after a short one: mlx-lm's model computing
-             the same tokens over its quantised cache, against the time to first token of an agent that is hot
+    decode   a step at a given context: mlx-lm with `QuantizedKVCache(group_size=64, bits=4)`, against the time between
+             two tokens of a running request
+    growth   extra time of a short turn after a long context over one after a short context: mlx-lm on its quantised
+             cache, against the time to first token of a hot agent
 
-Both sides take turns, so that a noisy machine disturbs both alike; compare ratios, not milliseconds.
+Both sides alternate, so that machine noise affects both. Compare ratios, not milliseconds.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ CAVEATS = ["Both sides take turns in one process; compare the ratios, not millis
 
 @dataclass(frozen=True)
 class OverheadPlan:
-    """What to measure.
+    """Parameters of the benchmark.
 
     Args:
         model: folder; None for a random model of 84 million parameters.
-        decode_context: tokens cached before the measured steps.
-        contexts: the short and the long context of `growth`.
-        turn_tokens: tokens in the turn after it.
-        rounds: times each side is measured.
-        steps: decode steps a round.
+        decode_context: cached tokens before the measured steps.
+        contexts: short and long context of `growth`.
+        turn_tokens: new tokens of a turn.
+        rounds: measurements of each side.
+        steps: decode steps per round.
     """
 
     model: str | None = None
@@ -59,7 +59,7 @@ class OverheadPlan:
 
 @dataclass(frozen=True)
 class Pair:
-    """Medians in milliseconds of the same work, done by the bare model and by the engine."""
+    """Medians in ms for the same work on the bare model and on the engine."""
 
     bare_ms: float
     engine_ms: float
@@ -78,19 +78,19 @@ class OverheadResult:
 
     @property
     def growth(self) -> Pair:
-        """Milliseconds that the long context adds to the turn."""
+        """Milliseconds that the long context adds to a turn."""
         short, long = (self.turns[context] for context in sorted(self.turns))
         return Pair(long.bare_ms - short.bare_ms, long.engine_ms - short.engine_ms)
 
 
 class BareModel:
-    """mlx-lm's model and its own quantised caches, without agentcache."""
+    """mlx-lm's model with its own quantised caches."""
 
     def __init__(self, folder: Path) -> None:
         self._model, _ = load_model(folder)
 
     def prefill(self, token_ids: list[int]) -> list[QuantizedKVCache]:
-        """Caches that hold `token_ids`; filled in full precision and then quantised, which is much faster."""
+        """Return caches of `token_ids`, computed in full precision and then quantised, which is much faster."""
         caches = [KVCache() for _ in self._model.layers]
         for start in range(0, len(token_ids), _PREFILL_CHUNK):
             self._model(mx.array([token_ids[start : start + _PREFILL_CHUNK]]), cache=caches)
@@ -100,7 +100,7 @@ class BareModel:
         return quantised
 
     def step(self, token_ids: list[int], caches: list[QuantizedKVCache]) -> float:
-        """Seconds to compute `token_ids` behind the cache and choose the next token; the cache is as before."""
+        """Return seconds to compute `token_ids` and the next token; the cache is trimmed back afterwards."""
         started = time.perf_counter()
         token = mx.argmax(self._model(mx.array([token_ids]), cache=caches)[:, -1], axis=-1)
         token.item()
@@ -111,7 +111,7 @@ class BareModel:
 
 
 def measure_overhead(plan: OverheadPlan, progress: Callable[[str], None]) -> OverheadResult:
-    """Run the plan in a cache folder of its own, which is gone afterwards."""
+    """Run the plan in a temporary cache folder."""
     with tempfile.TemporaryDirectory(prefix="agentcache-bench-") as home:
         folder = Path(plan.model) if plan.model else random_model_path(Path(home), **WEIGHTS_MODEL)
         bare = BareModel(folder)
@@ -140,7 +140,7 @@ def _measure_decode(plan: OverheadPlan, ids: list[int], bare: BareModel, llm: LL
 
 
 def token_intervals(llm: LLM, prompt: list[int], num_tokens: int) -> list[float]:
-    """Seconds between the tokens of one request, as its receiver sees them."""
+    """Return seconds between the tokens of one request, by its receiver's clock."""
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
     times = llm.token_times(Request("bench", TokenPrompt(prompt), sampling))
     return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
@@ -173,7 +173,6 @@ def _line(pair: Pair) -> str:
 
 
 def overhead_rows(result: OverheadResult) -> list[dict[str, Any]]:
-    """The result as rows for a table or JSON."""
     named = {
         "decode step": result.decode,
         **{f"turn after {context} tokens": pair for context, pair in result.turns.items()},
@@ -186,13 +185,11 @@ def overhead_rows(result: OverheadResult) -> list[dict[str, Any]]:
 
 
 def build_report(plan: OverheadPlan, result: OverheadResult) -> Report:
-    """All of a run as plain data."""
     name = plan.model or "random, 84M parameters, float32"
     return OVERHEAD.report(plan, CAVEATS, model=name, rows=overhead_rows(result))
 
 
 def overhead_table(report: Report) -> Table:
-    """A line a comparison."""
     table = number_table("What the engine costs", ("", "bare mlx-lm", "agentcache", "ratio"), named=True)
     for row in report["rows"]:
         table.add_row(row["what"], f"{row['bare_ms']:.1f} ms", f"{row['engine_ms']:.1f} ms", f"{row['ratio']:.3f}")

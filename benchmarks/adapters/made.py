@@ -1,4 +1,4 @@
-"""Adapters of random weights for a model, and prompts as text and as token ids: what the adapters benchmark runs on."""
+"""Random adapters and prompts for the adapters benchmark."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.training.decoder_files import write_adapter
 
 POLICIES = (Policy.EXACT, Policy.ACTIVATED, Policy.PREFILL_SHARE)
-INVOCATION = "\n<<@@>>\n"  # what none of the words holds
+INVOCATION = "\n<<@@>>\n"  # occurs in none of the words
 
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}
 _SCALE = 2.0
-_STRENGTH = 0.5  # of what an adapter adds, beside 1 for what a module gives
+_STRENGTH = 0.5  # size of an adapter's delta relative to the module's output
 
 
 @dataclass(frozen=True)
 class MadeAdapter:
-    """An adapter's folder, and how it is served."""
+    """An adapter's name, folder and policy."""
 
     name: str
     path: Path
@@ -40,17 +40,17 @@ class MadeAdapter:
 
     @property
     def option(self) -> str:
-        """As `agentcache serve --adapter` takes it."""
+        """Value for `agentcache serve --adapter`."""
         return f"{self.name}={self.path}:{self.policy}"
 
 
 def make_adapters(
     home: Path, model: Path, invocation: Sequence[int], copies: int
 ) -> Mapping[Policy, tuple[MadeAdapter, ...]]:
-    """Adapters for a model folder, `copies` of each policy, which differ in weights.
+    """Write `copies` random adapters per policy for a model folder; return them by policy.
 
-    Those served exactly adapt the upper half of the layers, as mlx-lm's default does in a model of 32; the others adapt
-    all. Ranks differ, so that a batch of them is uneven.
+    Exact adapters target the upper half of the layers, as mlx-lm's default does for 32 layers. The rest target all
+    layers. Ranks differ, so that a mixed batch is uneven.
     """
     built, _ = load_model(model, lazy=True)
     made = {}
@@ -87,7 +87,7 @@ def _add_invocation(folder: Path, invocation: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class Passage:
-    """A piece of a prompt, as one server takes it and as the other does."""
+    """Part of a prompt: text for `mlx_lm.server`, token ids for agentcache."""
 
     text: str
     ids: tuple[int, ...]
@@ -97,11 +97,7 @@ class Passage:
 
 
 class PassageSource:
-    """Ordinary words in random order, of exact lengths in tokens.
-
-    Args:
-        tokenizer: the model's.
-    """
+    """Random words of exact token lengths."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         self._tokenizer = tokenizer
@@ -112,9 +108,9 @@ class PassageSource:
         return self.of_ids(self._tokenizer.encode("".join(f" {word}" for word in words)).ids[:num_tokens])
 
     def of_ids(self, token_ids: Sequence[int]) -> Passage:
-        """What a server has said, as the next prompt holds it."""
+        """Return the passage of generated tokens."""
         return Passage(self._tokenizer.unmark(self._tokenizer.spell(token_ids).text), tuple(token_ids))
 
     def invocation(self) -> Passage:
-        """What activates an adapter."""
+        """Return the passage that activates an adapter."""
         return self.of_ids(self._tokenizer.encode(INVOCATION).ids)

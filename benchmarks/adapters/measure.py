@@ -1,11 +1,11 @@
-"""Adapters on one server: what a change of adapter costs, what chains of adapters compute, and batches that mix them.
+"""Measure adapters on one server: switches, chains of adapters, mixed batches.
 
-    switch      turns of base and of adapters on one cached context, with and without a trunk, against `mlx_lm.server`
-                (`adapters_switch.py`)
-    pipelines   base, adapter, base, … on one context, by each way to share (`adapters_pipeline.py`)
-    mixed       base and three adapters in one batch, against one after the other (`adapters_mixed.py`)
+    switch      turns of base and adapters on one cached context, with and without a hidden-state cache, against
+                `mlx_lm.server` (`switch.py`)
+    pipelines   base, adapter, base, … on one context, for each policy (`pipeline.py`)
+    mixed       base and three adapters in one batch, against one after the other (`mixed.py`)
 
-All servers are real processes over the same model folder; while one works the others are idle.
+All servers are real processes on the same model folder. Only one works at a time.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from benchmarks.mlx_lm_server import COMMAND
 from benchmarks.workload import WEIGHTS_MODEL
 
 _NEVER = -100.0  # bias that keeps a token from being chosen
-_TRUNK_BUDGET = "2GB"  # more than the plans fill; RAM is taken as it is needed
+_TRUNK_BUDGET = "2GB"  # more than the plans fill; RAM is allocated on demand
 
 
 @dataclass(frozen=True)
 class AdaptersPlan:
-    """What to measure. The workload is a function of `seed` and the model's tokenizer.
+    """Parameters of the benchmark. `seed` and the model's tokenizer determine the workload.
 
     Args:
         model: folder; None for a random model of 84 million parameters.
-        command, peer: what to start as agentcache, with and without a trunk, and as the other server.
+        command, peer: start commands of agentcache and of `mlx_lm.server`.
     """
 
     switch: SwitchPlan = field(default_factory=SwitchPlan)
@@ -56,7 +56,7 @@ class AdaptersPlan:
     mixed: MixedPlan = field(default_factory=MixedPlan)
     model: str | None = None
     seed: int = 0
-    command: tuple[str, ...] = (*SERVE, "--kv", "4")  # what random keys need says nothing of a model's
+    command: tuple[str, ...] = (*SERVE, "--kv", "4")  # `auto` on random keys says nothing about real models
     peer: tuple[str, ...] = COMMAND
 
 
@@ -67,7 +67,7 @@ QUICK = AdaptersPlan(
 
 @dataclass(frozen=True)
 class AdaptersResult:
-    """`adapter_bytes` is the size of each adapter's file, by name."""
+    """`adapter_bytes` is the file size of each adapter, by name."""
 
     switches: tuple[SwitchSample, ...]
     pipelines: tuple[Pipeline, ...]
@@ -76,7 +76,7 @@ class AdaptersResult:
 
 
 def measure_adapters(plan: AdaptersPlan, progress: Callable[[str], None]) -> AdaptersResult:
-    """Run the plan; servers, adapters and caches are gone when it returns or raises."""
+    """Run the plan; servers, adapters and caches are removed on return or error."""
     with tempfile.TemporaryDirectory(prefix="agentcache-bench-") as folder:
         home = Path(folder)
         model = Path(plan.model) if plan.model else random_model_path(home, **WEIGHTS_MODEL)
@@ -91,7 +91,7 @@ def measure_adapters(plan: AdaptersPlan, progress: Callable[[str], None]) -> Ada
 
 @dataclass(frozen=True)
 class _Servers:
-    """Ours, with all adapters; ours with a trunk, for plain LoRA; and the other, which takes adapters by request."""
+    """agentcache with all adapters, agentcache with a hidden-state cache for exact adapters, and `mlx_lm.server`."""
 
     ours: ServerProcess
     trunk: ServerProcess
@@ -145,7 +145,7 @@ def _options(adapters: Sequence[MadeAdapter]) -> list[str]:
 
 
 def _warm_up(servers: _Servers, adapters: Mapping[Policy, Sequence[MadeAdapter]], source: PassageSource) -> None:
-    """A process's first request, and an adapter's, pay for more than their own work."""
+    """Send a first request per process and adapter, which includes one-time costs."""
     hello = source.take(8) + source.invocation() + source.take(2)
     for adapter in (None, *(each for made in adapters.values() for each in made)):
         complete(servers.ours, hello, 2, adapter)

@@ -1,4 +1,4 @@
-"""Base and three adapters at once in one batch, against the same requests one after the other."""
+"""Compare base and three adapters in one batch with the same requests one after the other."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from benchmarks.workload import turn_body
 
 @dataclass(frozen=True)
 class MixedPlan:
-    """What to measure.
+    """Parameters of the benchmark.
 
     Args:
-        context: tokens each request has cached.
-        turn_tokens: new tokens of each request.
-        new_tokens: decoded by each.
-        rounds: times everything is measured.
+        context: cached tokens of a request, on average.
+        turn_tokens: new prompt tokens per request.
+        new_tokens: decoded tokens per request.
     """
 
     context: int = 512
@@ -36,11 +35,11 @@ class Mixed:
     """Medians over the rounds.
 
     Args:
-        system: tokens/s of all rows together while all of them decode.
-        serial: of the same rows one after the other, decoding only.
-        base_system: of as many base rows at once: what a batch gives without adapters.
-        turns_seconds, serial_turns_seconds, peer_turns_seconds: whole requests at once, one after the other, and one
-            after the other on `mlx_lm.server`.
+        system: total tokens/s of all rows, while all of them decode.
+        serial: tokens/s of the same rows one after the other, decoding only.
+        base_system: like `system`, for as many rows of base.
+        turns_seconds, serial_turns_seconds, peer_turns_seconds: duration of whole requests: at once, one after the
+            other, and one after the other on `mlx_lm.server`.
     """
 
     rows: int
@@ -57,14 +56,14 @@ class Mixed:
 
 
 class MixedBench:
-    """One base row and one row of each adapter, each with a context of its own."""
+    """One base row and one row per adapter, each with its own context."""
 
     def __init__(
         self, plan: MixedPlan, server: ServerProcess, peer: Peer, adapters: Sequence[MadeAdapter], source: PassageSource
     ) -> None:
         self._plan, self._server, self._peer, self._source = plan, server, peer, source
         self._rows: list[MadeAdapter | None] = [None, *adapters]
-        # Ragged: from half the context to one and a half.
+        # Ragged: 0.5 to 1.5 times the context.
         sizes = [plan.context * (len(adapters) + 2 * row) // (2 * len(adapters)) for row in range(len(self._rows))]
         self._contexts = [source.take(size) for size in sizes]
 
@@ -78,14 +77,13 @@ class MixedBench:
         return Mixed(len(self._rows), *(statistics.median(getattr(each, name) for each in rounds) for name in names))
 
     def _fill_caches(self) -> None:
-        """Everything is read once before it is measured, also by base."""
+        """Cache all contexts, also for base."""
         rows = self._requests()
         self._ours([*rows, *((prompt, None) for prompt, _ in rows)])
         for row in rows:
             self._theirs(row)
 
     def _requests(self) -> list[tuple[Passage, MadeAdapter | None]]:
-        """Each row's next request, on its context."""
         return [(self._prompt(*row), row[1]) for row in zip(self._contexts, self._rows, strict=True)]
 
     def _round(self) -> Mixed:
@@ -104,13 +102,13 @@ class MixedBench:
         )
 
     def _prompt(self, context: Passage, adapter: MadeAdapter | None) -> Passage:
-        """The row's context and new tokens, behind what activates an adapter that has to be."""
+        """Return context, invocation if the adapter needs one, and new tokens."""
         if adapter is not None and adapter.policy is Policy.ACTIVATED:
             context += self._source.invocation()
         return context + self._source.take(self._plan.turn_tokens)
 
     def _ours(self, rows: Sequence[tuple[Passage, MadeAdapter | None]]) -> list[Stream]:
-        """These requests, all sent at once."""
+        """Send these requests at once."""
         bodies = []
         for prompt, adapter in rows:
             body = turn_body(None, prompt.ids, self._plan.new_tokens, return_token_ids=True)

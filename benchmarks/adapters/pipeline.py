@@ -1,8 +1,7 @@
-"""Base, adapter, base, … on one context, as in the activated-LoRA paper (arXiv 2504.12397, section 5): what each way to
-share has to compute.
+"""Count the tokens that each policy computes for base, adapter, base, … on one context.
 
-Every step reads everything before it, answers included, and a few new tokens. No step names an agent: all reuse comes
-from shared blocks.
+The chain follows the activated-LoRA paper (arXiv 2504.12397, section 5). Each step reads all previous tokens and
+answers, and a few new tokens. No step names an agent: all reuse comes from shared blocks.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ CHAIN = ("base", "a", "base", "b", "base", "a", "base")
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """What to measure: `CHAIN` on a context, with `turn_tokens` new tokens and `answer_tokens` generated a step."""
+    """Parameters of `CHAIN`; `turn_tokens` and `answer_tokens` are per step."""
 
     context: int = 2048
     turn_tokens: int = 24
@@ -41,14 +40,14 @@ class PipelineStep:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The whole chain by one policy, or by base alone: the floor."""
+    """The chain with one policy, or with base alone as the lower bound."""
 
     policy: str
     steps: tuple[PipelineStep, ...]
 
     @property
     def computed_after_first(self) -> int:
-        """Prompt tokens computed, without the context itself."""
+        """Computed prompt tokens, without those of the first step."""
         return sum(step.computed_tokens for step in self.steps[1:])
 
     @property
@@ -63,7 +62,7 @@ def measure_pipelines(
     source: PassageSource,
     progress: Callable[[str], None],
 ) -> list[Pipeline]:
-    """The chain by base alone, and by each policy, each on a context of its own."""
+    """Run the chain with base alone and with each policy, each on its own context."""
     ways: dict[str, Sequence[MadeAdapter]] = {BASE_ONLY: (), **{str(policy): made for policy, made in adapters.items()}}
     pipelines = []
     for name, made in ways.items():

@@ -1,4 +1,4 @@
-"""PNG plots of the adapters benchmark, drawn from its report: one message a picture."""
+"""PNG plots of the adapters benchmark, drawn from its report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ POLICY_COLOURS = {"base only": "#999999", "exact": "#D55E00", "activated": "#007
 
 
 def plot_switches(report: Report, path: Path) -> None:
-    """Time to first token of each turn, a bar for each server that has it; logarithmic: reloading is far off."""
+    """Plot time to first token by turn and server, on a logarithmic scale because reloads take far longer."""
     rows = report["switches"]
     turns = list(dict.fromkeys(row["turn"] for row in rows))
     figure = new_figure(11, 4.5)
@@ -30,7 +30,7 @@ def plot_switches(report: Report, path: Path) -> None:
 
 
 def plot_pipelines(report: Report, path: Path) -> None:
-    """Prompt tokens computed so far after each step of the chain, a line a policy."""
+    """Plot cumulative computed prompt tokens along the chain, by policy."""
     figure = new_figure(7, 4.5)
     axes = figure.add_subplot()
     chain = report["chain"]

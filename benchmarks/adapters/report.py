@@ -1,4 +1,4 @@
-"""The adapters benchmark's numbers for people and programs: tables, a JSON file, plots, where the other server wins."""
+"""Report of the adapters benchmark: tables, JSON, plots, and results in which mlx_lm.server is better."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ CAVEATS = [
 
 
 def build_report(plan: AdaptersPlan, result: AdaptersResult) -> Report:
-    """All of a run as plain data."""
     switches = _summarise_switches(result.switches)
     pipelines = [
         {
@@ -59,7 +58,7 @@ def build_report(plan: AdaptersPlan, result: AdaptersResult) -> Report:
 
 
 def _summarise_switches(samples: Sequence[SwitchSample]) -> list[dict[str, Any]]:
-    """Medians over the rounds, a line for each server and turn, in order."""
+    """Return medians over the rounds by server and turn, agentcache first."""
     turns = dict.fromkeys((sample.server, sample.turn) for sample in samples)
     return [_summarise([s for s in samples if (s.server, s.turn) == turn]) for turn in sorted(turns, key=_ours_first)]
 
@@ -83,7 +82,7 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def _against_hot_base(switches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each of our turns the share of the prompt that is computed, and its time beside a hot turn of base."""
+    """Return the computed share of each agentcache turn, and its time relative to a hot turn of base."""
     return [
         {
             "server": row["server"],
@@ -97,13 +96,13 @@ def _against_hot_base(switches: Sequence[dict[str, Any]]) -> list[dict[str, Any]
 
 
 def _hot_ms(switches: Sequence[dict[str, Any]], server: str) -> float:
-    """Time to first token of the server's hot turn of base."""
+    """Return the time to first token of the server's hot base turn."""
     ms: float = next(row["ttft_ms"] for row in switches if (row["server"], row["turn"]) == (server, HOT))
     return ms
 
 
 def peer_wins(switches: Sequence[dict[str, Any]], mixed: dict[str, Any]) -> list[str]:
-    """A sentence for everything in which mlx_lm.server is better by more than a few percent."""
+    """Return a sentence for each result in which mlx_lm.server is better by more than a few percent."""
     ours = {row["turn"]: row["ttft_ms"] for row in switches if row["server"] == OURS}
     theirs = {row["turn"]: row["ttft_ms"] for row in switches if row["server"] == PEER}
     wins = [
@@ -120,7 +119,6 @@ def peer_wins(switches: Sequence[dict[str, Any]], mixed: dict[str, Any]) -> list
 
 
 def switches_table(report: Report) -> Table:
-    """A line a turn of each server."""
     context = report["plan"]["switch"]["context"]
     headings = ("", "turn", "first token", "beside hot base", "computed", "prompt", "layers x tokens")
     title = f"A change of adapter on a cached context of {context} tokens, medians"
@@ -142,7 +140,7 @@ def switches_table(report: Report) -> Table:
 
 
 def pipelines_table(report: Report) -> Table:
-    """A line a policy: tokens computed in each step of the chain."""
+    """Tabulate computed tokens by policy and step."""
     table = number_table(
         "Base and two adapters, a and b, in turns on one context: prompt tokens computed a step",
         ("", *report["chain"], "after the first", "seconds", "beside base only"),
@@ -160,7 +158,6 @@ def pipelines_table(report: Report) -> Table:
 
 
 def mixed_table(report: Report) -> Table:
-    """At once, one after the other, and what the batch costs for being mixed."""
     mixed = report["mixed"]
     table = number_table(f"Base and {mixed['rows'] - 1} adapters, one row each", ("", "decoding", "whole requests"))
     table.add_row("at once", f"{mixed['system']:.1f} tokens/s", f"{mixed['turns_seconds']:.2f} s")

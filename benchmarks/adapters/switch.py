@@ -1,8 +1,8 @@
-"""A change of adapter on a cached context, on agentcache and on `mlx_lm.server`, turn by turn.
+"""Measure a change of adapter on a cached context, on agentcache and on `mlx_lm.server`.
 
-Every turn continues what base has read and said. `mlx_lm.server` gets its adapter as `adapters` in the request, for
-which it loads the whole model again. Plain LoRA is also measured on an agentcache with a trunk: its adapter goes on
-from the hidden states that base has left at the adapter's first layer.
+Each turn continues base's first answer. `mlx_lm.server` gets the adapter in the request's `adapters` field and
+reloads the whole model for it. Exact adapters also run on an agentcache with a hidden-state cache: they start from
+base's cached hidden states at the adapter's first layer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TRUNK = f"{OURS}, trunk"
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn behind base's first one; with `goes_on`, behind the turn before. No policy means base."""
+    """A turn after base's first one, or after the previous turn if `goes_on`. `policy` None means base."""
 
     name: str
     policy: Policy | None = None
@@ -45,13 +45,13 @@ EXACT_TURNS = tuple(turn for turn in TURNS if turn.policy in (None, Policy.EXACT
 
 @dataclass(frozen=True)
 class SwitchPlan:
-    """What to measure.
+    """Parameters of the benchmark.
 
     Args:
-        context: tokens that base has read before.
-        turn_tokens: new tokens of each turn.
-        answer_tokens: generated in each turn.
-        rounds: times everything is measured, each on a context of its own.
+        context: tokens that base has cached.
+        turn_tokens: new prompt tokens per turn.
+        answer_tokens: generated tokens per turn.
+        rounds: measurements, each on its own context.
     """
 
     context: int = 4096
@@ -62,14 +62,14 @@ class SwitchPlan:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one turn took.
+    """Cost of one turn. None means that the server does not report the value.
 
     Args:
-        ttft_ms: by the client's clock.
-        computed_tokens: tokens of the prompt that went through the model.
-        ram_bytes, disk_bytes: by which the cache has grown; None where the server does not say.
-        computed_layer_tokens: tokens, the answer's too, each once for each layer that it went through; else as above.
-        trunk_bytes: by which the cached hidden states have grown, which are not in `ram_bytes`; else as above.
+        ttft_ms: time to first token by the client's clock.
+        computed_tokens: prompt tokens that the model computed.
+        ram_bytes, disk_bytes: growth of the cache.
+        computed_layer_tokens: sum over layers of computed tokens, including the answer's.
+        trunk_bytes: growth of the hidden-state cache, which `ram_bytes` excludes.
     """
 
     ttft_ms: float
@@ -89,7 +89,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class SwitchSample:
-    """One turn on one server, in one of the rounds."""
+    """One turn on one server in one round."""
 
     server: str
     turn: str
@@ -98,10 +98,10 @@ class SwitchSample:
 
 
 class Peer:
-    """`mlx_lm.server`: requests name the model's folder, because with its default model it ignores adapters.
+    """Client of `mlx_lm.server`. It names the model folder, because the default model ignores adapters.
 
     Args:
-        bias: keeps the end of a turn from being chosen.
+        bias: logit bias that prevents end-of-turn tokens.
     """
 
     def __init__(self, server: ServerProcess, model: Path, bias: Mapping[str, float]) -> None:
@@ -122,7 +122,7 @@ def complete(
     adapter: MadeAdapter | None = None,
     agent: str | None = None,
 ) -> Completion:
-    """A greedy completion by agentcache, of fixed length."""
+    """Run a greedy completion of fixed length on agentcache."""
     name = None if adapter is None else adapter.name
     return server.client.complete(
         prompt.ids, max_tokens=max_tokens, temperature=0, ignore_eos=True, adapter=name, agent=agent
@@ -130,7 +130,7 @@ def complete(
 
 
 class OurSide:
-    """Turns on agentcache, by an agent for each round and policy."""
+    """Turns on agentcache, with one agent per round and policy."""
 
     def __init__(
         self, server: ServerProcess, source: PassageSource, name: str = OURS, turns: Sequence[Turn] = TURNS
@@ -160,7 +160,7 @@ class OurSide:
 
 
 class PeerSide:
-    """Turns on `mlx_lm.server`, which has one way to use an adapter."""
+    """Turns on `mlx_lm.server`, which applies adapters in only one way."""
 
     name = PEER
     turns: Sequence[Turn] = EXACT_TURNS
@@ -176,8 +176,6 @@ class PeerSide:
 
 
 class SwitchBench:
-    """The servers and the adapters on them."""
-
     def __init__(
         self,
         plan: SwitchPlan,
@@ -188,7 +186,7 @@ class SwitchBench:
         self._plan, self._sides, self._adapters, self._source = plan, sides, adapters, source
 
     def measure(self, progress: Callable[[str], None]) -> list[SwitchSample]:
-        """All rounds; in each the servers take turns, every other time from the last to the first."""
+        """Run all rounds; the order of the servers reverses in every second round."""
         samples: list[SwitchSample] = []
         for number in range(self._plan.rounds):
             context = self._source.take(self._plan.context)
@@ -210,7 +208,7 @@ class SwitchBench:
             last = prompt + answer.said
 
     def _ask(self, turn: Turn) -> Passage:
-        """New tokens, behind what activates an adapter that has to be."""
+        """Return new tokens, after the invocation if the adapter needs one."""
         words = self._source.take(self._plan.turn_tokens)
         return self._source.invocation() + words if turn.policy is Policy.ACTIVATED else words
 

@@ -1,10 +1,10 @@
-"""What running agents notice while a long prompt arrives, and how a short request fares that arrives just after it.
+"""Measure how a long prompt affects running agents, and how it delays a short request.
 
 quiet      the agents decode, nothing else happens
-prefill    a long prompt comes in; from its sending to its first token
-same       other agents like them decode the same tokens, by their places in the answer, with no long prompt: contexts
-           grow meanwhile, and steps with them, so that only these say what the long prompt costs
-short      a request of a few tokens: alone on an idle server, among the decoding agents, and during the prefill
+prefill    from sending the long prompt to its first token
+same       other agents decode the same positions without a long prompt; decode steps slow down as contexts grow,
+           so only this comparison isolates the cost of the long prompt
+short      a request of a few tokens: on an idle server, beside decoding agents, and during the prefill
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from agentcache.server_process import ServerProcess
 from benchmarks.streams import RunningStream, Stream, gaps_ms, percentile
 from benchmarks.workload import TokenSource, turn_body
 
-_RUNNING_TOKENS = 16384  # more than they get to
-_APART_SECONDS = 4.0  # the long prompt and the short requests after it: each finds a settled server
+_RUNNING_TOKENS = 16384  # never reached
+_APART_SECONDS = 4.0  # pause before each short request, so that the server settles
 
 
 @dataclass(frozen=True)
 class ArrivalsPlan:
-    """What to measure.
+    """Parameters of the benchmark.
 
     Args:
-        running: agents that decode all the time.
-        context: tokens that each of them has when it starts.
+        running: decoding agents.
+        context: initial tokens of each running agent.
         long_prompt: tokens of the long prompt.
-        short_prompt, short_tokens: tokens of the short request's prompt and of its answer.
+        short_prompt, short_tokens: tokens of the short request's prompt and answer.
         quiet_steps: decode steps measured before the long prompt.
-        shorts: short requests measured each way: alone, among decoding agents, during the prefill.
-        max_stall_ms: the server's setting, for the limit beside the gaps.
+        shorts: short requests in each situation.
+        max_stall_ms: the server's setting; determines the limit in the report.
     """
 
     running: int = 4
@@ -51,7 +51,7 @@ class ArrivalsPlan:
 
 @dataclass(frozen=True)
 class Gaps:
-    """Gaps between the tokens of running agents, in milliseconds, and their tokens a second, all together."""
+    """Milliseconds between tokens of running agents, and their total tokens/s."""
 
     p50_ms: float
     p95_ms: float
@@ -61,15 +61,15 @@ class Gaps:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """What came out; times in milliseconds.
+    """Results; times in milliseconds.
 
     Args:
-        quiet, prefill: the running agents before and during the long prompt.
-        same: other agents at the same tokens, without the long prompt.
-        long_alone_ms, long_ttft_ms: the long prompt's time to first token on an idle server and among the others.
-        short_alone_ms, short_among_ms, short_during_ms: the median short request from sending to its last token.
-        short_done_first: whether all short requests were answered before the long one got its first token.
-        timeline: each token of the first running agent during the prefill: (seconds since the long prompt, gap in ms).
+        quiet, prefill: gaps of the running agents before and during the long prompt.
+        same: gaps of other agents at the same positions without the long prompt.
+        long_alone_ms, long_ttft_ms: time to first token of the long prompt: on an idle server, beside running agents.
+        short_alone_ms, short_among_ms, short_during_ms: median time from sending a short request to its last token.
+        short_done_first: whether all short requests ended before the long prompt's first token.
+        timeline: tokens of the first running agent: (seconds since the long prompt, gap in ms).
     """
 
     quiet: Gaps
@@ -85,20 +85,18 @@ class Arrivals:
 
     @property
     def kept_rate(self) -> float:
-        """The running agents' rate during the prefill, as a share of what it is for the same tokens without it."""
+        """Token rate during the prefill relative to the rate for the same tokens without it."""
         return self.prefill.tokens_per_s / self.same.tokens_per_s
 
 
 def measure_arrivals(
     plan: ArrivalsPlan, server: ServerProcess, source: TokenSource, progress: Callable[[str], None]
 ) -> Arrivals:
-    """Run the plan on a server that is idle."""
+    """Run the plan on an idle server."""
     return _Bench(plan, server, source, progress).run()
 
 
 class _Bench:
-    """One server, and the requests on it."""
-
     def __init__(
         self, plan: ArrivalsPlan, server: ServerProcess, source: TokenSource, progress: Callable[[str], None]
     ) -> None:
@@ -109,7 +107,7 @@ class _Bench:
 
     def run(self) -> Arrivals:
         plan = self._plan
-        self._short().result()  # the first request pays for more than its own work
+        self._short().result()  # warm-up
         short_alone = statistics.median(self._short().result().total_ms for _ in range(plan.shorts))
         long_alone = self._long().result().ttft_ms
         self._progress(f"alone: short {short_alone:.0f} ms, {plan.long_prompt} tokens {long_alone:.0f} ms")
@@ -150,7 +148,7 @@ class _Bench:
                 stream.cancel()
 
     def _same_tokens(self, first: int, last: int) -> Gaps:
-        """Of agents of their own, from their `first` to their `last` token."""
+        """Measure new agents from their token `first` to `last`."""
         with self._decoding("again") as running:
             running[0].wait_for_tokens(last + 1)
         times = running[0].token_times

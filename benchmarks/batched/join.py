@@ -1,10 +1,9 @@
-"""What it costs the others when an agent joins a running batch, and when it leaves, by the length of its context.
+"""Measure the time that running requests lose when another request joins or leaves the batch, by its context length.
 
-Observers decode all the time. An agent whose context is in RAM sends a turn of one token, decodes a few and leaves;
-long and short contexts take turns. The cost is what the observers' clients lose: gaps between their tokens beyond what
-as many undisturbed gaps take. Of a join these are the gap in which the row is let in and the one in which it is first
-computed: matching, block tables, and any copy of keys and values there might be. What the request costs as a whole,
-with the reading of a body that carries the whole context, stands beside it.
+Observers decode all the time. An agent whose context is in RAM joins with a turn of one token, decodes a few tokens
+and leaves; context lengths alternate. The cost is the length of the observers' token gaps beyond undisturbed ones.
+A join affects the gap in which the row is admitted and the gap of its first step. `request_ms` also includes the
+reading of the request body, which carries the whole context.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from agentcache.server_process import ServerProcess
 from benchmarks.streams import RunningStream, Stream
 from benchmarks.workload import TokenSource, turn_body
 
-_QUIET_GAPS = 6  # undisturbed gaps on each side of a join, whose median is what a step takes
-_OBSERVER_TOKENS = 16384  # more than they get to
-_JOINING_GAPS = 2  # the last gap before the row's first token, and the one that its first step takes
-_LEAVING_GAPS = 2  # gaps after the last token in which the row's end is worked on
+_QUIET_GAPS = 6  # undisturbed gaps on each side of a join; their median is the step time
+_OBSERVER_TOKENS = 16384  # never reached
+_JOINING_GAPS = 2  # the gap before the row's first token, and the gap of its first step
+_LEAVING_GAPS = 2  # gaps after the last token in which the row is removed
 
 
 @dataclass(frozen=True)
 class JoinPlan:
-    """What to measure.
+    """Parameters of the benchmark.
 
     Args:
         contexts: lengths in tokens, whole blocks.
-        joins: times an agent joins with each context.
+        joins: joins per context length.
         observers: agents that decode all the time.
         new_tokens: tokens that the joining agent decodes.
     """
@@ -46,9 +45,9 @@ class JoinCost:
     """Milliseconds that the observers lose, medians over the joins.
 
     Args:
-        join_ms, leave_ms: beyond undisturbed steps.
-        request_ms: the same from the sending of the request to its first token.
-        step_ms, step_with_ms: an undisturbed step without and with the row.
+        join_ms, leave_ms: time beyond undisturbed steps.
+        request_ms: the same, from sending the request to its first token.
+        step_ms, step_with_ms: undisturbed step without and with the row.
     """
 
     context: int
@@ -62,7 +61,7 @@ class JoinCost:
 def measure_joins(
     plan: JoinPlan, server: ServerProcess, source: TokenSource, progress: Callable[[str], None]
 ) -> list[JoinCost]:
-    """Run the plan; one result per context."""
+    """Run the plan; return one result per context length."""
     contexts = {length: _cache(server, source.take(length), plan.joins, progress) for length in plan.contexts}
     observers = [_observe(server, source, index) for index in range(plan.observers)]
     try:
@@ -79,7 +78,7 @@ def measure_joins(
 
 
 def _cache(server: ServerProcess, ids: list[int], count: int, progress: Callable[[str], None]) -> list[int]:
-    """Cache a context for an agent, and make `count` forks of it; the context."""
+    """Cache a context for an agent, fork it `count` times, and return its ids."""
     progress(f"caching {len(ids)} tokens")
     server.client.cache_prompt(ids, agent=f"context-{len(ids)}")
     for number in range(count):
@@ -95,19 +94,19 @@ def _observe(server: ServerProcess, source: TokenSource, index: int) -> RunningS
 
 
 def _join(server: ServerProcess, observers: Sequence[RunningStream], body: dict[str, object]) -> Stream:
-    """One agent's turn among undisturbed steps."""
+    """Run one agent's turn between undisturbed steps."""
     observers[0].wait_for_more(_QUIET_GAPS + 1)
     joined = RunningStream(server.client.url, "/v1/completions", body).result()
-    # The one who joined may be ahead by some tokens: each client's events come when its thread is run.
+    # The joined stream may be some tokens ahead, depending on when each client's thread runs.
     observers[0].wait_for_more(_LEAVING_GAPS + _QUIET_GAPS + 1 + joined.usage["completion_tokens"])
     return joined
 
 
 def cost_of_join(context: int, times: Sequence[float], joined: Stream) -> JoinCost:
-    """One join, from the token times of an observer and the answer of the one who joined."""
+    """Compute the cost of one join from an observer's token times and the joined stream."""
     before = bisect_right(times, joined.sent_at) - 1
     first = _nearest(times, joined.token_times[0])
-    last = first + joined.usage["completion_tokens"] - 1  # every step gives both a token
+    last = first + joined.usage["completion_tokens"] - 1  # every step yields one token for each
     step = _typical(times, before - _QUIET_GAPS, before)
     step_with = _typical(times, first, last)
     end = last + _LEAVING_GAPS
@@ -124,7 +123,7 @@ def _nearest(times: Sequence[float], moment: float) -> int:
 
 
 def _typical(times: Sequence[float], start: int, stop: int) -> float:
-    """Median of the gaps from token `start` to token `stop`."""
+    """Return the median gap from token `start` to token `stop`."""
     return statistics.median(times[i + 1] - times[i] for i in range(start, stop))
 
 

@@ -1,12 +1,12 @@
-"""Several agents at once on one server: how fast they decode, what joining costs, and what a long prompt does to them.
+"""Measure concurrent agents on one server: decode rate, cost of a join, effect of a long prompt.
 
     throughput   system and per-agent rates of 1 to 16 agents, against the same agents one after the other, and against
-                 what the machine's bare matrix products gain (`throughput.py`, `products.py`)
-    joins        what the others lose when a row joins or leaves, with a short and a long context (`join.py`)
-    arrivals     a long prompt, and then a short one, while agents decode (`arrivals.py`)
+                 the gain of bare matrix products (`throughput.py`, `products.py`)
+    joins        time that running rows lose when a row joins or leaves (`join.py`)
+    arrivals     a long prompt, then a short one, while agents decode (`arrivals.py`)
 
-Each part has a random model of its own, unless one is given: joins one that makes long contexts affordable, the others
-such whose weights are much larger than a CPU's caches.
+Without a given model, each part has its own random model. The one for joins makes long contexts affordable; the
+weights of the rest far exceed a CPU's caches.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from benchmarks.workload import CONTEXT_MODEL, LONG_PROMPT_MODEL, WEIGHTS_MODEL,
 
 @dataclass(frozen=True)
 class BatchedPlan:
-    """What to measure. The workload is a function of `seed` and the model's tokenizer.
+    """Parameters of the benchmark. `seed` and the model's tokenizer determine the workload.
 
     Args:
-        model: folder that all parts run on; None for the random models.
-        command: what to start in place of `agentcache serve`.
+        model: folder for all parts; None for the random models.
+        command: replacement for `agentcache serve`.
     """
 
     throughput: ThroughputPlan = field(default_factory=ThroughputPlan)
@@ -40,7 +40,7 @@ class BatchedPlan:
     arrivals: ArrivalsPlan = field(default_factory=ArrivalsPlan)
     model: str | None = None
     seed: int = 0
-    command: tuple[str, ...] = (*SERVE, "--kv", "4")  # what random keys need says nothing of a model's
+    command: tuple[str, ...] = (*SERVE, "--kv", "4")  # `auto` on random keys says nothing about real models
 
 
 QUICK = BatchedPlan(
@@ -52,8 +52,7 @@ QUICK = BatchedPlan(
 
 @dataclass(frozen=True)
 class BatchedResult:
-    """`copied_blocks` counts blocks of keys and values that the server copied while rows joined and left; None where
-    the server does not say."""
+    """`copied_blocks` counts KV blocks copied during joins; None if the server does not report it."""
 
     throughput: tuple[Throughput, ...]
     products: tuple[Products, ...]
@@ -63,7 +62,7 @@ class BatchedResult:
 
 
 def measure_batched(plan: BatchedPlan, progress: Callable[[str], None]) -> BatchedResult:
-    """Run the plan on real server processes; they and their cache folders are gone when it returns or raises."""
+    """Run the plan on real servers; they and their cache folders are removed on return or error."""
     with tempfile.TemporaryDirectory(prefix="agentcache-bench-") as folder:
         home = Path(folder)
         weights, context, long = (

@@ -1,4 +1,4 @@
-"""PNG plots of the batching benchmark, drawn from its report: one message a picture."""
+"""PNG plots of the batching benchmark, drawn from its report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BATCHED, SERIAL, CEILING = "#0072B2", "#D55E00", "#999999"
 
 
 def plot_throughput(report: Report, path: Path) -> None:
-    """Tokens a second of all agents together, over their number: at once, one after the other, and the ceiling."""
+    """Plot total tokens/s by number of agents: at once, one after the other, and the upper bound."""
     rows = report["throughput"]
     agents = [row["agents"] for row in rows]
     figure = new_figure(7, 4.5)
@@ -36,7 +36,7 @@ def plot_throughput(report: Report, path: Path) -> None:
 
 
 def plot_joins(report: Report, path: Path) -> None:
-    """What the others lose when a row joins or leaves, a group of bars a context."""
+    """Plot the time that running rows lose, by context length."""
     figure = new_figure(6, 4)
     axes = figure.add_subplot()
     joins = report["joins"]
@@ -50,7 +50,7 @@ def plot_joins(report: Report, path: Path) -> None:
 
 
 def plot_arrivals(report: Report, path: Path) -> None:
-    """Gaps between one running agent's tokens while a long prompt is prefilled, over time."""
+    """Plot one agent's token gaps during the prefill of a long prompt."""
     arrivals, plan = report["arrivals"], report["plan"]["arrivals"]
     figure = new_figure(7, 4)
     axes = figure.add_subplot()

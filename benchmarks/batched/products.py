@@ -1,8 +1,7 @@
-"""What the machine allows: the model's bare matrix products, with one row and with more.
+"""Time the model's bare matrix products with one and with more rows.
 
-A decode step reads every weight once, however many rows it has. So n rows at once can be at most as much faster than
-n steps of one row as this gains; what a step takes beyond it is attention, which reads each row's own cache, and the
-rest.
+A decode step reads each weight once for any number of rows. The gain measured here is therefore an upper bound for
+batching n rows. The rest of a step is mainly attention, which reads each row's own cache.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from mlx_lm.utils import load_model
 
 @dataclass(frozen=True)
 class Products:
-    """x·W of every weight matrix of a model, for `rows` rows of x at once.
+    """x·W for all weight matrices of a model, with `rows` rows of x.
 
     Args:
-        ms: milliseconds for all of them.
-        weight_bytes: bytes of weights that this reads.
-        gain: how many times faster than the same rows one by one.
+        ms: milliseconds for all products.
+        weight_bytes: bytes of weights read.
+        gain: speed-up over the same rows one by one.
     """
 
     rows: int
@@ -40,7 +39,7 @@ class Products:
 
 
 def measure_products(folder: Path, rows: Sequence[int], rounds: int = 7) -> list[Products]:
-    """Medians, in this process; one and more rows take turns."""
+    """Return medians, measured in this process with alternating row counts."""
     model, _ = load_model(folder)
     dtype = next(a.dtype for _, a in tree_flatten(model.parameters()) if mx.issubdtype(a.dtype, mx.floating))
     modules = [module for _, module in model.named_modules() if "weight" in module and module.weight.ndim == 2]
@@ -63,11 +62,11 @@ def _milliseconds(modules: Sequence[Any], inputs: Sequence[mx.array]) -> float:
 
 
 def _product(module: Any, x: mx.array) -> mx.array:
-    # A tied embedding is the model's head.
+    # A tied embedding is the output head.
     return module.as_linear(x) if hasattr(module, "as_linear") else module(x)
 
 
 def _width(module: Any) -> int:
-    """Length of the rows that a (perhaps quantised) weight is multiplied with."""
+    """Return the input width of a weight matrix, quantised or not."""
     packed: int = module.weight.shape[1]
     return packed * 32 // module.bits if hasattr(module, "bits") else packed

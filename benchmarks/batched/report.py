@@ -1,4 +1,4 @@
-"""The batching benchmark's numbers for people and programs: tables, a JSON file, plots."""
+"""Report of the batching benchmark: tables, JSON, plots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ RANDOM_CAVEAT = (
 
 
 def build_report(plan: BatchedPlan, result: BatchedResult) -> Report:
-    """All of a run as plain data."""
     return BATCHED.report(
         plan,
         _caveats(plan),
@@ -46,7 +45,6 @@ def _caveats(plan: BatchedPlan) -> list[str]:
 
 
 def throughput_table(report: Report) -> Table:
-    """A line per number of agents."""
     headings = (
         "agents",
         "system",
@@ -72,7 +70,7 @@ def throughput_table(report: Report) -> Table:
 
 
 def joins_table(report: Report) -> Table:
-    """A line a context, and what the longest costs against the shortest."""
+    """Tabulate costs by context length, and the ratio of the longest to the shortest."""
     copied = report["copied_blocks"]
     counted = "not counted by this server" if copied is None else f"{copied} blocks of KV copied"
     table = number_table(
@@ -92,7 +90,6 @@ def _ratio(long: float, short: float) -> str:
 
 
 def arrivals_table(report: Report) -> Table:
-    """What the running agents noticed, then the two requests."""
     arrivals, plan = report["arrivals"], report["plan"]["arrivals"]
     table = number_table(
         f"{plan['running']} agents decode; a prompt of {plan['long_prompt']} tokens arrives",

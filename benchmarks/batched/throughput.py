@@ -1,6 +1,6 @@
-"""Agents that decode at once against the same agents one after the other, on one server and in one run.
+"""Compare agents that decode at once with the same agents one after the other, in one run.
 
-Each agent has a context of its own, of ragged lengths; a turn adds a few tokens and decodes greedily.
+Each agent has its own context; lengths are ragged. A turn adds a few tokens and decodes greedily.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ _TURN_TOKENS = 4
 
 @dataclass(frozen=True)
 class ThroughputPlan:
-    """What to measure.
+    """Parameters of the benchmark.
 
     Args:
-        agents: how many decode at once, one measurement each.
-        context: tokens that an agent has cached; they range from half of it to one and a half.
-        new_tokens: tokens decoded in a turn.
-        rounds: times everything is measured.
+        agents: numbers of concurrent agents, one measurement each.
+        context: mean cached tokens of an agent; lengths range from half of it to one and a half times.
+        new_tokens: decoded tokens per turn.
     """
 
     agents: tuple[int, ...] = (1, 2, 4, 8, 16)
@@ -35,14 +34,14 @@ class ThroughputPlan:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Medians over the rounds, in tokens a second, for one number of agents.
+    """Medians over the rounds for one number of agents; rates in tokens/s.
 
     Args:
-        system: of all agents together, while all of them decode.
-        per_agent: of the median agent.
-        serial: of the same agents one after the other.
-        turns_seconds, serial_turns_seconds: for all turns from the first request to the last answer, with time to first
-            token and saving: at once, and one after the other.
+        system: total of all agents, while all of them decode.
+        per_agent: rate of the median agent.
+        serial: rate of the same agents one after the other.
+        turns_seconds, serial_turns_seconds: duration of all turns including time to first token and saving: at once,
+            one after the other.
     """
 
     agents: int
@@ -54,7 +53,7 @@ class Throughput:
 
     @property
     def step_ms(self) -> float:
-        """A decode step of all rows."""
+        """Duration of a decode step of all rows."""
         return self.agents / self.system * 1e3
 
     @property
@@ -69,7 +68,10 @@ class Throughput:
 def measure_throughput(
     plan: ThroughputPlan, server: ServerProcess, source: TokenSource, progress: Callable[[str], None]
 ) -> list[Throughput]:
-    """Run the plan on a server that takes `max(plan.agents)` requests at once; one result per number of agents."""
+    """Run the plan; return one result per number of agents.
+
+    The server must allow `max(plan.agents)` concurrent requests.
+    """
     bench = _Bench(plan, server, source)
     progress(f"caching {max(plan.agents)} contexts of about {plan.context} tokens")
     bench.cache_contexts()
@@ -81,8 +83,6 @@ def measure_throughput(
 
 
 class _Bench:
-    """One server and the agents on it."""
-
     def __init__(self, plan: ThroughputPlan, server: ServerProcess, source: TokenSource) -> None:
         self._plan = plan
         self._server = server
@@ -92,7 +92,7 @@ class _Bench:
     def cache_contexts(self) -> None:
         count = max(self._plan.agents)
         for index in range(count):
-            # Long and short ones in turns, so that every batch is ragged.
+            # Alternate long and short contexts, so that every batch is ragged.
             place = (index * 7 % count) / max(1, count - 1)
             self._contexts.append(self._source.take(round(self._plan.context * (0.5 + place))))
             self._server.client.cache_prompt(self._contexts[-1], agent=f"agent-{index}")
@@ -113,7 +113,7 @@ class _Bench:
         )
 
     def _turns(self, indices: Sequence[int]) -> list[Stream]:
-        """One turn of each of these agents, all sent at once."""
+        """Send one turn of each of these agents at once."""
         new_tokens = self._plan.new_tokens
         bodies = [turn_body(f"agent-{i}", self._context(i), new_tokens, return_token_ids=True) for i in indices]
         return run_together(self._server.client.url, "/v1/completions", bodies)

@@ -1,9 +1,8 @@
-"""Agents in conversation on agentcache and on `mlx_lm.server`: same model, machine, messages and run.
+"""Compare conversations on agentcache and on `mlx_lm.server`: same model, machine, messages and run.
 
-Several agents take turns; in the middle both servers are killed and started again; at the end all agents speak at
-once. Every turn carries the whole conversation, as chat clients do. Answers are greedy and of fixed length; each server
-reads its own answers again, which differ where a 4-bit cache rounds. The servers go one after the other, each in turn
-the first, and while one works the other is idle.
+Agents take turns. Halfway, both servers are killed and restarted. At the end all agents send a turn at once. Each
+turn carries the whole conversation. Answers are greedy and of fixed length. Each server gets its own answers back,
+which differ where a 4-bit cache rounds. The servers alternate in order, and only one works at a time.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ _PEER_CACHE = re.compile(r"Prompt Cache: \d+ sequences, ([\d.]+) GB")
 
 @dataclass(frozen=True)
 class ComparePlan:
-    """What to measure.
+    """Parameters of the benchmark.
 
     Args:
-        agents: conversations.
-        turns: of each; the restart is in the middle, before turn `restart_turn` (counted from 0).
-        first_tokens, turn_tokens: tokens of an agent's first message, and of each later one, about.
-        answer_tokens: tokens of every answer.
-        together_tokens: tokens of the answers when all agents speak at once.
+        agents: number of conversations.
+        turns: turns per conversation; the restart precedes turn `restart_turn`, counted from 0.
+        first_tokens, turn_tokens: approximate tokens of an agent's first message and of later ones.
+        answer_tokens: tokens per answer.
+        together_tokens: tokens per answer when all agents send a turn at once.
         model: folder; None for a random model of 84 million parameters.
-        peer: what to start as the other server.
+        peer: start command of the other server.
     """
 
     agents: int = 3
@@ -55,7 +54,7 @@ class ComparePlan:
     together_tokens: int = 48
     model: str | None = None
     seed: int = 0
-    command: tuple[str, ...] = (*SERVE, "--kv", "4")  # what random keys need says nothing of a model's
+    command: tuple[str, ...] = (*SERVE, "--kv", "4")  # `auto` on random keys says nothing about real models
     peer: tuple[str, ...] = COMMAND
 
     @property
@@ -68,7 +67,7 @@ QUICK = ComparePlan(agents=2, first_tokens=512, turn_tokens=64, answer_tokens=12
 
 @dataclass(frozen=True)
 class TurnSample:
-    """One turn on one server, by the client's clock. `cached_tokens` is what the server says it reused."""
+    """One turn on one server, by the client's clock. The server reports `cached_tokens`."""
 
     server: str
     agent: int
@@ -81,14 +80,14 @@ class TurnSample:
 
 @dataclass(frozen=True)
 class ServerSample:
-    """One server as a whole.
+    """Results of one server.
 
     Args:
-        start_seconds: from the process's start to the answer to a first, tiny request, after the restart.
-        together_tokens_per_s: of all agents at once, from the first token of any to the last.
-        cache_ram_bytes: what it says its cache holds in RAM at the end; None where it does not say.
-        cache_disk_bytes: the same on disk.
-        process_ram_bytes: the process's resident memory at the end, weights included.
+        start_seconds: restart time, up to the answer to a first tiny request.
+        together_tokens_per_s: rate of all agents at once, from the first token of any to the last.
+        cache_ram_bytes: final cache size in RAM as reported; None if not reported.
+        cache_disk_bytes: final cache size on disk as reported.
+        process_ram_bytes: final resident memory, weights included.
     """
 
     server: str
@@ -106,7 +105,7 @@ class CompareResult:
 
 
 def measure_comparison(plan: ComparePlan, progress: Callable[[str], None]) -> CompareResult:
-    """Run the plan on real processes of both servers, which are gone when it returns or raises."""
+    """Run the plan on real servers; they are stopped on return or error."""
     with tempfile.TemporaryDirectory(prefix="agentcache-bench-") as folder:
         home = Path(folder)
         model = Path(plan.model) if plan.model else random_model_path(home, **WEIGHTS_MODEL)
@@ -115,7 +114,7 @@ def measure_comparison(plan: ComparePlan, progress: Callable[[str], None]) -> Co
 
 @dataclass
 class _Side:
-    """One of the two servers: how it is started, and what its agents have said."""
+    """One server: its command, conversations and samples."""
 
     name: str
     command: tuple[str, ...]
@@ -130,8 +129,6 @@ class _Side:
 
 
 class _Bench:
-    """Both servers and the conversations on them."""
-
     def __init__(self, plan: ComparePlan, home: Path, model: Path, progress: Callable[[str], None]) -> None:
         self._plan = plan
         self._model = model
@@ -157,7 +154,7 @@ class _Bench:
         return CompareResult(tuple(sample for side in self._sides for sample in side.samples), tuple(ends))
 
     def _start(self, stack: ExitStack) -> dict[str, ServerProcess]:
-        """Both servers, warmed up; killed at the end of the stack."""
+        """Start and warm up both servers; `stack` kills them."""
         servers = {}
         for side in self._sides:
             started = time.perf_counter()
@@ -185,7 +182,7 @@ class _Bench:
         self._progress(_line(side.samples[-1]))
 
     def _speak_together(self, servers: dict[str, ServerProcess]) -> dict[str, float]:
-        """System tokens/s of each server while all its agents decode."""
+        """Return each server's total tokens/s while all its agents decode."""
         said = [self._words(self._plan.turn_tokens) for _ in range(self._plan.agents)]
         return {side.name: self._rate_together(side, servers[side.name], said) for side in self._sides}
 
@@ -203,7 +200,7 @@ class _Bench:
             agents = server.client.request("GET", "/v1/agents")["data"]
             ram, disk = (sum(agent[f"{where}_bytes"] for agent in agents) for where in ("ram", "disk"))
         else:
-            # It logs its cache's size at the next request.
+            # The peer logs its cache size at the next request.
             self._send(server, self._body([{"role": "user", "content": "Goodbye."}], 2)).result()
             ram, disk = _logged_cache_bytes(side.log), 0
         return ServerSample(side.name, side.start_seconds, together, ram, disk, _resident_bytes(server.pid))
@@ -216,7 +213,7 @@ class _Bench:
         return RunningStream(server.client.url, _CHAT, body)
 
     def _words(self, num_tokens: int) -> str:
-        """Ordinary words; the embedded tokenizer takes about three tokens for two of them."""
+        """Return random words; the embedded tokenizer needs about three tokens for two words."""
         return " ".join(self._random.choices(WORDS.split(), k=num_tokens * 2 // 3))
 
 
@@ -250,6 +247,6 @@ def _logged_cache_bytes(log: Path) -> int | None:
 
 
 def _resident_bytes(pid: int) -> int:
-    """Resident memory of a process, on Linux and macOS alike."""
+    """Return a process's resident memory; works on Linux and macOS."""
     shown = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=True)
     return int(shown.stdout) * 1024

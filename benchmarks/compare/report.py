@@ -1,4 +1,4 @@
-"""The comparison's numbers for people and programs: tables, a JSON file, a plot, and where the other server wins."""
+"""Report of the comparison: tables, JSON, a plot, and results in which mlx_lm.server is better."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ CAVEATS = [
 
 
 def build_report(plan: ComparePlan, result: CompareResult) -> Report:
-    """All of a run as plain data."""
     turns = [_summarise_turn(plan, result, turn) for turn in range(plan.turns)]
     servers = {server.server: asdict(server) for server in result.servers}
     return COMPARE.report(
@@ -39,7 +38,7 @@ def build_report(plan: ComparePlan, result: CompareResult) -> Report:
 
 
 def _summarise_turn(plan: ComparePlan, result: CompareResult, turn: int) -> dict[str, Any]:
-    """A turn's medians over the agents."""
+    """Return a turn's medians over the agents."""
     by_server = {
         name: [sample for sample in result.turns if sample.turn == turn and sample.server == name]
         for name in (OURS, PEER)
@@ -54,7 +53,7 @@ def _medians(samples: Sequence[TurnSample]) -> dict[str, float]:
 
 
 def peer_wins(turns: Sequence[dict[str, Any]], servers: dict[str, dict[str, Any]]) -> list[str]:
-    """A sentence for everything in which mlx_lm.server is better by more than a few percent."""
+    """Return a sentence for each result in which mlx_lm.server is better by more than a few percent."""
     wins = []
     for turn in turns:
         name = f"turn {turn['turn'] + 1} ({turn['kind']})"
@@ -75,7 +74,6 @@ def peer_wins(turns: Sequence[dict[str, Any]], servers: dict[str, dict[str, Any]
 
 
 def turns_table(report: Report) -> Table:
-    """A line a turn: medians over the agents of both servers."""
     plan = report["plan"]
     restart = plan["turns"] // 2 + 1
     table = number_table(
@@ -97,7 +95,6 @@ def turns_table(report: Report) -> Table:
 
 
 def servers_table(report: Report) -> Table:
-    """A line a server."""
     table = number_table(
         "The servers", ("", "all agents at once", "start-up", "cache in RAM", "cache on disk", "process")
     )
@@ -114,7 +111,6 @@ def servers_table(report: Report) -> Table:
 
 
 def plot_turns(report: Report, path: Path) -> None:
-    """Time to first token of each turn, a bar a server, from zero."""
     turns = report["turns"]
     figure = new_figure(max(6, 1.3 * len(turns)), 4.5)
     axes = figure.add_subplot()

@@ -1,9 +1,6 @@
-"""What agents remember across phases, and what that costs: one script in four ways, over several seeds.
+"""Measure recall across phases and its cost: one script in four ways (`agentcache.bench.ways`), over several seeds.
 
-The ways are those of `agentcache.bench.ways`.
-
-The papers on persistent caches count time and bytes; whether a later phase still knows what an earlier one said is
-measured here. A script's `expect` says what an agent must know; each seed draws other facts.
+A script's `expect` lists the words an agent must recall. Each seed draws other facts.
 """
 
 from __future__ import annotations
@@ -24,14 +21,14 @@ DEFAULT_SCRIPT = "prisoners_dilemma"
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What to measure.
+    """Parameters of the benchmark.
 
     Args:
-        script: path of a workflow, or the name of a shipped one.
-        seeds: each draws the script's facts and gives a run in each way.
+        script: path of a workflow, or name of a shipped one.
+        seeds: seeds of the script's facts; each is run in every way.
         model: folder or hub id; None for the embedded model.
-        max_tokens: tokens a turn; None for the script's.
-        command: what to start in place of `agentcache serve`.
+        max_tokens: tokens per turn; None for the script's value.
+        command: replacement for `agentcache serve`.
     """
 
     script: str = DEFAULT_SCRIPT
@@ -43,19 +40,19 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class SeedResult:
-    """One seed's transcript in each way."""
+    """One seed's transcript by way."""
 
     seed: int
     runs: Mapping[str, WorkflowTranscript]
 
     @property
     def restored(self) -> bool:
-        """Whether every agent came back from disk after every kill."""
+        """Whether every agent was restored from disk after every kill."""
         return from_disk(self.runs["warm"])
 
 
 def measure_memory(plan: MemoryPlan, progress: Callable[[str], None]) -> list[SeedResult]:
-    """Run the plan; one result a seed. Server processes and cache folders are gone when it returns or raises."""
+    """Run the plan; return one result per seed. Servers and cache folders are removed on return or error."""
     return [_measure_seed(plan, seed, progress) for seed in plan.seeds]
 
 
@@ -79,7 +76,7 @@ def _line(summary: Mapping[str, Any]) -> str:
 
 
 def summarise_way(results: Iterable[SeedResult], way: str) -> dict[str, Any]:
-    """A way over all seeds, as a whole and by phase, and how many turns said the reference's words."""
+    """Summarise a way over all seeds, in total and by phase, with the number of turns that match the hot run."""
     pairs = [(result.runs[way], result.runs["hot"]) for result in results]
     turns = [record for run, _ in pairs for record in run.turns]
     same = [same_words(*both) for run, hot in pairs for both in zip(run.turns, hot.turns, strict=True)]

@@ -1,4 +1,4 @@
-"""The memory benchmark's numbers for people and programs: a table, a JSON file, a plot."""
+"""Report of the memory benchmark: a table, JSON, a plot."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ CAVEATS = (
 
 
 def build_report(plan: MemoryPlan, results: Sequence[SeedResult]) -> Report:
-    """All of a run as plain data."""
     first = results[0].runs["hot"]
     return MEMORY.report(
         plan,
@@ -47,7 +46,6 @@ def _not_restored(results: Sequence[SeedResult]) -> list[str]:
 
 
 def memory_table(report: Report) -> Table:
-    """A line a way: what was remembered, whether the words are the reference's, what it cost."""
     title = f"Memory across {len(report['phases'])} phases: {_about(report)}"
     costs = ("words as hot", "tokens computed", "of prompts", "first token")
     table = number_table(title, ("way", "recall", "in the last phase", *costs), named=True, no_wrap=True)
@@ -78,7 +76,7 @@ def _about(report: Report) -> str:
 
 
 def plot_memory(report: Report, path: Path) -> None:
-    """Recall, tokens and times by phase; phases in which nothing is expected show no recall."""
+    """Plot recall, computed tokens and times by phase. A phase without expected words has no recall."""
 
     def series(key: str) -> dict[str, list[float | None]]:
         return {way: [part[key] for part in summary["by_phase"].values()] for way, summary in report["ways"].items()}
