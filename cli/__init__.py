@@ -1,1 +1,1 @@
-"""The command line: one file per command, heavy imports inside the command functions."""
+"""Commands, one per file; heavy imports are inside command functions."""

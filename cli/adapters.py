@@ -1,4 +1,4 @@
-"""`agentcache adapters`: list, load and unload a server's adapters."""
+"""`agentcache adapters`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Action(StrEnum):
     UNLOAD = "unload"
 
 
-# What would be loaded into the command's own process would end with it.
+# An adapter loaded without a server would end with the command.
 WITHOUT_SERVER = "no server is running; name adapters to `agentcache serve --adapter`, or in the config file"
 
 OPERANDS = {Action.LIST: (), Action.LOAD: ("NAME=PATH[:POLICY]",), Action.UNLOAD: ("NAME",)}
@@ -69,7 +69,6 @@ def describe(action: Action, answer: Any) -> str:
 
 
 def table(found: Sequence[Mapping[str, Any]]) -> str:
-    """Aligned columns, one line an adapter."""
     if not found:
         return "no adapters"
     lines = [HEADINGS, *(row(adapter) for adapter in found)]

@@ -1,4 +1,4 @@
-"""`agentcache agents`: list, show, fork and delete agents."""
+"""`agentcache agents`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Action(StrEnum):
     DELETE = "delete"
 
 
-# What each action takes after its name.
+# Arguments after each action.
 OPERANDS = {Action.LIST: (), Action.SHOW: ("AGENT",), Action.FORK: ("AGENT", "NEW_ID"), Action.DELETE: ("AGENT",)}
 
 
@@ -68,7 +68,7 @@ def ask(
     lineage: str | None = None,
     settings: Mapping[str, str] | None = None,
 ) -> Any:
-    """What the server answers; `settings` are the fork's where they differ."""
+    """Send the request; `settings` override the agent's in a fork."""
     named = {} if lineage is None else {"lineage": lineage}
     if action is Action.LIST:
         return cache.request("GET", "/v1/agents")["data"]
@@ -88,17 +88,14 @@ def describe(action: Action, answer: Any) -> str:
 
 
 def line_of(lineage: Mapping[str, Any]) -> str:
-    """One conversation of an agent."""
     return f"\n  lineage {lineage['id']}: {lineage['tokens']} tokens, last used {when(lineage['last_used'])}"
 
 
 def reason_of(agent: Mapping[str, Any]) -> str:
-    """Why an agent cannot be used; nothing of one that can."""
     return f"\n  {agent['id']}: {agent['unavailable']}" if agent.get("unavailable") else ""
 
 
 def table(found: Sequence[Mapping[str, Any]]) -> str:
-    """Aligned columns, one line an agent."""
     if not found:
         return "no agents"
     lines = [HEADINGS, *(row(agent) for agent in found)]

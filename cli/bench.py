@@ -1,4 +1,4 @@
-"""`agentcache bench`: what the cache is worth on this machine, in numbers."""
+"""`agentcache bench`: measures the benefit of the cache on this machine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def ttft(
 
 
 def measured(measure: Callable[[PlanT, Callable[[str], None]], ResultT], plan: PlanT) -> ResultT:
-    """The result of a plan that runs on server processes; signals end them, too."""
+    """Run a plan on server processes; signals end them too."""
     from agentcache.bench.reporter import say
     from agentcache.server_process import ending_on_signals
 
@@ -54,11 +54,7 @@ def measured(measure: Callable[[PlanT, Callable[[str], None]], ResultT], plan: P
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """`1K,2048` as token counts (K is 1024).
-
-    Raises:
-        ConfigError: not a list of positive numbers.
-    """
+    """Parse `1K,2048` as token counts (K is 1024). Raises ConfigError."""
     try:
         sizes = [_parse_size(part.strip()) for part in text.split(",")]
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""Settings files of other programs: a few values put in, and taken out again, while all else stays as it is.
+"""Sets a few values in other programs' JSON or TOML settings, and reverts them.
 
-Knows JSON and TOML, in which comments and order stay. What was put in and what it replaced is remembered in a note of
-ours, so that `undo` needs nothing else, and leaves alone what has been changed since.
+All else stays, including TOML comments and order. A note records values and replaced values, for `undo`; values changed
+since then stay.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ABSENT = object()
 
 
 class UnreadableSettings(AgentCacheError):
-    """A settings file that is not what its program would read, so that nothing can be put into it."""
+    """The settings file is invalid for its program."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,11 @@ class Value:
     """One setting.
 
     Args:
-        path: its keys, from the outermost table on.
-        value: something that JSON can say; with `adds` a list.
-        adds: whether the items are added to a list of the user's, which keeps its own. No items are added where none
-            are wanted; those of an earlier time are taken out.
-        is_default: whether a value of the user's stays.
-        ignores: keys of a table `value` that its program changes by itself.
+        path: keys, outermost first.
+        value: JSON value; a list with `adds`.
+        adds: whether to add items to the user's list, after removing items added earlier.
+        is_default: whether the user's value has precedence.
+        ignores: keys in `value` that the program changes itself.
     """
 
     path: Path_
@@ -51,14 +50,14 @@ class Value:
 
 @dataclass(frozen=True)
 class Change:
-    """What is to be done to a settings file.
+    """A planned change of a settings file.
 
     Args:
-        file: where it is, links followed.
-        before: its text; None where there is none.
-        after: what it is to be; None for no file.
-        note: what undoes it; None for nothing that is to be undone any more.
-        kept: settings that have changed since, and stay.
+        file: resolved path.
+        before: current text; None if there is no file.
+        after: new text; None to delete the file.
+        note: record for undoing; None after an undo.
+        kept: settings changed since, which stay.
     """
 
     file: Path
@@ -69,14 +68,13 @@ class Change:
 
 
 def put_in(file: Path, values: Sequence[Value], note: Mapping[str, Any] | None) -> Change:
-    """Put values into a settings file. Values of the last time that are not among them are taken out.
+    """Plan to set values, and to revert values of `note` that are no longer wanted.
 
     Args:
-        note: of the last time, if that was not undone.
+        note: record of an earlier change.
 
     Raises:
-        UnreadableSettings: it cannot be parsed, or has something else where a table should be; or the note is of
-            another file.
+        UnreadableSettings: invalid file, no table at a table's place, or a note of another file.
     """
     file = file.resolve()
     if note is not None and note["file"] != str(file):
@@ -104,7 +102,7 @@ def put_in(file: Path, values: Sequence[Value], note: Mapping[str, Any] | None) 
 
 
 def take_out(note: Mapping[str, Any]) -> Change:
-    """Undo what a note says. Raises UnreadableSettings."""
+    """Plan to revert the values of a note. Raises UnreadableSettings."""
     file = Path(note["file"])
     before = _read(file)
     document = _parsed(file, before)
@@ -114,7 +112,7 @@ def take_out(note: Mapping[str, Any]) -> Change:
 
 
 def write(change: Change) -> None:
-    """Put the new text in the file's place; a new one is 0600. Raises OSError."""
+    """Replace the file atomically; a new one gets mode 0600. Raises OSError."""
     if change.after is None:
         change.file.unlink(missing_ok=True)
         return
@@ -134,7 +132,7 @@ def write(change: Change) -> None:
 
 
 def _take_back(file: Path, document: MutableMapping[str, Any], entries: Mapping[Path_, dict[str, Any]]) -> list[str]:
-    """Undo entries of a note, the last one first; returns the settings that were changed since, and stay."""
+    """Revert entries in reverse order; return settings that were changed since and stay."""
     kept: list[str] = []
     for path, entry in reversed(list(entries.items())):
         if entry.get("adds"):
@@ -148,16 +146,16 @@ def _take_back(file: Path, document: MutableMapping[str, Any], entries: Mapping[
     return kept
 
 
-# --- lists that are added to ---
+# --- lists ---
 
 
 def _add_items(
     file: Path, document: MutableMapping[str, Any], wanted: Value, earlier: dict[str, Any] | None
 ) -> list[dict[str, Any]]:
-    """Add the items of `wanted`; the entry of the note, or none where nothing was added.
+    """Add missing items; return the note's entries.
 
     Args:
-        earlier: the entry of the last time; its items are taken out first.
+        earlier: entry of an earlier change; its items are removed first.
     """
     if earlier is not None:
         _take_items(file, document, wanted.path, earlier)
@@ -174,7 +172,7 @@ def _add_items(
 
 
 def _take_items(file: Path, document: MutableMapping[str, Any], path: Path_, entry: Mapping[str, Any]) -> bool:
-    """Take out the items that were added, whatever was added since; whether the setting is still a list."""
+    """Remove added items only; return whether the setting is still a list."""
     current = _get(document, path)
     if not isinstance(current, list):
         return False
@@ -226,7 +224,7 @@ def _get(document: Any, path: Path_) -> Any:
 def _set(file: Path, document: MutableMapping[str, Any], path: Path_, value: Any) -> None:
     for depth, key in enumerate(path[:-1]):
         if key not in document:
-            # Of TOML, a table that holds tables only needs no heading of its own.
+            # In TOML, a table of tables needs no heading.
             document[key] = tomlkit.table(is_super_table=depth < len(path) - 2) if file.suffix == ".toml" else {}
         document = document[key]
         if not isinstance(document, MutableMapping):
@@ -235,7 +233,7 @@ def _set(file: Path, document: MutableMapping[str, Any], path: Path_, value: Any
 
 
 def _is_decided(document: Any, path: Path_) -> bool:
-    """Whether the setting is there, or a value stands where a table of it would be."""
+    """Whether the setting exists, or a value replaces one of its tables."""
     return any(
         (found := _get(document, path[:depth])) is not _ABSENT
         and (depth == len(path) or not isinstance(found, Mapping))
@@ -244,12 +242,12 @@ def _is_decided(document: Any, path: Path_) -> bool:
 
 
 def _num_tables(document: Any, path: Path_) -> int:
-    """How many of the tables that the setting is in are there."""
+    """Number of existing tables on the path."""
     return sum(_get(document, path[:depth]) is not _ABSENT for depth in range(1, len(path)))
 
 
 def _remove(document: MutableMapping[str, Any], path: Path_, num_tables: int) -> None:
-    """The setting, and the tables that are empty then, but for the outermost ones, which were there before."""
+    """Delete the setting, and new tables that are now empty; the outermost `num_tables` existed before."""
     if len(path) > 1:
         inner = document[path[0]]
         _remove(inner, path[1:], num_tables - 1)

@@ -1,4 +1,4 @@
-"""The coding agents that `agentcache launch` knows: how each is told the server, the model, the key and its session."""
+"""Settings of each coding agent for `agentcache launch`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from agentcache.config_sources import default_config_file
 KEY_VARIABLE = "AGENTCACHE_API_KEY"
 SESSION_VARIABLE = "AGENTCACHE_SESSION"
 SESSION_HEADER = "X-Session-ID"
-SMALL_CONTEXT = 65_536  # tokens; of Claude Code's, all tools take up to 39,000
+SMALL_CONTEXT = 65_536  # tokens; Claude Code's tools take up to 39,000
 _OUTPUT_TOKENS = 4096
-_LONGEST_NAME = 30  # characters of a folder's name in a session's
-# Claude Code's tools without which it still reads, writes and runs programs; their descriptions are the longest.
+_LONGEST_NAME = 30  # of a folder, in a session's name
+# Claude Code reads, writes and runs programs without these tools; their descriptions are the longest.
 _SPARE_TOOLS = ["Agent", "ListAgents", "ReportFindings", "ScheduleWakeup", "Skill", "Task", "Workflow"]
 
 
@@ -41,12 +41,12 @@ class CodingAgent(StrEnum):
 
 @dataclass(frozen=True)
 class Served:
-    """The running server, as settings name it. The key itself is never written to a file.
+    """The running server in settings. Files never contain its key.
 
     Args:
-        url: without `/v1`.
-        has_key: whether clients must present one.
-        session: name for the conversations of the current folder, for a client that names no session itself.
+        url: base URL without `/v1`.
+        has_key: whether the server requires a key.
+        session: session name for the folder, for clients without sessions.
     """
 
     url: str
@@ -81,14 +81,14 @@ class Program:
     """A coding agent.
 
     Args:
-        command: how it is started; `{model}` and `{file}` are filled in.
-        file: its settings, as its environment says; None where it has variables only.
-        values: what they are for a server.
-        environment: variables that it needs when it is started.
-        key: the variable in which it is given the server's key.
-        names_session: whether it names its sessions itself; else `values` or `environment` name one for the folder.
-        is_per_folder: whether `file` is one of ours for the current folder. Settings that all folders share never name
-            a folder's session: agents that run in two folders at once would share it.
+        command: start command with `{model}` and `{file}`.
+        file: path of its settings; None for variables only.
+        values: settings for a server.
+        environment: variables for its start.
+        key: variable for the server's key.
+        names_session: whether it names sessions itself; else `values` or `environment` does.
+        is_per_folder: whether `file` is ours, one per folder. Shared settings must not name a folder's session: agents
+            in two folders would share it.
     """
 
     command: tuple[str, ...]
@@ -101,7 +101,7 @@ class Program:
 
 
 def folder_session(agent: str, folder: Path) -> str:
-    """Return the name of an agent's session in a folder: always the same one, and a valid id of an agent."""
+    """A stable session name for an agent in a folder, valid as an agent id."""
     path = str(folder.resolve())
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name)[:_LONGEST_NAME] or "root"
     return f"{agent}-{name}-{hashlib.sha256(path.encode('utf-8', 'surrogateescape')).hexdigest()[:8]}"
@@ -113,17 +113,16 @@ def _home(variable: str, *default: str) -> Path:
 
 
 def _own_file(agent: str, suffix: str) -> Callable[[], Path]:
-    """A settings file of ours for an agent in the current folder."""
     return lambda: default_config_file().parent / "launch" / f"{folder_session(agent, Path.cwd())}{suffix}"
 
 
 def _key(reference: str, served: Served) -> str:
-    """What stands in a settings file for the key: a reference to the variable, or a word that any server takes."""
+    """The key in a settings file: a reference to the variable, or a dummy."""
     return reference if served.has_key else "none"
 
 
 def _claude(served: Served) -> list[Value]:
-    """Its auto mode has the API judge each tool call, which only Anthropic's does."""
+    """Disables auto mode, in which Anthropic's API judges each tool call."""
     values = {"ANTHROPIC_BASE_URL": served.url, "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
     if not served.has_key:
         values["ANTHROPIC_AUTH_TOKEN"] = "none"
@@ -157,7 +156,7 @@ def _opencode(served: Served) -> list[Value]:
 
 
 def _kilo(served: Served) -> list[Value]:
-    """A settings file without a word on shell commands is an old one for Kilo: it then allows them all, for good."""
+    """Without a rule for shell commands, Kilo permanently allows them all."""
     return [*_opencode(served), Value(("permission", "bash"), "ask", is_default=True)]
 
 
@@ -173,9 +172,7 @@ def _pi(served: Served) -> list[Value]:
 
 
 def _qwen(served: Served) -> list[Value]:
-    """It fills in its own session, if it may. The header is one whose value is never refused: an older version that
-    does not fill it in still gets answers.
-    """
+    """Qwen inserts its session. Older versions do not; this header accepts any value."""
     auth = {"selectedType": "openai", "baseUrl": served.base_url, "apiKey": _key(f"${KEY_VARIABLE}", served)}
     generation = {
         "contextWindowSize": served.context,
@@ -194,12 +191,12 @@ _CLINE_FILE = _own_file("cline", ".json")
 
 
 def _cline_environment(served: Served) -> dict[str, str]:
-    """Without its hub, a process that runs the sessions of all folders with the settings of the first."""
+    """Disables the hub, one process that uses the first folder's settings for all folders."""
     return {"CLINE_PROVIDER_SETTINGS_PATH": str(_CLINE_FILE()), "CLINE_SESSION_BACKEND_MODE": "local"}
 
 
 def _cline(served: Served) -> list[Value]:
-    """The file is refused whole without a date, which Cline then keeps, and a source."""
+    """Cline refuses a file without a date, which it keeps, and a source."""
     key = {} if served.has_key else {"apiKey": "none"}
     provider = {
         "settings": {
@@ -245,7 +242,7 @@ def _crush(served: Served) -> list[Value]:
         "type": "openai-compat",
         "base_url": served.base_url,
         "api_key": _key(f"${KEY_VARIABLE}", served),
-        "extra_headers": {SESSION_HEADER: f"${SESSION_VARIABLE}"},  # not sent where the variable is not set
+        "extra_headers": {SESSION_HEADER: f"${SESSION_VARIABLE}"},  # not sent if the variable is not set
         "models": [model | {"default_max_tokens": served.output}],
     }
     chosen = {"model": served.model, "provider": "agentcache"}
@@ -268,7 +265,7 @@ def _copilot(served: Served) -> dict[str, str]:
 
 
 def _vibe(served: Served) -> dict[str, str]:
-    """Its variables are merged with its settings, entry by entry."""
+    """Vibe merges these variables with its settings."""
     key = {"api_key_env_var": KEY_VARIABLE} if served.has_key else {}
     provider = {"name": "agentcache", "api_base": served.base_url, "backend": "generic"} | key
     model = {"name": served.model, "provider": "agentcache", "alias": "agentcache"}

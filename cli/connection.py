@@ -1,7 +1,4 @@
-"""How commands reach the cache: through a running server or, where none runs, by opening the folder themselves.
-
-Both ways speak the HTTP contract: without a server its app is asked in this process.
-"""
+"""Connects commands to a running server, or to its app over the cache folder in this process."""
 
 from __future__ import annotations
 
@@ -37,23 +34,21 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print data for programs.")
 
 
 class Connection(Protocol):
-    """Something that answers the HTTP contract."""
+    """Sends requests of the HTTP API."""
 
     def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The JSON answer; refusals are raised as `ServerError`."""
+        """Return the JSON answer; raise ServerError for errors."""
 
 
 class InProcess:
-    """The server's app over an engine in this process."""
-
     def __init__(self, engine: Engine, config: Config) -> None:
-        from agentcache.server.app import create_app  # the web stack takes a while to import
+        from agentcache.server.app import create_app  # slow import
 
         self.cache_dir = config.cache_dir
         self._runner = asyncio.Runner()
         self._engine = engine
         headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
-        local = replace(config, host="127.0.0.1")  # wherever a server would listen, this process asks itself
+        local = replace(config, host="127.0.0.1")  # no network: local rules apply
         transport = httpx.ASGITransport(create_app(engine, local))
         self._http = httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers, timeout=None)
 
@@ -93,16 +88,16 @@ def open_engine(config: Config, *, warm_up: bool = False) -> Engine:
 
 
 def agent_path(agent: str, *verb: str) -> str:
-    """The route of an agent; refuses what could not name one, since `..` would be another route."""
+    """The route of an agent. Validates the id: `..` would change the route."""
     return "/".join(["/v1/agents", check_agent_id(agent, "the agent's id"), *verb])
 
 
 def find_server(
     url: str | None, api_key: str | None, model: str | None, cache_dir: Path | None, api_key_file: Path | None
 ) -> tuple[Config, str | None]:
-    """The settings in force, and a running server: `url`, or one on the configured port.
+    """The settings, and the URL of a running server: `url`, or on the configured port.
 
-    Naming a model or a folder means the cache itself, without a server.
+    A given model or folder means no server.
     """
     config = load_config({"api_key": api_key, "api_key_file": api_key_file, "model": model, "cache_dir": cache_dir})
     return config, url or (running_server(config) if model is None and cache_dir is None else None)
@@ -118,10 +113,10 @@ def connect(
     api_key_file: Path | None = None,
     without_server: str | None = None,
 ) -> Iterator[Connection]:
-    """The server that `find_server` finds, or else the cache itself.
+    """Connect to the server of `find_server`, or open the cache.
 
     Raises:
-        ConfigError: no server runs, and `without_server` says that there must be one.
+        ConfigError: without a server, if `without_server` is a message.
     """
     config, found = find_server(url, api_key, model, cache_dir, api_key_file)
     if found is None and without_server is not None:
@@ -135,8 +130,7 @@ def connect(
 
 
 def running_server(config: Config) -> str | None:
-    """The URL of an agentcache server on the configured port, if one answers there."""
-    from agentcache.server.context import SERVER_NAME  # with all of a server's libraries, which --help has no use for
+    from agentcache.server.context import SERVER_NAME  # imports the server's libraries, which --help does not need
 
     url = url_of(config.host, config.port)
     try:
@@ -147,14 +141,13 @@ def running_server(config: Config) -> str | None:
 
 
 def url_of(host: str, port: int) -> str:
-    """Where a client on this machine finds a server that listens on `host`."""
+    """The local URL of a server that listens on `host`."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 @contextmanager
 def progress(what: str) -> Iterator[None]:
-    """A spinner on stderr, if that is a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield

@@ -1,10 +1,6 @@
-"""`agentcache demo`: agents that remember what they were told, after their server was killed, with the same words.
+"""`agentcache demo`: agents keep their memory after SIGKILL, with identical answers.
 
-Three runs of one workflow on real server processes, each with a cache folder of its own (see `bench.ways`):
-
-    hot     all phases without interruption: the reference
-    warm    SIGKILL at every phase border; each time a new process goes on from disk
-    cold    the same text sent to a server that may use nothing it has seen before
+Three runs of one workflow on server processes, each with its own cache folder (see `bench.ways`).
 """
 
 from __future__ import annotations
@@ -72,12 +68,9 @@ def run_demo(
     max_tokens: int | None = None,
     command: tuple[str, ...] = SERVE,
 ) -> dict[str, WorkflowTranscript]:
-    """The transcripts of the three runs, by name. Every server process is gone when this returns or raises.
+    """Run all `RUNS`; return transcripts by name. All servers have ended on return.
 
     Args:
-        script: the workflow.
-        out: folder for server logs.
-        console: where progress goes.
         model, max_tokens, command: as in `Ways`.
     """
     out.mkdir(parents=True, exist_ok=True)
@@ -93,7 +86,7 @@ def run_demo(
 
 
 class _Progress:
-    """A line for every turn, and below it, on a terminal, how far the run is."""
+    """Prints a line per turn; shows progress on a terminal."""
 
     def __init__(self, console: Console, num_turns: int) -> None:
         self._console = console

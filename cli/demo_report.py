@@ -1,4 +1,4 @@
-"""What the demo's three runs come to: rows, verdict, telling lines, table, files."""
+"""Report of the demo: rows, verdict, quotes, table, files."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ FOOTNOTE = (
 
 
 def build_demo_report(runs: Mapping[str, WorkflowTranscript]) -> dict[str, Any]:
-    """Everything the table shows, as plain data, with the verdict.
+    """The report as plain data.
 
-    The demo has passed when the three runs said the same words, by text and by token ids, and so have the same score,
-    every agent came back from disk after every kill, and every turn said it was saved.
+    It passes if text and token ids are identical, scores too, every agent was restored after every kill, and every turn
+    was saved.
     """
     hot, warm, cold = runs["hot"], runs["warm"], runs["cold"]
     difference = first_difference(hot, warm) or first_difference(hot, cold)
@@ -69,7 +69,7 @@ def _row(runs: Mapping[str, WorkflowTranscript], phase: int) -> dict[str, Any]:
 
 
 def demo_table(report: dict[str, Any]) -> Table:
-    """A line for each phase: what was remembered, and what it cost in each run."""
+    """Recall and cost by phase and run."""
     table = Table(title="The same conversation in three runs", caption=FOOTNOTE, caption_justify="left")
     table.add_column("phase", no_wrap=True)
     costs = (f"{what}\n{run}" for what in ("computed", "first ms") for run in SHOWN)
@@ -97,7 +97,7 @@ def _recall(summary: Mapping[str, Any]) -> str:
 
 
 def telling_lines(transcript: WorkflowTranscript) -> list[Text]:
-    """The last turns in which something was expected, with the expected words marked, and what is missing."""
+    """The last turns with expected words, which are marked; missing words follow."""
     checked = [record for record in transcript.turns if record.checks and record.phase > 1]
     return [_telling_line(record, transcript.names[record.speaker]) for record in checked[-TELLING_LINES:]]
 
@@ -113,7 +113,6 @@ def _telling_line(record: TurnRecord, name: str) -> Text:
 
 
 def summary_lines(report: dict[str, Any]) -> list[str]:
-    """The closing lines: what was remembered, what it took, and whether the words are the same."""
     cold, warm, hot = (report["total"][run] for run in SHOWN)
     lines = [
         f"Recall: {_recall(cold)} cold, {_recall(warm)} warm, {_recall(hot)} hot (seed {report['seed']}).",
@@ -131,8 +130,9 @@ def _yes(answer: bool) -> str:
 
 
 def write_demo_report(report: dict[str, Any], runs: Mapping[str, WorkflowTranscript], folder: Path) -> list[Path]:
-    """Write the warm run's transcript, those of the others in folders of their own, `demo.json`, `demo.txt` and, where
-    matplotlib is installed, `demo.png`; the paths to look at."""
+    """Write transcripts (warm in `folder`, others below it), `demo.json`, `demo.txt` and, with matplotlib, `demo.png`;
+    return the main paths.
+    """
     write_transcript(runs["warm"], folder)
     for run in ("hot", "cold"):
         write_transcript(runs[run], folder / run)
@@ -153,7 +153,6 @@ def _print_all(report: dict[str, Any], transcript: WorkflowTranscript, console: 
 
 
 def plot_demo(report: Report, path: Path) -> None:
-    """Tokens and times by phase."""
     rows = report["rows"]
 
     def series(key: str) -> dict[str, list[float | None]]:

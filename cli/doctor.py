@@ -1,4 +1,4 @@
-"""`agentcache doctor`: what is installed, what it runs on, and whether the cache folder is usable."""
+"""`agentcache doctor`: checks the installation, its back end and the cache folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from agentcache.store.disk_budget import automatic_budget, explicit_budget
 
 OPS_SECONDS = 120
 MAX_PROBLEMS = 20
-# In a process of its own: a broken back end ends the process instead of raising.
+# In a child process: a broken back end ends it without an exception.
 OPS_SCRIPT = """
 import mlx.core as mx
 x, w = mx.random.normal((4, 128), key=mx.random.key(0)), mx.random.normal((32, 128), key=mx.random.key(1))
@@ -73,7 +73,7 @@ def doctor(
 
 
 def _tell(checks: Iterable[Check], *, as_json: bool) -> None:
-    """Print each finding as soon as it is there, or all as JSON. A failed one means exit code 1."""
+    """Print each finding at once, or all as JSON; exit with 1 if one failed."""
     told = []
     for check in checks:
         told.append(check)
@@ -86,10 +86,10 @@ def _tell(checks: Iterable[Check], *, as_json: bool) -> None:
 
 
 def examine(config: Config, model: str | None = None) -> Iterator[Check]:
-    """All but the content of files.
+    """All checks except for the content of files.
 
     Args:
-        model: looked at in place of the one that a running server has.
+        model: model to examine instead of a running server's.
     """
     yield from check_installation()
     ops = check_ops()
@@ -101,7 +101,7 @@ def examine(config: Config, model: str | None = None) -> Iterator[Check]:
     yield from check_readable(config.cache_dir)
     yield check_quarantine(config.cache_dir)
     yield check_disk_budget(config)
-    if ops.ok:  # a back end that is broken ends the process
+    if ops.ok:  # a broken back end ends the process
         yield from check_model(config, url if model is None else None)
 
 
@@ -128,7 +128,7 @@ def check_installation() -> Iterator[Check]:
 
 
 def check_ops() -> Check:
-    """Runs the operations that attention needs."""
+    """Test the operations of attention."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", OPS_SCRIPT], capture_output=True, text=True, timeout=OPS_SECONDS, check=False
@@ -142,7 +142,6 @@ def check_ops() -> Check:
 
 
 def check_model(config: Config, url: str | None) -> Iterator[Check]:
-    """What is served of the model, and what memory leaves for its cache."""
     try:
         found = examine_model(config, url)
     except AgentCacheError as error:
@@ -152,7 +151,7 @@ def check_model(config: Config, url: str | None) -> Iterator[Check]:
 
 
 def check_kernels(config: Config) -> Check:
-    """Which of the served model's layers a kernel computes. The reference is right, too, so this never fails."""
+    """Report layers with a kernel. Never fails: the reference is correct too."""
     with tempfile.TemporaryDirectory(prefix="agentcache-doctor-") as home:
         folder = _model_folder(config, Path(home))
         if folder is None:
@@ -160,7 +159,7 @@ def check_kernels(config: Config) -> Check:
         try:
             from agentcache.kv.precision import AUTO, LayerBits
             from agentcache.models.kernel_report import in_child
-        except ImportError as error:  # MLX without a back end
+        except ImportError as error:  # no back end
             return Check("kernels", True, f"none: {error}")
         kinds = in_child(folder, str(LayerBits()) if config.kv == AUTO else config.kv)
     said = "; ".join(kind.phrase for kind in kinds) or "nothing could be tried; the reference serves"
@@ -170,7 +169,7 @@ def check_kernels(config: Config) -> Check:
 
 
 def _model_folder(config: Config, home: Path) -> Path | None:
-    """Where the served model lies; the embedded one is made in `home`. None where it is not on this machine."""
+    """The local folder of the model (the embedded one is made in `home`), or None."""
     from agentcache.models.builtin.embedded import embedded_model_path
 
     folder = embedded_model_path(home) if config.model is None else local_folder(config.model)
@@ -178,7 +177,7 @@ def _model_folder(config: Config, home: Path) -> Path | None:
 
 
 def check_folder(cache_dir: Path) -> Check:
-    """Whether a server could use the folder, or would be able to make it."""
+    """Whether a server could use or create the folder."""
     try:
         return _check_folder(cache_dir)
     except OSError as error:
@@ -223,7 +222,7 @@ def _holder(cache_dir: Path) -> str | None:
 
 
 def verify(cache_dir: Path) -> Iterator[Check]:
-    """Every block, manifest and transcript, read and recomputed; a server may be running meanwhile."""
+    """Verify every block, manifest and transcript. A server may run at the same time."""
     from agentcache.store.verify import verify_folder
 
     found = verify_folder(cache_dir)
@@ -242,7 +241,6 @@ def check_quarantine(cache_dir: Path) -> Check:
 
 
 def check_readable(cache_dir: Path) -> Iterator[Check]:
-    """The agents and folders that a server could not use, and why."""
     from agentcache.store.verify import find_unavailable
 
     found = find_unavailable(cache_dir)

@@ -8,10 +8,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Check:
-    """One finding. `ok` is False where something keeps agentcache from working.
+    """A finding; `ok` is False if it prevents agentcache from working.
 
     Args:
-        data: the same for programs, where there are numbers.
+        data: structured form of `detail`.
     """
 
     name: str

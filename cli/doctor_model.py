@@ -1,4 +1,4 @@
-"""What `agentcache doctor` says of a model: whether it is served, what it caches, and how much of that memory holds."""
+"""`agentcache doctor` for a model: support, cache groups, memory."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from agentcache.memory_plan import state_budget
 if TYPE_CHECKING:
     from agentcache.kv.group_info import CacheGroupInfo
 
-AGENT_TOKENS = 8192  # of the agents that are counted
+AGENT_TOKENS = 8192  # of a typical agent
 
 
 class Finding(NamedTuple):
-    """What was found: a sentence, and the same for programs."""
+    """A finding, as text and as data."""
 
     name: str
     detail: str
@@ -28,10 +28,10 @@ class Finding(NamedTuple):
 
 
 def examine_model(config: Config, url: str | None) -> list[Finding]:
-    """Of the model that the server at `url` serves, or else of the configured one, which is loaded for that.
+    """Examine the model served at `url`, or load the configured one.
 
     Raises:
-        AgentCacheError: it is not served, or does not fit; or the server does not tell.
+        AgentCacheError: unsupported model, too large model, or no answer.
     """
     if url is not None:
         with Client(url, config.api_key) as client:
@@ -65,7 +65,7 @@ def _served(model: Mapping[str, Any], stats: Mapping[str, Any]) -> Iterator[Find
 
 
 def _loaded(config: Config, home: Path) -> Iterator[Finding]:
-    """The embedded model is made in `home`: a folder of it that is to stay is for a server to make."""
+    """Make the embedded model in `home`: only servers make a permanent copy."""
     from agentcache.gateway.inspect_model import inspect_model
     from agentcache.models.builtin.embedded import embedded_model_path
 
@@ -81,7 +81,7 @@ def _loaded(config: Config, home: Path) -> Iterator[Finding]:
 
 
 def local_folder(model: str) -> Path | None:
-    """Where a model is on this machine: a folder, or a hub id's files; None where it has to be fetched first."""
+    """The folder of a model, or a downloaded hub id's; None if it must be fetched."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -93,7 +93,7 @@ def local_folder(model: str) -> Path | None:
     except LocalEntryNotFoundError:
         return None
     except HFValidationError:
-        return folder  # the loader says that this is no id
+        return folder  # the loader reports the invalid id
 
 
 def _model(
@@ -133,7 +133,7 @@ def _template(repairs: Sequence[str] | None) -> Finding:
 
 
 def _groups(groups: Sequence[CacheGroupInfo]) -> Finding:
-    """Groups of a kind in one phrase: they differ in their depth only."""
+    """Groups of one kind differ only in depth: one phrase."""
     kinds = sorted(groups, key=_kind)
     phrases = [_phrase(list(members)) for _, members in groupby(kinds, key=_kind)]
     return Finding("cache", "; ".join(phrases), [dataclasses.asdict(group) for group in groups])
@@ -156,7 +156,7 @@ def _phrase(members: Sequence[CacheGroupInfo]) -> str:
 
 
 def _memory(groups: Sequence[CacheGroupInfo], max_context: int, plan: Mapping[str, Any], for_states: int) -> Finding:
-    """What fits into RAM, of which `for_states` bytes are for recurrent state only, where there is any."""
+    """The capacity of RAM; `for_states` bytes are for recurrent state only."""
     from agentcache.kv.group_info import GroupKind, tokens_within
 
     states = [group for group in groups if group.kind is GroupKind.STATE]

@@ -1,4 +1,4 @@
-"""`agentcache doctor --url`: a running server as its clients meet it, asked over HTTP only."""
+"""`agentcache doctor --url`: examines a running server over HTTP only."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from agentcache.cli.doctor_check import Check
 from agentcache.client import TIMEOUT
 from agentcache.errors import ConfigError
 
-_SHORT = 8  # tokens of a tiny request
-_CALL = 512  # tokens within which a model has called a tool
+_SHORT = 8  # tokens of a tiny answer
+_CALL = 512  # tokens for a tool call
 _ASK: list[dict[str, Any]] = [{"role": "user", "content": "Say hello."}]
 _TOOL: dict[str, Any] = {
     "name": "look",
@@ -26,19 +26,15 @@ _TOOL: dict[str, Any] = {
 }
 
 
-_OTHER_SHAPE = (LookupError, TypeError, AttributeError)  # from looking into an answer that is not agentcache's
+_OTHER_SHAPE = (LookupError, TypeError, AttributeError)  # not agentcache's answer
 
 
 class _NotWorking(Exception):
-    """A request did not get the answer that it asked for; the message says how."""
+    """A failed request; the message has the reason."""
 
 
 def root_of(url: str) -> str:
-    """The server's address without path, from an address as clients take it: with `/v1`, or without `http://`.
-
-    Raises:
-        ConfigError: it is no address.
-    """
+    """The server's base URL from a client's, with `/v1` or without `http://`. Raises ConfigError."""
     whole = url if "://" in url else f"http://{url}"
     try:
         parts = urlsplit(whole)
@@ -52,11 +48,10 @@ def root_of(url: str) -> str:
 
 
 def examine_server(url: str, key: str | None) -> Iterator[Check]:
-    """Ask a server what a client asks, from being reached to a tool call. Names no agent, so nothing is kept.
+    """Examine the server, from connecting to a tool call. Without an agent: nothing is kept.
 
     Args:
-        url: as `root_of` returns it.
-        key: the API key, if there is one.
+        url: result of `root_of`.
     """
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     with httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT, trust_env=False) as http:
@@ -117,7 +112,6 @@ def _unreached(error: httpx.HTTPError) -> str:
 
 
 def _check_key(url: str, key: str | None, http: httpx.Client) -> Check:
-    """Whether the server wants a key, and takes this one."""
     try:
         bare = httpx.get(f"{url}/v1/models", timeout=TIMEOUT, trust_env=False)
         if bare.status_code != 401:
@@ -187,7 +181,7 @@ def _chat(http: httpx.Client, model: str) -> str:
 
 
 def _stream(http: httpx.Client, model: str) -> str:
-    """Also finds a proxy that holds a stream back until its end: then no time passes between first and last event."""
+    """The two times expose a proxy that buffers streams."""
     body = {"model": model, "messages": _ASK, "max_tokens": _SHORT, "stream": True}
     begun, first, count, ended = time.perf_counter(), None, 0, False
     try:
@@ -225,7 +219,7 @@ def _responses(http: httpx.Client, model: str) -> str:
 
 
 def _tools(http: httpx.Client, model: dict[str, Any]) -> str:
-    """A demanded call. A model that cannot be held to a form can still be offered tools."""
+    """Demand a call, unless the model does not support forms."""
     if refusal := model.get("structured_output_refusal"):
         return f"a call cannot be demanded: {refusal}"
     tools = [{"type": "function", "function": _TOOL}]

@@ -1,4 +1,4 @@
-"""`agentcache export`: one agent as one file."""
+"""`agentcache export`."""
 
 from __future__ import annotations
 

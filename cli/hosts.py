@@ -1,4 +1,4 @@
-"""`agentcache serve --hosts FILE`: the same command on every host of a file, by MLX's own launcher."""
+"""`agentcache serve --hosts FILE`: runs the command on every host by MLX's launcher."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _LAUNCH = "import sys; from mlx._distributed_utils.launch import main; sys.exit(
 
 
 def launch_on(hosts: Path, arguments: Sequence[str]) -> NoReturn:
-    """Become `mlx.launch`, which runs this program with these arguments on every host, and ends with them.
+    """Replace this process by `mlx.launch`, which runs these arguments on every host.
 
     Args:
-        hosts: a file as `mlx.launch` reads it.
+        hosts: hostfile of `mlx.launch`.
     """
     if not hosts.is_file():
         raise ConfigError(f"there is no file {hosts} of hosts")
@@ -28,7 +28,6 @@ def launch_on(hosts: Path, arguments: Sequence[str]) -> NoReturn:
 
 
 def without_hosts(arguments: Sequence[str]) -> list[str]:
-    """The arguments of a command, but for `--hosts` and its value."""
     kept, rest = list[str](), iter(arguments)
     for argument in rest:
         if argument == OPTION:

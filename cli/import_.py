@@ -1,4 +1,4 @@
-"""`agentcache import`: an agent from a file that `agentcache export` has written."""
+"""`agentcache import`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`agentcache launch`: a coding agent's settings for the server that runs here."""
+"""`agentcache launch`: configures a coding agent for the local server."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from agentcache.errors import AgentCacheError, ConfigError, StoreError
 
 
 class NoServer(AgentCacheError):
-    """No agentcache server was found to launch an agent with."""
+    """No agentcache server was found."""
 
 
 class NoProgram(AgentCacheError):
-    """The agent is not installed, or cannot be started."""
+    """The agent cannot be started."""
 
 
 def launch(
@@ -71,7 +71,7 @@ def launch(
 
 
 def _note_file(agent: CodingAgent) -> Path:
-    """What was changed for an agent, or for it in this folder."""
+    """The note of an agent, per folder if its settings are."""
     is_per_folder = PROGRAMS[agent].is_per_folder
     name = f"{folder_session(agent, Path.cwd())}.note" if is_per_folder else str(agent)
     return default_config_file().parent / "launch" / f"{name}.json"
@@ -80,7 +80,7 @@ def _note_file(agent: CodingAgent) -> Path:
 def _served(
     agent: CodingAgent, url: str | None, api_key: str | None, api_key_file: Path | None
 ) -> tuple[Served, str | None]:
-    """The running server, and its key. Raises NoServer: none was found, or the address is that of another server."""
+    """The running server and its key. Raises NoServer."""
     config, found = find_server(url, api_key, None, None, api_key_file)
     if found is None:
         raise NoServer("no server runs on the configured port: start one with agentcache serve, or name it with --url")
@@ -110,7 +110,7 @@ def _start(program: Program, served: Served, key: str | None, arguments: Sequenc
 
 
 def _put_in(file: Path, values: list[Value], note: dict[str, Any] | None, *, dry_run: bool) -> Change:
-    """The change; where the file cannot be parsed, and the user says so, a new file in its place."""
+    """Plan the change; if the file is invalid, offer to start a new one."""
     try:
         return put_in(file, values, note)
     except UnreadableSettings as error:
@@ -131,9 +131,9 @@ def _do(change: Change, note_file: Path, *, dry_run: bool) -> None:
     if dry_run:
         return
     try:
-        if change.note is not None:  # first, so that whatever happens can be undone
+        if change.note is not None:  # first, so that every change can be undone
             note_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # It may hold keys of the user's that were replaced: whole or as before, and as private as a new file.
+            # It may hold the user's replaced keys: written atomically, and private.
             write(Change(note_file, None, json.dumps(change.note, indent=1), None))
         if change.after != change.before:
             write(change)

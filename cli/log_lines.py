@@ -1,17 +1,17 @@
-"""The server's log: a line for each record, whatever clients have put into it."""
+"""Log format: one safe line per record."""
 
 from __future__ import annotations
 
 import logging
 
-MOST_CHARACTERS = 4000  # of a record's message
+MOST_CHARACTERS = 4000  # of a message
 _MOST_TRACEBACK = 16_000
 
 
 class LineFormatter(logging.Formatter):
-    """Writes control characters as escapes, cuts what is long, and indents tracebacks.
+    """Escapes control characters, cuts long text, indents tracebacks.
 
-    So no text of a client can look like a record of its own, clear a terminal or fill the disk.
+    Client text cannot imitate a record, clear a terminal or fill the disk.
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
@@ -24,14 +24,14 @@ class LineFormatter(logging.Formatter):
 
 
 def write_log(format: str) -> None:
-    """Have the process log to stderr, from INFO on."""
+    """Log to stderr from INFO on."""
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter(format))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 def _cut(text: str, most: int) -> str:
-    """Its beginning and its end: the end of a traceback says what has failed."""
+    """Keep both ends: a traceback's end has the error."""
     if len(text) <= most:
         return text
     return f"{text[: most // 2]} [{len(text) - most} characters] {text[-most // 2 :]}"

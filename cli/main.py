@@ -1,6 +1,6 @@
-"""`agentcache`: finds the command and turns errors into one sentence on stderr.
+"""`agentcache`: finds the command; prints errors as one sentence.
 
-Exit codes: 0 done, 1 it did not work, 2 it was called wrongly (a flag, a variable or the config file).
+Exit codes: 0 success, 1 failure, 2 wrong usage (flag, variable or config file).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 from agentcache.errors import AgentCacheError, CacheFolderInUse, ConfigError
 
-# Each is a module here with a function, or a Typer group, of the same name; `import` is no name in Python.
+# Each has a module with a function or Typer group of its name; `import` is a keyword.
 COMMANDS = (
     "serve",
     "launch",
@@ -31,13 +31,13 @@ COMMANDS = (
     "purge",
 )
 _NAMES = {"import": "import_"}
-# mlx-lm sets a hard limit of open files when it is imported; where that is lower already, only root may.
+# Importing mlx-lm sets this hard limit of open files; only root may raise a lower one.
 _MLX_LM_FILES = 4096
-_LIMIT_REFUSED = "not allowed to raise maximum limit"  # as `resource.setrlimit` says it
+_LIMIT_REFUSED = "not allowed to raise maximum limit"  # from `resource.setrlimit`
 
 
 class Commands(TyperGroup):
-    """Imports a command's module when the command is called (or listed), so that each starts quickly."""
+    """Imports a command's module on use, for a quick start."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -52,7 +52,7 @@ class Commands(TyperGroup):
             report(error)
             raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
         except ImportError as error:
-            if "libmlx" not in str(error):  # the library that MLX's back ends bring
+            if "libmlx" not in str(error):  # from MLX's back ends
                 raise
             typer.echo(f"error: MLX is installed without a back end ({error})", err=True)
             typer.echo("hint: on Linux install agentcache-mlx[cpu] or agentcache-mlx[cuda]", err=True)
@@ -69,7 +69,6 @@ class Commands(TyperGroup):
 
 
 def load_command(name: str) -> Any:
-    """The command as Typer runs it."""
     own_name = _NAMES.get(name, name)
     found = getattr(importlib.import_module(f"agentcache.cli.{own_name}"), own_name)
     if not isinstance(found, typer.Typer):
@@ -79,7 +78,6 @@ def load_command(name: str) -> Any:
 
 
 def report(error: AgentCacheError) -> None:
-    """One sentence, and what to do about it where that is known."""
     typer.echo(f"error: {error}", err=True)
     hint = hint_for(error)
     if hint is not None:

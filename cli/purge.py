@@ -1,4 +1,4 @@
-"""`agentcache purge`: forget one agent, or everything."""
+"""`agentcache purge`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def describe(answer: dict[str, Any]) -> str:
 
 
 def purge_all(url: str | None, config: Config, *, own: bool) -> dict[str, Any]:
-    """`own`: the user named a folder, so that no server is looked for."""
+    """Purge a server, or the folder; `own` if the user named a folder, which rules out a server."""
     found = url or (None if own else running_server(config))
     if found is None:
         return {"deleted_bytes": empty_folder(config.cache_dir)}
@@ -70,7 +70,7 @@ def purge_all(url: str | None, config: Config, *, own: bool) -> dict[str, Any]:
 
 
 def purge_server(server: Connection) -> dict[str, Any]:
-    """Delete every agent that the server can delete; files that it cannot read stay, and the answer says whose."""
+    """Delete all agents except those with unreadable files, which the answer names."""
     found = server.request("GET", "/v1/agents")["data"]
     kept = {agent["id"]: agent["unavailable"] for agent in found if agent.get("unavailable")}
     agents = [agent["id"] for agent in found if agent["id"] not in kept]
@@ -81,13 +81,13 @@ def purge_server(server: Connection) -> dict[str, Any]:
 
 
 def empty_folder(cache_dir: Path) -> int:
-    """Removes what a cache folder holds, for all models; bytes removed.
+    """Empty a cache folder, for all models; return the bytes freed.
 
-    A folder without a lock file has never been a cache folder and is left alone.
+    A folder without a lock file is not a cache folder and stays.
 
     Raises:
-        CacheFolderInUse: a process has it.
-        StoreError: something could not be removed.
+        CacheFolderInUse: a process uses it.
+        StoreError: deletion failed.
     """
     from agentcache.store.cache_files import CacheFiles
     from agentcache.store.lock import FolderLock

@@ -1,4 +1,4 @@
-"""`agentcache restore`: bring an agent's cache from disk into RAM."""
+"""`agentcache restore`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`agentcache run SCRIPT.toml`: a workflow of several agents, turn by turn."""
+"""`agentcache run SCRIPT.toml`: runs a workflow of several agents."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def run(
 
 
 def _read(script: str, seed: int | None, before: WorkflowTranscript | None, min_recall: float | None) -> Script:
-    """The script with the seed that was asked for; a resumed run keeps its own unless told otherwise."""
+    """Read the script. A resumed run keeps its seed by default."""
     parsed = read_script(script, before.seed if before and seed is None else seed)
     if min_recall is not None and not any(step.turn.expect or step.turn.expect_calls for step in steps_of(parsed)):
         raise ConfigError("--min-recall needs a script with `expect`; this one expects nothing")
@@ -104,7 +104,6 @@ def _print_report(transcript: WorkflowTranscript) -> None:
 
 @contextmanager
 def _open_chat(config: Config, server: str | None) -> Iterator[Chat]:
-    """A running server, or else an engine in this process."""
     if server is not None:
         with Client(server, config.api_key) as client:
             yield HttpChat(client)
@@ -135,7 +134,7 @@ def take_steps(
     console: Console,
     pace: Schedule = ONE_BY_ONE,
 ) -> WorkflowTranscript:
-    """Take the steps and save the transcript after each; one line of progress a turn."""
+    """Take the steps; save the transcript after each."""
     transcript = workflow.transcript(done)
     write_transcript(transcript, folder)
     with console.status(f"{len(steps)} turns") as status:

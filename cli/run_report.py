@@ -1,4 +1,4 @@
-"""A workflow's transcript on a terminal: a line a turn, a table, the recall score."""
+"""A workflow's transcript on a terminal."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from rich.table import Table
 from agentcache.workflow.score import Miss, score
 from agentcache.workflow.transcript import TurnRecord, WorkflowTranscript
 
-SHOWN_WORDS = 160  # characters of an answer that missed something
+SHOWN_WORDS = 160  # characters of a wrong answer
 
 
 def say(console: Console, line: str) -> None:
-    """Print a line as it is: no markup, no colours by content, no breaks."""
+    """Print without markup, highlighting or wrapping."""
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -26,7 +26,6 @@ def progress_line(record: TurnRecord) -> str:
 
 
 def turn_table(transcript: WorkflowTranscript) -> Table:
-    """One line a turn: what was in the cache, what had to be computed, what it took, what was remembered."""
     table = Table(title=transcript.title)
     for heading in ("phase", "speaker", "match", "cache"):
         table.add_column(heading, no_wrap=True)
@@ -48,7 +47,7 @@ def turn_table(transcript: WorkflowTranscript) -> Table:
 
 
 def recall_lines(transcript: WorkflowTranscript) -> list[str]:
-    """The score, by phase and by agent, and what was said where something was missing; nothing where nothing counts."""
+    """The score by phase and agent, and the misses."""
     result = score(transcript)
     if not result.recall.total:
         return []

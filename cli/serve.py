@@ -32,18 +32,18 @@ SWITCH_SECONDS = 0.001
 LOST_CODE = 3
 
 FLAGS = {key: setting.flag for key, setting in SETTINGS.items() if setting.flag is not None}
-# Of the other kinds, text: `load_config` reads it.
+# Other kinds are text, parsed by `load_config`.
 _VALUES: dict[Kind, type] = {Kind.PATH: Path, Kind.INTEGER: int, Kind.NUMBER: float}
 
 log = logging.getLogger("agentcache.cli")
 
 
 class CannotListen(AgentCacheError):
-    """The address is taken, or is not this machine's."""
+    """The address is taken, or not local."""
 
 
 class CannotStart(AgentCacheError):
-    """The engine did not start, for a reason that the log holds."""
+    """The engine did not start; the log has the reason."""
 
 
 def serve(*, as_json: bool, hosts: Path | None, **given: Any) -> None:
@@ -69,7 +69,7 @@ def _option_name(key: str, flag: Flag) -> str:
 
 
 def _signature() -> inspect.Signature:
-    """What typer makes the options of: one for each setting that has a flag."""
+    """Options for typer: one per setting with a flag."""
     parameters = [_parameter(key, SETTINGS[key].kind, flag) for key, flag in FLAGS.items()]
     as_json = Annotated[bool, typer.Option("--json", help="Print the URL and model as JSON when ready.")]
     hosts = Annotated[
@@ -96,10 +96,7 @@ serve.__annotations__ = {name: parameter.annotation for name, parameter in _sign
 
 
 def follow_rank_0(config: Config) -> None:
-    """Be one of the ranks beside the one that has the server; ends when that one does.
-
-    Rank 0 has them end in order. A signal, which all get at a terminal, is for rank 0 then.
-    """
+    """Run as a further rank until rank 0 ends. Ignores signals: rank 0 handles them."""
     from agentcache.models.builtin.embedded import embedded_model_path
     from agentcache.ranks.world import follow
 
@@ -113,11 +110,11 @@ def follow_rank_0(config: Config) -> None:
 
 
 def listen(config: Config) -> socket.socket:
-    """The listening socket; taken before the model is loaded, so that a taken port is known at once."""
+    """Listen before the model is loaded, so that a taken port fails at once."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         listener = socket.create_server((config.host, config.port), family=family, backlog=BACKLOG)
-        # Accepted sockets inherit it; asyncio sets it only on sockets it made. Small events would wait 40 ms.
+        # Inherited by accepted sockets (asyncio sets it only on its own); else small events wait 40 ms.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
     except OSError as error:
@@ -135,7 +132,7 @@ def warn_if_open(config: Config) -> None:
 
 
 def tell_of_slow_blas() -> None:
-    """Log one line if this process computes on a Linux CPU without a fast BLAS: prompts then take minutes."""
+    """Log a warning for a Linux CPU without a fast BLAS: prompts take minutes."""
     import mlx.core as mx
 
     from agentcache.machine import describe_blas, fast_blas
@@ -145,12 +142,12 @@ def tell_of_slow_blas() -> None:
 
 
 def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:
-    """Serves until a signal; raises what kept the engine from starting."""
+    """Serve until a signal; raise the engine's start error."""
     from agentcache.cli.connection import open_engine
     from agentcache.server.app import create_app
     from agentcache.server.drain import DrainingServer
 
-    # A step takes Python's lock many times: each time it would wait so long for a thread that reads a long prompt.
+    # A step takes the GIL many times and waits up to this long for it each time.
     sys.setswitchinterval(SWITCH_SECONDS)
     engine = open_engine(config, warm_up=True)
     tell_of_slow_blas()
@@ -158,7 +155,7 @@ def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:
 
     def on_start(failure: Exception | None) -> None:
         if failure is None:
-            # What start-up made stays: no request should pay for a collection that walks through all of it.
+            # Exclude start-up objects from later collections.
             gc.collect()
             gc.freeze()
             announce(listener, config, engine.model.id, as_json=as_json)
@@ -180,14 +177,14 @@ def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:
 
 
 def leave_if_lost(failure: Exception | None) -> None:
-    """End this process if another rank is lost, whatever that was noticed by."""
+    """End this process if another rank is lost, however detected."""
     lost = None if failure is None else lost_rank(failure)
     if lost is not None:
         leave_at_once(lost)
 
 
 def leave_at_once(lost: RankLost) -> NoReturn:
-    """End this process, whose files are closed. MLX would wait at exit for what was to come from the lost rank."""
+    """End this process; its files are closed. A normal exit of MLX would wait for the lost rank."""
     log.error("%s", lost)
     logging.shutdown()
     os._exit(LOST_CODE)
@@ -216,17 +213,17 @@ def uvicorn_config(app: object, config: Config) -> uvicorn.Config:
         server_header=False,
         lifespan="on",
         ws="none",
-        loop="asyncio",  # on uvloop, which is taken where it is installed, ClientConnection cannot work
+        loop="asyncio",  # ClientConnection cannot work on uvloop, uvicorn's default if installed
         timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=CUT_SECONDS,
     )
 
 
 def leave_in_order(server: uvicorn.Server | None) -> None:
-    """SIGTERM and SIGINT end with exit code 0.
+    """End with exit code 0 on SIGTERM and SIGINT.
 
-    uvicorn drains on a signal, and raises the same signal again afterwards: by then it must do nothing. Before uvicorn
-    listens to signals there is nothing to drain, and before there is a server nothing but what is imported.
+    uvicorn drains, then raises the signal again: the handler ignores it then. Before uvicorn handles signals, it exits
+    at once.
     """
 
     def handler(number: int, frame: object) -> None:

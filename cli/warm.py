@@ -1,4 +1,4 @@
-"""`agentcache warm`: cache a prompt for an agent before anybody asks."""
+"""`agentcache warm`: caches a prompt for an agent in advance."""
 
 from __future__ import annotations
 
@@ -27,14 +27,12 @@ from agentcache.errors import ConfigError
 
 
 class Role(StrEnum):
-    """What the text of a file is to the model."""
-
     SYSTEM = "system"
     USER = "user"
     RAW = "raw"
 
 
-# What a text is instead where the model does not take it as what it is, by the server's word for that.
+# Fallback roles by the server's error code.
 INSTEAD = {
     (Role.SYSTEM, "refused_by_chat_template"): Role.USER,
     (Role.SYSTEM, "no_chat_template"): Role.RAW,
@@ -81,11 +79,7 @@ def warm(
 
 
 def read_given(prompt_file: str | None, messages_file: str | None, role: Role | None) -> str | list[Any]:
-    """What to warm the agent with: a text, or messages.
-
-    Raises:
-        ConfigError: not exactly one file is named, or it cannot be read, or it holds no messages.
-    """
+    """Read the text or messages. Raises ConfigError."""
     if (prompt_file is None) == (messages_file is None):
         raise ConfigError("name either --prompt-file or --messages-file")
     if prompt_file is not None:
@@ -104,7 +98,7 @@ def read_given(prompt_file: str | None, messages_file: str | None, role: Role | 
 
 
 def warm_text(cache: Connection, path: str, text: str, role: Role) -> Any:
-    """Warms with a text as that role, or as the next best one that the model takes; the server's report."""
+    """Warm as that role or a fallback; return the server's report."""
     try:
         return cache.request("POST", path, body_of(text, role))
     except ServerError as error:
@@ -131,7 +125,7 @@ def make_agent(cache: Connection, agent: str, adapter: str | None) -> None:
     try:
         cache.request("POST", "/v1/agents", {"id": agent} | ({"adapter": adapter} if adapter else {}))
     except ServerError as error:
-        if error.status != 409:  # it is there
+        if error.status != 409:  # exists already
             raise
 
 

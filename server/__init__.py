@@ -1,1 +1,1 @@
-"""The HTTP server: thin translations between wire dialects and the one internal request."""
+"""The HTTP server: translates each dialect to `Request` and back."""

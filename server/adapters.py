@@ -42,7 +42,7 @@ async def load_adapter(request: HttpRequest) -> Response:
     folder = AdapterFolder(name, path, read_policy(body) or Policy.AUTO)
     try:
         loaded = await engine.load_adapter(folder)
-    except UnreadableAdapter as error:  # what is or is not at a path is for the log only
+    except UnreadableAdapter as error:  # the log gets the path's contents
         log.info("no adapter at %s: %s", path, error.message)
         raise UnsupportedAdapter(_NONE_THERE, param="path") from None
     return JSONResponse(adapter_object(loaded), 201)
@@ -56,7 +56,6 @@ async def unload_adapter(request: HttpRequest) -> Response:
 
 
 def _require_access(request: HttpRequest) -> None:
-    """Loading names the machine's folders, and changes what others are answered with."""
     require_machine_access(request, "Adapters can be changed", "use --adapter")
 
 

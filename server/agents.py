@@ -40,15 +40,15 @@ _WARM_FIELDS = (
     "request_timeout",
     "priority",
 )
-MAX_SYSTEM = 1 << 20  # characters of the text that stands in front of every prompt of an agent
-_PATH_ID = "{id}"  # what errors call the id in a path, which is no field
-_NAMES_OF_IDS = ("agent", "session_id", "name", "agent_id", "new_id")  # what other fields of this API call it
+MAX_SYSTEM = 1 << 20  # characters
+_PATH_ID = "{id}"  # an id in a path, in errors
+_NAMES_OF_IDS = ("agent", "session_id", "name", "agent_id", "new_id")
 
 Handler = Callable[[HttpRequest, str], Awaitable[Response]]
 
 
 def _of_agent(handle: Handler) -> Callable[[HttpRequest], Awaitable[Response]]:
-    """A route of the agent in its path: checks the id, shows it in the response, and names it where it is unknown."""
+    """Wrap an agent's route: check the id, set the header, name the id in errors."""
 
     @functools.wraps(handle)
     async def route(request: HttpRequest) -> Response:
@@ -96,7 +96,6 @@ async def delete_agent(request: HttpRequest, agent_id: str) -> Response:
 
 @_of_agent
 async def import_agent(request: HttpRequest, agent_id: str) -> Response:
-    """Makes the agent of a file on the server's machine, which `agentcache export` has written."""
     require_machine_access(
         request, "Agents can be imported", "use agentcache import beside the cache folder, without a server"
     )
@@ -146,7 +145,7 @@ async def save_agent(request: HttpRequest, agent_id: str) -> Response:
 
 @_of_agent
 async def warm_agent(request: HttpRequest, agent_id: str) -> Response:
-    """Caches a prompt for an agent and generates nothing. One that does not invoke the agent's adapter is base's."""
+    """Cache a prompt without generating; for base, if it does not invoke the agent's adapter."""
 
     def read(call: Call) -> tuple[Call, Request]:
         return call, _read_warm(call, agent_id)
@@ -181,14 +180,13 @@ def _read_warm(call: Call, agent_id: str) -> Request:
 
 
 async def _read_lineage(request: HttpRequest) -> str | None:
-    """The lineage that the body names, if there is a body; None for all."""
     body = (await read_call(request, without_body=b"{}")).body
     _check_fields(body, "lineage", id_field="is in the path")
     return body.string("lineage")
 
 
 def _check_fields(body: Reader, *known: str, id_field: str) -> None:
-    """Refuses other fields; where one names the agent, the refusal says where its id belongs."""
+    """Refuse unknown fields; for another name of the id, `id_field` says where it belongs."""
     for name in _NAMES_OF_IDS:
         if name in body.value and name not in known:
             body.refuse(name, f"the id {id_field}")
@@ -226,7 +224,6 @@ def _warm_object(completion: Completion) -> dict[str, Any]:
 
 
 def agent_object(request: HttpRequest, agent: AgentInfo) -> dict[str, Any]:
-    """The agent as the API shows it, with what its last turn reused."""
     lineages = tuple(lineage.id for lineage in agent.lineages)
     fields = dataclasses.asdict(agent) | {"last_turn": context_of(request).last_turns.describe(agent.id, lineages)}
     if agent.unavailable is None:

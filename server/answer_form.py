@@ -1,4 +1,4 @@
-"""What form an answer must have, as the dialects say it: the format of its text, and which tools it must call."""
+"""Reads the demanded form of an answer: its text format and required tool calls."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from agentcache.server.context import Call
 from agentcache.server.validate import Reader
 
 _ANY_OBJECT = '{"type": "object"}'
-# What vLLM calls them. Each is the whole form of an answer, in which no tool is called.
+# vLLM's fields; each excludes tool calls.
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
-# Other servers' fields of that kind, all of which every dialect reads: vLLM's newer one, SGLang's, Ollama's.
+# Also vLLM's newer field, SGLang's and Ollama's, in all dialects.
 FORM_FIELDS = (*GUIDED, "structured_outputs", "json_schema", "regex", "format")
-_STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")  # keys of `structured_outputs`
-# Keys that a JSON schema has, and the wrapper around one has not.
+_STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
+# A wrapper around a JSON schema has none of these keys.
 _SCHEMA_KEYS = ("type", "properties", "$ref", "$defs", "anyOf", "oneOf", "allOf", "enum", "const", "items", "required")
 
 Tools = Sequence[Mapping[str, Any]]
@@ -26,12 +26,11 @@ Tools = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Whether tools may be called, or must be.
+    """Whether the model may or must call tools.
 
     Args:
-        names: the only ones that may be; None for any.
-        just_one: whether one call is all there may be.
-        param: what the wire calls it.
+        names: allowed tools; None for all.
+        param: field name in errors.
     """
 
     may_call: bool = True
@@ -41,9 +40,9 @@ class ToolChoice:
     param: str = "tool_choice"
 
     def shown(self, tools: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-        """The tools for the chat template; None for none.
+        """The tools for the chat template; None if there are none.
 
-        All are shown where a call is demanded: the form leaves no other, and the prompt begins as in other turns.
+        A required call does not shorten the list: the prompt keeps its prefix, and the grammar enforces the choice.
         """
         if not self.may_call:
             return None
@@ -53,7 +52,7 @@ class ToolChoice:
 
 
 def read_tool_choice(body: Reader) -> ToolChoice:
-    """`tool_choice` in any dialect's spelling: a word, a tool's name, or an object with a type."""
+    """`tool_choice` of any dialect."""
     just_one = not body.boolean("parallel_tool_calls", True)
     choice = body.get("tool_choice")
     if choice is None or isinstance(choice, str):
@@ -69,7 +68,7 @@ def read_tool_choice(body: Reader) -> ToolChoice:
         return _allowed(body, given, just_one)
     if kind in (None, *_WORDS):
         return _choice_of_word(kind, just_one)
-    if any(tool.get("type") == kind for tool in body.objects("tools")):  # one that a server would run
+    if any(tool.get("type") == kind for tool in body.objects("tools")):  # a server tool
         return ToolChoice(must_call=True, names=(kind or "",), just_one=True)
     given.fail("type", 'must be "auto", "none", "any", "required", "tool", "function" or "allowed_tools"')
 
@@ -88,7 +87,6 @@ def _choice_of_word(word: str | None, just_one: bool) -> ToolChoice:
 
 
 def _named(given: Reader, kind: str | None) -> str:
-    """The name: beside the type, or in an object of that type."""
     if given.get("name") is not None or kind == "tool":
         return given.required_string("name")
     inner = "custom" if kind == "custom" and isinstance(given.get("custom"), dict) else "function"
@@ -96,7 +94,7 @@ def _named(given: Reader, kind: str | None) -> str:
 
 
 def _allowed(body: Reader, given: Reader, just_one: bool) -> ToolChoice:
-    """OpenAI's `allowed_tools`, whose list stands in an object of that name (chat) or beside the type (responses)."""
+    """OpenAI's `allowed_tools`: nested in chat, flat in responses."""
     holder = given.object("allowed_tools") if isinstance(given.get("allowed_tools"), dict) else given
     if holder.get("tools") is None:
         body.fail("tool_choice", "must list the tools that are allowed")
@@ -115,13 +113,12 @@ def read_form(
     schema: str,
     left_out: Collection[str] = (),
 ) -> AnswerForm | None:
-    """The form; None for any.
+    """Return the demanded form; None if there is none.
 
     Args:
-        text: that the dialect's own fields ask for.
-        tools: that the model is shown, in OpenAI's shape.
-        schema: what a tool of this dialect calls its arguments' schema.
-        left_out: names and types of tools that the model is not shown, because a server would run them.
+        text: text format from the dialect's own fields.
+        schema: this dialect's path to a tool's argument schema.
+        left_out: names and types of server tools.
     """
     body = call.body
     whole = read_whole_form(body)
@@ -141,14 +138,14 @@ def read_form(
 
 
 def _is_left_out(choice: ToolChoice, tools: Tools | None, left_out: Collection[str]) -> bool:
-    """Whether a demand can only mean tools that the model is not shown."""
+    """Whether only server tools can meet a required call."""
     if choice.names is None:
         return bool(left_out) and not tools
     return bool(choice.names) and all(name in left_out for name in choice.names)
 
 
 def read_whole_form(body: Reader) -> TextForm | None:
-    """What vLLM, SGLang and Ollama call it, of which there may be one."""
+    """The form in vLLM's, SGLang's or Ollama's fields; one at most."""
     given = [(body, name) for name in (*GUIDED, "json_schema", "regex", "format") if body.get(name) not in (None, "")]
     structured = body.object("structured_outputs")
     for name, value in structured.value.items():
@@ -179,11 +176,7 @@ def _whole_form(reader: Reader, name: str) -> TextForm:
 
 
 def read_text_form(body: Reader, *more: tuple[Reader, str]) -> TextForm | None:
-    """The format of the answer's text, in the fields of any dialect; there may be one.
-
-    Args:
-        more: further places where a format may stand.
-    """
+    """The text format in any dialect's fields and `more`; one at most."""
     output = body.object("output_config")
     places = [*more, (body, "response_format"), (output, "format"), (body, "output_format")]
     forms = [
@@ -196,10 +189,10 @@ def read_text_form(body: Reader, *more: tuple[Reader, str]) -> TextForm | None:
 
 
 def read_response_format(body: Reader, name: str, schema_in: str | None = None) -> TextForm | None:
-    """The object under `name`, of type `text`, `json_object`, `json_schema` or `regex`.
+    """The format object under `name`.
 
     Args:
-        schema_in: the object in it that holds the schema in this dialect; None where it does so itself.
+        schema_in: this dialect's inner object for the schema, if any.
     """
     given = body.object(name)
     kind = given.string("type")
@@ -219,11 +212,13 @@ def read_response_format(body: Reader, name: str, schema_in: str | None = None) 
 
 
 def _schema_place(given: Reader, schema_in: str | None) -> tuple[Reader, str]:
-    """Where a format has its schema: in the wrapper of chat, without it, or as that; where it should be if nowhere."""
+    """The schema's place: in chat's wrapper, beside the type, or the wrapper itself. Else the place to name in an
+    error.
+    """
     wrapper = given.get("json_schema")
     if isinstance(wrapper, dict) and wrapper.get("schema") is not None:
         return given.object("json_schema"), "schema"
-    for name in ("schema", "value"):  # the latter is Text Generation Inference's
+    for name in ("schema", "value"):  # Text Generation Inference: `value`
         if given.get(name) is not None:
             return given, name
     if isinstance(wrapper, dict) and not set(_SCHEMA_KEYS).isdisjoint(wrapper):
@@ -233,7 +228,7 @@ def _schema_place(given: Reader, schema_in: str | None) -> tuple[Reader, str]:
 
 def _schema_form(reader: Reader, name: str) -> TextForm:
     schema = reader.get(name)
-    if isinstance(schema, str):  # as vLLM and SGLang take it, too
+    if isinstance(schema, str):  # vLLM, SGLang
         try:
             schema = parse_json(schema)
         except ValueError as error:
@@ -247,12 +242,11 @@ def _choice_form(body: Reader, name: str) -> TextForm:
     choices = body.get(name)
     if not isinstance(choices, list) or not choices or not all(isinstance(each, str) and each for each in choices):
         body.fail(name, "must be a list of at least one string, none of them empty")
-    # As a terminal there may be thousands.
+    # One terminal, because there may be thousands of choices.
     return TextForm(Notation.LARK, "start: CHOICE\nCHOICE: " + " | ".join(map(json_string, choices)), body.param(name))
 
 
 def _demanded(body: Reader, tools: Tools | None, choice: ToolChoice, schema: str) -> tuple[CallableTool, ...]:
-    """One of these is called, with arguments of its schema."""
     callable_tools = _callable_tools(body, tools or (), schema)
     if not callable_tools:
         body.fail(choice.param, "demands a call, but there are no tools")
@@ -265,7 +259,7 @@ def _demanded(body: Reader, tools: Tools | None, choice: ToolChoice, schema: str
 
 
 def _offered(body: Reader, tools: Tools, schema: str) -> tuple[CallableTool, ...]:
-    """The model may call one of these instead. As elsewhere, arguments are held to the schema of a strict one only."""
+    """The tools that may be called. Only strict ones enforce their schemas."""
     return tuple(
         tool if given["function"].get("strict") is True else CallableTool(tool.name, _ANY_OBJECT, tool.param)
         for tool, given in zip(_callable_tools(body, tools, schema), tools, strict=True)
@@ -278,7 +272,7 @@ def _callable_tools(body: Reader, tools: Tools, schema: str) -> tuple[CallableTo
     for tool in tools:
         function = tool["function"]
         place = places.get(function["name"])
-        param = "tools" if place is None else body.param(f"tools[{place}]")  # those added in the conversation have none
+        param = "tools" if place is None else body.param(f"tools[{place}]")  # no place: added in the conversation
         arguments = function.get("parameters")
         arguments = _ANY_OBJECT if arguments is None else write_json(arguments)
         made.append(CallableTool(function["name"], arguments, f"{param}.{schema}", f"{param}.{_name_field(schema)}"))
@@ -286,12 +280,10 @@ def _callable_tools(body: Reader, tools: Tools, schema: str) -> tuple[CallableTo
 
 
 def _name_of(tool: Mapping[str, Any]) -> str | None:
-    """The name of a tool, in any shape; None for one without, which may be a tool that is left out."""
     function = tool.get("function")
     name = (function if isinstance(function, Mapping) else tool).get("name")
     return name if isinstance(name, str) else None
 
 
 def _name_field(schema: str) -> str:
-    """What stands beside the schema."""
     return schema.rpartition(".")[0] + ".name" if "." in schema else "name"

@@ -1,4 +1,4 @@
-"""`POST /v1/messages` and `/v1/messages/count_tokens`: from Anthropic's fields to requests."""
+"""`POST /v1/messages` and `/v1/messages/count_tokens`: translates Anthropic's fields to requests."""
 
 from __future__ import annotations
 
@@ -101,14 +101,13 @@ def _read_system(reader: Reader, name: str, call: Call) -> list[dict[str, Any]]:
 
 
 def _read_text(reader: Reader, name: str, role: str, call: Call) -> str:
-    """A string, or blocks as text."""
     if not isinstance(reader.get(name), list):
         return reader.string(name) or ""
     return _BETWEEN_BLOCKS.join(read_parts(reader, name, role, call))
 
 
 def _read_message(message: Reader, call: Call) -> list[dict[str, Any]]:
-    """One message of theirs: several of ours where it holds tool results, which have a role of their own."""
+    """Each tool result becomes a message of role `tool`."""
     role = message.required_string("role")
     if role not in ("user", "assistant", "system"):
         message.fail("role", 'must be "user", "assistant" or "system"')
@@ -122,7 +121,6 @@ def _read_message(message: Reader, call: Call) -> list[dict[str, Any]]:
 
 
 def _read_assistant(message: Reader, call: Call) -> dict[str, Any]:
-    """Text, calls and thinking, of which the chat template shows the model again what it is used to."""
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
@@ -142,14 +140,13 @@ def _read_assistant(message: Reader, call: Call) -> dict[str, Any]:
 
 
 def _blocks(message: Reader) -> Iterator[str | Reader]:
-    """The blocks of a message's content: of text blocks the text."""
     for index, block in enumerate(message.items("content")):
         text = plain_text(block)
         yield message.item("content", index) if text is None else text
 
 
 def _joined(texts: list[str]) -> str:
-    """Blocks as one text. Empty ones, which Anthropic's own server refuses, add nothing."""
+    """Anthropic refuses empty blocks; they add nothing."""
     return _BETWEEN_BLOCKS.join(filter(None, texts))
 
 
@@ -159,7 +156,6 @@ def _read_call(block: Reader) -> dict[str, Any]:
 
 
 def _read_user(message: Reader, call: Call) -> list[dict[str, Any]]:
-    """Tool results, each a message, and the texts between them."""
     messages: list[dict[str, Any]] = []
     texts: list[str] = []
     for block in _blocks(message):

@@ -1,4 +1,4 @@
-"""Answers in Anthropic's shapes: messages, and the events of a stream."""
+"""Answers in Anthropic's shapes: messages, and stream events."""
 
 from __future__ import annotations
 
@@ -33,14 +33,6 @@ _STOP_REASONS = {FinishReason.STOP: "end_turn", FinishReason.LENGTH: "max_tokens
 
 @dataclass(frozen=True)
 class AnthropicReply:
-    """An answer to `/v1/messages`.
-
-    Args:
-        id: the message's.
-        model: the served model's id.
-        notes: for the report.
-    """
-
     id: str
     model: str
     reading: Reading
@@ -63,22 +55,21 @@ class AnthropicReply:
         return {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content}
 
     def accounting(self, completion: Completion) -> dict[str, Any]:
-        """`usage`, and beside it what every dialect of ours reports."""
         report = completion.final_report
         token_ids = completion.token_id_fields() if self.return_token_ids else {}
         return {"usage": usage(report), "agentcache": report_object(report, self.notes)} | token_ids
 
 
 class EventWriter:
-    """A stream of content blocks. Its opening knows the prompt's length at most; its end the whole usage."""
+    """Writes a stream of content blocks."""
 
     def __init__(self, reply: AnthropicReply) -> None:
         self._reply = reply
         self._reader = ReplyReader(reply.reading)
-        self._blocks = 0  # begun
-        self._open: type[Event] | None = None  # what the open block's deltas come as
-        self._thoughts: list[str] = []  # in the open block
-        self._says = False  # anything but thoughts
+        self._blocks = 0
+        self._open: type[Event] | None = None  # type of its deltas
+        self._thoughts: list[str] = []
+        self._says = False  # whether any block is not thinking
 
     def begin(self, first: Update | None) -> Iterator[bytes]:
         prompt = first.prompt_token_ids if first else None
@@ -107,7 +98,6 @@ class EventWriter:
                 yield self._delta({"type": "input_json_delta", "partial_json": arguments})
 
     def _into(self, kind: type[Event], block: dict[str, Any]) -> Iterator[bytes]:
-        """Have a block open that takes deltas of this kind."""
         self._says = self._says or kind is not ReasoningDelta
         if self._open is not kind:
             yield from self._close()
@@ -168,15 +158,12 @@ def _tool_use(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def signature(thought: str) -> str:
-    """Clients keep only thinking that is signed, and send the signature back. It proves nothing here."""
+    """Sign a thought: clients drop unsigned thinking. The server does not check signatures."""
     return base64.b64encode(hashlib.blake2b(thought.encode(), digest_size=24).digest()).decode()
 
 
 def usage(report: Report) -> dict[str, int]:
-    """Prompt tokens by what became of them: the three kinds add up to all of them, as Anthropic's do.
-
-    Read: their keys and values were there. Created: computed and kept for the agent. The rest belongs to no agent.
-    """
+    """Split prompt tokens into cached ones, those cached now for an agent, and the rest, as Anthropic does."""
     computed = report.prompt_tokens - report.reused_tokens
     created = computed if report.agent is not None else 0
     return {

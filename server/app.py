@@ -1,4 +1,4 @@
-"""The application: routes, lifespan, guards."""
+"""The ASGI application: routes, lifespan, middleware."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from agentcache.threads import as_exception
 
 Started = Callable[[Exception | None], None]
 
-HALF_BODIES = 4  # of the largest size, that may be on their way at once
+HALF_BODIES = 4  # of the largest size: budget for incomplete bodies
 
 
 def create_app(
@@ -55,13 +55,11 @@ def create_app(
     on_start: Started | None = None,
     keep_alive_seconds: float = KEEP_ALIVE_SECONDS,
 ) -> Starlette:
-    """The ASGI application. Its lifespan starts the engine, in the background so that /health answers, and closes it.
+    """Return the ASGI application. Its lifespan starts the engine in the background, so that /health answers.
 
     Args:
-        engine: what runs the requests; not started yet.
-        config: the settings in force.
-        on_start: called when the engine has started (with None) or failed to (with the error).
-        keep_alive_seconds: the longest silence of a stream.
+        on_start: called after the start, with the error or None.
+        keep_alive_seconds: longest silence of a stream.
     """
     context = Context(engine, config, keep_alive_seconds)
     routes = _routes()
@@ -120,7 +118,7 @@ def _routes() -> list[Route]:
 
 
 def _by_method(**handlers: Callable[[Request], Any]) -> Callable[[Request], Any]:
-    """One endpoint for a path, so that a wrong method is told all that are right."""
+    """One endpoint per path: a 405 then lists all methods."""
 
     async def endpoint(request: Request) -> Response:
         response = await handlers["GET" if request.method == "HEAD" else request.method](request)
@@ -145,7 +143,7 @@ def _middleware(context: Context) -> list[Middleware]:
         names = own_names() | hosts_of(config.cors_origins) | {config.host.lower()}
         layers.append(Middleware(HostGuard, names=names, addresses=not local))
     if config.cors_origins:
-        # Browsers ask whether they may without the key; refusals behind this can be read by the page, too.
+        # Preflights carry no key. The inner `ErrorResponses` gives errors CORS headers.
         layers += [Middleware(CORSMiddleware, **_cors(config)), Middleware(ErrorResponses)]
     if config.api_key is not None:
         layers.append(Middleware(ApiKey, key=config.api_key))
@@ -191,10 +189,7 @@ async def _start(engine: Engine, on_start: Started | None) -> None:
 
 
 async def describe(request: Request) -> Response:
-    """Tells who asks for nothing in particular what it has found. Some clients look whether anybody is there.
-
-    A browser gets a page that shows the agents.
-    """
+    """Name, version and model; HTML for browsers. Some clients probe it."""
     engine = context_of(request).engine
     found = {
         "name": SERVER_NAME,
@@ -259,6 +254,5 @@ def _model_object(model: ModelInfo) -> dict[str, Any]:
 
 
 def _adapter_object(model: ModelInfo, adapter: AdapterInfo) -> dict[str, Any]:
-    """An adapter as a model of its own, as vLLM lists it."""
     own = {"id": adapter.name, "created": adapter.created, "root": adapter.path, "parent": model.id}
     return _model_object(model) | own

@@ -1,4 +1,4 @@
-"""Requests' bodies: how large they may be, how long they may take, and how much of them may be there half."""
+"""Middleware that limits request bodies: size, time, memory."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentcache.errors import InvalidRequest, Overloaded, PayloadTooLarge, RequestTooSlow
 
-_READ = "body_read"  # in a request's state: to be called when its body has been read
+_READ = "body_read"  # key of a request's callback
 
-FREE_BYTES = 64 << 10  # bytes that every body may have, whatever others hold
+FREE_BYTES = 64 << 10  # of a body, outside the shared budget
 
 
 class BodyLimit:
-    """Refuses bodies over `limit` bytes: by their announced length, and by counting what comes."""
+    """Refuses large bodies by Content-Length and by counting."""
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
         self.app = app
@@ -42,7 +42,7 @@ class BodyLimit:
             return
         if not (length.isascii() and length.isdigit()):
             raise InvalidRequest("Content-Length must be a number of bytes.", param="Content-Length")
-        # More than 18 digits are too many whatever the limit, and int() refuses thousands of them.
+        # int() refuses thousands of digits; 18 exceed any limit.
         self._check(int(length) if len(length) <= 18 else 10**18)
 
     def _check(self, size: int) -> None:
@@ -51,19 +51,18 @@ class BodyLimit:
 
 
 def note_read(request: Request) -> None:
-    """Give back what the request's body takes of the room for bodies: it has been read."""
+    """Release the body's share of the budget, once it is parsed."""
     give_back = request.scope.get("state", {}).get(_READ)
     if give_back is not None:
         give_back()
 
 
 class WholeBody:
-    """Hands a request on once its body is there, so that one that is still coming keeps nobody waiting.
+    """Calls the application once the body is complete, so that slow uploads hold no place in the queue.
 
     Args:
-        seconds: within which a body must have come.
-        room: bytes that all bodies that are still coming or being read may take together, but for the first
-            `FREE_BYTES` of each.
+        seconds: time limit.
+        room: byte budget of all unparsed bodies, beyond `FREE_BYTES` each.
     """
 
     def __init__(self, app: ASGIApp, seconds: float, room: int) -> None:
@@ -115,8 +114,6 @@ class WholeBody:
 
 
 class _Body:
-    """What has come of a body. `held` is what it takes of the room."""
-
     def __init__(self) -> None:
         self.parts: list[bytes] = []
         self.size = 0

@@ -22,7 +22,6 @@ async def clear_cache(request: Request) -> Response:
 
 
 def stats_object(stats: CacheStats) -> dict[str, Any]:
-    """All numbers; RAM by kind of cache and by account, and blocks by state, in objects of their own."""
     described = dataclasses.asdict(stats)
     for name in ("ram_bytes", "adapter_ram_bytes", "trunk_ram_bytes"):
         del described[name]

@@ -1,4 +1,4 @@
-"""Anthropic's tools that the client runs: a request names them by type, and their schemas are published apart."""
+"""Schemas of Anthropic's client tools, which requests name by type only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PLACE = {"type": "array", "items": _WHOLE, "minItems": 2, "maxItems": 2}
 
 
 def client_tool(tool: Reader) -> dict[str, Any] | None:
-    """The function that a tool of a known type is, without its date; None for other tools."""
+    """The function for a known type with any date; else None."""
     kind = tool.string("type") or ""
     found = next((make for front, make in _TOOLS.items() if kind == front or kind.startswith(front + "_2")), None)
     return None if found is None else found(tool, kind)

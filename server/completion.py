@@ -1,4 +1,4 @@
-"""Runs parsed completions and answers them, whole or as a stream, in the dialect they came in."""
+"""Runs completions and answers them, whole or as a stream."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ Events = Iterable[bytes]
 
 
 class CompletionWriter(Protocol):
-    """One stream in a dialect: what is sent for what the engine says."""
+    """Writes one stream in a dialect."""
 
     def begin(self, first: Update | None) -> Events:
-        """The opening. `first` is the update that `write` gets next; None if it takes long."""
+        """First events. `first`: the next update for `write`; None if it is late."""
 
     def write(self, update: Update) -> Events: ...
 
     def keep_alive(self) -> bytes: ...
 
     def end(self, completions: Sequence[Completion]) -> Events:
-        """The close, of all answers."""
+        """Last events."""
 
     def fail(self, error: WireError) -> Events: ...
 
 
 class Reply(Protocol):
-    """An answer in a dialect."""
+    """Writes a whole answer in a dialect."""
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]: ...
 
@@ -49,7 +49,7 @@ class Reply(Protocol):
 
 
 class Settle(Protocol):
-    """What is done once an answer is whole, before its end is sent."""
+    """Hook before the end of an answer is sent."""
 
     async def __call__(
         self, engine: Engine, completions: Sequence[Completion], writer: CompletionWriter | None, /
@@ -58,11 +58,11 @@ class Settle(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """One call: a request per prompt, and how to answer; a stream has one prompt.
+    """One call: a request per prompt (one for streams) and its reply.
 
     Args:
-        settle: called with all answers, and with the writer of a stream.
-        timeout: seconds it may take; None leaves it to the server's settings.
+        timeout: seconds; None for the server's limit.
+        settle: hook before the answer's end is sent.
     """
 
     requests: Sequence[Request]
@@ -91,19 +91,18 @@ async def answer(request: HttpRequest, job: Job) -> Response:
 
 
 async def collect(context: Context, request: Request, timeout: float | None = None) -> Completion:
-    """The whole completion; cancelling this cancels the generation."""
+    """Run one completion; cancelling this cancels the request."""
     [completion] = await _collect(context, request, _deadline(context, timeout))
     return completion
 
 
 def _deadline(context: Context, timeout: float | None) -> float | None:
-    """The loop's time at which a request that begins now must be done: `timeout`, but the server's limit at most."""
     limits = [limit for limit in (context.config.request_timeout, timeout) if limit is not None]
     return asyncio.get_running_loop().time() + min(limits) if limits else None
 
 
 async def _collect_all(context: Context, requests: Sequence[Request], deadline: float | None) -> list[list[Completion]]:
-    """The answers to each request, as many at a time as the engine runs. The first that fails ends the others."""
+    """Run requests, `max_concurrent_requests` at a time; the first failure cancels the rest."""
     permits = asyncio.Semaphore(context.config.max_concurrent_requests)
 
     async def run(request: Request) -> list[Completion]:
@@ -131,10 +130,7 @@ async def _collect(context: Context, request: Request, deadline: float | None) -
 
 
 async def _stream(request: HttpRequest, context: Context, job: Job, deadline: float | None) -> Response:
-    """Waits for the first update before the response begins, so that a refusal still gets its own status.
-
-    When the first update takes longer than the keep-alive interval, the stream begins without it.
-    """
+    """Wait for the first update or the keep-alive interval, so that a refusal gets its own status."""
     generate = partial(context.engine.generate, job.requests[0])
     source = UpdateStream(
         lambda take: generate(context.metrics.measured(take)),

@@ -1,4 +1,4 @@
-"""What every route needs: the engine, the settings, the body."""
+"""The server's context, and reading request bodies."""
 
 from __future__ import annotations
 
@@ -29,23 +29,21 @@ from agentcache.store.response_files import Continued
 
 T = TypeVar("T")
 
-SERVER_NAME = "agentcache"  # of the Server header, by which the command line knows its own kind
-# Of `body_weight`. Small bodies take up to 3 ms, and hold up the event loop meanwhile; reading a large one as JSON
-# would take over 1 ms of Python's lock in one piece, and is done by a process of its own.
+SERVER_NAME = "agentcache"  # in the Server header; recognised by the CLI
+# Of `body_weight`: small bodies take up to 3 ms on the event loop. Large ones would hold the GIL for over 1 ms at a
+# time, so a child process parses them.
 SMALL_BODY = 128 << 10
 LARGE_BODY = 1_000_000
 _BYTES_PER_GROUP = 192  # an object or list takes up to 5 µs
-_BYTES_PER_QUOTE = 12  # two of a key or string of one
-_BYTES_PER_COMMA = 2  # lists of numbers have nothing else, and prompts of token ids are long
+_BYTES_PER_QUOTE = 12  # two per string
+_BYTES_PER_COMMA = 2  # lists of token ids
 MOST_NOTES = 32
-READERS = 2  # threads that read bodies; one of them reads large ones: they share Python's lock with all else
-MOST_UNREAD = 64  # bodies that may wait for a thread
+READERS = 2  # one for large bodies; they compete for the GIL
+MOST_UNREAD = 64  # queued bodies
 
 
 @dataclass(frozen=True)
 class Context:
-    """The server's parts. `keep_alive_seconds` is the longest silence of a stream."""
-
     engine: Engine
     config: Config
     keep_alive_seconds: float
@@ -55,11 +53,9 @@ class Context:
 
     @cached_property
     def workers(self) -> Workers:
-        """Threads that read bodies which are not small."""
         return Workers(READERS, name="agentcache-bodies", large=LARGE_BODY, most_waiting=MOST_UNREAD)
 
     async def close(self) -> None:
-        """Refuse bodies that are not read, and close the engine."""
         self.large_json.close()
         await asyncio.gather(self.workers.close(shutting_down()), self.engine.close())
 
@@ -69,14 +65,13 @@ class Context:
 
 
 class Notes:
-    """Remarks for a client about its request: the first `MOST_NOTES`, and how many there are beside them."""
+    """Notes to the client: the first `MOST_NOTES`, and a count of the rest."""
 
     def __init__(self) -> None:
         self._first: list[str] = []
         self._more = 0
 
     def add(self, note: str, *, once: bool = False) -> None:
-        """Add a note; with `once` unless it is there."""
         if once and note in self._first:
             return
         if len(self._first) < MOST_NOTES:
@@ -86,20 +81,18 @@ class Notes:
 
     @property
     def told(self) -> tuple[str, ...]:
-        """All of them, as the client is told."""
         return (*self._first, *([f"and {self._more} more of this kind"] if self._more else []))
 
 
 @dataclass(frozen=True)
 class Call:
-    """One request as it is read: what was sent, to which model, and the settings that say what it means.
+    """One request while it is read.
 
     Args:
         num_bytes: length of the body.
-        notes: what was read in another way than it was sent, for the client to know.
-        clients: what earlier requests have said of clients.
-        continued: the stored responses and items that it refers to.
-        fallback_agent: the agent where nothing names one.
+        clients: sessions of earlier requests.
+        continued: stored responses and items that it refers to.
+        fallback_agent: agent if nothing names one.
     """
 
     body: Reader
@@ -120,7 +113,7 @@ def context_of(request: Request) -> Context:
 
 
 def engine_of(request: Request) -> Engine:
-    """The engine, once it can answer."""
+    """The engine, if it can answer."""
     engine = context_of(request).engine
     if isinstance(engine.failure, EngineStopped):
         raise engine.failure
@@ -132,28 +125,21 @@ def engine_of(request: Request) -> Engine:
 
 
 async def read_call(request: Request, *, without_body: bytes = b"") -> Call:
-    """The request, once the engine can answer.
-
-    Args:
-        without_body: what stands for an empty body.
-    """
+    """Read a request without a prompt; `without_body` replaces an empty body."""
     return await _read(request, None, lambda call: call, without_body)
 
 
 async def read_prompt(request: Request, param: str, read: Callable[[Call], T], *, without_body: bytes = b"") -> T:
-    """What `read` makes of a request that holds a prompt, under the name `param`; as `read_call` otherwise.
+    """Apply `read` to a request with a prompt in field `param`.
 
     Raises:
-        ContextLengthExceeded: the prompt is so long that it is refused unread.
+        ContextLengthExceeded: the prompt is too long to be read.
     """
     return await _read(request, param, read, without_body)
 
 
 async def _read(request: Request, param: str | None, read: Callable[[Call], T], without_body: bytes) -> T:
-    """A small body is read at once, a larger one on a thread, and a large one in another process.
-
-    What takes longer ends when the client leaves.
-    """
+    """Read a small body at once, others on a thread until the client leaves, large ones in a child process."""
     model, context = engine_of(request).model, context_of(request)
     raw = await _body_of(request) or [without_body]
     size, weight = len(raw[0]), body_weight(raw[0])
@@ -175,10 +161,10 @@ async def _read(request: Request, param: str | None, read: Callable[[Call], T], 
 
 
 async def read_again(request: Request, call: Call, read: Callable[[Call], T]) -> T:
-    """What `read` makes of a request to which stored items were added; they count as a part of its body.
+    """Apply `read` again after stored items were added.
 
     Raises:
-        ContextLengthExceeded: there are more of them than the context has tokens.
+        ContextLengthExceeded: more items than tokens in the context.
     """
     items = [*call.continued.history(), *call.continued.items.values()]
     given = call.body.get("input")
@@ -197,8 +183,8 @@ async def read_again(request: Request, call: Call, read: Callable[[Call], T]) ->
 
 
 def body_weight(raw: bytes) -> int:
-    """How much work it is to read a body, in bytes of plain text: a value takes as long as many bytes do."""
-    if len(raw) > LARGE_BODY:  # to count takes a millisecond for a megabyte
+    """The cost of reading a body, in bytes of plain text."""
+    if len(raw) > LARGE_BODY:  # counting takes 1 ms per MB
         return len(raw)
     num_groups = raw.count(b"{") + raw.count(b"[")
     values = _BYTES_PER_QUOTE * raw.count(b'"') + _BYTES_PER_COMMA * raw.count(b",")
@@ -210,10 +196,7 @@ def _never() -> bool:
 
 
 async def _body_of(request: Request) -> list[bytes]:
-    """The body, in a list, so that who parses it can let go of it; empty for none.
-
-    Starlette's `body` would keep it as long as the request. `WholeBody` hands it on in one piece.
-    """
+    """The body, in a list that the parser empties; Starlette's `body` would keep it. `WholeBody` sends one message."""
     message = await request.receive()
     if message["type"] == "http.disconnect":
         raise ClientDisconnect()
@@ -221,5 +204,5 @@ async def _body_of(request: Request) -> list[bytes]:
 
 
 def name_agent(request: Request, agent: str | None) -> None:
-    """Has the response say whose request it is, also if it is a refusal."""
+    """Set the agent in the response header, also of errors."""
     request.state.agent = agent

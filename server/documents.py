@@ -1,4 +1,4 @@
-"""Documents in a message's content that are plain text, which any model can read."""
+"""Reads plain-text documents in messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TEXT_FILE = re.compile(
 
 
 def document_text(part: dict[str, Any]) -> str | None:
-    """The text of a document or file, between tags with its title and context; None for no text, or one elsewhere.
+    """A text document in tags with title and context; None if it is not text, or not included.
 
     Args:
         part: Anthropic's `document`, OpenAI's `file` (chat) or `input_file` (responses).
@@ -61,7 +61,7 @@ def _texts(content: Any) -> Iterator[str]:
 
 
 def _of_data(data: Any, media_type: str, name: str) -> str | None:
-    """The text in base64, perhaps a data URL; None unless its type or its file name says that it is text."""
+    """Decode base64 or a data URL; None unless type or file name means text."""
     if not isinstance(data, str):
         return None
     if data[: len(_DATA_URL)].lower() == _DATA_URL:

@@ -1,4 +1,4 @@
-"""What the server needs of an engine. `agentcache.gateway.async_engine.AsyncEngine` is the real one."""
+"""The engine's interface for the server, implemented by `agentcache.gateway.async_engine.AsyncEngine`."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ T = TypeVar("T")
 
 
 class Engine(Protocol):
-    """The seam between HTTP and serving; every method raises the errors of `agentcache.errors`."""
+    """The engine. All methods raise errors of `agentcache.errors`."""
 
     @property
     def ready(self) -> bool: ...
 
     @property
     def starting(self) -> Phase | None:
-        """What a start is doing now."""
+        """Current phase of the start."""
 
     @property
     def measuring(self) -> Measuring | None:
-        """How far the choice of a precision has come, while the engine serves in safe bits; else None."""
+        """Progress of choosing a precision; the engine serves in safe bits until then."""
 
     @property
     def failure(self) -> Exception | None: ...
@@ -43,10 +43,10 @@ class Engine(Protocol):
     async def close(self) -> None: ...
 
     async def generate(self, request: Request, take: Callable[[Update], None], /) -> None:
-        """Run one completion and call `take` with each of its updates; cancelling this cancels it."""
+        """Run one completion; `take` gets each update. Cancelling this cancels it."""
 
     async def count_tokens(self, request: Request, /) -> int:
-        """Tokens of the request's prompt; nothing runs."""
+        """Tokens in the prompt."""
 
     async def agents(self) -> list[AgentInfo]: ...
 
@@ -78,7 +78,7 @@ class Engine(Protocol):
     async def save_agent(self, agent_id: str, lineage: str | None = None, /) -> AgentInfo: ...
 
     async def use_responses(self, work: Callable[[ResponseFiles], T], /) -> T:
-        """What `work` returns of the stored responses; it runs on another thread, one at a time."""
+        """Run `work` on another thread, one call at a time."""
 
     async def load_adapter(self, folder: AdapterFolder, /) -> AdapterInfo: ...
 

@@ -1,4 +1,4 @@
-"""The engine's counters and gauges as Prometheus metrics, from the statistics of the moment."""
+"""Prometheus metrics from the engine's statistics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentcache import report
 from agentcache.report import CacheStats, Gauge
 
 _KINDS = {Gauge: GaugeMetricFamily, report.Counter: CounterMetricFamily}
-_FAMILIES = {  # of those fields that are a metric of their own
+_FAMILIES = {
     field: (metric, _KINDS[type(metric)])
     for field, hint in get_type_hints(CacheStats, include_extras=True).items()
     for metric in getattr(hint, "__metadata__", ())
@@ -24,7 +24,7 @@ _FAMILIES = {  # of those fields that are a metric of their own
 
 @dataclass(frozen=True)
 class EngineMetrics(Collector):
-    """One scrape's view of the engine; without statistics, only that it is down."""
+    """One scrape; without statistics, only `agentcache_up 0`."""
 
     stats: CacheStats | None
 
@@ -64,13 +64,12 @@ def _ram_accounts(stats: CacheStats) -> Metric:
 
 
 def _account_of(kind: str) -> str:
-    """An account without the adapter that it is of: adapters come and go, and each would be a series for ever."""
+    """Drop the adapter's name: each would leave a series."""
     family, *_, part = kind.split(".") if "." in kind else (kind, "")
     return f"{family}.{part}" if part else family
 
 
 def _labelled(name: str, what: str, label: str, values: Mapping[str, int | None]) -> Metric:
-    """One sample for each value that there is."""
     gauge = GaugeMetricFamily(f"agentcache_{name}", what, labels=(label,))
     for value, number in values.items():
         if number is not None:

@@ -1,4 +1,4 @@
-"""Errors as clients see them: OpenAI's `{"error": {"message", "type", "param", "code"}}`, or Anthropic's shape."""
+"""Errors in OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`, or Anthropic's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from agentcache.threads import as_exception
 log = logging.getLogger("agentcache.server")
 
 RETRY_AFTER_SECONDS = 1
-# Characters: messages and parameters may quote what a client has sent, and that may have any length.
+# Characters; errors may quote client text.
 MAX_MESSAGE = 4000
 MAX_PARAM = 200
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
@@ -43,8 +43,6 @@ _ANTHROPIC_TYPES_BY_STATUS = {403: "permission_error", 404: "not_found_error", 4
 
 @dataclass(frozen=True)
 class WireError:
-    """One error, ready for the wire."""
-
     status: int
     message: str
     type: str
@@ -58,12 +56,11 @@ class WireError:
     @property
     def anthropic_body(self) -> dict[str, Any]:
         kind = _ANTHROPIC_TYPES_BY_STATUS.get(self.status) or _ANTHROPIC_TYPES.get(self.type, self.type)
-        # By these words clients know that they must shorten the conversation.
+        # By these words clients know to shorten the conversation.
         too_long = "prompt is too long: " if self.code == ContextLengthExceeded.code else ""
         return {"type": "error", "error": {"type": kind, "message": too_long + self.message}}
 
     def body_for(self, path: str) -> dict[str, Any]:
-        """The body in the dialect that is spoken at `path`."""
         return self.anthropic_body if path.startswith(_ANTHROPIC_ROUTES) else self.body
 
     def response(self, path: str) -> JSONResponse:
@@ -76,7 +73,7 @@ class WireError:
 
 
 def wire_error(error: Exception) -> WireError:
-    """What the client is told; what it must not know (paths, tracebacks) goes to the log."""
+    """The client's view of an error. Paths and tracebacks go to the log only."""
     if isinstance(error, RequestError):
         param = None if error.param is None else _cut(error.param, MAX_PARAM)
         return WireError(error.status, _cut(error.message, MAX_MESSAGE), error.type, error.code, param)
@@ -98,7 +95,7 @@ def _cut(text: str, most: int) -> str:
 
 
 class ErrorResponses:
-    """Outermost middleware: turns what the app raises into JSON answers, as long as no answer has begun."""
+    """Outermost middleware: answers exceptions unless a response has begun."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -126,7 +123,7 @@ class ErrorResponses:
 
 
 async def http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own refusals (unknown route, wrong method) in our shape, with what was probably meant."""
+    """Starlette's errors in our shape, with a hint."""
     assert isinstance(error, HTTPException)
     path, routes = request.url.path, request.app.routes
     message, spoken_at = f"{f'{request.method} {path}':.300}: {error.detail:.300}.", path

@@ -1,7 +1,6 @@
-"""What becomes of each field of a request's body, by dialect: the one table that `docs/server.md` shows.
+"""The effect of each body field by dialect, as shown in `docs/server.md`.
 
-A field is obeyed, has no bearing on an answer of this server, or is refused unless its value asks for nothing. All
-others are noted as without effect, so that nothing is ignored in silence. `KEYS` says the same of the objects in them.
+A field is obeyed, has no bearing, or is refused unless its value is neutral. Others are noted, never ignored silently.
 """
 
 from __future__ import annotations
@@ -14,13 +13,11 @@ from agentcache.server import thinking
 from agentcache.server.answer_form import FORM_FIELDS
 from agentcache.server.context import Call
 
-_MOST_NAMES = 8  # of unknown fields in a note
+_MOST_NAMES = 8  # in a note
 _LONGEST_NAME = 40
 
 
 class Dialect(StrEnum):
-    """What a route speaks."""
-
     CHAT = "chat"
     COMPLETIONS = "completions"
     MESSAGES = "messages"
@@ -55,7 +52,7 @@ OBEYED: Mapping[Dialect, frozenset[str]] = {
     ),
 }
 
-# What is for a service with accounts, prices, places and caches of its own, or for speed only.
+# For hosted services, or for speed only.
 WITHOUT_BEARING = frozenset(
     ("user", "metadata", "client_metadata", "store", "service_tier", "safety_identifier", "cache_control")
     + ("prompt_cache_retention", "prompt_cache_options")
@@ -63,7 +60,7 @@ WITHOUT_BEARING = frozenset(
     + ("anthropic_version", "inference_geo", "speed", "stream_options", "max_tool_calls", "context_management")
 )
 
-# Fields that would change the answer if they were ignored, with the values that ask for nothing.
+# Fields that would change the answer, with their neutral values.
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -96,10 +93,9 @@ _TEXT_FORMAT = frozenset(
     ("type", "name", "description", "strict", "schema", "json_schema", "value", "regex", "pattern")
 )
 _BUDGETS = ("max_tokens", "budget_tokens", "budget")
-TOOL = "tools[]"  # the place of a tool's definition, wherever it stands
+TOOL = "tools[]"  # any tool definition
 
-# The keys of objects that are obeyed or have no bearing, by place. An object at no place of these is free in form, as
-# schemas, metadata and variables of templates are, or its reader refuses other keys.
+# Known keys by path. Other objects are free in form, or their readers refuse unknown keys.
 KEYS: Mapping[str, frozenset[str]] = {
     "stream_options": frozenset(("include_usage", "include_obfuscation")),
     "reasoning": frozenset(("type", "enabled", "effort", *_BUDGETS, "exclude", "summary", "generate_summary")),
@@ -131,12 +127,9 @@ _REFUSED_THERE: Mapping[Dialect, Mapping[str, tuple[Any, ...]]] = {Dialect.RESPO
 
 
 def check_fields(call: Call, dialect: Dialect) -> None:
-    """Refuse fields that matter and are not supported, and note those that are not known.
+    """Refuse unsupported fields that matter; note unknown ones.
 
-    Keys of tools are noted where tools are read: some are left out whole.
-
-    Raises:
-        InvalidRequest: with the field's name.
+    Tool readers note keys of tools, because some tools are left out.
     """
     unknown: list[str] = []
     refused = {**REFUSED, **_REFUSED_THERE.get(dialect, {})}
@@ -154,20 +147,19 @@ def check_fields(call: Call, dialect: Dialect) -> None:
 
 
 def note_tool_keys(call: Call, tool: Mapping[str, Any], *, is_shown: bool = False) -> None:
-    """Note keys of a tool's definition that are not known.
+    """Note unknown keys of a tool's definition.
 
     Args:
-        is_shown: whether the chat template is told the definition as it was sent.
+        is_shown: whether the chat template gets it unchanged.
     """
     effect = "shown to the model if its chat template shows all of a tool" if is_shown else "without effect"
     _note(call, list(_unknown_keys(tool, TOOL)), effect)
 
 
 def _unknown_keys(value: Any, place: str) -> Iterator[str]:
-    """The paths of keys in `value` that `KEYS` does not have. null counts as absent."""
     known = KEYS.get(place)
     if known is None or type(value) is not dict or (place.endswith(".json_schema") and "schema" not in value):
-        return  # the last one is the schema itself, without a wrapper
+        return  # a json_schema without a wrapper
     for name, inner in value.items():
         if inner is None:
             continue
@@ -184,5 +176,5 @@ def _note(call: Call, unknown: list[str], effect: str) -> None:
 
 
 def _same(value: Any, allowed: Any) -> bool:
-    """Equality of JSON values: true is not 1."""
+    """In JSON, true is not 1."""
     return isinstance(value, bool) == isinstance(allowed, bool) and bool(value == allowed)

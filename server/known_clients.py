@@ -1,4 +1,4 @@
-"""What requests have said of their clients, for later requests: Codex's sessions, and clients that name none."""
+"""Codex sessions, and clients without sessions, across requests."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ log = logging.getLogger("agentcache.sessions")
 
 _MOST_INSTALLATIONS = 256
 _MOST_UNKEPT = 64
-_MOST_CHARS = 40  # of a client's name
+_MOST_CHARS = 40  # of a name
 _VERSION = re.compile(r"/v?[0-9].*")
 
 
 class KnownClients:
-    """State that outlives a request; bounded. Any thread may use it."""
+    """State of clients across requests. Bounded, thread-safe."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -26,7 +26,6 @@ class KnownClients:
         self._unkept: set[str] = set()
 
     def note_session(self, installation: str, agent: str) -> None:
-        """Remember the agent of an installation's latest session."""
         with self._lock:
             self._agents[installation] = agent
             self._agents.move_to_end(installation)
@@ -34,12 +33,11 @@ class KnownClients:
                 self._agents.popitem(last=False)
 
     def latest_session(self, installation: str) -> str | None:
-        """The agent of an installation's latest session."""
         with self._lock:
             return self._agents.get(installation)
 
     def note_unkept(self, user_agent: str) -> None:
-        """Log the first request of a client that leaves no memory, and how to have it kept."""
+        """Log a client's first request without agent or session."""
         name = client_name(user_agent)
         with self._lock:
             if name in self._unkept or len(self._unkept) >= _MOST_UNKEPT:
@@ -53,11 +51,10 @@ class KnownClients:
 
 
 def client_name(user_agent: str) -> str:
-    """The product in a `User-Agent` header without its version; `unknown` for none."""
+    """The product in a `User-Agent` header without its version, or `unknown`."""
     words = user_agent.split(None, 1)
     return (_VERSION.sub("", words[0])[:_MOST_CHARS] if words else "") or "unknown"
 
 
 def _word(name: str) -> str:
-    """One word of the line, whatever is in it."""
     return name if name.isprintable() else json_string(name)

@@ -1,4 +1,4 @@
-"""Gives back the memory that a large request took, as soon as it is answered."""
+"""Frees memory after large requests."""
 
 from __future__ import annotations
 
@@ -15,13 +15,9 @@ LARGE_BODY = 1 << 20  # bytes
 
 
 class LargeBodies:
-    """Outermost middleware: after a request with a large body, what it has left behind is freed.
+    """Outermost middleware: collects garbage and trims malloc after a large request.
 
-    A refusal's traceback holds the prompt in cycles, which the collector would find much later; and malloc keeps what
-    is freed, since that is best for the steps of the engine.
-
-    Args:
-        workers: on which that is done.
+    A refusal's traceback holds the prompt in cycles. malloc is set to keep freed memory, which suits the engine.
     """
 
     def __init__(self, app: ASGIApp, workers: Workers) -> None:
@@ -43,11 +39,11 @@ class LargeBodies:
         finally:
             if received >= LARGE_BODY and not self._is_due:
                 self._is_due = True
-                with suppress(Overloaded):  # busy, or at the end
+                with suppress(Overloaded):  # busy, or shutdown
                     await self._workers.run(0, self._free)
                 self._is_due = False
 
     def _free(self, has_ended: object) -> None:
-        self._is_due = False  # what is freed from now on is not part of this collection
+        self._is_due = False  # later requests need another run
         gc.collect()
         give_back_freed()

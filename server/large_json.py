@@ -1,7 +1,4 @@
-"""Large request bodies, read in processes of their own: to read 30 MB of JSON holds Python's lock for 0.1 s and more.
-
-What is far too long for the model is refused there, and never becomes values here.
-"""
+"""Parses large bodies in child processes: 30 MB of JSON would hold the GIL for over 0.1 s."""
 
 from __future__ import annotations
 
@@ -17,11 +14,7 @@ from agentcache.server.large_json_child import ParseOutcome
 
 
 class LargeJson:
-    """Reads bodies. From any thread.
-
-    Args:
-        engine: whose model says how long prompts may be; asked when the first body comes.
-    """
+    """Parses bodies on any thread. Reads the model's context length at the first one."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -31,21 +24,21 @@ class LargeJson:
         return ConfinedWork("agentcache.server.large_json_child", str(self._engine.model.max_context))
 
     def close(self) -> None:
-        """End the processes that have nothing to do."""
-        if "_work" in self.__dict__:  # there are any
+        """End idle processes."""
+        if "_work" in self.__dict__:
             self._work.close()
 
     def parse(self, raw: list[bytes], param: str | None, go_on: Callable[[], None]) -> dict[str, Any]:
-        """The JSON object in a body.
+        """Return the JSON object in a body.
 
         Args:
-            raw: the body alone; it is taken out.
-            param: the prompt's name, for what is too long.
-            go_on: called now and then; raises when nothing waits for the body any more, which ends the process.
+            raw: one body; this call empties the list.
+            param: the prompt's name in errors.
+            go_on: called periodically; its exception ends the process.
 
         Raises:
-            InvalidRequest: what `parse_object` raises, or the body took too much time or memory.
-            ContextLengthExceeded: what `refuse_many_values` and `refuse_long_lists` raise.
+            InvalidRequest: from `parse_object`, or a limit of time or memory.
+            ContextLengthExceeded: too many values, or too long lists.
         """
         return _parse(self._work, raw, param, go_on)
 

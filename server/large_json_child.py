@@ -1,6 +1,6 @@
-"""Reads large request bodies in a confined process, for `large_json.py`.
+"""The child process of `large_json.py`.
 
-A request is a body. A reply has a kind of `ParseOutcome` and `marshal` of the object, or of why there is none.
+Answers a body with a `ParseOutcome` and, in `marshal`, the object or the refusal.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from agentcache.confined_child import serve
 from agentcache.errors import ContextLengthExceeded, InvalidRequest
 from agentcache.server.validate import parse_object, refuse_long_lists, refuse_many_values
 
-_NICE = 10  # large bodies may take their time; the engine and the event loop may need the processor
+_NICE = 10  # yields to the engine and the event loop
 
 
 class ParseOutcome:
-    """Kinds of replies: the object; or (message, parameter, code) of a refusal, by its class."""
+    """The object, or (message, parameter, code) of a refusal."""
 
     OBJECT = b"o"
     INVALID = b"i"
@@ -24,7 +24,6 @@ class ParseOutcome:
 
 
 def main(max_context: str) -> None:
-    """Read bodies until the other side is gone."""
     os.nice(_NICE)
     serve(lambda request: _answer(request, int(max_context)))
 

@@ -1,4 +1,4 @@
-"""What each agent's last turn reused, and why it did not reuse more: for who looks at the agents."""
+"""Reuse of each agent's last turn, and the reason if it was limited."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentcache.blocks.prefix_match import Match
 from agentcache.report import Report
 
 _MOST_AGENTS = 1024
-_MOST_CHARS = 80  # of a line that is shown
+_MOST_CHARS = 80  # of a quoted line
 
 _WHY = {
     Match.NEW: "no conversation of the agent began like this prompt",
@@ -28,13 +28,12 @@ class _Turn:
 
 
 class LastTurns:
-    """The last turn of each agent since the server was started, of those that had one last. Belongs to one thread."""
+    """The last turns of recent agents. For one thread."""
 
     def __init__(self) -> None:
         self._turns: OrderedDict[str, _Turn] = OrderedDict()
 
     def note(self, report: Report) -> None:
-        """A turn has ended."""
         if report.agent is None:
             return
         self._turns[report.agent] = _Turn(time.time(), report)
@@ -43,11 +42,7 @@ class LastTurns:
             self._turns.popitem(last=False)
 
     def describe(self, agent: str, lineages: tuple[str, ...]) -> dict[str, Any] | None:
-        """The agent's last turn, as the API shows it; None for none, and where its conversation is gone.
-
-        Args:
-            lineages: the agent's.
-        """
+        """The last turn as JSON; None if there is none, or its lineage is gone."""
         turn = self._turns.get(agent)
         if turn is None or turn.report.lineage not in lineages:
             return None
@@ -66,7 +61,7 @@ class LastTurns:
 
 
 def why(report: Report) -> str | None:
-    """Why more of the prompt was computed than what is new; None where nothing was."""
+    """Why reuse was limited; None if it was complete."""
     if report.lost_tokens:
         return f"{report.lost_tokens} tokens of the conversation were neither in RAM nor on disk any more"
     if report.volatile is not None and not report.volatile.moved:

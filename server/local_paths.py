@@ -1,4 +1,4 @@
-"""Requests that name files on the server's machine: who may send them, and which paths they may name."""
+"""Access to files on the server's machine."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from agentcache.server.validate import Reader
 
 
 def require_machine_access(request: HttpRequest, what: str, instead: str) -> None:
-    """Raise Forbidden unless its sender may use the machine: it listens to itself only, or there is an API key.
+    """Raise Forbidden unless the server listens on loopback or has an API key.
 
     Args:
-        what: what is asked for, as the beginning of a sentence.
-        instead: what to do where it is refused.
+        what: operation, as the beginning of a sentence.
+        instead: advice in the error.
     """
     config = context_of(request).config
     if config.api_key is None and not is_loopback(config.host):
@@ -24,11 +24,7 @@ def require_machine_access(request: HttpRequest, what: str, instead: str) -> Non
 
 
 def read_path(body: Reader, name: str, what: str) -> str:
-    """The absolute path in a field. Raises InvalidRequest for any other.
-
-    Args:
-        what: what lies there, such as "a file".
-    """
+    """The absolute path in a field; `what` describes it in errors."""
     path = body.required_string(name)
     if not PurePath(path).is_absolute() or "\0" in path:
         body.fail(name, f"must be an absolute path of {what} on the server's machine")

@@ -9,12 +9,11 @@ from typing import Any
 
 from agentcache.report import TokenLogprob, readable
 
-# What OpenAI sends for a token that cannot occur, since JSON has no infinity.
+# OpenAI's value for impossible tokens: JSON has no infinity.
 IMPOSSIBLE = -9999.0
 
 
 def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
-    """OpenAI's shape for chat."""
     return {"content": [_chat_token(token) for token in logprobs], "refusal": None}
 
 
@@ -28,18 +27,13 @@ def _chat_logprob(data: bytes, logprob: float | None) -> dict[str, Any]:
 
 
 class TextOffsets:
-    """Characters of the text in front of each token. A character belongs to the token that completes it.
-
-    Args:
-        start: characters in front of the first token.
-    """
+    """Tokens' offsets in the text. A character belongs to the token that completes it."""
 
     def __init__(self, start: int = 0) -> None:
         self._end = start
         self._decoder = getincrementaldecoder("utf-8")("replace")
 
     def of(self, tokens: Iterable[TokenLogprob]) -> list[int]:
-        """Of the next tokens."""
         return [self._add(token) for token in tokens]
 
     def _add(self, token: TokenLogprob) -> int:
@@ -50,14 +44,14 @@ class TextOffsets:
 
     @classmethod
     def of_prompt(cls, tokens: Sequence[TokenLogprob], end: int) -> list[int]:
-        """Of a prompt whose text ends at `end`: what its tokens have more than that (a BOS, a space) is in front."""
+        """Offsets in a prompt of `end` characters. Extra leading text (a BOS, a space) gets 0."""
         counted = cls()
         offsets = counted.of(tokens)
         return [max(0, offset - counted._end + end) for offset in offsets]
 
 
 def text_logprobs(tokens: Sequence[TokenLogprob], offsets: Sequence[int]) -> dict[str, Any]:
-    """OpenAI's legacy shape for text completions; one of `offsets` per token."""
+    """OpenAI's legacy shape for text completions."""
     return {
         "tokens": [token.text for token in tokens],
         "token_logprobs": [_finite(token.logprob) for token in tokens],
@@ -67,7 +61,7 @@ def text_logprobs(tokens: Sequence[TokenLogprob], offsets: Sequence[int]) -> dic
 
 
 def _text_top(token: TokenLogprob) -> dict[str, float | None] | None:
-    """Alternatives by text, the chosen token always among them. Of tokens with equal texts the likeliest stands."""
+    """Alternatives by text, the likeliest for equal texts."""
     if token.logprob is None:
         return None
     top: dict[str, float | None] = {}

@@ -1,4 +1,4 @@
-"""Chat messages of the OpenAI dialect, checked and brought into the shape that chat templates expect."""
+"""Checks OpenAI chat messages and shapes them for chat templates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROLES = {
     "function": "tool",
 }
 
-# Names of a message's fields that hold what the model thought.
+# Fields for thinking.
 REASONING_KEYS = frozenset(("reasoning_content", "reasoning", "thinking"))
 
 _BILLING_HEADER = re.compile(r"^x-anthropic-billing-header:[^\n]*\n*", re.IGNORECASE | re.MULTILINE)
@@ -54,7 +54,7 @@ def _read_message(message: Reader, call: Call) -> dict[str, Any]:
 
 
 def _read_content(message: Reader, role: str, call: Call) -> str:
-    """The content as one text. An assistant may have said nothing, a tool may have brought nothing, or any value."""
+    """The content as text; assistants may omit it, tools may send any value."""
     content = message.get("content")
     if isinstance(content, str):
         return content
@@ -68,7 +68,6 @@ def _read_content(message: Reader, role: str, call: Call) -> str:
 
 
 def _read_thoughts(message: Reader) -> str:
-    """What parts of the content say that the model thought. The chat template shows of it what it is used to."""
     if not isinstance(message.get("content"), list):
         return ""
     parts = (part for part in message.items("content") if type(part) is dict and part.get("type") in THOUGHTS)
@@ -76,7 +75,7 @@ def _read_thoughts(message: Reader) -> str:
 
 
 def _former_call(message: Reader, role: str) -> list[dict[str, Any]]:
-    """OpenAI's `function_call` of former days, whose result is the next message of role `function`."""
+    """OpenAI's deprecated `function_call`; its result has role `function`."""
     if role != "assistant" or not isinstance(message.get("function_call"), dict):
         return []
     function = message.object("function_call")
@@ -85,22 +84,22 @@ def _former_call(message: Reader, role: str) -> list[dict[str, Any]]:
 
 
 def _former_id(named: Reader) -> str:
-    """An id for calls and results that have none: both halves name the function."""
+    """An id for calls and results that have only a name."""
     return f"call_{named.string('name')}"
 
 
 def without_billing_header(text: str) -> str:
-    """A system text without the line that some coding agents change in every request, which would match nothing."""
+    """Remove a line that coding agents change in every request: it would prevent reuse."""
     return _BILLING_HEADER.sub("", text)
 
 
 def _read_call(call: Reader, in_history: bool) -> dict[str, Any]:
-    """A call in any shape; in the history also one without a name: a refusal would end the conversation for good."""
+    """A call in any shape. History may lack its name: a refusal would end the conversation."""
     if isinstance(call.get("custom"), dict):
         custom = call.object("custom")
         said = {"name": custom.required_string("name"), "arguments": {"input": custom.string("input") or ""}}
         return {"id": call.string("id"), "type": "function", "function": said}
-    if call.get("function") is None and call.get("name") is not None:  # as frameworks keep them
+    if call.get("function") is None and call.get("name") is not None:  # frameworks' shape
         arguments = read_arguments(call, "args" if call.get("arguments") is None else "arguments")
         said = {"name": call.required_string("name"), "arguments": arguments}
         return {"id": call.string("id"), "type": "function", "function": said}
@@ -110,10 +109,7 @@ def _read_call(call: Reader, in_history: bool) -> dict[str, Any]:
 
 
 def read_arguments(function: Reader, name: str = "arguments") -> Any:
-    """Arguments as an object where they are one: templates want it so, while the wire has a string of JSON.
-
-    What is neither is its JSON text: a refusal would end the conversation for good.
-    """
+    """Arguments as an object for templates; else JSON text: a refusal would end the conversation."""
     arguments = function.get(name)
     if isinstance(arguments, dict):
         return arguments

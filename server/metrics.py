@@ -1,4 +1,4 @@
-"""What `/metrics` says in Prometheus' words. Names are vLLM's where it has one, with our prefix."""
+"""`/metrics` for Prometheus, with vLLM's names under our prefix."""
 
 from __future__ import annotations
 
@@ -17,19 +17,16 @@ from agentcache.server.engine_metrics import EngineMetrics
 from agentcache.server.request_log import Answered, answer_then
 
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
-# Clients invent methods, and try all on every route: each would be a series for ever, and a series has 20 lines, which
-# take the event loop 0.3 ms.
+# Invented methods, and all methods on all routes, would leave series of 20 lines (0.3 ms of the event loop each).
 _OTHER_METHOD = "other"
 _NOT_ALLOWED = "405"
-_PIECE = 64  # samples that are rendered at once: a millisecond
+_PIECE = 64  # samples, 1 ms of rendering
 _FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 _BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
 _REQUEST = (0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
 
 
 class ServerMetrics:
-    """What the server counts and measures itself. One per app, each with a registry of its own."""
-
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         ProcessCollector(namespace="agentcache", registry=registry)
@@ -69,9 +66,9 @@ class ServerMetrics:
         )
 
     def measured(self, take: Callable[[Update], None]) -> Callable[[Update], None]:
-        """`take` for the updates of a completion that begins now, which are measured on their way."""
+        """Wrap `take` to measure a completion that begins now."""
         begun = time.perf_counter()
-        latest: dict[int, float] = {}  # token of each answer
+        latest: dict[int, float] = {}
 
         def measure(update: Update) -> None:
             if update.token_ids:
@@ -88,9 +85,9 @@ class ServerMetrics:
         return measure
 
     async def render(self, stats: CacheStats | None) -> bytes:
-        """The text that Prometheus reads (format 0.0.4); `stats` is None where the engine does not answer.
+        """Render the exposition; `stats` is None if the engine does not answer.
 
-        Thousands of lines take tens of milliseconds: the event loop serves other requests between pieces.
+        Yields to the event loop between pieces: thousands of lines take tens of milliseconds.
         """
         pieces: list[bytes] = []
         for collector in (self.registry, EngineMetrics(stats)):
@@ -105,7 +102,7 @@ class ServerMetrics:
         self._policies.labels(report.policy, report.stepped_down or "").inc()
         self._whole.observe(report.total_ms / 1e3)
         if is_fork:
-            return  # the prompt is counted with the first answer
+            return  # counted with the first choice
         self._prompt_tokens.inc(report.prompt_tokens)
         self._cached_tokens.labels("own").inc(report.cached_tokens.own)
         self._cached_tokens.labels("shared").inc(report.cached_tokens.shared)
@@ -115,8 +112,6 @@ class ServerMetrics:
 
 @dataclass(frozen=True)
 class _Only(Collector):
-    """A collector of one metric."""
-
     metric: Metric
 
     def collect(self) -> Iterator[Metric]:
@@ -124,18 +119,16 @@ class _Only(Collector):
 
 
 def _pieces(metric: Metric) -> Iterator[bytes]:
-    """The text of a metric, a few samples at a time; without times of creation, which would be metrics of their own."""
+    """A metric's text in pieces, without creation times (separate metrics)."""
     samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
     for begin in range(0, len(samples), _PIECE):
         part = Metric(metric.name, metric.documentation, metric.type, metric.unit)
         part.samples = samples[begin : begin + _PIECE]
         text = generate_latest(_Only(part))
-        yield text.split(b"\n", 2)[2] if begin else text  # its name and type are told once
+        yield text.split(b"\n", 2)[2] if begin else text  # header once
 
 
 class Measure:
-    """Middleware around what answers: counts and times by route."""
-
     def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
         self.app = app
         self._metrics = metrics

@@ -1,4 +1,4 @@
-"""Who may ask, and how many at once: pure ASGI middleware that raises, inside `ErrorResponses`."""
+"""Access and admission: ASGI middleware that raises, inside `ErrorResponses`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentcache.errors import Overloaded, RequestError, Unauthorized
 from agentcache.origins import ANY_ORIGIN, is_same_origin
 from agentcache.server.page import wants_page
 
-OPEN_PATHS = ("/health", "/metrics")  # for supervisors and Prometheus, which have no key
+OPEN_PATHS = ("/health", "/metrics")  # supervisors and Prometheus have no key
 
 
 class Forbidden(RequestError):
@@ -24,7 +24,7 @@ class Forbidden(RequestError):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` (a name or an address, without port) can only mean this machine."""
+    """Whether `host` always means this machine."""
     name = host.strip("[]").rstrip(".").lower()
     if name == "localhost" or name.endswith(".localhost"):
         return True
@@ -35,7 +35,6 @@ def is_loopback(host: str) -> bool:
 
 
 def is_address(host: str) -> bool:
-    """Whether `host` is an IP address, not a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -44,14 +43,13 @@ def is_address(host: str) -> bool:
 
 
 def own_names() -> frozenset[str]:
-    """The names by which this machine is known to its neighbours."""
     name = socket.gethostname().rstrip(".").lower()
     short = name.partition(".")[0]
     return frozenset(filter(None, (name, short, short and f"{short}.local")))
 
 
 def host_of(authority: str) -> str:
-    """The host in `host:port`, without brackets; empty where there is none."""
+    """The host in `host:port`; empty if invalid."""
     try:
         return urlsplit(f"//{authority}").hostname or ""
     except ValueError:
@@ -59,8 +57,6 @@ def host_of(authority: str) -> str:
 
 
 class AgentHeader:
-    """Says in every response whose request it was, once a route has found out."""
-
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
@@ -75,11 +71,11 @@ class AgentHeader:
 
 
 class OriginGuard:
-    """Keeps out web pages of elsewhere, which a user's browser lets ask any server that it can reach.
+    """Refuses requests from foreign web pages.
 
     Args:
-        allowed: origins that may ask, or `*`.
-        local: whether to listen on this machine only; then pages that it serves itself may ask.
+        allowed: allowed origins, or `*`.
+        local: whether the server listens on loopback; local pages are then allowed.
     """
 
     def __init__(self, app: ASGIApp, allowed: Sequence[str], local: bool) -> None:
@@ -105,13 +101,11 @@ class OriginGuard:
 
 
 class HostGuard:
-    """For a server without an API key: refuses names that anybody could have resolve to this machine.
-
-    A web page could reach it by such a name as if it were the page's own server.
+    """Refuses foreign `Host` headers without an API key: prevents DNS rebinding.
 
     Args:
-        names: further hosts that may be named, in lower case.
-        addresses: whether the machine's addresses may be; no page can be served under one that is not its own.
+        names: additional allowed hosts, in lower case.
+        addresses: whether IP addresses are allowed; rebinding needs a name.
     """
 
     def __init__(self, app: ASGIApp, names: frozenset[str], addresses: bool) -> None:
@@ -132,10 +126,9 @@ class HostGuard:
 
 
 class RequestLimit:
-    """Refuses requests while `limit` of them are being computed; those that only look at something get through.
+    """Refuses requests while `limit` are being computed, except GET and HEAD.
 
-    A request's place is free when its answer begins, or, of a stream, when `request.state.free_place` is called: how
-    long the client takes to read it keeps no other request out.
+    The place is free when the answer begins, for streams at `request.state.free_place`: slow readers hold none.
     """
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
@@ -173,10 +166,7 @@ def is_event_stream(start: Message) -> bool:
 
 
 class ApiKey:
-    """Lets in who presents the key as a bearer token or in `x-api-key`. /health and /metrics are open.
-
-    So is the page, which holds nothing: it asks the user for the key.
-    """
+    """Requires the key in all requests except for `OPEN_PATHS` and the page, which has no data."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self.app = app

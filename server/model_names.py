@@ -1,4 +1,4 @@
-"""What the names that clients give to models mean here."""
+"""Resolves clients' model names."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from agentcache.report import AdapterInfo, ModelInfo
 from agentcache.server.context import Call
 
 _UNKNOWN = "model_not_found"
-# Agents' clients have such names built in, and other ones of the same kind for their side requests.
+# Names built into coding agents, with several for side requests.
 _BUILT_IN = re.compile(r"(?:[\w.-]+/)*(claude|gpt)-.", re.IGNORECASE)
-# What clients send where a model has to be named and any will do: no name, or one that says no more than "a model".
+# Placeholders of clients that must name a model.
 _PLACEHOLDER = re.compile(
     r"\s*(?:(?:any|auto|current|custom|default|dummy|empty|llm|loaded|local|localhost|my|none|null|placeholder|served|test"
     r"|undefined|unknown|your)?[-_ ]?(?:model|llm|name|ai)?(?:[-_ ](?:model|name|here))*)\s*",
     re.IGNORECASE,
 )
-_NEWEST = "latest"  # what Ollama calls a model without another tag
-_LONGEST_PLACEHOLDER = 40  # characters
+_NEWEST = "latest"  # Ollama
+_LONGEST_PLACEHOLDER = 40
 
 
 def check_model(call: Call) -> None:
-    """Accepts the served model under each of its names, with or without an adapter; absent means it, too."""
+    """Accept any name of the served model, or none."""
     if (name := call.body.string("model")) is not None:
         adapter_in(name, call.model, call.config)
 
 
 def read_adapter(call: Call) -> str | None:
-    """The adapter that the request names, by `adapter` or by `model`."""
     body = call.body
     name, target = body.string("adapter"), body.string("model")
     by_model = None if target is None else adapter_in(target, call.model, call.config)
@@ -41,13 +40,12 @@ def read_adapter(call: Call) -> str | None:
 
 
 def adapter_in(name: str, model: ModelInfo, config: Config) -> str | None:
-    """The adapter that a model's name means; None for base.
+    """The adapter that a model name means; None for base.
 
-    The served model's names, `<base>:<adapter>` and adapters' own names come first, then the settings' aliases of them,
-    then placeholders, the served names in another spelling, and the names that clients have built in.
+    Order: served names; aliases; placeholders; served names in another spelling; names built into clients.
 
     Raises:
-        NotFound: the name means nothing here.
+        NotFound: unknown name.
     """
     try:
         return _served(name, model)
@@ -67,10 +65,7 @@ def adapter_in(name: str, model: ModelInfo, config: Config) -> str | None:
 
 
 def _spelled(name: str, model: ModelInfo) -> str:
-    """The served name that `name` spells in another way; `name` itself where there is none.
-
-    Case does not count, nor what clients put around a name: a provider in front (`openai/`), Ollama's tag `:latest`.
-    """
+    """A served name in another spelling: case, a provider (`openai/`), Ollama's `:latest`. Else `name`."""
     bare = name.lower().removesuffix(f":{_NEWEST}")
     known = [model.id, model.name, *(adapter.name for adapter in model.adapters)]
     return next((each for each in known if bare == each.lower() or bare.endswith("/" + each.lower())), name)
@@ -99,7 +94,6 @@ def _aliased(alias: str, model: ModelInfo, config: Config) -> str | None:
 
 
 def known_adapter(name: str, model: ModelInfo, param: str) -> AdapterInfo:
-    """The loaded adapter of that name. Raises NotFound."""
     adapter = model.adapter(name)
     if adapter is None:
         known = ", ".join(adapter.name for adapter in model.adapters) or "none"

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions` and `POST /v1/completions`: from OpenAI's fields to requests."""
+"""`POST /v1/chat/completions` and `POST /v1/completions`: translates OpenAI's fields to requests."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from agentcache.server.validate import Reader
 
 TEXT_MAX_TOKENS = 16
 MAX_PROMPTS = 256
-MAX_REPEATED = 8 << 20  # characters, roughly, of prompts that an answer repeats
-_LOGPROB_CHARS = 8  # for each token of a prompt, roughly, by character of it
+MAX_REPEATED = 8 << 20  # characters of repeated prompts, roughly
+_LOGPROB_CHARS = 8  # per prompt token and candidate, roughly
 
 
 async def chat_completions(request: HttpRequest) -> Response:
@@ -99,7 +99,6 @@ def read_text(call: Call) -> Job:
 
 
 def _refuse_large_echo(body: Reader, prompts: Sequence[TextPrompt | TokenPrompt], logprobs: int | None) -> None:
-    """Refuse prompts whose `echo` would have over `MAX_REPEATED` characters."""
     if not body.boolean("echo"):
         return
     lengths = [len(prompt.text if isinstance(prompt, TextPrompt) else prompt.token_ids) for prompt in prompts]
@@ -111,7 +110,7 @@ def _refuse_large_echo(body: Reader, prompts: Sequence[TextPrompt | TokenPrompt]
 
 
 def read_prompts(body: Reader, model: ModelInfo) -> list[TextPrompt | TokenPrompt]:
-    """`prompt`: a string, a list of token ids, or a list of these."""
+    """A string, token ids, or a list of these."""
     prompt = body.get("prompt")
     if isinstance(prompt, list) and prompt and not _is_token(prompt[0]):
         if len(prompt) > MAX_PROMPTS:
@@ -125,7 +124,7 @@ def _read_prompt(body: Reader, name: str, prompt: Any, model: ModelInfo) -> Text
         return TextPrompt(prompt)
     if not isinstance(prompt, list) or not prompt:
         body.fail(name, "must be a string or a list of token ids that is not empty")
-    # Without a step of Python's for each of what may be tens of thousands.
+    # No loop in Python: there may be tens of thousands of tokens.
     if set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) >= model.vocab_size:
         wrong = (i for i, token in enumerate(prompt) if not _is_token(token) or not 0 <= token < model.vocab_size)
         _refuse_token(body, f"{name}[{next(wrong)}]", model)

@@ -1,4 +1,4 @@
-"""What chat and text completions have in common: whose request it is, which adapter answers, what to report."""
+"""Request options: agent, adapter, report."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _EXTRAS = (
 
 
 class MakeRequest(Protocol):
-    """Makes the internal request, of which everything but these is known."""
+    """`Request` with the other arguments bound."""
 
     def __call__(
         self,
@@ -49,17 +49,6 @@ class MakeRequest(Protocol):
 
 @dataclass(frozen=True)
 class Options:
-    """What a body says of a completion, but for its prompt and how to sample.
-
-    Args:
-        request: makes the internal request.
-        agent: whose request it is.
-        adapter: that is to answer.
-        report: whether to send what the cache did.
-        return_token_ids: whether to send tokens' ids.
-        timeout: seconds it may take.
-    """
-
     request: MakeRequest
     agent: str | None
     adapter: str | None
@@ -75,15 +64,10 @@ def check_chat(model: ModelInfo, param: str = "messages") -> None:
 
 
 def read_options(call: Call, agent: str | None) -> Options:
-    """Everything but the prompt and how to sample.
-
-    Args:
-        agent: whose request it is.
-    """
     body = call.body
     extras = body.object("agentcache")
     extras.only(*_EXTRAS)
-    holder, name = (extras, "salt") if extras.get("salt") is not None else (body, "cache_salt")  # the latter is vLLM's
+    holder, name = (extras, "salt") if extras.get("salt") is not None else (body, "cache_salt")  # vLLM
     salt = holder.string(name) or ""
     if len(salt) > MAX_SALT_LENGTH:
         holder.fail(name, f"must have at most {MAX_SALT_LENGTH} characters")
@@ -112,7 +96,6 @@ def read_options(call: Call, agent: str | None) -> Options:
 
 
 def _read_invocation(extras: Reader) -> bool:
-    """Whether base may answer where the prompt does not invoke its adapter."""
     value = extras.string("invocation")
     if value not in (None, "required", "optional"):
         extras.fail("invocation", 'must be "required" or "optional"')
@@ -127,7 +110,7 @@ def read_priority(body: Reader) -> Priority | None:
 
 
 def read_timeout(body: Reader) -> float | None:
-    """Seconds that the request may take; the server's own limit holds beside it."""
+    """Seconds; the server's limit applies too."""
     value = body.get("request_timeout")
     return None if value is None else body.as_number("request_timeout", value, minimum=0.001)
 

@@ -1,7 +1,6 @@
-"""The page at `/`, for a browser: the agents, and what their last turns reused. It only looks.
+"""The read-only page at `/`: agents and their last turns.
 
-It is one file, whose style and script are named by their digests: nothing else is loaded or run. All that it shows it
-asks the API for, with the key that the user has typed in where there is one, and puts in as text.
+The CSP allows only its own style and script, by digest. It reads the API with the user's key and inserts data as text.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from starlette.responses import HTMLResponse, Response
 
 
 def wants_page(headers: Headers) -> bool:
-    """Whether who asks is a browser that shows what it gets."""
     return "text/html" in headers.get("accept", "")
 
 

@@ -1,4 +1,4 @@
-"""Parts of a message's content as text: the served models read nothing else."""
+"""Reads parts of messages as text, the only input of the served models."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from agentcache.server.documents import document_text
 from agentcache.server.validate import Reader
 
 _TEXTS = ("text", "input_text", "output_text")
-THOUGHTS = ("thinking", "reasoning", "reasoning_text", "redacted_thinking")  # parts of what an assistant says
+THOUGHTS = ("thinking", "reasoning", "reasoning_text", "redacted_thinking")
 _MEDIA = {
     **dict.fromkeys(("image", "image_url", "input_image"), "image"),
     **dict.fromkeys(("document", "input_file", "file"), "document"),
     **dict.fromkeys(("audio", "audio_url", "input_audio"), "audio"),
     **dict.fromkeys(("video", "video_url", "input_video"), "video"),
 }
-# Fields of parts of other kinds that can be read, such as calls and results of tools that a server has run.
+# In unknown parts, such as results of server tools.
 _READABLE = frozenset(
     ("text", "thinking", "refusal", "summary", "transcript", "title", "name", "tool_name", "query", "url", "source")
     + ("content", "results", "output", "stdout", "stderr", "error_code", "code", "command", "description", "uri")
@@ -30,11 +30,7 @@ _AS_JSON = ("input", "arguments", "args")
 
 
 def read_parts(holder: Reader, name: str, role: str, call: Call, *, without: Collection[str] = ()) -> list[str]:
-    """The texts of the parts in the list under `name`, as `read_part` reads each. Empty ones add nothing.
-
-    Args:
-        without: types of parts that are not read here.
-    """
+    """The non-empty texts of the parts under `name`, except types in `without`."""
     read = (
         read_part(holder.item(name, index), role, call) if (text := plain_text(part)) is None else text
         for index, part in _parts(holder, name, without)
@@ -43,7 +39,6 @@ def read_parts(holder: Reader, name: str, role: str, call: Call, *, without: Col
 
 
 def _parts(holder: Reader, name: str, without: Collection[str]) -> Iterable[tuple[int, Any]]:
-    """The parts with their places."""
     parts = enumerate(holder.items(name))
     if not without:
         return parts
@@ -51,7 +46,7 @@ def _parts(holder: Reader, name: str, without: Collection[str]) -> Iterable[tupl
 
 
 def plain_text(part: Any) -> str | None:
-    """The text of a part that is nothing but text; None for all else. Quick, since there may be thousands."""
+    """The text of a pure text part; else None. Fast, for thousands of parts."""
     if type(part) is str:
         return part
     if type(part) is not dict or part.get("type") not in _TEXTS:
@@ -61,13 +56,10 @@ def plain_text(part: Any) -> str | None:
 
 
 def read_part(part: Reader, role: str, call: Call) -> str:
-    """The text of one part, or what stands in its place; that is noted in `call`.
+    """The text of one part, or a placeholder and a note.
 
-    A refusal of what stays in the history would end the conversation for good. So only media in the newest message of
-    a user are refused, unless the setting `images` says otherwise: an answer that ignores them would mislead.
-
-    Args:
-        role: of the message, as chat templates call it.
+    A refusal in the history would end the conversation. Only media in a user's newest message are refused, unless the
+    setting `images` allows it: ignoring them would mislead.
     """
     kind = part.string("type")
     if kind in _TEXTS or kind is None:
@@ -75,7 +67,7 @@ def read_part(part: Reader, role: str, call: Call) -> str:
     if kind == "refusal" and role == "assistant":
         return part.required_string("refusal")
     if role == "system" and kind == "tool_addition":
-        return ""  # read with the other tools
+        return ""  # see `read_anthropic_tools`
     if role == "system" and kind == "tool_removal":
         return f"[The tool {part.object('tool').string('name')!r:.300} is no longer available.]"
     if _MEDIA.get(kind) == "document" and (text := document_text(part.value)) is not None:
@@ -90,7 +82,7 @@ def read_part(part: Reader, role: str, call: Call) -> str:
 
 
 def _read_text(part: Reader, kind: str | None, role: str, call: Call) -> str:
-    """The text of a part that is to be one, also where it stands elsewhere in the part."""
+    """The text, or other readable fields."""
     text = part.get("text")
     if isinstance(text, str):
         return part.required_string("text")
@@ -103,7 +95,7 @@ def _read_text(part: Reader, kind: str | None, role: str, call: Call) -> str:
 
 
 def readable(value: Any) -> str:
-    """What can be read in a part: texts, titles, addresses, what was asked and found. Empty for nothing."""
+    """All readable text in a part."""
     lines: list[str] = []
     rest = [value]
     while rest:
@@ -112,7 +104,7 @@ def readable(value: Any) -> str:
                 lines.append(text)
             case list(items):
                 rest += reversed(items)
-            case {"type": "text", "data": str(text)}:  # the source of a document
+            case {"type": "text", "data": str(text)}:  # a document's source
                 lines.append(text)
             case dict(fields):
                 read = [
@@ -129,7 +121,7 @@ def _message_of(part: Reader) -> str:
 
 
 def is_newest(part: Reader, call: Call) -> bool:
-    """Whether an object is the last message of the request, or in it; one of a stored response never is."""
+    """Whether an object is in the request's last message (never in a stored response)."""
     place = _message_of(part)
     name = place.partition("[")[0]
     messages = call.body.get(name)
@@ -146,7 +138,7 @@ def _left_out(part: Reader, kind: str, where: str, call: Call) -> str:
 
 
 def tool_text(holder: Reader, name: str, between: str, call: Call) -> str:
-    """What a tool has brought: a text, parts, nothing, or any other value as JSON."""
+    """A tool's result; other values than text as JSON."""
     value = holder.get(name)
     if value is None or isinstance(value, str):
         return holder.string(name) or ""

@@ -1,4 +1,4 @@
-"""Paths as clients send them: slips of a base URL are mended, and other unknown paths are told the nearest route."""
+"""Corrects slips in request paths; suggests routes for unknown ones."""
 
 from __future__ import annotations
 
@@ -12,24 +12,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from agentcache.server.compat import path_pattern
 
 API = "/v1"
-_LONGEST = 200  # characters of a path for which a route is looked for
-_ALIKE = 0.7  # of difflib's ratio, from which on a route is near
-# Slashes and repeated versions in front of a route: a base URL with a slash, or with `/v1` too many.
+_LONGEST = 200  # characters of compared paths
+_ALIKE = 0.7  # least ratio of difflib
+# Slashes and versions before a route.
 _FRONT = re.compile(r"/*(?:v1(?:/+|$))*")
 _PARAMETER = re.compile(r"\{(\w+)(?::path)?\}")
-_GOOGLE = "/v1beta/"  # its paths have parts that look like routes here
+_GOOGLE = "/v1beta/"  # would resemble routes here
 _OTHER_APIS = {"/api/": "Ollama", _GOOGLE: "Google"}
 _SPOKEN = "OpenAI's chat completions, completions and responses and Anthropic's messages are served below /v1"
 
 
 class MeantPaths:
-    """Outermost middleware: serves a path with a slip of the base URL as the route that it means.
-
-    A slip is a missing or repeated `/v1`, a doubled slash in front, a slash at the end.
-
-    Args:
-        routes: the routes of the application.
-    """
+    """Outermost middleware: accepts a missing or repeated `/v1`, a doubled slash in front, a slash at the end."""
 
     def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute]) -> None:
         self.app = app
@@ -42,7 +36,7 @@ class MeantPaths:
 
 
 def meant_path(path: str, routes: Sequence[BaseRoute]) -> str:
-    """Return the path of a route that `path` means; `path` itself if there is none."""
+    """The route's path that `path` means; else `path`."""
     exact = path.rstrip("/") or "/"
     rest = exact[_front_length(exact) :]
     candidates = (exact, f"{API}/{rest}", f"/{rest}") if rest else (exact,)
@@ -50,7 +44,7 @@ def meant_path(path: str, routes: Sequence[BaseRoute]) -> str:
 
 
 def missing_path_hint(path: str, routes: Sequence[BaseRoute]) -> str:
-    """Return a sentence on what a path without a route probably means. Its length is bounded."""
+    """A sentence of bounded length about an unknown path."""
     if (nearest := nearest_route(path, routes)) is not None:
         return f"Probably meant: {_methods(nearest)} {nearest.path}."
     other = next((name for front, name in _OTHER_APIS.items() if path.startswith(front)), None)
@@ -59,7 +53,7 @@ def missing_path_hint(path: str, routes: Sequence[BaseRoute]) -> str:
 
 
 def nearest_route(path: str, routes: Sequence[BaseRoute]) -> Route | None:
-    """Return the route that `path` ends with, or else one that is spelled like it; None if there is none."""
+    """The route that `path` ends with or resembles; else None."""
     if len(path) > _LONGEST or path.startswith(_GOOGLE):
         return None
     parts = [part for part in path.lower().split("/") if part]
@@ -77,7 +71,7 @@ def nearest_route(path: str, routes: Sequence[BaseRoute]) -> Route | None:
 
 
 def _spelled_as(pattern: str, rest: str) -> str:
-    """The route without its version, its parameters filled from the path where both have as many parts."""
+    """The route without version, with parameters from `rest`."""
     bare, parts = pattern[_front_length(pattern) :].split("/"), rest.split("/")
     if len(bare) != len(parts):
         return "/".join(bare)

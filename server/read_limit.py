@@ -1,4 +1,4 @@
-"""How long one request's body may be read, what ends that early, and when its thread rests."""
+"""Limits the time for reading one body."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from agentcache.errors import InvalidRequest, Overloaded
 
 BASE_SECONDS = 2.0
 SECONDS_PER_MEGABYTE = 0.5
-STEPS = 32  # between two looks at the clock; some hundredths of a millisecond
-# A thread that computes keeps Python's lock for 5 ms whenever another one wants it. The event loop needs it several
-# times a request.
+STEPS = 32  # between checks, some 0.01 ms
+# A computing thread keeps the GIL for up to 5 ms; the event loop needs it several times per request.
 _WORK_SECONDS = 0.0005
 _REST_SECONDS = 0.0005
 
@@ -21,12 +20,12 @@ def _never() -> bool:
 
 
 class ReadLimit:
-    """The limit of reading one body: seconds of its thread that grow with the body's length. For one thread.
+    """CPU time limit by length of the body. For one thread.
 
     Args:
         num_bytes: length of the body.
-        has_ended: whether nothing waits for the result any more; called from the thread that reads.
-        rests: whether the thread sleeps now and then, to leave Python's lock to others. Not for the event loop.
+        has_ended: whether the result is no longer needed; called on the reading thread.
+        rests: whether the thread sleeps to release the GIL; False on the event loop.
     """
 
     def __init__(self, num_bytes: int, has_ended: Callable[[], bool] = _never, *, rests: bool = False) -> None:
@@ -38,10 +37,10 @@ class ReadLimit:
         self._rested = time.perf_counter()
 
     def step(self) -> None:
-        """Count one item of the body.
+        """Count one item.
 
         Raises:
-            InvalidRequest: reading takes too long.
+            InvalidRequest: the limit is exceeded.
             Overloaded: the request has ended.
         """
         self._steps += 1

@@ -1,4 +1,4 @@
-"""How the reply to a request is read: one reader for a stream and for a whole answer, so that both say the same."""
+"""Parses replies, streamed and whole in the same way."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agentcache.server.validate import Reader
 
 
 def read_whole(reading: Reading, completion: Completion) -> tuple[list[Block], int]:
-    """What a whole answer says, and how many of its tokens were thoughts."""
+    """The blocks, and the number of reasoning tokens."""
     reader = ReplyReader(reading, whole=True)
     blocks = blocks_of(event for update in completion.updates for event in reader.add(update))
     return blocks, reader.reasoning_tokens
@@ -30,14 +30,11 @@ def read_reading(
     form: AnswerForm | None = None,
     thinking: Thinking = AS_USUAL,
 ) -> Reading:
-    """How the reply to the request `body` is read.
-
-    With `agentcache.parse_tools` false calls are left in the text, with `agentcache.parse_reasoning` false thoughts.
+    """How to parse the reply.
 
     Args:
-        tools: those that the chat template shows, in OpenAI's shape; None for none.
-        form: that the answer must have.
-        thinking: what the request says of thoughts.
+        tools: shown tools, in OpenAI's shape.
+        form: demanded form.
     """
     extras = body.object("agentcache")
     reads_calls = bool(tools) and extras.boolean("parse_tools", True)
@@ -48,15 +45,13 @@ def read_reading(
 
 
 class ReplyReader:
-    """Takes the updates of one completion, each once and in order, and gives the events of what it says.
-
-    The update with the `finish_reason` gives the last ones.
+    """Parses the updates of one completion, in order.
 
     Args:
-        whole: whether the events are used only when all of them are known, not streamed.
+        whole: whether all updates are known, not streamed.
 
     Attributes:
-        reasoning_tokens: tokens that were thoughts, hidden or not, as far as updates tell them apart.
+        reasoning_tokens: tokens of thoughts, hidden or not, as far as updates separate them.
     """
 
     def __init__(self, reading: Reading, *, whole: bool = False) -> None:
@@ -66,7 +61,6 @@ class ReplyReader:
 
     @property
     def num_calls(self) -> int:
-        """Calls begun so far."""
         return self._reader.num_calls
 
     def add(self, update: Update) -> list[Event]:

@@ -1,4 +1,4 @@
-"""What an answer says, whatever its dialect: a completion collected, and the report of several as one."""
+"""Completions, and combined reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COLDEST_FIRST = (CacheState.COLD, CacheState.WARM, CacheState.HOT)
 
 @dataclass
 class Completion:
-    """All updates of one completion, collected."""
+    """The updates of one completion."""
 
     updates: list[Update] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Completion:
 
     @property
     def text(self) -> str:
-        """All of the text, put together anew."""
+        """Joined at every access."""
         return "".join(update.text for update in self.updates)
 
     @property
@@ -49,17 +49,10 @@ class Completion:
         return self.report
 
     def token_id_fields(self) -> dict[str, Any]:
-        """What `return_token_ids` adds."""
         return {"prompt_token_ids": list(self.prompt_token_ids), "token_ids": self.token_ids}
 
 
 class Choices:
-    """The answers to one request, collected.
-
-    Args:
-        n: how many there are.
-    """
-
     def __init__(self, n: int) -> None:
         self.completions = [Completion() for _ in range(n)]
         self._unfinished = n
@@ -77,14 +70,14 @@ class Choices:
 
 
 def report_object(report: Report, notes: Sequence[str]) -> dict[str, Any]:
-    """The `agentcache` object beside `usage`; `notes` say what was read in another way than it was sent."""
+    """The `agentcache` object beside `usage`; `notes` are the request's."""
     described = dataclasses.asdict(report)
-    del described["completion_tokens"]  # usage has it
+    del described["completion_tokens"]  # in usage
     return described | {"notes": [*notes, *(note for note in report.notes if note not in notes)]}
 
 
 def combine(reports: Sequence[Report]) -> Report:
-    """One report for several prompts: sums, and of the rest the worst, so that nothing looks better than it was."""
+    """One report for several prompts: sums, otherwise the worst value."""
     lossy = [report for report in reports if report.policy in LOSSY]
     coldest = min(reports, key=lambda report: _COLDEST_FIRST.index(report.cache_state))
     return dataclasses.replace(
@@ -108,7 +101,7 @@ def combine(reports: Sequence[Report]) -> Report:
 
 
 def combine_choices(reports: Sequence[Report]) -> Report:
-    """One report for the answers to one prompt, which is counted once; what they computed and generated, in all."""
+    """One report for several choices of one prompt, which counts once."""
     first = reports[0]
     return dataclasses.replace(
         first,

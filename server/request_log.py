@@ -1,4 +1,4 @@
-"""How a request was answered, and the line of the log for it, which has nothing of what was said."""
+"""Logs requests without their content."""
 
 from __future__ import annotations
 
@@ -15,25 +15,22 @@ from agentcache.models.text.json_values import json_string
 from agentcache.server.reply import Completion
 
 log = logging.getLogger("agentcache.requests")
-_CLIENT_LEFT = "499"  # as in nginx
+_CLIENT_LEFT = "499"  # as nginx
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of one request, over all its prompts and answers."""
-
     prompt: int
     generated: int
     cached: int
 
 
 def note_model(request: Request, model: str) -> None:
-    """Has the log say which model or adapter was to answer."""
     request.state.model = model
 
 
 def note_usage(request: Request, completions: Sequence[Completion], n: int = 1) -> None:
-    """Has the log say what the answers cost, of which each prompt has `n`."""
+    """Set the log line's token counts; `n` answers per prompt."""
     reports = [completion.final_report for completion in completions]
     request.state.usage = Usage(
         prompt=sum(report.prompt_tokens for report in reports[::n]),
@@ -44,12 +41,12 @@ def note_usage(request: Request, completions: Sequence[Completion], n: int = 1) 
 
 @dataclass(frozen=True)
 class Answered:
-    """How a request was answered.
+    """A request's outcome.
 
     Args:
-        route: pattern of the route instead of the path, of which clients make up any number.
-        status: 499 if the client left before it.
-        seconds: from the request's head to the end of its answer.
+        route: pattern, not path: clients may invent paths.
+        status: 499 if the client left.
+        seconds: from the request's head to the answer's end.
     """
 
     method: str
@@ -61,7 +58,7 @@ class Answered:
 async def answer_then(
     note: Callable[[Answered], None], app: ASGIApp, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Have `app` answer an HTTP request, then call `note`, even after an error or a disconnect."""
+    """Run `app`, then `note`, even after an error or a disconnect."""
     status, begun = _CLIENT_LEFT, time.perf_counter()
 
     async def watched_send(message: Message) -> None:
@@ -78,8 +75,6 @@ async def answer_then(
 
 
 class LogRequests:
-    """Middleware around what answers."""
-
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
@@ -99,7 +94,6 @@ def _log(answered: Answered, state: Mapping[str, Any]) -> None:
 
 
 def _word(value: str | None) -> str:
-    """One word of the line, whatever is in it."""
     if not value:
         return "-"
     return value if value.isprintable() and " " not in value else json_string(value)

@@ -1,4 +1,4 @@
-"""What a response of `/v1/responses` repeats of its request: bounded, and encoded once."""
+"""Request fields repeated in a response: bounded, and encoded once."""
 
 from __future__ import annotations
 
@@ -10,29 +10,25 @@ from typing import Any
 
 from agentcache.server.stream import encode
 
-# Characters. The whole response has the larger echo; the events in front of it, of which there are many while a prompt
-# is long in coming, have the smaller one. OpenAI's SDKs and Codex read neither; they need the fields' types.
+# Characters: of the final response; of openings and keep-alives, which may be many. OpenAI's SDKs and Codex use only
+# the types.
 MAX_ECHO = 256 << 10
 MAX_OPENING = 16 << 10
-_OVERHEAD = 4  # characters that a value takes beside its text
-# What stands for a field that is too large: no value, or where OpenAI's types demand one, an empty one.
+_OVERHEAD = 4  # per value
+# Replacements that OpenAI's types require; else null.
 _EMPTY: dict[str, Any] = {"tools": [], "metadata": {}, "tool_choice": "auto"}
 
 
 @dataclass(frozen=True)
 class Echo:
-    """Fields of a request, those that are too large emptied.
-
-    Args:
-        left_out: names of the latter.
-    """
+    """Request fields; those in `left_out` are emptied."""
 
     fields: Mapping[str, Any]
     left_out: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, asked: Mapping[str, Any], most: int) -> Echo:
-        """The echo of `asked` in at most about `most` characters: the largest fields are left out."""
+        """The echo without its largest fields, in about `most` characters."""
         sizes = {name: json_size(value, most) for name, value in asked.items()}
         kept, left_out = set[str](), []
         for name in sorted(sizes, key=lambda name: sizes[name]):
@@ -45,17 +41,16 @@ class Echo:
 
     @cached_property
     def text(self) -> str:
-        """The fields as they stand in an object, without its braces."""
+        """JSON without braces."""
         return encode(dict(self.fields))[1:-1]
 
     @property
     def note(self) -> str | None:
-        """What the client is told of fields that are left out."""
         return f"{', '.join(self.left_out)}: too large to be repeated in the response" if self.left_out else None
 
 
 def json_size(value: Any, most: float = math.inf) -> int:
-    """Characters of `value` as JSON, roughly; over `most` it is not counted on."""
+    """JSON characters, roughly; counts no further than `most`."""
     size, rest = 0, [value]
     while rest and size <= most:
         part = rest.pop()

@@ -1,4 +1,4 @@
-"""What `/v1/responses` is sent as `input`: items, brought into the messages that chat templates expect."""
+"""Translates `input` items of `/v1/responses` to chat messages."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from agentcache.server.validate import Reader
 
 _BETWEEN_SYSTEM_TEXTS = "\n\n"
 _CALL = "_call"
-_NOT_SAID = ("type", "id", "call_id", "status", "encrypted_content", "execution")  # of an item of another kind
-_SEALED = "agentcache:"  # in front of thoughts that the client is to keep for us
+_NOT_SAID = ("type", "id", "call_id", "status", "encrypted_content", "execution")  # metadata of unknown items
+_SEALED = "agentcache:"  # prefix of encoded thoughts
 
 
 def is_reference(item: Reader) -> bool:
-    """Whether an item of the input stands for one that is stored."""
     kind = item.get("type")
     return kind == "item_reference" or (kind is None and item.get("role") is None and isinstance(item.get("id"), str))
 
 
 def read_items(call: Call) -> list[dict[str, Any]]:
-    """`instructions`, the conversation that the request continues, and `input`, as messages.
+    """Messages of `instructions`, the continued conversation, and `input`.
 
-    What the model said in one reply is one message, as it was: its thoughts, its text and its calls. System texts in
-    front are one, too: many templates allow no more.
+    One reply's thoughts, text and calls form one message. So do leading system texts, since many templates allow only
+    one.
     """
     messages = _Messages()
     messages.system(call.body.string("instructions") or "")
@@ -48,11 +47,9 @@ def read_items(call: Call) -> list[dict[str, Any]]:
 
 
 class _Messages:
-    """Messages as they grow by items."""
-
     def __init__(self) -> None:
         self.list: list[dict[str, Any]] = []
-        # Of the newest message, put together by `close`: one string that grows with every item would be copied with it.
+        # Of the newest message, joined by `close`: appending to a string would copy it every time.
         self._texts: list[str] = []
         self._thoughts: list[str] = []
 
@@ -62,7 +59,6 @@ class _Messages:
         self._texts, self._thoughts = [content], []
 
     def close(self) -> None:
-        """Put the newest message's text and thoughts together."""
         if not self.list:
             return
         newest = self.list[-1]
@@ -86,17 +82,14 @@ class _Messages:
         self._open_reply().setdefault("tool_calls", []).append(said)
 
     def say(self, text: str) -> None:
-        """Add to what the model has said."""
         self._open_reply()
         self._texts.append(text)
 
     def think(self, thought: str) -> None:
-        """Add to what the model has thought."""
         self._open_reply().setdefault("reasoning_content", "")
         self._thoughts.append(thought)
 
     def _open_reply(self) -> dict[str, Any]:
-        """The model's message that is being put together."""
         if not self.list or self.list[-1]["role"] != "assistant":
             self.add("assistant", "")
         return self.list[-1]
@@ -125,7 +118,7 @@ def _read_item(item: Reader, messages: _Messages, call: Call) -> None:
             stored = call.continued.items[item.required_string("id")]
             _read_item(item.at("", stored), messages, call)
         case "additional_tools":
-            pass  # read with the other tools
+            pass  # see `read_response_tools`
         case None:
             item.fail("type", "is required")
         case _:
@@ -133,10 +126,9 @@ def _read_item(item: Reader, messages: _Messages, call: Call) -> None:
 
 
 def _read_other(item: Reader, kind: str, messages: _Messages, call: Call) -> None:
-    """An item of a tool that the model was not shown, or of a server that keeps more.
+    """Read an item of an unknown type: a refusal would end the session.
 
-    A refusal would end the session. Calls that a client has run and their results stay in pairs; of all else, what can
-    be read is told as text.
+    Calls and results stay pairs; other readable text becomes a message.
     """
     said = {name: value for name, value in item.value.items() if name not in _NOT_SAID and value is not None}
     if item.get("call_id") is not None and kind.endswith(_CALL):
@@ -167,7 +159,6 @@ def _read_message(item: Reader, messages: _Messages, call: Call) -> None:
 
 
 def _read_content(item: Reader, name: str, role: str, call: Call) -> str:
-    """A string, or parts as one text."""
     content = item.get(name)
     if isinstance(content, str):
         return content
@@ -179,7 +170,7 @@ def _read_content(item: Reader, name: str, role: str, call: Call) -> str:
 
 
 def _read_thought(item: Reader, call: Call) -> str:
-    """What the model thought. Of items that are not ours, what the client shows of it."""
+    """Other servers' items may have only a summary."""
     for part in item.objects("content") if is_newest(item, call) else ():
         part.required_string("text")
     shown = readable(item.get("content")) or readable(item.get("summary"))
@@ -187,7 +178,7 @@ def _read_thought(item: Reader, call: Call) -> str:
 
 
 def sealed(thought: str) -> str:
-    """For `encrypted_content`, which clients send back where they leave out the thought itself. It hides nothing."""
+    """Encode a thought for clients that send back only `encrypted_content`. It hides nothing."""
     return _SEALED + base64.b64encode(thought.encode()).decode()
 
 

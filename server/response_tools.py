@@ -1,7 +1,6 @@
-"""The tools of `/v1/responses`: functions, custom tools, and namespaces of both, as functions that a template shows.
+"""Functions, custom tools and namespaces of `/v1/responses` as functions for chat templates, and back.
 
-A custom tool takes free text: the model sees a function with one string. A tool of a namespace is shown under both
-names. What the model calls is told in the client's own terms again.
+A custom tool becomes a function with one string. A namespaced tool gets a combined name.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from agentcache.server.fields import note_tool_keys
 from agentcache.server.tools import ToolList, read_function
 from agentcache.server.validate import Reader
 
-INPUT = "input"  # the one parameter of a custom tool
+INPUT = "input"  # of a custom tool
 TOOL_TYPES = ("function", "custom", "namespace")
-ADDITIONAL_TOOLS = ("additional_tools", "tool_search_output")  # items of the input
+ADDITIONAL_TOOLS = ("additional_tools", "tool_search_output")  # input items
 _FREE_TEXT = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
 
 
 @dataclass(frozen=True)
 class ResponseTool:
-    """A tool as the client knows it."""
+    """A tool in the client's terms."""
 
     name: str
     namespace: str | None = None
@@ -33,18 +32,17 @@ class ResponseTool:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What an item says of which tool is called."""
         return {"name": self.name} | ({"namespace": self.namespace} if self.namespace else {})
 
 
 @dataclass(frozen=True)
 class ResponseTools:
-    """A request's tools.
+    """Tools of a request.
 
     Args:
-        shown: in the shape that chat templates expect; None for none, and where the model is not to call any.
-        by_name: what each is to the client, by the name that is shown.
-        left_out: names and types of those that a server would run.
+        shown: for the chat template; None if none may be called.
+        by_name: client's tools by shown name.
+        left_out: names and types of server tools.
     """
 
     shown: list[dict[str, Any]] | None = None
@@ -55,7 +53,7 @@ class ResponseTools:
         return self.by_name.get(name) or ResponseTool(name)
 
     def choice(self, asked: ToolChoice) -> ToolChoice:
-        """With the names that are shown in place of the client's."""
+        """Replace the client's names by shown ones."""
         if asked.names is None:
             return asked
         shown = {tool.name: name for name, tool in reversed(list(self.by_name.items()))}
@@ -68,7 +66,7 @@ def shown_name(namespace: str | None, name: str) -> str:
 
 
 def custom_input(arguments: str) -> str:
-    """The free text in the arguments of a call; what is none is handed over as it is."""
+    """A custom tool's text, or invalid arguments unchanged."""
     try:
         value = parse_json(arguments)
     except ValueError:
@@ -78,7 +76,7 @@ def custom_input(arguments: str) -> str:
 
 
 def read_response_tools(call: Call) -> ResponseTools:
-    """`tools`, and those that items of the input have added: Codex sends all of its tools so."""
+    """`tools`, and tools in input items, as Codex sends them."""
     body, tools, by_name = call.body, ToolList(), dict[str, ResponseTool]()
     for tool in body.objects("tools"):
         _read_tool(tool, None, call, tools, by_name)
@@ -115,7 +113,7 @@ def _read_tool(
 
 
 def _read_description(tool: Reader) -> str:
-    """With the grammar that a custom tool's text is to follow, if it says one."""
+    """Add the grammar of a custom tool."""
     form = tool.object("format")
     grammar = (form.string("definition") or "") if form.string("type") == "grammar" else ""
     syntax = f"The input follows this {form.string('syntax') or 'lark'} grammar:\n{grammar}" if grammar else ""

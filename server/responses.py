@@ -1,4 +1,4 @@
-"""`POST /v1/responses`: from OpenAI's fields to a request."""
+"""`POST /v1/responses`: translates OpenAI's fields to a request."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def responses(request: HttpRequest) -> Response:
 
 
 def _read_unless_it_refers(call: Call) -> Job | tuple[Call, References]:
-    """The job, or where stored responses and items have to be looked up first, which."""
+    """The job, or references to look up first."""
     references = read_references(call.body)
     return (call, references) if references else read_response(call)
 
@@ -100,7 +100,7 @@ def _refuse(body: Reader) -> None:
 
 
 def _read_include(body: Reader) -> list[str]:
-    """What else to send; nearly all of it is about tools that this server does not have."""
+    """Most values concern tools that this server lacks."""
     include = body.get("include")
     if include is None:
         return []
@@ -110,13 +110,12 @@ def _read_include(body: Reader) -> list[str]:
 
 
 def _read_logprobs(body: Reader) -> int | None:
-    """Alternatives to each token; None where no logprobs are wanted."""
+    """Alternatives per token; None for no logprobs."""
     top = body.integer("top_logprobs", minimum=0, maximum=MAX_LOGPROBS) or 0
     return top if _LOGPROBS in _read_include(body) else None
 
 
 def _asked(body: Reader, sampling: SamplingParams) -> dict[str, Any]:
-    """What a response repeats of its request, as far as it was said."""
     parallel = body.boolean("parallel_tool_calls", True)
     text, effort = body.object("text"), _effort_of(body.get("reasoning"))
     asked = {
@@ -140,6 +139,5 @@ def _asked(body: Reader, sampling: SamplingParams) -> dict[str, Any]:
 
 
 def _effort_of(reasoning: Any) -> str | None:
-    """The effort as it was sent, where OpenAI's type of the response can hold it."""
     effort = reasoning.get("effort") if isinstance(reasoning, dict) else reasoning
     return effort if isinstance(effort, str) else None

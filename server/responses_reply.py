@@ -1,4 +1,4 @@
-"""Answers in the shapes of `/v1/responses`: a response, its output items, and the events of a stream."""
+"""Responses, their output items, and stream events."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from agentcache.server.response_tools import ResponseTools, custom_input
 from agentcache.server.stream import encode, event, spliced
 from agentcache.store.response_files import new_id
 
-# The events of an item in a stream, without their numbers: type and fields.
+# A stream event's type, and its fields without the number.
 Said = tuple[str, dict[str, Any]]
 
 
@@ -38,15 +38,12 @@ class ResponseReply:
     """An answer to `/v1/responses`.
 
     Args:
-        id: the response's.
-        model: the served model's id.
-        tools: the request's, by which calls are told.
-        echo: what the response repeats of its request.
-        opening: what the events in front of it repeat.
-        seals_reasoning: whether thoughts go with an `encrypted_content`, from which they are read when they come back.
-        agent: the agent that answers; ids of items have its tag.
-        previous: id of the response that it continues.
-        notes: for the report.
+        tools: for translating calls back.
+        echo: request fields in the final response.
+        opening: request fields in earlier events.
+        seals_reasoning: whether thoughts carry `encrypted_content`, which clients send back.
+        agent: agent of the request, part of item ids.
+        previous: id of the continued response.
     """
 
     id: str
@@ -64,11 +61,10 @@ class ResponseReply:
     _closed: dict[str, Any] | None = field(default=None, init=False)
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """As the last event of a stream has it."""
         return self.close(completions) | dict(self.echo.fields)
 
     def close(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The whole response, without its echo; the same object at every call."""
+        """The response without its echo; the same object at every call."""
         if self._closed is not None:
             return self._closed
         [completion] = completions
@@ -85,7 +81,6 @@ class ResponseReply:
         return ResponseWriter(self)
 
     def response(self, status: str, output: Sequence[Mapping[str, Any]] = (), **fields: Any) -> dict[str, Any]:
-        """A response without its echo."""
         stable = {
             "id": self.id,
             "object": "response",
@@ -104,7 +99,6 @@ class ResponseReply:
         return stable | fields
 
     def ended(self, completion: Completion, output: OutputItems) -> dict[str, Any]:
-        """The whole response, without its echo."""
         accounting = self._accounting(completion, output)
         if completion.finish_reason is FinishReason.LENGTH:
             details = {"reason": "max_output_tokens"}
@@ -112,7 +106,6 @@ class ResponseReply:
         return self.response("completed", output.items, completed_at=int(time.time()), **accounting)
 
     def _accounting(self, completion: Completion, output: OutputItems) -> dict[str, Any]:
-        """`usage`, and beside it what every dialect of ours reports."""
         report = completion.final_report
         written = report.prompt_tokens - report.reused_tokens if report.agent is not None else 0
         usage = {
@@ -130,11 +123,10 @@ class ResponseReply:
 
 
 class OutputItems:
-    """The output items of one response as they grow; each piece gives the events that tell of it.
+    """Builds output items; each update yields stream events.
 
     Attributes:
-        items: all of them; the last one is open until an event of another kind, or the end. Its text is put together
-            by then, or by `settle`.
+        items: the last may be open; `settle` completes its text.
     """
 
     def __init__(self, reply: ResponseReply, *, whole: bool = False) -> None:
@@ -142,8 +134,8 @@ class OutputItems:
         self._reply = reply
         self._reader = ReplyReader(reply.reading, whole=whole)
         self._is_open = False
-        self._texts: list[str] = []  # of the open item, or of its call's arguments
-        self._unplaced: list[TokenLogprob] = []  # of tokens whose text is not out yet
+        self._texts: list[str] = []  # of the open item's text or arguments
+        self._unplaced: list[TokenLogprob] = []  # tokens without output text so far
 
     @property
     def num_calls(self) -> int:
@@ -160,7 +152,7 @@ class OutputItems:
             yield from self._translated(each)
 
     def finish(self, completion: Completion) -> Iterator[Said]:
-        """Close what is open. An answer without anything is a message without text."""
+        """An empty answer becomes an empty message."""
         if not self.items:
             yield from self._begin_text("message")
         yield from self._close("incomplete" if completion.finish_reason is FinishReason.LENGTH else "completed")
@@ -184,7 +176,7 @@ class OutputItems:
                 yield from self._close()
 
     def _begin_call(self, name: str) -> Said:
-        """A custom tool is called with a text, which is known when the call's arguments are whole."""
+        """A custom tool's text is known only with the complete arguments."""
         tool, call_id = self._reply.tools.find(name), new_call_id()
         if tool.is_custom:
             custom = {"type": "custom_tool_call", "id": self._new_id("ctc"), "call_id": call_id}
@@ -196,14 +188,14 @@ class OutputItems:
         return new_id(prefix, self._reply.agent)
 
     def _logprobs_of(self, text: str) -> list[dict[str, Any]]:
-        """Of the tokens that `text` ends with; what came before them was no text, such as a marker."""
+        """Logprobs of the tokens at the end of `text`; earlier tokens were markers."""
         tokens, self._unplaced = self._unplaced, []
         while len(tokens) > 1 and _text_of(tokens[1:]).endswith(text):
             del tokens[0]
         return list(chat_logprobs(tokens)["content"])
 
     def settle(self) -> None:
-        """Have the newest item say all that has come."""
+        """Write the received text into the newest item."""
         if not self.items:
             return
         item, text = self.items[-1], "".join(self._texts)
@@ -225,7 +217,6 @@ class OutputItems:
         return "response.output_item.added", {"output_index": len(self.items) - 1, "item": dict(self.items[-1])}
 
     def _grow_text(self, kind: str, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[Said]:
-        """Into the item of that kind which is open, or a new one."""
         if not self._is_open or self.items[-1]["type"] != kind:
             yield from self._close()
             yield from self._begin_text(kind)
@@ -253,7 +244,6 @@ class OutputItems:
         return self._place | {"content_index": 0}
 
     def _close(self, status: str = "completed") -> Iterator[Said]:
-        """End the open item, if there is one."""
         if not self._is_open:
             return
         self._is_open = False
@@ -281,7 +271,7 @@ def _text_of(tokens: Sequence[TokenLogprob]) -> str:
 
 
 def _code(error: WireError) -> str:
-    """One of OpenAI's codes: clients know by it whether to try again, or to make the conversation shorter."""
+    """One of OpenAI's codes, by which clients retry or shorten the conversation."""
     if error.code == ContextLengthExceeded.code:
         return error.code
     if error.status == Overloaded.status:
@@ -290,7 +280,7 @@ def _code(error: WireError) -> str:
 
 
 class ResponseWriter:
-    """A stream: every event with its number."""
+    """Writes a stream of numbered events."""
 
     def __init__(self, reply: ResponseReply) -> None:
         self._reply = reply
@@ -309,11 +299,11 @@ class ResponseWriter:
             yield self._event(kind, fields)
 
     def keep_alive(self) -> bytes:
-        """A stream has no event for silence; this one says what it says, however often."""
+        """The dialect has no keep-alive event; this one may repeat."""
         return self._spliced("response.in_progress", self._opening)
 
     def close(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The whole response, without its echo; `end` sends it as it is then."""
+        """The response without its echo. `end` sends it with later changes."""
         if self._closed is None:
             [completion] = completions
             self._closing = list(self._output.finish(completion))
@@ -344,5 +334,4 @@ class ResponseWriter:
 
 
 def _with_echo(response: Mapping[str, Any], echo: Echo) -> str:
-    """The response's JSON text."""
     return f"{encode(dict(response))[:-1]},{echo.text}}}"

@@ -1,4 +1,4 @@
-"""How to sample: the fields that every dialect has in common."""
+"""Reads sampling parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from agentcache.server.validate import Reader
 
 MAX_TOKENS_LIMIT = 2**31 - 1
 MAX_LOGPROBS = 20
-MAX_CHOICES = 128  # as OpenAI's
+MAX_CHOICES = 128  # OpenAI's
 
 
 def read_sampling(
@@ -20,10 +20,10 @@ def read_sampling(
     prompt_logprobs: bool = False,
     stop: str = "stop",
 ) -> SamplingParams:
-    """Sampling parameters. What the request leaves out is as `model.sampling` says. A top_k of -1 switches it off.
+    """Read sampling parameters, with the defaults of `model.sampling`. A top_k of -1 disables it.
 
     Args:
-        stop: what the dialect calls the stop strings.
+        stop: the dialect's field of stop strings.
     """
     default = SamplingParams(**model.sampling.known)
     top_k = body.integer("top_k", minimum=-1)
@@ -52,21 +52,20 @@ def _number(body: Reader, name: str, default: float) -> float:
 
 
 def _read_repetition(body: Reader, default: float) -> float:
-    """`repetition_penalty`, or as llama.cpp and Ollama call it."""
+    """Also llama.cpp's and Ollama's name."""
     name = "repetition_penalty" if body.get("repetition_penalty") is not None else "repeat_penalty"
     least, greatest = BOUNDS["repetition_penalty"]
     return body.number(name, default, minimum=least, maximum=greatest)
 
 
 def read_max_tokens(body: Reader, *names: str, default: int | None) -> int | None:
-    """The first of `names` that is given; None, or -1 on the wire, for as many as the context holds."""
+    """The first field given; None, or -1 on the wire, for the rest of the context."""
     given = [body.integer(name, minimum=-1, maximum=MAX_TOKENS_LIMIT) for name in names]
     most = next((value for value in given if value is not None), default)
     return None if most == -1 else most
 
 
 def read_n(body: Reader) -> int:
-    """Answers to each prompt."""
     return body.integer("n", minimum=1, maximum=MAX_CHOICES) or 1
 
 
@@ -104,4 +103,4 @@ def _token_id(biases: Reader, key: str, vocab_size: int) -> int:
 
 
 def _bias(biases: Reader, key: str) -> float:
-    return biases.as_number(key, biases.get(key), minimum=-100, maximum=100)  # as OpenAI's
+    return biases.as_number(key, biases.get(key), minimum=-100, maximum=100)  # OpenAI's

@@ -1,4 +1,4 @@
-"""Which agent a request is for: what a client says of its session, in the order in which it is trusted."""
+"""Finds the agent of a request in agent fields, session headers and metadata."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from agentcache.models.text.json_values import parse_json
 from agentcache.server.context import Call
 from agentcache.server.validate import Reader, check_agent_id
 
-_LONGEST_JSON = 16 << 10  # characters in which a session is looked for
-# Claude Code's user ids before they were JSON.
+_LONGEST_JSON = 16 << 10  # characters searched
+# Claude Code's user ids before JSON.
 _USER_SESSION = re.compile(r"user_.*_session_([^_]+)")
-# Kilo's requests for the title of a session, and their like.
+# Kilo's requests for titles and the like.
 _SIDE_REQUEST = re.compile(r"[a-z]+-(ses_.+)")
 _HEADERS = (
     "session_id",  # pi
@@ -31,7 +31,7 @@ _HEADERS = (
     "x-conversation-id",
     "helicone-session-id",
 )
-# Copilot's x-client-session-id, LiteLLM's, Hermes', …: a session's own id, not that of its parent.
+# Such as Copilot's x-client-session-id, but not a parent's.
 _VENDORS_HEADER = re.compile(r"x-(?!.*parent)[a-z-]+-session-id")
 _METADATA = ("session_id", "sessionId", "conversation_id", "chat_id")
 _CODEX_TURN = "x-codex-turn-metadata"
@@ -39,17 +39,17 @@ _CODEX_TITLE = "thread_title"
 
 
 def read_agent(call: Call, user_id: Any = None) -> str | None:
-    """The agent that a request is for; None for none.
+    """The agent of a request; None if there is none.
 
-    The body's `agent` or `session_id`; then, unless the setting `session_headers` is off, the header X-Session-ID, or
-    what clients send without being asked; then the agent of the stored response that it continues; then the setting
-    `default_agent`. What clients send unasked may be anything: it is never refused, and always a valid id.
+    Order: `agent` or `session_id` in the body; X-Session-ID; data that clients send automatically; the agent of the
+    continued response; the setting `default_agent`. The setting `session_headers` controls the second and third. Any
+    automatic value gives a valid id.
 
     Args:
-        user_id: Anthropic's `metadata.user_id`, the last resort.
+        user_id: Anthropic's `metadata.user_id`, tried last among automatic data.
 
     Raises:
-        InvalidRequest: what was named on purpose cannot name an agent.
+        InvalidRequest: an explicit name is invalid.
     """
     agent = named_agent(call)
     if agent is None and call.config.session_headers:
@@ -59,7 +59,7 @@ def read_agent(call: Call, user_id: Any = None) -> str | None:
 
 
 def named_agent(call: Call) -> str | None:
-    """The agent that the body or the header X-Session-ID names. Raises InvalidRequest as `read_agent`."""
+    """The agent in the body or X-Session-ID. Raises InvalidRequest."""
     agent = _read_named(call.body)
     header = call.headers.get("x-session-id") if agent is None and call.config.session_headers else None
     return check_agent_id(_main_session(header), "X-Session-ID") if header else agent
@@ -75,7 +75,7 @@ def _read_named(body: Reader) -> str | None:
 
 
 def _read_session(call: Call, user_id: Any) -> str | None:
-    """The agent of what clients send unasked."""
+    """The agent from automatic data."""
     agent = next((agent for agent in _sent_unasked(call, user_id) if agent is not None), None)
     return agent if (turn := _codex_turn(call)) is None else _agent_of_thread(call, turn, agent)
 
@@ -97,7 +97,7 @@ def _sent_unasked(call: Call, user_id: Any) -> Iterator[str | None]:
 
 
 def _codex_turn(call: Call) -> dict[str, Any] | None:
-    """What Codex says of a turn, in a header or in the body; None for other clients."""
+    """Codex's turn metadata, in a header or the body."""
     said = call.headers.get(_CODEX_TURN)
     if said is None:
         fields = call.body.get("client_metadata")
@@ -110,14 +110,14 @@ def _codex_turn(call: Call) -> dict[str, Any] | None:
 
 
 def _agent_of_thread(call: Call, turn: dict[str, Any], agent: str | None) -> str | None:
-    """The agent of one of Codex's threads: that of its session.
+    """The agent of a Codex thread.
 
-    A thread that asks for a title has a session id of its own, and comes just after the request that it is about. All
-    that they have in common is the installation. Without a session before it, it is not kept.
+    A title thread has another session id and follows the request that it describes. Only the installation is the same.
+    Without an earlier session it has no agent.
 
     Args:
-        turn: what Codex says of it.
-        agent: the agent that it names.
+        turn: turn metadata.
+        agent: from its session id.
     """
     installation, is_title = turn.get("installation_id"), turn.get("thread_source") == _CODEX_TITLE
     if not isinstance(installation, str) or not installation:
@@ -130,17 +130,15 @@ def _agent_of_thread(call: Call, turn: dict[str, Any], agent: str | None) -> str
 
 
 def agent_of_session(session: Any) -> str | None:
-    """A valid id for whatever a client calls its session."""
     return _agent_of(session, "session-")
 
 
 def agent_of_cache_key(key: Any) -> str | None:
-    """A valid id for any of OpenAI's cache keys."""
     return _agent_of(key, "pck-")
 
 
 def session_of_user(user_id: Any) -> Any:
-    """The session in Claude Code's user id: `{"session_id": …}` as text, or `user_…_session_…`; else the whole id."""
+    """The session in Claude Code's user id: `{"session_id": …}` or `user_…_session_…`. Else the whole id."""
     if not isinstance(user_id, str):
         return None
     if len(user_id) <= _LONGEST_JSON and (found := _USER_SESSION.fullmatch(user_id)):
@@ -154,7 +152,7 @@ def session_of_user(user_id: Any) -> Any:
 
 
 def _agent_of(said: Any, prefix: str) -> str | None:
-    """What was said, if it may name an agent; else a digest of it. None for nothing, and for what is no text."""
+    """The text if it is a valid id, else its digest. None if empty."""
     if not isinstance(said, str) or not said:
         return None
     said = _main_session(said)
@@ -165,6 +163,6 @@ def _agent_of(said: Any, prefix: str) -> str | None:
 
 
 def _main_session(session: str) -> str:
-    """The session that a side request such as `title-ses_…` belongs to; else the session itself."""
+    """For `title-ses_…`, the session `ses_…`."""
     side = _SIDE_REQUEST.fullmatch(session)
     return session if side is None else side[1]

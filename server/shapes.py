@@ -1,4 +1,4 @@
-"""The two OpenAI dialects: how an answer, its choices and the chunks of a stream look."""
+"""Answers in OpenAI's two completion dialects."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ChatShape:
     chunk_object = "chat.completion.chunk"
 
     def choice(self, index: int, completion: Completion) -> tuple[dict[str, Any], int]:
-        """A choice, and how many of its tokens were thoughts."""
+        """A choice, and its reasoning tokens."""
         blocks, reasoning_tokens = read_whole(self.reading, completion)
         thought = "".join(block.text for block in blocks if isinstance(block, Reasoning))
         text = "".join(block.text for block in blocks if isinstance(block, Text))
@@ -77,9 +77,8 @@ class TextShape:
     """`/v1/completions`.
 
     Args:
-        logprobs: whether choices carry logprobs.
-        echo: whether the prompt comes before the completion.
-        prompts: the prompts' texts; None for one of token ids, whose text its tokens' texts make.
+        echo: whether the text starts with the prompt.
+        prompts: texts; None for token ids, whose text comes from their tokens.
     """
 
     logprobs: bool
@@ -127,14 +126,12 @@ def _finish_reason(completion: Completion, called: bool) -> str | None:
 
 @dataclass(frozen=True)
 class OpenAIReply:
-    """An answer to either dialect.
+    """An answer in either dialect.
 
     Args:
-        id: the answer's; on every chunk of a stream.
-        model: the served model's id.
+        id: also the id of every chunk.
         usage: whether a stream ends with a chunk of `usage` and `agentcache`.
-        notes: for the report.
-        n: answers to each prompt.
+        n: answers per prompt.
     """
 
     id: str
@@ -175,7 +172,7 @@ class OpenAIReply:
 
 
 class StreamWriter:
-    """The chunks of a stream, of one answer or of several beside each other."""
+    """Writes the stream of one or more choices."""
 
     def __init__(self, reply: OpenAIReply) -> None:
         self._reply = reply
@@ -206,7 +203,7 @@ class StreamWriter:
 
 
 class ChunkWriter:
-    """Chunks of one answer: those with text or logprobs in them, and an empty one to keep the connection alive."""
+    """Writes chunks of one choice."""
 
     def __init__(self, reply: OpenAIReply, index: int) -> None:
         self._reply = reply
@@ -214,14 +211,13 @@ class ChunkWriter:
         self._shape = reply.shape
         self._texts = TextEvents(lambda text: self._chunk(reply.shape.piece(text, ())))
         self._thoughts = TextEvents(lambda text: self._chunk(chat_piece({"reasoning_content": text})))
-        self._arguments = self._texts  # of the call at work
+        self._arguments = self._texts  # of the current call
         self._reader = ReplyReader(reply.shape.reading)
         self._offsets = TextOffsets()
-        self._waiting: list[TokenLogprob] = []  # logprobs of tokens whose text is not out yet
+        self._waiting: list[TokenLogprob] = []  # tokens without output text so far
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens so far that were thoughts."""
         return self._reader.reasoning_tokens
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
@@ -248,7 +244,7 @@ class ChunkWriter:
                 yield self._arguments.event(arguments)
 
     def _text(self, text: str) -> bytes:
-        """A piece of text, with the logprobs of all tokens that have come."""
+        """Includes the logprobs of all tokens received."""
         if not self._waiting:
             return self._texts.event(text)
         waiting, self._waiting = self._waiting, []
@@ -263,7 +259,6 @@ class ChunkWriter:
 
 
 def accounting(reports: Sequence[Report], notes: Sequence[str] = (), reasoning_tokens: int = 0) -> dict[str, Any]:
-    """`usage` and `agentcache` of one answer, whatever number of prompts it had."""
     report = combine(reports)
     return {"usage": _usage(report, reasoning_tokens), "agentcache": report_object(report, notes)}
 

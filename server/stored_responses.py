@@ -1,4 +1,4 @@
-"""Responses that are kept by id: what a request refers to, how an answer is stored, `GET` and `DELETE` of one."""
+"""Stored responses: references, storing, `GET` and `DELETE`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _NOT_STORED = ("agentcache", "token_ids", "prompt_token_ids")  # fields of an an
 
 @dataclass(frozen=True)
 class References:
-    """What a request refers to by id.
+    """Ids in a request.
 
     Args:
-        previous: the response that it continues.
-        items: of its input: where each stands, by id.
+        previous: id of the continued response.
+        items: place in the input by item id.
     """
 
     previous: str | None
@@ -41,7 +41,6 @@ class References:
 
 
 def read_references(body: Reader) -> References:
-    """The ids in `previous_response_id` and in the references among `input`. Raises InvalidRequest."""
     given = body.get("input")
     items = filter(is_reference, body.objects("input") if isinstance(given, list) else ())
     return References(
@@ -50,10 +49,10 @@ def read_references(body: Reader) -> References:
 
 
 async def find_continued(engine: Engine, references: References) -> Continued:
-    """What a request refers to.
+    """Look up references.
 
     Raises:
-        InvalidRequest: the response that it continues, or one before it, is not stored.
+        InvalidRequest: the response, or one before it, is not stored.
         NotFound: an item is not stored.
     """
     previous, items = references.previous, tuple(references.items)
@@ -70,7 +69,7 @@ async def find_continued(engine: Engine, references: References) -> Continued:
 
 
 def own_items(call: Call) -> tuple[Item, ...]:
-    """The request's own input as items, none of which is a reference."""
+    """The input items, with references resolved."""
     given = call.body.get("input")
     if isinstance(given, str):
         return ({"type": "message", "role": "user", "content": given},)
@@ -80,11 +79,10 @@ def own_items(call: Call) -> tuple[Item, ...]:
 
 @dataclass(frozen=True)
 class Keep:
-    """Stores an answer once it is whole, before the client gets its end.
+    """Stores an answer before its end is sent.
 
     Args:
-        agent: that it is stored with.
-        input: items of its request.
+        input: items of the request.
     """
 
     agent: str
@@ -94,7 +92,7 @@ class Keep:
     async def __call__(
         self, engine: Engine, completions: Sequence[Completion], writer: CompletionWriter | None
     ) -> None:
-        """Have the answer say whether it is stored; an answer that cannot be is given all the same."""
+        """Set the answer's `store`. A failure adds a note; the answer is sent."""
         assert writer is None or isinstance(writer, ResponseWriter)
         answer = self.reply.close(completions) if writer is None else writer.close(completions)
         body = {name: value for name, value in answer.items() if name not in _NOT_STORED} | {"store": True}
@@ -118,7 +116,7 @@ async def show_response(request: HttpRequest) -> Response:
 
 
 async def list_input_items(request: HttpRequest) -> Response:
-    """The items of a response's request, without those of the conversation before it."""
+    """The items of one request, without the conversation before it."""
     data = (await _find(request)).input
     first, last = (data[0].get("id"), data[-1].get("id")) if data else (None, None)
     return JSONResponse({"object": "list", "data": data, "has_more": False, "first_id": first, "last_id": last})

@@ -1,8 +1,7 @@
-"""What a request says of thinking, in the words of any dialect or server: for the template, and for the answer.
+"""Reads thinking settings, for the template and the answer.
 
-Every dialect reads all spellings: OpenAI's, Anthropic's, OpenRouter's, Ollama's, LM Studio's, vLLM's, SGLang's, Qwen's
-and llama.cpp's. Where several are sent, the most direct one counts: the template's own variables, then switches, then
-efforts. A word that is not known means the nearest one.
+All dialects accept all spellings: OpenAI's, Anthropic's, OpenRouter's, Ollama's, LM Studio's, vLLM's, SGLang's, Qwen's,
+llama.cpp's. Template variables count before switches, switches before efforts. An unknown word means the nearest one.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from agentcache.models.text.thinking import (
 from agentcache.server.context import Call
 from agentcache.server.validate import Reader
 
-# Names of fields, by how their values are read. All but the first group may stand in `chat_template_kwargs`, too.
+# By type. All but the first group are also read in `chat_template_kwargs`.
 _OBJECTS = ("thinking", "reasoning", "thinking_config")
 _SWITCHES = ("enable_thinking", "think", "enable_reasoning", "thinking_mode")
 _OFF_SWITCHES = ("disable_reasoning", "disable_thinking", "no_think")
@@ -39,23 +38,23 @@ _BUDGETS = (
     "budget_tokens",
 )
 FIELDS = (*_OBJECTS, *_SWITCHES, *_OFF_SWITCHES, *_EFFORTS, *_BUDGETS)
-# The same within an object, also as languages write them that have no underscores in names.
+# Inside objects, also in camel case.
 _GRADES_INSIDE = ("effort", "level", "thinking_level", "thinkingLevel")
 _BUDGETS_INSIDE = ("budget_tokens", "max_tokens", "budget", "thinking_budget", "budgetTokens", "thinkingBudget")
 
 _FREE = ("adaptive", "auto", "automatic", "dynamic", "default", "")  # the model decides
 _HIDDEN, _RAW = ("hidden", "omitted", "exclude"), ("none", "raw")
-_LONGEST_WORD = 40  # characters of a word that is compared with known ones
+_LONGEST_WORD = 40  # of words compared with known ones
 
 
 @dataclass(frozen=True)
 class Thinking:
-    """What follows from a request's fields.
+    """Effective settings.
 
     Args:
-        template_kwargs: for the chat template, the client's own among them.
-        shown: whether the answer has the thoughts.
-        parsed: whether they are told from the text.
+        template_kwargs: including the client's own.
+        shown: whether the answer includes thoughts.
+        parsed: whether thoughts are separated from the text.
     """
 
     template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -65,7 +64,7 @@ class Thinking:
 
 @dataclass(frozen=True)
 class _Said:
-    """What one field says; `param` is what the wire calls it."""
+    """The meaning of one field; `param` is its name on the wire."""
 
     param: str
     enabled: bool | None = None
@@ -79,18 +78,17 @@ AS_USUAL = Thinking()
 
 
 def read_thinking(call: Call, *, only_if_asked: bool = False) -> Thinking:
-    """The request's fields about thinking.
+    """The request's thinking settings.
 
     Args:
-        only_if_asked: whether answers have thoughts only where the request asks for them, as in Anthropic's dialect.
-            The model thinks by default all the same: switched off, many templates write another prompt than the next
-            turn repeats, and replies would be computed again.
+        only_if_asked: whether answers show thoughts only on request (Anthropic). The model thinks by default even so:
+            switched off, many templates write a prompt that the next turn does not repeat.
     """
     body, variables = call.body, call.model.thinking
     kwargs = body.object("chat_template_kwargs")
     said = [*_in_template_kwargs(kwargs), *_in_body(body)]
     wish = _wish(said)
-    # `output_config.effort` grades the whole answer, not its thoughts alone.
+    # `output_config.effort` is for the whole answer.
     silent = only_if_asked and all(each.param == "output_config.effort" for each in said)
     values = told(wish, variables)
     if not variables.is_guess:
@@ -113,13 +111,11 @@ def _is_parsed(body: Reader) -> bool:
 
 
 def _fields_of(body: Reader, name: str) -> Reader:
-    """The object under `name`; an empty one where it is a word or a truth value."""
+    """The object under `name`; else an empty one."""
     return body.object(name) if isinstance(body.get(name), dict) else Reader({}, body.param(name))
 
 
 def _wish(said: list[_Said]) -> ThinkingWish:
-    """Of each kind, what the first field says."""
-
     def first(get: Callable[[_Said], Any]) -> Any:
         return next((get(each) for each in said if get(each) is not None), None)
 
@@ -139,7 +135,7 @@ def _in_template_kwargs(kwargs: Reader) -> Iterator[_Said]:
 
 
 def _is_read(name: str, value: Any) -> bool:
-    """Whether a template's variable is of a type that says something of thinking; others are the template's own."""
+    """Whether a template variable has a type for thinking; others are the template's own."""
     if name in _BUDGETS:
         return _is_whole(value)
     return name not in ("reasoning", *_OFF_SWITCHES) and isinstance(value, bool | str | int | float)
@@ -165,7 +161,7 @@ def _in_body(body: Reader) -> Iterator[_Said]:
 
 
 def _in_object(given: Reader) -> Iterator[_Said]:
-    """OpenAI's and OpenRouter's `reasoning`, Anthropic's `thinking`: a type, a switch, an effort, a budget."""
+    """`reasoning` (OpenAI, OpenRouter) or `thinking` (Anthropic)."""
     for name in ("type", "enabled", *_GRADES_INSIDE):
         if given.get(name) is not None:
             yield _read(given, name)
@@ -188,7 +184,7 @@ def _read(reader: Reader, name: str) -> _Said:
 
 
 def _meaning(value: str, *, is_effort: bool) -> dict[str, Any]:
-    """What a word says: an effort where the field is for efforts, elsewhere also whether to think at all."""
+    """An effort, or in other fields also on or off."""
     word = value.strip().lower().replace("-", "_")
     if word in _FREE:
         return {"free": True}
@@ -210,7 +206,7 @@ def _effort(word: str) -> int:
 
 
 def _graded(value: float) -> int:
-    """An effort from a number: a share up to 1, or of a hundred."""
+    """From a fraction up to 1, or a percentage."""
     share = value if 0 <= value <= 1 else max(0, min(value, 100)) / 100
     return NONE if share == 0 else 1 + min(int(share * 5), 5)
 
@@ -222,7 +218,7 @@ def _is_whole(value: Any) -> bool:
 def _notes(
     wish: ThinkingWish, said: list[_Said], variables: ThinkingVariables, values: dict[str, Any]
 ) -> Iterator[str]:
-    """What is not done as it was asked for."""
+    """Settings without their usual effect."""
     efforts = {name: value for name, value in values.items() if name in dict(variables.efforts)}
     as_told = f"it is told {next(iter(efforts.values()))!r}" if efforts else "it has no effect"
     if wish.is_off:

@@ -1,7 +1,6 @@
-"""Definitions of tools, in any dialect's spelling, as the functions that chat templates show.
+"""Translates tool definitions of any dialect to functions for chat templates.
 
-Tools that a server would run are left out with a note: agents have them on by default, and a refusal would end their
-session.
+Server tools are left out with a note: agents send them by default, and a refusal would end the session.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ _SCHEMAS = ("parameters", "input_schema", "inputSchema")
 
 @dataclass
 class ToolList:
-    """A request's tools as they are read.
+    """Tools of a request.
 
     Attributes:
-        functions: shown ones in OpenAI's shape, by name. A later definition takes the place of an earlier one.
-        left_out: names and types of tools that the model is not shown.
+        functions: by name, in OpenAI's shape; later definitions replace earlier ones.
+        left_out: names and types of tools that are not shown.
     """
 
     functions: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -43,7 +42,6 @@ class ToolList:
 
 
 def read_chat_tools(call: Call) -> ToolList:
-    """`tools` of chat completions."""
     tools = ToolList()
     for tool in call.body.objects("tools"):
         kind = tool.string("type")
@@ -59,7 +57,7 @@ def read_chat_tools(call: Call) -> ToolList:
 
 
 def read_anthropic_tools(call: Call) -> ToolList:
-    """`tools` of messages, and those that system messages have added in the conversation since."""
+    """`tools`, and tools added by system messages."""
     tools = ToolList()
     for tool in call.body.objects("tools"):
         _add_tool(tool, tool.string("type"), tools, call)
@@ -78,19 +76,19 @@ def _add_tool(tool: Reader, kind: str | None, tools: ToolList, call: Call) -> No
 
 
 def read_function(tool: Reader) -> dict[str, Any]:
-    """A function's name, description and parameters, which stand in `function` or beside the type."""
+    """Read `function`, or the fields beside the type."""
     holder = tool.object("function") if tool.get("function") is not None else tool
     schema = next((name for name in _SCHEMAS if holder.get(name) is not None), _SCHEMAS[0])
     function = {
         "name": holder.name("name"),
         "description": holder.string("description") or "",
-        "parameters": {} if holder.get(schema) == [] else holder.object(schema).value,  # as PHP writes it
+        "parameters": {} if holder.get(schema) == [] else holder.object(schema).value,  # PHP's empty object
     }
     return function | ({"strict": True} if holder.get("strict") is True else {})
 
 
 def _added_tools(body: Reader) -> Iterator[Reader]:
-    """Definitions in `tool_addition` blocks of system messages. References to entries of `tools` say nothing new."""
+    """Definitions in `tool_addition` blocks; references to `tools` are skipped."""
     for index, message in enumerate(body.items("messages")):
         if type(message) is not dict or message.get("role") != "system" or type(message.get("content")) is not list:
             continue

@@ -1,4 +1,4 @@
-"""Small typed readers of request bodies. Each refusal is an `InvalidRequest` that names the parameter at fault."""
+"""Typed readers of request bodies. Each refusal names its parameter."""
 
 from __future__ import annotations
 
@@ -12,25 +12,23 @@ from agentcache.names import is_name
 from agentcache.server.read_limit import STEPS, ReadLimit
 
 MAX_INTEGER = 2**63 - 1
-MAX_NAME = 256  # characters of a tool's name
+MAX_NAME = 256  # of a tool's name
 MAX_NUMBER = 1e300
-# What JSON takes of memory and time goes by its values. So many are read in a tenth of a second, and more are for
-# prompts of long contexts, or many of them, only.
+# Parsing cost depends on the number of values: 0.1 s for this many. Only long or many prompts need more.
 MANY_VALUES = 2**20
 _VALUES_PER_TOKEN = 4
-_MOST_LISTS = 256  # that a prompt's token ids come in
-_LONGEST_HINT = 80  # characters of an unknown name that is compared with known ones
+_MOST_LISTS = 256  # of token ids
+_LONGEST_HINT = 80  # of names compared with known ones
 
 
 def parse_object(raw: list[bytes]) -> dict[str, Any]:
-    """The JSON object in a request body.
+    """The JSON object in a body.
 
     Args:
-        raw: the body alone; it is taken out, since a large one should not be there twice.
+        raw: one body; this call empties the list to free it early.
 
     Raises:
-        InvalidRequest: not UTF-8, not an object, or not JSON that `parse_json` reads; with the place of what is nested
-            too deeply.
+        InvalidRequest: no UTF-8, no JSON object, or nested too deeply (with the place).
     """
     try:
         text = raw.pop().decode("utf-8")
@@ -50,12 +48,12 @@ def parse_object(raw: list[bytes]) -> dict[str, Any]:
 
 
 def refuse_many_values(raw: bytes, max_context: int) -> None:
-    """Refuse a body, before it is parsed, that holds more values than prompts of `max_context` tokens need.
+    """Refuse an unparsed body with more values than prompts of `max_context` tokens need.
 
-    Commas and brackets in strings count, too: they are tokens, just as a list's.
+    Commas and brackets in strings count too: they are tokens as well.
 
     Raises:
-        ContextLengthExceeded: whose fault it is, nobody knows yet.
+        ContextLengthExceeded: without a parameter, which is not known yet.
     """
     if len(raw) <= MANY_VALUES:
         return
@@ -70,10 +68,10 @@ def refuse_many_values(raw: bytes, max_context: int) -> None:
 
 
 def refuse_long_lists(body: dict[str, Any], max_context: int) -> None:
-    """Refuse messages, token ids or tool results that are more than the context has tokens, before each is read.
+    """Refuse messages, token ids or tool results that outnumber the context's tokens.
 
     Raises:
-        ContextLengthExceeded: with the name of the list.
+        ContextLengthExceeded: with the list's name.
     """
     for param in ("messages", "prompt", "input"):
         items = body.get(param)
@@ -93,7 +91,7 @@ def _refuse_long(what: str, count: int, max_context: int, param: str) -> None:
 
 
 def check_agent_id(value: str, param: str) -> str:
-    """`value`, if it may name an agent (and its files)."""
+    """Return a valid agent id, which also names files."""
     if not is_name(value):
         problem = "must be 1 to 64 letters, digits, '.', '_' or '-', and not '.' or '..'"
         raise InvalidRequest(f"{param} {problem}.", param=param)
@@ -101,12 +99,11 @@ def check_agent_id(value: str, param: str) -> str:
 
 
 class Reader:
-    """One JSON object of a request and where it stands in the body. null counts as absent.
+    """One JSON object and its place in the body. null counts as absent.
 
     Args:
-        value: the object.
-        path: its dotted path; empty for the body itself.
-        limit: of reading the body, in which every object in a list and every string that is read counts.
+        path: dotted path; empty for the body.
+        limit: time limit; counts objects in lists and strings.
     """
 
     __slots__ = ("_limit", "path", "value")
@@ -141,7 +138,7 @@ class Reader:
         return value
 
     def name(self, name: str) -> str:
-        """A required string of at most `MAX_NAME` characters."""
+        """Required, of at most `MAX_NAME` characters."""
         value = self.required_string(name)
         if len(value) > MAX_NAME:
             self.fail(name, f"must have at most {MAX_NAME} characters")
@@ -159,7 +156,7 @@ class Reader:
         value = self.value.get(name)
         if value is None:
             return None
-        if isinstance(value, float) and value.is_integer():  # languages without integers write 8.0
+        if isinstance(value, float) and value.is_integer():  # some languages write 8.0
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
             self.fail(name, "must be a whole number")
@@ -179,18 +176,18 @@ class Reader:
         return float(value)
 
     def object(self, name: str) -> Reader:
-        """The object under `name`; an empty one where it is absent."""
+        """An empty object if absent."""
         value = self.value.get(name)
         if value is not None and not isinstance(value, dict):
             self.fail(name, "must be an object")
         return Reader(value or {}, self.param(name), self._limit)
 
     def at(self, name: str, value: Mapping[str, Any]) -> Reader:
-        """An object that stands for what is under `name`, or for this one where that is empty."""
+        """Read `value` in place of field `name`, or of this object if that is empty."""
         return Reader(dict(value), self.param(name) if name else self.path, self._limit)
 
     def objects(self, name: str) -> list[Reader]:
-        """The objects of the list under `name`; empty where it is absent."""
+        """Empty if absent."""
         value = self.value.get(name)
         if value is None:
             return []
@@ -206,7 +203,7 @@ class Reader:
         return readers
 
     def items(self, name: str) -> Iterator[Any]:
-        """The values of the list under `name`, unchecked; none where it is absent. `item` reads one as an object."""
+        """Unchecked values of a list; `item` reads one as an object."""
         value = self.value.get(name)
         if value is None:
             return
@@ -218,26 +215,24 @@ class Reader:
             yield from value[start : start + STEPS]
 
     def item(self, name: str, index: int) -> Reader:
-        """The object at `index` of the list under `name`."""
         value, at = self.value[name][index], f"{name}[{index}]"
         if not isinstance(value, dict):
             self.fail(at, "must be an object")
         return Reader(value, self.param(at), self._limit)
 
     def only(self, *known: str) -> None:
-        """Refuses every other key."""
+        """Refuse other keys."""
         for name in self.value:
             if name not in known:
                 self.refuse(name, _hint(name, known))
 
     def refuse(self, name: str, hint: str = "") -> NoReturn:
-        """Refuses a field as unknown; `hint` says what to send instead."""
         param = self.param(name)
         raise InvalidRequest(f"unknown field {param!r:.80}{hint and '; ' + hint}.", param=param)
 
 
 def _range(value: float, minimum: float, maximum: float) -> str:
-    """What `value` must be: between its bounds; where the upper one is only what can be held, the one it passed."""
+    """The bounds; without a real maximum only the violated one."""
     if maximum < MAX_INTEGER:
         return f"between {minimum} and {maximum}"
     return f"at least {minimum}" if value < minimum else f"at most {maximum}"
