@@ -1,7 +1,7 @@
-"""Durable LLM agents on one machine: the KV cache stays in 4 bits from disk to attention and survives a restart.
+"""Durable LLM agents on one machine: a quantised KV cache that survives a restart.
 
-`LLM` is the offline interface; `agentcache serve` is the HTTP one. Names load on first use: importing the package (for
-the command line's help, for the parts in plain Python) does not import mlx.
+`LLM` is the offline interface; `agentcache serve` is the HTTP one. Exported names load on first use, so that importing
+the package does not import mlx.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from agentcache.report import AgentInfo
     from agentcache.sampling import SamplingParams
 
-# On CUDA MLX rounds what float32 models multiply to 10 bits, unless it is told otherwise before its first product: two
-# ways to the same value would end in different steps of 4 bits.
+# On CUDA, MLX multiplies float32 in TF32 unless this is set before the first product. Two ways to compute the same
+# value would then be quantised differently.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
-# On CUDA MLX counts the kinds of graphs that it meets and fails from the 801st on, which a server meets within days.
+# On CUDA, MLX raises an error at the 801st kind of graph; a server reaches that within days.
 os.environ.setdefault("MLX_ENABLE_CACHE_THRASHING_CHECK", "0")
 
 # fmt: off

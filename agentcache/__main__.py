@@ -1,4 +1,4 @@
-"""The command line: `python -m agentcache` is `agentcache`."""
+"""`python -m agentcache`: the command line."""
 
 from agentcache.cli.main import main
 

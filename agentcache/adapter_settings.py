@@ -1,4 +1,4 @@
-"""What settings and requests say of adapters: which folder has which name, and how its requests share."""
+"""Adapters in settings and requests: names, folders and sharing policies."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from agentcache.errors import ConfigError, InvalidRequest
 
 
 class Policy(StrEnum):
-    """How an adapter's requests share keys and values; docs/adapters.md."""
+    """How an adapter's requests share the KV cache (docs/adapters.md)."""
 
     AUTO = "auto"
     EXACT = "exact"
     ACTIVATED = "activated"
     PREFILL_SHARE = "prefill-share"
-    # Lossy: only where `max_divergence` allows it; of these `auto` takes the first, and only where memory is scarce.
+    # Lossy: refused unless `max_divergence` is above 0. `auto` uses the first if memory is scarce.
     RESIDUAL = "residual"
     RESIDUAL_SHARED_A = "residual-shared-a"
 
 
-# Why a server that has not been told otherwise answers nobody so.
+# Error text for requests of a lossy policy while `max_divergence` is 0.
 RESIDUAL_IS_OFF = "the policy 'residual' is not exact; --max-divergence above 0 allows it, and is 0"
 LOSSY = frozenset({Policy.RESIDUAL, Policy.RESIDUAL_SHARED_A})
-# Another lossy way to share, by its published name: a clear word beats "unknown".
+# A published lossy policy, refused with an error of its own.
 REFUSED_POLICIES = ("full-reuse",)
 
 
 def parse_policy(text: str, param: str = "policy") -> Policy:
-    """The policy of that name.
+    """Parse a policy's name.
 
     Raises:
-        InvalidRequest: there is none, or it is not supported.
+        InvalidRequest: an unknown or unsupported policy.
     """
     if text in REFUSED_POLICIES:
         raise InvalidRequest(f"{param} {text!r} is not supported", param=param)
@@ -45,7 +45,7 @@ def parse_policy(text: str, param: str = "policy") -> Policy:
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """An adapter to load at start: what to call it, and where it lies."""
+    """An adapter to load at start."""
 
     name: str
     path: str
@@ -53,11 +53,14 @@ class AdapterFolder:
 
 
 def parse_adapters(value: Any) -> tuple[AdapterFolder, ...]:
-    """Adapters as a TOML table or a Python dict says them (name to `PATH[:POLICY]`), a list of `NAME=PATH[:POLICY]`, or
-    such a list in one text, separated by commas.
+    """Parse the setting `adapters`.
+
+    Args:
+        value: a mapping of names to `PATH[:POLICY]`; or a list of `NAME=PATH[:POLICY]`, also as one text separated by
+            commas.
 
     Raises:
-        ConfigError: an entry is none of these, or a name is there twice.
+        ConfigError: an invalid entry, or a duplicate name.
     """
     if isinstance(value, str):
         value = [entry for entry in value.split(",") if entry.strip()]

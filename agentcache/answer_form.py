@@ -1,4 +1,4 @@
-"""What form an answer must have: the text that it says, and the tools that it calls."""
+"""The form that an answer must have: constrained text, tool calls, or both."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from enum import StrEnum
 
 
 class Notation(StrEnum):
-    """How a form is written down."""
-
     JSON_SCHEMA = "json schema"
     REGEX = "regular expression"
     LARK = "Lark grammar"
@@ -16,11 +14,11 @@ class Notation(StrEnum):
 
 @dataclass(frozen=True)
 class TextForm:
-    """All of the answer's text has it.
+    """A constraint on all of the answer's text.
 
     Args:
-        definition: the JSON text of a schema, a regular expression, or a Lark grammar (as llguidance knows it).
-        param: what the wire calls it, for errors about it.
+        definition: the JSON text of a schema, a regular expression, or a Lark grammar of llguidance.
+        param: request parameter named in errors.
     """
 
     notation: Notation
@@ -30,11 +28,12 @@ class TextForm:
 
 @dataclass(frozen=True)
 class CallableTool:
-    """A tool that may be called, and the JSON text of the schema of its arguments.
+    """A tool that the answer may call.
 
     Args:
-        param: what the wire calls the schema, for errors about it.
-        name_param: what the wire calls the name.
+        schema: JSON text of the schema of its arguments.
+        param: request parameter of the schema, named in errors.
+        name_param: request parameter of the name, named in errors.
     """
 
     name: str
@@ -45,11 +44,10 @@ class CallableTool:
 
 @dataclass(frozen=True)
 class Calls:
-    """Tools that an answer calls.
+    """Tool calls: at least one of `tools`.
 
     Args:
-        tools: of which at least one is called.
-        just_one: whether there is one call at most.
+        just_one: at most one call.
     """
 
     tools: tuple[CallableTool, ...]
@@ -58,14 +56,14 @@ class Calls:
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """Either a text or calls; where both are given, the model chooses."""
+    """A text, or calls; if both are given, the model chooses."""
 
     text: TextForm | None = None
     calls: Calls | None = None
 
     @property
     def num_chars(self) -> int:
-        """Of what it is defined by."""
+        """Characters of the definition and of the tools' schemas."""
         schemas = () if self.calls is None else [tool.schema for tool in self.calls.tools]
         return sum(map(len, schemas)) + (0 if self.text is None else len(self.text.definition))
 

@@ -1,4 +1,4 @@
-"""A small HTTP client of a running server. Knows the wire, not the engine."""
+"""A small HTTP client of a running server."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ import httpx
 
 from agentcache.errors import AgentCacheError
 
-# A long prefill may take minutes before its first byte; only connecting has a limit.
+# No read timeout: a long prefill can take minutes before the first byte.
 TIMEOUT = httpx.Timeout(None, connect=10.0)
 
 
 class ServerError(AgentCacheError):
-    """The server cannot be reached, refused the request, or answered something that is not the contract.
+    """The server is unreachable, refused the request, or sent an unexpected answer.
 
     Args:
-        message: a sentence for a person.
-        status: HTTP status; None when there was no answer at all.
-        code: the server's word for the error, such as `context_length_exceeded`.
+        status: HTTP status; None without an answer.
+        code: the server's error code, such as `context_length_exceeded`.
     """
 
     def __init__(self, message: str, *, status: int | None = None, code: str | None = None) -> None:
@@ -33,8 +32,10 @@ class ServerError(AgentCacheError):
 
 @dataclass(frozen=True)
 class Completion:
-    """One streamed answer. Times were measured here, on the client's side of the wire, from sending the request:
-    to the first token, to the last one, and to the end of the answer, which waits until the turn is saved."""
+    """One streamed answer.
+
+    Times are measured on the client, from sending the request. `total_ms` includes saving the turn.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -48,11 +49,11 @@ class Completion:
 
 
 class Client:
-    """Talks to one server. A context manager; `close` gives the connections back."""
+    """A connection to one server. A context manager."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        # Proxies of the environment are for the outside; a local server must not be asked through one.
+        # `trust_env=False`: proxies of the environment must not be used for a local server.
         self._http = httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=TIMEOUT, trust_env=False)
         self.url = url
 
@@ -66,14 +67,14 @@ class Client:
         self._http.close()
 
     def healthy(self) -> bool:
-        """Whether the server answers and has its model loaded."""
+        """Whether the server answers and has loaded its model."""
         try:
             return self._http.get("/health", timeout=5.0).status_code == 200
         except httpx.HTTPError:
             return False
 
     def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """One call with a JSON answer (None when it has no body)."""
+        """Send a request and return its JSON answer, or None for an empty body."""
         try:
             response = self._http.request(method, path, json=body)
         except httpx.HTTPError as error:
@@ -83,25 +84,26 @@ class Client:
         return response.json() if response.content else None
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Completion:
-        """A streamed chat completion; `options` as in `complete`."""
+        """Stream a chat completion; `options` as in `complete`."""
         return self._stream("/v1/chat/completions", {"messages": list(messages)}, options)
 
     def complete(self, prompt: str | Sequence[int], **options: Any) -> Completion:
-        """A streamed raw completion of a text or of token ids.
+        """Stream a raw completion of a text or of token ids.
 
-        `options` are the fields of the request's body: `agent`, `max_tokens`, `temperature`, `seed`, `ignore_eos`, and
-        `salt`, which goes where the server looks for it. What is None is left out.
+        Args:
+            options: fields of the request's body, such as `agent`, `max_tokens`, `temperature` and `seed`, and `salt`.
+                None values are omitted.
         """
         return self._stream("/v1/completions", {"prompt": prompt if isinstance(prompt, str) else list(prompt)}, options)
 
     def cache_prompt(self, prompt: Sequence[int], agent: str) -> Mapping[str, Any]:
-        """Cache a prompt of token ids for an agent and generate nothing; the report."""
+        """Cache a prompt for an agent without generating; return the report."""
         body = {"prompt": list(prompt), "agent": agent, "max_tokens": 0, "agentcache": {"report": True}}
         answer = self.request("POST", "/v1/completions", body)
         return _report(answer)
 
     def token_ids(self, text: str, salt: str) -> list[int]:
-        """The served model's token ids of a text. The server computes it once, under that salt."""
+        """Tokenise a text with the served model. The server computes it once, under that salt."""
         extras = {"report": True, "return_token_ids": True, "salt": salt}
         answer = self.request("POST", "/v1/completions", {"prompt": text, "max_tokens": 0, "agentcache": extras})
         return [int(token) for token in answer["choices"][0]["prompt_token_ids"]]
@@ -126,7 +128,7 @@ class Client:
 
 
 def _body(prompt: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    # An answer goes into the next prompt word by word, calls and thoughts too.
+    # No parsing: the raw answer becomes part of the next prompt.
     parse = {"parse_tools": False if options.get("tools") else None, "parse_reasoning": False}
     extras = {"report": True, "return_token_ids": True, "salt": options.get("salt"), **parse}
     fields = {key: value for key, value in options.items() if key != "salt" and value is not None}
@@ -140,7 +142,7 @@ def _body(prompt: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, An
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    """The JSON events of a server-sent stream, up to `[DONE]`."""
+    """Yield the JSON events of a server-sent stream up to `[DONE]`."""
     for line in response.iter_lines():
         if not line.startswith("data:"):
             continue
@@ -153,7 +155,7 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
 
 @dataclass
 class _Answer:
-    """The pieces of one stream as they come in. Times are of `time.perf_counter`, in seconds."""
+    """Accumulated events of one stream. Times are `time.perf_counter` seconds."""
 
     started: float
     first: float | None = None
@@ -180,7 +182,7 @@ class _Answer:
         self.token_ids += token_ids
         self.prompt_token_ids += choice.get("prompt_token_ids") or []
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
-        # The role chunk and keep-alives are empty. The finishing chunk waits for saving; it times no token.
+        # The role chunk and keep-alives are empty. The final chunk waits for the save, so it times no token.
         if (piece or token_ids) and not choice.get("finish_reason"):
             self.last = time.perf_counter()
             self.first = self.first or self.last

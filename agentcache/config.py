@@ -1,4 +1,4 @@
-"""Settings: what there are, their defaults, and what is known of each. `config_sources` reads them."""
+"""Settings and their defaults. `config_sources` reads them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ QUEUE_FACTOR = 16  # waiting requests per running one
 
 
 class Images(StrEnum):
-    """What becomes of images that users send to a model which reads text only."""
-
     REFUSE = "refuse"
     PLACEHOLDER = "placeholder"
 
@@ -31,15 +29,13 @@ def default_cache_dir() -> Path:
 
 
 class Kind(StrEnum):
-    """How a setting is written in flags, environment variables and the file."""
-
     TEXT = "text"
     PATH = "path"
     INTEGER = "integer"
     NUMBER = "number"
     SWITCH = "switch"  # on or off
     SIZE = "size"  # bytes: 8GB, 20%, auto
-    TABLE = "table"  # of several values, each with a parser of its own
+    TABLE = "table"  # several values, with a parser of its own
 
 
 @dataclass(frozen=True)
@@ -47,11 +43,9 @@ class Flag:
     """A setting's option of `agentcache serve`.
 
     Args:
-        help: what it says of itself.
-        metavar: what stands for its value.
-        name: where it is not the setting's.
-        repeats: whether it may be given several times.
-        is_bare: whether it has no value.
+        name: option name if it differs from the setting's.
+        repeats: whether the option may be given several times.
+        is_bare: whether the option takes no value.
     """
 
     help: str
@@ -63,12 +57,12 @@ class Flag:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is known of a setting beside its type and its default.
+    """Metadata of a setting, beside type and default.
 
     Args:
-        kind: how it is written.
-        flag: its option; None for one that only the environment and the file can set.
-        above_zero: whether it must be.
+        kind: notation of the value.
+        flag: command-line option; None if only the environment and the file can set it.
+        above_zero: whether the value must be positive.
     """
 
     kind: Kind
@@ -86,55 +80,50 @@ class Config:
 
     Args:
         model: folder or hub id; None for the embedded model.
-        host, port: where to listen; port 0 takes any free one.
-        api_key: what clients must present; None lets every local client in.
-        api_key_file: file that holds it instead, so that it is on no command line; `load_config` reads it.
-        cache_dir: the folder that holds the agents' memory; one process at a time may use it.
-        memory_limit: bytes that all together may take: weights, cache, hidden states and what a step needs meanwhile;
-            None for what the device can give.
-        ram_budget: bytes of RAM the cache may take; None for a quarter of the RAM, or what the model leaves.
-        disk_budget: bytes that the cache's files may take, kept by evicting the stalest agents' blocks; None for a
-            share of the disk that limits growth and evicts nothing.
+        host, port: address to listen on; port 0 takes any free one.
+        api_key: key that clients must present; None admits every local client.
+        api_key_file: file with the key, so that it appears on no command line; `load_config` reads it.
+        cache_dir: folder of the agents' files; one process at a time may use it.
+        memory_limit: bytes for weights, cache, hidden states and temporaries together; None for what the device has.
+        ram_budget: bytes of RAM for the cache; None for a quarter of the RAM, or what the model leaves.
+        disk_budget: bytes of the cache's files, enforced by eviction; None for a share of the disk that limits growth
+            and evicts nothing.
         durability: how far files are synced on macOS (`agentcache.durable`).
-        wired_limit: bytes that a Mac is asked never to page out; None for weights and budgets, 0 for none.
-        memory_pressure: whether memory is given back while the system is short of it.
-        trunk_budget: bytes of RAM for hidden states that adapters go on from, taken only once there are adapters that
-            can; 0 for none, None for an eighth of the cache's where there is room.
-        state_budget: bytes of `ram_budget` for the recurrent state of running requests and for snapshots of it, in
-            models that have recurrent layers; None for a quarter of it.
-        snapshot_tokens: tokens between two snapshots of a conversation's recurrent state; None for as many as make
-            snapshots cost at most twice the keys and values.
-        residual_budget: bytes of `ram_budget` for residuals of adapters (policy `residual`), lent to the base cache
-            until they are used; None for a quarter of it.
-        max_divergence: how far, relative to its own, the keys and values that an adapter reads may lie from those that
-            base shares with it (policy `residual`); 0 refuses to share so.
-        idle_seconds: seconds after which a conversation that nobody goes on with counts as idle: its last recurrent
-            state is written then, so that nothing of it is computed again, whatever becomes of the process.
-        rank_timeout: where several processes share the model, seconds after which one of them counts as hanging.
-        max_concurrent_requests: requests that run in one batch; more wait, and too many more are refused.
-        request_timeout: seconds a completion may take, waiting included; None for no limit.
-        max_context: tokens a sequence may have; None for the model's own limit.
-        temperature, top_p, top_k: of requests that leave them out; None for what the model's generation_config.json
-            says, or else 1, 1 and 0.
-        kv: bits that keys and values are kept in: auto, 4 but in layers where that is measured to do harm; or in all
-            layers 4; 8; k8v4, keys in 8 and values in 4; 16, as the model makes them. Each has files of its own.
+        wired_limit: bytes that macOS must not page out; None for weights and budgets, 0 for none.
+        memory_pressure: whether the cache shrinks while the system is short of memory.
+        trunk_budget: bytes of RAM for the hidden-state cache, allocated when an adapter can use it; 0 for none, None
+            for up to an eighth of the cache's RAM.
+        state_budget: bytes of `ram_budget` for recurrent state and its checkpoints; None for a quarter.
+        snapshot_tokens: tokens between two checkpoints of recurrent state; None for the interval at which checkpoints
+            cost at most twice the KV.
+        residual_budget: bytes of `ram_budget` for residual KV, used by the base cache until needed; None for a quarter.
+        max_divergence: largest relative difference of shared base KV from the adapter's own (policy `residual`); 0
+            refuses that policy.
+        idle_seconds: seconds without a request after which a conversation's last recurrent state is written to disk.
+        rank_timeout: seconds without an answer after which another rank counts as hanging.
+        max_concurrent_requests: requests in one batch; further ones wait, up to `max_waiting_requests`.
+        request_timeout: seconds that a completion may take, waiting included; None for no limit.
+        max_context: tokens of a sequence; None for the model's own limit.
+        temperature, top_p, top_k: defaults for requests; None for those of generation_config.json, or else 1, 1 and 0.
+        kv: bits of the KV cache: `auto` (4, more in layers that need it), 4, 8, k8v4 (keys in 8, values in 4) or 16
+            (not quantised). Each has files of its own.
         max_body_bytes: largest request body.
-        header_timeout, body_timeout: seconds within which a request's headers, and then its body, must have come.
-        write_timeout: seconds without progress after which a connection whose client does not read is ended.
-        cors_origins: web pages that may ask, as `scheme://host[:port]`, or `*` for all.
-        prefill_chunk: prompt tokens computed at once, at most; on a GPU up to 2,048 while nobody generates.
-        max_stall_ms: milliseconds that computing prompt tokens may keep others from generating.
-        decode_share: share of the time that generating gets while prompts wait; above 0 and below 1.
-        max_lineages: conversations that are kept of one agent; of `shared_agents` at least `SHARED_LINEAGES`.
-        adapters: loaded at start.
-        aliases: further names of the served model or its adapters, each with a name it already has.
+        header_timeout, body_timeout: seconds within which a request's headers, and then its body, must arrive.
+        write_timeout: seconds without progress after which the connection of a client that does not read is closed.
+        cors_origins: allowed origins of web pages, as `scheme://host[:port]`, or `*`.
+        prefill_chunk: most prompt tokens in one step; on a GPU up to 2,048 while no request decodes.
+        max_stall_ms: most milliseconds for which prefill may delay decoding.
+        decode_share: share of the time for decoding while prompts wait; above 0 and below 1.
+        max_lineages: conversations kept per agent; at least `SHARED_LINEAGES` for `shared_agents`.
+        adapters: adapters to load at start.
+        aliases: further names of the model or its adapters, each with an existing name.
         strict_model_names: whether `claude-*`, `gpt-*` and placeholders are unknown names; else they mean this model.
         default_agent: agents of requests that name none, by a part of the `User-Agent` header; `*` for any.
-        session_headers: whether a request's agent may be taken from headers and from what clients send unasked.
-        stable_prefix: whether lines in front of a conversation that change from turn to turn stay as they were in the
-            cache, and are told in front of the newest message instead.
-        images: what becomes of images in users' messages.
-        log_requests: whether each request is a line in the log: its route, agent, model, tokens and time, no content.
+        session_headers: whether a request's agent may come from headers and from ids that clients send by default.
+        stable_prefix: whether changed lines in the system prefix keep their cached text; a moved notice in front of the
+            newest message has the new text.
+        images: handling of images in users' messages.
+        log_requests: whether to log a line for each request: route, agent, model, tokens and time, no content.
     """
 
     model: str | None = _setting(Kind.TEXT, Flag("Folder or hub id; the embedded model without it."), default=None)
@@ -291,17 +280,17 @@ class Config:
 
     @property
     def shared_agents(self) -> frozenset[str]:
-        """Agents of requests that name none; they hold conversations of several clients."""
+        """Agents of requests that name none. They hold conversations of several clients."""
         return frozenset({RESPONSES_AGENT, *self.default_agent.values()})
 
     @property
     def sampling(self) -> SamplingDefaults:
-        """Values for what requests leave out, in front of the model's own."""
+        """Sampling defaults that override the model's own."""
         return SamplingDefaults(self.temperature, self.top_p, self.top_k)
 
     @property
     def max_waiting_requests(self) -> int:
-        """Requests that may be under way, waiting or running; more are refused."""
+        """Most requests under way, waiting or running; more are refused."""
         return self.max_concurrent_requests * QUEUE_FACTOR
 
     def __post_init__(self) -> None:

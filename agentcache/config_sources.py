@@ -1,4 +1,4 @@
-"""Where settings come from: flag > AGENTCACHE_* environment variable > ~/.agentcache/config.toml > default."""
+"""Read settings: flag > AGENTCACHE_* environment variable > ~/.agentcache/config.toml > default."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ log = logging.getLogger("agentcache.config")
 Word = TypeVar("Word", bound=StrEnum)
 
 ENV_PREFIX = "AGENTCACHE_"
-# Ours, but no settings of the server: which server the CLI talks to, where the config file lies, what make installs,
-# which kernels compute attention.
+# Variables with the prefix that are not settings of the server.
 OTHER_VARIABLES = frozenset(
     {"AGENTCACHE_URL", "AGENTCACHE_CONFIG", "AGENTCACHE_BACKEND", "AGENTCACHE_KERNELS", "AGENTCACHE_SESSION"}
 )
@@ -52,17 +51,16 @@ def load_config(
     environ: Mapping[str, str] | None = None,
     config_file: Path | None = None,
 ) -> Config:
-    """The settings in force.
+    """Resolve the settings. An unknown environment variable only logs a warning.
 
     Args:
         overrides: flags by setting name; None counts as not given.
-        environ: the environment; the process's own by default.
-        config_file: the TOML file; AGENTCACHE_CONFIG or ~/.agentcache/config.toml by default, which need not exist.
-
-    An unknown environment variable is only warned of: it may be meant for another program.
+        environ: environment; the process's own by default.
+        config_file: TOML file, which must exist; by default AGENTCACHE_CONFIG, or ~/.agentcache/config.toml if it
+            exists.
 
     Raises:
-        ConfigError: an unknown key (the nearest known one is named) or a value that makes no sense.
+        ConfigError: an unknown key, or an invalid value.
     """
     environ = os.environ if environ is None else environ
     raw: dict[str, Any] = {}
@@ -114,9 +112,9 @@ def _nearest(key: str, known: Iterable[str]) -> str:
 
 
 def _convert(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Values as `Config` wants them, from strings and TOML values."""
+    """Convert strings and TOML values to those of `Config`."""
     if isinstance(raw.get("kv"), int):
-        raw = {**raw, "kv": str(raw["kv"])}  # a number of bits may be written as one
+        raw = {**raw, "kv": str(raw["kv"])}  # a TOML integer such as kv = 4
     one_value = {key: value for key, value in raw.items() if SETTINGS[key].kind is not Kind.TABLE}
     settings: dict[str, Any] = {key: _plain(key, value) for key, value in one_value.items()}
     settings["adapters"] = parse_adapters(raw.get("adapters", {}))
@@ -185,7 +183,7 @@ def _aliases(value: Any) -> dict[str, str]:
 
 
 def _key_of_file(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """`api_key_file` as a path, and the key that is in it; nothing where no file is named."""
+    """`api_key_file` as a path and the key in it; empty without that setting."""
     if "api_key_file" not in settings:
         return {}
     if "api_key" in settings:

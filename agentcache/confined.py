@@ -1,7 +1,7 @@
-"""Processes for work that nobody has to trust, or that would hold Python's lock: each has limits of time and memory.
+"""Child processes with time and memory limits, for untrusted work and for work that would hold the GIL.
 
-The work is a module with a function `main`, which hands its function to `confined_child.serve`. It should import
-little, so that it starts quickly and stays small.
+The work is a module with a function `main`, which passes a function to `confined_child.serve`. It should import little,
+so that it starts quickly and stays small.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pathlib import Path
 from agentcache.confined_child import CPU_SECONDS, MEMORY_BYTES, MEMORY_PER_BYTE, OUT_OF_MEMORY, cpu_seconds
 from agentcache.errors import Overloaded
 
-# The child's own limit is CPU time; this is for a machine that has none to spare, and a child that does not get any.
-PATIENCE_SECONDS = 20.0  # beside what the CPU time goes beyond `CPU_SECONDS`
+# The child limits its own CPU time. This wall-clock limit is for a child that gets no CPU.
+PATIENCE_SECONDS = 20.0  # plus the CPU time above `CPU_SECONDS`
 _LOOK_SECONDS = 0.05
-# The package's folder comes last: no module in it may stand in front of the standard library's.
+# The package's folder goes last, so that its modules cannot shadow the standard library.
 _PROGRAM = (
     "import importlib, sys; sys.path.append(sys.argv[2]); importlib.import_module(sys.argv[1]).main(*sys.argv[3:])"
 )
 
 
 class OverLimit(Exception):
-    """Work took `what`, as in "longer than 2 s"."""
+    """The work exceeded a limit; `what` is like "longer than 2 s"."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"it took {what}")
@@ -36,7 +36,7 @@ class OverLimit(Exception):
 
 
 class ReplyTooLong(Exception):
-    """A reply would have `num_bytes`, more than was allowed."""
+    """The reply has `num_bytes`, more than `max_bytes`."""
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__(f"the reply has {num_bytes} bytes")
@@ -44,7 +44,7 @@ class ReplyTooLong(Exception):
 
 
 class ChildBroke(Exception):
-    """The process ended in the middle of its work."""
+    """The child process ended before it replied."""
 
 
 def _always() -> None:
@@ -52,13 +52,13 @@ def _always() -> None:
 
 
 class ConfinedWork:
-    """Has requests answered by processes of one kind. From any thread.
+    """A pool of child processes that answer requests. Usable from any thread.
 
-    Each request that is under way has a process; they are started when needed and kept.
+    Each running request has a process of its own; processes start on demand and are reused.
 
     Args:
-        module: what a process runs; its `main` gets `arguments`.
-        seconds_per_byte: as the module gives it to `confined_child.serve`.
+        module: module that the process runs; `main` gets `arguments`.
+        seconds_per_byte: the value that the module passes to `confined_child.serve`.
     """
 
     def __init__(self, module: str, *arguments: str, seconds_per_byte: float = 0.0) -> None:
@@ -68,29 +68,29 @@ class ConfinedWork:
         weakref.finalize(self, _close_all, self._idle)
 
     def start(self) -> None:
-        """Have a process ready for the first request."""
+        """Start a process for the first request."""
         if not self._idle:
             self._idle.append(_Process(self._program))
 
     def close(self) -> None:
-        """End the processes that have nothing to do."""
+        """End the idle processes."""
         _close_all(self._idle)
 
     def ask(
         self, request: list[bytes], *, max_bytes: int | None = None, go_on: Callable[[], None] = _always
     ) -> tuple[bytes, bytearray]:
-        """The reply's kind and content.
+        """Send a request and return the reply's kind and content.
 
         Args:
-            request: its parts; emptied as they are sent, so that a large request is not kept while it is worked on.
+            request: parts of the request; emptied as they are sent, to free the memory of a large request.
             max_bytes: largest content.
-            go_on: called now and then while it takes long; raises when nobody waits for the reply any more.
+            go_on: called periodically during a long request; raises if the reply is not needed any more.
 
         Raises:
-            OverLimit: it took too much time or memory.
-            ReplyTooLong: the content has over `max_bytes`.
+            OverLimit: too much time or memory.
+            ReplyTooLong: content above `max_bytes`.
             ChildBroke: the process ended.
-            Overloaded: the system has no room for a process.
+            Overloaded: the system cannot start another process.
         """
         process = self._idle_process() or _Process(self._program)
         try:
@@ -106,7 +106,7 @@ class ConfinedWork:
         return kind, content
 
     def _idle_process(self) -> _Process | None:
-        """One that waits for work; those that somebody has ended meanwhile are passed over."""
+        """A live idle process; dead ones are dropped."""
         while (process := _pop(self._idle)) is not None:
             if process.is_alive:
                 return process
@@ -115,7 +115,7 @@ class ConfinedWork:
 
 
 class _Process:
-    """One child process and the socket to it. One request at a time."""
+    """One child process and its socket. One request at a time."""
 
     def __init__(self, program: tuple[str, ...]) -> None:
         self._socket, other = socket.socketpair()
@@ -135,7 +135,7 @@ class _Process:
     def ask(
         self, request: list[bytes], max_bytes: int | None, go_on: Callable[[], None], seconds: float
     ) -> tuple[bytes, bytearray]:
-        """The reply's kind and content. Close the process if this raises.
+        """Return the reply's kind and content. If this raises, close the process.
 
         Args:
             seconds: CPU time that the child allows itself.
@@ -156,11 +156,10 @@ class _Process:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process runs."""
         return self._process.poll() is None
 
     def close(self) -> None:
-        """End the process at once."""
+        """Kill the process."""
         self._socket.close()
         self._process.kill()
         self._process.wait()
@@ -194,7 +193,7 @@ class _Process:
 
 
 class _Watch:
-    """Looks after one request: what takes long may take too much, or have nobody left who waits for it."""
+    """Checks one request's time, memory and cancellation while it runs."""
 
     def __init__(self, pid: int, size: int, go_on: Callable[[], None], patience: float) -> None:
         self._pid = pid
@@ -211,7 +210,7 @@ class _Watch:
             raise _too_much_memory()
 
     def _resident_bytes(self) -> int:
-        """For kernels that do not hold a process to a limit of its memory."""
+        """Memory of the child, on systems that do not enforce RLIMIT_AS."""
         told = subprocess.run(["ps", "-o", "rss=", "-p", str(self._pid)], capture_output=True, text=True)
         return int(told.stdout.strip() or 0) * 1024
 
@@ -223,7 +222,7 @@ def _too_much_memory() -> OverLimit:
 def _pop(idle: list[_Process]) -> _Process | None:
     try:
         return idle.pop()
-    except IndexError:  # not asked before: another thread may take the last one in between
+    except IndexError:  # no check before: another thread may take the last one in between
         return None
 
 

@@ -1,7 +1,7 @@
-"""The loop of a process that does work under limits of time and memory, which the kernel enforces.
+"""Request loop of a child process under kernel-enforced limits of CPU time and memory.
 
 `confined.py` starts it, sends requests to standard input and reads replies from standard output. A request is a length
-(8 bytes, little-endian) and as many bytes; a reply is a kind (1 byte), a length (8 bytes) and as many bytes.
+(8 bytes, little-endian) and its bytes; a reply is a kind (1 byte), a length (8 bytes) and its bytes.
 """
 
 from __future__ import annotations
@@ -14,33 +14,32 @@ from collections.abc import Callable, Iterator
 
 from agentcache.malloc import give_back_freed
 
-CPU_SECONDS = 2.0  # per request, and at most for a large one:
-MOST_CPU_SECONDS = 20.0
-# What a request may take beside what the process has from the start, and for each byte that it sends.
+CPU_SECONDS = 2.0  # per small request
+MOST_CPU_SECONDS = 20.0  # per large request
+# Memory limit of a request: the process's own at start, plus these.
 MEMORY_BYTES = 96 << 20
 MEMORY_PER_BYTE = 8
 
-LARGE_REQUEST = 1 << 20  # bytes; what these leave behind is not kept
-OUT_OF_MEMORY = b"m"  # the kind of reply that says so; every other is the work's own
+LARGE_REQUEST = 1 << 20  # bytes; freed memory is returned to the system after such a request
+OUT_OF_MEMORY = b"m"  # reserved kind of reply; `answer` defines all other kinds
 
 Answer = Callable[[list[bytes]], tuple[bytes, bytes]]
 
 
 def cpu_seconds(num_bytes: int, seconds_per_byte: float) -> float:
-    """What a request of that size may take."""
+    """CPU time limit of a request."""
     return min(MOST_CPU_SECONDS, CPU_SECONDS + seconds_per_byte * num_bytes)
 
 
 def serve(answer: Answer, seconds_per_byte: float = 0.0) -> None:
-    """Answer requests until the other side is gone.
+    """Answer requests until the parent closes the pipe.
 
     Args:
+        answer: returns a reply's kind and content. It gets the request in a list, so that it can free it.
         seconds_per_byte: see `cpu_seconds`.
-        answer: the kind of a request's reply and its content. The request comes in a list, so that it can be taken out
-            and let go of.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # for the parent, which may still need us; its end is seen below
+        signal.signal(number, signal.SIG_IGN)  # the parent handles these; its exit ends the loop below
     requests, replies = sys.stdin.buffer, sys.stdout.buffer
     own_memory = _address_space()
     while head := requests.read(8):
@@ -65,9 +64,9 @@ def _answered(answer: Answer, request: list[bytes]) -> tuple[bytes, bytes]:
 
 @contextlib.contextmanager
 def _limits(address_space: int, seconds: float) -> Iterator[None]:
-    """The default action of the timer's signal ends the process, also in the middle of a call into C.
+    """Limit memory and CPU time. The timer's signal ends the process, even inside a call into C.
 
-    An `address_space` of 0 is not limited: only Linux holds to it, and elsewhere the parent watches.
+    An `address_space` of 0 sets no limit. Only Linux enforces it; elsewhere the parent watches.
     """
     if address_space:
         resource.setrlimit(resource.RLIMIT_AS, (address_space, resource.getrlimit(resource.RLIMIT_AS)[1]))
@@ -77,7 +76,7 @@ def _limits(address_space: int, seconds: float) -> Iterator[None]:
 
 
 def _address_space() -> int:
-    """Bytes of address space that this process has; 0 where the kernel does not tell."""
+    """Bytes of this process's address space; 0 if unknown (not Linux)."""
     try:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[0]) * resource.getpagesize()

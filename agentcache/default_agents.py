@@ -1,4 +1,4 @@
-"""The setting `default_agent`: agents for clients that name no session."""
+"""The setting `default_agent`: agents of clients that name none."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from agentcache.errors import ConfigError
 from agentcache.names import RULE, is_name
 
 ANY_CLIENT = "*"
-# Of responses that are to be stored and whose requests name no agent.
+# Agent of stored responses whose requests name no agent.
 RESPONSES_AGENT = "responses"
-# Conversations that an agent of several clients or conversations at once keeps at least: each would push out another.
+# Fewest lineages of an agent that several clients share, so that they do not evict each other's.
 SHARED_LINEAGES = 32
 
 
 def parse_default_agents(value: Any) -> dict[str, str]:
-    """Agents by client, in lower case; `ANY_CLIENT` is every other client.
+    """Parse the setting into agents by lower-case client; `ANY_CLIENT` stands for every other client.
 
     Args:
-        value: a TOML table or dict of clients and agents; or a list of `NAME` (for any client) and `CLIENT=NAME`;
-            or such a list in one text, separated by commas.
+        value: a mapping of clients to agents; or a list of `NAME` (any client) and `CLIENT=NAME`, also as one text
+            separated by commas.
 
     Raises:
-        ConfigError: an entry is none of these, a name is no agent's id, or a client is there twice.
+        ConfigError: an invalid entry or agent id, or a duplicate client.
     """
     if isinstance(value, str):
         value = [entry for entry in value.split(",") if entry.strip()]
@@ -46,9 +46,9 @@ def _client_and_agent(entry: Any) -> tuple[str, str]:
 
 
 def default_agent(user_agent: str, agents: Mapping[str, str]) -> str | None:
-    """The agent of a client that names none; None if its requests are not kept.
+    """The agent of a client that names none; None if its requests leave no memory.
 
-    The client whose name stands in the `User-Agent` header counts, in any case; of several the longest name.
+    The longest client name that occurs in the `User-Agent` header decides, ignoring case.
     """
     said = user_agent.lower()
     named: Iterable[str] = (client for client in agents if client != ANY_CLIENT and client in said)

@@ -1,7 +1,7 @@
-"""Has the drive keep what was written: the one module that syncs files and folders.
+"""Sync files and folders to the drive. No other module does.
 
-On Linux `fsync` flushes the drive's own cache. On macOS it does not (fsync(2) there): F_FULLFSYNC does, and takes
-milliseconds; F_BARRIERFSYNC only keeps the drive from writing later data first, and is several times faster.
+On Linux, `fsync` flushes the drive's cache. On macOS only F_FULLFSYNC does, in milliseconds; F_BARRIERFSYNC orders
+writes and is several times faster.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ log = logging.getLogger("agentcache.store")
 
 IS_MAC = sys.platform == "darwin"
 
-# From Darwin's <sys/fcntl.h>; Python does not name both in every version.
+# From Darwin's <sys/fcntl.h>; not every Python version names both.
 _F_FULLFSYNC, _F_BARRIERFSYNC = 51, 85
-# File systems that cannot do it, such as exFAT and SMB, refuse by one of these.
+# Errors of file systems that do not support a kind of sync, such as exFAT and SMB.
 _REFUSALS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY, errno.ENOSYS}
 
 
 class Durability(StrEnum):
-    """How far a sync goes on macOS. Elsewhere all three are `fsync`, which flushes the drive."""
+    """Strength of a sync on macOS. Elsewhere all three are `fsync`, which flushes the drive."""
 
-    FULL = "full"  # a saved turn outlives a loss of power: the drive is flushed once a turn
-    BARRIER = "barrier"  # an agent is whole after a loss of power; its last turns may be missing
-    FSYNC = "fsync"  # the drive may reorder: after a loss of power files may be damaged, which readers notice
+    FULL = "full"  # a saved turn survives a power loss: the drive is flushed once a turn
+    BARRIER = "barrier"  # an agent is consistent after a power loss; its last turns may be missing
+    FSYNC = "fsync"  # the drive may reorder writes: a power loss may damage files, which readers detect
 
 
 class _Notes:
-    """What was logged once."""
+    """Logs each warning once."""
 
     def __init__(self) -> None:
         self._given: set[str] = set()
@@ -49,7 +49,7 @@ _notes = _Notes()
 
 
 def commands(durability: Durability, *, covered: bool) -> dict[str, int]:
-    """The fcntl commands of this system to try in front of `fsync`, strongest first, by their names."""
+    """The fcntl commands to try before `fsync`, strongest first, by name."""
     if not IS_MAC or durability is Durability.FSYNC:
         return {}
     barrier = {"F_BARRIERFSYNC": _F_BARRIERFSYNC}
@@ -57,15 +57,16 @@ def commands(durability: Durability, *, covered: bool) -> dict[str, int]:
 
 
 def sync(fd: int, durability: Durability = Durability.FULL, *, covered: bool = False) -> None:
-    """Sync the open file or folder `fd`. Call it on the descriptor that wrote, before that is closed.
+    """Sync the open file or folder `fd`. Use the descriptor that wrote, before it is closed.
 
-    Without `covered`, everything that was synced before on that drive is kept on return, too.
+    Without `covered`, earlier syncs on that drive are durable on return, too. A file system that refuses a kind of
+    sync gets the next weaker one.
 
     Args:
-        covered: whether a later sync without it follows before anything is acknowledged. Then only the order is kept.
+        covered: whether an uncovered sync follows before anything is acknowledged; then only the order is ensured.
 
     Raises:
-        OSError: the data could not be written. A file system that refuses a kind of sync gets the next weaker one.
+        OSError: the data could not be written.
     """
     for name, command in commands(durability, covered=covered).items():
         try:

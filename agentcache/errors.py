@@ -1,36 +1,36 @@
-"""Every error agentcache raises on purpose.
+"""All errors that agentcache raises on purpose.
 
 AgentCacheError
-├── RequestError                 the caller's fault; carries an HTTP status, a code and the parameter
+├── RequestError                 the caller's fault; has an HTTP status, a code and the parameter
 │   ├── InvalidRequest           400  malformed or contradictory input
 │   ├── ContextLengthExceeded    400  prompt longer than the model or the RAM budget can hold
-│   ├── UnsupportedAdapter       400  the adapter cannot be served as it was trained; says what it asks for
-│   │   └── UnreadableAdapter         no adapter can be read at its path
-│   ├── UnsupportedPolicy        400  the model or the adapter cannot share its cache in that way; says why
+│   ├── UnsupportedAdapter       400  the adapter needs an unsupported feature, which the message names
+│   │   └── UnreadableAdapter         no readable adapter at its path
+│   ├── UnsupportedPolicy        400  the model or the adapter cannot share its cache in that way
 │   ├── Unauthorized             401  missing or wrong API key
 │   ├── NotFound                 404  unknown agent, model or adapter
 │   ├── Conflict                 409  the name is taken
-│   ├── RequestTooSlow           408  the request was not all there within its time
+│   ├── RequestTooSlow           408  the request did not arrive in time
 │   ├── PayloadTooLarge          413  request body over the limit
 │   ├── Overloaded               503  queue full or shutting down
-│   ├── AgentUnavailable         503  files of the agent cannot be read now; they stay as they are
+│   ├── AgentUnavailable         503  files of the agent cannot be read now; they stay
 │   └── RequestTimedOut          504  not done within the request's time limit
-├── ConfigError                  a flag, environment variable or config file entry that makes no sense
-├── UnsupportedModel             the model cannot be served exactly; says which layer and why
+├── ConfigError                  an invalid flag, environment variable or config file entry
+├── UnsupportedModel             the model cannot be served exactly; names the layer and the reason
 ├── CacheFolderInUse             another process holds the cache folder
 ├── StoreError                   a file could not be written (disk full, permissions)
-│   ├── DiskBudgetExceeded       writing would pass the disk budget even after eviction
-│   ├── BlocksLost               somebody has removed files from the cache folder
-│   └── FileUnavailable          a cache file cannot be read now, or a newer release wrote it; it stays as it is
-├── BlockRejected                a cache file was read and is not what it should be
-├── BlockMissing                 a cache file is not there
-├── OutOfBlocks                  the RAM budget holds no further block
-│   └── OutOfMemory              the budget would, and the machine has no memory for it
-├── RequestCancelled             nobody waits for the answer any more; nobody is told
-├── EngineStopped                the engine thread has ended; every waiter gets this
-│   └── RankLost                 503  another process that computes the model is gone, or silent for too long
-├── InternalError                500  a library or a component failed in an unforeseen way; the log says how
-└── BrokenInvariant              a bug of ours, never of the caller
+│   ├── DiskBudgetExceeded       the write exceeds the disk budget even after eviction
+│   ├── BlocksLost               files were removed from the cache folder by another program
+│   └── FileUnavailable          a cache file cannot be read now, or a newer release wrote it; it stays
+├── BlockRejected                a cache file failed verification
+├── BlockMissing                 a cache file does not exist
+├── OutOfBlocks                  the RAM budget has no free block
+│   └── OutOfMemory              the budget has room, but the machine has no memory
+├── RequestCancelled             the client has left; not reported to it
+├── EngineStopped                the engine thread has ended; all waiting requests get this
+│   └── RankLost                 503  another rank has exited or timed out
+├── InternalError                500  unexpected failure of a library or component; details in the log
+└── BrokenInvariant              a bug in agentcache
 """
 
 from __future__ import annotations
@@ -44,9 +44,8 @@ class RequestError(AgentCacheError):
     """The caller's fault.
 
     Args:
-        message: a sentence for a person.
-        param: the request parameter at fault, dotted and indexed like ``messages[1].role``.
-        code: a word for programs; defaults to the class's own.
+        param: the request parameter at fault, such as ``messages[1].role``.
+        code: an identifier for programs; the class's own by default.
     """
 
     status = 400
@@ -151,7 +150,7 @@ class StoreError(AgentCacheError):
 
 
 class DiskBudgetExceeded(StoreError):
-    """`num_bytes` more would have had to fit."""
+    """The write needs `num_bytes` more than the budget allows."""
 
     def __init__(self, message: str, num_bytes: int = 0) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""The offline face: the same engine without a server.
+"""The offline interface: the engine without a server.
 
 with LLM("path/to/model") as llm:
     print(llm.chat([{"role": "user", "content": "Hi"}], agent="alice").text)
@@ -51,13 +51,11 @@ class Completion:
     """A finished completion.
 
     Args:
-        text: what was generated.
-        token_ids: its tokens.
-        prompt_token_ids: every id the model has seen for the prompt, cached ones included.
-        logprobs: one per token, where asked for.
-        prompt_logprobs: one per prompt token, where asked for.
-        report: what it cost and what it reused.
-        blocks: what a chat's `text` says: thoughts, text and calls, in their order.
+        prompt_token_ids: all prompt ids, cached ones included.
+        logprobs: one per token if requested.
+        prompt_logprobs: one per prompt token if requested.
+        report: cost and reuse.
+        blocks: a chat's reply parsed into thoughts, text and calls, in order.
     """
 
     text: str
@@ -71,7 +69,7 @@ class Completion:
 
 
 class RequestOptions(TypedDict, total=False):
-    """What `LLM.chat` and `LLM.generate` pass on: names, defaults and meanings as in `agentcache.request.Request`."""
+    """Options of `LLM.chat` and `LLM.generate`; see `agentcache.request.Request`."""
 
     agent: str | None
     lineage: str | None
@@ -87,12 +85,12 @@ class LLM:
 
     Args:
         model: folder or hub id; None for the embedded model.
-        cache_dir: where agents are kept.
-        adapters: folders of LoRA adapters by name, as `PATH` or `PATH:POLICY`.
-        settings: any other setting of `agentcache.config.Config`, such as `ram_budget="8GB"`.
+        cache_dir: folder of the agents' files.
+        adapters: LoRA adapters by name, as `PATH` or `PATH:POLICY`.
+        settings: other settings of `agentcache.config.Config`, such as `ram_budget="8GB"`.
 
     Raises:
-        UnsupportedModel, CacheFolderInUse, ConfigError: it cannot start.
+        UnsupportedModel, CacheFolderInUse, ConfigError: the engine cannot start.
     """
 
     def __init__(
@@ -108,7 +106,7 @@ class LLM:
 
     @classmethod
     def from_config(cls, config: Config) -> LLM:
-        """An LLM with settings that are resolved already."""
+        """An LLM with resolved settings."""
         llm = cls.__new__(cls)
         llm._start(config)
         return llm
@@ -131,12 +129,12 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Write what is due, and give the cache folder and the model's memory back."""
+        """Finish pending writes; release the cache folder and the model's memory."""
         if self._loop.is_closed():
             return
         self._wait(self._engine.close())
         self._stop_loop()
-        gc.collect()  # or the model would keep its memory until Python looks for cycles: another may be loaded now
+        gc.collect()  # frees the model, which is in reference cycles, before another one is loaded
         mx.clear_cache()
 
     def _stop_loop(self) -> None:
@@ -165,8 +163,8 @@ class LLM:
         """Continue raw text or token ids. `agentcache.request.Request` describes the options.
 
         Raises:
-            RequestError: it cannot be done.
-            TypeError: there is no such option.
+            RequestError: the request is refused or fails.
+            TypeError: an unknown option.
         """
         wrapped = TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(list(prompt))
         return self._complete(wrapped, sampling, invocation_start, options)
@@ -180,7 +178,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Unpack[RequestOptions],
     ) -> Completion:
-        """Answer messages through the model's chat template, which gets `chat_template_kwargs`; else as `generate`."""
+        """Answer messages through the model's chat template; otherwise like `generate`."""
         prompt = ChatPrompt(messages, tools, dict(chat_template_kwargs or {}))
         return self._complete(prompt, sampling, None, options)
 
@@ -204,7 +202,7 @@ class LLM:
         return Reading(calling_format(known) if calls else known, tools, thoughts=True)
 
     def token_times(self, request: Request) -> list[float]:
-        """Run a request and return when each token arrived (`time.perf_counter`); for benchmarks."""
+        """Run a request and return each token's arrival time (`time.perf_counter`); for benchmarks."""
         times: list[float] = []
 
         def take(update: Update) -> None:
@@ -231,7 +229,7 @@ class LLM:
         )
 
     def _read(self, request: Request, updates: Sequence[Update]) -> tuple[Block, ...]:
-        """What a chat's reply says."""
+        """Parse a chat's reply into blocks."""
         if not isinstance(request.prompt, ChatPrompt):
             return ()
         reader = request.reading.open(whole=True)
@@ -248,12 +246,12 @@ class LLM:
         return self.model.adapters
 
     def load_adapter(self, name: str, path: str | Path, policy: Policy | str = Policy.AUTO) -> AdapterInfo:
-        """Serve an adapter under a name, in place of what it meant before; raises RequestError."""
+        """Load an adapter, in place of an earlier one of that name. Raises RequestError."""
         folder = AdapterFolder(name, str(path), parse_policy(policy))
         return self._wait(self._engine.load_adapter(folder))
 
     def unload_adapter(self, name: str) -> None:
-        """Refuse new requests for an adapter; raises NotFound."""
+        """Refuse new requests for an adapter. Raises NotFound."""
         self._wait(self._engine.unload_adapter(name))
 
     def agents(self) -> list[AgentInfo]:
@@ -261,7 +259,7 @@ class LLM:
         return self._wait(self._engine.agents())
 
     def agent(self, agent_id: str) -> AgentInfo:
-        """One agent; raises NotFound."""
+        """One agent. Raises NotFound."""
         return self._wait(self._engine.agent(agent_id))
 
     def fork(
@@ -273,7 +271,7 @@ class LLM:
         adapter: str | None = None,
         policy: Policy | str | None = None,
     ) -> AgentInfo:
-        """A new agent with the same memory (of one lineage), and another adapter or policy where these are given.
+        """Create an agent with the memory of another, or of one of its lineages; adapter and policy can be changed.
 
         Raises NotFound, InvalidRequest, Conflict.
         """
@@ -281,22 +279,22 @@ class LLM:
         return self._wait(fork)
 
     def import_agent(self, agent_id: str, path: str | Path) -> AgentInfo:
-        """Make an agent of a file of `agentcache export`; raises ArchiveRejected, Conflict, StoreError."""
+        """Create an agent from a file of `agentcache export`. Raises ArchiveRejected, Conflict, StoreError."""
         return self._wait(self._engine.import_agent(agent_id, str(path)))
 
     def delete(self, agent_id: str, lineage: str | None = None) -> None:
-        """Forget an agent, or one of its lineages; raises NotFound."""
+        """Delete an agent, or one of its lineages. Raises NotFound."""
         self._wait(self._engine.delete_agent(agent_id, lineage))
 
     def restore(self, agent_id: str, lineage: str | None = None) -> RestoreReport:
-        """Bring an agent's blocks (of one lineage) from disk into RAM."""
+        """Load the blocks of an agent, or of one of its lineages, from disk into RAM."""
         return self._wait(self._engine.restore_agent(agent_id, lineage))
 
     def evict(self, agent_id: str, lineage: str | None = None, kind: str | None = None) -> AgentInfo:
-        """Free the RAM of an agent, or of one of its lineages; it stays on disk.
+        """Free the RAM of an agent, or of one of its lineages. Its files stay.
 
         Args:
-            kind: only base's keys and values (`base`), or only residuals (`residual`).
+            kind: `base` for base KV only, `residual` for residual KV only, None for both.
         """
         return self._wait(self._engine.evict_agent(agent_id, lineage, kind))
 
@@ -304,7 +302,7 @@ class LLM:
         return self._wait(self._engine.stats())
 
     def check_integrity(self) -> None:
-        """Raises BrokenInvariant unless every block is accounted for."""
+        """Raise BrokenInvariant unless every block is accounted for."""
         self._wait(self._engine.check_integrity())
 
 

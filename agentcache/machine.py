@@ -1,4 +1,4 @@
-"""What a benchmark's numbers depend on: the machine, the versions, the commit. Imports no mlx into this process."""
+"""Describe a benchmark's environment: machine, versions, commit. Does not import mlx into this process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DEVICE = "import mlx.core as mx; d = mx.default_device(); print(d.type.name, mx
 
 
 def describe_run(benchmark: str) -> dict[str, Any]:
-    """What every benchmark's report says of itself: its name, the command line, when, where, and on what."""
+    """Metadata of a benchmark's report: name, command line, time, commit, machine, versions."""
     return {
         "benchmark": benchmark,
         "command": sys.argv,
@@ -31,7 +31,7 @@ def describe_run(benchmark: str) -> dict[str, Any]:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Platform, processor, cores, memory in bytes, MLX's device, and the BLAS that is preloaded (None for none)."""
+    """Platform, processor, cores, memory in bytes, MLX's device, and the preloaded BLAS (or None)."""
     return {
         "platform": platform.platform(),
         "cpu": _cpu_name(),
@@ -52,7 +52,7 @@ def describe_blas() -> str:
 
 
 def fast_blas() -> str:
-    """File of the fast BLAS in this process (Linux); empty if MLX multiplies with its own, many times slower."""
+    """File of the fast BLAS in this process (Linux); empty if MLX uses its own, which is many times slower."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -62,14 +62,14 @@ def fast_blas() -> str:
 
 
 def installed_openblas() -> str:
-    """Library file of OpenBLAS on this machine; empty if there is none in the usual places."""
+    """Library file of OpenBLAS in the usual places; empty if not found."""
     places = ("*/openblas-*/libopenblas.so.0", "*/libopenblas.so.0", "libopenblas.so.0")
     found = (file for root in _LIBRARIES for place in places for file in sorted(Path(root).glob(place)))
     return str(next(found, ""))
 
 
 def describe_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that are installed."""
+    """Versions of Python and of installed packages."""
     versions = {"python": platform.python_version(), "agentcache": agentcache.__version__}
     for package in PACKAGES:
         try:
@@ -80,7 +80,7 @@ def describe_versions() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """The commit of this checkout, with "+changes" when files differ from it; None outside a checkout."""
+    """The commit of this checkout, with "+changes" if files differ from it; None outside a checkout."""
     folder = Path(__file__).resolve().parent
     commit = _output(["git", "-C", str(folder), "rev-parse", "HEAD"])
     if not commit:
@@ -101,7 +101,7 @@ def _cpu_name() -> str:
 
 
 def _output(command: list[str]) -> str:
-    """What the command prints; empty when it is not there or fails."""
+    """The command's output; empty on failure."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):

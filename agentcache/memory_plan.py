@@ -1,8 +1,8 @@
-"""One budget for all that lies in memory: weights, cache, adapters, hidden states and what a step takes meanwhile.
+"""Divide the device's memory between weights, cache, adapters, hidden states and temporaries.
 
-    limit = weights + ram_budget (cache and adapters) + trunk_budget + temporaries + what is left over
+    limit = weights + ram_budget (cache and adapters) + trunk_budget + temporaries + rest
 
-Plain arithmetic on the sizes of a device and of a model; `models/device_memory.py` asks the device and tells MLX.
+Plain arithmetic; `models/device_memory.py` measures the device and configures MLX.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from agentcache.errors import ConfigError
 
 GIB = 1 << 30
-AUTO_RAM_SHARE = 0.25  # of the RAM, for the cache, where it does not say how much
-AUTO_TRUNK_SHARE = 0.125  # of the cache's, for hidden states
-AUTO_STATE_SHARE = 0.25  # of the cache's, for recurrent state, in models that have it
+AUTO_RAM_SHARE = 0.25  # of the RAM, for the cache
+AUTO_TRUNK_SHARE = 0.125  # of the cache's RAM, for hidden states
+AUTO_STATE_SHARE = 0.25  # of the cache's RAM, for recurrent state
 NO_WIRED_LIMIT = 0
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What there is, in bytes.
+    """Memory of the device, in bytes.
 
     Args:
-        total: RAM that the process may use; memory of its own where the device has that.
-        recommended: the working set that the device recommends (Metal); None where it recommends none.
+        total: RAM that the process may use, or the device's own memory.
+        recommended: working set that Metal recommends; None elsewhere.
     """
 
     total: int
@@ -32,25 +32,25 @@ class DeviceMemory:
 
     @property
     def reserve(self) -> int:
-        """For the system and other programs: an eighth, and at least 1 GiB where that is not more than a quarter."""
+        """Memory for the system and other programs: an eighth; at least 1 GiB, if that is at most a quarter."""
         return min(max(self.total // 8, GIB), 4 * GIB, self.total // 4)
 
     @property
     def usable(self) -> int:
-        """What a program may take of it for good."""
+        """Memory that this program may use permanently."""
         free = self.total - self.reserve
         return free if self.recommended is None else min(free, self.recommended)
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the settings say, in bytes; None where it is to be found out.
+    """Memory settings, in bytes; None for automatic.
 
     Args:
-        memory_limit: everything together.
-        ram_budget: the cache, and adapters.
-        trunk_budget: hidden states.
-        wired_limit: what the system may never page out; `NO_WIRED_LIMIT` for none.
+        memory_limit: all of the below together, and weights.
+        ram_budget: cache and adapters.
+        trunk_budget: hidden-state cache.
+        wired_limit: memory that the system must not page out; `NO_WIRED_LIMIT` for none.
     """
 
     memory_limit: int | None = None
@@ -61,15 +61,14 @@ class Wishes:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Who gets how much, in bytes.
+    """Memory by use, in bytes.
 
     Args:
-        limit: everything together.
-        weights: of the model.
-        ram_budget: the cache, and adapters.
-        trunk_budget: hidden states.
-        temporaries: what is kept free for a step; long contexts take more where that is free, else smaller steps.
-        wired: what the system is asked never to page out; None where the device has no such thing.
+        limit: all together.
+        ram_budget: cache and adapters.
+        trunk_budget: hidden-state cache.
+        temporaries: reserve for a step; long contexts use more if it is free, or else smaller steps.
+        wired: memory that the system must not page out; None if the device has no such limit.
     """
 
     limit: int
@@ -81,20 +80,20 @@ class MemoryPlan:
 
 
 def state_budget(wished: int | None, ram_budget: int) -> int:
-    """Bytes of the cache's RAM that recurrent state may take, and nothing else."""
+    """Bytes of the cache's RAM reserved for recurrent state."""
     return int(ram_budget * AUTO_STATE_SHARE) if wished is None else wished
 
 
 def plan_memory(
     device: DeviceMemory, wishes: Wishes, *, weights: int, temporaries: int, least_cache: int
 ) -> MemoryPlan:
-    """Share the device's memory out.
+    """Divide the device's memory.
 
     Args:
-        least_cache: what one short sequence needs of the cache.
+        least_cache: bytes of cache for one short sequence.
 
     Raises:
-        ConfigError: it does not suffice, or the wishes contradict each other; says by how much, and what helps.
+        ConfigError: too little memory, or contradictory settings; the message has the numbers and a remedy.
     """
     limit = _limit(device, wishes.memory_limit)
     beside = temporaries + (wishes.trunk_budget or 0)
@@ -169,5 +168,5 @@ def _gb(num_bytes: int) -> str:
 
 
 def _up(num_bytes: int) -> str:
-    """As one writes it, and not less."""
+    """Round up to 0.1 GB, in the notation of settings."""
     return f"{-(-num_bytes // 10**8) / 10:.1f}GB"

@@ -1,4 +1,4 @@
-"""Names that stand in URLs and in names of files, and are never paths: those of agents and of adapters."""
+"""Names of agents and adapters: safe in URLs and file names, never paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Origins of web pages, as browsers state them (RFC 6454): `scheme://host[:port]`, without the scheme's own port."""
+"""Web origins (RFC 6454): `scheme://host[:port]`, without the scheme's default port."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 def parse_origins(value: Any) -> tuple[str, ...]:
-    """Origins as a list of text says them, or one text, separated by commas.
+    """Parse a list of origins, or one text separated by commas.
 
     Raises:
-        ConfigError: one is neither an origin nor `*`.
+        ConfigError: an entry is neither an origin nor `*`.
     """
     if isinstance(value, str):
         value = [entry for entry in value.split(",") if entry.strip()]
@@ -43,12 +43,12 @@ def _parse(entry: Any) -> str:
 
 
 def hosts_of(origins: Sequence[str]) -> frozenset[str]:
-    """The hosts that origins name."""
+    """Host names of the origins."""
     return frozenset(host for origin in origins if origin != ANY_ORIGIN and (host := urlsplit(origin).hostname))
 
 
 def is_same_origin(origin: str, host: str) -> bool:
-    """Whether a page of `origin` was served under the `Host` that a request names."""
+    """Whether a page of `origin` comes from the host of the request's `Host` header."""
     scheme, _, authority = origin.lower().partition("://")
     port = _DEFAULT_PORTS.get(scheme)
     return bool(authority) and authority.removesuffix(f":{port}") == host.lower().removesuffix(f":{port}")

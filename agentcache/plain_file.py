@@ -1,4 +1,4 @@
-"""Files that other programs or users have written, opened without surprises."""
+"""Open files of other programs or users safely."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 
 
 def open_plain(path: Path) -> int:
-    """Open a regular file, or the one that a link leads to, for reading; returns the descriptor.
+    """Open a regular file for reading, following links; return the descriptor.
 
-    It never waits for the other end of a pipe, and never opens a device, which does things to some of them.
+    Never blocks on a pipe, and never opens a device, since opening can have side effects.
 
     Raises:
-        OSError: it cannot be opened.
-        ValueError: it is no regular file, or the path cannot name a file.
+        OSError: the file cannot be opened.
+        ValueError: not a regular file, or an invalid path.
     """
     _require_regular(os.stat(path))
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
-        _require_regular(os.fstat(fd))  # another file may have taken its place
+        _require_regular(os.fstat(fd))  # another file may have replaced it
     except ValueError:
         os.close(fd)
         raise

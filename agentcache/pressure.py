@@ -1,10 +1,10 @@
-"""How short of memory the system is, from readings: three levels, entered at once and left when it has been calm.
+"""Memory pressure of the system in three levels: entered at once, left after a calm period.
 
     NORMAL      the cache grows within its budget
-    WARNING     it gives back half of what nobody reads, again and again while it lasts, and grows only in place of that
-    CRITICAL    it gives back all of that; one request runs at a time, the others wait
+    WARNING     the cache repeatedly frees half of its unused blocks, and grows only into freed memory
+    CRITICAL    the cache frees all unused blocks; one request runs at a time
 
-What gives memory back is the engine's (`engine/relief.py`); agents that leave RAM are on disk and come back warm.
+`engine/relief.py` frees the memory. Evicted agents remain on disk.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ from enum import IntEnum
 from agentcache.system_memory import MACOS_CRITICAL, MACOS_WARNING, PressureReading
 
 CALM_SECONDS = 10.0
-# Percent of ten seconds in which tasks waited for memory. Where nothing is short of it, this is 0.
+# Percent of ten seconds in which some or all tasks waited for memory; 0 on a system without shortage.
 _SOME, _FULL = 10.0, 10.0
-# Of a cgroup's limit. An engine alone stays below: its own budgets leave an eighth of it.
+# Share of a cgroup's limit. The engine's own budgets leave an eighth free, so it alone stays below.
 _NEAR, _VERY_NEAR = 0.95, 0.98
-_LEAVE = 0.5  # of the percentages at which a level is entered
-_LEAVE_SHARE = 0.03  # below the shares
+_LEAVE = 0.5  # factor on the percentages for leaving a level
+_LEAVE_SHARE = 0.03  # subtracted from the shares for leaving a level
 
 
 class Level(IntEnum):
-    """Pressure on memory."""
-
     NORMAL = 0
     WARNING = 1
     CRITICAL = 2
@@ -35,7 +33,7 @@ class Level(IntEnum):
 
 
 def level_of(reading: PressureReading, current: Level = Level.NORMAL) -> Level:
-    """What one reading says. Of what has a level already, less is enough to keep it."""
+    """The level of one reading. The thresholds for keeping the current level are lower."""
 
     def reaches(level: Level) -> bool:
         held = current >= level
@@ -54,16 +52,16 @@ def level_of(reading: PressureReading, current: Level = Level.NORMAL) -> Level:
 
 
 class PressureGauge:
-    """The level over time: up with the first reading that says so, down when all of `calm_seconds` said so."""
+    """Tracks the level: it rises with one reading and falls after `calm_seconds` of lower readings."""
 
     def __init__(self, calm_seconds: float = CALM_SECONDS) -> None:
         self.level = Level.NORMAL
         self._calm_seconds = calm_seconds
         self._calmer_since: float | None = None
-        self._highest = Level.NORMAL  # of the readings since then
+        self._highest = Level.NORMAL  # of the readings since `_calmer_since`
 
     def update(self, reading: PressureReading, now: float) -> Level:
-        """The level, given what is read at `now` (in seconds of any clock that does not go back)."""
+        """Add a reading taken at `now` (seconds of a monotonic clock); return the level."""
         found = level_of(reading, self.level)
         if found >= self.level:
             self.level, self._calmer_since = found, None

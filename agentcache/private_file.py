@@ -1,4 +1,4 @@
-"""A small file that is written as a whole, for its owner alone."""
+"""Write small files atomically, readable by their owner only."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Put `data` in the place of what is there, readable by its owner only.
+    """Replace the file at `path` by `data`, readable by its owner only.
 
-    It is not waited for until it is on the disk: after a loss of power it may be torn, and whoever reads it checks it.
+    Not synced: a power loss may leave a torn file, so readers must check the content.
 
     Raises:
-        OSError: it could not be written; what was there still is.
+        OSError: the write failed; the old file is unchanged.
     """
     temporary = path.with_suffix(f".{secrets.token_hex(6)}.tmp")
     try:

@@ -1,4 +1,4 @@
-"""What the engine tells: a completion as it grows and what it cost, and the state of agents, cache and model."""
+"""Results of the engine: completions with their reports, and the state of agents, cache and model."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from agentcache.pressure import Level
 from agentcache.sampling import SamplingDefaults
 
 if TYPE_CHECKING:
-    from agentcache.kv.group_info import CacheGroupInfo  # which imports numpy, and every command imports this
+    from agentcache.kv.group_info import CacheGroupInfo  # imports numpy, which commands should not load
 
-# Characters of a prompt that tell whether a reply begins in the midst of something: a header, at most.
+# Characters of a prompt's end that show in which state a reply begins: at most a message header.
 PROMPT_END = 256
 
 
@@ -26,15 +26,15 @@ class CacheState(StrEnum):
     COLD = "cold"
     WARM = "warm"
     HOT = "hot"
-    UNAVAILABLE = "unavailable"  # of an agent only: its files cannot be read now
+    UNAVAILABLE = "unavailable"  # agents only: files cannot be read now
 
 
 class StepDown(StrEnum):
-    """Why a request that was to share what others have cached has been computed otherwise."""
+    """Reason for the fallback from a policy that shares KV."""
 
-    DIVERGENCE = "divergence"  # its keys and values are further from base's than allowed
-    MEMORY = "memory"  # there is no room for its residuals
-    FAMILY = "family"  # no other adapter has the same As: its residuals are its own
+    DIVERGENCE = "divergence"  # the adapter's KV differs from base's by more than allowed
+    MEMORY = "memory"  # no room for its residual KV
+    FAMILY = "family"  # no other adapter has the same A matrices
 
 
 class FinishReason(StrEnum):
@@ -47,8 +47,7 @@ class TokenLogprob:
     """Log probability of one token under the model (before temperature and truncation).
 
     Args:
-        token_id: the token.
-        data: its bytes alone, which may be a part of a character; a control token's name.
+        data: bytes of the token, which may be part of a character; a control token's name.
         logprob: natural logarithm; None for a prompt's first token.
         top: the most likely tokens at this position, best first, as (token id, bytes, logprob).
         shown: whether it is part of the text; generated control tokens are not.
@@ -66,13 +65,13 @@ class TokenLogprob:
 
 
 def readable(data: bytes) -> str:
-    """A token's text; bytes that are no characters alone look like `\\xe6\\x9d`, as OpenAI writes them."""
+    """A token's text; bytes that are not UTF-8 are escaped like `\\xe6\\x9d`, as in OpenAI's API."""
     return data.decode(errors="backslashreplace")
 
 
 @dataclass(frozen=True)
 class CachedTokens:
-    """Prompt tokens that were not computed, by where their cache came from; None where there is no such cache."""
+    """Cached prompt tokens by origin; None if there is no such cache."""
 
     own: int = 0
     shared: int = 0
@@ -81,9 +80,9 @@ class CachedTokens:
 
 @dataclass(frozen=True)
 class Volatile:
-    """Lines in front of a prompt that were other ones in the turn before, as times and dates are.
+    """Changed lines of the system prefix, such as times and dates.
 
-    `moved` says whether they are told behind the history instead (`stable_prefix`); else all behind them is computed.
+    `moved`: a notice behind the history has them (`stable_prefix`); otherwise everything behind them is computed.
     """
 
     lines: tuple[str, ...]
@@ -92,18 +91,20 @@ class Volatile:
 
 @dataclass(frozen=True)
 class Report:
-    """What a request cost and what it reused; the `agentcache` object beside `usage`. Times in milliseconds.
+    """Cost and reuse of a request; the `agentcache` object beside `usage`. Times in milliseconds.
 
-    `computed_tokens` counts the tokens that went through the model for the prompt (at least 1).
-    `saved` is False when an agent's turn could not be written to disk; `save_error` then says why.
-    `lineage` is the agent's conversation that this turn went on or began. `lost_tokens` counts what a conversation of
-    the agent held and was neither in RAM nor on disk any more, so that it was computed again.
-    `activated_at` is the first token that an activated or prefill-share adapter acted on; None if it did not act.
-    `base_computed_tokens` are those of the prompt that went through the model without an adapter; under the policy
-    `residual` that is beside `computed_tokens`, which are its adapter's. `requested_policy` is the one that would have
-    answered it, had it not `stepped_down`. `divergence` says how far the keys and values that it read are from its own,
-    relative to these, as far as that is measured. `notes` say what of a chat was told in another
-    way than it was sent.
+    Args:
+        lineage: conversation of the agent that this turn continued or began.
+        cached_tokens: prompt tokens that were not computed.
+        computed_tokens: prompt tokens computed by the model (at least 1), with the adapter under `residual`.
+        base_computed_tokens: prompt tokens computed without an adapter; under `residual` beside `computed_tokens`.
+        lost_tokens: tokens of the agent's conversation that were recomputed, since RAM and disk had lost them.
+        activated_at: first token on which an activated or prefill-share adapter acted; None if it did not act.
+        requested_policy: policy before a fallback.
+        stepped_down: reason for the fallback; None if there was none.
+        divergence: relative error of base's KV against the adapter's own; None if not measured.
+        saved: False if the agent's turn could not be written; `save_error` has the reason.
+        notes: changes made to the chat before its template was applied.
     """
 
     agent: str | None
@@ -134,7 +135,7 @@ class Report:
 
     @property
     def reused_tokens(self) -> int:
-        """Prompt tokens whose keys and values were there, for OpenAI's and Anthropic's `usage`."""
+        """Cached prompt tokens, for OpenAI's and Anthropic's `usage`."""
         return self.cached_tokens.own + self.cached_tokens.shared
 
 
@@ -142,12 +143,15 @@ class Report:
 class Update:
     """One piece of a running completion.
 
-    The first update has `prompt_token_ids` (and `prompt_logprobs` where asked for) and may have no text; the last one
-    has `finish_reason` and `report`, and comes only when the turn is safe on disk or known not to be. `stop_string` is
-    the one that ended the text. `choice` is the number of the answer that it is a piece of, where there are several.
-    `markers` are the tokens that part a reply, each with where in `text` it stands: at its own string, or where it
-    would be if it had one. `prompt_end`, in the first update, are the last characters of a chat's prompt, as marked
-    text.
+    The last update has `finish_reason` and `report`, and comes after the turn's save has succeeded or failed.
+
+    Args:
+        prompt_token_ids: in the first update, which may have no text.
+        prompt_logprobs: in the first update if requested.
+        stop_string: stop string that ended the text.
+        choice: index of the answer, if the request has several.
+        markers: control tokens that structure a reply, each with its offset in `text`.
+        prompt_end: in the first update, the last characters of a chat's prompt, as marked text.
     """
 
     text: str = ""
@@ -165,7 +169,7 @@ class Update:
 
 @dataclass(frozen=True)
 class LineageInfo:
-    """One conversation of an agent; `last_used` in seconds since 1970."""
+    """One conversation of an agent. `last_used` is in seconds since 1970."""
 
     id: str
     tokens: int
@@ -174,11 +178,11 @@ class LineageInfo:
 
 @dataclass(frozen=True)
 class AgentInfo:
-    """One agent as `GET /v1/agents` shows it. Bytes count blocks shared with other agents in full.
+    """One agent as in `GET /v1/agents`. Bytes include shared blocks in full.
 
     Tokens, blocks and cache state are those of its longest lineage; bytes are those of all; `last_used` is the latest.
-    `residual_bytes` are those of `ram_bytes` that hold residuals of adapters; `residual_disk_bytes` likewise on disk.
-    `unavailable` says why files of the agent cannot be read now; nothing else is known of it then.
+    `residual_bytes` is the part of `ram_bytes` with residual KV; `residual_disk_bytes` likewise on disk. If
+    `unavailable` has a reason, files cannot be read now and other fields are unknown.
     """
 
     id: str
@@ -199,7 +203,7 @@ class AgentInfo:
 
 @dataclass(frozen=True)
 class RestoreReport:
-    """What a restore brought into RAM."""
+    """Result of a restore from disk into RAM."""
 
     tokens: int
     restored_bytes: int
@@ -209,23 +213,23 @@ class RestoreReport:
 
 @dataclass(frozen=True)
 class Metric:
-    """A number of `CacheStats` in `/metrics`: its name there without prefix and suffix, and what it says."""
+    """A field of `CacheStats` in `/metrics`: name without prefix and suffix, and help text."""
 
     name: str
     help: str
 
 
 class Gauge(Metric):
-    """It goes up and down."""
+    """A value that rises and falls."""
 
 
 class Counter(Metric):
-    """It only grows."""
+    """A value that only grows."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What has gone between the processes that compute the model together: messages, and this one's bytes of them."""
+    """Traffic between ranks: messages, and bytes sent by this one."""
 
     ranks: int = 1
     messages: int = 0
@@ -234,14 +238,13 @@ class Traffic:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Counters since start, and the state of RAM, disk and queues now.
+    """Counters since start, and the current state of RAM, disk and queues.
 
-    `decode_rows` is the sum over decode steps of their rows: divided by `decode_steps`, the average batch. Seconds are
-    the device's, from a batch's start to its end. The RAM budget is for `ram_bytes` and `adapter_ram_bytes` together;
-    `trunk_ram_bytes` have their own. These are capacity, in use or not; `ram_accounts` tells the two apart, by kind
-    (`blocks/ledger.py`). Blocks are those of all caches, adapters' residuals too. `disk_bytes_by` is by what files hold
-    (`DiskUsage.by_kind`), `evicted_blocks` counts what left RAM, by kind of cache. `disk_budget_kind` is `explicit`,
-    or `automatic` for a budget that evicts nothing. `/metrics` takes what is a gauge or a counter from here.
+    The RAM budget is for `ram_bytes` and `adapter_ram_bytes`; `trunk_ram_bytes` has its own. All three are capacity;
+    `ram_accounts` has capacity and use by kind (`blocks/ledger.py`). Blocks are those of all caches, residual KV too.
+    `disk_bytes_by` is by content (`DiskUsage.by_kind`), `evicted_blocks` by kind of cache. Seconds are device time of
+    batches. `disk_budget_kind` is `explicit`, or `automatic`, which evicts nothing. `/metrics` exports the annotated
+    fields.
     """
 
     ram_bytes: int
@@ -307,7 +310,7 @@ class CacheStats:
 
     @property
     def ram_capacity(self) -> dict[str, int | None]:
-        """Bytes taken, in use or not, by kind of cache; None where there is no such cache."""
+        """Allocated bytes by kind of cache; None if there is no such cache."""
         return {
             "base": self.ram_bytes,
             "residual": self._held_by(RESIDUAL) if self._has(RESIDUAL) else None,
@@ -318,7 +321,7 @@ class CacheStats:
 
     @property
     def ram_used(self) -> dict[str, int | None]:
-        """What of them holds something."""
+        """Used bytes by kind of cache; None if there is no such cache."""
         return {
             "base": self._used_by(BASE),
             "residual": self._used_by(RESIDUAL) if self._has(RESIDUAL) else None,
@@ -328,7 +331,7 @@ class CacheStats:
         }
 
     def _has(self, family: str) -> bool:
-        """Whether there is such a cache: residuals while an adapter that has some is loaded, states in some models."""
+        """Whether such a cache exists: residual KV with a loaded adapter that has it, states in recurrent models."""
         return any(each.kind.partition(".")[0] == family for each in self.ram_accounts)
 
     def _held_by(self, family: str) -> int:
@@ -340,17 +343,17 @@ class CacheStats:
 
 @dataclass(frozen=True)
 class AdapterInfo:
-    """One adapter as `GET /v1/adapters` shows it.
+    """One adapter as in `GET /v1/adapters`.
 
     Args:
         format: `mlx-lm`, `peft`, or `model` for a decoder that is a model of its own.
-        digest: of its content.
-        policy: how requests that name none share.
-        ram_bytes: on the device, where it is there (`resident`).
-        running: requests that use its weights now, under whatever name.
+        digest: hash of its content.
+        policy: policy of requests that name none.
+        ram_bytes: bytes on the device if `resident`.
+        running: requests that use its weights now, under any name.
         max_rank: largest rank of its matrices; None for a decoder.
         first_layer: lowest layer that it changes.
-        created: when it was loaded, seconds since 1970.
+        created: load time in seconds since 1970.
     """
 
     name: str
@@ -371,13 +374,17 @@ class AdapterInfo:
 class ModelInfo:
     """The served model.
 
-    `reply_format` says how it writes thoughts and tool calls; `thinking` what its chat template can be told of how much
-    to think; `adapters` are by name; `kv_bits` is the number of bits
-    of a cached key or value, the mean where they differ and None where it has none; `kv_precision` says which layers
-    have which, and `kv_divergence` what was measured of it; `ranks` counts the processes that compute it;
-    `template_repairs` names what its chat template is told in another way, None where the template is not used;
-    `forms_refusal` says why answers can have no form (a schema, a grammar, a call that is demanded), and is empty if
-    they can; `sampling` is for what a request does not say.
+    Args:
+        reply_format: notation of thoughts and tool calls.
+        thinking: variables of the chat template that control thinking.
+        adapters: adapters by name.
+        kv_bits: mean bits of a cached key or value; None without a KV cache.
+        kv_precision: precision by layers.
+        kv_divergence: measured error of that precision.
+        ranks: processes that compute the model.
+        template_repairs: repairs applied for its chat template; None if the template is not used.
+        forms_refusal: reason why answers cannot be constrained (schema, grammar, required call); empty if they can.
+        sampling: defaults for requests.
     """
 
     id: str
@@ -402,9 +409,7 @@ class ModelInfo:
     sampling: SamplingDefaults = SamplingDefaults()
 
     def is_called(self, name: str) -> bool:
-        """Whether `name` means this model, without an adapter."""
         return name in (self.id, self.name, "default")
 
     def adapter(self, name: str) -> AdapterInfo | None:
-        """The loaded adapter of that name."""
         return next((adapter for adapter in self.adapters if adapter.name == name), None)

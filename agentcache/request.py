@@ -1,4 +1,4 @@
-"""The one internal request: every wire dialect is a thin translation to it."""
+"""The internal request: all HTTP dialects are translated to it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from agentcache.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """Messages for the model's chat template, each a dict with `role` and `content` and whatever else it may carry.
+    """Messages for the model's chat template: dicts with `role`, `content` and optional further keys.
 
     Args:
-        param: what the wire calls them, for errors about them.
-        num_bytes: length of the body that they came in; 0 if unknown.
+        param: request parameter named in errors.
+        num_bytes: length of the request body; 0 if unknown.
     """
 
     messages: list[dict[str, Any]]
@@ -31,14 +31,14 @@ class ChatPrompt:
 
 @dataclass(frozen=True)
 class TextPrompt:
-    """Raw text; special tokens in it are control tokens, and the tokenizer's BOS is put in front."""
+    """Raw text. Special tokens in it are control tokens; the tokenizer's BOS is prepended."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class TokenPrompt:
-    """Token ids, taken as they are."""
+    """Token ids, used unchanged."""
 
     token_ids: list[int]
 
@@ -47,7 +47,7 @@ Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
 
 class Priority(StrEnum):
-    """Who goes first where requests compete; a background request waits, but never for ever."""
+    """Scheduling priority. Background requests wait, but do not starve."""
 
     INTERACTIVE = "interactive"
     BACKGROUND = "background"
@@ -58,20 +58,18 @@ class Request:
     """One completion to run.
 
     Args:
-        request_id: unique; the wire's id.
-        prompt: what to continue.
-        sampling: how to continue it.
-        agent: the durable agent whose memory this extends; None for a request that leaves no memory on disk.
-        lineage: the agent's lineage to go on from; None for the one that shares most with the prompt.
-        n: answers to give. The first is the agent's turn; the others go on from the same blocks and leave no memory.
-        salt: requests with different salts never share a block.
-        priority: None for background where nothing is generated (a warm), interactive otherwise.
-        adapter: name of the adapter to answer with; None for the agent's, or base.
-        policy: how the adapter may share; None for the agent's or the adapter's own.
-        invocation_start: token from which an activated adapter acts; None for its invocation's last occurrence.
-        invocation_optional: base answers where the prompt does not invoke the adapter, instead of a refusal.
-        form: what form the answer must have; None for any.
-        reading: what the answer is read for: `sampling.stop` counts in its text, outside thoughts and calls.
+        request_id: unique id, also in the HTTP answer.
+        agent: durable agent whose memory this extends; None leaves no memory on disk.
+        lineage: lineage of the agent to continue; None for the one with the longest common prefix.
+        n: number of answers. The first is the agent's turn; the rest share its blocks and leave no memory.
+        salt: cache namespace; requests with different salts never share a block.
+        priority: None for background if nothing is generated (a warm-up), otherwise interactive.
+        adapter: name of the adapter; None for the agent's own, or base.
+        policy: sharing policy; None for the agent's or the adapter's own.
+        invocation_start: first token on which an activated adapter acts; None for its invocation's last occurrence.
+        invocation_optional: whether base answers a prompt without the adapter's invocation, instead of an error.
+        form: required form of the answer; None for any.
+        reading: parser of the answer; `sampling.stop` applies to its text, not to thoughts and calls.
     """
 
     request_id: str
@@ -96,7 +94,7 @@ class Request:
         return self.priority is Priority.BACKGROUND
 
     def fork(self, index: int) -> Request:
-        """Number `index` (from 1) of its further answers, drawn with the seed `index` further on (as in vLLM)."""
+        """The request of further answer number `index` (from 1). Its seed is increased by `index`, as in vLLM."""
         own = self.sampling
         seed = None if own.seed is None else own.seed + index
         sampling = replace(own, seed=seed, prompt_logprobs=False)
@@ -106,5 +104,5 @@ class Request:
 
     @property
     def prompt_param(self) -> str:
-        """What the wire calls the prompt, for errors about it."""
+        """Request parameter of the prompt, named in errors."""
         return self.prompt.param if isinstance(self.prompt, ChatPrompt) else "prompt"

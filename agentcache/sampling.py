@@ -1,4 +1,4 @@
-"""How a request wants its tokens chosen."""
+"""Sampling parameters of a request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from agentcache.errors import InvalidRequest
 
-# Least and greatest value of each number. The sampler computes in float32: within these, nothing overflows.
+# Bounds of each number. The sampler computes in float32; within these, nothing overflows.
 BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),
@@ -20,28 +20,28 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "logit_bias": (-1e30, 1e30),
 }
 MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 2**14  # of all of them
+MAX_STOP_CHARS = 2**14  # in total
 _LEAST_COUNTS = {"max_tokens": 0, "min_tokens": 0, "top_k": -1, "logprobs": 0}
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose tokens.
+    """Sampling parameters.
 
     Args:
         max_tokens: tokens to generate; 0 only caches the prompt; None for as many as the context holds.
         temperature: 0 is greedy and deterministic.
-        top_p, top_k, min_p: the usual truncations; 1.0, 0 (or -1) and 0.0 switch them off.
+        top_p, top_k, min_p: truncations; 1.0, 0 (or -1) and 0.0 disable them.
         repetition_penalty: divides positive and multiplies negative logits of the last 64 tokens; 1.0 is off.
-        frequency_penalty: subtracted from a token's logit for each time it was generated (as OpenAI's); 0.0 is off.
-        presence_penalty: subtracted once from the logits of all tokens that were generated (as OpenAI's); 0.0 is off.
-        logit_bias: added to the logits, by token id; ids that the model has no logit for are passed over.
-        seed: with the same seed and the same logits, the same tokens are drawn. Any integer.
-        min_tokens: tokens to generate before the model may end, and before `stop` is looked for (as vLLM's).
-        stop: strings that end the generation; they are not part of the text.
-        logprobs: number of alternatives to report per token; None for no logprobs at all, 0 for the chosen one only.
-        prompt_logprobs: report logprobs of the prompt's tokens too (computes the whole prompt).
-        ignore_eos: run to max_tokens.
+        frequency_penalty: subtracted from a token's logit per occurrence in the output (as OpenAI's); 0.0 is off.
+        presence_penalty: subtracted once from the logits of all generated tokens (as OpenAI's); 0.0 is off.
+        logit_bias: values added to the logits, by token id; unknown ids are ignored.
+        seed: any integer; the same seed and logits give the same tokens.
+        min_tokens: tokens to generate before the end of sequence and `stop` apply (as vLLM's).
+        stop: strings that end the generation; not part of the text.
+        logprobs: number of alternatives per token; 0 for the chosen token only, None for no logprobs.
+        prompt_logprobs: whether to report logprobs of the prompt, which computes all of it.
+        ignore_eos: whether to generate up to max_tokens.
 
     Raises:
         InvalidRequest: a value of another type, or outside `BOUNDS`.
@@ -73,12 +73,12 @@ class SamplingParams:
         if self.seed is not None and not isinstance(self.seed, Integral):
             raise InvalidRequest("seed must be a whole number.", param="seed")
         _check_stop(self.stop)
-        object.__setattr__(self, "stop", tuple(self.stop))  # a list is taken, too
+        object.__setattr__(self, "stop", tuple(self.stop))  # a list is accepted, too
 
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """Values for what a request does not say. None leaves it to a later source; see `over`.
+    """Default sampling parameters; None leaves a value to a later source (`over`).
 
     Raises:
         InvalidRequest: a value of another type, or outside `BOUNDS`.
@@ -97,11 +97,11 @@ class SamplingDefaults:
 
     @property
     def known(self) -> dict[str, Any]:
-        """The values that are given."""
+        """The values that are not None."""
         return {name: value for name in self.NAMES if (value := getattr(self, name)) is not None}
 
     def over(self, other: SamplingDefaults) -> SamplingDefaults:
-        """These values, and the other's where there is none."""
+        """Merge: these values first, then `other`'s."""
         return SamplingDefaults(**{**other.known, **self.known})
 
 
@@ -114,7 +114,7 @@ def _check_count(name: str, value: Any, least: int) -> None:
 
 
 def _check_number(name: str, value: Any, least: float, greatest: float) -> None:
-    if not isinstance(value, Real) or not least <= float(value) <= greatest:  # NaN is not, either
+    if not isinstance(value, Real) or not least <= float(value) <= greatest:  # NaN fails, too
         raise InvalidRequest(f"{name} must be a number between {least} and {greatest}.", param=name)
 
 

@@ -1,6 +1,6 @@
-"""A real `agentcache serve` in a process of its own, on a free loopback port, that never outlives its owner.
+"""A real `agentcache serve` process on a free loopback port, for the demo and benchmarks.
 
-For the demo and the benchmarks, which have to kill a server to show what it leaves behind.
+It is stopped with its owner, and can be killed and restarted.
 """
 
 from __future__ import annotations
@@ -23,29 +23,28 @@ import agentcache.errors
 from agentcache.client import Client
 from agentcache.errors import AgentCacheError
 
-# The program as people start it: another process, which this one talks to over HTTP only.
+# The program as users start it. This process talks to it over HTTP only.
 SERVE = (sys.executable, "-m", "agentcache", "serve")
 PACKAGE_PARENT = Path(agentcache.errors.__file__).resolve().parent.parent
 STOP_SECONDS = 30.0
 PORTS = (20_000, 32_000)
-_CHANCE = random.SystemRandom()  # not the one that a seed makes the same for all who ask
+_CHANCE = random.SystemRandom()  # not seedable: several processes must not choose the same ports
 
 
 class ServerNotStarted(AgentCacheError):
-    """The server process ended, or was not ready in time; the message ends with the last lines of its log."""
+    """The server process ended or was not ready in time. The message ends with the last lines of its log."""
 
 
 class ServerProcess:
-    """One server process. A context manager: it is up inside, and gone outside, whatever happened.
+    """One server process. A context manager: the server runs inside and is gone afterwards.
 
     Args:
-        cache_dir: its cache folder.
-        log: file that its output is appended to.
+        log: file to which its output is appended.
         model: folder or hub id; None for the embedded model.
         extra: further arguments of `agentcache serve`.
-        command: what to run in place of `agentcache serve`.
-        ready_seconds: how long it may take until `/health` answers 200.
-        environment: settings beside the arguments, as AGENTCACHE_* variables.
+        command: command in place of `agentcache serve`.
+        ready_seconds: time limit until `/health` answers 200.
+        environment: further AGENTCACHE_* variables.
 
     Attributes:
         started_at: `time.monotonic` of the last start of the process; infinite before the first one.
@@ -86,7 +85,7 @@ class ServerProcess:
         self.close()
 
     def start(self) -> None:
-        """Start it, also after `kill`, at the same address. Raises ServerNotStarted."""
+        """Start the server, also after `kill`, at the same address. Raises ServerNotStarted."""
         try:
             self._start()
             self._wait_until_ready()
@@ -95,13 +94,13 @@ class ServerProcess:
             raise
 
     def kill(self) -> None:
-        """SIGKILL: no goodbye, no flush. Returns when the process is gone."""
+        """Kill with SIGKILL; return when the process is gone."""
         os.kill(self.pid, signal.SIGKILL)
         if self._process is not None:
             self._process.wait()
 
     def close(self) -> None:
-        """Ask it to stop, and kill it if it does not; does nothing when it is gone already."""
+        """Terminate the server, and kill it after `STOP_SECONDS`. Does nothing if it has ended."""
         self.client.close()
         process = self._process
         if process is None or process.poll() is not None:
@@ -110,14 +109,14 @@ class ServerProcess:
         try:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_SECONDS)
-        finally:  # also after a second Ctrl-C: the process must not stay behind
+        finally:  # also after a second Ctrl-C, so that no process stays behind
             process.kill()
             process.wait()
 
     def _start(self) -> None:
         with self._log.open("ab") as log:
             self.started_at = time.monotonic()
-            # A session of its own: Ctrl-C reaches the owner only, which then ends the server in order.
+            # A session of its own: Ctrl-C reaches only the owner, which then stops the server.
             self._process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
@@ -142,8 +141,7 @@ class ServerProcess:
 
 
 def free_port() -> int:
-    """A loopback TCP port that nobody uses now, below those that systems give to outgoing connections: one of these
-    might take it before whom it is for."""
+    """A free loopback TCP port below the ephemeral range, so that no outgoing connection takes it."""
     while True:
         port = _CHANCE.randrange(*PORTS)
         with socket.socket() as probe, suppress(OSError):
@@ -152,7 +150,7 @@ def free_port() -> int:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment without the user's server settings and config file, with this package on the path."""
+    """This process's environment without AGENTCACHE_* and the user's config file, with this package on the path."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("AGENTCACHE_")}
     paths = [str(PACKAGE_PARENT), *filter(None, [kept.get("PYTHONPATH")])]
     own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "AGENTCACHE_CONFIG": os.devnull}
@@ -161,7 +159,7 @@ def _environment() -> dict[str, str]:
 
 @contextmanager
 def ending_on_signals() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into SystemExit meanwhile, so that context managers close what they opened."""
+    """Turn SIGTERM and SIGHUP into SystemExit inside the block, so that context managers clean up."""
     names = (signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(name, _exit) for name in names]
     try:

@@ -1,4 +1,4 @@
-"""Sizes as people write them, such as `8GB`, `20%` and `auto`, and the bytes that they mean on this machine."""
+"""Parse sizes such as `8GB`, `20%` and `auto` into bytes on this machine."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%", re.ASCII)
 
 
 def total_ram() -> int:
-    """Bytes of RAM this process may use: the machine's, or a limit of its own where that is lower."""
+    """Bytes of RAM that this process may use."""
     return SystemMemory().total()
 
 
 @dataclass(frozen=True)
 class DiskRoom:
-    """The disk of a cache folder, in bytes: its size, what is free, and what the folder's files take."""
+    """The disk of a cache folder, in bytes: size, free space, and the folder's own files."""
 
     size: int
     free: int
@@ -34,10 +34,10 @@ class DiskRoom:
 
 
 def disk_room(cache_dir: Path) -> DiskRoom:
-    """Measure the disk that the cache folder is, or will be, on.
+    """Measure the disk of the cache folder, which need not exist yet.
 
     Raises:
-        StoreError: there can be no such folder, or it may not be looked at.
+        StoreError: an invalid or inaccessible folder.
     """
     nearest = cache_dir
     try:
@@ -55,19 +55,19 @@ def _held_bytes(folder: Path) -> int:
         for name in names:
             try:
                 total += os.stat(os.path.join(root, name)).st_size
-            except FileNotFoundError:  # a running server may evict it meanwhile
+            except FileNotFoundError:  # evicted by a running server
                 continue
     return total
 
 
 def parse_size(text: str | int, *, key: str, whole: Callable[[], int], auto: Callable[[], int]) -> int:
-    """Bytes meant by `text`.
+    """Parse a size into bytes.
 
     Args:
         text: `8GB`, `512MB`, `1.5GiB`, `20%`, `auto`, or plain bytes.
-        key: the setting's name, for the error.
-        whole: what a percentage is taken of, in bytes; called only when needed.
-        auto: what `auto` stands for, in bytes.
+        key: name of the setting, for errors.
+        whole: returns the bytes that are 100%; called only when needed.
+        auto: returns the bytes for `auto`.
     """
     written = str(text).strip()
     if written.lower() == "auto":
@@ -81,7 +81,7 @@ def parse_size(text: str | int, *, key: str, whole: Callable[[], int], auto: Cal
 
 
 def parse_bytes(text: str | int, *, key: str) -> int:
-    """Bytes meant by a size that is neither a percentage nor `auto`. GB is 10^9 of them, GiB is 2^30."""
+    """Parse a size without percentages and `auto`. GB is 10^9 bytes, GiB is 2^30."""
     size = _SIZE.fullmatch(str(text).strip())
     if size is None:
         raise ConfigError(f"{key} = {text!r} is not a size; write it like 8GB, 512MB, 20%, auto or in bytes")
@@ -93,7 +93,7 @@ def parse_share_of_ram(text: str | int, *, key: str) -> int | None:
     """Bytes; None for `auto`, which depends on the model (`memory_plan`).
 
     Raises:
-        ConfigError: more than there are; the system would end the process some time.
+        ConfigError: invalid, or more than the RAM.
     """
     if _is(text, "auto"):
         return None
@@ -104,7 +104,7 @@ def parse_share_of_ram(text: str | int, *, key: str) -> int | None:
 
 
 def parse_wired_limit(text: str | int) -> int | None:
-    """The same; also `off`."""
+    """As `parse_share_of_ram`; also accepts `off`."""
     return NO_WIRED_LIMIT if _is(text, "off") else parse_share_of_ram(text, key="wired_limit")
 
 
@@ -112,7 +112,7 @@ def parse_trunk_budget(text: str | int, ram_budget: int | None) -> int | None:
     """Bytes; None for `auto`, as in `parse_share_of_ram`.
 
     Raises:
-        ConfigError: more than `ram_budget` leaves of the machine.
+        ConfigError: more than `ram_budget` leaves of the RAM.
     """
     budget, left = parse_share_of_ram(text, key="trunk_budget"), total_ram() - (ram_budget or 0)
     if budget is not None and budget > left:
@@ -124,7 +124,7 @@ def parse_part_of_budget(text: str | int, ram_budget: int | None, *, key: str) -
     """Bytes; None for `auto`, as in `parse_share_of_ram`.
 
     Raises:
-        ConfigError: more than `ram_budget`, of which it is a part.
+        ConfigError: more than `ram_budget`, which includes it.
     """
     budget = parse_share_of_ram(text, key=key)
     if budget is not None and ram_budget is not None and budget > ram_budget:
@@ -141,9 +141,9 @@ def _never() -> int:
 
 
 def parse_disk_budget(text: str | int, cache_dir: Path) -> int | None:
-    """Bytes; None for `auto`, which the store measures (`store.disk_budget`).
+    """Bytes; None for `auto`, which the store computes (`store.disk_budget`).
 
-    A percentage is of the disk's size. That does not change when other programs write, so neither does the budget.
+    A percentage is of the disk's size, not of the free space, so other programs do not change it.
     """
     if _is(text, "auto"):
         return None

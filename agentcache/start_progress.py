@@ -1,4 +1,4 @@
-"""What a start is doing now, for the log and for `/health`."""
+"""Progress of a start, for the log and for `/health`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 log = logging.getLogger("agentcache.start")
 
-QUIET_SECONDS = 2.0  # a phase that is over by then is not in the log
-LOG_SECONDS = 5.0  # between two lines on the same phase
+QUIET_SECONDS = 2.0  # shorter phases are not logged
+LOG_SECONDS = 5.0  # interval of log lines in one phase
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Phase:
     """One phase of a start.
 
     Args:
-        doing: such as "reading the weights".
-        done, total: pieces of it; 0 of 0 if it has none.
+        doing: a description such as "reading the weights".
+        done, total: pieces of work; 0 of 0 if not countable.
     """
 
     doing: str
@@ -34,11 +34,11 @@ class Phase:
 
 @dataclass(frozen=True)
 class Measuring:
-    """How far the choice of a precision for keys and values has come.
+    """Progress of choosing the KV precision.
 
     Args:
-        done: forward passes.
-        most: forward passes that it can take, as far as is known; most models need a few.
+        done: forward passes so far.
+        most: upper bound of the passes; most models need a few.
         chosen: the precision, such as "4"; None before the end.
     """
 
@@ -48,7 +48,7 @@ class Measuring:
 
 
 class StartProgress:
-    """The current phase. One thread at a time changes it, any thread reads it.
+    """The current phase. One thread at a time changes it; any thread reads it.
 
     Attributes:
         phase: None before and after a start.
@@ -60,7 +60,7 @@ class StartProgress:
         self._timer: threading.Timer | None = None
 
     def begin(self, doing: str) -> None:
-        """Enter a phase. The log says so if it lasts."""
+        """Enter a phase. It is logged if it lasts longer than `QUIET_SECONDS`."""
         self._enter(Phase(doing))
 
     def _enter(self, phase: Phase | None) -> None:
@@ -74,7 +74,7 @@ class StartProgress:
 
     @contextmanager
     def inner(self, doing: str) -> Iterator[None]:
-        """A phase inside another one, which continues at the end."""
+        """Enter a nested phase; return to the outer one at the end."""
         outer = self.phase
         self.begin(doing)
         try:
@@ -83,7 +83,7 @@ class StartProgress:
             self._enter(outer)
 
     def advance(self, done: int, total: int) -> None:
-        """So many pieces of the phase are done. Every few seconds the log says so."""
+        """Set the number of finished pieces; logged every few seconds."""
         if self.phase is None:
             return
         self.phase = Phase(self.phase.doing, done, total)
@@ -92,5 +92,5 @@ class StartProgress:
             log.info("%s", self.phase)
 
     def end(self) -> None:
-        """The start is over, or has failed."""
+        """Mark the start as finished or failed."""
         self._enter(None)

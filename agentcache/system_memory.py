@@ -1,7 +1,7 @@
-"""What the operating system says of its memory: how much there is, how much is left, and how short of it it is.
+"""Read the operating system's memory: total, available, and pressure.
 
-On Linux from /proc and, where the process runs under limits of its own, from its cgroups (version 2) and its resource
-limits; on a Mac from sysctl. See proc(5), getrlimit(2) and the kernel's psi.rst and cgroup-v2.rst.
+Sources on Linux: /proc, cgroups (version 2) and resource limits, see proc(5), getrlimit(2) and the kernel's psi.rst and
+cgroup-v2.rst. On macOS: sysctl.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MACOS_NORMAL, MACOS_WARNING, MACOS_CRITICAL = 1, 2, 4
 
 @dataclass(frozen=True)
 class Bound:
-    """Bytes that may be used, and that are."""
+    """A memory limit and its current use, in bytes."""
 
     limit: int
     used: int
@@ -39,13 +39,13 @@ class Bound:
 
 @dataclass(frozen=True)
 class PressureReading:
-    """How short of memory the system is. What it does not say is None.
+    """A reading of memory pressure; None for values that the system does not report.
 
     Args:
         macos_level: `MACOS_NORMAL`, `MACOS_WARNING` or `MACOS_CRITICAL`.
-        some, full: percentage of the last ten seconds in which some task, or all of them, waited for memory (Linux);
-            the larger one of the machine's and of the process's own cgroup's.
-        used_share: of the cgroup's limit that is nearest; files that the kernel can drop do not count.
+        some, full: percent of the last ten seconds in which some or all tasks waited for memory (Linux); the maximum
+            of the machine's and the process's own cgroup's.
+        used_share: used share of the nearest cgroup limit, without droppable file cache.
     """
 
     macos_level: int | None = None
@@ -56,20 +56,20 @@ class PressureReading:
 
 @dataclass(frozen=True)
 class SystemMemory:
-    """Where it is read from. The arguments are for tests."""
+    """The memory of this machine. The arguments are for tests."""
 
     proc: Path = Path("/proc")
     cgroups: Path = Path("/sys/fs/cgroup")
 
     def total(self) -> int:
-        """Bytes of RAM that this process may use: the machine's, or a limit that is lower."""
+        """Bytes of RAM that this process may use: the machine's, or a lower limit."""
         machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return min([machine, *(bound.limit for bound in self.bounds())])
 
     def available(self) -> int | None:
-        """Bytes that this process can still have without the system swapping or ending anything; None if unknown.
+        """Bytes that this process can allocate without swapping or the OOM killer; None if unknown.
 
-        What malloc keeps for later is not among them (`free_heap`): it may be in pieces.
+        Excludes free memory of malloc (`free_heap`), which may be fragmented.
         """
         left = [bound.left for bound in self.bounds()]
         lines = _read(self.proc / "meminfo").splitlines()
@@ -79,7 +79,7 @@ class SystemMemory:
         return min(left, default=None)
 
     def bounds(self) -> Iterator[Bound]:
-        """The limits that this process is under, beside the machine."""
+        """Yield the limits of this process, beside the machine."""
         yield from self._cgroup_bounds()
         if (address_space := self._address_space()) is not None:
             yield address_space
@@ -91,7 +91,7 @@ class SystemMemory:
                 yield Bound(int(limit), max(0, int(used) - _file_cache(folder)))
 
     def _own_cgroups(self) -> list[Path]:
-        """Of this process, the innermost first; each is under the limits of those around it."""
+        """This process's cgroups, innermost first; the limits of all of them apply."""
         lines = _read(self.proc / "self" / "cgroup").splitlines()
         own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
         if own is None:
@@ -108,7 +108,7 @@ class SystemMemory:
         return Bound(limit, int(pages[0]) * os.sysconf("SC_PAGE_SIZE"))
 
     def pressure(self) -> PressureReading:
-        """A reading; takes some microseconds."""
+        """Take a reading, within microseconds."""
         if sys.platform == "darwin":
             return PressureReading(macos_level=_macos_pressure_level())
         files = [self.proc / "pressure" / "memory", *(each / "memory.pressure" for each in self._own_cgroups()[:1])]
@@ -121,7 +121,7 @@ class SystemMemory:
 
 
 def _read(path: Path) -> str:
-    """Empty where there is no such file, or it may not be read: a kernel may be built without it."""
+    """The file's text; empty if it cannot be read, as in kernels built without the feature."""
     try:
         return path.read_text(encoding="ascii")
     except OSError:
@@ -129,7 +129,7 @@ def _read(path: Path) -> str:
 
 
 def _file_cache(cgroup: Path) -> int:
-    """Bytes of files that the kernel holds for a cgroup and can drop; what is written to disk is among them."""
+    """Bytes of droppable file cache in a cgroup, including files being written."""
     entries = dict(line.split() for line in _read(cgroup / "memory.stat").splitlines())
     return int(entries.get("inactive_file", 0)) + int(entries.get("active_file", 0))
 
@@ -162,9 +162,9 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def free_heap() -> int:
-    """Bytes that the C library's allocator holds and nobody uses; 0 where it does not tell.
+    """Free bytes in the C library's allocator; 0 if unknown.
 
-    Without the pad at their end, which may never have been touched: to use it takes of what is available.
+    Excludes the pad at the end of the heap: untouched pages there still count against available memory.
     """
     tell = _mallinfo2()
     if tell is None:

@@ -1,7 +1,7 @@
-"""The boundary of a thread: every exception crosses it as an ordinary one, and no thread ends unnoticed.
+"""Convert exceptions at thread boundaries, and let no thread end unnoticed.
 
-Libraries raise more than `Exception`. A Rust panic (pyo3's PanicException) is a `BaseException`, which `except
-Exception` and asyncio's tasks let through, and a future takes no `StopIteration`.
+Libraries raise more than `Exception`: a Rust panic (pyo3's PanicException) is a `BaseException`, which `except
+Exception` and asyncio's tasks do not catch. A future rejects `StopIteration`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger("agentcache.threads")
 
 
 def as_exception(error: BaseException) -> Exception:
-    """Return `error`, or an `InternalError` caused by it where a future, task or handler would not take it."""
+    """Return `error`, or an `InternalError` caused by it if futures, tasks or handlers would not accept it."""
     if isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration)):
         return error
     wrapped = InternalError(f"{type(error).__name__}: {error}")
@@ -36,7 +36,7 @@ def start_thread(name: str, run: Callable[[], None], died: Callable[[Exception],
     """Start a daemon thread.
 
     Args:
-        died: called on that thread with whatever `run` raises, after it has been logged.
+        died: called on that thread with an exception of `run`, after it has been logged.
     """
 
     def top() -> None:
@@ -52,13 +52,13 @@ def start_thread(name: str, run: Callable[[], None], died: Callable[[Exception],
 
 
 class DaemonPool(Executor):
-    """Runs functions on daemon threads, which do not hold up the end of the process as `ThreadPoolExecutor`'s do.
+    """An executor on daemon threads, which do not delay the end of the process as `ThreadPoolExecutor`'s do.
 
-    Threads start when they are needed, and end with the pool.
+    Threads start on demand, and end with the pool.
 
     Args:
-        most: threads.
-        name: of the threads.
+        most: most threads.
+        name: name of the threads.
     """
 
     def __init__(self, most: int, name: str) -> None:
@@ -74,7 +74,7 @@ class DaemonPool(Executor):
         """Run a function on one of the threads.
 
         Raises:
-            RuntimeError: the system has no thread left.
+            RuntimeError: the system cannot start another thread.
         """
         future: Future[T] = Future()
         with self._lock:
@@ -90,7 +90,7 @@ def _run_jobs(jobs: queue.SimpleQueue[Callable[[], None] | None], idle: threadin
         job()
         del job
         idle.release()
-    jobs.put(None)  # for the next thread
+    jobs.put(None)  # ends the next thread
 
 
 def _run_job(future: Future[Any], run: Callable[[], Any]) -> None:
@@ -105,4 +105,4 @@ def _run_job(future: Future[Any], run: Callable[[], Any]) -> None:
 
 
 def _ignore(error: Exception) -> None:
-    """A job's error is its future's."""
+    """A job's error is in its future."""

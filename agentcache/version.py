@@ -1,3 +1,3 @@
-"""The version of agentcache, for every layer: importing the package itself from a lower one would point upwards."""
+"""The version of agentcache. A module of its own, so that lower layers can import it."""
 
 __version__ = "0.1.0"
