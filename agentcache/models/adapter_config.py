@@ -49,11 +49,7 @@ class ExplicitScale:
     factor: float
 
     def of(self, module: str, rank: int) -> float:
-        """Factor on x @ A @ B of `module`.
-
-        Raises:
-            UnsupportedAdapter: rank of the module's matrices differs from the config.
-        """
+        """Factor on x @ A @ B of `module`; raises UnsupportedAdapter if its rank differs from the config."""
         _check_rank(module, self.rank, rank)
         return self.factor
 
@@ -63,8 +59,7 @@ class AlphaScale:
     """PEFT's scale: alpha / r, or alpha / sqrt(r) if rank-stabilised (arXiv 2312.03732).
 
     Args:
-        rank_pattern, alpha_pattern: exceptions by regular expression on the end of a module name; the first match
-            counts.
+        rank_pattern, alpha_pattern: exceptions by regular expression on the end of a module name; the first match wins.
     """
 
     rank: int
@@ -90,7 +85,7 @@ def _first_match(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
 
 
 def _expression(key: str) -> re.Pattern[str]:
-    """Expression of PEFT's `get_pattern_key`: names that end with `key`, by whole components."""
+    """As PEFT's `get_pattern_key`: names that end with `key`, by whole components."""
     return re.compile(rf"(.*\.)?({key})$")
 
 
@@ -109,11 +104,7 @@ class AdapterConfig:
 
 
 def read_mlx_lm_config(folder: Path) -> AdapterConfig:
-    """Config of a folder written by `mlx_lm.lora`.
-
-    Raises:
-        UnsupportedAdapter: broken config, or not LoRA.
-    """
+    """Config of a folder written by `mlx_lm.lora`; raises UnsupportedAdapter if broken, or not LoRA."""
     config = _read(folder)
     if (kind := config.get("fine_tune_type", "lora")) != "lora":
         raise UnsupportedAdapter(f"fine_tune_type {_show(kind)} is not supported, only 'lora'")
@@ -158,7 +149,7 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _activation(config: dict[str, Any]) -> tuple[tuple[int, ...] | None, int]:
-    """PEFT's `alora_invocation_tokens`, accepted in mlx-lm's folders too, and `activation_shift`."""
+    """PEFT's fields, accepted in mlx-lm's folders too."""
     tokens = config.get("alora_invocation_tokens")
     if tokens is not None and not _are_token_ids(tokens):
         raise UnsupportedAdapter("alora_invocation_tokens is not a list of token ids")

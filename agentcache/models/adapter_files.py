@@ -74,7 +74,6 @@ class AdapterFiles:
     """Contents of a folder.
 
     Args:
-        format: `mlx-lm` or `peft`.
         matrices: float32 numpy arrays, by the trainer's module names.
     """
 
@@ -121,9 +120,6 @@ _FORMATS = (
 def read_folder(folder: Path, max_bytes: int = MAX_BYTES) -> AdapterFiles:
     """Read a folder, with all checks that need no model.
 
-    Args:
-        max_bytes: maximum size of the tensor file.
-
     Raises:
         UnsupportedAdapter: the reason, without the folder's name.
     """
@@ -156,7 +152,7 @@ def _read_tensors(file: Path, max_bytes: int) -> dict[str, Array]:
 
 
 def _read_safetensors(file: Path, max_bytes: int) -> bytes:
-    """The whole file, after a check that header and size agree: a file may claim gigabytes that it lacks."""
+    """The whole file, if header and size agree: a file may claim gigabytes that it lacks."""
     with open_plain_file(file, max_bytes) as (stream, size):
         header_bytes = int.from_bytes(read_exactly(stream, min(8, size), file.name), "little")
         if header_bytes > MAX_HEADER_BYTES or 8 + header_bytes > size:

@@ -27,7 +27,7 @@ _QUERIES = {"q_proj", "q_a_proj", "q_b_proj"}  # beside one of `_MAKE_KEYS`
 
 @dataclass(frozen=True)
 class LinearShape:
-    """A linear module that adapters can act on; `item_bytes` is per activation value."""
+    """A linear module that adapters can act on."""
 
     in_dim: int
     out_dim: int
@@ -35,16 +35,15 @@ class LinearShape:
 
     @property
     def bytes_a_rank(self) -> int:
-        """Bytes of an adapter's matrices on it, per rank."""
         return (self.in_dim + self.out_dim) * self.item_bytes
 
 
 @dataclass(frozen=True)
 class Target:
-    """Columns `start` to `stop` of the output of `module`, on which matrices of some name act.
+    """Columns of a module's output on which matrices of some name act.
 
     Args:
-        makes_kv: whether the layer's own keys or values are made of these columns.
+        makes_kv: whether the layer's own keys or values are made of them.
     """
 
     module: ModuleName
@@ -69,11 +68,7 @@ class TargetModules:
     absorbed: frozenset[ModuleName]
 
     def target(self, name: ModuleName) -> Target:
-        """Target of matrices of that name.
-
-        Raises:
-            UnsupportedAdapter: no such target.
-        """
+        """Target of matrices of that name; raises UnsupportedAdapter if there is none."""
         if name in self.absorbed:
             raise UnsupportedAdapter(f"{name} cannot be adapted: attention has absorbed its weights")
         if name.layer >= self.num_layers:
@@ -84,7 +79,6 @@ class TargetModules:
 
 
 def target_modules(layers: Sequence[nn.Module], survey: Survey) -> TargetModules:
-    """Find the targets in the layers of a model on the paged cache."""
     linears: dict[ModuleName, LinearShape] = {}
     targets: dict[ModuleName, Target] = {}
     absorbed = set()
@@ -100,8 +94,7 @@ def target_modules(layers: Sequence[nn.Module], survey: Survey) -> TargetModules
                 absorbed.add(name)
                 continue
             linears[name] = _shape(module)
-            # A module that is called before the layer writes its cache may make what is written, unless it makes
-            # queries.
+            # A module called before the layer writes its cache may make what is written, unless it makes queries.
             makes_queries = not recurrent and any(part in parent for part in _MAKE_KEYS)
             makes_kv = not survey.linears[index, path]
             targets |= _named_targets(name, linears[name].out_dim, kv_dim, makes_kv, makes_queries)
@@ -115,11 +108,6 @@ def _shape(linear: nn.Module) -> LinearShape:
 def _named_targets(
     name: ModuleName, out_dim: int, kv_dim: int, makes_kv: bool, makes_queries: bool
 ) -> dict[ModuleName, Target]:
-    """Targets of a module and of its fused parts.
-
-    Args:
-        makes_queries: whether it is a part of attention; then its name says if it makes only queries.
-    """
     before, _, leaf = name.path.rpartition(".")
     spans = {leaf: (0, out_dim), **_fused_spans(leaf, out_dim, kv_dim)}
     return {
@@ -145,14 +133,12 @@ class Adapter:
 
     Args:
         digest: digest of modules, matrices and effective scale, not of name or format; 40 hex digits.
-        path, format: folder, and `mlx-lm` or `peft`.
         ranks: ranks by module of the model.
         first_layer: lowest adapted layer.
-        first_kv_layer: lowest layer whose keys or values can differ from base's; the number of layers if none can.
+        first_kv_layer: lowest layer whose keys or values can differ from base's; number of layers if none can.
         nbytes: bytes of its weights on the device.
-        invocation_tokens: tokens from whose last occurrence in the prompt an activated LoRA (arXiv 2504.12397) acts.
+        invocation_tokens: tokens from whose last occurrence an activated LoRA (arXiv 2504.12397) acts.
         activation_shift: offset to that position.
-        sides: parts that act on keys and on values.
         family: digest of all A matrices; adapters of a family differ in their Bs only.
     """
 
@@ -171,17 +157,14 @@ class Adapter:
 
 @dataclass(frozen=True)
 class AdapterContent:
-    """An adapter with its matrices, float32 numpy arrays by module of the model."""
+    """An adapter and its float32 numpy matrices, by module of the model."""
 
     adapter: Adapter
     matrices: Mapping[ModuleName, LowRank]
 
 
 def read_adapter(folder: Path, modules: TargetModules, max_bytes: int = MAX_BYTES) -> AdapterContent:
-    """Read an adapter's folder and fit it to a model. Any thread; takes three to four times the file's size.
-
-    Args:
-        max_bytes: largest size of the file of tensors.
+    """Read an adapter's folder and fit it to a model. Any thread; takes up to four times the file's size.
 
     Raises:
         UnsupportedAdapter: broken folder, more than LoRA, or another model's adapter.
@@ -193,11 +176,7 @@ def read_adapter(folder: Path, modules: TargetModules, max_bytes: int = MAX_BYTE
 
 
 def read_again(adapter: Adapter, modules: TargetModules, max_bytes: int = MAX_BYTES) -> AdapterContent:
-    """Read an adapter whose weights were dropped.
-
-    Raises:
-        UnsupportedAdapter: the folder is gone or has changed.
-    """
+    """Read an adapter whose weights were dropped; raises UnsupportedAdapter if its folder has changed."""
     content = read_adapter(adapter.path, modules, max_bytes)
     if content.adapter.digest != adapter.digest:
         raise UnsupportedAdapter(f"the adapter in {adapter.path} has changed since it was loaded; load it anew")
@@ -228,7 +207,6 @@ def _read_adapter(path: Path, modules: TargetModules, max_bytes: int) -> Adapter
 def _sides(
     matrices: Mapping[ModuleName, LowRank], targets: Mapping[ModuleName, Target], modules: TargetModules
 ) -> AdapterSides:
-    """Find sides by the modules' parts that make keys and values, whatever names the adapter uses."""
     found: dict[str, dict[int, Side]] = {KEYS: {}, VALUES: {}}
     for name, target in modules.targets.items():
         leaf = name.path.rpartition(".")[2]
@@ -257,7 +235,7 @@ def _fit(
 
 
 def _join(parts: Sequence[tuple[Target, LowRank]], out_dim: int) -> LowRank:
-    """One pair for all columns of a module: ranks side by side, each with its own columns of b."""
+    """One pair for a whole module: ranks side by side, each with its own columns of b."""
     if len(parts) == 1 and parts[0][1].b.shape[1] == out_dim:
         return parts[0][1]
     b = np.zeros((sum(pair.rank for _, pair in parts), out_dim), np.float32)
@@ -285,7 +263,7 @@ def _fields(matrices: Mapping[ModuleName, LowRank]) -> Iterator[bytes]:
 
 
 def _family_fields(matrices: Mapping[ModuleName, LowRank], sides: AdapterSides) -> Iterator[bytes]:
-    """A matrices only, and their columns that keys and values use: a fused module's B decides these."""
+    """A matrices, and their columns that keys and values use (in a fused module B decides these)."""
     for name, pair in sorted(matrices.items()):
         yield str(name).encode()
         yield from _matrix_fields(pair.a)
@@ -299,10 +277,7 @@ def _matrix_fields(matrix: Any) -> Iterator[bytes]:
 
 
 def trunk_cut(adapter: Adapter, spec: CacheSpec) -> int:
-    """Lowest layer of the adapter's groups, if base computes all below and all above are its own; else 0.
-
-    At 0 the adapter cannot continue from base's hidden states.
-    """
+    """Lowest layer of the adapter's groups, if it can continue from base's hidden states there; else 0."""
     if spec.recurrent:
         return 0  # the state of lower recurrent layers would be missing
     own = producer_groups(adapter, spec)
@@ -318,6 +293,6 @@ def producer_groups(adapter: Adapter, spec: CacheSpec) -> frozenset[int]:
         for index, group in enumerate(spec.groups)
         if any(layer.index >= adapter.first_kv_layer for layer in group.layers)
     }
-    # Recurrent layers share one group, the last. An adapter on a layer may change that layer's own state.
+    # Recurrent layers share one group, the last. An adapter may change the state of its own layer.
     has_own_state = any(each.index >= adapter.first_layer for each in spec.recurrent)
     return frozenset(changed | {len(spec.groups)} if has_own_state else changed)

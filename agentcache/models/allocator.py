@@ -22,9 +22,10 @@ def keep_freed_memory() -> None:
     Linux with glibc only, where the default slows CPU steps and CUDA uploads.
 
     All later threads share one arena: free memory at the end of other arenas cannot be returned (`agentcache.malloc`),
-    and each thread that reads a large request would keep as much. So call this before starting threads. Threads that
-    exist keep arenas of their own, whose free 64 MB heaps are returned despite the threshold unless the pad is as
-    large.
+    and each thread that reads a large request would keep as much. So call this before starting threads.
+
+    Existing threads have arenas of their own, which later threads may share. These consist of 64 MB heaps, which are
+    returned despite the threshold unless the pad is as large.
     """
     if sys.platform != "linux":
         return

@@ -1,7 +1,7 @@
 """Attention over the paged Q4 cache.
 
 It reads quantised values only, also within the chunk being prefilled, so cold, warm and hot prompts read the same.
-(Chunk borders change the last bit of a float, which can round a 4-bit value to its neighbour.)
+(Chunk borders change the last bit of a float, which may round a 4-bit value differently.)
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class AttentionOptions(NamedTuple):
 
 
 def reads_packed(num_tokens: int, batch_size: int, softcap: float | None = None) -> bool:
-    """Whether a step of `num_tokens` tokens per row reads packed blocks; else they are unpacked first."""
+    """Whether a step reads packed blocks; else they are unpacked first."""
     return num_tokens <= MAX_PACKED_QUERIES or batch_size > 1 or softcap is not None
 
 
@@ -59,10 +59,9 @@ def paged_attention(queries: mx.array, kv: PagedKV, options: AttentionOptions) -
 
 
 def attention_by_operations(queries: mx.array, kv: PagedKV, options: AttentionOptions) -> mx.array:
-    """`paged_attention` by MLX's operations, except for unpacking: the specification of every kernel.
+    """`paged_attention` without decode kernels: the specification of every kernel.
 
-    Few queries multiply with packed blocks; many read one layer's unpacked blocks by flash attention. Both see the same
-    values.
+    Few queries multiply with packed blocks; many read one layer's unpacked blocks by flash attention.
     """
     keys, values, reads = kv.arena.keys, kv.arena.values, kv.reads
     assert values is not None  # MLA reads its latent itself
@@ -111,17 +110,17 @@ def packed_attention(
     arena: LayerArena,
     added: Callable[[mx.array], mx.array] | None = None,
 ) -> mx.array:
-    """Attention on the packed blocks of `reads.blocks`; returns [B, H_q, n, D_v] in the queries' type.
+    """Attention on packed blocks; returns [B, H_q, n, D_v] in the queries' type.
 
-    Each row reads its own blocks only: scores are computed by block, and the softmax is merged over a row's blocks (as
-    in flash-decoding). Query heads that share a kv head are rows of one product, so a block is read once. Computed in
-    float32, at no cost beside reading; float16 scores would be off by a percent.
+    Each row reads its own blocks only: scores are computed by block, the softmax is merged over a row's blocks (as in
+    flash-decoding). Query heads of a kv head are rows of one product, so a block is read once. float32, because float16
+    scores would be off by a percent.
 
     Args:
         queries: [B, H_q, n, D_k].
         keys, values: [num_blocks, H_kv, 256, ·].
         arena: layer whose packing they have; without values, both have that of its keys.
-        added: function from weights [num_blocks, H_kv, repeats, n, 256] to an addition to each row's sum of values, [B,
+        added: function from weights [num_blocks, H_kv, repeats, n, 256] to an addition to the rows' sums of values, [B,
             H_kv, repeats * n, D_v].
     """
     batch, num_heads, num_tokens, _ = queries.shape
@@ -158,6 +157,6 @@ def _softmax(scores: mx.array, reads: Reads, options: AttentionOptions) -> tuple
 
 
 def activation_dtype(linear: nn.Module) -> mx.Dtype:
-    """Type that a linear module computes in: that of its float parameters."""
+    """Type of a linear module's float parameters, in which it computes."""
     dtype = linear.scales.dtype if "scales" in linear else linear.weight.dtype
     return dtype if mx.issubdtype(dtype, mx.floating) else mx.bfloat16  # mxfp4's scales are uint8

@@ -48,9 +48,9 @@ def wanted_limits(plan: MemoryPlan, device_type: Any = None) -> list[tuple[Sette
     """MLX's limits for the default device.
 
     - Memory: above it, evaluation waits for work in flight instead of running ahead.
-    - Cache of freed buffers: on a GPU MLX's default equals the memory limit, out of reach of other programs. None on a
-      CPU, where malloc reuses recent memory better. An eighth on CUDA, where allocation is slow and few programs share
-      the memory.
+    - Cache of freed buffers: MLX's default on a GPU equals the memory limit, out of reach of other programs. Here it
+      holds a step's temporaries; on CUDA, where allocation is slow, at least an eighth of the limit. None on a CPU,
+      where malloc reuses recent memory better.
     - Wired memory: Metal only.
     """
     on_gpu = (device_type or mx.default_device()) == mx.gpu

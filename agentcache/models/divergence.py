@@ -31,7 +31,6 @@ class Divergence:
 
     Args:
         value: relative to their own KV; 0 if base's is equal.
-        num_tokens: number of measured tokens.
     """
 
     value: float
@@ -93,8 +92,7 @@ class StepMeasures:
         for group, layers in self._own.items():
             numbers, (ids, offsets) = sum(layers[1:], layers[0]), self._places[group]
             rounding = self._energies[group].tokens.array[ids, offsets].reshape(*numbers.shape[:2], 2)
-            # Base's blocks may be older than measurements. Then the row's own rounding, which is nearly equal, stands
-            # in.
+            # Base's blocks may be older than measurements. Then the row's own, nearly equal rounding stands in.
             rounding = mx.where(mx.isnan(rounding), numbers[..., 2::3], rounding)
             keys, values = rounding[..., 0], rounding[..., 1]
             of_group = mx.stack(

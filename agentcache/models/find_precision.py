@@ -40,11 +40,7 @@ def find_precision(model: Measurements, limit: float) -> Precision:
     """Return the smallest precision within `limit` that the search measures.
 
     First all layers get the same bits, from the fewest, until the limit holds. Then single layers are lowered, those
-    that save most bytes per harm first. Most models take one pass, or five to eight: two for equal layers, two for
-    errors, up to four for mixtures.
-
-    Args:
-        limit: highest divergence.
+    that save most bytes per harm first. Most models take one pass, or five to eight.
     """
     search = _Search(model, limit)
     search.run()
@@ -64,11 +60,7 @@ class _Step:
 
 @dataclass
 class _Search:
-    """One search.
-
-    Args:
-        best: smallest precision known to be within the limit.
-    """
+    """`best` is the smallest precision known to be within the limit."""
 
     model: Measurements
     limit: float
@@ -100,7 +92,7 @@ class _Search:
         """Take as many steps down from `level` as the limit allows; return whether it allowed any.
 
         Args:
-            at_level, failed: divergence of all layers at this level, and one below it.
+            at_level, failed: divergence of all layers at this level, and one below.
         """
         if at_level > _NEAR * self.limit:
             return False
@@ -144,7 +136,7 @@ class _Search:
 
 
 def _share(sums: Sequence[float], low: int, high: int, more: float) -> int:
-    """Number of steps after `low` whose errors sum to `more`; half of the range if `more` is not finite."""
+    """Number of steps after `low` with errors of `more`; half of the range if that is not finite."""
     if not math.isfinite(more):
         return (high - low) // 2
     fitting = sum(1 for index in range(low + 1, high) if sums[index] - sums[low] <= more)

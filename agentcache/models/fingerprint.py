@@ -74,7 +74,6 @@ class ModelFingerprints:
     """Content-based names of a model, 32 hex digits each.
 
     Args:
-        identity: current name.
         first: names in older cache folders (format version 2): its own first, then those of other local revisions.
     """
 
@@ -86,7 +85,6 @@ def model_fingerprints(folder: Path, memo: Path | None = None) -> ModelFingerpri
     """Names of the model in a folder.
 
     Args:
-        folder: config.json, model*.safetensors, and further files of mlx-lm.
         memo: JSON file of large files' digests by size, times and inode, so that a restart need not read gigabytes.
     """
     known = Memo(memo)
@@ -134,7 +132,6 @@ def first_fingerprint(folder: Path, memo: Path | None = None, *, tokenizer: bool
 
 
 def _configs(folder: Path) -> list[str]:
-    """Configs, normalised in layout."""
     return [json.dumps(config, sort_keys=True) for _, config in _read_configs(folder)]
 
 

@@ -137,7 +137,7 @@ class Footprint:
         return activations + logits + states + reads + scans + _SMALL_ARRAYS
 
     def _scan_bytes(self, scan: _Scan, num_tokens: int) -> int:
-        """Without the states before and after."""
+        """Bytes of a recurrent layer for one row, without the states before and after."""
         model = MODEL_REMAPPING.get(self.spec.model_type, self.spec.model_type)
         channels = _CHANNEL_COPIES * num_tokens * scan.width * _FLOAT
         if model in SSD_FILES:
@@ -190,7 +190,7 @@ class Footprint:
         (num_blocks,) = kind.num_blocks([context], num_tokens)
         piece = piece_blocks(num_blocks, heads * num_tokens) * BLOCK_SIZE
         sums = 2 * heads * num_tokens * kind.value_dim
-        mask = num_tokens * num_blocks * BLOCK_SIZE  # a byte each
+        mask = num_tokens * num_blocks * BLOCK_SIZE  # one byte each
         values = _REBUILT_COPIES * piece * kind.cached_dim + _REBUILT_SCORES * heads * num_tokens * piece + sums
         return values * _FLOAT + mask
 
@@ -219,7 +219,7 @@ class Footprint:
         unpacked = keys * (self.unpacked_dim + kind.cached_dim) * _UNPACKED_COPIES * _FLOAT
         scores = self.spec.num_attention_heads * num_tokens * keys * _FLOAT
         copies = _FLASH_SCORES_WITH_SINKS if self.spec.model_type in _HAVE_SINKS else _FLASH_SCORES
-        mask = num_tokens * keys  # a byte each
+        mask = num_tokens * keys  # one byte each
         return unpacked + mask + (0 if self._has_flash(kind) else int(copies * scores))
 
     def _has_flash(self, kind: _LayerKind) -> bool:
@@ -294,7 +294,7 @@ class _Scan:
 
     Args:
         width: channels of the convolutions and the heads.
-        state_bytes: bytes without the tokens that a convolution keeps.
+        state_bytes: bytes without the convolution's last tokens.
     """
 
     width: int
@@ -336,7 +336,6 @@ def free_memory(limit: int | None = None) -> int:
 
 
 def spare_memory(limit: int | None = None) -> int:
-    """Bytes that the device can give permanently; `limit` as for `free_memory`."""
     active = allocated_bytes()
     free = device_memory().usable - active if limit is None else limit - active
     if mx.default_device() == mx.gpu:

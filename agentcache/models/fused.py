@@ -42,8 +42,7 @@ from agentcache.threads import start_thread
 log = logging.getLogger("agentcache.models")
 
 VARIABLE = "AGENTCACHE_KERNELS"
-# Per row; sixteen query rows read the blocks once. Flash attention needs unpacked blocks; cuDNN is slow on every new
-# length.
+# Per row; sixteen queries read the blocks once. Flash attention needs unpacked blocks; cuDNN is slow on new lengths.
 MAX_QUERIES = 32
 _MAX_DIM = 256
 PACKED_BITS = 4  # for keys and values; latents may also have 8
@@ -112,7 +111,6 @@ class Attended(NamedTuple):
     has_sinks: bool
 
     def prepare(self, reads: Reads) -> PreparedDecode | None:
-        """Launch data; None if kernels are not usable."""
         if not usable(self.shape).right:
             return None
         return prepare(_plan(self.shape, reads), self.shape, self.scale, self.softcap, self.has_sinks)
@@ -157,7 +155,7 @@ def unpacked(
 
 
 def row_ids(reads: Reads) -> mx.array:
-    """Slots that a single row reads, int32 [n]; built once per step and group."""
+    """Slots that a single row reads, int32 [n]."""
     if "ids" not in reads.prepared:
         [row] = reads.rows
         reads.prepared["ids"] = on_device(mx.array(row.block_ids, mx.int32))
@@ -203,7 +201,6 @@ def _write(
 
 
 def _places(writes: Writes) -> Places:
-    """Built once per step and group."""
     if "places" not in writes.prepared:
         writes.prepared["places"] = Places(on_device(writes.places), on_device(writes.counts))
     places: Places = writes.prepared["places"]
@@ -241,7 +238,7 @@ def _head_shape(dim: int, kv_heads: int, queries_per_head: int, packing: Packing
     return HeadShape(dim, kv_heads, queries_per_head, group_size, dtype, packing.bits)
 
 
-@cache  # called for every layer
+@cache
 def latent_shape(rank: int, dim: int, heads: int, packing: Packing, dtype: mx.Dtype) -> LatentShape:
     """`dim` is the number of cached values: `rank`, and the rope part."""
     group_size = packing.group_size if isinstance(packing, Quantisation) else dim
@@ -327,7 +324,6 @@ def usable_by_now(shape: HeadShape) -> Verdict:
 
 
 def _begin(trial: Callable[[], None]) -> None:
-    """Start a thread that does not delay the end of the process."""
     start_thread("agentcache-kernels", trial, lambda error: None)
 
 

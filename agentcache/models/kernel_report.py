@@ -30,7 +30,7 @@ from agentcache.models.residual_turns import turning_of
 from agentcache.models.survey import Survey, survey
 
 _SECONDS = 600  # three self-tests for each head shape
-_RANK = 16  # adapter rank; the report is the same for other ranks
+_RANK = 16  # adapter rank; reports for other ranks differ in that number only
 _OWN_CODE = Verdict(False, "a state is computed by mlx-lm's own operations")
 
 
@@ -39,7 +39,6 @@ class LayerKind:
     """How layers of one kind are computed.
 
     Args:
-        kind: kind of their cache, as in `CacheGroupInfo`.
         window: tokens that are read; None for all.
         heads: query heads, cached heads and key size, as `8/2 x 64`; empty for a state.
         layers: number of layers.

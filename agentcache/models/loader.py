@@ -51,7 +51,7 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _VOCABULARY_SIZES = ("vocab_size", "num_vocab")  # fields of config.json
 _TEXT_SUFFIXES = (".json", ".jinja", ".txt")
 _MAX_TEXT_BYTES = 1 << 28
-_CHAT_TOKENS, _TEXT_TOKENS = 80, 56  # of each sample text for precision; a pass reads them all
+_CHAT_TOKENS, _TEXT_TOKENS = 80, 56  # of each sample text; a pass reads them all
 _T = TypeVar("_T")
 
 
@@ -84,7 +84,6 @@ class LoadedModel:
     search: PrecisionSearch | None = None
 
     def namespace(self, salt: str) -> Namespace:
-        """Namespace of this model's block keys with `salt`."""
         return Namespace(self.fingerprint, self.spec.digest, salt)
 
     @property
@@ -128,7 +127,6 @@ class WantedPositions(nn.Module):
         self._current = current
 
     def __call__(self, x: mx.array) -> mx.array:
-        """[B, n, hidden] to [B, 1 or n, hidden]."""
         step = self._current.step
         return self.norm(x if step is not None and step.all_logits else x[:, -1:])
 
@@ -286,7 +284,7 @@ def sample_ids(tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
 
 
 def read_model(path_or_hub_id: str) -> ReadModel:
-    """First half of `load`, with its errors: read a model folder."""
+    """First half of `load`, with its errors."""
     folder = _folder(path_or_hub_id)
     # Never with trust_remote_code: nothing in a model folder is executed.
     model, config = _or_unsupported(folder, "model", lambda: load_model(folder, lazy=True))

@@ -24,8 +24,8 @@ from agentcache.models.residual_forms import ResidualForms, find_forms
 from agentcache.models.step import CurrentStep
 from agentcache.models.survey import Survey
 
-# MLX 0.32.4 on CUDA gathers from misaligned addresses, and crashes, if matrix rows are no multiple of this (`gather_mm`
-# checks the length of the sums only).
+# MLX 0.32.4 on CUDA crashes on matrices whose rows are no multiple of this: it gathers from misaligned addresses
+# (`gather_mm` checks the length of the sums only).
 _RANKS = 8
 
 
@@ -54,7 +54,7 @@ def can_stack(adapters: Collection[AdapterWeights]) -> bool:
 
 
 def stacked_bytes(adapters: Collection[AdapterWeights]) -> int:
-    """Bytes of stacks of these, for modules that several of them act on."""
+    """Bytes of stacks, for modules that several of these act on."""
     counts = Counter(name for weights in adapters for name in weights.matrices)
     shared = [name for name, count in counts.items() if count > 1]
     return sum(_stack_bytes([each.matrices[name] for each in adapters if name in each.matrices]) for name in shared)
@@ -70,7 +70,7 @@ def _stacked_rank(pairs: Iterable[LowRank]) -> int:
 
 
 class Stacks:
-    """Stacks of a set of adapters, for steps that use a subset. Each module's is made when first needed.
+    """Stacks of a set of adapters, for steps that use a subset; made by module on first use.
 
     Attributes:
         adapters: the set.
@@ -96,7 +96,6 @@ class Stacks:
         self.adapters, self.nbytes, self._by_module = frozenset(), 0, {}
 
     def get(self, name: ModuleName) -> Stack:
-        """Stack of a module that several of the adapters act on."""
         if name not in self._by_module:
             pairs = {weights: weights.matrices[name] for weights in self.adapters if name in weights.matrices}
             self._by_module[name] = Stack.of(pairs)
@@ -107,7 +106,6 @@ class ModelAdapters:
     """Adapters of one model, and the wrappers of its modules.
 
     Attributes:
-        modules: target modules.
         stacks: copies for steps that use several adapters; optional.
     """
 
@@ -177,11 +175,7 @@ class ModelAdapters:
 
 
 class AdaptedLinear(Stand):
-    """A linear module with adapters.
-
-    Args:
-        adapt: function from the input and the original's output to the output.
-    """
+    """A linear module whose output `adapt` computes from the input and the original's output."""
 
     def __init__(self, original: nn.Module, adapt: partial[mx.array]) -> None:
         super().__init__(original)

@@ -119,7 +119,7 @@ def latent_attention(
 
 
 def decompress(cached: mx.array, projections: Projections) -> tuple[mx.array, mx.array]:
-    """Keys [1, H, T, nope + rope] and values [1, H, T, v] of cached latents [1, 1, T, rank + rope]."""
+    """Keys [1, H, T, nope + rope] and values [1, H, T, v] of latents [1, 1, T, rank + rope]."""
     latent, k_rope = mx.split(cached, [projections.rank], axis=-1)
     k_nope = projections.keys(latent)
     k_rope = mx.broadcast_to(k_rope, (*k_nope.shape[:3], k_rope.shape[-1]))
@@ -127,7 +127,7 @@ def decompress(cached: mx.array, projections: Projections) -> tuple[mx.array, mx
 
 
 def _unpacked(queries: mx.array, rank: int, kv: PagedKV) -> mx.array:
-    """[1, 1, T, rank + rope] of one row, for queries [1, H, n, ·]."""
+    """Latents [1, 1, T, rank + rope] of one row, for queries [1, H, n, ·]."""
     by_operations = partial(unpack_row, kv.arena.keys, kv.reads, queries.dtype)
     if fused.why_none():
         return by_operations()
@@ -174,7 +174,7 @@ def packed_latent_attention(q_latent: mx.array, q_rope: mx.array, kv: PagedKV, s
 
 
 def _leading(packed: Packed, rank: int, kv: PagedKV) -> Packed:
-    """The latent part: whole quantisation groups, as the rank is a multiple of their size."""
+    """Latent part of packed keys: whole quantisation groups, as the rank is a multiple of their size."""
     parts = kv.arena.keys.quantisation.parts(rank).values()
     leading = [part[..., :width] for part, (_, width) in zip(packed.parts, parts, strict=True)]
     # On CUDA, MLX multiplies contiguous arrays only.
@@ -201,7 +201,7 @@ class _AbsorbedProjections:
 
 
 class _EmbedQ(Stand):
-    """For a cached latent it returns zeros [B, H, rope, 1]: attention reads the handle in `values`."""
+    """Returns zeros [B, H, rope, 1] for a cached latent: attention reads the handle in `values`."""
 
     def __init__(self, original: nn.Module, rank: int) -> None:
         super().__init__(original)
@@ -246,7 +246,7 @@ def dense_weight(linear: nn.Module) -> mx.array:
 
 
 class ExpandedProjections:
-    """Of a `kv_b_proj`, whose rows make keys, then values, for each head."""
+    """Projections by a `kv_b_proj`, whose rows make keys, then values, for each head."""
 
     def __init__(self, module: nn.Module) -> None:
         self.rank = int(module.kv_lora_rank)
@@ -265,7 +265,7 @@ class ExpandedProjections:
 
 
 class _NotedNorm(Stand):
-    """Keeps its output, the latent [B, n, rank], for the cache."""
+    """Norm that keeps its output, the latent [B, n, rank], for the cache."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__(original)
@@ -299,7 +299,7 @@ class _LatentCache:
 
 @functools.cache
 def _with_latent_cache(kind: Any) -> Any:
-    """Subclass of a DeepSeek-V2 attention class, with step caches that keep the latent."""
+    """Subclass of a DeepSeek-V2 attention class that caches latents."""
 
     class LatentAttention(kind):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -346,7 +346,7 @@ class _Rounded(Stand):
 
 
 def adapt(layer: nn.Module) -> None:
-    """Make a layer's latent attention accept cache handles; it computes arrays as before."""
+    """Make a layer's latent attention accept cache handles besides arrays."""
     for module in list(layer.modules()):
         if is_absorbed(module):
             _adapt_absorbed(module)

@@ -1,4 +1,4 @@
-"""Rows with residual KV as attention sees them: where residuals lie, and how a layer makes keys of them."""
+"""Rows with residual KV as attention sees them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Rope = Callable[..., mx.array]
 
 SMALLEST_FACTOR = 6e-8  # above 0, in float16
 _MOST_SCORES, _LEAST_BLOCKS, _MOST_BLOCKS = 1 << 24, 2, 16  # limits of a piece
-# Pieces of a row. Several copies of a piece's KV are alive at once; together they must stay below the keys of the row.
+# Pieces of a row: the copies of one piece's KV must take less than the keys of the whole row.
 _PIECES = 4
 
 
@@ -49,7 +49,6 @@ class KeyForm:
 
     Args:
         rope: rotation of keys [N, H_kv, n, D] from `offset` on.
-        norm: norm before rope; None for none.
     """
 
     rope: Rope
@@ -71,16 +70,16 @@ class KeyForm:
     def agent_factor(self, base: mx.array, without: mx.array, delta: mx.array, starts: mx.array) -> mx.array:
         """ρ of keys with an adapter, [N, n, H_kv], from the cached keys without it.
 
-        Needed where x is base's. With k a key without the adapter and d its addition, 1/ρ² = mean(k²) + 2 mean(k·d) +
-        mean(d²) + eps; ρ without the adapter gives the first and last term. k·d comes from the cached key ρ_base * R(γ
-        k): R is a rotation up to its gain, so R(γ k) · R(d / (γ gain²)) = k · d.
+        A family's x is base's, so this ρ is never computed directly. With k a key without the adapter and d its
+        addition, 1/ρ² = mean(k²) + 2 mean(k·d) + mean(d²) + eps, where `without` gives mean(k²) + eps. The cached key
+        is ρ_base * R(γk). R is a rotation up to its gain, so R(γk) · R(d / (γ gain²)) = k · d.
 
         Args:
             base: cached keys, float32 [N, H_kv, n, D].
             without: ρ of these, [N, n, H_kv].
             delta, starts: as in `rotated`.
         """
-        assert self.norm is not None  # without a norm there is no ρ
+        assert self.norm is not None
         rotated = self.rope((delta * self._inverse).swapaxes(1, 2), offset=starts)
         without = mx.maximum(without, SMALLEST_FACTOR)
         cross = (base * rotated).mean(axis=-1).swapaxes(1, 2) / without
@@ -90,7 +89,7 @@ class KeyForm:
     @cached_property
     def _inverse(self) -> mx.array:
         """1 / (γ gain²), float32 [D]; 0 where γ is 0, as no cache has that part of k."""
-        assert self.norm is not None  # the caller has checked it
+        assert self.norm is not None
         weight = self.norm.weight
         unit = mx.eye(weight.shape[0])[None, :, None]  # one value per head
         gain = mx.square(self.rope(unit, offset=mx.array([0], mx.int32))).sum(axis=(0, 2, 3))
@@ -120,8 +119,8 @@ class KernelMatrices:
     """B matrices of one layer in the kernels' layout, kept while the adapter is on the device.
 
     Args:
-        key_b: float32 [H_kv, r, D_k], times the key norm's weights if any; None without.
-        value_b: float32 [H_kv, r, D_v]; None without.
+        key_b: float32 [H_kv, r, D_k], times the key norm's weights if any.
+        value_b: float32 [H_kv, r, D_v].
     """
 
     key_b: mx.array | None
@@ -129,7 +128,7 @@ class KernelMatrices:
     _packed: dict[mx.Dtype, mx.array] = field(default_factory=dict)
 
     def packed_key_b(self, turns: RopeTables, dtype: mx.Dtype) -> mx.array:
-        assert self.key_b is not None  # the caller has checked it
+        assert self.key_b is not None
         if dtype not in self._packed:
             self._packed[dtype] = packed_b(self.key_b, turns, dtype)
         return self._packed[dtype]
@@ -142,9 +141,9 @@ class RowOverlay:
     Args:
         row: index in the step.
         reads: base blocks that it reads.
-        residual_slots, residual_ids: slots of the residuals of the same blocks; as int32 [num_blocks].
-        key_a, key_norms, value_a: arenas of the residuals; None without. A family's norms are without an adapter, one
-            per head (`KeyForm.agent_factor`).
+        residual_slots, residual_ids: residual slots for these blocks; as int32 [num_blocks].
+        key_a, key_norms, value_a: arenas of the residuals. A family has norms of keys without adapter only
+            (`KeyForm.agent_factor`).
     """
 
     row: int
@@ -164,7 +163,7 @@ class LayerOverlay:
 
     Args:
         plain: indices of plain rows, int32.
-        plain_reads: their reads; None without plain rows.
+        plain_reads: their reads.
         rows: rows with residuals; those of one adapter are neighbours, with the same `matrices`.
         order: index of each row in plain rows followed by `rows`; int32 [B].
         reads: base blocks of all rows, in step order.

@@ -33,13 +33,11 @@ Numbers = Mapping[str, Sequence[float]]  # by name of the measurement
 class PrecisionSearch:
     """Chooses the bits of a model's layers, one forward pass at a time, on the model's thread.
 
-    After each pass `find_precision` runs again with all known numbers. So a search can stop and continue anywhere, also
-    in another process.
+    After each pass `find_precision` runs again with all known numbers. So a search can continue in another process.
 
     Args:
-        model: model on the paged cache.
         texts: token ids of each text of the sample.
-        known: numbers that an earlier process measured for this model and sample.
+        known: numbers of an earlier process for this model and sample.
         keep: called with all numbers after each measurement.
         settle: function from a number to the value that all ranks use.
         limit: highest divergence, in nats; `MAX_DIVERGENCE` by default.
@@ -79,13 +77,13 @@ class PrecisionSearch:
 
     @property
     def safe(self) -> Precision:
-        """Precision to serve in before the end: 8 bits, or 16 if 8 are known to be too few."""
+        """Precision until the search ends: 8 bits, or 16 if 8 are known to be too few."""
         eight = Precision((SAFE,) * len(self._survey.layers))
         too_few = self._known.get(str(eight), [0.0])[0] > self._limit
         return Precision((_UNQUANTISED,) * len(self._survey.layers)) if too_few else eight
 
     def advance(self) -> None:
-        """Compute one forward pass. After the last one `precision` is set."""
+        """Compute one forward pass."""
         if self._precision is not None:
             return
         self._passes += 1
@@ -166,7 +164,7 @@ class Measured:
 
     Args:
         kept: earlier choice, used if it has as many layers.
-        seconds: time limit. After it the search is left in `unfinished`, and the model is served in `safe` bits.
+        seconds: time limit, after which the model is served in `safe` bits.
         options: further options of `PrecisionSearch`.
 
     Attributes:

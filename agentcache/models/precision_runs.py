@@ -26,8 +26,8 @@ from agentcache.models.survey import Survey
 from agentcache.system_memory import SystemMemory
 
 _COMPARED_AT_ONCE = 32  # a vocabulary may have a quarter of a million entries
-_FAMILIAR = 0.5  # share of a uniform guess's loss; with more, the model does not know the text's language
-_COPY_SHARE = 4  # a copy of the weights may take one part in so much of available memory
+_FAMILIAR = 0.5  # share of a uniform guess's loss; above it, the model does not know the language
+_COPY_SHARE = 4  # the copy takes at most this fraction (1/n) of available memory
 _UNQUANTISED = LayerBits(UNQUANTISED_BITS, UNQUANTISED_BITS)
 
 Texts = Sequence[Sequence[int]]
@@ -35,12 +35,11 @@ Texts = Sequence[Sequence[int]]
 
 @dataclass
 class Reference:
-    """A model's results for each text with unquantised KV.
+    """A model's results for each text that counts, with unquantised KV.
 
     Args:
-        logprobs: [tokens, vocabulary] of each text that counts.
-        is_float32: whether it was computed in float32 (`in_float32`).
-        inputs, outputs: those of each layer call, by text; None for a layer without input.
+        logprobs: [tokens, vocabulary] per text.
+        inputs, outputs: those of each layer call, by text.
     """
 
     is_float32: bool = False
@@ -70,11 +69,10 @@ class PrecisionRuns:
 
     @property
     def has_reference(self) -> bool:
-        """Whether `compute_reference` was called, which all other measurements need."""
+        """Whether `compute_reference` was called, which all measurements need."""
         return self._reference is not None
 
     def forget(self) -> None:
-        """Free the reference."""
         self._reference = None
 
     def divergence(
@@ -83,14 +81,14 @@ class PrecisionRuns:
         hopeless: float = math.inf,
         settle: Callable[[float], float] = lambda number: number,
     ) -> float:
-        """Mean over all positions of the texts that count, in nats; infinite if a logit is NaN.
+        """Mean divergence over all positions, in nats; infinite if a logit is NaN.
 
         Args:
-            hopeless: bound above which the mean is not refined: reading stops once the sum is above it.
+            hopeless: bound; once the mean must be above it, the mean of the texts read so far is returned.
             settle: function from a number to the value that all ranks use, so that all stop at the same text.
         """
         reference = self._reference
-        assert reference is not None  # see `has_reference`
+        assert reference is not None
         total = count = 0.0
         enough = hopeless * sum(map(len, reference.texts))
         with self._device_dtype(reference):
@@ -107,7 +105,7 @@ class PrecisionRuns:
         A layer gets its input of the reference run, so errors of lower layers do not count.
         """
         reference, count = self._reference, len(self._survey.layers)
-        assert reference is not None  # see `has_reference`
+        assert reference is not None
         calls: list[mx.array] = []
         with self._device_dtype(reference):
             for text, inputs, expected in zip(reference.texts, reference.inputs, reference.outputs, strict=True):
@@ -142,7 +140,6 @@ class PrecisionRuns:
         return in_float32(self._model) if reference.is_float32 else nullcontext()
 
     def logprobs(self, text: Sequence[int], layers: Sequence[LayerBits]) -> mx.array:
-        """Log probabilities after each token of a text, [tokens, vocabulary], evaluated."""
         logprobs = _log_softmax(self._run(text, layers))
         mx.eval(logprobs)
         return logprobs
@@ -187,7 +184,7 @@ class _Trace:
 
 
 def _change(expected: mx.array, actual: mx.array) -> mx.array:
-    """Mean squared change of outputs [..., hidden], relative to each position's norm. Lazy scalar."""
+    """Mean squared change of [..., hidden], relative to each position's norm. Lazy scalar."""
     expected, actual = expected.astype(mx.float32), actual.astype(mx.float32)
     squares = mx.maximum(mx.square(expected).sum(axis=-1), 1e-12)
     return mx.nan_to_num((mx.square(actual - expected).sum(axis=-1) / squares).mean(), nan=1.0, posinf=1.0)
@@ -200,7 +197,7 @@ def _loss(text: Sequence[int], logprobs: mx.array) -> float:
 
 
 def mean_divergence(reference: mx.array, logits: mx.array) -> float:
-    """Mean divergence (Kullback-Leibler, nats) of `logits` from `reference`, [n, vocabulary]; infinite with NaN."""
+    """Mean divergence of `logits` from `reference`, [n, vocabulary], in nats; infinite with NaN."""
     return divergence_of(_log_softmax(reference), logits)
 
 
@@ -210,7 +207,7 @@ def divergence_of(theirs: mx.array, logits: mx.array) -> float:
 
 
 def divergences_of(theirs: mx.array, logits: mx.array) -> np.ndarray:
-    """Divergence at each position, float64 [n]: NaN if a logit is NaN; may be slightly negative by rounding."""
+    """Divergence at each position, float64 [n]: NaN if a logit is NaN; may be slightly negative."""
     parts = []
     for begin in range(0, theirs.shape[0], _COMPARED_AT_ONCE):
         logs = theirs[begin : begin + _COMPARED_AT_ONCE]
@@ -263,7 +260,6 @@ def gains_by_float32(model: nn.Module) -> bool:
 
 
 def _plain(module: nn.Module) -> nn.Module:
-    """The module with its weight dequantised, lazily."""
     weight = mx.dequantize(
         module.weight, module.scales, module.get("biases"), module.group_size, module.bits, mode=module.mode
     )

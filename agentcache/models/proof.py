@@ -79,7 +79,7 @@ class _Trace:
     """Layer calls of one step, in order. The first entry is for the whole model.
 
     Args:
-        inputs: inputs that replace those from lower layers, by entry.
+        inputs: inputs that replace those from lower layers.
     """
 
     def __init__(self, inputs: Sequence[mx.array | None] | None = None) -> None:
@@ -101,7 +101,7 @@ class _Trace:
 
 
 def _joined(traces: Sequence[_Trace]) -> list[_Layer]:
-    """Traces of several rows, each computed in a batch of copies, as one of a batch."""
+    """Join traces of rows that ran in batches of copies."""
     num_rows = len(traces)
 
     def join(arrays: Sequence[mx.array], axis: int) -> mx.array:
@@ -126,10 +126,9 @@ class _RoundTripCache:
     """Cache of one row, of any number of copies, that quantises and dequantises keys and values.
 
     Args:
-        layer: spec with the window of the proof.
-        window: window of the model.
-        nope: leading values of keys that are made of a rounded latent, as are values; None if keys and values are
-            cached.
+        layer: spec with the proof's window.
+        window: the model's window.
+        nope: leading key values made of a rounded latent, as are values; None if keys and values are cached.
     """
 
     def __init__(self, layer: LayerSpec, window: int | None, nope: int | None, packing: LayerPacking) -> None:
@@ -172,11 +171,7 @@ def round_trip(x: mx.array, packing: Packing) -> mx.array:
 
 
 class _ShortCache(StepCache):
-    """Step cache with a shorter window than the model's.
-
-    Args:
-        window: window of the model.
-    """
+    """Step cache with a shorter window than the model's `window`."""
 
     def __init__(self, window: int | None, *args: Any) -> None:
         super().__init__(*args)
@@ -203,10 +198,7 @@ class Proof:
         self._lengths = [0] * _NUM_ROWS
 
     def pieces(self) -> Iterator[None]:
-        """Prove it in pieces: first lay out all runs, one per piece, then compute them, a layer per piece.
-
-        Raises UnsupportedModel.
-        """
+        """Lay out all runs, one per piece, then compute them, a layer per piece. Raises UnsupportedModel."""
         try:
             yield from self._prove()
         except UnsupportedModel:
@@ -257,7 +249,7 @@ class Proof:
         ]
 
     def _reference(self, row: int, ids: mx.array) -> _Trace:
-        """Run the row's tokens `ids` [copies, n], with a copy for each row of the compared step."""
+        """Run the row's tokens `ids` [copies, n]."""
         trace = _Trace()
         for state in self._their_states[row]:
             state.cache = [None if array is None else _copies(array, len(ids)) for array in state.cache]
@@ -315,7 +307,7 @@ class _Difference:
 
     def check(self) -> None:
         difference, size = self.difference.item(), self.size.item()
-        # NaN fails no comparison with >, and beside an infinite value every difference is small.
+        # NaN compares false, and beside an infinite value every difference is small.
         if not (self.finite.item() and difference <= self.tolerance * max(size, 1e-6)):
             raise UnsupportedModel(
                 f"{self.where}: {self.what} on the paged cache differs from mlx-lm's by {difference:.3g} (values "
@@ -333,7 +325,7 @@ def _compare(where: str, pairs: Sequence[_Pair]) -> None:
 def _differences(where: str, theirs: _Layer, ours: _Layer) -> Iterator[_Difference]:
     if len(theirs.attended) != len(ours.attended):
         raise UnsupportedModel(f"{where} calls attention {len(ours.attended)} times on the paged cache")
-    assert theirs.out is not None and ours.out is not None  # the run is over
+    assert theirs.out is not None and ours.out is not None
     for one, other in zip(theirs.attended, ours.attended, strict=True):
         yield _Difference.of(where, "attention", one, other)
     if theirs.out.dtype == mx.float32:

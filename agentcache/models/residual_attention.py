@@ -1,9 +1,7 @@
 """Attention of residual rows (ForkKV, arXiv 2604.06370) by MLX's operations: the specification of every kernel.
 
-`fused_residual` chooses kernels instead, `value_residuals` another way on a CPU.
-
-A key is base's cached key plus x·A·B, rotated by the layer's own rope (`residual_forms`). Queries multiply with the two
-separately, and one softmax runs over the sums. Base's and low-rank values are summed separately, so that B is
+A key is base's cached key plus R(x·A·B), where R is the layer's own rope (`residual_forms`). Queries multiply with the
+two separately; one softmax runs over the sums. Base's and low-rank values are summed separately, so that B is
 multiplied once: out = P·V + (P·x·A)·B.
 
 Rows run one by one, a few blocks at a time, so that one piece of one layer's keys is in memory. The softmax is merged
@@ -34,14 +32,14 @@ _MASKED = -1e30  # finite, as a whole piece may be masked
 def overlaid_attention(
     queries: mx.array, arena: LayerArena, overlay: LayerOverlay, options: AttentionOptions
 ) -> mx.array:
-    """Attention of `queries` [B, H_q, n, D_k] over rows, some with residuals; returns [B, H_q, n, D_v]."""
+    """Attention of `queries` [B, H_q, n, D_k], some rows with residuals; returns [B, H_q, n, D_v]."""
     if value_residuals.serves(queries.shape[2], overlay, options):
         return value_residuals.attention(queries, arena, overlay, options)
     done = []
     if overlay.plain_reads is not None:
         done.append(paged_attention(queries[overlay.plain], PagedKV(arena, overlay.plain_reads), options))
     for _, rows in groupby(overlay.rows, lambda row: id(row.matrices)):
-        alike = list(rows)  # rows of one adapter
+        alike = list(rows)
         reference = partial(_by_operations, queries, arena, alike, options, done[-1:])
         done.append(fused_residual.attention(queries, arena, alike, options, reference))
     return mx.concatenate(done)[overlay.order]
@@ -50,11 +48,7 @@ def overlaid_attention(
 def _by_operations(
     queries: mx.array, arena: LayerArena, rows: Sequence[RowOverlay], options: AttentionOptions, before: list[mx.array]
 ) -> mx.array:
-    """Attention of the rows, [rows, H_q, n, D_v].
-
-    Args:
-        before: last result so far, to run after.
-    """
+    """Attention of the rows, [rows, H_q, n, D_v], computed after the last of `before`."""
     done = list(before)
     for row in rows:
         q = queries[row.row].astype(mx.float32) * options.scale
@@ -71,8 +65,8 @@ class _Sums:
     Args:
         peak: largest score, float32 [H_kv, g, n, 1].
         total: sum of exp(score - peak), of the same shape.
-        values: the same sum over values, [H_kv, g, n, D_v].
-        residuals: the same over residuals of values, [H_kv, g, n, r]; None without.
+        values: weighted sum of values, [H_kv, g, n, D_v].
+        residuals: weighted sum of values' residuals, [H_kv, g, n, r].
     """
 
     peak: mx.array
@@ -84,11 +78,7 @@ class _Sums:
 def _row_attention(
     q: mx.array, arena: LayerArena, row: RowOverlay, ids: mx.array, options: AttentionOptions
 ) -> mx.array:
-    """Float32 [H_q, n, D_v] of one row's scaled queries [H_q, n, D_k].
-
-    Args:
-        ids: slots of base's blocks.
-    """
+    """Float32 [H_q, n, D_v] of one row's scaled queries [H_q, n, D_k]; `ids` are base's slots."""
     assert arena.values is not None  # MLA has no residuals
     num_heads, num_tokens, _ = q.shape
     kv_heads = arena.keys.num_heads

@@ -45,7 +45,6 @@ class LayerForm:
 
     Args:
         keys, values: parts of modules that make them.
-        key_form: norm and rope of keys.
     """
 
     layer: LayerSpec
@@ -61,7 +60,7 @@ class ResidualSupport:
     Args:
         refusal: reason why none can; empty if all can.
         normed: layers with a key norm.
-        dtype: MLX's name of the type that the model computes in.
+        dtype: MLX's name of the compute type.
     """
 
     refusal: str = ""
@@ -69,11 +68,7 @@ class ResidualSupport:
     dtype: str = ""
 
     def shape_of(self, adapter: Adapter, *, is_family: bool = False) -> ResidualShape:
-        """Cache that the adapter, or each adapter of its family, adds to the model's.
-
-        Raises:
-            UnsupportedPolicy: its cache cannot be kept beside base's; the message says why.
-        """
+        """Shape of an adapter's residual KV, or of its family's; raises UnsupportedPolicy if it has none."""
         if why := self.refusal or _adapter_refusal(adapter):
             raise UnsupportedPolicy(
                 f"the policy 'residual' does not serve this: {why}; use 'exact'", param="agentcache.policy"
@@ -183,7 +178,7 @@ def _key_norm(module: nn.Module, spec: LayerSpec) -> KeyNorm:
 
 
 def likely_key_form(layer: nn.Module, spec: LayerSpec, modules: TargetModules) -> KeyForm | str:
-    """A layer's probable key form, by its modules, without running it; or why it is unknown."""
+    """Probable key form of a layer, by its modules; or why it is unknown."""
     try:
         parts = _parts_of(layer, spec, modules)
     except _Unfit as unfit:
@@ -207,11 +202,7 @@ def _proved(model: nn.Module, survey: Survey, parts: Sequence[_Parts]) -> list[L
 
 
 class _TwinCache:
-    """Cache of two rows that both attend to the first row's KV, so that their layers' inputs are equal.
-
-    Attributes:
-        keys, values: those of both rows.
-    """
+    """Cache of two rows that both attend to the first row's KV, so that their layers' inputs are equal."""
 
     def __init__(self) -> None:
         self.offset = _OFFSET
@@ -229,7 +220,7 @@ class _Disturbed(Stand):
     """Linear module that adds noise to the second of two equal rows.
 
     Attributes:
-        noted: the first row's output and the second row's noise, both float32 [n, out].
+        noted: the first row's output and the noise, float32 [n, out] each.
     """
 
     def __init__(self, original: nn.Module, key: mx.array) -> None:
@@ -263,7 +254,7 @@ def _disturbed(model: nn.Module, parts: Sequence[_Parts]) -> Iterator[dict[Modul
 
 
 def _prove(parts: _Parts, cache: _TwinCache, modules: Mapping[ModuleName, _Disturbed]) -> LayerForm:
-    """First combination of parts that gives what the layer gave; raises _Unfit."""
+    """First combination of parts that gives the layer's keys; raises _Unfit."""
     spec = parts.layer
     value = modules[parts.values.module].noted[1][:, parts.values.start : parts.values.stop]
     expected = cache.values[0].astype(mx.float32) + _by_heads(value, spec).swapaxes(0, 1)
@@ -285,7 +276,7 @@ def _by_heads(x: mx.array, spec: LayerSpec) -> mx.array:
 
 
 def _with_residual(form: KeyForm, keys: mx.array, given: mx.array, added: mx.array) -> mx.array:
-    """Keys for `added`, from base's cached keys [H_kv, n, D]; `given` and `added` are module outputs [n, H_kv, D]."""
+    """Keys with `added`, from base's cached keys [H_kv, n, D]; `given`, `added` are [n, H_kv, D]."""
     start = mx.array([_OFFSET], mx.int32)
     if form.norm is None:
         return keys.astype(mx.float32) + form.rotated(added[None], None, start)[0]

@@ -112,9 +112,6 @@ class _Captured:
 class ResidualRows:
     """Residual rows of one step, and the residuals that modules have produced so far.
 
-    Args:
-        rows: rows with residuals, in step order.
-
     Attributes:
         writers: indices of rows that write KV.
         readers: rows that read residuals.
@@ -177,7 +174,7 @@ class ResidualRows:
 
     def _norms(self, form: LayerForm, given: mx.array, delta: mx.array | None) -> mx.array:
         """ρ (1 / rms) of keys [1, n, H_kv * D], without and, if given, with `delta`: float16 [1, n, H_kv, 1 or 2]."""
-        assert form.key_form.norm is not None  # the caller has checked it
+        assert form.key_form.norm is not None
         heads = (1, self._num_tokens, form.layer.num_kv_heads, form.layer.key_dim)
         both = (given,) if delta is None else (given, given + delta)
         factors = [form.key_form.norm.factor(keys.reshape(heads)) for keys in both]
@@ -297,11 +294,7 @@ class ResidualRows:
 
 
 class OverlaidStepCache(StepCache):
-    """One layer's cache in a step with residual rows or measurements.
-
-    Args:
-        group: index of the layer's group in base's spec.
-    """
+    """One layer's cache in a step with residual rows or measurements; `group` is the layer's in base's spec."""
 
     def __init__(
         self,
@@ -350,7 +343,6 @@ def make_step_caches(
     rows: ResidualRows | None,
     measures: StepMeasures | None,
 ) -> list[StepCache]:
-    """One cache for each (group, arena)."""
     return [
         OverlaidStepCache(arena, reads[group], writes[group] if writes else None, offset, put, group, rows, measures)
         for group, arena in layers

@@ -151,7 +151,7 @@ class ModelRunner:
 
     @property
     def saturated_residuals(self) -> int:
-        """Number of residual values clipped to float16's range, closed arenas included."""
+        """Number of residual values that were NaN or beyond float16, closed arenas included."""
         return self._saturated_before + sum(int(arenas.saturated.item()) for arenas in self.residuals)
 
     def residual_rows(self, rows: Sequence[ResidualRow], batch_size: int, num_tokens: int) -> ResidualRows | None:
@@ -188,7 +188,6 @@ class ModelRunner:
         return StepOutputs(logits if step.all_logits else logits[:, -1:], after.rows())
 
     def _can_begin_early(self, step: StepInputs) -> bool:
-        """Whether a step is long enough, and assigns to no arena (see `start`)."""
         is_assigned = bool(self._energies) or step.residual is not None or not self._writes_by_kernels
         return step.token_ids.size >= _LONG_STEP and not is_assigned and not has_due(self._tensors())
 
@@ -306,7 +305,7 @@ class ModelRunner:
             self.copied_blocks += 1
 
     def move_blocks(self, moves: Iterable[Copy]) -> None:
-        """Copy blocks to their new slots, in order with steps."""
+        """As `copy_blocks`, for blocks that change their slots."""
         self._follow_moves()  # earlier moves
         for move in moves:
             self._copy(move)
@@ -318,7 +317,7 @@ class ModelRunner:
             self._energies[copy.group].copy(copy.source, copy.target)
 
     def give_back(self) -> None:
-        """Shrink the arenas to their pools, and return free memory to the system."""
+        """Shrink the arenas to their pools; return free memory to the system."""
         self.fit()
         mx.clear_cache()
         give_back_freed()
@@ -350,14 +349,12 @@ class ModelRunner:
         return self.arenas[group].snapshot(block_id, num_tokens)
 
     def block_extras(self, group: int, block_id: int, num_tokens: int) -> Extras:
-        """Measurements to store with a block's file."""
         if not self._energies or group == len(self.arenas):
             return {}
         self.wait()
         return self._energies[group].extras(block_id, num_tokens)
 
     def put_extras(self, group: int, block_id: int, num_tokens: int, extras: Extras) -> None:
-        """Restore a block's measurements; after `put_blocks`."""
         if self._energies and group < len(self.arenas):
             self._energies[group].put(block_id, num_tokens, extras)
 
@@ -374,14 +371,11 @@ class ModelRunner:
         self._state_arena.put(slot, state.batch.arrays, state.index)
 
     def row_state(self, slot: int) -> RowState:
-        """State for a row that continues from a checkpoint."""
         return RowState.of(self._state_arena.arrays(slot))
 
     def is_finite_state(self, slot: int) -> bool:
-        """Whether a checkpoint may be written to disk."""
         return self._state_arena.is_finite(slot)
 
     def free_states(self) -> None:
-        """Free checkpoints without references."""
         if self.states is not None:
             self.states.sweep()

@@ -89,7 +89,7 @@ class Sampler:
         return self.frequency_penalty != 0 or self.presence_penalty != 0
 
     def ends_banned(self, position: int, vocab_size: int) -> list[int]:
-        """End tokens, while the text is shorter than `min_tokens`."""
+        """End tokens that `min_tokens` bans."""
         return [token for token in self._eos_ids if token < vocab_size] if position < self.min_tokens else []
 
     @property
@@ -109,9 +109,9 @@ class Row:
     """One row to choose a token for.
 
     Args:
-        recent: tokens before the step's last one, as far as a repetition penalty reaches.
+        recent: tokens before the step's last one, for a repetition penalty.
         position: number of tokens generated before this one.
-        counts: their counts without the step's last one, if the sampler needs them.
+        counts: their counts without the step's last one, if needed.
     """
 
     sampler: Sampler
@@ -125,7 +125,7 @@ def choose(rows: Sequence[Row], logits: mx.array, last: mx.array) -> mx.array:
 
     Args:
         logits: float [B, vocabulary].
-        last: int32 [B], last token before each row's logits.
+        last: int32 [B], tokens before the logits.
     """
     logits = _counted(rows, _penalised(rows, logits.astype(mx.float32), last), last)
     logits = _kept_going(rows, _biased(rows, logits))
@@ -167,7 +167,7 @@ def masked(logits: mx.array, masks: Mapping[int, np.ndarray]) -> mx.array:
 
 
 _Choose = Callable[[Sequence[Row], mx.array], mx.array]
-# One key per row, so that a row's draw does not depend on other rows.
+# One key per row: a row's draw does not depend on other rows.
 _categorical = mx.vmap(lambda logits, key: mx.random.categorical(logits, key=key))
 
 
@@ -277,14 +277,13 @@ def _biased(rows: Sequence[Row], logits: mx.array) -> mx.array:
 
 
 def log_softmax(logits: mx.array) -> mx.array:
-    """Log probabilities in float32, over the last axis."""
     logits = logits.astype(mx.float32)
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 @dataclass(frozen=True)
 class TokenScore:
-    """Log probability of a token, and the most likely tokens, best first, with theirs."""
+    """Log probability of a token; most likely tokens with theirs, best first."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]

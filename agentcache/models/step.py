@@ -1,4 +1,4 @@
-"""One step as a value, and how a model's modules read it during computation."""
+"""One step as a value, and how a model's modules read it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ class StepInputs:
     Args:
         token_ids: int32 [B, n]; may be lazy results of a step in flight.
         lengths: tokens of each row before the step.
-        reads, writes: one per cache group, None for groups below the trunk's cut; empty on other kinds of caches.
+        reads, writes: one per cache group, None for groups below `trunk.cut`; empty on other kinds of caches.
         model: model that replaces base in this step, on the same cache.
         adapters: adapter of each row, or None; empty for base alone.
-        trunk: hidden states to continue from and to keep, for a single row by base. The cache already holds KV below
-            its cut.
+        trunk: hidden states to continue from and to keep, for a single row by base. KV below its cut is cached.
         all_logits: whether logits of every position are wanted, not only of the last.
         states: recurrent state of each row; None for a row without tokens; empty for a model without such layers.
         residual: rows with residual KV; None without. Then `reads` cover all rows, `writes` only `residual.writers`
@@ -60,30 +59,20 @@ class StepInputs:
 
 @dataclass(frozen=True, eq=False)
 class StepOutputs:
-    """Lazy results of one forward pass.
-
-    Args:
-        logits: [B, n or 1, vocabulary].
-        states: recurrent state of each row after the step; one per row, even if empty.
-    """
+    """Lazy results: logits [B, n or 1, vocabulary], and one recurrent state per row, even if empty."""
 
     logits: mx.array
     states: Sequence[RowState]
 
 
 class CurrentStep:
-    """The step that a loaded model computes, for its modules.
-
-    Attributes:
-        step: None outside of a forward pass.
-    """
+    """The step that a loaded model computes; None outside of a forward pass."""
 
     def __init__(self) -> None:
         self.step: StepInputs | None = None
 
     @contextmanager
     def of(self, step: StepInputs) -> Iterator[None]:
-        """Within the context, the model computes `step`."""
         if self.step is not None:
             raise BrokenInvariant("a step is computed inside another")
         self.step = step

@@ -1,12 +1,11 @@
 """Traced decode steps: later steps of a kind reuse the graph of an earlier one.
 
 On a fast device, steps wait for Python to lay out the layers. So the graph of a plain decode step is traced
-(`mx.compile`). Its inputs are what changes between steps: tokens, positions, reads, writes, arenas. A trace's key has
-what the graph depends on: number of rows, launch layout, array shapes.
+(`mx.compile`), with all that changes between steps as inputs: tokens, positions, reads, writes, arenas. The rest is in
+a trace's key: number of rows, launch layout, array shapes.
 
-Tracing needs all attention to go by kernels, which write into arenas themselves (`metal_kernels/append.py`), so that
-nothing is assigned. Steps with adapters, reused hidden states, recurrent state, residuals or measurements are not
-traced.
+Tracing needs all attention to go by kernels, which write into arenas themselves (`metal_kernels/append.py`). Steps with
+adapters, reused hidden states, recurrent state, residuals or measurements are not traced.
 """
 
 from __future__ import annotations
@@ -75,9 +74,6 @@ class StepTraces:
     Args:
         layers: KV caches in the model's order, each with its group.
         put: writer of keys and values.
-
-    Attributes:
-        replayed: number of steps computed by a trace.
     """
 
     def __init__(self, loaded: LoadedModel, layers: Sequence[tuple[int, LayerArena]], put: Put) -> None:
@@ -94,7 +90,7 @@ class StepTraces:
         """Logits [B, n, vocabulary] of a step; also writes its keys and values.
 
         Args:
-            lay_out: computes them without a trace; may be called in addition to a trace.
+            lay_out: computes them without a trace; may run in addition to a trace.
         """
         if self._is_off or not _is_plain(step):
             return lay_out()

@@ -49,17 +49,13 @@ class Survey:
 
     Args:
         refs: places of caches, in the model's order.
-        layers: KV caches, in order of computation.
-        recurrent: states, in order of computation.
+        layers, recurrent: KV caches and states, in order of computation.
         latents: MLA's latent for each of `layers`; None for other attention.
         dtypes: type that the keys of each of `layers` are computed in.
-        num_heads: query heads.
         hidden_bytes: bytes per token between layers; 0 if layers cannot be skipped: they keep a state, do not run once
             each in order, or give more than hidden states.
-        linears: by layer and path, for linears that are called token by token: whether all calls come after the layer's
-            cache writes, so that they have no part in these.
+        linears: by layer and path of linears called token by token: whether all calls follow the layer's cache writes.
         final_norm: owner and name of the first norm after the last layer; None without one.
-        precision: precision for keys and values.
     """
 
     refs: tuple[CacheRef, ...]
@@ -192,7 +188,7 @@ def _num_heads(model: nn.Module) -> int:
 
 
 def _rope_text(config: dict[str, Any]) -> str:
-    """Config entries that rope may depend on, also those of the text config."""
+    """Config entries that rope may depend on."""
     entries = [*config.items(), *text_config(config).items()]
     of_rope = [(k, v) for k, v in entries if "rope" in k or "rotary" in k or k == "max_position_embeddings"]
     try:

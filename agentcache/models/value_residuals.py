@@ -3,8 +3,8 @@
 Their scores are those of base's keys. So all rows of a step run together, also those without residuals: P·(V + x·A·B) =
 P·V + (P·x·A)·B. A prompt's chunk reads values with residuals already added.
 
-An operation on a CPU costs as much as a small product, so the pieces of `residual_attention`, the specification, would
-be slower.
+`residual_attention` is the specification. Its pieces are slow on a CPU, where each operation costs as much as a small
+product.
 """
 
 from __future__ import annotations

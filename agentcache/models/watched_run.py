@@ -49,7 +49,6 @@ class Run:
         tuples: whether a layer gave more than hidden states.
         layer, x: layer in progress; input of the last one.
         used: caches, in order of their first write.
-        num_writes: number of writes to all caches.
         called: linears called since the last `settle`, with the number of writes before.
         behind: by layer and path of a linear: whether all writes came before its calls.
         norms: norms outside of layers, with owner and name.
@@ -106,8 +105,6 @@ class Run:
 
 
 class _WatchedArrays(ArraysCache):
-    """State that reports its writes."""
-
     def __init__(self, size: int, run: Run) -> None:
         super().__init__(size)
         self.seen = Seen(self)
