@@ -1,4 +1,4 @@
-"""Ids of tool calls: nine letters and digits, the only form that every chat template takes (Mistral's demand it)."""
+"""Ids of tool calls: nine letters and digits, the only form that every chat template accepts (Mistral requires it)."""
 
 from __future__ import annotations
 
@@ -16,23 +16,19 @@ _SHORT = re.compile(rf"[A-Za-z0-9]{{{_LENGTH}}}")
 
 
 def new_call_id() -> str:
-    """A random id for a call that the model makes."""
     return "".join(secrets.choice(_CHARACTERS) for _ in range(_LENGTH))
 
 
 def with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages in which the ids of calls and of their results have nine letters and digits.
+    """Replace ids of calls and results that are not nine letters and digits by digests of themselves.
 
-    An id that has them stays. Another becomes a digest of itself: the same one in every turn, since what a client says
-    later changes none of the ids in front of it.
+    Later messages do not change earlier ids, so the prompt's prefix stays the same in every turn.
     """
     short_of = _ShortIds()
     return [_with_ids(message, short_of) for message in messages]
 
 
 class _ShortIds:
-    """One conversation's ids, in order of appearance."""
-
     def __init__(self) -> None:
         self._known: dict[str, str] = {}
         self._taken: set[str] = set()

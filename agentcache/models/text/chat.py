@@ -1,4 +1,4 @@
-"""Chats as prompts: told to the model's template in the way that it takes, with notes of what that changes."""
+"""Renders chats to prompts with the repairs that the model's chat template needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from agentcache.models.text.repairs.steps import Render, Repaired, repaired
 from agentcache.models.text.replies.format import ReplyFormat
 from agentcache.models.text.template import REASONING_KEYS, REFUSED
 
-_MOST_UNSEEN = 20  # names that a note may need
+_MOST_UNSEEN = 20  # names in a note
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 log = logging.getLogger(__name__)
@@ -28,24 +28,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """A chat's prompt as marked text.
-
-    Args:
-        notes: what was told in another way than it was sent, one a kind.
-    """
+    """A chat's prompt as marked text; `notes` describe the changes to the client's messages, one per kind."""
 
     text: str
     notes: tuple[str, ...] = ()
 
 
 class ChatRenderer:
-    """Tells chats to one chat template. From any thread.
+    """Renders chats with one chat template. Thread-safe.
 
-    The repairs that the template needs are found at the first chat and are the same in every turn.
+    The first chat finds the repairs; they never change, so that a conversation's prefix stays the same.
 
     Args:
-        form: of the model's replies; calls that the template does not show are told in its notation.
-        has_template: whether there is one.
+        form: format of the model's replies; calls that become text use its notation.
     """
 
     def __init__(self, marks: Marks, form: ReplyFormat, has_template: bool) -> None:
@@ -56,15 +51,11 @@ class ChatRenderer:
 
     @property
     def uses_template(self) -> bool:
-        """Whether there is a template, and none was found yet that refuses every chat."""
+        """Whether there is a template; False once it has refused every probe."""
         return self._repairs is not NO_TEMPLATE
 
     def repairs(self, probe: Render) -> tuple[str, ...] | None:
-        """The names of the repairs that the template needs (see `Repairs`); None where it is not used.
-
-        Args:
-            probe: as of `tell`.
-        """
+        """Return the names of the template's repairs (see `Repairs`); None if no template is used."""
         found = self._found_repairs(probe)
         return None if found is NO_TEMPLATE else found.names
 
@@ -77,16 +68,16 @@ class ChatRenderer:
         tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool = True,
     ) -> RenderedChat:
-        """The prompt of a chat.
+        """Return the prompt of a chat.
 
         Args:
-            add_generation_prompt: whether an answer follows; without, a user message that a repair put last is cut off.
-            render: applies the template with what the request sets.
-            probe: applies it with nothing set.
-            render_without: stands in for a template.
+            render: template with the request's variables.
+            probe: template without them.
+            render_without: substitute for a missing template.
+            add_generation_prompt: whether a reply follows; if not, a placeholder user message at the end is cut off.
 
         Raises:
-            As `render`; InvalidRequest with the code `REFUSED` where the template refuses every form of the chat.
+            As `render`; InvalidRequest with code `REFUSED` if the template refuses every form of the chat.
         """
         notes: list[str] = []
 
@@ -119,11 +110,7 @@ class ChatRenderer:
         raise refusal
 
     def _ways(self, messages: list[Message], tools: list[Message] | None, repairs: Repairs) -> Iterator[Repaired]:
-        """The chat in forms that ever more templates take.
-
-        Ids of calls are changed only if a template refuses them: others may show ids, and their prompts are in the
-        cache.
-        """
+        # From the least change to the most. A template may show call ids, so new ids would change cached prompts.
         yield repaired(messages, tools, repairs, self._notation)
         fewer = [_with_one_comment(message) for message in messages]
         tried = [messages]
@@ -150,11 +137,10 @@ def _rendered(text: str, notes: Sequence[str], told: Repaired) -> RenderedChat:
 
 
 def _unseen_tools(text: str, tools: Sequence[Message] | None) -> Iterator[str]:
-    """A note of tools whose names the prompt lacks."""
     functions = [tool.get("function", tool) for tool in tools or () if isinstance(tool, Mapping)]
     unseen, at = list[str](), 0
     for name in (str(each.get("name")) for each in functions if isinstance(each, Mapping)):
-        # Templates keep the order of tools: all names are found in one walk through the text.
+        # Templates keep the order of tools, so one pass through the text finds all names.
         found = text.find(name, at)
         found = text.find(name) if found < 0 else found
         if found < 0:
@@ -168,7 +154,7 @@ def _unseen_tools(text: str, tools: Sequence[Message] | None) -> Iterator[str]:
 
 
 def _with_one_comment(message: Message) -> Message:
-    """Without the thought where there are a text and a call, too: some templates refuse to show all three."""
+    # Some templates refuse a message with a thought, text and a call: drop the thought.
     if not (message.get("content") and message.get("tool_calls")):
         return message
     return {key: value for key, value in message.items() if key not in REASONING_KEYS}

@@ -1,4 +1,4 @@
-"""Token ids to text, a token at a time; the same text whether streamed or not."""
+"""Converts token ids to text, token by token; the same text whether streamed or not."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ _SPACE = "▁"
 
 
 class DummySpace(Enum):
-    """Which leading space of a text is the tokenizer's own, put there to begin a word.
-
-    NONE: none. ANY: always the first one. LONE: one that no other follows (a text with a space gets no other).
-    """
+    """Which leading space of a text the tokenizer has added: NONE, ANY (the first), LONE (the first, if single)."""
 
     NONE = auto()
     ANY = auto()
@@ -25,22 +22,22 @@ class DummySpace(Enum):
 
 
 class Detokenizer:
-    """Text of one generation.
+    """Converts the tokens of one reply to text.
+
+    `ends[i]` is the text's length after token i. If the token ends inside a character or adds nothing, the value is
+    final only once a later token completes a character, or after `finish`.
 
     Args:
-        bytes_of: bytes a token adds to the text; none for control tokens.
-        control_ids: ids of control tokens. An unfinished character in front of one stays unfinished.
-        dummy_space: a leading space that is no text.
-
-    `ends[i]` is the text's length after token i; for tokens that end inside a character, or
-    add nothing, it is settled when a later token ends with a character (or by `finish`).
+        bytes_of: bytes of a token.
+        control_ids: ids of tokens that add no text; an incomplete character before one stays incomplete.
+        dummy_space: leading space to drop.
     """
 
     def __init__(
         self, bytes_of: Callable[[int], bytes], control_ids: Set[int], dummy_space: DummySpace = DummySpace.NONE
     ) -> None:
         self.ends: list[int] = []
-        self._parts: list[str] = []  # of the text: adding to a string would copy it with every token
+        self._parts: list[str] = []  # appending to a string would copy it for every token
         self._length = 0
         self._bytes_of = bytes_of
         self._control_ids = control_ids
@@ -51,18 +48,18 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """What is final so far."""
+        """The final text so far."""
         self._parts = ["".join(self._parts)]
         return self._parts[0]
 
     def add(self, token_id: int) -> str:
-        """Take one token; returns the text that is final now."""
+        """Add one token; return the new final text."""
         if token_id in self._control_ids:
             new_text = self.finish()
             self.ends.append(self._length)
             return new_text
         piece = self._without_dummy_space(self._bytes_of(token_id))
-        if piece and not self._num_open and piece.isascii():  # most tokens: whole characters, and none unfinished
+        if piece and not self._num_open and piece.isascii():  # fast path for most tokens
             new_text = piece.decode("ascii")
             self._append(new_text)
             self.ends.append(self._length)
@@ -75,7 +72,7 @@ class Detokenizer:
         return new_text
 
     def finish(self) -> str:
-        """No more tokens; returns the rest of the text."""
+        """End the text; return the rest of it."""
         new_text = self._decoder.decode(self._held_space, final=True)
         self._held_space = b""
         self._settle(new_text)
@@ -93,7 +90,7 @@ class Detokenizer:
         return piece if is_text else piece.removeprefix(b" ")
 
     def _settle(self, new_text: str) -> None:
-        """Add `new_text`; if no character is unfinished now, the tokens since the last such time end here."""
+        """Append `new_text`; if no character is incomplete, set the ends of all open tokens."""
         self._append(new_text)
         if not self._decoder.getstate()[0]:
             for index in range(len(self.ends) - self._num_open, len(self.ends)):
@@ -107,15 +104,14 @@ class Detokenizer:
 
 
 class TokenBytes:
-    """Bytes of single tokens, by the rules of a tokenizer's decoder.
+    """Decodes single tokens to bytes.
 
     Args:
-        decoder: the `decoder` entry of tokenizer.json: ByteLevel, or SentencePiece's ("▁" for a space, "<0xAB>" for a
-            byte).
-        piece_of: vocabulary entry of a token id; None where there is none.
+        decoder: `decoder` entry of tokenizer.json: ByteLevel, or SentencePiece ("▁" is a space, "<0xAB>" a byte).
+        piece_of: vocabulary entry of a token id; None if unknown.
         added: contents of added tokens.
     Raises:
-        UnsupportedModel: a decoder that does not work token by token.
+        UnsupportedModel: the decoder does not work token by token.
     """
 
     def __init__(
@@ -134,7 +130,7 @@ class TokenBytes:
         self._known: dict[int, bytes] = {}
 
     def __call__(self, token_id: int) -> bytes:
-        """Bytes of one token; none for ids beyond the vocabulary."""
+        """Return the bytes of a token; empty beyond the vocabulary."""
         known = self._known.get(token_id)
         if known is None:
             known = self._known[token_id] = self._compute(token_id)
@@ -195,7 +191,7 @@ def _byte_level_bytes(piece: str) -> bytes:
 
 @cache
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes stand for themselves, the others for characters from U+0100 on."""
+    # GPT-2's alphabet: printable bytes stand for themselves, other bytes are characters from U+0100.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}

@@ -15,25 +15,22 @@ from agentcache.models.text.marks import MarkOffsets, Marks, any_of
 from agentcache.models.text.work_limit import UNLIMITED, WorkLimit
 
 _Token = tuple[int, tuple[int, int]]
-# A text that has more characters than these for each token of the limit is counted before it is encoded as a whole.
-_USUAL_CHARS = 6
-# What is counted at once; and tokens that a cut may make of one.
-_PIECE_CHARS = 16_384
-_CUT_TOKENS = 64
-# The tokenizers library lets other threads run during batches only; a longer text is worth the detour.
+_USUAL_CHARS = 6  # characters per token of the limit; longer texts are counted before they are encoded
+_PIECE_CHARS = 16_384  # characters counted at once
+_CUT_TOKENS = 64  # maximum number of tokens that a cut may add
+# The tokenizers library releases the GIL only for batches: longer texts are encoded as a batch of one.
 _SHORT_CHARS = 4096
 
 
 class MarkedEncoder:
-    """Tokenises marked text with one tokenizer and two readings of it.
+    """Tokenises marked text. Thread-safe.
 
-    Text without marks goes through the tokenizer as it is. A section with marks, between two control tokens, goes
-    through a copy in which every control token has its mark for a name: there its string is text like any other.
+    A section is the text between two control tokens. A section without marks goes through the tokenizer. A section
+    with marks goes through a copy in which each control token is renamed to its mark, so its string is plain text.
 
     Args:
         saved: content of tokenizer.json.
-        marks: of the control tokens' strings.
-        controls: the control tokens' strings by id.
+        controls: control tokens' strings by id.
     """
 
     def __init__(self, saved: str, marks: Marks, controls: Mapping[int, str]) -> None:
@@ -46,7 +43,7 @@ class MarkedEncoder:
         self._lock = threading.Lock()
 
     def encode(self, text: str, limit: WorkLimit = UNLIMITED) -> Encoding:
-        """Tokens of marked text; adds none that the text does not ask for. Stops where `limit` says so."""
+        """Tokenise marked text; adds no special tokens. Raises as `limit`."""
         limit.go_on()
         has_marks = self._marks.are_in(text)
         if limit.max_tokens is not None:
@@ -65,7 +62,7 @@ class MarkedEncoder:
         return Encoding([token[0] for token in tokens], _clean_ends([token[1] for token in tokens], len(text)))
 
     def _count(self, text: str, limit: WorkLimit) -> None:
-        """Stop where the text has too many tokens, whatever its pieces lose to being cut."""
+        """Raise as `limit` if the text certainly has too many tokens; counts piece by piece."""
         at_least = 0
         for begin in range(0, len(text), _PIECE_CHARS):
             limit.go_on()
@@ -73,16 +70,16 @@ class MarkedEncoder:
             limit.check(at_least)
 
     def _num_tokens(self, piece: str) -> int:
-        """At least so many tokens the piece has by itself. Without offsets, which take Python a long time."""
+        """Return a lower bound for the tokens of a piece. Skips offsets, which are slow in Python."""
         if not self._marks.are_in(piece):
             return len(self._backend.encode_batch_fast([piece], add_special_tokens=False)[0])
-        # Next to a control token space may vanish, and a section by itself may begin with a token for space.
+        # Space next to a control token may vanish, and a separate section may begin with a token for a space.
         sections = [self._marks.unmark(section).strip() for section in self._control.split(piece)]
         plain = self._plain_backend.encode_batch_fast(sections, add_special_tokens=False)
         return sum(max(0, len(section) - 1) for section in plain) + len(sections) - 1
 
     def _sections(self, whole: tokenizers.Encoding, text: str) -> Iterator[Sequence[_Token]]:
-        """Tokens with their offsets, section by section; control tokens part the sections."""
+        """Yield tokens with their offsets, by section; control tokens come alone."""
         tokens = list(zip(whole.ids, whole.offsets, strict=True))
         bounds = [index for index, token in enumerate(tokens) if self._is_control(token, text)]
         control, begin, first = None, 0, 0
@@ -98,7 +95,7 @@ class MarkedEncoder:
                 control, begin, first = tokens[bound][0], tokens[bound][1][1], bound + 1
 
     def _is_control(self, token: _Token, text: str) -> bool:
-        """Whether a control token stands in the text as its string; a normaliser can make one of other characters."""
+        """Whether the token's string is in the text. A normaliser can turn other characters into a control token."""
         special = self._controls.get(token[0])
         return special is not None and (not self._normalises or special in text[slice(*token[1])])
 
@@ -107,7 +104,7 @@ class MarkedEncoder:
         return not all(self._is_control(token, text) for token in found)
 
     def _encode_plain(self, section: str, begin: int, control: int | None) -> Sequence[_Token]:
-        """Tokens of a section with marks. The control token before it goes in front: some tokenizers heed it."""
+        """Tokenise a section with marks. The control token before it goes along, since some tokenizers depend on it."""
         front = "" if control is None else self._marks.mark_of[self._controls[control]]
         plain = _encode(self._plain_backend, front + self._marks.unmark(section))
         offsets = MarkOffsets(self._marks, section)
@@ -119,8 +116,8 @@ class MarkedEncoder:
 
     @property
     def _plain_backend(self) -> tokenizers.Tokenizer:
-        """The tokenizer with every control token renamed to its mark, so that no text spells one."""
-        with self._lock:  # it is large: two threads must not both make one
+        """The tokenizer with every control token renamed to its mark."""
+        with self._lock:  # it is large: make only one
             return self._made_plain_backend
 
     @cached_property
@@ -135,7 +132,7 @@ def _encode(backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
 
 
 def _bare(saved: str) -> tokenizers.Tokenizer:
-    """A tokenizer that neither adds, cuts nor pads, and whose offsets no post-processor trims."""
+    """Load a tokenizer that does not add, truncate or pad tokens, nor trim offsets."""
     backend = tokenizers.Tokenizer.from_str(saved)
     backend.post_processor = None
     backend.no_truncation()
@@ -144,7 +141,7 @@ def _bare(saved: str) -> tokenizers.Tokenizer:
 
 
 def _normalises_controls(content: Mapping[str, Any], controls: Set[str]) -> bool:
-    """Whether the tokenizer looks for control tokens in text that it has normalised."""
+    """Whether the tokenizer matches control tokens in normalised text."""
     added = content.get("added_tokens") or ()
     return content.get("normalizer") is not None and any(
         token.get("normalized") and token["content"] in controls for token in added
@@ -152,7 +149,7 @@ def _normalises_controls(content: Mapping[str, Any], controls: Set[str]) -> bool
 
 
 def _renamed(saved: str, names: Mapping[str, str]) -> str:
-    """A tokenizer.json in which the vocabulary entries and added tokens in `names` have new names and the same ids."""
+    """Rename vocabulary entries and added tokens in a tokenizer.json; ids stay."""
     content = json.loads(saved)
     for token in content["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
@@ -175,7 +172,7 @@ def _makes(merge: str | list[str], names: Mapping[str, str]) -> bool:
 
 
 def _clean_ends(offsets: Sequence[tuple[int, int]], length: int) -> list[int]:
-    """Where tokens end in a text of `length`. A token that overlaps the next, or has no width, ends with the next."""
+    """Return the tokens' ends. A token that overlaps the next, or has no width, gets the end of the next."""
     ends = [length] * len(offsets)
     next_start = length
     for index in range(len(offsets) - 2, -1, -1):

@@ -1,10 +1,9 @@
-"""Lines in front of a conversation that change from turn to turn, such as the time: found, and told behind it.
+"""Keeps the system prefix cached when a line of it changes between turns, such as the time.
 
-A prompt's front is what stands before the words of its first user: system texts and tools. Where one line of it
-changes, nothing behind that line is found in the cache. Two turns of one conversation show which lines change. If the
-prefix is to hold, the front stays as the transcript has it, and a notice in front of the newest message tells what it
-says now. Notices of earlier turns stay where they are, for the cache has them there. They are found in the transcript
-again, and so is all else that is known here.
+The system prefix is the prompt before the first user's words: system messages and tools. A changed line makes the KV
+of everything after it useless. So the prompt keeps the prefix of the transcript, and a notice before the newest
+message has the changed lines. Notices of earlier turns stay in place, since their KV is cached there. All state is
+recovered from the transcript.
 """
 
 from __future__ import annotations
@@ -19,30 +18,30 @@ from agentcache.blocks.prefix_match import len_common_prefix
 from agentcache.blocks.transcript import Transcript
 
 _SYSTEM_ROLES = ("system", "developer")
-_MOST_PLACES = 8  # that may have changed
-_MOST_PIECES, _MOST_CHARS = 32, 8192  # of one place: lines and what parts them
-_SAME_CHARS = 256  # of the first user's words, that show that it is the same conversation
+_MOST_PLACES = 8  # maximum number of changed places
+_MOST_PIECES, _MOST_CHARS = 32, 8192  # limits for one place; pieces are lines and separators
+_SAME_CHARS = 256  # leading characters of the first user's words that identify the conversation
 _AS_WRITTEN = "(as written)"
 _NOTICE, _NOTICE_END = "[Now in the instructions above:\n", "]\n\n"
-_MOST_MISSED = 16  # system messages that a template does not show as they are
+_MOST_MISSED = 16  # maximum number of system messages not found verbatim in the prompt
 
 
 @dataclass(frozen=True)
 class Front:
-    """Where a prompt's front ends in its marked text, and how what its first user says begins."""
+    """End of the system prefix in a prompt's marked text, and the start of the first user's words after it."""
 
     end: int
     said: str
 
 
 def leading(messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """The system's messages in front, and the first other one: what `find_front` looks at."""
+    """Return the leading system messages and the first other message, for `find_front`."""
     others = (i for i, message in enumerate(messages) if message.get("role") not in _SYSTEM_ROLES)
     return messages[: next(others, -1) + 1]
 
 
 def find_front(messages: Sequence[dict[str, Any]], text: str) -> Front | None:
-    """The front of a rendered prompt, found by the text, whatever the template; None where it cannot be told."""
+    """Find the system prefix of a rendered prompt by text search, for any template; None if not found."""
     begin = missed = 0
     for message in messages:
         content = message.get("content")
@@ -59,7 +58,7 @@ def find_front(messages: Sequence[dict[str, Any]], text: str) -> Front | None:
 
 @dataclass(frozen=True)
 class Edit:
-    """Characters `begin` to `end` of what a client tells; the transcript holds `held` instead."""
+    """Characters `begin` to `end` of the client's prompt; the transcript has `held` there."""
 
     begin: int
     end: int
@@ -68,10 +67,9 @@ class Edit:
 
 @dataclass(frozen=True)
 class FrontChanges:
-    """What a prompt's front says otherwise than a transcript's, which has `held_end` characters.
+    """Differences between the system prefix of a prompt and that of a transcript, which ends at `held_end`.
 
-    Args:
-        lines: of the prompt, those that are other ones now.
+    `lines` are the prompt's changed lines.
     """
 
     edits: tuple[Edit, ...]
@@ -80,12 +78,12 @@ class FrontChanges:
 
 
 def find_changes(text: str, front: Front, held: str, controls: re.Pattern[str]) -> FrontChanges | None:
-    """What has changed in the front, if prompt and transcript are turns of one conversation; None if they are not.
+    """Return the changes in the system prefix; None if prompt and transcript are not of one conversation.
 
     Args:
-        text: the prompt.
-        held: the transcript's text.
-        controls: finds every control token in marked text.
+        text: prompt.
+        held: text of the transcript.
+        controls: pattern of every control token.
     """
     edits: list[Edit] = []
     at = old = 0
@@ -110,7 +108,7 @@ def find_changes(text: str, front: Front, held: str, controls: re.Pattern[str]) 
 
 
 def _find_edit(text: str, begin: int, held: str, old: int, controls: re.Pattern[str]) -> Edit | None:
-    """The lines from `begin` on that are other ones than in `held` from `old` on, up to a line that is the same."""
+    """Return the lines of `text` from `begin` that differ from `held` from `old`, up to the next equal line."""
     new_pieces, old_pieces = _pieces(text, begin, controls), _pieces(held, old, controls)
     is_cut = begin + len("".join(new_pieces)) == len(text)
 
@@ -130,17 +128,17 @@ def _find_edit(text: str, begin: int, held: str, old: int, controls: re.Pattern[
 
 
 def _pieces(text: str, begin: int, controls: re.Pattern[str]) -> list[str]:
-    """The next lines, and between them what parts them: line ends and control tokens."""
+    """Split the text from `begin` into lines and their separators: line ends and control tokens."""
     window = text[begin : begin + _MOST_CHARS]
     return re.split(rf"(\n|{controls.pattern})", window)[:_MOST_PIECES]
 
 
 @dataclass(frozen=True)
 class ClientsWords:
-    """A transcript as its client tells it: with the front that it has now, and without notices.
+    """A transcript as its client sends it: with the current system prefix and without notices.
 
     Args:
-        edits: what the transcript has instead, in order; notices have no place in the client's words.
+        edits: differences to the transcript, in order; a notice has an empty range.
     """
 
     text: str
@@ -148,11 +146,11 @@ class ClientsWords:
     edits: tuple[Edit, ...]
 
     def generated_ranges(self) -> list[tuple[int, int]]:
-        """As of `Transcript`."""
+        """Like `Transcript.generated_ranges`."""
         return list(self.generated)
 
     def as_held(self, text: str) -> str:
-        """A prompt of the client's as the transcript has it, as far as the two go together."""
+        """Apply the edits within the common prefix to the client's prompt `text`."""
         parts, done = list[str](), 0
         for edit in self._edits_within(text):
             parts += [text[done : edit.begin], edit.held]
@@ -160,7 +158,7 @@ class ClientsWords:
         return "".join([*parts, text[done:]])
 
     def last_told(self, text: str) -> str:
-        """What the last notice says, of those that stay if the client tells `text`."""
+        """Return the content of the last notice within the common prefix with the client's prompt `text`."""
         notices = [edit.held for edit in self._edits_within(text) if (0, len(edit.held)) in find_notices(edit.held, 0)]
         return notices[-1][len(_NOTICE) : -len(_NOTICE_END)] if notices else _AS_WRITTEN
 
@@ -170,7 +168,7 @@ class ClientsWords:
 
 
 def in_clients_words(transcript: Transcript, text: str, front: Front, changes: FrontChanges) -> ClientsWords:
-    """What the client tells of a transcript if its prompt is `text` now."""
+    """Convert a transcript to the client's form, with the system prefix of its prompt `text`."""
     held, generated = transcript.text, transcript.generated_ranges()
     parts, length, done = [text[: front.end]], front.end, changes.held_end
     edits, moved = list(changes.edits), [(changes.held_end, front.end - changes.held_end)]
@@ -178,7 +176,7 @@ def in_clients_words(transcript: Transcript, text: str, front: Front, changes: F
     for start, end in find_notices(held, changes.held_end):
         following = bisect_right(ends, start)
         if following < len(generated) and generated[following][0] < end:
-            continue  # the model's own words
+            continue  # generated text that only looks like a notice
         parts.append(held[done:start])
         length, done = length + start - done, end
         edits.append(Edit(length, length, held[start:end]))
@@ -189,13 +187,13 @@ def in_clients_words(transcript: Transcript, text: str, front: Front, changes: F
 
 
 def _moved_by(moved: Sequence[tuple[int, int]], place: int) -> int | None:
-    """How far what stood at `place` has moved; from each first place on by the second number, up to the next."""
+    """Return the offset for `place`. Each pair of `moved` is a start and the offset that holds up to the next start."""
     last = bisect_right(moved, place, key=lambda each: each[0]) - 1
     return moved[last][1] if last >= 0 else None
 
 
 def find_notices(text: str, begin: int) -> list[tuple[int, int]]:
-    """Where notices begin and end in `text` from `begin` on; each ends where its first end is."""
+    """Return the ranges of notices in `text` from `begin`; each ends at the first end marker."""
     found = []
     while (start := text.find(_NOTICE, begin)) >= 0:
         end = text.find(_NOTICE_END, start + len(_NOTICE))
@@ -207,14 +205,14 @@ def find_notices(text: str, begin: int) -> list[tuple[int, int]]:
 
 
 def what_changed(lines: Sequence[str]) -> str:
-    """What a notice says where these lines of the front are other ones now."""
+    """Return the content of a notice for the changed lines."""
     return "\n".join(lines) or _AS_WRITTEN
 
 
 def with_notice(messages: Sequence[dict[str, Any]], says: str) -> list[dict[str, Any]] | None:
-    """Messages with a notice in front of the user's newest words, or else of what the last tool has said.
+    """Insert a notice before the content of the newest user message, or else of the last tool result.
 
-    None where the last message is neither.
+    None if no such message follows the last reply.
     """
     last = next((i for i in reversed(range(len(messages))) if messages[i].get("role") == "assistant"), -1)
     newest = range(len(messages) - 1, last, -1)

@@ -1,7 +1,6 @@
-"""What a model's authors say of its generation: the tokens that end it, and how to sample.
+"""End tokens and sampling defaults from a model's generation_config.json.
 
-Models published for chat often end a turn by a token that only generation_config.json names (Gemma's <end_of_turn>,
-Llama 3.1's <|eom_id|>), and are made for other values than a temperature of 1.
+Chat models often end a reply by a token that only this file names (Gemma's <end_of_turn>, Llama 3.1's <|eom_id|>).
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ log = logging.getLogger("agentcache.models")
 
 
 def end_tokens(folder: Path) -> frozenset[int]:
-    """Every token id that config.json (also its text part) or generation_config.json names as `eos_token_id`."""
+    """Return each `eos_token_id` of config.json, its `text_config` and generation_config.json."""
     config = read_object(folder / _MODEL_FILE)
     holders = (config, config.get("text_config"), read_object(folder / _FILE))
     return frozenset(token for holder in holders if isinstance(holder, Mapping) for token in _ids(holder))
 
 
 def sampling_defaults(folder: Path) -> SamplingDefaults:
-    """The sampling values of generation_config.json. A value that cannot be used is left out, with a log line."""
+    """Return the sampling values of generation_config.json. Invalid values are logged and left out."""
     found = read_object(folder / _FILE)
     values: dict[str, Any] = {}
     for name in SamplingDefaults.NAMES:
@@ -41,12 +40,12 @@ def sampling_defaults(folder: Path) -> SamplingDefaults:
             else:
                 values[name] = value
     if found.get("do_sample") is False:
-        values = {"temperature": 0.0}  # the authors' other values are for sampling
+        values = {"temperature": 0.0}  # the other values are for sampling
     return SamplingDefaults(**values)
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """A JSON object; empty where the file is missing or holds none."""
+    """Read a JSON object; empty if the file is missing or invalid."""
     try:
         if file.stat().st_size > _MAX_BYTES:
             return {}

@@ -1,7 +1,7 @@
-"""The only reader and writer of JSON that clients and models send.
+"""Reads and writes all JSON that clients and models send.
 
-What it returns can be walked through recursively, compared, shown and written again. `tests/test_house.py` keeps the
-standard library's functions out of the modules that handle such text.
+Values have bounded depth and valid strings: recursion and writing them again are safe. `tests/test_house.py` forbids
+the standard library's functions in modules that handle such text.
 """
 
 from __future__ import annotations
@@ -13,27 +13,26 @@ from itertools import islice
 from typing import Any, NoReturn
 
 MAX_DEPTH = 100
-# Of values that a model writes: clients send them back inside of messages, and what they send must be readable.
-MAX_REPLY_DEPTH = MAX_DEPTH - 10
+MAX_REPLY_DEPTH = MAX_DEPTH - 10  # for a model's values: clients send them back inside messages
 
 _NESTED = frozenset((dict, list))
 _PLACE_STEPS = 6
-_MOST_TOKENS = 100_000  # some hundredths of a second
+_MOST_TOKENS = 100_000
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*+"|[\[\]{},:]', re.DOTALL)
 _HALF = re.compile("[\ud800-\udfff]")
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class _RefusedConstant(ValueError):
-    """NaN or Infinity, which Python's reader takes and JSON does not have."""
+    """NaN or Infinity: Python reads them, but they are not JSON."""
 
 
 class _HalfOfPair(ValueError):
-    """Half of a surrogate pair, which is no character."""
+    """Half of a surrogate pair."""
 
 
 class TooDeep(ValueError):
-    """A value with more levels of objects and lists than may be."""
+    """A value is nested too deeply."""
 
 
 def parse_json(
@@ -44,21 +43,18 @@ def parse_json(
     strict: bool = True,
     mends_halves: bool = False,
 ) -> Any:
-    """The value that `text` holds. Of equal keys in an object the last one counts.
-
-    A number beyond the range of float64 becomes the largest one there is: Python's reader makes it infinite, and JSON
-    cannot say that again.
+    """Parse JSON. The last of equal keys wins; numbers beyond float64 become the largest float64.
 
     Args:
-        max_depth: levels of objects and lists there may be.
-        max_chars: length of the longest text that is read; None for any.
+        max_depth: maximum levels of objects and lists.
+        max_chars: maximum length of `text`; None for no limit.
         strict: whether raw control characters in strings are errors.
         mends_halves: whether half of a surrogate pair becomes U+FFFD instead of an error.
 
     Raises:
-        TooDeep: nested deeper than `max_depth`; a `ValueError`, too.
-        ValueError: not JSON (NaN and Infinity are not), longer than `max_chars`, or with a number of thousands of
-            digits or half of a surrogate pair in it.
+        TooDeep: deeper than `max_depth`; a `ValueError`.
+        ValueError: not JSON (NaN, Infinity), longer than `max_chars`, an integer with thousands of digits, or half
+            of a surrogate pair.
     """
     if max_chars is not None and len(text) > max_chars:
         raise ValueError(f"it has more than {max_chars} characters")
@@ -68,7 +64,7 @@ def parse_json(
         raise
     except RecursionError:
         raise _too_deep() from None
-    except ValueError:  # of int(), whose words are for programmers
+    except ValueError:  # from int(); its message is for programmers
         raise ValueError("a number in it has too many digits") from None
     if text.count("[") + text.count("{") > max_depth:
         _check_tree(value, max_depth)
@@ -83,9 +79,9 @@ def parse_json(
 
 
 def deep_place(text: str, *, max_depth: int = MAX_DEPTH) -> str:
-    """The path to what is nested too deeply in a JSON text, as in "messages[0].content"; empty where it is not found.
+    """Return the path to the part that is nested too deeply, as in "messages[0].content"; empty if not found.
 
-    It has at most `_PLACE_STEPS` steps. No more than `_MOST_TOKENS` tokens are looked at.
+    Limited to `_PLACE_STEPS` steps and to the first `_MOST_TOKENS` tokens.
     """
     steps: list[str | int] = []  # the key or index in each open object or list
     key = ""
@@ -112,19 +108,19 @@ def _path(steps: list[str | int]) -> str:
 
 
 def written_and_read(value: Any, *, max_depth: int = MAX_DEPTH) -> Any:
-    """`value` as a client that gets it as JSON reads it: tuples are lists, keys are strings.
+    """Convert `value` to JSON and back: tuples become lists, keys strings.
 
     Raises:
-        ValueError: JSON cannot say it, or `parse_json` would not read it.
+        ValueError: as `write_json` and `parse_json`.
     """
     return parse_json(write_json(value), max_depth=max_depth)
 
 
 def write_json(value: Any, *, ensure_ascii: bool = True) -> str:
-    """The JSON text of `value`.
+    """Write `value` as JSON.
 
     Raises:
-        ValueError: JSON cannot say it (NaN and Infinity are not JSON), or it is nested too deeply.
+        ValueError: no JSON form (NaN, Infinity), or nested too deeply.
     """
     try:
         return json.dumps(value, ensure_ascii=ensure_ascii, allow_nan=False)
@@ -133,10 +129,10 @@ def write_json(value: Any, *, ensure_ascii: bool = True) -> str:
 
 
 def canonical_json(value: Any) -> str:
-    """A text that is equal for equal JSON values only: `true`, `1` and `1.0` differ, orders of keys do not.
+    """Write a text that is equal only for equal values: `true`, `1` and `1.0` differ; the order of keys is ignored.
 
     Raises:
-        ValueError: JSON cannot say it, or it is nested too deeply.
+        ValueError: no JSON form, or nested too deeply.
     """
     try:
         return json.dumps(value, sort_keys=True, separators=(",", ":"))
@@ -145,7 +141,7 @@ def canonical_json(value: Any) -> str:
 
 
 def json_string(text: str, *, ensure_ascii: bool = True) -> str:
-    """`text` as a JSON string, with its quotes."""
+    """Write `text` as a JSON string, with quotes."""
     return json.dumps(text, ensure_ascii=ensure_ascii)
 
 
@@ -162,7 +158,7 @@ def _too_deep() -> TooDeep:
 
 
 def _check_tree(value: Any, max_depth: int) -> None:
-    """Refuse what is nested too deeply. A few dozen nanoseconds a value: it is most of what reading JSON takes."""
+    # Hot path: this check takes most of the time of reading JSON.
     level = [value] if type(value) in _NESTED else []
     for _ in range(max_depth):
         if not level:
@@ -174,7 +170,6 @@ def _check_tree(value: Any, max_depth: int) -> None:
 
 
 def _check_strings(value: Any) -> None:
-    """Refuse halves of surrogate pairs in a value that is not nested too deeply."""
     level = [[value]]
     while level:
         for values in level:
@@ -194,7 +189,6 @@ def _check_string(value: Any) -> None:
 
 
 def _mended(value: Any) -> Any:
-    """A value that is not nested too deeply, with U+FFFD in place of halves of surrogate pairs."""
     if isinstance(value, str):
         return _HALF.sub("\ufffd", value)
     if isinstance(value, dict):

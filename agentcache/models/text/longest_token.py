@@ -1,21 +1,19 @@
-"""How much text one token can stand for, so that a text's length says how many tokens it has at least."""
+"""Bounds the text per token, so that a text's length gives its minimum number of tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# Characters that Unicode's normal forms make one of, at most.
-_COMPOSED = 4
+_COMPOSED = 4  # maximum characters that a Unicode normal form merges into one
 _COMPOSING = {"NFC", "NFD", "NFKC", "NFKD"}
 _SPLITTING = {"ByteLevel", "Metaspace", "Split", "Digits", "Punctuation"}
 
 
 def longest_token(saved: Mapping[str, Any]) -> int | None:
-    """Characters of a text that one of its tokens covers, at most; None where no such number is known.
+    """Return the maximum number of characters per token; None if a tokenizer may drop characters.
 
-    There is none where characters may vanish: dropped by a normalizer or pre-tokenizer, or unknown to the vocabulary.
-    White space that an added token takes in does not count.
+    White space that an added token absorbs does not count.
 
     Args:
         saved: content of tokenizer.json.
@@ -57,7 +55,7 @@ def _keeps_text(step: Mapping[str, Any]) -> bool:
 
 
 def _lengthens(step: Mapping[str, Any]) -> bool:
-    """Whether a normalizer leaves at least as many characters as there were."""
+    """Whether a normalizer never shortens a text."""
     if step["type"] == "Replace":
         old = step["pattern"].get("String")
         return old is not None and len(step["content"]) >= len(old)

@@ -1,7 +1,7 @@
-"""Marked text: special-token strings that are text, not control, stand as one private-use character each.
+"""Marked text: a special-token string that is only text is replaced by one private-use character, its mark.
 
-A user may write "<|im_end|>" in a message, and a model may spell it in plain pieces. In marked text only control tokens
-appear as their strings; everywhere else such a string is a mark, so that no later step can mistake one for the other.
+A user may write "<|im_end|>" in a message, and a model may spell it in plain pieces. In marked text, only control
+tokens appear as their strings, so no later step can confuse the two.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _FIRST = 0x10F800
 _FIRST_OF_MANY = 0x100000
 _LAST = 0x10FFFD
 _RESERVED_BYTES = re.compile(rb"\xf4[\x80-\xbf]{3}")  # plane 16 in UTF-8
-# What `template_child` seals a template with that is rendered without seals.
+# The seals argument of `template_child` for a template rendered without seals.
 NO_SEALS = marshal.dumps(((), (), "", (), ""))
-# Roles that a template may write between the two halves of a control token, as in "<|" + role + "|>".
+# Roles that a template may write between the halves of a control token, as in "<|" + role + "|>".
 _ROLES = (
     *("system", "developer", "user", "human", "assistant", "model", "bot", "tool", "function", "ipython"),
     *("observation", "environment", "tool_response", "context", "documents"),
@@ -32,26 +32,26 @@ _ROLES = (
 
 @dataclass(frozen=True)
 class MarkedEnds:
-    """Marked text and where tokens end in it."""
+    """Marked text and the end offsets of its tokens, in characters."""
 
     text: str
     ends: list[int]
 
 
 def any_of(strings: Iterable[str]) -> re.Pattern[str]:
-    """Finds each of `strings`, the longest first; of none, nothing. The pattern has no groups that capture.
+    """Compile a pattern that matches the longest of `strings`; it has no capturing groups.
 
-    Alternatives are a trie: one after the other, hundreds of names with a common beginning would all be tried at each.
+    The alternatives form a trie: a flat list would try hundreds of names with a common prefix at each place.
     """
     distinct = sorted(set(strings) - {""})
     try:
         return re.compile(_alternatives(distinct, 0) if distinct else r"(?!)")
-    except RecursionError:  # hundreds of strings, each the beginning of the next
+    except RecursionError:  # hundreds of strings, each a prefix of the next
         return re.compile("|".join(map(re.escape, sorted(distinct, key=len, reverse=True))))
 
 
 def _alternatives(strings: Sequence[str], at: int) -> str:
-    """A pattern for what follows the first `at` characters of sorted strings, which have these in common."""
+    """Return a pattern for the rest of sorted `strings`, which share their first `at` characters."""
     shared = at + len(commonprefix([strings[0][at:], strings[-1][at:]]))
     front = re.escape(strings[0][at:shared])
     longer = [string for string in strings if len(string) > shared]
@@ -63,11 +63,7 @@ def _alternatives(strings: Sequence[str], at: int) -> str:
 
 
 class Marks:
-    """Translates between plain and marked text.
-
-    Args:
-        specials: special-token strings; the i-th has the i-th mark.
-    """
+    """Converts between plain and marked text. The i-th of `specials` has the i-th mark."""
 
     def __init__(self, specials: Sequence[str]) -> None:
         first = _FIRST if len(specials) <= _LAST - _FIRST + 1 else _FIRST_OF_MANY
@@ -79,45 +75,44 @@ class Marks:
         self._reserved = re.compile(f"[{min(chr(first), self.seals.lowest)}-{chr(_LAST)}]")
 
     def mark(self, text: str) -> str:
-        """Plain text as marked text. Characters that happen to be marks already become U+FFFD."""
+        """Convert plain text to marked text. Characters of the reserved range become U+FFFD."""
         return self._special.sub(lambda found: self.mark_of[found[0]], self.clean(text))
 
     def mark_unsealed(self, content: bytes | bytearray) -> str:
-        """The marked text of what a sealed template has written, in UTF-8.
+        """Convert the UTF-8 output of a sealed template to marked text.
 
-        A control token's string without a seal is made of a client's words: it becomes a mark.
+        A control token's string without a seal comes from the client and becomes a mark.
         """
         content = self.seals.join_halves(content)
         content = self._special_bytes.sub(lambda found: self.mark_of[found[0].decode()].encode(), content)
         return self.unsealed(content)
 
     def unsealed(self, content: bytes | bytearray) -> str:
-        """The text of what a template has written, in UTF-8, with its sealed control tokens as their strings."""
+        """Decode a template's UTF-8 output, with seals replaced by their control tokens' strings."""
         return self.seals.unseal(content).decode("utf-8", "surrogatepass")
 
     def unmark(self, text: str) -> str:
-        """Marked text as plain text."""
+        """Convert marked text to plain text."""
         return (
             text if text.isascii() else self._reserved.sub(lambda found: self._special_of.get(found[0], found[0]), text)
         )
 
     def clean(self, text: str) -> str:
-        """Plain text without characters of the reserved range; special-token strings stay what they are."""
+        """Replace characters of the reserved range by U+FFFD; special-token strings stay."""
         return text if text.isascii() else self._reserved.sub("\ufffd", text)
 
     def are_in(self, text: str) -> bool:
         return not text.isascii() and self._reserved.search(text) is not None
 
     def controls_in(self, text: str) -> list[str]:
-        """The control tokens in marked text."""
+        """Control tokens in marked text, in order."""
         return self._special.findall(text)
 
     def find(self, text: str) -> Iterator[re.Match[str]]:
-        """Every mark in marked text."""
         return self._reserved.finditer(text)
 
     def marked_ends(self, text: str, ends: Sequence[int]) -> MarkedEnds:
-        """Mark generated text. A token that ends inside a mark ends with the next token that does not."""
+        """Mark generated text. A token that ends inside a mark gets the end of the next token that does not."""
         marked = self.mark(text)
         if len(marked) == len(text):
             return MarkedEnds(marked, list(ends))
@@ -131,15 +126,13 @@ class Marks:
 
 
 class Seals:
-    """Characters that stand for the control tokens that a chat template writes itself, while it is rendered.
+    """Reserved characters that replace a template's own control tokens during a render.
 
-    A template can put a client's strings next to its own, strip them, or replace parts of them. Whatever they become,
-    they hold no seal, so they become no control token. A template may also write a control token in two halves around a
-    role; beside each half it has one more seal.
+    A template can join, strip or edit a client's strings. They contain no seal, so they never become a control token.
+    A template may also write a control token as two halves around a role: two further seals mark the halves.
 
     Args:
-        specials: special-token strings.
-        free: the first code point of the reserved range that is no mark.
+        free: first code point of the reserved range after the marks.
 
     Raises:
         UnsupportedModel: too many special tokens for the reserved range.
@@ -163,19 +156,19 @@ class Seals:
 
     @cached_property
     def for_template(self) -> bytes:
-        """What `template_child` seals a template with, as `marshal` writes it."""
+        """The seals argument of `template_child`, marshalled."""
         return marshal.dumps((tuple(self._seal_of.items()), self._openings, self._opened, self._closings, self._closed))
 
     def seal(self, text: str) -> str:
-        """Text of the model's own, such as the BOS, with its control tokens sealed."""
+        """Seal the control tokens in the model's own text, such as BOS."""
         return self._special.sub(lambda found: self._seal_of[found[0]], text)
 
     def unseal(self, content: bytes | bytearray) -> bytes:
-        """UTF-8 with its sealed control tokens as their strings."""
+        """Replace seals by their control tokens' strings; UTF-8 in and out."""
         return _RESERVED_BYTES.sub(lambda found: self._special_of.get(found[0], found[0]), content)
 
     def join_halves(self, content: bytes | bytearray) -> bytes | bytearray:
-        """UTF-8 with a seal for each control token that was written as two halves around a role."""
+        """Replace each pair of halves around a role by its token's seal; UTF-8 in and out."""
         if not self._half.search(content):
             return content
         text = self._joined.sub(self._join, content.decode("utf-8", "surrogatepass"))
@@ -187,7 +180,7 @@ class Seals:
 
 
 def _first_seal(num_specials: int, free: int) -> int:
-    """Where seals begin: behind the marks, or else in front of them."""
+    """Return the first seal's code point: after the marks, or before them if there is no room."""
     num_seals = num_specials + 2
     if free + num_seals - 1 <= _LAST:
         return free
@@ -197,7 +190,7 @@ def _first_seal(num_specials: int, free: int) -> int:
 
 
 def _halves(special: str) -> Iterator[tuple[str, str, str]]:
-    """A control token's string as what may stand in front of a role in it, the role, and what may stand behind."""
+    """Yield the ways to split a control token's string into opening, role and closing."""
     for name in _ROLES:
         for role in (name, name.upper(), name.capitalize()):
             opening, found, closing = special.partition(role)
@@ -206,7 +199,7 @@ def _halves(special: str) -> Iterator[tuple[str, str, str]]:
 
 
 class MarkOffsets:
-    """Where offsets into the plain text lie in the marked text."""
+    """Converts offsets in plain text to offsets in marked text."""
 
     def __init__(self, marks: Marks, marked: str) -> None:
         self._starts: list[int] = []
@@ -221,11 +214,11 @@ class MarkOffsets:
             grown += length - 1
 
     def low(self, offset: int) -> int:
-        """`offset` in marked text; of one inside a mark, the mark's beginning."""
+        """Convert `offset`; inside a mark, return the mark's start."""
         return self._shifted(offset, 0)
 
     def high(self, offset: int) -> int:
-        """`offset` in marked text; of one inside a mark, the mark's end."""
+        """Convert `offset`; inside a mark, return the mark's end."""
         return self._shifted(offset, 1)
 
     def _shifted(self, offset: int, side: int) -> int:

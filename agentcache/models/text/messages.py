@@ -1,4 +1,4 @@
-"""Chat messages as chat templates want them."""
+"""Normalises chat messages for chat templates."""
 
 from __future__ import annotations
 
@@ -21,22 +21,21 @@ def _ignore(note: str) -> None:
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]], note: Note = _ignore) -> list[dict[str, Any]]:
-    """Messages with their content as one string and the arguments of calls as objects, as chat templates want them.
+    """Return messages whose content is one string and whose call arguments are objects.
 
     Args:
-        note: called with what is told in another way than it was sent.
+        note: callback for a description of each change.
 
     Raises:
-        InvalidRequest: a message without a role, content that is neither text nor parts, media, or calls that are no
-            objects.
+        InvalidRequest: missing role, media, or a wrong type of content or calls.
     """
     return [_plain_message(message, f"messages[{index}]", note) for index, message in enumerate(messages)]
 
 
 def with_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """A copy of nested dicts and lists in which every string, also every key, went through `change`.
+    """Copy nested dicts and lists with `change` applied to every string and key.
 
-    Keys that become equal stay apart: the later ones get U+FFFD appended, and from the tenth on a number.
+    Keys that become equal get distinct suffixes of U+FFFD.
     """
     if isinstance(value, str):
         return change(value)
@@ -49,7 +48,7 @@ def with_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 def _with_keys(value: Mapping[Any, Any], change: Callable[[str], str]) -> dict[Any, Any]:
     changed = dict[Any, Any]()
-    copies = Counter[str]()  # by name: how many more have become it
+    copies = Counter[str]()  # further keys with the same new name
     for key, part in value.items():
         base = name = change(key) if isinstance(key, str) else key
         while name in changed:
@@ -111,7 +110,7 @@ def _plain_calls(calls: Any, where: str, note: Note) -> list[dict[str, Any]]:
 
 
 def _plain_call(call: Any, where: str, note: Note) -> dict[str, Any]:
-    """Templates write arguments as JSON or walk through them; clients send them as a JSON string."""
+    # Clients send arguments as a JSON string; templates iterate over them or write JSON.
     function = call.get("function") if isinstance(call, Mapping) else call
     if not isinstance(function, Mapping | None) or call is None:
         raise InvalidRequest("A tool call is an object with a `function`.", param=where)
@@ -122,12 +121,12 @@ def _plain_call(call: Any, where: str, note: Note) -> dict[str, Any]:
 
 
 def _plain_id(call_id: Any) -> str | None:
-    """An id as text: clients send numbers, too."""
+    # Some clients send numbers.
     return call_id if call_id is None or isinstance(call_id, str) else _as_json(call_id)
 
 
 def _object(arguments: Any, note: Note) -> dict[str, Any]:
-    """Arguments as an object: of nothing an empty one, of what else is none one that holds it."""
+    """Return arguments as an object: empty if there are none; other values under the key `arguments`."""
     value = arguments
     if isinstance(arguments, str):
         try:

@@ -1,8 +1,8 @@
-"""Where a chat's next prompt leaves its prompt: in front of what a template writes for a reply and does not repeat.
+"""Predicts how much of a chat's prompt the next prompt repeats, so that the cache keeps a useful prefix.
 
-A template may end a prompt with the beginning of a thought, or with an empty one, and tell the same reply in the
-history without it. The template is asked: it renders the end of the chat twice, as a prompt and with a reply and the
-message behind it. The answer is kept by how the prompt ends, so that most prompts cost a comparison.
+A template may end a prompt with an opened or empty thought, and omit it when it shows the reply as history. To find
+out, the end of the chat is rendered twice: as a prompt, and with a reply and a further message. The result is cached
+by the prompt's ending.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from agentcache.models.text.template import REASONING_KEYS
 # Renders messages as a prompt, in marked text.
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
 
-_MOST_CHATS = 64  # kinds that are remembered
-_MOST_ENDINGS = 4  # of a kind
-_MOST_CHARS = 1024  # of a template's variables
-_MOST_MESSAGES = 64  # behind the last reply
+_MOST_CHATS = 64  # kinds of chats in the cache
+_MOST_ENDINGS = 4  # per kind
+_MOST_CHARS = 1024  # size of a cached key's template variables
+_MOST_MESSAGES = 64  # after the last reply
 _SYSTEM_ROLES = ("system", "developer")
 _WORDS_END, _THOUGHT = "LANTERNFISH", "RIVERSTONE"
 _USER: Mapping[str, Any] = {"role": "user", "content": "hello"}
@@ -35,11 +35,11 @@ _CALL_ID = "call00000"
 
 @dataclass(frozen=True)
 class _Ending:
-    """What a prompt has behind its last message's words.
+    """The part of a prompt after its last message's words.
 
     Args:
-        text: marked.
-        left_at: characters of it that the next prompt repeats; None where that continues what the model says.
+        text: marked text.
+        left_at: leading characters of `text` that the next prompt repeats; None if it repeats the reply too.
     """
 
     text: str
@@ -47,7 +47,7 @@ class _Ending:
 
 
 class NextPrompts:
-    """Finds where next prompts leave prompts of one chat template. From any thread."""
+    """Predicts the shared prefix with the next prompt, for one chat template. Thread-safe."""
 
     def __init__(self) -> None:
         self._endings: dict[Any, tuple[_Ending, ...]] = {}
@@ -65,16 +65,14 @@ class NextPrompts:
         *,
         tells_thoughts: bool,
     ) -> int | None:
-        """How many leading characters of a prompt the next prompt repeats, if that leaves it in front of the reply.
+        """Return how many leading characters of `prompt` the next prompt repeats.
 
-        None where the next prompt repeats prompt and reply, or where it is not known.
+        None if it repeats the whole prompt and the reply, or if unknown.
 
         Args:
-            prompt: marked text, with what begins a reply.
-            messages: those of the prompt.
-            form: of the model's replies.
-            render: as the prompt was rendered, with its tools and variables.
-            tells_thoughts: whether the next prompt is told what the model thinks now.
+            prompt: marked text, with the generation prompt.
+            render: renderer with the prompt's tools and variables.
+            tells_thoughts: whether the next request includes the thoughts of this reply.
         """
         leading, end = _split(messages)
         variables = _name_of_variables(template_kwargs)
@@ -103,7 +101,7 @@ class NextPrompts:
 def _name_of_variables(template_kwargs: Mapping[str, Any]) -> str | None:
     try:
         name = canonical_json(dict(template_kwargs))
-    except ValueError:  # plain values are asked for, and JSON cannot say all of them
+    except ValueError:  # a Python value without a JSON form
         return None
     return name if len(name) <= _MOST_CHARS else None
 
@@ -114,7 +112,7 @@ def _longest_at(prompt: str, endings: Sequence[_Ending]) -> _Ending | None:
 
 
 def _split(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The system's messages in front, and those behind the last reply, with that reply if they answer its calls."""
+    """Return the leading system messages, and the messages after the last reply; include the reply if it has calls."""
     roles = [message.get("role") for message in messages]
     num_leading = next((i for i, role in enumerate(roles) if role not in _SYSTEM_ROLES), len(roles))
     begin = next((i for i in range(len(roles), num_leading, -1) if roles[i - 1] == "assistant"), num_leading)
@@ -125,11 +123,7 @@ def _split(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]],
 
 @dataclass(frozen=True)
 class _Chat:
-    """The end of a chat, and how to render it.
-
-    Args:
-        leading, end: as of `_split`.
-    """
+    """The start and end of a chat (see `_split`), with its renderer."""
 
     leading: Sequence[Mapping[str, Any]]
     end: Sequence[Mapping[str, Any]]
@@ -140,10 +134,10 @@ class _Chat:
     tells_thoughts: bool
 
     def rendered(self, following: Sequence[Mapping[str, Any]], *, thought: bool) -> tuple[str, str]:
-        """The chat with further messages, up to the end of its last words and behind that.
+        """Render the chat with further messages; return the text up to the end of its last message, and the rest.
 
         Raises:
-            InvalidRequest: as `render`; the last words are not shown.
+            InvalidRequest: as `render`; the template does not show the last message.
         """
         end = [_with_thought(message, thought) for message in self.end]
         end[-1]["content"] = f"{end[-1]['content']} {_WORDS_END}"
@@ -155,7 +149,7 @@ class _Chat:
         return text[: at + len(_WORDS_END)], text[at + len(_WORDS_END) :]
 
     def continuations(self, *, thought: bool) -> list[list[Mapping[str, Any]]]:
-        """Replies with what may follow them: another message of the user, and the result of a call."""
+        """Return sample continuations: a reply with a user message, and a call with its result."""
         reply = _with_thought({"role": "assistant", "content": "yes"}, thought)
         found: list[list[Mapping[str, Any]]] = [[reply, _USER]]
         if self.tools:
@@ -167,7 +161,7 @@ class _Chat:
 
 
 def _find_ending(chat: _Chat) -> _Ending:
-    """How the chat's prompt ends; without text where that cannot be told."""
+    """Return the ending of the chat's prompt; with empty text if the template refuses a sample."""
     try:
         ending = chat.rendered([], thought=False)[1]
         may_think = _may_think(ending, chat.form)
@@ -177,13 +171,13 @@ def _find_ending(chat: _Chat) -> _Ending:
             _left_at(chat, words, ending, following, thought=thought, may_think=may_think)
             for following in chat.continuations(thought=thought)
         ]
-    except InvalidRequest:  # of which the prompt itself would have said more
+    except InvalidRequest:
         return _Ending("", None)
     return _Ending(ending, min((place for place in places if place is not None), default=None))
 
 
 def _may_think(ending: str, form: ReplyFormat) -> bool:
-    """Whether a reply behind this begins with a thought: not where an empty one is written already."""
+    """Whether a reply after this ending may begin with a thought: not if the ending closes one."""
     closed = any(end and end in ending for _, end in form.thoughts)
     opened = any(start and ending.rstrip().endswith(start) for start, _ in form.thoughts)
     return opened or bool(form.thoughts and not closed)
@@ -192,9 +186,9 @@ def _may_think(ending: str, form: ReplyFormat) -> bool:
 def _left_at(
     chat: _Chat, words: str, ending: str, following: Sequence[Mapping[str, Any]], *, thought: bool, may_think: bool
 ) -> int | None:
-    """Where the next prompt, with `following`, leaves `ending`: behind so many characters; None for nowhere.
+    """Return how many characters of `ending` the next prompt, with `following`, repeats; None if all, or unknown.
 
-    None, too, where it leaves the prompt in front of `words`: for that place it was asked a turn before.
+    Also None if the prompts differ within `words`: the turn before has handled that place.
     """
     try:
         other_words, behind = chat.rendered(following, thought=thought)
@@ -208,7 +202,7 @@ def _left_at(
 
 
 def _shared_tokens(one: Encoding, other: Encoding) -> int:
-    """Characters of the leading tokens that both have."""
+    """Return the length in characters of the common leading tokens."""
     pairs = zip(one.ids, one.ends, strict=True), zip(other.ids, other.ends, strict=True)
     count = len_common_prefix(list(pairs[0]), list(pairs[1]))
     return one.ends[count - 1] if count else 0

@@ -1,6 +1,4 @@
-"""Stop strings as one automaton (Aho and Corasick, 1975): each character of an answer costs the same, however many and
-long they are.
-"""
+"""Stop strings as one automaton (Aho and Corasick, 1975): constant cost per character for any number of strings."""
 
 from __future__ import annotations
 
@@ -15,20 +13,20 @@ _CHARACTER_BITS = 21
 
 @dataclass(frozen=True)
 class FoundStop:
-    """A stop string and where it begins, counted from the text that has completed it: negative if that was earlier."""
+    """A stop string and its start, relative to the piece of text that completes it; negative if in an earlier piece."""
 
     at: int
     string: str
 
 
 class StopStrings:
-    """Finds strings in a text that comes in pieces. It does not change; the caller keeps the state between pieces.
+    """Finds strings in a text that arrives in pieces. Immutable: the caller keeps the state between pieces.
 
-    A state stands for the longest end of the text that a string begins with; 0 for none. Where one is found, the text
-    is over: of several in one piece, the one that begins first counts, and the shortest of those.
+    A state stands for the longest suffix of the text that is a prefix of a string; 0 for none. Of several matches in
+    one piece, the earliest start wins, then the shortest.
 
     Args:
-        strings: none of them empty.
+        strings: non-empty strings.
     """
 
     def __init__(self, strings: Iterable[str]) -> None:
@@ -37,8 +35,8 @@ class StopStrings:
         self._string_at: dict[int, str] = {}
         for string in strings:
             self._string_at[self._path(string)] = string
-        self._shorter = [0] * len(self._depth)  # state of the next shorter end
-        self._found = [0] * len(self._depth)  # state of the longest end that is a string
+        self._shorter = [0] * len(self._depth)  # state of the next shorter suffix
+        self._found = [0] * len(self._depth)  # state of the longest suffix that is a string
         self._link()
         firsts = {string[0] for string in self._string_at.values()}
         self._first = re.compile(f"[{''.join(map(re.escape, firsts))}]" if firsts else r"(?!)")
@@ -47,11 +45,11 @@ class StopStrings:
         return bool(self._string_at)
 
     def num_held(self, state: int) -> int:
-        """Characters at the text's end that a string begins with."""
+        """Return how many trailing characters may belong to a match."""
         return self._depth[state]
 
     def feed(self, state: int, text: str) -> tuple[int, FoundStop | None]:
-        """The state after `text`, and the string that is found in it."""
+        """Return the state after `text`, and the match in it."""
         begin = 0
         if not state:
             first = self._first.search(text)
@@ -77,7 +75,7 @@ class StopStrings:
         return following or 0
 
     def _path(self, string: str) -> int:
-        """The state that stands for all of `string`, with those on the way to it."""
+        """Add the states of `string`; return its last one."""
         state = 0
         for character in string:
             key = state << _CHARACTER_BITS | ord(character)
@@ -88,7 +86,7 @@ class StopStrings:
         return state
 
     def _link(self) -> None:
-        """Set `_shorter` and `_found` of all states, the less deep ones first."""
+        # Breadth first: a state needs the values of less deep states.
         following: dict[int, list[tuple[int, int]]] = {}
         for key, state in self._next.items():
             following.setdefault(key >> _CHARACTER_BITS, []).append((key & (1 << _CHARACTER_BITS) - 1, state))
@@ -106,5 +104,5 @@ NO_STOPS = StopStrings(())
 
 @lru_cache(maxsize=16)
 def stop_strings(strings: tuple[str, ...]) -> StopStrings:
-    """The automaton of `strings`. Clients send the same ones with every request."""
+    # Cached: clients send the same strings with every request.
     return StopStrings(strings) if strings else NO_STOPS

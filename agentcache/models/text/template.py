@@ -1,4 +1,4 @@
-"""The model's chat template, rendered under limits: it comes with the model and is not trusted."""
+"""Renders the model's chat template under limits; the template is not trusted."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from agentcache.models.text.work_limit import WorkLimit
 
 MAX_BYTES = 64 << 20
 REFUSED = "refused_by_chat_template"  # the error's code
-# Parts of messages that hold what a model thought, by the names that templates know; the first is the usual one.
+# Message fields for the model's thoughts, by the names that templates use; the first is the most common.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
-# Conversations without special-token strings, of which a template takes at least one: see `ChatTemplate._is_sealed`.
+# Conversations without special-token strings, for `ChatTemplate._is_sealed`. Every template accepts at least one.
 _USER = {"role": "user", "content": "hello"}
 _CALL = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": {"place": "garden"}}}
 _LOOK = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}}}
@@ -59,7 +59,7 @@ _RESERVED = {
 
 
 class RenderedTooLong(Exception):
-    """The template wrote `num_bytes`, more than was allowed."""
+    """The rendered text has `num_bytes`, more than the limit."""
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__(f"the model's chat template wrote {num_bytes} bytes")
@@ -67,20 +67,17 @@ class RenderedTooLong(Exception):
 
 
 def check_kwargs(template_kwargs: Mapping[str, Any]) -> None:
-    """Raise InvalidRequest where a request sets what is not the template's."""
+    """Raise InvalidRequest if a request sets reserved variables."""
     reserved = _RESERVED.intersection(template_kwargs)
     if reserved:
         raise InvalidRequest(f"{sorted(reserved)} cannot be set in a request.", param="chat_template_kwargs")
 
 
 class ChatTemplate:
-    """Applies a tokenizer's chat template as transformers does, in processes of its own. From any thread.
+    """Renders a tokenizer's chat template as transformers does, in confined child processes. Thread-safe.
 
-    Each render that is under way has a process; they are started when needed and kept. A template that is Python code
-    of mlx-lm or transformers, and no data of the model's folder, runs in this process.
-
-    Args:
-        marks: of the tokenizer's control tokens.
+    Each concurrent render has its own process, started on demand and reused. A template that is Python code of mlx-lm
+    or transformers runs in this process.
     """
 
     def __init__(self, wrapper: TokenizerWrapper, marks: Marks) -> None:
@@ -89,15 +86,15 @@ class ChatTemplate:
         self._marks = marks
         self._work = ConfinedWork("agentcache.models.text.template_child", seconds_per_byte=SECONDS_PER_BYTE)
         self._sealed: dict[str, bool] = {}  # by template
-        self._greedy: set[str] = set()  # templates that took too much for a few words
+        self._greedy: set[str] = set()  # templates that hit a limit on the harmless conversations
 
     def start(self) -> None:
-        """Have a process ready for the first messages."""
+        """Start a process for the first render."""
         if not self._by_code:
             self._work.start()
 
     def close(self) -> None:
-        """End the processes that are not rendering."""
+        """End the idle processes."""
         self._work.close()
 
     def render(
@@ -110,16 +107,16 @@ class ChatTemplate:
         limit: WorkLimit,
         max_bytes: int = MAX_BYTES,
     ) -> str:
-        """The template's text, marked: control tokens in it are those that the template itself writes.
+        """Return the rendered text, marked: only the template itself writes control tokens.
 
         Args:
-            messages, tools, template_kwargs: with marked strings.
-            max_bytes: largest text in UTF-8.
+            messages, tools, template_kwargs: values with marked strings.
+            max_bytes: maximum size of the text in UTF-8.
 
         Raises:
-            InvalidRequest: messages that the template does not take, or that it takes too much time or memory for.
-            UnsupportedModel: the template cannot be read.
-            RenderedTooLong: the text has over `max_bytes` bytes in UTF-8.
+            InvalidRequest: the template refuses the messages, or takes too much time or memory.
+            UnsupportedModel: the template has a syntax error.
+            RenderedTooLong: the text exceeds `max_bytes`.
         """
         if self._by_code:
             return self._run_code(messages, tools, add_generation_prompt, template_kwargs)
@@ -163,21 +160,21 @@ class ChatTemplate:
         return self._text(*self._ask((template, seals, variables, max_bytes), limit), is_sealed)
 
     def _is_sealed(self, template: str, limit: WorkLimit) -> bool:
-        """Whether a template is rendered with seals.
+        """Whether to render a template with seals (see `Seals`).
 
-        One that makes control tokens at run time, as in "<|{}|>".format(role), would lose them with seals. Of its
-        prompts the marks alone keep clients' special-token strings text.
+        A template that builds control tokens at run time, as in "<|{}|>".format(role), would lose them with seals.
+        Without seals, only marks keep clients' special-token strings text.
         """
         if template not in self._sealed:
             try:
                 self._sealed[template] = all(self._keeps_controls(template, *each, limit) for each in _HARMLESS)
-            except InvalidRequest:  # it takes too long, or too much memory: it is not asked again
+            except InvalidRequest:  # a time or memory limit: do not try again
                 self._sealed[template] = True
                 self._greedy.add(template)
         return self._sealed[template]
 
     def is_greedy(self, tools: Sequence[Mapping[str, Any]] | None, limit: WorkLimit) -> bool:
-        """Whether the template took too much time or memory for a few harmless words."""
+        """Whether the template exceeds a time or memory limit on a few harmless words."""
         if self._by_code:
             return False
         template = self._choose(None if tools is None else list(tools))
@@ -185,7 +182,7 @@ class ChatTemplate:
         return template in self._greedy
 
     def _keeps_controls(self, template: str, messages: Any, tools: Any, limit: WorkLimit) -> bool:
-        """Whether messages have the same control tokens with seals and without; True where it refuses them."""
+        """Whether seals leave the prompt's control tokens as they are; True if the template refuses the messages."""
         try:
             sealed, plain = (
                 self._render(template, is_sealed, messages, tools, True, {}, limit, MAX_BYTES)
@@ -211,7 +208,7 @@ class ChatTemplate:
         return str(text)
 
     def _choose(self, tools: Any) -> str:
-        """The template for these messages; a model may have one of its own for tools."""
+        # A model may have a separate template for tools.
         try:
             return str(self._wrapper.get_chat_template(None, tools))
         except ValueError as error:
@@ -255,7 +252,7 @@ def _failed(how: str) -> InvalidRequest:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message without what is None but content, and with its thought under every name that a template may know."""
+    """Drop fields that are None, except content, and copy the thought to the names that templates use."""
     kept = {key: value for key, value in message.items() if value is not None or key == "content"}
     thought = next((kept[key] for key in REASONING_KEYS if key in kept), None)
     return kept if thought is None else {"thinking": thought, **kept, "reasoning_content": thought}

@@ -1,8 +1,7 @@
-"""Renders chat templates in a confined process, whose time and memory the kernel limits.
+"""Renders chat templates in a confined process under the kernel's time and memory limits.
 
-`template.py` sends it what to render. It imports nothing but the standard library and jinja2.
-
-A request is `marshal` of (template, seals, variables, largest reply in bytes). A reply is a `RenderOutcome` and UTF-8.
+Imports only the standard library, jinja2 and `confined_child`. A request is `marshal` of (template, seals, variables,
+maximum reply bytes); a reply is a `RenderOutcome` and UTF-8.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from agentcache.confined_child import serve
 
 
 class RenderOutcome:
-    """Kinds of replies: the text, how many bytes it would have, or why there is none."""
+    """Kinds of replies: the text, its size if too long, or an error message."""
 
     TEXT = b"t"
     TOO_LONG = b"l"
@@ -35,12 +34,12 @@ class RenderOutcome:
     REFUSED = b"r"
 
 
-# CPU time for a request, beside what each may take: templates look through a conversation once a message.
+# CPU time, beside a fixed one: templates may scan the conversation for each message.
 SECONDS_PER_BYTE = 1 / (32 << 10)
 
 
 def main() -> None:
-    """Render until the other side is gone."""
+    """Render until the parent is gone."""
     serve(_answer, SECONDS_PER_BYTE)
 
 
@@ -48,13 +47,13 @@ def _answer(request: list[bytes]) -> tuple[bytes, bytes]:
     try:
         template, seals, variables, max_bytes = marshal.loads(request.pop())
         text = _compiled(template, seals).render(**variables).encode("utf-8", "surrogatepass")
-    except MemoryError:  # `serve` knows what to do
+    except MemoryError:  # `serve` handles it
         raise
     except RecursionError:
         return RenderOutcome.REFUSED, b"they are nested too deeply"
     except jinja2.TemplateSyntaxError as error:
         return RenderOutcome.SYNTAX, _message(error)
-    except Exception as error:  # whatever the template's own code comes to
+    except Exception as error:  # the template's code may raise anything
         return RenderOutcome.REFUSED, _message(error)
     return (RenderOutcome.TEXT, text) if len(text) <= max_bytes else (RenderOutcome.TOO_LONG, str(len(text)).encode())
 
@@ -63,7 +62,7 @@ def _message(error: Exception) -> bytes:
     return str(error)[:2000].encode("utf-8", "backslashreplace")
 
 
-# -- the environment: as transformers makes it, but templates may change lists and dicts, which are copies here ------
+# -- The environment, as in transformers. Templates may also change lists and dicts, which are copies here. ----------
 
 
 @lru_cache(maxsize=16)
@@ -90,7 +89,7 @@ def _seal(
     closings: tuple[str, ...],
     closed: str,
 ) -> None:
-    """Have a template write seals for its own control tokens, as `marks.Seals` says."""
+    """Replace control tokens in a template's constants by seals (see `marks.Seals`)."""
     seal_of = dict(seals)
     control = re.compile("|".join(map(re.escape, sorted(seal_of, key=len, reverse=True))) or r"(?!)")
 
@@ -107,7 +106,7 @@ def _seal(
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}`, which marks what the assistant says: here it means nothing."""
+    """`{% generation %}`, which marks the assistant's text for training; no effect here."""
 
     tags = {"generation"}
 
@@ -127,7 +126,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike jinja's own, without escapes for HTML, and with generators (of `map`, say) as lists."""
+    # Unlike jinja's own: no HTML escapes, and generators (from `map`) become lists.
     return json.dumps(
         x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=list
     )
@@ -142,7 +141,7 @@ def _strftime_now(format: str) -> str:
 
 
 class _Dict:
-    """`dict`, without what hangs on the type."""
+    """`dict` without the attributes of the type."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -152,9 +151,9 @@ class _Dict:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """`namespace`, without names that lead into Python."""
+    """`namespace` without underscore names, which lead into Python."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # a template may call one of its names `self`
+    def __init__(*args: Any, **kwargs: Any) -> None:  # a template's name may be `self`
         self, *rest = args
         attributes = dict(*rest, **kwargs)
         for name in attributes:

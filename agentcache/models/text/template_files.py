@@ -1,4 +1,4 @@
-"""Chat templates of a model folder that transformers does not find, or does not choose."""
+"""Finds chat templates that transformers does not find or choose."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from agentcache.models.compat import TokenizerWrapper, set_template, template_data
 from agentcache.models.text.generation_config import read_object
 
-# Where processors of models that see keep the template of their chats.
+# Vision models keep the chat template in one of these.
 _FILES = ("chat_template.json", "processor_config.json")
 _DEFAULT = "default"
 
 
 def complete_template(wrapper: TokenizerWrapper, folder: Path) -> None:
-    """Give the tokenizer a template for every chat, if its folder has any."""
+    """Set the tokenizer's default chat template if the folder has any."""
     template = template_data(wrapper)
     if not wrapper.has_chat_template:
         template = next(filter(None, (_named(read_object(folder / name)) for name in _FILES)), None)
@@ -26,7 +26,7 @@ def complete_template(wrapper: TokenizerWrapper, folder: Path) -> None:
 
 
 def _named(holder: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """The template of a file: a text, or several with names."""
+    """Return a file's template, or several by name."""
     given = holder.get("chat_template")
     if isinstance(given, list):
         named = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}

@@ -1,7 +1,6 @@
-"""How much a model is to think, in the words of its chat template.
+"""Translates a request's thinking settings into the variables of the model's chat template.
 
-Clients say it in a dozen ways; a template knows a few variables, each with its own values. `ThinkingVariables` are
-those of a template, `ThinkingWish` is what a request asks for, and `told` puts the one into terms of the other.
+`ThinkingVariables` describes the template, `ThinkingWish` the request; `told` maps a wish to values of the variables.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Efforts on one scale, from no thinking to all that a model can do. Names of templates and of clients alike.
+# One scale of efforts, with the names that templates and clients use.
 NONE, MINIMAL, LOW, MEDIUM, HIGH, VERY_HIGH, MOST = range(7)
 EFFORTS: Mapping[str, int] = {
     **dict.fromkeys(("none", "no_think", "nothink", "off", "disabled", "false", "no", "0"), NONE),
@@ -22,11 +21,11 @@ EFFORTS: Mapping[str, int] = {
     **dict.fromkeys(("xhigh", "very_high", "extra_high", "higher", "harder"), VERY_HIGH),
     **dict.fromkeys(("max", "maximum", "maximal", "xxhigh", "highest", "ultra", "extreme", "full", "huge"), MOST),
 }
-# What the words of an effort are worth in tokens, for templates that know a budget only, and the other way round.
+# Thinking tokens equivalent to each effort, to convert in both directions; -1 is no limit.
 _BUDGETS = {MINIMAL: 512, LOW: 1024, MEDIUM: 4096, HIGH: 16384, VERY_HIGH: 32768, MOST: -1}
 _NO_LIMIT = -1  # as a budget
 
-# Names of variables by what they take: true or false; an effort's name; a number of tokens; a mode's name.
+# Names of variables by type: bool; name of an effort; number of tokens; name of a mode.
 _SWITCHES = ("enable_thinking", "thinking", "enable_reasoning")
 _EFFORT_NAMES = ("reasoning_effort", "thinking_effort", "reasoning_strength", "effort")
 _BUDGET_NAMES = ("thinking_budget", "reasoning_budget", "thinking_token_budget")
@@ -36,22 +35,22 @@ _USUAL_EFFORTS = ("low", "medium", "high")
 
 _OPENING = re.compile(r"\{[{%#]")
 _CLOSING = {"{{": "}}", "{%": "%}", "{#": "#}"}
-# A string that is never closed reaches to the end of the code: else each quote in it would be tried.
+# An unclosed string extends to the end of the code; otherwise each quote in it would start a new attempt.
 _STRING = re.compile(r"'(?:[^'\\]|\\.)*+(?:'|\\?\Z)|\"(?:[^\"\\]|\\.)*+(?:\"|\\?\Z)", re.DOTALL)
-_ALLOWED = r"\b{name}\s+not\s+in\s*[\[(]([^\])]*)[\])]"  # a list of all values that a template takes
-_MOST_WORDS = 12  # strings in one piece of code: more are no list of efforts
+_ALLOWED = r"\b{name}\s+not\s+in\s*[\[(]([^\])]*)[\])]"  # a template's list of all valid values
+_MOST_WORDS = 12  # maximum number of strings in a piece of code that may list efforts
 
 
 @dataclass(frozen=True)
 class ThinkingVariables:
-    """Variables of a chat template that say whether and how much the model thinks.
+    """The variables of a chat template that control thinking.
 
     Args:
-        switches: those that are true or false.
-        modes: names with the values that each knows.
-        efforts: names with the words that each knows, weakest first.
-        budgets: those that take a number of tokens; -1 is no limit.
-        is_guess: whether the template is not known, so that these are the usual ones.
+        switches: names of bool variables.
+        modes: names, each with its known values.
+        efforts: names, each with its known words, weakest first.
+        budgets: names of variables for a number of tokens; -1 is no limit.
+        is_guess: whether the template is unknown and these are the usual variables.
     """
 
     switches: tuple[str, ...] = ()
@@ -62,13 +61,12 @@ class ThinkingVariables:
 
     @property
     def can_switch(self) -> bool:
-        """Whether thinking can be switched off."""
         words = any(EFFORTS[word] == NONE for _, known in self.efforts for word in known)
         return bool(self.switches or self.modes or self.budgets or words)
 
     @property
     def can_grade(self) -> bool:
-        """Whether more than on and off can be said."""
+        """Whether the template has levels beyond on and off."""
         return bool(self.efforts or self.budgets)
 
 
@@ -77,13 +75,13 @@ USUAL = ThinkingVariables(("enable_thinking",), efforts=(("reasoning_effort", _U
 
 @dataclass(frozen=True)
 class ThinkingWish:
-    """What a request says of thinking; None where it says nothing.
+    """The thinking settings of a request; None if not set.
 
     Args:
-        enabled: whether to think, said on its own.
-        effort: on the scale of `EFFORTS`.
-        budget: tokens of thoughts; -1 is no limit.
-        free: whether the model decides by itself how much.
+        enabled: explicit switch.
+        effort: value on the scale of `EFFORTS`.
+        budget: maximum thinking tokens; -1 is no limit.
+        free: whether the model decides how much.
     """
 
     enabled: bool | None = None
@@ -103,7 +101,7 @@ class ThinkingWish:
 
     @property
     def grade(self) -> int | None:
-        """The effort, or what a budget is worth; None where neither is said."""
+        """The effort, or the one nearest to the budget; None if neither is set."""
         if self.effort is not None and self.effort != NONE:
             return self.effort
         budget = self.budget
@@ -115,7 +113,7 @@ class ThinkingWish:
 
 
 def find_variables(template: str) -> ThinkingVariables:
-    """The variables that a template's text reads. Only the text is looked at; nothing is run."""
+    """Find the variables that a template reads, from its text alone; the template is not run."""
     code = [*_code_in(template)]
     names = "\n".join(_STRING.sub("''", piece) for piece in code)
     return ThinkingVariables(
@@ -127,12 +125,12 @@ def find_variables(template: str) -> ThinkingVariables:
 
 
 def told(wish: ThinkingWish, variables: ThinkingVariables) -> dict[str, Any]:
-    """A template's variables, with the values that come nearest to what a request asks for."""
+    """Return the template's variables with the values nearest to the request's settings."""
     if wish.is_off:
         return _told_off(variables)
     if not wish.is_on:
         return {}
-    # Where the template is not known, an effort alone leaves its switch as it is.
+    # If the template is unknown, an effort alone does not set its switch.
     says_so = wish.enabled is True or not variables.is_guess
     values: dict[str, Any] = dict.fromkeys(variables.switches, True) if says_so else {}
     for name, known in variables.modes:
@@ -141,14 +139,14 @@ def told(wish: ThinkingWish, variables: ThinkingVariables) -> dict[str, Any]:
     for name, words in variables.efforts:
         if grade is not None:
             values[name] = nearest(grade, [word for word in words if EFFORTS[word] != NONE])
-        elif any(EFFORTS[word] == NONE for word in words):  # which may be the template's default
+        elif any(EFFORTS[word] == NONE for word in words):  # "none" may be the template's default
             values[name] = nearest(HIGH, [word for word in words if EFFORTS[word] != NONE])
     budget = _BUDGETS[grade] if wish.budget in (None, 0) and grade is not None else wish.budget
     return values | (dict.fromkeys(variables.budgets, budget) if budget is not None else {})
 
 
 def nearest(effort: int, words: Iterable[str]) -> str:
-    """The word whose effort is nearest; of two, the weaker one."""
+    """Return the word with the nearest effort; in a tie, the weaker one."""
     return min(words, key=lambda word: (abs(EFFORTS[word] - effort), EFFORTS[word]))
 
 
@@ -157,14 +155,14 @@ def _told_off(variables: ThinkingVariables) -> dict[str, Any]:
     for name, known in variables.modes:
         values[name] = _first(known, _MODES["off"], known)
     for name, words in variables.efforts:
-        # Beside a switch the effort says nothing, unless it has a word for none.
+        # If a switch turns thinking off, set an effort only to a word for none.
         if EFFORTS[words[0]] == NONE or not values:
             values[name] = words[0]
     return values
 
 
 def _code_in(template: str) -> Iterator[str]:
-    """The pieces of code in a template, without comments. One that is never closed ends the search."""
+    """Yield the pieces of code in a template, without comments. An unclosed piece ends the search."""
     at = 0
     while (found := _OPENING.search(template, at)) is not None:
         end = template.find(_CLOSING[found[0]], found.end())
@@ -176,12 +174,12 @@ def _code_in(template: str) -> Iterator[str]:
 
 
 def _reads(code: str, name: str) -> bool:
-    """Whether code reads a variable, and does not only set it, or an attribute of that name."""
+    """Whether code reads the variable; assignments and attributes of that name do not count."""
     return re.search(rf"(?<![.\w]){name}\b(?!\s*=(?!=))", code) is not None
 
 
 def _words_of(code: Iterable[str], name: str) -> tuple[str, ...]:
-    """The efforts that a template compares a variable with, or sets it to; the usual ones where it prints any."""
+    """Return the effort words that a template compares the variable with or sets it to; else the usual ones."""
     words: set[str] = set()
     for piece in code:
         if (allowed := re.search(_ALLOWED.format(name=name), piece)) is not None:
@@ -191,7 +189,7 @@ def _words_of(code: Iterable[str], name: str) -> tuple[str, ...]:
         if name in piece and len(strings) <= _MOST_WORDS:
             words |= _efforts_in(strings)
     else:
-        if len(words - {"none"}) < 2:  # one alone is a default, or a special case beside the others
+        if len(words - {"none"}) < 2:  # a single word is a default or a special case
             words |= set(_USUAL_EFFORTS)
     if all(EFFORTS[word] == NONE for word in words):
         words |= set(_USUAL_EFFORTS)
@@ -208,5 +206,4 @@ def _modes_of(code: Iterable[str]) -> tuple[str, ...]:
 
 
 def _first(known: tuple[str, ...], *wanted: Iterable[str]) -> str:
-    """The first wanted word that is known."""
     return next(word for words in wanted for word in words if word in known)

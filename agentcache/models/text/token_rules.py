@@ -1,4 +1,4 @@
-"""What of a model folder decides which tokens a text has, and which text a token."""
+"""Digests of the files in a model folder that determine tokenisation."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from agentcache.models.memo import Memo
 _RULES = "tokenizer.json"
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _OTHERS = ("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt")
-_SCHEME = "tokens 1"  # of the digest; another one is another key of the memo
-_FIRST_FILES = (  # in this order
+_SCHEME = "tokens 1"  # version of the digest, part of the memo's key
+_FIRST_FILES = (  # the order matters
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
@@ -28,7 +28,7 @@ _FIRST_FILES = (  # in this order
     "merges.txt",
 )
 
-# Of tokenizer.json: prompts are encoded without these (`encoder.py`); BOS stands in a prompt's text.
+# Parts of tokenizer.json that `encoder.py` does not use; a prompt's text includes BOS.
 _HARMLESS_RULES = {"version", "truncation", "padding", "post_processor"}
 _HARMLESS_SETTINGS = {
     "add_bos_token",
@@ -36,7 +36,7 @@ _HARMLESS_SETTINGS = {
     "auto_map",
     "backend",
     "chat_template",
-    "clean_up_tokenization_spaces",  # decoders here are our own
+    "clean_up_tokenization_spaces",  # not used: `detokenizer.py` decodes
     "is_local",
     "local_files_only",
     "model_max_length",
@@ -47,28 +47,28 @@ _HARMLESS_SETTINGS = {
     "tool_parser_type",
     "truncation_side",
 }
-# A role that a token of tokenizer.json plays; a role of another token adds that one.
+# Ignored if the role's token is in tokenizer.json; otherwise the role adds a token.
 _ROLES = {"bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token"}
 
 
 def token_rules(folder: Path, memo: Memo) -> str:
-    """Digest of what decides the tokens of a text, 32 hex digits; of everything in these files but what is harmless.
+    """Return a digest of the tokenisation rules, 32 hex digits.
 
-    Chat templates, roles of tokens and what is never applied do not count.
+    It covers the tokenizer's files except chat templates, roles of known tokens and unused settings.
     """
     files = [file for name in (_RULES, *_SETTINGS, *_OTHERS) if (file := folder / name).is_file()]
     return memo.get(_key(_SCHEME, files), lambda: _digest_rules(files))
 
 
 def tokenizer_files(folder: Path, memo: Memo) -> str:
-    """Digest of the bytes of tokenizer and chat templates, 40 hex digits: a part of `first_fingerprint`, as that is."""
+    """Return a digest of tokenizer and chat template files, 40 hex digits; `first_fingerprint` needs it unchanged."""
     files = [file for name in _FIRST_FILES if (file := folder / name).is_file()]
     files += sorted((folder / "additional_chat_templates").glob("*.jinja"))
     return memo.get(_key("files", files), lambda: _digest_files(folder, files))
 
 
 def _key(scheme: str, files: Collection[Path]) -> str:
-    """Links of two names may lead to one file."""
+    # Names are part of the key: two links may lead to one file.
     return "|".join([scheme, *(f"{file.name} {file_identity(file)}" for file in files)])
 
 
@@ -93,7 +93,7 @@ def _digest_rules(files: Collection[Path]) -> str:
             content = {name: value for name, value in content.items() if name not in _HARMLESS_RULES}
         elif file.name in _SETTINGS and isinstance(content, dict):
             content = _counting(content, added)
-        if not content:  # as if there were no such file
+        if not content:  # same digest as without the file
             continue
         data = content if isinstance(content, bytes) else json.dumps(content, sort_keys=True).encode()
         for part in (file.name.encode(), data):

@@ -1,4 +1,4 @@
-"""The model's tokenizer: chat messages to marked text, marked text to tokens, tokens back to text."""
+"""The model's tokenizer: chat messages to marked text (see `marks.py`), marked text to tokens, tokens to text."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ __all__ = ["Detokenizer", "Encoding", "MarkedEnds", "Tokenizer"]
 _CONTROL_NAME = re.compile(r"<([|｜])[^<>|｜]+\1>")
 _FAST_CLASS = "PreTrainedTokenizerFast"
 _TOKENIZER_SUFFIXES = (".json", ".jinja", ".txt", ".model")
-_PROBE_BYTES = 1 << 16  # of the text for a conversation of a few words, with the texts of tools
-_UTF8_BYTES = 4  # of a character, at most
+_PROBE_BYTES = 1 << 16  # limit for a rendered probe: a few words and tools
+_UTF8_BYTES = 4  # maximum per character
 
 
 class Tokenizer:
@@ -47,10 +47,10 @@ class Tokenizer:
 
     Args:
         wrapper: mlx-lm's tokenizer.
-        end_tokens: ids that end an answer, beside those of the tokenizer; unknown ids are ignored.
+        end_tokens: further ids that end a reply; unknown ids are ignored.
 
     Raises:
-        UnsupportedModel: no fast tokenizer, or one whose tokens have no text of their own.
+        UnsupportedModel: no fast tokenizer, or its decoder does not work token by token.
     """
 
     def __init__(self, wrapper: TokenizerWrapper, end_tokens: Collection[int] = ()) -> None:
@@ -74,7 +74,7 @@ class Tokenizer:
             for token_id, token in added.items()
             if token.special or token_id in self.eos_ids or _is_control_name(token.content, reply_markers)
         )
-        # A reply in Harmony ends with a call, also where the model's folder does not say so.
+        # A Harmony reply ends after a call, even if the model's folder does not list that token.
         if self.reply_format.dialect == HARMONY:
             enders = {token.id for token in self.reply_format.tokens if token.name in HARMONY_ENDS}
             self.eos_ids |= enders
@@ -92,27 +92,27 @@ class Tokenizer:
         self._chat = ChatRenderer(self._marks, self.reply_format, wrapper.has_chat_template)
         self._next_prompts = NextPrompts()
         self._bytes_of = partial(_bytes_of, self.control_ids, self._contents, self._token_bytes)
-        # Markers that are tokens are no text: readers take them for markers wherever they stand.
+        # A grammar must not use marker tokens as text: reply readers treat them as markers everywhere.
         not_text = self.control_ids | self.markers.keys()
         num_ids = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=0)
-        # Without the tokenizer itself: as a circle it would outlive its last user, and its processes with it.
+        # No reference to self: a cycle would keep the tokenizer and its processes alive.
         self.grammars = Grammars(partial(_vocabulary, self._bytes_of, self._encoder, num_ids, not_text, self.eos_ids))
         self._lock = threading.Lock()
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether chats are rendered by a template: False also for one that was found to refuse every chat."""
+        """Whether a template renders chats; False if it refuses every chat."""
         return self._chat.uses_template
 
     @property
     def has_template_file(self) -> bool:
-        """Whether the model comes with a chat template, used or not: then it is one for chats."""
+        """Whether the model comes with a chat template, even if it is not used."""
         return bool(self._wrapper.has_chat_template)
 
     def template_repairs(self) -> tuple[str, ...] | None:
-        """What the chat template needs to be told in another way, by name (see `Repairs`); None where it is not used.
+        """Names of the repairs that the chat template needs (see `Repairs`); None if it is not used.
 
-        Found at the first call or chat.
+        The first call or chat finds them and may render many probes.
 
         Raises:
             UnsupportedModel: the template cannot be read.
@@ -121,10 +121,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
-        """Load from a model folder; no code in it is run.
+        """Load from a model folder. Code in it is never run.
 
         Raises:
-            UnsupportedModel: the folder holds no tokenizer that can be used.
+            UnsupportedModel: no usable tokenizer.
         """
         path = Path(path)
         try:
@@ -137,14 +137,14 @@ class Tokenizer:
         return cls(wrapper, end_tokens(path))
 
     def start(self) -> None:
-        """Have the first chat rendered, and the first grammar made, as quickly as any other."""
+        """Start the child processes and render a chat, so that the first request is not slow."""
         self.grammars.start()
         if self.has_chat_template:
             self._template.start()
             self.render_chat([{"role": "user", "content": "hello"}])
 
     def close(self) -> None:
-        """End the processes that render chats and try grammars; they come back when they are needed."""
+        """End the child processes; a later call restarts them."""
         self._template.close()
         self.grammars.close()
 
@@ -157,7 +157,7 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The text of `tell_chat`. Raises the same."""
+        """Return the text of `tell_chat`. Raises the same."""
         return self.tell_chat(messages, tools, add_generation_prompt).text
 
     def tell_chat(
@@ -168,13 +168,14 @@ class Tokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
         limit: WorkLimit = UNLIMITED,
     ) -> RenderedChat:
-        """The chat template's text for `messages`, marked: strings in them are text, whatever they spell.
+        """Render `messages` as marked text: a special-token string in a message stays text.
 
-        What the template would refuse or drop is told to it in another way, which the notes say.
+        Repairs rewrite input that the template would refuse or drop; the notes list them.
 
         Raises:
-            InvalidRequest: messages the template does not take, takes too long or too much memory for, or
-                `template_kwargs` that are not the template's.
+            InvalidRequest: the template refuses the messages or takes too much time or memory; reserved
+                `template_kwargs`; nesting too deep; lone surrogates.
+            ContextLengthExceeded: the text is too long.
         """
         template_kwargs = template_kwargs or {}
         check_kwargs(template_kwargs)
@@ -202,11 +203,11 @@ class Tokenizer:
         *,
         tells_thoughts: bool,
     ) -> int | None:
-        """How many leading characters of a chat's prompt its next prompt repeats; None where it repeats the reply, too.
+        """Return how many leading characters of `prompt` the next prompt repeats; None if it repeats the reply too.
 
         Args:
-            prompt: marked text, of `tell_chat` or with replies as they were generated.
-            tells_thoughts: whether the next prompt is told what the model thinks now.
+            prompt: marked text from `tell_chat`, or with replies as generated.
+            tells_thoughts: whether the next request includes the thoughts of this reply.
         """
         if not self.has_chat_template:
             return None
@@ -227,10 +228,10 @@ class Tokenizer:
         )
 
     def raw_prompt(self, text: str, *, reserved_are_marks: bool = False) -> str:
-        """Marked text of a raw prompt: special tokens in it are control, and BOS stands in front if the model wants it.
+        """Convert a raw prompt to marked text: special tokens in it are control; add BOS if the model uses it.
 
-        Some tokenizers put a space in front of a text's first word, but not behind a BOS in the text; it is written out
-        then, so that the tokens are those of the text alone.
+        Some tokenizers add a space before a text's first word, but not after a BOS in the text. That space is then
+        written out, so that the tokens match those of the text alone.
         """
         text = _without_surrogates(text if reserved_are_marks else self._marks.clean(text), "prompt")
         if not self._bos or text.startswith(self._bos):
@@ -238,19 +239,19 @@ class Tokenizer:
         return self._bos + (" " if self._wants_space_after_bos(text) else "") + text
 
     def mark(self, text: str) -> str:
-        """Plain text as marked text: special-token strings in it become marks."""
+        """Convert plain text to marked text."""
         return self._marks.mark(text)
 
     def unmark(self, text: str) -> str:
-        """Marked text as plain text."""
+        """Convert marked text to plain text."""
         return self._marks.unmark(text)
 
     def marked_ends(self, text: str, ends: Sequence[int]) -> MarkedEnds:
-        """Generated text and its tokens' ends, as they go into a transcript."""
+        """Mark generated text and move its token ends accordingly, for a transcript."""
         return self._marks.marked_ends(text, ends)
 
     def with_markers(self, marked: MarkedEnds, token_ids: Sequence[int]) -> MarkedEnds:
-        """Generated marked text with the control tokens in it that part a reply, as a chat template spells them."""
+        """Insert the strings of the control tokens that structure a reply into generated marked text."""
         if not self._hidden_markers.keys() & set(token_ids):
             return marked
         parts: list[str] = []
@@ -266,33 +267,33 @@ class Tokenizer:
 
     @cached_property
     def turn_ends(self) -> list[str]:
-        """Control tokens that may end a reply in a prompt: all but those that part it, and Harmony's ends."""
+        """Control tokens that may end a reply in a prompt: all but markers inside a reply."""
         parts = {token.name for token in self.reply_format.tokens} - {"<|end|>", *HARMONY_ENDS}
         return [self._contents[token_id] for token_id in self.control_ids if self._contents[token_id] not in parts]
 
     @cached_property
     def controls(self) -> re.Pattern[str]:
-        """Finds every control token in marked text."""
+        """Pattern that finds every control token in marked text."""
         return any_of(self._contents[token_id] for token_id in self.control_ids)
 
     # Tokens
 
     def encode(self, marked_text: str, limit: WorkLimit = UNLIMITED) -> Encoding:
-        """Tokens of marked text. Adds no special tokens; a mark becomes plain pieces, never a control token.
+        """Tokenise marked text. Adds no special tokens; a mark becomes plain pieces, never a control token.
 
         Raises:
-            InvalidRequest: lone surrogates in the text.
+            InvalidRequest: lone surrogates.
         """
         self.check_length(len(marked_text), limit)
         return self._encoder.encode(_without_surrogates(marked_text, None), limit)
 
     def check_length(self, num_chars: int, limit: WorkLimit) -> None:
-        """Refuse a text whose length alone says that it has too many tokens."""
+        """Refuse a text that is too long for the limit, however it tokenises."""
         if self._longest_token is not None:
             limit.check(num_chars // self._longest_token)
 
     def spell(self, token_ids: Sequence[int]) -> Spelling:
-        """Marked text of token ids that came without text. Control tokens appear as their strings."""
+        """Return the marked text of token ids that a client sent without text."""
         parts: list[str] = []
         ends: list[int] = []
         position, after = 0, None
@@ -309,18 +310,18 @@ class Tokenizer:
         return Spelling("".join(parts), ends)
 
     def detokenizer(self, after: int | None = None) -> Detokenizer:
-        """A fresh detokenizer for what comes behind token `after`, the prompt's last; None at a text's beginning.
+        """Return a new detokenizer for the text after token `after`; None at the start of a text.
 
-        A leading space is dropped only where the tokenizer would put it there itself, so that the text tokenises back.
+        It drops a leading space only if the tokenizer adds one there, so that the text encodes to the same tokens.
         """
         return Detokenizer(self._token_bytes, self.control_ids | self.eos_ids, self._dummy_space(after))
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token alone; a control token's name."""
+        """Text of one token; a control token's name."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Bytes of one token alone; a control token's name."""
+        """Bytes of one token; a control token's name."""
         return self._bytes_of(token_id)
 
     # Inside
@@ -330,7 +331,7 @@ class Tokenizer:
         return self.raw_prompt(lines + ("assistant:" if add_generation_prompt else ""), reserved_are_marks=True)
 
     def _probe_template(self, limit: WorkLimit, messages: Any, tools: Any, variables: Mapping[str, Any]) -> str:
-        """Render a short conversation of marker words, whatever the context; raises as `ChatTemplate.render`."""
+        """Render a short probe conversation, without the request's token limit; raises as `ChatTemplate.render`."""
         work = WorkLimit(has_ended=limit.has_ended)
         if self._template.is_greedy(tools, work):
             raise InvalidRequest("the model's chat template takes too much for a few words", param="messages")
@@ -342,7 +343,6 @@ class Tokenizer:
             raise InvalidRequest(f"{error} for a few words", param="messages") from None
 
     def _unknown(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Variables for a template but for special tokens that the tokenizer has."""
         return {name: value for name, value in variables.items() if name not in self._wrapper.special_tokens_map}
 
     def _apply_template(
@@ -377,8 +377,7 @@ class Tokenizer:
 
     @cached_property
     def _bos(self) -> str:
-        """What the tokenizer puts in front of raw text."""
-        with self._lock:  # transformers sets its tokenizer up anew for every text
+        with self._lock:  # transformers changes the tokenizer's settings for every text
             with_special = self._wrapper.encode("a")
         without = self.encode("a").ids
         num_front = 0
@@ -401,7 +400,6 @@ class Tokenizer:
         return self._dummy_space_behind(self._bos or controls[0]) if controls else DummySpace.NONE
 
     def _dummy_space_behind(self, front: str) -> DummySpace:
-        """What the tokenizer puts in front of a word behind `front`."""
         if self._spaces_before_word(front + "a") == 0:
             return DummySpace.NONE
         return DummySpace.LONE if self._spaces_before_word(front + " a") == 1 else DummySpace.ANY
@@ -417,9 +415,9 @@ class Tokenizer:
 
 
 def _load_without_class(path: Path, error: Exception) -> TokenizerWrapper:
-    """The tokenizer that tokenizer.json alone describes, where the class that the folder names cannot be had.
+    """Load from tokenizer.json alone if the folder's tokenizer class is not available.
 
-    MistralCommonBackend needs another package, and some classes are code of the model's own, which is never run.
+    MistralCommonBackend needs another package; other classes are code in the folder, which is never run.
     """
     with TemporaryDirectory() as name:
         folder = Path(name)
@@ -428,7 +426,7 @@ def _load_without_class(path: Path, error: Exception) -> TokenizerWrapper:
                 (folder / file.name).symlink_to(file.resolve())
         config = folder / "tokenizer_config.json"
         try:
-            # An empty file says nothing. One that is cut off is refused: its chat template would be missing.
+            # An empty file is allowed. A truncated one is refused: its chat template would be missing.
             names = json.loads(config.read_bytes().strip() or b"{}") if config.exists() else {}
             config.unlink(missing_ok=True)
             names = {key: value for key, value in names.items() if key != "auto_map"} | {"tokenizer_class": _FAST_CLASS}
@@ -439,7 +437,7 @@ def _load_without_class(path: Path, error: Exception) -> TokenizerWrapper:
 
 
 def _is_control_name(content: str, reply_markers: Collection[str]) -> bool:
-    """Whether an added token separates turns without being flagged special, as DeepSeek's <｜User｜>."""
+    """Whether an added token is a control token by name, though not flagged special: DeepSeek's <｜User｜>."""
     return _CONTROL_NAME.fullmatch(content) is not None and content not in reply_markers
 
 
@@ -463,7 +461,6 @@ def _vocabulary(
 
 
 def _template_text(wrapper: TokenizerWrapper) -> str:
-    """All chat templates of the folder, joined; empty without one."""
     return "\n".join(_templates(wrapper))
 
 
@@ -474,7 +471,7 @@ def _templates(wrapper: TokenizerWrapper) -> list[str]:
 
 
 def _thinking_variables(wrapper: TokenizerWrapper) -> ThinkingVariables:
-    """mlx-lm hands `enable_thinking` to templates that are Python code under the name that they have for it."""
+    # mlx-lm maps `enable_thinking` to the variable of a template that is Python code.
     if wrapper.has_chat_template and renders_by_code(wrapper):
         return ThinkingVariables(("enable_thinking",))
     return find_variables(_template_text(wrapper))
@@ -493,7 +490,7 @@ def _write_replies(wrapper: TokenizerWrapper) -> list[WrittenReply]:
 
 
 def _runs(token_ids: Sequence[int], control_ids: frozenset[int]) -> Iterator[tuple[bool, Sequence[int]]]:
-    """Each control token alone, and each run of others, in order."""
+    """Yield control tokens one by one and the runs between them, each with whether it is a control token."""
     first = 0
     for index, token_id in enumerate(token_ids):
         if token_id in control_ids:

@@ -1,4 +1,4 @@
-"""How much work a prompt is worth."""
+"""Limits the work on one prompt."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def _take_any(num_tokens: int) -> None:
 
 @dataclass(frozen=True)
 class WorkLimit:
-    """How far to go with a prompt before it is refused; without arguments, all the way.
+    """Conditions that stop the work on a prompt; none by default.
 
     Args:
-        max_tokens: what a prompt may have; None for no limit.
-        refuse: raises what a prompt gets that has at least so many tokens, and more than `max_tokens`.
-        has_ended: whether nobody waits for the result any more. Called from the thread that works.
+        max_tokens: maximum number of tokens; None for no limit.
+        refuse: callback that raises the error for a prompt with at least the given number of tokens.
+        has_ended: whether the request has ended; called on the working thread.
     """
 
     max_tokens: int | None = None
@@ -31,12 +31,12 @@ class WorkLimit:
     has_ended: Callable[[], bool] = _never
 
     def check(self, at_least: int) -> None:
-        """Refuse a prompt that has at least so many tokens, if those are too many."""
+        """Call `refuse` if `at_least`, a lower bound of the prompt's tokens, exceeds the limit."""
         if self.max_tokens is not None and at_least > self.max_tokens:
             self.refuse(at_least)
 
     def go_on(self) -> None:
-        """Raises Overloaded if nobody waits for the result."""
+        """Raise Overloaded if the request has ended."""
         if self.has_ended():
             raise Overloaded("the request has ended")
 

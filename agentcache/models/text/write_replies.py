@@ -1,4 +1,4 @@
-"""Has a chat template write replies with calls, so that their dialect can be found by how they are spelled."""
+"""Renders sample replies with tool calls, from which the reply format is found."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from agentcache.models.text.replies.written import (
 from agentcache.models.text.template_child import RenderOutcome
 
 _MAX_BYTES = 1 << 20
-# What some templates use without being given it.
+# Variables that some templates demand.
 DEFAULTS = {"bos_token": "", "eos_token": "", "functions": "", "datetime": ""}
 _THOUGHT = {"reasoning_content": THOUGHT, "thinking": THOUGHT, "reasoning": THOUGHT}
-# Templates differ in what they take: two calls or one, a text, none or null beside them, arguments as data or text.
+# Templates accept different samples: one or two calls, thoughts or none, content "" or None, arguments as data or text.
 _WAYS: tuple[dict[str, Any], ...] = (
     call_message(2, content="", **_THOUGHT),
     call_message(2, content=""),
@@ -38,11 +38,9 @@ _WAYS: tuple[dict[str, Any], ...] = (
 
 @lru_cache(maxsize=64)
 def write_replies(template: str, special_tokens: tuple[tuple[str, str], ...]) -> tuple[WrittenReply, ...]:
-    """What a template writes for replies with calls: the first one that shows them, or all that it takes.
+    """Return the first sample reply in which the template shows the calls, or else all that it accepts.
 
-    Args:
-        template: rendered in a process of its own, under limits.
-        special_tokens: variables that it gets.
+    Renders in a confined process; empty on a limit.
     """
     if "tool_calls" not in template:
         return ()
@@ -56,7 +54,7 @@ def write_replies(template: str, special_tokens: tuple[tuple[str, str], ...]) ->
 
 
 def write_in(work: ConfinedWork, template: str, variables: Mapping[str, Any]) -> tuple[WrittenReply, ...]:
-    """The same in a given process."""
+    """Like `write_replies`, in a given process; raises on a limit."""
     prompt = render_in(work, template, variables, [USER], TOOLS, add_generation_prompt=True)
     if prompt is None:
         return ()
@@ -80,7 +78,7 @@ def render_in(
     *,
     add_generation_prompt: bool,
 ) -> str | None:
-    """The conversation; None where the template refuses it."""
+    """Render the conversation; None if the template refuses it."""
     given = {
         **variables,
         "messages": [dict(message) for message in messages],

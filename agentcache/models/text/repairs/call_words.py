@@ -1,4 +1,4 @@
-"""Text beside calls for templates that drop it: put back into the rendered text, in front of the call."""
+"""Reinserts text beside calls into the rendered text, for templates that drop it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from agentcache.models.text.repairs.kinds import Message, Work
 
 
 def words_at_calls(work: Work) -> None:
-    """Take the text beside calls out of the messages; a random mark in a call's name keeps its place.
+    """Move text beside calls to `work.words`; a random mark in the call's name keeps its place.
 
-    Behind the steps that join texts or read names.
+    Must follow the steps that join texts or read names.
     """
     if not work.repairs.words_at_calls:
         return
-    secret = secrets.token_hex(8)  # so that no client's text has a mark
+    secret = secrets.token_hex(8)  # no client can write a mark
     for index, message in enumerate(work.messages):
         calls, words = message.get("tool_calls"), message.get("content")
         if calls and words:
@@ -27,23 +27,23 @@ def words_at_calls(work: Work) -> None:
 
 
 def _marked(calls: Sequence[Message], mark: str) -> list[Message]:
-    """The calls with a mark in front of the first one's name, and that name in front of its arguments."""
+    """Prefix the first call's name with a mark, and put the name before its arguments."""
     function = dict(calls[0].get("function") or {})
     name = function.pop("name", None)
     return [{**calls[0], "function": {"name": f"{mark}{'' if name is None else name}", **function}}, *calls[1:]]
 
 
 def with_words(text: str, words: Mapping[str, str], opening: str) -> str:
-    """Rendered text without marks, and with the words of each in front of its call.
+    """Remove marks from rendered text and insert their words before the calls.
 
     Args:
-        words: by mark.
-        opening: what opens calls in the text; the last one in front of a mark is its call's.
+        words: texts by mark.
+        opening: marker before calls; the last one before a mark belongs to its call.
     """
     if not words:
         return text
     parts, done, missing = list[str](), 0, dict(words)
-    for found in any_of(words).finditer(text):  # a template may write a name again, as with the call's result
+    for found in any_of(words).finditer(text):  # a template may repeat a name, as with the result
         place = text.rfind(opening, done, found.start()) if opening else -1
         if place >= 0:
             parts += [text[done:place], missing.pop(found[0], "")]

@@ -39,7 +39,7 @@ def _filled(tool: Message) -> Message:
 
 
 def offer_variables(work: Work) -> None:
-    """Before tools become text: a template that names them shows them."""
+    """Must precede `tools_as_text`, which removes the tools."""
     if work.repairs.offer_variables:
         functions = [tool.get("function", tool) for tool in work.tools or ()]
         today = datetime.now().strftime("%Y-%m-%d")
@@ -53,11 +53,10 @@ def empty_tools(work: Work) -> None:
 
 
 def named_ids(work: Work) -> None:
-    """Ids that name the function and count the conversation's calls; results follow their calls."""
     if work.repairs.call_ids is not CallIds.NAMED:
         return
     told: list[Message] = []
-    names: dict[Any, deque[Any]] = {}  # by id, of the results to come
+    names: dict[Any, deque[Any]] = {}  # new ids of pending results, by old id
     count = 0
     for message in work.messages:
         calls, own = [], defaultdict[Any, deque[Any]](deque)
@@ -134,7 +133,7 @@ def one_call_a_message(work: Work) -> None:
             told += run
             continue
         work.note("messages: calls made at once are told one by one")
-        results = defaultdict[Any, deque[Message]](deque)  # several calls may have one id, or none
+        results = defaultdict[Any, deque[Message]](deque)  # calls may share an id or lack one
         for message in run[1:]:
             results[message.get("tool_call_id")].append(message)
         for index, call in enumerate(calls):
@@ -146,7 +145,7 @@ def one_call_a_message(work: Work) -> None:
 
 
 def _calls_with_results(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """The messages in runs: a call with the results behind it, or one message."""
+    """Yield runs: a message with its tool results, or one message."""
     run: list[Message] = []
     for message in messages:
         if run and message.get("role") == "tool" and run[0].get("tool_calls"):
@@ -173,7 +172,6 @@ def words_in_front(work: Work) -> None:
 
 
 def pair_calls(work: Work) -> None:
-    """Results whose call is unknown become user text; calls without a result get an empty one."""
     if not (work.repairs.results_with_calls or work.repairs.calls_with_results):
         return
     told: list[Message] = []
@@ -195,7 +193,7 @@ def pair_calls(work: Work) -> None:
 
 
 def string_arguments(work: Work) -> None:
-    """Behind the steps that take arguments for an object."""
+    """Must follow the steps that expect an object."""
     if work.repairs.string_arguments:
         work.messages = [_with_strings(message) if message.get("tool_calls") else message for message in work.messages]
 
@@ -210,7 +208,7 @@ def _with_strings(message: Message) -> Message:
 
 
 def empty_content(work: Work) -> None:
-    """Last of all, since other steps take content for a string."""
+    """Must be last: other steps expect a string."""
     if work.repairs.empty_content is EmptyContent.EMPTY:
         return
     work.messages = [_without_content(message, work.repairs.empty_content) for message in work.messages]

@@ -1,4 +1,4 @@
-"""What a chat template takes and shows: found out once, at load, by rendering conversations of marker words."""
+"""Finds the repairs that a chat template needs by rendering conversations of marker words."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _WORD = re.compile(r"Zq[a-z]+")
 
 @dataclass
 class _Probe:
-    """Asks one question after the other; the answers so far are applied to the next ones."""
+    """Tests a template with the repairs found so far."""
 
     render: Render
     notation: CallNotation
     repairs: Repairs = field(default_factory=Repairs)
 
     def shows(self, messages: Sequence[Message], tools: Tools = None) -> bool:
-        """Whether the text, with the repairs found so far, has every marker word of the messages and tools."""
+        """Whether the rendered text has every marker word of the messages and tools."""
         text = self.text(messages, tools)
         return text is not None and _words([messages, tools]) <= set(_WORD.findall(text))
 
     def text(self, messages: Sequence[Message], tools: Tools = None) -> str | None:
-        """The template's text with the repairs found so far; None where it refuses the messages."""
+        """Render; None if the template refuses the messages."""
         told = repaired(messages, tools, self.repairs, self.notation)
         try:
             return told.rendered(self.render)
@@ -48,10 +48,7 @@ class _Probe:
     def need(
         self, ways: str | Sequence[str | tuple[str, ...]], messages: Sequence[Message], tools: Tools = None
     ) -> None:
-        """Switch on the first of these repairs, or tuples of repairs, that has the template show the messages.
-
-        None is switched on where it shows them already, or none of them helps.
-        """
+        """If the template does not show the messages, add the first of `ways` with which it does."""
         if self.shows(messages, tools):
             return
         for way in (ways,) if isinstance(ways, str) else ways:
@@ -61,17 +58,16 @@ class _Probe:
                 return
 
     def with_(self, *names: str) -> _Probe:
-        """The same with further repairs."""
         return replace(self, repairs=self.repairs.with_(*names))
 
 
 def find_repairs(render: Render, notation: CallNotation) -> Repairs:
-    """The repairs that a chat template needs; `NO_TEMPLATE` for one that refuses every chat.
+    """Return the repairs that a chat template needs; `NO_TEMPLATE` if it refuses every chat.
 
-    A template that takes too much time or memory is asked no more: what was found until then counts.
+    On a time or memory limit, return those found so far.
 
     Raises:
-        UnsupportedModel: the template cannot be read.
+        UnsupportedModel: the template has a syntax error.
     """
     probe = _Probe(render, notation)
     try:
@@ -130,7 +126,7 @@ def _find_calls(probe: _Probe) -> None:
 
 
 def _try_further(probe: _Probe) -> None:
-    """Whatever the template still refuses or drops: try each repair that takes nothing else away."""
+    """For each conversation still not shown, add the first repair that fixes it and breaks no other."""
     shown = [each for each in _WHOLE if probe.shows(*each)]
     for each in _WHOLE:
         if each in shown:
@@ -176,7 +172,7 @@ def _of_one(**place: Any) -> Message:
     return {"type": "object", "properties": {"place": place}, "required": ["place"]}
 
 
-# What many servers of tools send, and some templates refuse or drop.
+# Common schemas that some templates refuse or drop.
 _SCHEMAS: list[Message] = [
     _of_one(type=["string", "null"], description="Zqplace"),
     _of_one(**{"$ref": "#/$defs/P"}) | {"$defs": {"P": {"type": "string", "description": "Zqplace"}}},
@@ -203,7 +199,7 @@ def _result(word: str, index: int = 0) -> Message:
 
 
 def _words(value: Any) -> set[str]:
-    """The marker words in all strings of nested data, also in keys."""
+    """Return the marker words in all strings and keys."""
     if isinstance(value, str):
         return set(_WORD.findall(value))
     if isinstance(value, Mapping):
@@ -211,7 +207,7 @@ def _words(value: Any) -> set[str]:
     return set().union(*map(_words, value)) if isinstance(value, Sequence) else set()
 
 
-# Those that change least come first.
+# Smallest changes first.
 _SWITCHES = (
     *("user_first", "join_systems", "move_later_systems", "join_neighbours", "user_behind_result"),
     *("results_with_calls", "calls_with_results", "one_call_a_message"),
@@ -231,7 +227,7 @@ _PART_OF_CALLS: list[list[Message]] = [
     [_USER, _CALL, _LATER, _result("Zqsleeps"), _AGAIN],
     [_USER, _CALL, _result(""), _AGAIN],
 ]
-# Conversations as clients send them.
+# Typical conversations of clients.
 _WHOLE: list[tuple[list[Message], Tools]] = [
     ([_USER], None),
     ([_SYSTEM], None),

@@ -1,4 +1,4 @@
-"""The repairs that a chat template may need, and a conversation while they are made."""
+"""The repairs that a chat template may need, and the state of a conversation under repair."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from agentcache.models.text.repairs.notation import CallNotation
 
 Message = dict[str, Any]
 
-PLACEHOLDER = "Hello."  # of a user who has said nothing yet
-NO_ANSWER = "(no answer)"  # of an assistant that has said nothing
-GAP = "\n\n"  # between texts that become one
+PLACEHOLDER = "Hello."  # content of an inserted user message
+NO_ANSWER = "(no answer)"  # content of an empty reply
+GAP = "\n\n"  # between joined texts
 SYSTEM_ROLES = ("system", "developer")
 
 
 class EmptyContent(Enum):
-    """How a template wants the content of a call without words."""
+    """Content of a call without text."""
 
     EMPTY = "empty"
     NONE = "none"
@@ -25,44 +25,43 @@ class EmptyContent(Enum):
 
 
 class CallIds(Enum):
-    """Which ids of calls a template shows."""
+    """Form of call ids."""
 
     AS_SENT = "as sent"
-    NAMED = "functions.NAME:INDEX"  # Kimi K2, whose template shows the id and no name
+    NAMED = "functions.NAME:INDEX"  # Kimi K2: the template shows the id, not the name
 
 
 @dataclass(frozen=True)
 class Repairs:
-    """The repairs that a template needs. Each attribute is one repair.
+    """The repairs that a chat template needs.
 
     Attributes:
-        rename_developer: messages of the role `developer` become system messages.
-        no_system_role: system messages in front become a marked part of the first user message.
-        join_systems: several system messages in front become one.
-        move_later_systems: system messages further behind become marked user text at their place.
-        user_first: a user message stands in front of the assistant's first message, and where there is no user message.
-        join_neighbours: user or assistant messages in a row become one.
-        user_behind_result: user text behind a tool's result becomes a part of the result.
-        one_call_a_message: calls made at once become messages of one call, each followed by its result.
-        calls_without_words: text beside a call becomes a message of its own in front of it.
-        words_at_calls: text beside a call stands in front of it in the rendered text.
-        worded_calls_as_text: calls with text beside them become text, and their results a user's.
+        rename_developer: developer messages become system messages.
+        no_system_role: leading system messages become a marked part of the first user message.
+        join_systems: leading system messages become one.
+        move_later_systems: later system messages become marked user text in place.
+        user_first: a user message is inserted before a leading assistant message, or if there is none.
+        join_neighbours: consecutive user or assistant messages become one.
+        user_behind_result: user text after a tool result becomes part of the result.
+        one_call_a_message: parallel calls become one message each, followed by its result.
+        calls_without_words: text beside a call becomes a separate message before it.
+        words_at_calls: text beside a call is inserted before it in the rendered text.
+        worded_calls_as_text: calls with text become text, their results user text.
         results_with_calls: results of unknown calls become user text.
         calls_with_results: calls without a result get an empty one.
-        fill_answers: answers without text and calls get a short text.
-        plain_schemas: references, nullable types and constants in the schemas of tools are written out.
-        describe_enums: where schemas are written out, descriptions also name the values of enumerations.
-        fill_tools: tools and their parameters get an empty description, tools also parameters, where they have none.
-        tools_as_text: tools are described in the system message.
+        fill_answers: replies without text and calls get a short text.
+        plain_schemas: references, nullable types and constants in tool schemas are written out.
+        describe_enums: with `plain_schemas`, descriptions list enumeration values.
+        fill_tools: missing descriptions and parameters of tools become empty ones.
+        tools_as_text: the system message describes the tools.
         calls_as_text: calls become text.
-        calls_as_text_without_tools: the same, where a request has no tools.
-        results_as_text: where calls become text, results become a user's.
-        empty_tools: a request without tools has an empty list of them.
-        empty_content: content of a call without words.
-        string_arguments: arguments of calls are JSON text instead of an object.
-        call_ids: ids of calls and of their results.
-        offer_variables: the template gets variables that some templates demand: the tools, the date, and empty
-            special tokens for those that the tokenizer lacks.
+        calls_as_text_without_tools: the same in requests without tools.
+        results_as_text: with calls as text, results become user text.
+        empty_tools: missing tools become an empty list.
+        empty_content: content of a call without text.
+        string_arguments: call arguments become JSON text.
+        call_ids: form of call ids.
+        offer_variables: the template gets variables for tools, date and missing special tokens.
     """
 
     rename_developer: bool = False
@@ -94,16 +93,15 @@ class Repairs:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The repairs by the names of their attributes, in order."""
+        """Names of the active repairs."""
         return tuple(each.name for each in fields(self) if getattr(self, each.name) != each.default)
 
     def with_(self, *names: str) -> Repairs:
-        """These and further repairs, by the names of attributes."""
         switched: dict[str, Any] = dict.fromkeys(names, True)
         return replace(self, **switched)
 
 
-# The last resort, for a conversation that a template refuses all the same: user and assistant text in turns.
+# Last resort for a refused conversation: alternating user and assistant text.
 PLAINEST = Repairs(
     rename_developer=True,
     no_system_role=True,
@@ -119,13 +117,13 @@ PLAINEST = Repairs(
     offer_variables=True,
 )
 
-# Where there is no template, or one that refuses every chat: each message is a line with its role.
+# For a missing template, or one that refuses every chat: each message is a line with its role.
 NO_TEMPLATE = Repairs(tools_as_text=True, calls_as_text=True)
 
 
 @dataclass
 class Work:
-    """A conversation while it is repaired. Messages are replaced, never changed in place."""
+    """A conversation under repair. Messages are replaced, never changed in place."""
 
     messages: list[Message]
     tools: list[Message] | None
@@ -142,5 +140,5 @@ class Work:
 
 
 def num_leading(messages: list[Message]) -> int:
-    """How many system messages stand in front."""
+    """Return the number of leading system messages."""
     return next((i for i, message in enumerate(messages) if message.get("role") not in SYSTEM_ROLES), len(messages))

@@ -1,4 +1,4 @@
-"""Calls, tools and results as text, for templates that do not show them."""
+"""Writes calls, tools and results as text, for templates that do not show them."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _HARMONY_CALL = CallSyntax("<|channel|>commentary to=functions.NAME <|constrain|
 
 @dataclass(frozen=True)
 class CallNotation:
-    """How calls are told as text: as the reader of the model's replies reads them.
+    """Text form of calls, which the reader of the model's replies can parse.
 
     Args:
-        opening: marker in front of calls, as it stands in rendered text; empty where there is none.
+        opening: marker before calls in rendered text; may be empty.
     """
 
     syntax: CallSyntax
     opening: str = ""
 
     def calls(self, calls: Sequence[Mapping[str, Any]]) -> str:
-        """Calls of one message, in OpenAI's shape."""
+        """Write one message's calls, given in OpenAI's form."""
         functions = [call.get("function") or {} for call in calls]
         return self._around([self._call(str(each.get("name")), each.get("arguments")) for each in functions])
 
     def tools(self, tools: Sequence[Mapping[str, Any]]) -> str:
-        """A description of tools and of how one is called."""
+        """Describe the tools and how to call them."""
         definitions = "\n".join(write_json(tool.get("function", tool), ensure_ascii=False) for tool in tools)
         example = self._around([self._call("NAME", {"ARGUMENT": "VALUE"})])
         return (
@@ -57,7 +57,7 @@ class CallNotation:
 
 
 def call_notation(form: ReplyFormat, seal: Callable[[str], str]) -> CallNotation:
-    """The notation of a model's replies, with its control tokens sealed; `<tool_call>` and JSON where it has none."""
+    """Return the notation of a model's replies, with sealed control tokens; default `<tool_call>` with JSON."""
     if form.dialect == HARMONY:
         return CallNotation(_sealed(_HARMONY_CALL, seal), _HARMONY_CALL.marker)
     syntax = call_syntax(form)
@@ -65,7 +65,6 @@ def call_notation(form: ReplyFormat, seal: Callable[[str], str]) -> CallNotation
 
 
 def result_text(content: Any) -> str:
-    """A result as a user's text."""
     return f"<tool_response>\n{content or ''}\n</tool_response>"
 
 

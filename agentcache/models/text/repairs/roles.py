@@ -1,4 +1,4 @@
-"""Repairs of roles and of their order."""
+"""Repairs of roles and their order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ def rename_developer(work: Work) -> None:
 
 
 def join_systems(work: Work) -> None:
-    """The leading system messages as one."""
     leading = num_leading(work.messages)
     if work.repairs.join_systems and leading > 1:
         work.note("messages: the system messages in front are told as one")
@@ -25,7 +24,7 @@ def join_systems(work: Work) -> None:
 
 
 def move_later_systems(work: Work) -> None:
-    """Later system messages as marked user text; between a call and its results: behind the results."""
+    """A message between a call and its results moves behind the results."""
     leading = num_leading(work.messages)
     later = any(message.get("role") in SYSTEM_ROLES for message in work.messages[leading:])
     if not work.repairs.move_later_systems or not later:
@@ -49,7 +48,6 @@ def _marked(message: Message) -> Message:
 
 
 def system_in_user(work: Work) -> None:
-    """For a template without a system role."""
     leading = num_leading(work.messages)
     if work.repairs.no_system_role and leading:
         work.note("messages: the model's chat template has no system role; that text is told as marked user text")
@@ -75,7 +73,7 @@ def user_first(work: Work) -> None:
 
 
 def fill_answers(work: Work) -> None:
-    """Some templates refuse an answer without words, which a model may give, and the client keeps."""
+    # A model may give an empty reply, and the client keeps it; some templates refuse it.
     if work.repairs.fill_answers:
         work.messages = [_filled(message, work) for message in work.messages]
 
@@ -101,7 +99,7 @@ def user_behind_result(work: Work) -> None:
 
 
 def join_neighbours(work: Work) -> None:
-    """User messages in a row as one; likewise the assistant's, where at most the last one calls tools."""
+    """Of joined assistant messages, only the last may call tools."""
     if not work.repairs.join_neighbours:
         return
     told = _Joined()
@@ -117,21 +115,20 @@ def join_neighbours(work: Work) -> None:
 
 
 class _Joined:
-    """Messages of which some become one. The texts of one are joined once: thousands may stand in a row."""
+    """Joins consecutive messages in linear time: there may be thousands."""
 
     def __init__(self) -> None:
         self._told: list[tuple[Message, list[str]]] = []
 
     @property
     def last(self) -> Message:
-        """The last message, with its own content only; an empty one in front of the first."""
+        """The last message without joined texts; empty if there is none."""
         return self._told[-1][0] if self._told else {}
 
     def add(self, message: Message) -> None:
         self._told.append((message, []))
 
     def join(self, fields: Message, text: str) -> None:
-        """Add text to the last message, and further fields."""
         message, texts = self._told[-1]
         self._told[-1] = message | fields | {"content": message.get("content")}, texts
         texts.append(text)

@@ -1,4 +1,4 @@
-"""Schemas of tools in the few words of JSON Schema that every chat template knows."""
+"""Rewrites tool schemas with the few JSON Schema keywords that every chat template knows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from agentcache.models.text.json_values import write_json
 from agentcache.models.text.repairs.kinds import Work
 
-_MOST_OBJECTS = 5_000  # of a schema whose references are written out: they may stand for one another
+_MOST_OBJECTS = 5_000  # after expansion of references, which may grow exponentially
 _ALTERNATIVES = {"anyOf", "oneOf", "allOf"}
 _UNSAID = ("$defs", "definitions", "$schema", "$id")
 
@@ -16,7 +16,7 @@ Schema = dict[str, Any]
 
 
 class _TooLarge(Exception):
-    """A schema would become too large."""
+    """The expanded schema is too large."""
 
 
 def plain_schemas(work: Work) -> None:
@@ -36,12 +36,12 @@ def _with_plain_schema(tool: Mapping[str, Any], describes_enums: bool) -> dict[s
 
 
 def plain_schema(schema: Mapping[str, Any], describes_enums: bool = False) -> Schema:
-    """A schema with its references written out and one type a value; `schema` itself if that is too large.
+    """Expand references and give each value one type; return a copy of `schema` if the result is too large.
 
-    References within themselves become objects of any kind, constants become enumerations, null entries go.
+    Recursive references become plain objects, constants enumerations; null entries are dropped.
 
     Args:
-        describes_enums: whether descriptions also name the values of enumerations.
+        describes_enums: whether descriptions list enumeration values.
     """
     try:
         return _Writer(schema, describes_enums).plain(schema, frozenset())
@@ -50,14 +50,12 @@ def plain_schema(schema: Mapping[str, Any], describes_enums: bool = False) -> Sc
 
 
 class _Writer:
-    """Writes one schema out. Attributes: left: objects that it may still become."""
-
     def __init__(self, root: Mapping[str, Any], describes_enums: bool) -> None:
         self._root, self._describes_enums = root, describes_enums
         self._left = _MOST_OBJECTS
 
     def plain(self, given: Mapping[str, Any], within: frozenset[str]) -> Schema:
-        """Args: within: references that this schema is a part of."""
+        """Expand a schema; `within` are the references being expanded."""
         self._left -= 1
         if self._left < 0:
             raise _TooLarge
@@ -98,7 +96,6 @@ class _Writer:
         return self.plain(value, within) if isinstance(value, Mapping) else {}
 
     def _target(self, ref: str) -> Mapping[str, Any] | None:
-        """What a reference within the schema stands for."""
         if not ref.startswith("#"):
             return None
         found: Any = self._root
@@ -112,7 +109,6 @@ def _mappings(value: Any) -> list[Mapping[str, Any]]:
 
 
 def _typed(schema: Schema) -> Schema:
-    """With one type, and an enumeration in place of a constant."""
     if "const" in schema:
         schema["enum"] = [schema.pop("const")]
     kind = schema.get("type")

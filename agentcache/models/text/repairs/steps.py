@@ -1,7 +1,7 @@
-"""Tells a chat template in another way what it refuses or drops. Only the template sees the result.
+"""Rewrites a conversation that a chat template would refuse or drop. Only the template sees the result.
 
-Each step depends on the template and on the messages up to its place, so that the text of a conversation is the
-beginning of the text of a longer one.
+A step's result at one place depends only on the template and on earlier messages. So a conversation's text is a
+prefix of a longer one's.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from agentcache.models.text.repairs import call_words, calls, roles, schemas
 from agentcache.models.text.repairs.kinds import Message, Repairs, Work
 from agentcache.models.text.repairs.notation import CallNotation
 
-# Renders messages and tools as they are, with further variables for the template.
+# Renders messages and tools, with further variables.
 Render = Callable[[Sequence[Message], Sequence[Message] | None, Mapping[str, Any]], str]
 
-# In this order; docs/server.md has it for users.
+# The order matters; docs/server.md lists the steps for users.
 _STEPS: tuple[Callable[[Work], None], ...] = (
     schemas.plain_schemas,
     calls.fill_tools,
@@ -46,14 +46,13 @@ _STEPS: tuple[Callable[[Work], None], ...] = (
 
 @dataclass(frozen=True)
 class Repaired:
-    """A conversation as the template gets it.
+    """A conversation for the template.
 
     Args:
-        variables: for the template.
-        words: for `call_words.with_words`.
-        opening: for the same.
-        notes: what is told in another way than it was sent, one a kind.
-        ends_with_placeholder: whether the last message is a user's that stands for one that is missing.
+        variables: further template variables.
+        words, opening: arguments of `call_words.with_words`.
+        notes: descriptions of the changes, one per kind.
+        ends_with_placeholder: whether the last message is an inserted user message.
     """
 
     messages: list[Message]
@@ -65,18 +64,14 @@ class Repaired:
     ends_with_placeholder: bool = False
 
     def rendered(self, render: Render) -> str:
-        """The conversation's text, marked. Raises as `render`."""
+        """Render to marked text. Raises as `render`."""
         return call_words.with_words(render(self.messages, self.tools, self.variables), self.words, self.opening)
 
 
 def repaired(
     messages: Sequence[Message], tools: Sequence[Message] | None, repairs: Repairs, notation: CallNotation
 ) -> Repaired:
-    """The conversation as a template with these repairs takes it.
-
-    Args:
-        messages: with content as one string and arguments as objects (`messages.plain_messages`).
-    """
+    """Apply `repairs` to messages from `messages.plain_messages`."""
     work = Work([dict(message) for message in messages], None if tools is None else list(tools), repairs, notation)
     for step in _STEPS:
         step(work)
