@@ -1,1 +1,1 @@
-"""Grammars: which tokens an answer of a certain form can go on with. By llguidance."""
+"""Grammars that restrict answers to a demanded form, with llguidance."""

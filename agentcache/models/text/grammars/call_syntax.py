@@ -1,7 +1,4 @@
-"""How the calls of each dialect are written where they are demanded: as `replies` reads them.
-
-Arguments are JSON, or each has a tag of its own or is a field where a family writes them so.
-"""
+"""Call syntax of each dialect for grammars. It must match the parsers in `replies`."""
 
 from __future__ import annotations
 
@@ -11,28 +8,26 @@ from keyword import iskeyword
 
 from agentcache.models.text.replies.format import HARMONY, ReplyFormat
 
-_NAME = "NAME"  # stands for the tool's
-_TYPE = "TYPE"  # stands for an argument's
-_IS_STRING = "IS_STRING"  # stands for true or false
+_NAME = "NAME"  # placeholder of the tool's name
+_TYPE = "TYPE"  # placeholder of an argument's type
+_IS_STRING = "IS_STRING"  # placeholder of true or false
 _WORD = re.compile("[A-Za-z0-9_]{1,100}")
 _MARKER = re.compile(r"<[^<>]+>|\[[^\[\]]+\]")
 _WORDS = re.compile(r"[A-Za-z0-9_\-]+")
 
-# Of a model that has no dialect: its tools are told as text, which shows calls in this one (`repairs/notation.py`).
+# For a model without a dialect: `repairs/notation.py` describes the tools in its prompt, with calls in this dialect.
 _TOLD = "json_tools"
 
 
 @dataclass(frozen=True)
 class ArgumentSyntax:
-    """How an argument is written that has a tag of its own. There may be a line break between the parts.
+    """Syntax of a tagged argument. Line breaks are allowed between the parts.
 
     Args:
-        name_open, name_close: what its name stands between; `TYPE` stands for the type of the value, `IS_STRING` for
-            whether it is a string.
-        value_open: in front of its value; empty where that follows the name at once.
-        close: behind its value: the first in the text ends it.
-        on_lines: whether a value stands on lines of its own: the line break on either side is no part of it; else no
-            white space around it is.
+        name_open, name_close: text before and after the name, with the placeholders `TYPE` and `IS_STRING`.
+        value_open: text before the value; empty if the value follows the name.
+        close: text after the value; its first occurrence ends the value.
+        on_lines: put the value on separate lines. If False, white space around it is not part of it.
     """
 
     name_open: str
@@ -46,20 +41,20 @@ class ArgumentSyntax:
         return _TYPE in self.name_close or _IS_STRING in self.name_close
 
     def name_closed(self, type_: str) -> str:
-        """`type_` is JSON schema's name of it."""
+        """Fill the placeholders for a JSON schema type."""
         closed = self.name_close.replace(_IS_STRING, "true" if type_ == "string" else "false")
         return closed.replace(_TYPE, "number" if type_ == "integer" else type_)
 
 
 @dataclass(frozen=True)
 class FieldSyntax:
-    """How arguments are written of which each is a name and a value.
+    """Syntax of arguments as `name value` fields.
 
     Args:
-        assign: between the two.
-        comma: between two arguments.
-        quote: around a string, which then is written as it is, and lists and objects as `[…]` and `{…}` of such values
-            and fields; empty where values are JSON, and names those of Python.
+        assign: text between name and value.
+        comma: text between arguments.
+        quote: quote around unescaped strings; lists and objects then use the same syntax in `[…]` and `{…}`. Empty if
+            values are JSON and names are Python identifiers.
     """
 
     assign: str
@@ -67,11 +62,9 @@ class FieldSyntax:
     quote: str = ""
 
     def can_name(self, name: str) -> bool:
-        """Whether an argument may have that name."""
         return _WORD.fullmatch(name) is not None if self.quote else _is_python(name)
 
     def can_call(self, name: str) -> bool:
-        """Whether a tool may have that name."""
         return _WORDS.fullmatch(name) is not None if self.quote else all(map(_is_python, name.split(".")))
 
 
@@ -81,16 +74,16 @@ def _is_python(name: str) -> bool:
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """How calls are written.
+    """Syntax of calls.
 
     Args:
-        open: in front of a call's arguments; `NAME` stands for the tool's name.
-        close: behind them.
-        between: two calls.
-        begin, end: around all calls.
-        argument: how each argument is written that has a tag of its own.
-        fields: how arguments are written that are fields; without either they are JSON.
-        as_json: how a call is written whose arguments have to be JSON; None where nothing else of it differs.
+        open: text before a call's arguments, with the placeholder `NAME`.
+        close: text after the arguments.
+        between: text between two calls.
+        begin, end: text around all calls.
+        argument: syntax of tagged arguments.
+        fields: syntax of fields; without `argument` and `fields` the arguments are JSON.
+        as_json: syntax of a call with JSON arguments; None if only the arguments differ.
     """
 
     open: str
@@ -104,17 +97,16 @@ class CallSyntax:
 
     @property
     def is_bare(self) -> bool:
-        """Whether nothing but its JSON marks a call."""
+        """Whether calls are JSON without a marker."""
         return not self.begin and self.open.startswith("{")
 
     @property
     def marker(self) -> str:
-        """The marker that opens calls; empty where none does."""
+        """The marker that opens calls; empty for none."""
         found = _MARKER.match(f"{self.begin}{self.open}")
         return found[0] if found else ""
 
     def behind(self, marker: str) -> CallSyntax:
-        """The same with a marker in front of all calls."""
         return replace(self, begin=marker)
 
     def opened(self, name: str) -> str:
@@ -141,7 +133,7 @@ _DEEPSEEK = CallSyntax(
 
 
 def _dsml(section: str) -> CallSyntax:
-    """DeepSeek's of V3.2 and V4."""
+    """DeepSeek V3.2 and V4."""
     return CallSyntax(
         f'<｜DSML｜invoke name="{_NAME}">\n',
         "</｜DSML｜invoke>\n",
@@ -273,14 +265,14 @@ _SYNTAX: dict[str, CallSyntax] = {
 
 
 def calling_format(form: ReplyFormat) -> ReplyFormat:
-    """How the model's replies are read where there are tools, which a model without a dialect then calls, too."""
+    """Return the format for a request with tools. A model without a dialect gets `json_tools`."""
     return form if form.dialect is not None else replace(form, dialect=_TOLD)
 
 
 def call_syntax(form: ReplyFormat) -> CallSyntax:
-    """How a model writes its calls, but for Harmony."""
+    """Return a model's call syntax. `form` must not be Harmony, whose calls are messages."""
     dialect, tokens = form.dialect or _TOLD, {token.name for token in form.tokens}
-    assert dialect != HARMONY  # whose calls are messages
+    assert dialect != HARMONY
     if dialect == "mistral" and "[ARGS]" not in tokens:
         return _MISTRAL_LIST
     if dialect == "deepseek" and "<|tool_call_begin|>" in tokens:
@@ -289,7 +281,7 @@ def call_syntax(form: ReplyFormat) -> CallSyntax:
 
 
 def _with_plain_bars(syntax: CallSyntax) -> CallSyntax:
-    """DeepSeek's markers as some conversions of its models spell them."""
+    """Return DeepSeek's syntax with the ASCII markers of some model conversions."""
     plain = str.maketrans("｜▁", "|_")
     return CallSyntax(
         syntax.open.translate(plain),

@@ -1,7 +1,7 @@
-"""Tries grammars in a confined process, whose time and memory the kernel limits: who sends them need not be trusted.
+"""Checks untrusted grammars in a confined process, whose time and memory the kernel limits.
 
-A request is `marshal` of a list of grammars. A reply has a kind of `Reply`; a refusal's content is `marshal` of the
-grammar's index and the reason.
+A request is a marshalled list of grammars. A reply has a kind of `Reply`; the content of `REFUSED` is the marshalled
+index of the grammar and the reason.
 """
 
 from __future__ import annotations
@@ -15,22 +15,20 @@ from llguidance import LLMatcher, LLTokenizer
 from agentcache.confined_child import serve
 from agentcache.models.text.grammars.limits import parser_limits
 
-_STEPS = 1000  # of a random text, at each of which what may come next must be found soon
-_MOST_SECONDS = 0.2  # for one, of CPU time
-_ENOUGH_SECONDS = 0.3  # for one grammar's
-_ENOUGH_FOR_ALL = 0.6  # for those of all grammars of a request, which share what is left of it
+_STEPS = 1000  # bytes of a random text
+_MOST_SECONDS = 0.2  # limit of one mask, CPU time
+_ENOUGH_SECONDS = 0.3  # check time of one grammar, CPU time
+_ENOUGH_FOR_ALL = 0.6  # check time of all grammars of a request; the remaining grammars share the rest equally
 _BYTES = 256
 
 
 class Reply:
-    """Kinds of replies."""
-
     FITS = b"f"
     REFUSED = b"r"
 
 
 def main() -> None:
-    """Try until the other side is gone."""
+    """Serve requests until the parent closes the socket."""
     tokenizer = LLTokenizer("byte")
 
     def answer(request: list[bytes]) -> tuple[bytes, bytes]:
@@ -45,7 +43,7 @@ def main() -> None:
 
 
 def _reason_against(grammar: str, tokenizer: LLTokenizer, enough: float) -> str | None:
-    """Why the grammar is not used; None if it can be, as far as so many seconds of CPU on random texts tell."""
+    """Return the reason to reject a grammar; None if it survives `enough` CPU seconds of random text."""
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
     chosen, begun = random.Random(0), time.thread_time()
     for step in range(_STEPS):

@@ -1,4 +1,4 @@
-"""Makes grammars for one tokenizer, and follows what is generated with them."""
+"""Grammar compiler and grammar matcher for one tokenizer."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from agentcache.models.text.grammars.reply_grammar import Part, ReplyGrammar
 from agentcache.models.text.work_limit import UNLIMITED, WorkLimit
 from agentcache.threads import DaemonPool, as_exception
 
-GRACE = 0.05  # seconds that others may wait for the masks of one answer, in all
-# Seconds of CPU. To have another thread find a mask costs about as much, and where CPUs are busy it may be much later.
+GRACE = 0.05  # seconds that one answer's masks may delay the other requests, in total
+# Seconds of CPU. A hand-over to another thread costs about as much, and more on a busy machine.
 QUICK = 0.0002
-_MOST_THREADS = 8  # that find masks
-_KEPT = 32  # grammars: agents ask for the same ones every turn
+_MOST_THREADS = 8  # for masks
+_KEPT = 32  # cached grammars: agents repeat theirs every turn
 _PLACE = re.compile(r"^(failed to compile JSON schema: |(text|reply|json)?\s*at \d+\(\d+\): )+")
 _CODE, _OFF_CODE = "grammar_unusable", "forms_unavailable"
 
@@ -37,14 +37,14 @@ log = logging.getLogger("agentcache.models")
 
 
 class Vocabulary:
-    """What llguidance is to know of a tokenizer.
+    """A tokenizer's vocabulary for llguidance.
 
     Args:
-        bytes_of: bytes of a token alone; a control token's name.
-        size: ids are below it.
-        control_ids: tokens that no text is made of: a grammar names them.
+        bytes_of: function from a token to its bytes; for a control token, its name.
+        size: upper bound of token ids, exclusive.
+        control_ids: control tokens, which only explicit references in a grammar allow.
         eos_ids: tokens that end a text.
-        encode: the tokens of a text.
+        encode: function from a text to tokens.
     """
 
     bos_token_id = None
@@ -60,7 +60,7 @@ class Vocabulary:
         self.tokens = [bytes_of(token) for token in range(size)]
         self.special_token_ids = sorted({*control_ids, *eos_ids})
         self.eos_ids = sorted(eos_ids)
-        if not self.eos_ids:  # one is asked for; no model has a logit for this one
+        if not self.eos_ids:  # llguidance needs one; this id has no logit
             self.eos_ids = [size]
             self.tokens.append(b"<end of text>")
             self.special_token_ids.append(size)
@@ -72,13 +72,13 @@ class Vocabulary:
 
 
 class Grammars:
-    """The grammars of one tokenizer. From any thread.
+    """Compiler and cache of the grammars of one tokenizer. Thread-safe.
 
     Args:
-        vocabulary: called once, when the first grammar is made or `start` is called.
+        vocabulary: factory, called once by `start` or the first `compile`.
 
     Attributes:
-        refusal: why this tokenizer can have no grammars; empty if it can, or before it was tried.
+        refusal: reason why llguidance rejects the tokenizer; empty if it does not, or before the first try.
     """
 
     def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
@@ -92,23 +92,19 @@ class Grammars:
         self._finders: Executor = DaemonPool(min(_MOST_THREADS, os.cpu_count() or 1), "agentcache-masks")
 
     def start(self) -> None:
-        """Read the vocabulary now. It holds Python's lock, a second for the largest ones.
-
-        A vocabulary that llguidance does not take leaves a `refusal`.
-        """
+        """Read the vocabulary now, or set `refusal`. Holds the GIL, up to a second for large vocabularies."""
         with suppress(InvalidRequest):
             self._tokenizer("response_format")
 
     def close(self) -> None:
-        """End the processes that try grammars, which come back when they are needed."""
+        """End the check processes. They restart when needed."""
         self._check.close()
 
     def compile(self, reply: ReplyGrammar, limit: WorkLimit = UNLIMITED) -> Grammar:
-        """The grammar, ready to be followed.
+        """Compile a grammar or return the cached one.
 
         Raises:
-            InvalidRequest: a part of it makes no sense, is more than llguidance knows, or takes too much to work with;
-                or the tokenizer can have no grammars.
+            InvalidRequest: a part is invalid, unsupported or too expensive, or llguidance rejects the tokenizer.
         """
         with self._lock:
             known = self._kept.get(reply.text)
@@ -133,7 +129,11 @@ class Grammars:
         return grammar
 
     def _try(self, reply: ReplyGrammar, limit: WorkLimit) -> None:
-        """Each part alone, where it can do no harm. What passes takes no longer here."""
+        """Check each part in a confined process, so that compiling it here is safe.
+
+        Raises:
+            InvalidRequest: a part failed the check.
+        """
         parts = reply.parts
         if sum(len(part.source) for part in parts) > MAX_CHARACTERS:
             raise _refused(parts[0].param, f"it has more than {MAX_CHARACTERS} characters")
@@ -149,10 +149,10 @@ class Grammars:
             raise _refused(parts[index].param, reason)
 
     def _tokenizer(self, param: str) -> tuple[LLTokenizer, NDArray[np.uint32]]:
-        """The tokenizer as llguidance has it, and the mask of tokens that end a text.
+        """Return llguidance's tokenizer and the mask of end tokens.
 
         Raises:
-            InvalidRequest: it has none, which is found out once.
+            InvalidRequest: llguidance rejects the vocabulary. It is tried only once.
         """
         with self._lock:
             if self._made is None and not self.refusal:
@@ -178,7 +178,7 @@ def _read(vocabulary: Vocabulary) -> tuple[LLTokenizer, NDArray[np.uint32]]:
 
 
 class Grammar:
-    """A grammar that answers can be generated by; it does not change."""
+    """A compiled, immutable grammar."""
 
     def __init__(self, matcher: LLMatcher, ends: NDArray[np.uint32], finders: Executor) -> None:
         self._matcher = matcher
@@ -186,24 +186,23 @@ class Grammar:
         self._finders = finders
 
     def follow(self) -> Following:
-        """From the beginning."""
+        """Return a new matcher at the start of the grammar."""
         return Following(self._matcher.deep_copy(), self._ends, self._finders)
 
 
 class Following:
-    """How far a text has come in its grammar.
+    """Grammar matcher of one answer.
 
-    What may follow is looked for from the moment at which it is known what it follows: at once if that was quick the
-    last time, else on another thread. What is found at once and was not quick after all comes off the answer's grace;
-    when there is none left, all is found on other threads.
+    The next mask is computed as soon as a token is known: inline if the last mask took less than `QUICK`, else on
+    another thread. Slower inline masks are charged to the answer's `GRACE`; without grace, all masks go to threads.
 
     Args:
-        ends: the mask of tokens that end a text.
-        finders: run those threads.
+        ends: mask of the end tokens.
+        finders: thread pool for masks.
 
     Attributes:
-        is_over: nothing can follow: the text is complete.
-        failure: why it is not known any more what may follow.
+        is_over: whether the text is complete.
+        failure: reason why llguidance failed; None if it has not.
     """
 
     def __init__(self, matcher: LLMatcher, ends: NDArray[np.uint32], finders: Executor) -> None:
@@ -211,14 +210,14 @@ class Following:
         self._ends = ends
         self._finders = finders
         self._grace = GRACE
-        self._seconds = QUICK  # of CPU that the last mask took
+        self._seconds = QUICK  # CPU time of the last mask
         self.is_over = False
         self.failure: str | None = None
         self._mask = self._start()
 
     def _start(self) -> Future[bytes]:
         if self._seconds >= QUICK or self._grace <= 0:
-            with suppress(RuntimeError):  # the system has no thread left
+            with suppress(RuntimeError):  # no thread available: compute inline
                 return self._finders.submit(self._find)
         found = Future[bytes]()
         try:
@@ -236,10 +235,10 @@ class Following:
         return mask
 
     def take(self, token_id: int) -> None:
-        """Append this token, which `mask` allows, to the text."""
+        """Append a token that `mask` allows."""
         if not self._mask.done():
             wait([self._mask])
-        # A small part of what the next mask takes: here, because it is wanted at once whether the text is complete.
+        # Inline: it is cheap beside a mask, and the caller reads `is_over` next.
         try:
             self._matcher.consume_token(token_id)
         except BaseException as error:
@@ -250,11 +249,11 @@ class Following:
 
     @property
     def is_ready(self) -> bool:
-        """Whether `mask` need not wait."""
+        """Whether `mask` returns without waiting."""
         return self._mask.done()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until `mask` need not, for so long and for what is left of the answer's grace; whether it need not."""
+        """Wait for the mask up to `seconds` plus the remaining grace. Return `is_ready`."""
         if not self.is_ready and wait([self._mask], seconds).not_done and self._grace > 0:
             began = time.perf_counter()
             wait([self._mask], self._grace)
@@ -262,11 +261,11 @@ class Following:
         return self.is_ready
 
     def mask(self) -> NDArray[np.uint32]:
-        """Which tokens may follow: bit i of word w stands for token 32 w + i."""
+        """Return the allowed tokens, uint32: bit i of word w is token 32 w + i. After a failure, the end tokens."""
         if (error := self._mask.exception()) is not None:
             self._fail(error)
-            return self._ends  # the answer ends, whatever is chosen
-        # There may be a word more than the vocabulary needs.
+            return self._ends
+        # llguidance may add a word of padding.
         mask = np.frombuffer(self._mask.result(), np.uint32)[: len(self._ends)]
         if not (mask & ~self._ends).any():
             self.is_over = True
@@ -287,7 +286,7 @@ class Following:
 
 
 def _blamed(parts: Sequence[Part]) -> str:
-    """The largest part's parameter: the best guess at which one it was."""
+    """Return the parameter of the largest part, the likeliest cause."""
     return max(parts, key=lambda part: len(part.source)).param
 
 
@@ -296,6 +295,6 @@ def _refused(param: str, reason: str) -> InvalidRequest:
 
 
 def _told(reason: str) -> str:
-    """llguidance's words without what it quotes of the grammar."""
+    """Return llguidance's message without its quotes of the grammar."""
     lines = [line for line in reason.split("\n") if line.strip()] or ["it is not understood"]
     return _PLACE.sub("", lines[0].partition("<state>")[0].partition("<non-verbose/>")[0].strip()).rstrip(".:")[:300]

@@ -1,4 +1,4 @@
-"""Rules for arguments that are written as fields: a name, a value, a comma."""
+"""Grammar rules for arguments as `name value` fields."""
 
 from __future__ import annotations
 
@@ -23,14 +23,12 @@ _SCALARS = {"integer", "number", "boolean", "null"}
 
 
 class FieldWriter:
-    """Writes such rules for one family."""
-
     def __init__(self, rules: Rules, syntax: FieldSyntax) -> None:
         self._rules = rules
         self._syntax = syntax
 
     def fields(self, arguments: TaggedArguments) -> str | None:
-        """All arguments, without the brackets around them; None where they cannot be written so."""
+        """Return the rule of all arguments, without brackets; None if fields cannot express them."""
         if arguments.any_other:
             return self._any_fields()
         rules = [self._field(argument) for argument in arguments.known]
@@ -46,7 +44,7 @@ class FieldWriter:
         return f"({' | '.join(ways)}){'?' if may_be_empty else ''}"
 
     def _any_fields(self) -> str | None:
-        """Strings of any names; None where no name may come twice, which no grammar says."""
+        """Allow string fields of any names; None for Python syntax: a grammar cannot forbid repeated names."""
         if not self._syntax.quote:
             return None
         text = self._quoted(AnyText())
@@ -71,7 +69,7 @@ class FieldWriter:
         return f'({text} | "null")' if argument.may_be_null else text
 
     def _json(self, value: Json) -> str | None:
-        """What is no string: lists and objects in the family's own way, if it has one, and all else as JSON."""
+        """Return the rule of a value that is not a string: lists and objects in field syntax if it has quotes."""
         if not self._syntax.quote or value.types <= _SCALARS:
             return self._rules.rule(value.rule)
         if isinstance(value.parts, ListOf):
@@ -97,7 +95,7 @@ class FieldWriter:
         return f'"[" {items} "]"' if parts.least else f'"[" ({items})? "]"'
 
     def _quoted(self, value: Text) -> str:
-        """A string, up to the first quote; spelled in letters it ends there, too, where quotes are tokens."""
+        """Return the rule of a string. It excludes the quote as ordinary text, where the parser also stops."""
         opened, quote = self._rules.spelled(self._syntax.quote), escaped(self._syntax.quote)
         if isinstance(value, OneOf):
             text = f"({'|'.join(map(escaped, value.texts))})"
@@ -110,7 +108,6 @@ class FieldWriter:
 
 
 def _schema(value: Text, *, may_be_null: bool) -> dict[str, Any]:
-    """The same as a JSON schema."""
     schema: dict[str, Any] = {"type": "string"}
     if isinstance(value, OneOf):
         schema = {"enum": list(value.texts)}

@@ -1,4 +1,4 @@
-"""JSON schemas as they go to llguidance."""
+"""Converts JSON schemas to llguidance rules."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 
 from agentcache.models.text.json_values import parse_json, write_json
 
-# Those that llguidance knows. Of others a schema says nothing that has to be kept to: in JSON Schema they are remarks.
+# Formats that llguidance supports. JSON Schema allows ignoring unknown formats.
 _FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
-_NAMED = ("properties", "patternProperties", "$defs", "definitions")  # whose keys are names
-_PLAIN = ("const", "enum", "default", "example", "examples")  # which hold values
-# Not without end: a model that is unsure may write nothing but white space.
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")  # maps from names to schemas
+_PLAIN = ("const", "enum", "default", "example", "examples")  # plain values, not schemas
+# Bounded: an unsure model may write white space without end.
 _OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
 
 
 def json_rule(definition: str, *, must_be_object: bool = False) -> str:
-    """The right side of a Lark rule for JSON of a schema; `definition` is the schema's JSON text.
+    """Return the right side of a Lark rule for a schema, given as JSON text.
 
     Raises:
-        ValueError: it is no schema, or one for something else than the object that it must be.
+        ValueError: not a schema, or `must_be_object` and the type is not object.
     """
     schema = parse_json(definition)
     if schema is True:
@@ -36,7 +36,7 @@ def json_rule(definition: str, *, must_be_object: bool = False) -> str:
 
 
 def _without_remarks(schema: Any) -> Any:
-    """The schema without formats that are remarks only."""
+    """Remove unsupported formats."""
     if isinstance(schema, list):
         return [_without_remarks(each) for each in schema]
     if not isinstance(schema, Mapping):
@@ -53,5 +53,5 @@ def _without_remarks(schema: Any) -> Any:
 
 
 def means_something(format_: Any) -> bool:
-    """Whether a string's `format` has to be kept to."""
+    """Whether a string's `format` must be enforced."""
     return format_ in _FORMATS if isinstance(format_, str) else format_ is not None

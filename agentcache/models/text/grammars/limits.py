@@ -1,4 +1,4 @@
-"""How much a grammar may take, of llguidance's measures; the kernel limits time and memory of the check beside them."""
+"""llguidance's limits for a grammar. The kernel also limits time and memory of the check."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MAX_CHARACTERS = 1 << 20  # of all parts together
 
 
 def parser_limits() -> LLParserLimits:
-    """Work for one mask is some milliseconds; the states of one grammar take up to 40 MB."""
+    """Return limits that keep a mask within milliseconds and a grammar's states within 40 MB."""
     return LLParserLimits(
         initial_lexer_fuel=500_000,
         step_lexer_fuel=200_000,

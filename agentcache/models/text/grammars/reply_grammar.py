@@ -1,4 +1,4 @@
-"""From the form that an answer must have to a grammar of all that the model writes: thoughts, markers, text, calls."""
+"""Builds the grammar of a whole reply (reasoning, markers, text, calls) from the demanded answer form."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from agentcache.models.text.grammars.tagged_arguments import (
 from agentcache.models.text.replies.calls import SPACE
 from agentcache.models.text.replies.format import HARMONY, ReplyFormat
 
-# What the readers of all dialects take for a name.
+# Tool names that the parsers of all dialects accept.
 _CALLABLE_NAME = re.compile(r"[\w./\-]{1,256}")
-# Masks are computed token by token: what is forced needs no exception, and no tokenizer.
+# Masks are computed token by token, so forced tokens need no special handling.
 _HEADER = '%llguidance {"no_forcing": true}\n'
-_CALLS_FOLLOW = "<|python_tag|>"  # Llama's marker for what it seldom marks
+_CALLS_FOLLOW = "<|python_tag|>"  # Llama's call marker, which Llama seldom writes
 _WHITE_SPACE = "/[ \\n\\r\\t]{0,4}/"
 _ANY_TEXT = "/(?s:.*)/"
 _ANY_NAME = r"/[A-Za-z_][A-Za-z0-9_.\-]{0,63}/"
 _BREAK = "\n"
 _MAYBE_BREAK = "/\\n?/"
 _ANY_SPACE = r"[ \t\n\r]"
-_CDATA = "<![CDATA["  # of values that stand in it the reader takes it off
+_CDATA = "<![CDATA["  # the parser strips it
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a grammar that comes from the request: the right side of a rule, or a grammar of its own.
+    """A part of a grammar that comes from the request: the right side of a rule, or a whole grammar.
 
     Args:
-        param: of the request, for errors about it.
+        param: request parameter to name in errors.
     """
 
     source: str
@@ -55,34 +55,35 @@ class Part:
 
     @property
     def whole(self) -> str:
-        """As a Lark grammar of its own."""
+        """The part as a complete Lark grammar."""
         return self.source if self.is_grammar else f"{_HEADER}start: {self.source}\n"
 
 
 @dataclass(frozen=True)
 class ReplyGrammar:
-    """A grammar, and the parts of it that come from the request."""
+    """A grammar and the parts of it that come from the request.
+
+    Args:
+        text: JSON of llguidance grammars.
+    """
 
     text: str
     parts: tuple[Part, ...]
 
 
 def reply_grammar(form: AnswerForm, reply: ReplyFormat, prompt_end: str | None) -> ReplyGrammar:
-    """The grammar of a whole reply.
+    """Build the grammar of a whole reply.
 
     Args:
-        reply: how the model writes.
-        prompt_end: the end of a chat's marked prompt, in which a thought may have been opened; None for raw text.
+        prompt_end: end of the chat's marked prompt, which may open reasoning or calls; None for raw text.
 
     Raises:
-        InvalidRequest: a schema is none, or a tool has a name that no call can have.
+        InvalidRequest: invalid schema or tool name.
     """
     return _Writer(reply).write(form, prompt_end)
 
 
 class _Writer:
-    """Puts a grammar together, rule by rule."""
-
     def __init__(self, reply: ReplyFormat) -> None:
         self._reply = reply
         self._rules = Rules({token.name: token.id for token in reply.tokens})
@@ -105,7 +106,7 @@ class _Writer:
     # -- thoughts -----------------------------------------------------------------------------------------------------
 
     def _marked(self, form: AnswerForm, prompt_end: str) -> str:
-        """A body, behind thoughts where the model has any (see `MarkedReader.begin`)."""
+        """Return the body with the model's reasoning before it; mirrors `MarkedReader.begin`."""
         body, pairs = self._body(form), self._reply.thoughts
         end = prompt_end.rstrip(SPACE)
         opened = next((close for start, close in pairs if end.endswith(start)), None)
@@ -120,16 +121,15 @@ class _Writer:
         return f"(({' | '.join(thoughts)}) {_WHITE_SPACE})? ({body})"
 
     def _text_until(self, close: str) -> str:
-        """Any text up to the marker that ends it."""
         pieces = list(self._rules.pieces(close))
         first = pieces[0]
         if isinstance(first, int):
             return f"{_ANY_TEXT} {self._rules.spelled(close)}"
-        # No token: the text ends where it is first spelled.
+        # Not a token: the first occurrence of the spelled marker ends the text.
         rest = "".join(" " + element(piece) for piece in pieces[1:])
         return self._rules.rule(f"/(?s:.*){escaped(first)}/", "[lazy]") + rest
 
-    # -- what is said -------------------------------------------------------------------------------------------------
+    # -- text ---------------------------------------------------------------------------------------------------------
 
     def _body(self, form: AnswerForm) -> str:
         ways = [self._text(form.text)] if form.text is not None else []
@@ -138,7 +138,7 @@ class _Writer:
         return " | ".join(ways)
 
     def _syntax(self, form: AnswerForm) -> CallSyntax | None:
-        """How calls are written; None where they could not be told from the text, which then is all there may be."""
+        """Return the call syntax; None if calls would be ambiguous with text. Then only text is allowed."""
         syntax = call_syntax(self._reply)
         if form.text is None or not syntax.is_bare:
             return syntax
@@ -171,12 +171,12 @@ class _Writer:
     def _calls(self, calls: Calls, syntax: CallSyntax) -> str:
         call = self._rules.rule(" | ".join(self._call(tool, syntax) for tool in _callable(calls.tools)))
         further = "" if calls.just_one else f"({self._rules.spelled(syntax.between)} {call})*"
-        # The prompt may have begun the calls, as that of Functionary does.
+        # The prompt may open the calls, as Functionary's does.
         begin = "" if self._prompt_end.endswith(syntax.begin) else self._rules.spelled(syntax.begin)
         return self._rules.rule(f"{begin} {call} {further} {self._rules.spelled(syntax.end)}")
 
     def _call(self, tool: CallableTool, syntax: CallSyntax) -> str:
-        whole = self._arguments(tool)  # refuses what is no schema
+        whole = self._arguments(tool)  # also rejects invalid schemas
         written = self._fields(tool, syntax) if syntax.fields is not None else None
         if written is None and syntax.as_json is not None:
             syntax = syntax.as_json
@@ -187,7 +187,6 @@ class _Writer:
         return f"{self._rules.spelled(opened)} {whole if written is None else written} {close}"
 
     def _fields(self, tool: CallableTool, syntax: CallSyntax) -> str | None:
-        """The arguments as fields; None where tool or arguments cannot be written so."""
         assert syntax.fields is not None
         arguments = tagged_arguments(tool.schema) if syntax.fields.can_call(tool.name) else None
         return None if arguments is None else FieldWriter(self._rules, syntax.fields).fields(arguments)
@@ -198,7 +197,6 @@ class _Writer:
     # -- arguments with tags of their own -----------------------------------------------------------------------------
 
     def _tagged(self, tool: CallableTool, syntax: ArgumentSyntax) -> str | None:
-        """The arguments, one behind the other; None where their schema asks for more than can be written so."""
         arguments = tagged_arguments(tool.schema)
         if arguments is None:
             return None
@@ -212,7 +210,7 @@ class _Writer:
         return f"{self._named(_ANY_NAME, syntax, 'string', self._value(AnyText(), syntax, may_be_null=False))}*"
 
     def _tagged_argument(self, argument: TaggedArgument, syntax: ArgumentSyntax) -> str | None:
-        """A rule for it; None where its value cannot be written so that it is read as the same."""
+        """Return the argument's rule; None if the parser might read back a different value."""
         value, type_ = argument.value, "string"
         if isinstance(value, OneOf) and not all(_survives(text, syntax) for text in value.texts):
             return None
@@ -225,7 +223,7 @@ class _Writer:
         rule = self._named(literal(argument.name), syntax, type_, spelled)
         if not (argument.may_be_null and syntax.says_type):
             return rule
-        # Where it is said to be a string, the word is one.
+        # In an argument of type string the parser reads `null` as text, so null declares its own type.
         null = f"{literal('null')} {self._rules.spelled(syntax.close)}"
         return self._rules.rule(f"{rule} | {self._named(literal(argument.name), syntax, 'null', null)}")
 
@@ -235,14 +233,14 @@ class _Writer:
         return self._rules.rule(f"{before} {name} {behind} {opened} {value} {_MAYBE_BREAK}")
 
     def _value(self, value: Text | Json, syntax: ArgumentSyntax, *, may_be_null: bool) -> str:
-        """A value and what closes it."""
+        """Return the rule of a value and its closing tag."""
         around = literal(_BREAK) if syntax.on_lines else ""
         closed = self._rules.spelled(syntax.close)
         if isinstance(value, AnyText):
             return f"{around} {self._text_until(syntax.close)}"
         if isinstance(value, Json):
             return f"{around} {self._rules.rule(value.rule)} {around} {closed}"
-        # Text and what ends it in one: where the one stops and the other begins would not be clear.
+        # One terminal for the text and its end: the boundary between two terminals would be ambiguous.
         first, *rest = self._rules.pieces(syntax.close)
         end = escaped((_BREAK if syntax.on_lines else "") + first) if isinstance(first, str) else ""
         if not end and syntax.on_lines:
@@ -259,7 +257,7 @@ class _Writer:
     def _harmony(self, form: AnswerForm, prompt_end: str) -> str:
         channel, message = self._rules.spelled("<|channel|>"), self._rules.spelled("<|message|>")
         between = f"{self._rules.spelled('<|end|><|start|>assistant')}"
-        # What is said in between counts as text.
+        # Commentary without a recipient counts as text.
         kinds = '"analysis"' if form.calls is None or form.text is not None else '("analysis" | "commentary")'
         thought = f"{channel} {kinds} {message} {_ANY_TEXT} {between}"
         ways = []
@@ -270,7 +268,7 @@ class _Writer:
             ways += [self._message_to(tool) for tool in _callable(form.calls.tools)]
         if "<|channel|>" not in prompt_end.rpartition("<|start|>")[2]:
             return f"({thought})* ({' | '.join(ways)})"
-        if form.text is not None:  # the prompt has begun the message itself
+        if form.text is not None:  # the prompt has opened the message
             return self._text(form.text)
         return f"{_ANY_TEXT} {between} ({thought})* ({' | '.join(ways)})"
 
@@ -293,14 +291,14 @@ def _callable(tools: Sequence[CallableTool]) -> Sequence[CallableTool]:
 
 
 def _survives(text: str, syntax: ArgumentSyntax) -> bool:
-    """Whether a text is read as it is written."""
+    """Whether the parser reads `text` back unchanged."""
     if syntax.close in text or text.startswith(_CDATA) or has_surrogate(text):
         return False
     return syntax.on_lines or text == text.strip(SPACE)
 
 
 def _characters(value: TextOfLength | OneOf, end: str, close: str, syntax: ArgumentSyntax) -> str:
-    """A terminal for a text and its `end`, of which the first `close` is read as the end."""
+    """Return a terminal for a text and its `end`; the text must not contain `close`, where the parser stops."""
     if isinstance(value, OneOf):
         return f"/({'|'.join(map(escaped, value.texts))}){end}/"
     most = "" if value.most is None else value.most

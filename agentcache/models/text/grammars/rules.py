@@ -1,4 +1,4 @@
-"""Rules of a Lark grammar as they come about, and how texts are spelled in them."""
+"""Collects the rules of a Lark grammar and spells texts in them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Rules:
     """Rules of one grammar.
 
     Args:
-        ids: markers that are single tokens, by name.
+        ids: token ids of markers by name.
     """
 
     def __init__(self, ids: Mapping[str, int]) -> None:
@@ -21,19 +21,19 @@ class Rules:
         self.lines: list[str] = []
 
     def rule(self, source: str, attributes: str = "") -> str:
-        """A rule of its own; its name."""
+        """Add a rule and return its name."""
         name = f"rule_{len(self.lines)}"
         self.lines.append(f"{name}{attributes}: {source}")
         return name
 
     def terminal(self, source: str) -> str:
-        """A terminal of its own; its name."""
+        """Add a terminal and return its name."""
         name = f"VALUE_{len(self.lines)}"
         self.lines.append(f"{name}: {source}")
         return name
 
     def spelled(self, text: str) -> str:
-        """A text in which markers that are tokens are those tokens, and nothing else is."""
+        """Spell a text with its markers as tokens."""
         return " ".join(map(element, self.pieces(text)))
 
     def pieces(self, text: str) -> Iterator[str | int]:
@@ -56,7 +56,7 @@ def literal(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """A text as a regular expression; what is no letter or digit as its number, which nothing mistakes for more."""
+    """Escape a text for a regular expression. All but ASCII letters and digits become code points."""
     return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
 
 

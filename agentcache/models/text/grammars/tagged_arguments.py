@@ -1,7 +1,7 @@
-"""What the arguments of a call may be where each has a tag of its own or is a field: strings as text, all else as JSON.
+"""Converts a tool's schema to a list of arguments, for formats with one tag or field per argument.
 
-A schema may say more than such a text can be held to (that a string has a pattern, that arguments depend on each
-other); then all arguments of the call are written as one JSON object, which every dialect's reader takes, too.
+Strings are text, other values JSON. A schema with more constraints (patterns, dependent arguments) is not converted:
+the call's arguments are then one JSON object, which the parser of every dialect accepts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OF_STRINGS = _REMARKS | {"type", "minLength", "maxLength", "enum", "const", "fo
 _OF_LISTS = _REMARKS | {"type", "items", "minItems", "maxItems"}
 _NAME = re.compile(r"[\w.\-]{1,100}")
 _REFERS_ELSEWHERE = re.compile(r'"\$(dynamicRef|ref)": "(?!#/(\$defs|definitions)/)')
-_MOST_CHARACTERS = 1000  # of a string whose length is limited
+_MOST_CHARACTERS = 1000  # bound of minLength, maxLength, minItems and maxItems
 _MOST_LITERALS = 500
 _MOST_REFERENCES = 8
 _NULL = "null"
@@ -37,7 +37,7 @@ class AnyText:
 
 @dataclass(frozen=True)
 class TextOfLength:
-    """A string, with the bounds of its length in characters; `most` is None for no limit."""
+    """A string with length bounds in characters; `most` None for no limit."""
 
     least: int
     most: int | None
@@ -52,12 +52,12 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Json:
-    """What is no string.
+    """A value that is not a string.
 
     Args:
-        rule: the right side of a rule for it.
-        types: JSON schema's names of those that it may have.
-        parts: of a list or an object, where its schema says no more.
+        rule: right side of its Lark rule.
+        types: its JSON schema types.
+        parts: structure of a list or an object; None if the schema has other constraints.
     """
 
     rule: str
@@ -70,11 +70,7 @@ Text = AnyText | TextOfLength | OneOf
 
 @dataclass(frozen=True)
 class TaggedArgument:
-    """An argument.
-
-    Args:
-        may_be_null: whether the word stands for the value, too.
-    """
+    """One argument; `may_be_null` allows the word `null` instead of the text."""
 
     name: str
     value: Text | Json
@@ -84,11 +80,7 @@ class TaggedArgument:
 
 @dataclass(frozen=True)
 class TaggedArguments:
-    """All arguments of a tool, in their order.
-
-    Args:
-        any_other: whether there may be others, because the tool does not say which it takes.
-    """
+    """All arguments of a tool, in order; `any_other` if it declares none and takes any."""
 
     known: tuple[TaggedArgument, ...]
     any_other: bool = False
@@ -99,8 +91,8 @@ class ListOf:
     """A list.
 
     Args:
-        item: each of its values; the name means nothing.
-        least, most: how many there are; `most` is None for no limit.
+        item: description of each item; its name is unused.
+        least, most: bounds of the length; `most` None for no limit.
     """
 
     item: TaggedArgument
@@ -109,7 +101,7 @@ class ListOf:
 
 
 def tagged_arguments(source: str) -> TaggedArguments | None:
-    """The arguments that a schema (its JSON text) asks for; None where it says more than they can be held to."""
+    """Convert a schema, given as JSON text; None if it has constraints that the arguments cannot express."""
     root = parse_json(source)
     if root is True:
         root = {}
@@ -119,7 +111,7 @@ def tagged_arguments(source: str) -> TaggedArguments | None:
 
 
 def _repeats_much(root: Mapping[str, Any]) -> bool:
-    """Whether rules for each argument would repeat the definitions so often that no grammar may be that long."""
+    """Whether repeating the definitions in each argument's rule would exceed the size limit of a grammar."""
     properties, definitions = root.get("properties"), _definitions(root)
     if not isinstance(properties, Mapping) or not definitions:
         return False
@@ -132,7 +124,7 @@ def _definitions(root: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refers(text: str) -> bool:
-    """Whether a schema (its JSON text) may refer to others."""
+    """Whether a schema, given as JSON text, may have references."""
     return 'Ref": "' in text or '"$ref"' in text
 
 
@@ -167,7 +159,7 @@ def _argument(name: str, schema: Any, root: Mapping[str, Any], is_required: bool
 
 
 def _meant(schema: Any, root: Mapping[str, Any]) -> Any:
-    """The schema that another one is but a name for, or holds as its only alternative; None if that is not there."""
+    """Resolve references and single alternatives; None if a reference cannot be resolved."""
     for _ in range(_MOST_REFERENCES):
         if not isinstance(schema, Mapping):
             return None
@@ -186,7 +178,7 @@ def _is_single(alternatives: Any) -> bool:
 
 
 def _without_null(schema: Any, root: Mapping[str, Any]) -> tuple[Any, bool]:
-    """What a value must be if it is not null, and whether it may be."""
+    """Split a schema into its part without null and whether null is allowed."""
     if not isinstance(schema, Mapping):
         return None, False
     if isinstance(named := schema.get("type"), list) and _NULL in named and len(named) == 2 and "enum" not in schema:
@@ -226,7 +218,7 @@ def _is_length(value: Any) -> bool:
 
 
 def _json(schema: Mapping[str, Any], other: Mapping[str, Any], root: Mapping[str, Any]) -> Json | None:
-    """`other` is `schema` without null."""
+    # `other` is `schema` without null.
     text = write_json(schema)
     if _refers(text):
         text = write_json({**schema, **_definitions(root)})
@@ -239,7 +231,7 @@ def _parts(schema: Mapping[str, Any]) -> ListOf | TaggedArguments | None:
     match schema.get("type"):
         case "array":
             return _of_list(schema)
-        case "object":  # what its parts refer to is not followed: it may refer to itself
+        case "object":  # an empty root: references, which may be recursive, are not followed
             return _of_object(schema, {})
         case _:
             return None

@@ -1,1 +1,1 @@
-"""What a model has said, told apart: what it thought, what it says, and the tools it calls."""
+"""Parsing of replies into reasoning, text and tool calls."""

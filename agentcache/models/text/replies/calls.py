@@ -1,4 +1,4 @@
-"""What every reader of tool calls has: where its events go, how it is fed, how it ends."""
+"""Shared base of the tool-call parsers: event sink, tool schemas, step loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentcache.models.text.replies.events import Event, ToolCallArguments, Tool
 from agentcache.models.text.replies.json_text import JsonText
 
 SPACE = " \t\n\r"
-LONGEST_HEADER = 512  # characters in which a call's name has to come
+LONGEST_HEADER = 512  # characters within which a call's name must end
 _DEFINITION = re.compile(r"#/(\$defs|definitions)/([^/~%]+)")
 
 
@@ -22,15 +22,15 @@ def _as_it_is(text: str) -> str:
 
 
 class CallSink:
-    """Events of calls, one call at a time.
+    """Collects the events of calls, one call at a time.
 
     Args:
-        spell: gives names as clients may see them.
-        spell_json: the same for JSON text, in whose strings markers are text.
+        spell: converts a coded name to the text that clients see.
+        spell_json: the same for JSON text; markers in its strings become their names.
 
     Attributes:
-        events: not taken yet.
-        num_calls: begun so far.
+        events: events that the reader has not taken.
+        num_calls: number of calls begun.
     """
 
     def __init__(self, spell: Callable[[str], str] = _as_it_is, spell_json: Callable[[str], str] = _as_it_is) -> None:
@@ -58,12 +58,12 @@ class CallSink:
 
 @dataclass(frozen=True)
 class Left:
-    """What a reader of calls leaves when it is done.
+    """Result of a finished call parser.
 
     Args:
-        shown: text of what was no call after all.
-        rest: text that it did not read.
-        has_failed: whether there was something that was no call.
+        shown: text that turned out not to be a call.
+        rest: unread text.
+        has_failed: whether text turned out not to be a call.
     """
 
     shown: str = ""
@@ -72,17 +72,17 @@ class Left:
 
 
 class CallReader(Protocol):
-    """Reads what stands behind a marker that begins calls."""
+    """Parser for the text after a marker that opens calls."""
 
     def feed(self, text: str, final: bool) -> Left | None:
-        """Take more text; None while calls go on. With `final` nothing follows, and calls that are open are ended."""
+        """Parse more text; None while calls continue. `final` means end of reply: open calls are ended."""
 
 
 class Tools:
-    """The tools of a request: which there are, and what type an argument has.
+    """Names and argument types of a request's tools.
 
     Args:
-        shown: in OpenAI's shape, as the chat template gets them.
+        shown: tools in OpenAI's format, as the chat template gets them.
     """
 
     def __init__(self, shown: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -98,11 +98,11 @@ class Tools:
         return name in self._parameters
 
     def may_begin(self, name: str) -> bool:
-        """Whether a tool's name begins so."""
+        """Whether a tool's name begins with `name`."""
         return any(known.startswith(name) for known in self._parameters)
 
     def types(self, name: str, argument: str) -> frozenset[str]:
-        """JSON schema's names of the types that an argument may have; none where nothing is known."""
+        """Return the JSON schema types of an argument; empty if unknown."""
         parameters = self._parameters.get(name, {})
         properties = parameters.get("properties")
         return schema_types(properties.get(argument) if isinstance(properties, Mapping) else None, parameters)
@@ -120,16 +120,16 @@ _TYPE_OF: dict[type, str] = {
 
 
 def schema_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """JSON schema's names of the types that a value may have; none where nothing is known.
+    """Return the JSON schema types that `schema` allows; empty if unknown.
 
     Args:
-        root: the schema that `schema` is a part of, and where it refers to.
+        root: enclosing schema, for references.
     """
     return frozenset(_types(schema, root, set()))
 
 
 def _types(schema: Any, root: Mapping[str, Any], seen: set[str], depth: int = 0) -> set[str]:
-    """`seen`: definitions that have been looked at, and are not again: they may refer to one another."""
+    # `seen` ends reference cycles.
     if not isinstance(schema, Mapping) or depth > 8:
         return set()
     if isinstance(reference := schema.get("$ref"), str):
@@ -151,14 +151,14 @@ def _types(schema: Any, root: Mapping[str, Any], seen: set[str], depth: int = 0)
 
 
 def definition(reference: str, root: Mapping[str, Any]) -> Any:
-    """What a `$ref` stands for, if that is one of the root's own definitions; else None."""
+    """Resolve a `$ref` to one of the root's own definitions; None for any other."""
     found = _DEFINITION.fullmatch(reference)
     definitions = root.get(found[1]) if found is not None else None
     return definitions.get(found[2]) if found is not None and isinstance(definitions, Mapping) else None
 
 
 def partial_end(text: str, strings: Sequence[str]) -> int:
-    """Length of the longest end of `text` with which one of `strings` could begin, but is not complete."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of one of `strings`."""
     return max((_partial(text, string) for string in strings), default=0)
 
 
@@ -172,14 +172,14 @@ def _partial(text: str, string: str) -> int:
 
 
 class Steps(ABC):
-    """A reader of calls that goes on in steps, as far as its text allows."""
+    """Base of call parsers: `feed` repeats `_step` until text and state no longer change."""
 
     def __init__(self, sink: CallSink, close: str) -> None:
         self._sink = sink
         self._close = close
-        self._text = ""  # not read yet
-        self._raw = ""  # since the call's beginning, to be shown if it is none
-        self._started = False  # the call at work is with the sink
+        self._text = ""  # unread
+        self._raw = ""  # text since the call's beginning, shown if it is not a call
+        self._started = False  # the sink has the current call's start
 
     def feed(self, text: str, final: bool) -> Left | None:
         self._text += text
@@ -199,34 +199,34 @@ class Steps(ABC):
 
     @abstractmethod
     def _step(self, final: bool) -> Left | None:
-        """Read a piece of the text; Left when all is over."""
+        """Read a piece of `_text`; return Left when the calls are over."""
 
     @abstractmethod
     def _cut_off(self) -> Left:
-        """No more text comes."""
+        """End an open call and return the rest."""
 
     def _failed(self) -> Left:
-        """No call after all."""
+        """Return the text read so far as text: it is not a call."""
         return Left(shown=self._raw.removesuffix(self._text), rest=self._text, has_failed=True)
 
     def _read_json(self, value: JsonText) -> None:
-        """Pass on the arguments as far as the text has more of them."""
+        """Emit the arguments in `_text`, up to their end."""
         self._text = self._text[value.feed(self._text, 0) :]
         self._sink.arguments(value.take())
 
     def _end_json(self, value: JsonText) -> None:
-        """End a call in the middle of its arguments, which become complete."""
+        """End a call inside its arguments; the open JSON is closed."""
         value.complete()
         self._sink.arguments(value.take())
         self._sink.end()
 
     def _behind_call(self, left_over: str) -> str:
-        """The text behind a call without what does not matter there: closing brackets too many, a fence's end."""
+        """Strip white space and `left_over` (surplus brackets, a code fence) after a call; return the unread text."""
         self._text = self._text.lstrip(SPACE + left_over)
         return self._text
 
     def _after(self, text: str, final: bool) -> Left | None:
-        """What follows the calls: the closing marker, or what is no part of them."""
+        """End the calls at the closing marker or at other text; None if the marker may be incomplete."""
         if self._close and text.startswith(self._close):
             return Left(rest=text[len(self._close) :])
         if final or (text and partial_end(text, [self._close]) != len(text)):

@@ -1,4 +1,4 @@
-"""The dialects in which model families call tools, and the markers between which they think."""
+"""Tool-call formats (dialects) and reasoning markers of model families."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from agentcache.models.text.replies.tagged_calls import TaggedCalls, Tags
 
 @dataclass(frozen=True)
 class DialectParts:
-    """What a reader of calls is made of.
+    """Arguments for the constructor of a call parser.
 
     Args:
-        marker: that has opened the calls, as clients may see it; empty where it is the prompt's.
+        marker: marker that opened the calls, as clients see it; empty if the prompt or reasoning had it.
     """
 
     sink: CallSink
@@ -33,14 +33,13 @@ Open = Callable[[DialectParts], CallReader]
 
 @dataclass(frozen=True)
 class Dialect:
-    """How a family calls tools.
+    """Tool-call format of a model family.
 
     Args:
-        opens: makes the reader for what stands behind a marker, by marker.
-        noise: markers that say nothing by themselves.
+        opens: by opening marker, the factory of the parser for the text after it.
+        noise: markers that are dropped.
         bare: whether a reply that begins with a JSON object may be a call.
-        hints: texts that tell of the dialect in a chat template or in what it writes; empty for the markers that open
-            calls.
+        hints: texts that identify the dialect in a chat template or its output; empty to use the opening markers.
     """
 
     opens: Mapping[str, Open] = field(default_factory=dict)
@@ -54,7 +53,7 @@ class Dialect:
 
     @property
     def signs(self) -> tuple[str, ...]:
-        """Texts that tell of the dialect."""
+        """Texts that identify the dialect."""
         return self.hints or (*self.opens,)
 
 
@@ -96,7 +95,7 @@ def _lines(parts: DialectParts) -> CallReader:
 
 
 def bare_object(parts: DialectParts) -> CallReader:
-    """Reads a reply that is nothing but JSON: a call if it names one of the request's tools."""
+    """Create the parser for a reply that is only JSON: a call if it names one of the request's tools."""
     return ObjectCalls(parts.sink, "", parts.tools, must_be_known=True)
 
 
@@ -133,8 +132,8 @@ _PYTHON = FieldNotation("[],;", "", "(", ")", "=", ('"""', "'''", '"', "'"))
 _DSML_NOISE = ("</｜DSML｜tool_calls>", "</｜DSML｜function_calls>")
 _DSML_OPENS = {close.replace("/", ""): _tagged(close, _DSML) for close in _DSML_NOISE}
 
-# By mlx-lm's names of its parsers, and names of ours for what it does not read. What a template writes for a call is
-# read by one of these; of several that read it alike, mlx-lm's choice is taken, or else the first.
+# Keys are mlx-lm's parser names, or our own for formats that mlx-lm does not parse. The order matters: of dialects
+# that parse a template's output equally well, mlx-lm's choice is used, else the first.
 DIALECTS: dict[str, Dialect] = {
     "qwen3_coder": Dialect(
         {"<tool_call>": _tagged("</tool_call>", _XML), "<function=": _tagged("", replace(_XML, call=""))},
@@ -164,7 +163,7 @@ DIALECTS: dict[str, Dialect] = {
     ),
     "seed_oss": Dialect({"<seed:tool_call>": _tagged("</seed:tool_call>", _PYTHON_XML)}, ("</seed:tool_call>",)),
     "minimax_m2": Dialect({"<minimax:tool_call>": _tagged("</minimax:tool_call>", _INVOKE)}, ("</minimax:tool_call>",)),
-    # A tokenizer alone does not tell the two apart, so that each reads both.
+    # A tokenizer alone does not identify which of the two applies, so each parses both.
     "deepseek_v4": Dialect(_DSML_OPENS, _DSML_NOISE, hints=("｜DSML｜tool_calls", "dsml_token + 'tool_calls")),
     "deepseek_v32": Dialect(_DSML_OPENS, _DSML_NOISE, hints=("｜DSML｜",)),
     "minicpm5": Dialect({"<function name=": _tagged("", _NAMED)}, ("</function>",)),
@@ -278,7 +277,7 @@ DIALECTS: dict[str, Dialect] = {
 }
 DIALECTS["laguna"] = DIALECTS["glm47"]
 
-# Between what a model thinks: the first of the pair may stand in the prompt already.
+# Markers around reasoning. The prompt may end with the first of a pair.
 THOUGHTS: tuple[tuple[str, str], ...] = (
     ("<think>", "</think>"),
     ("<longcat_think>", "</longcat_think>"),

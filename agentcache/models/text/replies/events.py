@@ -1,4 +1,4 @@
-"""A reply as it is read: the events that every wire dialect translates, and what they add up to."""
+"""Events of a streamed reply and the blocks that they add up to. Each HTTP dialect translates them."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ReasoningDelta:
-    """A further piece of what the model thinks."""
+    """A piece of the reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class TextDelta:
-    """A further piece of what it says."""
+    """A piece of the answer text."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class ToolCallStart:
-    """A call begins; its arguments follow. Calls do not overlap, and `index` counts them from 0."""
+    """Start of a tool call. Calls do not overlap; `index` counts from 0."""
 
     index: int
     name: str
@@ -30,7 +30,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True)
 class ToolCallArguments:
-    """A further piece of the JSON text of the call's arguments. All pieces of a call together are one JSON object."""
+    """A piece of a call's arguments as JSON text. All pieces of a call form one JSON object."""
 
     index: int
     json: str
@@ -38,7 +38,7 @@ class ToolCallArguments:
 
 @dataclass(frozen=True)
 class ToolCallEnd:
-    """The call's arguments are complete: every start is followed by its end, also where the answer was cut off."""
+    """End of a tool call. Every start gets one, even if the reply was cut off."""
 
     index: int
 
@@ -58,7 +58,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Call:
-    """`arguments` is the JSON text of an object."""
+    """A tool call; `arguments` is the JSON text of an object."""
 
     name: str
     arguments: str
@@ -68,7 +68,7 @@ Block = Reasoning | Text | Call
 
 
 def blocks_of(events: Iterable[Event]) -> list[Block]:
-    """The blocks of a reply in their order, as the events of a stream add up to them."""
+    """Combine the events of a reply into blocks, in order."""
     blocks: list[Block] = []
     for event in events:
         last = blocks[-1] if blocks else None

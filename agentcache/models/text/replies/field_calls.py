@@ -1,6 +1,6 @@
-"""Calls whose arguments are fields: a name, a value, a comma. Gemma 4, FunctionGemma and LFM2 write them so.
+"""Streaming parser for calls whose arguments are `name value` fields: Gemma 4, FunctionGemma, LFM2.
 
-They become JSON piece by piece, and `JsonText` sees to it that what has been passed on can be completed.
+The fields are converted to JSON piece by piece. `JsonText` keeps the emitted part completable.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from agentcache.models.text.replies.tagged_calls import converted
 
 _NAME = re.compile(r"[\w.\-]*")
 _FIELD_NAME = re.compile(r"[\w\-]*")
-_WORDS = re.compile(r"[^{}()\[\],]*")  # a value without quotes
+_WORDS = re.compile(r"[^{}()\[\],]*")  # an unquoted value
 _LONGEST_WORDS = 10_000  # characters
 _BRACKETS = {"(": "[", "[": "[", "{": "{", ")": "]", "]": "]", "}": "}", ",": ",", ":": ":"}
 _AFTER_STRING = ",:]})"
 _PLAIN = re.compile(r"[^\\\"']+")
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-7]{1,3}|.)", re.DOTALL)
 _HALF_ESCAPE = re.compile(r"\\(x[0-9a-fA-F]?|u[0-9a-fA-F]{0,3}|U[0-9a-fA-F]{0,7}|[0-7]{0,2})")
-# JSON's, and Python's beside them.
+# Escapes of JSON and of Python.
 _ESCAPED = {character: f"\\{character}" for character in '"\\bfnrt'} | {
     "/": "/",
     "'": "'",
@@ -37,15 +37,14 @@ _ESCAPED = {character: f"\\{character}" for character in '"\\bfnrt'} | {
 
 @dataclass(frozen=True)
 class FieldNotation:
-    """How a family writes a call.
+    """Punctuation of one call format.
 
     Args:
-        around: characters that may stand around and between calls.
-        opening: in front of a call's name.
-        open, close: around its arguments.
-        assign: between an argument's name and its value.
-        quotes: of which one stands around a string, the longer ones first; in plain ones a backslash means more than
-            itself.
+        around: characters allowed around and between calls.
+        opening: text before a call's name.
+        open, close: brackets around the arguments.
+        assign: text between an argument's name and its value.
+        quotes: quotes around strings, longer ones first; backslash escapes count only inside `'` and `"` quotes.
     """
 
     around: str
@@ -56,27 +55,31 @@ class FieldNotation:
     quotes: tuple[str, ...]
 
     def coded(self, code: Callable[[str], str]) -> FieldNotation:
-        """With markers as they stand in coded text."""
+        """Return the notation for coded text (see `Codes`)."""
         quotes = tuple(code(quote) for quote in self.quotes)
         return FieldNotation(self.around, self.opening, self.open, self.close, self.assign, quotes)
 
 
 class FieldText:
-    """The arguments of one call.
+    """Converts the arguments of one call to JSON.
 
     Attributes:
-        json: the same as JSON, as far as they have come.
+        json: the JSON of the arguments read so far.
     """
 
     def __init__(self, notation: FieldNotation) -> None:
         self._notation = notation
-        self._quote = ""  # of the string at work
-        self._depth = 0  # of lists and objects
+        self._quote = ""  # quote of the open string; empty outside strings
+        self._depth = 0  # of open lists and objects
         self.json = JsonText()
         self.json.feed("{", 0)
 
     def feed(self, text: str) -> str:
-        """Take more text up to the end, or where it breaks off; what is not read yet is to stand in front of more."""
+        """Parse text up to the end of the arguments or an error.
+
+        Returns:
+            The unread text. The caller prepends it to the next piece.
+        """
         while text and not (self.json.is_done or self.json.is_broken):
             read = self._in_string(text) if self._quote else self._outside(text)
             if not read:
@@ -84,7 +87,7 @@ class FieldText:
             text = text[read:]
         return text
 
-    # Each reads a piece and says how long it is: 0 if more has to come first.
+    # Each step reads a piece and returns its length; 0 if it needs more text.
 
     def _outside(self, text: str) -> int:
         if text[0] in SPACE:
@@ -144,7 +147,7 @@ class FieldText:
         return end
 
     def _is_followed(self, text: str) -> bool | None:
-        """Whether the call goes on behind a marker that may end a string; None if nothing has come yet."""
+        """Whether the call continues after a quote marker, which then ends the string; None if more text is needed."""
         text = text.lstrip(SPACE)
         return text[0] in (*_AFTER_STRING, self._notation.close, self._notation.assign) if text else None
 
@@ -175,7 +178,7 @@ class _At(Enum):
 
 
 class FieldCalls(Steps):
-    """Calls up to a marker that closes them; they may be JSON objects, too (`grammars/call_syntax.py`)."""
+    """Parse field calls up to the closing marker. Also accepts JSON objects (`grammars/call_syntax.py`)."""
 
     def __init__(self, sink: CallSink, close: str, tools: Tools, notation: FieldNotation) -> None:
         super().__init__(sink, close)
@@ -183,7 +186,7 @@ class FieldCalls(Steps):
         self._objects = ObjectCalls(sink, close, tools)
         self._fields = FieldText(notation)
         self._at = _At.HEADER
-        self._any = False  # call so far
+        self._any = False  # a call has been read
 
     @property
     def _state(self) -> Enum:
@@ -250,12 +253,12 @@ def _quoted(value: object) -> str:
 
 
 def _unescaped(code: str) -> str:
-    """What stands behind a backslash, as it stands in a JSON string."""
+    """Convert the text after a backslash to the inside of a JSON string."""
     if code in _ESCAPED:
         return _ESCAPED[code]
     kind = code[0]
     if kind == "u" and len(code) > 1:
-        return "\\" + code  # which may be half of a pair
+        return "\\" + code  # may be half of a surrogate pair, which `JsonText` handles
     if kind in "01234567" or (kind in "xU" and len(code) > 1):
         number = int(code, 8) if kind.isdigit() else int(code[1:], 16)
         is_character = number <= 0x10FFFF and not 0xD800 <= number < 0xE000

@@ -1,4 +1,4 @@
-"""Which format a model's replies have: found in its tokenizer's tokens and in its chat template."""
+"""Detect a model's reply format from its tokens and its chat template."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def find_format(
     mlx_lm_parser: str | None,
     written: Sequence[WrittenReply] = (),
 ) -> ReplyFormat:
-    """The format of a model.
+    """Return the reply format of a model.
 
     Args:
-        template: its chat template; all of them where there are several.
-        tokens: id, and whether it is special, of each added token by its content.
-        mlx_lm_parser: what mlx-lm takes for the format of its tool calls.
-        written: what the template writes for replies with calls.
+        template: text of all its chat templates.
+        tokens: added tokens by content, each as (id, is special).
+        mlx_lm_parser: tool-call parser that mlx-lm chooses.
+        written: replies with calls, rendered by the template.
     """
     all_text = "\n".join([template, *(reply.prompt + reply.text for reply in written)])
     if all(marker in tokens for marker in ("<|start|>", "<|channel|>", "<|message|>")):
@@ -46,7 +46,7 @@ def _has_pair(pair: tuple[str, str], text: str, tokens: Mapping[str, object]) ->
     start, end = pair
     if all(marker in tokens or marker in text for marker in pair) or (end in text and _is_tag(pair)):
         return True
-    # Markers of several tokens are those of a model that has their first and last ones.
+    # This marker is several tokens; a model uses it if it has the first token and the closing token.
     return "<|channel>" in tokens and "<channel|>" in tokens and start == "<|channel>thought"
 
 
@@ -55,9 +55,9 @@ def _is_tag(pair: tuple[str, str]) -> bool:
 
 
 def _only_closes(pair: tuple[str, str], text: str) -> bool:
-    """Whether a template knows where a thought ends, but not where it begins.
+    """Whether the template has the closing marker of reasoning but not the opening one.
 
-    One that asks whether a reply has the end in it knows of replies without thoughts: their model writes the beginning.
+    False if the template tests `end in reply`: it expects replies without reasoning, so the model writes both markers.
     """
     start, end = pair
     if end not in text or start in text or not _is_tag(pair):
@@ -68,7 +68,6 @@ def _only_closes(pair: tuple[str, str], text: str) -> bool:
 def _find_dialect(
     template: str, tokens: Mapping[str, object], mlx_lm_parser: str | None, written: Sequence[WrittenReply]
 ) -> str | None:
-    """The dialect that reads what the template writes, or else the one whose markers it or the tokenizer names."""
     for reply in written:
         if reply.shows_calls and (found := find_dialect(reply, mlx_lm_parser)) is not None:
             return found

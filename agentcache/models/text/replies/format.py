@@ -1,4 +1,4 @@
-"""How a model writes its replies, as data."""
+"""Description of a model's reply format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HARMONY_ENDS = ("<|call|>", "<|return|>")
 
 @dataclass(frozen=True)
 class MarkerToken:
-    """A marker that is one token; `is_shown`: it is part of the text that clients see, as special tokens are not."""
+    """A marker that is one token; `is_shown` is False for special tokens, which clients do not see."""
 
     name: str
     id: int
@@ -20,12 +20,12 @@ class MarkerToken:
 
 @dataclass(frozen=True)
 class ReplyFormat:
-    """How a model writes what it thinks and the tools that it calls; without arguments, not at all.
+    """Tool-call format and reasoning markers of a model; the default has neither.
 
     Args:
-        dialect: a name in `DIALECTS`, or `HARMONY` (which has thoughts of its own); None where it calls no tools.
-        thoughts: the markers around what it thinks, in pairs.
-        thinks_first: whether it begins with a thought although nothing marks the beginning.
+        dialect: name in `DIALECTS`, or `HARMONY`, which includes reasoning; None for no tool calls.
+        thoughts: pairs of markers around reasoning.
+        thinks_first: whether replies begin with reasoning without an opening marker.
         tokens: markers that are single tokens.
     """
 

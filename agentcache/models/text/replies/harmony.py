@@ -1,4 +1,4 @@
-"""gpt-oss's Harmony: messages in channels (https://github.com/openai/harmony)."""
+"""Parser for Harmony, the reply format of gpt-oss: messages in channels (https://github.com/openai/harmony)."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class _State(Enum):
 
 
 class HarmonyReader:
-    """Analysis is thought, what is for a tool is a call, all else is said.
+    """Parse analysis messages as reasoning, messages to a tool as calls, all others as text.
 
     Args:
-        tools: None if calls are to be left in the text.
+        tools: tools of the request; None to leave calls in the text.
     """
 
     def __init__(self, form: ReplyFormat, tools: Tools | None) -> None:
@@ -42,14 +42,14 @@ class HarmonyReader:
         self._sink = CallSink(self._codes.shown, self._codes.in_json)
         self._state = _State.HEADER
         self._header: list[str] = []
-        self._prompted = ""  # of the header, by the prompt
-        self._text = ""  # not read yet
+        self._prompted = ""  # part of the header in the prompt
+        self._text = ""  # unread
         self._tool = ""
         self._arguments = JsonText()
-        self._has_begun = False  # the message or call at work, with what is passed on
+        self._has_begun = False  # part of the current message or call has been emitted
         self._zones = Zones(self._codes.shown)
-        self._undecided: list[str] = []  # a header, or text of a model that does not know the format
-        self._pause = {ReasoningDelta: "", TextDelta: ""}  # in front of a further message of the kind
+        self._undecided: list[str] = []  # a header, or plain text of a model that ignores the format
+        self._pause = {ReasoningDelta: "", TextDelta: ""}  # text to emit before the next message of the kind
 
     @property
     def num_calls(self) -> int:
@@ -77,7 +77,7 @@ class HarmonyReader:
     def finish(self, *, cut_off: bool) -> list[Event]:
         said = "".join(self._header).removeprefix(self._prompted)
         if self._state is _State.HEADER and said and self._channel not in said:
-            self._state = _State.TEXT  # no message at all: a model that does not know the format
+            self._state = _State.TEXT  # no message: the model ignores the format
             self._zones.pass_over(said.removesuffix("".join(self._undecided)))
             self._pass_on(said)
         else:

@@ -1,4 +1,4 @@
-"""Replies in a prompt that a chat template has written, set against what the model generated."""
+"""Match replies in a rendered prompt with the replies that the model generated."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from agentcache.models.text.replies.reader import open_reader
 from agentcache.models.text.template import REASONING_KEYS
 from agentcache.models.text.tokenizer import Tokenizer
 
-_PROMPT_END = 256  # characters in front of a reply, in which it may have been begun
+_PROMPT_END = 256  # characters before a reply that may open its reasoning or calls
 _MOST_ENDS = 8  # positions that are tried as a reply's end
-# Roles of who replies, as templates name them between control tokens.
+# Names of the assistant role between control tokens.
 _ROLES = "(?:[Aa]ssistant|ASSISTANT|model|bot|ai name=assistant)"
 
 
 @dataclass(frozen=True)
 class ReadReply:
-    """What a reply says, whatever its spelling: calls are names with their arguments as canonical JSON."""
+    """The content of a reply, independent of its format: calls are (name, arguments as canonical JSON)."""
 
     thought: str
     text: str
     calls: tuple[tuple[str, str], ...]
 
     def says(self, other: ReadReply) -> bool:
-        """Whether it says what another one says, but for the thought, which it may lack."""
+        """Whether text and calls equal those of `other`, and the reasoning is equal or missing here."""
         return (self.text, self.calls) == (other.text, other.calls) and self.thought in ("", other.thought)
 
     def answers(self, message: Mapping[str, Any]) -> bool:
-        """Whether a client's message has the same text and calls."""
+        """Whether a client's message has this reply's text and calls."""
         return (self.text, self.calls) == said_in(message)
 
 
 def said_in(message: Mapping[str, Any]) -> tuple[str, tuple[tuple[str, str], ...]] | None:
-    """Text and calls of a client's message, as a `ReadReply` has them; None where it can be none."""
+    """Return text and calls of a client's message in `ReadReply` form; None if it cannot be a reply."""
     content = "" if message.get("content") is None else message["content"]
     calls = [call.get("function") or {} for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
     if not isinstance(content, str) or not all(isinstance(call.get("name"), str) for call in calls):
@@ -55,7 +55,7 @@ def said_in(message: Mapping[str, Any]) -> tuple[str, tuple[tuple[str, str], ...
 
 
 class Words(Protocol):
-    """What was said, with the model's replies in it: a transcript, or how a client tells one."""
+    """Text of a conversation with the ranges that the model generated, such as a `Transcript`."""
 
     @property
     def text(self) -> str: ...
@@ -64,10 +64,10 @@ class Words(Protocol):
 
 
 class ReplyReading:
-    """Reads replies in marked text.
+    """Parser for the replies in a conversation's marked text.
 
     Args:
-        tools: that the template shows; None for none.
+        tools: tools in the prompt; None for none.
     """
 
     def __init__(self, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] | None) -> None:
@@ -83,7 +83,7 @@ class ReplyReading:
         self._last_opening = re.compile(rf"{self._opening.pattern}\Z")
 
     def read(self, reply: str, prompt_end: str) -> ReadReply:
-        """A reply in marked text; `prompt_end` stands in front of it."""
+        """Parse a reply in marked text; `prompt_end` is the text before it."""
         reader = open_reader(self._form, self._tools, thoughts=True, whole=True)
         reader.begin(prompt_end)
         texts, placed, length, done = list[str](), list[tuple[int, str]](), 0, 0
@@ -102,32 +102,34 @@ class ReplyReading:
         )
 
     def read_at(self, text: str, begin: int, end: int) -> ReadReply:
-        """The reply between two positions of a marked text."""
+        """Parse the reply in `text[begin:end]`."""
         return self.read(text[begin:end], text[max(0, begin - _PROMPT_END) : begin])
 
     def opened_at(self, text: str, begin: int) -> int:
-        """Where a reply at `begin` begins, with the marker in front of it that has opened its thought."""
+        """Return the start of the reply at `begin`, including a marker before it that opens its reasoning."""
         return _opened_at(self._form, text, begin)
 
     def opening_at(self, text: str, begin: int, *, first: int) -> int:
-        """Where that begins which opens a reply at `begin`: control tokens and a role, or nothing.
+        """Return the start of the control tokens and role before a reply at `begin`; `begin` if there are none.
 
         Args:
-            first: where it begins at the earliest.
+            first: lower bound of the result.
         """
         found = self._last_opening.search(text, max(first, begin - _PROMPT_END), begin)
         return begin if found is None else found.start()
 
     def behind_opening(self, text: str, at: int) -> int:
-        """Where a reply begins that control tokens and a role at `at` open, or nothing."""
+        """Return the position after control tokens and a role at `at`; `at` if there are none."""
         found = self._first_opening.match(text, at)
         return at if found is None else found.end()
 
     def same_reply(self, text: str, begin: int, reply: ReadReply, *, longest: int) -> tuple[bool, int | None]:
-        """Where a reply that begins at `begin` and says the same ends, and whether its thought is there, too.
+        """Find the end of a reply at `begin` with the content of `reply`.
 
-        It ends in front of what ends a turn; None where there is none such. It may be parted into several turns, as by
-        templates that show no text beside a call.
+        The reply may span several turns: some templates show text and calls in separate turns.
+
+        Returns:
+            Whether its reasoning is equal, too, and the position of the end-of-turn marker; None if none matches.
         """
         without_thought: int | None = None
         for found in islice(self._turn_ends.finditer(text, begin, begin + longest), _MOST_ENDS):
@@ -147,9 +149,9 @@ def _opened_at(form: ReplyFormat, text: str, begin: int) -> int:
 
 
 def first_thought(transcript: Transcript, form: ReplyFormat) -> int | None:
-    """How many of a transcript's tokens stand in front of the first thing that the model thought in it.
+    """Return the number of a transcript's tokens before its first reasoning; None if it has none.
 
-    A chat template may not show that again: then the next prompt branches there. None where nothing was thought.
+    If the chat template drops earlier reasoning, the next prompt branches there.
     """
     places = (_thought_at(transcript.text, *place, form) for place in transcript.generated_ranges())
     first = next((place for place in places if place is not None), None)
@@ -157,13 +159,13 @@ def first_thought(transcript: Transcript, form: ReplyFormat) -> int | None:
 
 
 def ends_with_thought(transcript: Transcript, form: ReplyFormat) -> bool:
-    """Whether there is a thought in the last thing that the model said."""
+    """Whether the last generated range has reasoning."""
     last = transcript.generated_ranges()[-1:]
     return any(_thought_at(transcript.text, *place, form) is not None for place in last)
 
 
 def _thought_at(text: str, begin: int, end: int, form: ReplyFormat) -> int | None:
-    """Where a thought begins that the model had between two positions; None without one."""
+    """Return where reasoning begins in `text[begin:end]`; None if it has none."""
     if not form.thoughts:
         return None
     opened = _opened_at(form, text, begin)
@@ -175,10 +177,10 @@ def _thought_at(text: str, begin: int, end: int, form: ReplyFormat) -> int | Non
 
 @dataclass(frozen=True)
 class Retold:
-    """A prompt in the words of a transcript.
+    """A prompt whose replies are spelled as in a transcript.
 
     Args:
-        is_same: whether it extends all that the transcript holds, but for thoughts that it leaves out.
+        is_same: whether it extends the whole transcript, except for reasoning that it omits.
     """
 
     text: str
@@ -186,16 +188,16 @@ class Retold:
 
 
 def as_generated(text: str, transcript: Words, reading: ReplyReading) -> Retold:
-    """`text` with the replies in it as the model generated them, as far as they say the same.
+    """Return `text` with its replies spelled as the model generated them, up to the first that differs in content.
 
-    A template may order and space things in another way than the model does; the model's own words are in the cache.
-    What the template leaves out stays left out: from there on the text stays as it is. What opens a reply is told as in
-    the prompt that the model continued: some templates open replies in another way in the history.
+    A template may order and space a reply differently; the cache holds the generated spelling. Omitted reasoning stays
+    omitted, and the replies after it keep the template's spelling. The text that opens a reply is taken from the
+    transcript: some templates open replies differently in the history.
     """
     old, at, old_at = transcript.text, 0, 0
-    done: list[str] = []  # what stands in front of `at`
-    is_own = True  # all so far is as it was generated
-    same_until = shared_until(old, text, 0, 0)  # in the transcript
+    done: list[str] = []  # result for `text[:at]`
+    is_own = True  # the result so far equals the transcript
+    same_until = shared_until(old, text, 0, 0)  # position in the transcript
     for begin, end in transcript.generated_ranges():
         front = reading.opened_at(old, begin)
         if same_until >= end:
@@ -222,10 +224,10 @@ def as_generated(text: str, transcript: Words, reading: ReplyReading) -> Retold:
 def with_thoughts(
     messages: Sequence[dict[str, Any]], transcript: Words, reading: ReplyReading
 ) -> list[list[dict[str, Any]]]:
-    """Messages with what the model thought where the client has left it out; none where nothing is to be added.
+    """Return variants of `messages` with the reasoning that the client omitted; empty if nothing is to be added.
 
-    Of replies that say the same, the transcript may hold some only: the first ones, or, where a template has left out
-    older thoughts, the last ones. Where that makes a difference there are two answers.
+    Of replies with equal content the transcript may hold only the first ones, or only the last ones if a template
+    dropped older reasoning. If the two assignments differ, the result has both variants.
     """
     known = [reading.read_at(transcript.text, *place) for place in transcript.generated_ranges()]
     first = _thoughts_of(messages, known)
@@ -239,7 +241,7 @@ def with_thoughts(
 
 
 def _thoughts_of(messages: Sequence[dict[str, Any]], known: Sequence[ReadReply]) -> dict[int, str]:
-    """By index of a message: the thought that it lacks, of the next reply that it repeats."""
+    """Return by message index the omitted reasoning, matching the messages with `known` in order."""
     thoughts, at = dict[int, str](), 0
     places = defaultdict[Any, list[int]](list)
     for place, reply in enumerate(known):
@@ -257,7 +259,7 @@ def _thoughts_of(messages: Sequence[dict[str, Any]], known: Sequence[ReadReply])
 
 
 def _canonical(arguments: Any) -> str:
-    """Arguments as canonical JSON, given as data or as JSON; what is neither stays as it is."""
+    """Return arguments, given as data or JSON text, as canonical JSON; invalid JSON unchanged, other data as `repr`."""
     try:
         return canonical_json(parse_json(arguments) if isinstance(arguments, str) else arguments)
     except ValueError:

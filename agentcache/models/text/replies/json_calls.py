@@ -1,4 +1,4 @@
-"""Calls that are written as JSON: whole call objects, and arguments behind a header that has the name."""
+"""Streaming parsers for JSON calls: whole call objects, or a header with the name and then the arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentcache.models.text.replies.json_text import JsonText
 _NAME_KEYS = ("name", "tool_name")
 _ARGUMENT_KEYS = ("arguments", "parameters", "args")
 _NESTING_KEYS = ("function", "tool")
-_FIRST_KEYS = (*_NAME_KEYS, *_NESTING_KEYS, "type")  # of call objects that nothing but their keys announces
+_FIRST_KEYS = (*_NAME_KEYS, *_NESTING_KEYS, "type")  # keys allowed before the name if no marker announces the call
 _NO_NAME = re.compile(
     r"```(json)?|<[|｜]tool[_▁](sep|call[_▁]argument[_▁]begin)[|｜]>|\[CALL_ID\][^\[]*|\[ARGS\]"
     r"|<\|tool_call:(name|args)\|>"
@@ -29,11 +29,11 @@ class _InCall(Enum):
 
 
 class HeaderCall(Steps):
-    """One call: a header with its name, the object of its arguments, a marker that closes it.
+    """Parse one call: a header with the name, the arguments object, a closing marker.
 
     Args:
-        name_of: reads the name from the header; None where there is none.
-        objects: reads what has no header.
+        name_of: function that extracts the name from the header, or returns None.
+        objects: parser for calls without a header.
     """
 
     def __init__(
@@ -108,12 +108,12 @@ class _InObject(Enum):
 
 
 class ObjectCalls(Steps):
-    """Calls as JSON objects, one or several or a list, up to a marker that closes them.
+    """Parse calls as JSON objects, a sequence or a list, up to a closing marker.
 
     Args:
-        close: empty for none.
-        must_be_known: whether only the request's tools can be called so: where nothing but JSON says that it is a call.
-        is_keyed: whether a call is its name as a key, and its arguments as that key's value.
+        close: closing marker; empty for none.
+        must_be_known: accept only the request's tools, for formats in which no marker announces a call.
+        is_keyed: a call is `{name: arguments}`.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class ObjectCalls(Steps):
         self._at = _InObject.BEGIN
         self._started = False
         self._name: str | None = None
-        self._held = ""  # arguments that came before the name
+        self._held = ""  # arguments that preceded the name
         self._key = ""
         self._nested = 0
         self._value = JsonText()
@@ -224,7 +224,7 @@ class ObjectCalls(Steps):
         return self._end_value()
 
     def _is_another_name(self) -> bool:
-        """Whether what has come of the name is that of no tool, though it has to be."""
+        """Whether the name so far is not the beginning of a tool's name, although it must be."""
         return (
             self._must_be_known and self._at is _InObject.NAME and not self._tools.may_begin(self._captured.lstrip('"'))
         )
@@ -293,7 +293,7 @@ class ObjectCalls(Steps):
 
 
 def _string_end(text: str) -> int | None:
-    """Where a string at the beginning of `text` ends, behind its quote; None if it does not yet."""
+    """Return the position after the closing quote of the string at the start of `text`; None if it is open."""
     at = 1
     while (found := text.find('"', at)) > 0:
         backslashes = found - len(text[:found].rstrip("\\"))
@@ -304,14 +304,14 @@ def _string_end(text: str) -> int | None:
 
 
 def _mended_string(text: str) -> Any:
-    """The string that a JSON string holds, whatever escapes the model has written in it."""
+    """Parse a JSON string that may have invalid escapes."""
     mended = JsonText()
     mended.feed(text, 0)
     return parse_json(mended.take())
 
 
 def _object_in(string: str) -> str | None:
-    """The JSON text of the object that a JSON string holds; None for anything else."""
+    """Return the JSON text of the object in a JSON string (`{}` if the string is empty); None for other contents."""
     try:
         value = parse_json(parse_json(string) or "{}", max_depth=MAX_REPLY_DEPTH)
     except ValueError:
@@ -320,6 +320,6 @@ def _object_in(string: str) -> str | None:
 
 
 def function_name(header: str) -> str | None:
-    """A name in front of arguments, as in `functions.look:0`, with a kind in front of it or a fence behind it."""
+    """Return the tool name in a header such as `functions.look:0`, which may have a kind before it or a fence after."""
     words = _NO_NAME.sub(" ", header).split()
     return words[-1].removeprefix("functions.").partition(":")[0] or None if words else None

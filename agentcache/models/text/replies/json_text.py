@@ -1,4 +1,4 @@
-"""JSON text as a model writes it, mended while it comes: what has been passed on can always be completed."""
+"""Streaming repair of a model's JSON text. The output so far can always be completed to valid JSON."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class _Expect(Enum):
 
 
 class JsonText:
-    """One JSON value.
+    """Parser for one JSON value.
 
-    Mended are: raw control characters and unknown escapes in strings, halves of surrogate pairs, commas in front of an
-    end, Python's words for constants. Anything else that is no JSON breaks it off.
+    Repairs raw control characters and unknown escapes in strings, lone surrogates, trailing commas, and Python's
+    constants. Any other error stops the parser.
 
     Attributes:
-        is_done: the value is complete.
-        is_broken: what came is no JSON; the value can still be closed.
+        is_done: whether the value is complete.
+        is_broken: whether the text is not JSON; `complete` still closes the value.
     """
 
     def __init__(self) -> None:
@@ -44,39 +44,39 @@ class JsonText:
         self.is_broken = False
         self._out: list[str] = []
         self._expect = _Expect.VALUE
-        self._open: list[str] = []  # what closes the containers that are open
-        self._held = ""  # a comma and a key, passed on with the value that follows
-        self._comma = False
+        self._open: list[str] = []  # closing brackets of the open containers
+        self._held = ""  # a key, emitted with its value so that the output stays completable
+        self._comma = False  # emit a comma before the next value
         self._string: list[str] = []
         self._is_key = False
-        self._escape = ""  # the beginning of one
-        self._half = ""  # of a surrogate pair, as its escape
+        self._escape = ""  # incomplete escape
+        self._half = ""  # escape of the first half of a surrogate pair
         self._word = ""
 
     @property
     def is_in_string(self) -> bool:
-        """Whether a string has begun that has not ended."""
+        """Whether a string is open."""
         return self._expect is _Expect.STRING and not self.is_broken
 
     @property
     def expects_key(self) -> bool:
-        """Whether a key of an object has to come, or the object's end."""
+        """Whether a key or the end of the object must follow."""
         return self._expect is _Expect.KEY_OR_END
 
     def feed(self, text: str, at: int) -> int:
-        """Take `text` from `at` on, up to the value's end or where it breaks; where that is."""
+        """Parse `text` from `at`, up to the value's end or an error. Return the position reached."""
         while at < len(text) and not (self.is_done or self.is_broken):
             at = self._step(text, at)
         return at
 
     def take(self) -> str:
-        """What has become certain since the last time."""
+        """Return the output since the last call."""
         out = "".join(self._out)
         self._out.clear()
         return out
 
     def complete(self) -> None:
-        """Nothing more comes: complete the value. One that has not begun becomes null."""
+        """Close the value at the end of the text. A value that has not begun becomes null."""
         if self.is_done:
             return
         if self._expect is _Expect.STRING:
@@ -138,7 +138,7 @@ class JsonText:
         return at
 
     def _pass_on(self, text: str) -> None:
-        """The beginning of a value, with what has to stand in front of it."""
+        """Emit the beginning of a value, after the comma and key that precede it."""
         comma = ", " if self._comma else ""
         self._out.append(comma + self._held + text)
         self._comma, self._held = False, ""
@@ -177,7 +177,6 @@ class JsonText:
         return at + 1
 
     def _in_escape(self, character: str, at: int) -> int:
-        """One character behind a backslash, or one of the four digits behind its u."""
         if self._escape == "\\":
             if character == "u":
                 self._escape = "\\u"
@@ -186,7 +185,7 @@ class JsonText:
             if character in _ESCAPES:
                 self._add("\\" + character)
                 return at + 1
-            self._add("\\\\")  # a backslash that stands for itself; what follows it is no part of an escape
+            self._add("\\\\")  # a literal backslash; the caller reads the character after it as plain text
             return at
         if character not in "0123456789abcdefABCDEF":
             self._add("\\" + self._escape)
@@ -257,6 +256,6 @@ class JsonText:
         self._end_value()
 
     def end_of_text(self) -> None:
-        """What came last has nothing behind it: a number alone is complete then."""
+        """Mark the end of the text. A top-level number or constant is complete then."""
         if self._expect is _Expect.WORD and not self._open:
             self._end_word()

@@ -1,4 +1,4 @@
-"""Markers on token ids: a marker that is a token becomes a character that no text has, so that no text is a marker."""
+"""Coded text: each marker token becomes a private-use character, so ordinary text cannot imitate a marker."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterable, Sequence
 from agentcache.models.text.json_values import json_string
 from agentcache.models.text.marks import any_of
 
-_FIRST = 0x10F000  # of a plane for private use; what is above belongs to `Marks`
+_FIRST = 0x10F000  # private use; `Marks` uses the code points above this range
 _ANY = re.compile(f"[{chr(_FIRST)}-{chr(_FIRST + 0x7FF)}]")
 
 Placed = tuple[int, str]
 
 
 class Codes:
-    """Characters for markers.
+    """Mapping between marker tokens and their characters.
 
     Args:
-        tokens: markers that are single tokens, with whether the token is part of the text that clients see.
+        tokens: name of each marker token, and whether clients see it in text.
     """
 
     def __init__(self, tokens: Iterable[tuple[str, bool]]) -> None:
@@ -28,18 +28,18 @@ class Codes:
         self._names = any_of(self._of)
 
     def code(self, marker: str) -> str:
-        """A marker, or a text with markers in it, as it stands in coded text."""
+        """Encode a marker, or all markers in a text."""
         return self._names.sub(lambda found: self._of[found[0]], marker) if self._of else marker
 
     def uncoded(self, markers: Iterable[str]) -> list[str]:
-        """Those of coded markers that have no token in them: generated text spells them."""
+        """Return the coded markers without marker tokens, which generated text spells out."""
         return [marker for marker in markers if self.without(marker) == marker]
 
     def coded(self, text: str, placed: Sequence[Placed]) -> str:
-        """Generated text as coded text.
+        """Encode generated text.
 
         Args:
-            placed: where in the text which token stands.
+            placed: offset in `text` and name of each marker token.
         """
         if not placed:
             return text if text.isascii() else _clean(text)
@@ -52,22 +52,22 @@ class Codes:
         return "".join([*parts, _clean(text[done:])])
 
     def shown(self, coded: str) -> str:
-        """Coded text as clients may see it where a marker means nothing."""
+        """Decode to the text that clients see, without hidden markers."""
         return coded if coded.isascii() else _ANY.sub(lambda found: self._spelled(found[0], hides=True), coded)
 
     def spelled(self, coded: str) -> str:
-        """Coded text with all markers as their strings."""
+        """Decode with all markers as their names."""
         return coded if coded.isascii() else _ANY.sub(lambda found: self._spelled(found[0], hides=False), coded)
 
     def in_json(self, coded: str) -> str:
-        """Coded JSON text with all markers in its strings as their strings: a file may be about them."""
+        """Decode JSON text with all markers as their names: arguments may be about markers."""
         if coded.isascii():
             return coded
         quoted = lambda found: json_string(self._spelled(found[0], hides=False), ensure_ascii=False)  # noqa: E731
         return _ANY.sub(lambda found: quoted(found)[1:-1], coded)
 
     def without(self, coded: str) -> str:
-        """Coded text without any marker that is a token."""
+        """Remove all marker tokens."""
         return coded if coded.isascii() else _ANY.sub("", coded)
 
     def _spelled(self, character: str, *, hides: bool) -> str:

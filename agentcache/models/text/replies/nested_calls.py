@@ -1,4 +1,4 @@
-"""Calls that are written as trees of tags, with one token in front of each tag: MiniMax M3 writes them so."""
+"""Streaming parser for calls as nested tags with a token before each tag: MiniMax M3."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from agentcache.models.text.replies.calls import LONGEST_HEADER, SPACE, CallSink
 from agentcache.models.text.replies.json_text import JsonText
 from agentcache.models.text.replies.tagged_calls import converted, name_in
 
-_ITEM = "item"  # the tag of a list's values
+_ITEM = "item"  # tag of list items
 
 
 @dataclass
 class _Element:
-    """An argument, or a part of one.
+    """An argument or a part of one.
 
     Args:
-        max_depth: levels of objects and lists that its value may have.
-        types: JSON schema's names of those that it may have; empty where nothing is known.
+        max_depth: limit on nested objects and lists in the value.
+        types: JSON schema types of the value; empty if unknown.
     """
 
     name: str
@@ -48,11 +48,11 @@ class _At(Enum):
 
 
 class NestedCalls(Steps):
-    """Calls up to a marker that closes them. An argument is passed on when it is complete.
+    """Parse nested calls up to the closing marker. Emits each argument when it is complete.
 
     Args:
-        close: the marker.
-        sign: in front of each tag.
+        close: closing marker.
+        sign: token before each tag.
     """
 
     def __init__(self, sink: CallSink, close: str, tools: Tools, sign: str) -> None:
@@ -61,7 +61,7 @@ class NestedCalls(Steps):
         self._sign = sign
         self._opening = f"{sign}<invoke"
         self._at = _At.CALL
-        self._any = False  # call so far
+        self._any = False  # a call has been read
         self._name = ""
         self._num_arguments = 0
         self._open: list[_Element] = []
@@ -119,7 +119,7 @@ class NestedCalls(Steps):
         tag = text[begin:end].lstrip("<")
         self._text = text[end + 1 :]
         if not tag.startswith("/"):
-            max_depth = MAX_REPLY_DEPTH - 1 - len(self._open)  # the object of all arguments is a level, too
+            max_depth = MAX_REPLY_DEPTH - 1 - len(self._open)  # the arguments object is one level
             if not max_depth:
                 return self._break_off()
             types = frozenset[str]() if self._open else self._tools.types(self._name, tag)
@@ -154,7 +154,7 @@ class NestedCalls(Steps):
         return None
 
     def _break_off(self) -> Left:
-        """The call cannot be read any further: the rest is text."""
+        """End a malformed call; the rest is text."""
         self._open = []
         return self._cut_off()
 

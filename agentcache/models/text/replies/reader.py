@@ -1,4 +1,4 @@
-"""Reads a reply as it comes: what is thought, what is said, which tools are called."""
+"""Streaming parser for replies: separates reasoning, text and tool calls."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from agentcache.models.text.replies.harmony import HarmonyReader
 from agentcache.models.text.replies.markers import Codes, Placed
 from agentcache.models.text.replies.zones import Zone, Zones
 
-# Characters behind a closing marker that a stream holds until it shows them, in case that another one follows: less
-# than a second of most models' answers, and more where a model has closed its thought at once.
+# Characters that a stream holds back after a closing marker, because a second closing marker may follow. The larger
+# number applies if the reasoning was empty.
 DOUBTED, DOUBTED_UNTHOUGHT = 120, 400
 
 
 class ReplyReader(Protocol):
-    """Reads one reply.
+    """Parser for one reply.
 
     Attributes:
-        num_calls: begun so far.
-        thought_ends: strings with which the thought at work ends, but for tokens that are markers; text that is not
-            read yet is the beginning of one. None where no thought is at work, or such a token may have begun its end.
+        num_calls: number of calls begun.
+        thought_ends: strings that end the current reasoning, without marker tokens; unread text may be a prefix of
+            one. None outside reasoning, or if a marker token may have begun the end.
     """
 
     @property
@@ -39,25 +39,25 @@ class ReplyReader(Protocol):
     def thought_ends(self) -> Sequence[str] | None: ...
 
     def begin(self, prompt_end: str) -> None:
-        """Before the first text: the end of the prompt's marked text, in which a thought may have been opened."""
+        """Take the end of the prompt's marked text, which may open reasoning or calls. Call before `add`."""
 
     def add(self, text: str, placed: Sequence[Placed] = ()) -> list[Event]:
-        """Take more text; `placed` says where in it which marker stands that is a token."""
+        """Parse more text and return its events; `placed` has the offset and name of each marker token in `text`."""
 
     def finish(self, *, cut_off: bool) -> list[Event]:
-        """No more text comes; `cut_off` if that is not the model's doing."""
+        """End the reply and return the last events; `cut_off` if the model did not end it itself."""
 
     def take_zones(self) -> list[Zone]:
-        """What has become certain since the last time of the text that was added: which of it is said."""
+        """Return the zones decided since the last call: lengths of added text, each with whether it is answer text."""
 
 
 def open_reader(form: ReplyFormat, tools: Tools | None, *, thoughts: bool, whole: bool = False) -> ReplyReader:
-    """A reader for one reply.
+    """Create a parser for one reply.
 
     Args:
-        tools: that may be called; None if calls are to be left in the text.
-        thoughts: whether thoughts are told from text.
-        whole: whether the events are used only when all of them are known, not streamed (see `MarkedReader`).
+        tools: tools of the request; None to leave calls in the text.
+        thoughts: separate reasoning from text.
+        whole: the events are used after the whole reply, not streamed (see `MarkedReader`).
     """
     if form.dialect == HARMONY:
         return HarmonyReader(form, tools)
@@ -69,7 +69,7 @@ def open_reader(form: ReplyFormat, tools: Tools | None, *, thoughts: bool, whole
 
 
 class PlainReader:
-    """All of it is text."""
+    """Parser that passes everything through as text."""
 
     num_calls = 0
     thought_ends = None
@@ -94,14 +94,14 @@ class _State(Enum):
 
 
 class MarkedReader:
-    """Replies in which markers stand around thoughts and calls.
+    """Parser for replies with markers around reasoning and calls.
 
-    White space next to thoughts and calls belongs to neither.
+    White space next to reasoning and calls is dropped.
 
-    A thought may be closed twice: what stands in front of the last closing marker is thought, as chat templates take
-    it, too, unless a call comes first. A whole reply is read so. A stream cannot take text back: behind a closing
-    marker it holds the first `DOUBTED` characters, or `DOUBTED_UNTHOUGHT` where nothing was thought. A marker that
-    comes later closes nothing there; nor does one in a reply that began with text.
+    A model may close its reasoning twice. As in chat templates, all text before the last closing marker is reasoning,
+    unless a call comes first. A stream cannot take text back: it holds only the first `DOUBTED` characters after a
+    closing marker (`DOUBTED_UNTHOUGHT` if the reasoning was empty) and ignores closing markers after them.
+    A stream also ignores closing markers in a reply that began with text.
     """
 
     def __init__(
@@ -130,25 +130,25 @@ class MarkedReader:
         self._any = any_of(markers)
         self._keeps_spaces = dialect.markers == ()
         self._may_begin = _beginnings(markers, r"(?!)" if self._keeps_spaces else r"\s\Z")
-        # Markers that are tokens begin a call in a thought, too: models forget to close what they think.
+        # A marker token begins a call inside reasoning, too: models forget to close their reasoning.
         self._breaks = [marker for marker in self._opens if len(marker) == 1]
         self._thinks_first = form.thinks_first and bool(pairs)
         self._state = _State.TEXT
-        self._text = ""  # not read yet
-        self._gap = ""  # white space that may be in front of more text
-        self._strips = False  # white space to come
-        self._said = False
-        self._thought: list[str] = []  # what began without a marker
-        self._stops: list[str] = []  # what ends the thought at work, its own marker first
+        self._text = ""  # unread
+        self._gap = ""  # white space, emitted only if more text follows
+        self._strips = False  # drop leading white space of the next text
+        self._said = False  # answer text has begun
+        self._thought: list[str] = []  # reasoning that began without a marker
+        self._stops: list[str] = []  # markers that end the current reasoning, its own first
         self._may_stop = self._may_begin
         self._thought_gap = ""
         self._calls: CallReader | None = None
-        self._undecided: list[str] = []  # what may be calls, or be none
-        self._num_before = 0  # calls in front of those
+        self._undecided: list[str] = []  # text that may be calls
+        self._num_before = 0  # `num_calls` before that text
         self._zones = Zones(codes.shown)
         self._is_whole = whole and bool(pairs)
-        self._doubted = inf if self._is_whole else 0.0  # characters of text that a closing marker would make thought
-        self._held: list[tuple[str, bool]] = []  # text that may become thought, and what is no text of it
+        self._doubted = inf if self._is_whole else 0.0  # characters that a closing marker may still turn into reasoning
+        self._held: list[tuple[str, bool]] = []  # text that may become reasoning, or (True) clients never see
         self._has_closed = self._has_thought = False
 
     @property
@@ -194,7 +194,7 @@ class MarkedReader:
         self._read(final=True)
         self._settle()
         if self._thinks_first and self._state is _State.THOUGHT and not cut_off:
-            # Nothing has marked it, neither its beginning nor its end: it was the answer.
+            # The reasoning had neither a beginning nor an end: it was the answer.
             self._show_text("".join(self._thought))
         if self._state is _State.TEXT and self._gap:
             self._sink.events.append(TextDelta(self._gap))
@@ -204,7 +204,7 @@ class MarkedReader:
         return self._zones.take()
 
     def _is_plain(self, text: str) -> bool:
-        """Whether text can be passed on at once: no marker begins in it, nor may white space at either end be none."""
+        """Whether `text` can be emitted at once: no marker begins in it and no white space may have to be dropped."""
         if not text or self._may_begin.search(text) is not None:
             return False
         if not self._said:
@@ -222,7 +222,7 @@ class MarkedReader:
         while steps[self._state](final):
             continue
 
-    # Each reads a piece of the text and says whether it got anywhere.
+    # Each step reads a piece of `_text` and returns whether to continue.
 
     def _in_text(self, final: bool) -> bool:
         text = self._text
@@ -255,14 +255,14 @@ class MarkedReader:
         return self._said or any(not is_skipped and not piece.isspace() for piece, is_skipped in self._held)
 
     def _skip(self, text: str) -> None:
-        """Text that clients do not see."""
+        """Account for text that clients do not see."""
         if self._held:
             self._held.append((text, True))
         else:
             self._zones.add(text, is_said=False)
 
     def _settle(self, *, is_thought: bool = False) -> None:
-        """Text that was held is text, or thought."""
+        """Emit the held text as text or as reasoning."""
         held, self._held = self._held, []
         for piece, is_skipped in held:
             self._zones.add(piece, is_said=not (is_skipped or is_thought))
@@ -277,7 +277,7 @@ class MarkedReader:
             self._show_text(text)
 
     def _close_thought(self) -> None:
-        """Behind a closing marker. Where a stream has not held what it would close, it closes nothing more."""
+        """Handle a closing marker. If a stream has already emitted the text before it, nothing is held afterwards."""
         self._strips, self._gap = True, ""
         closes = self._state is _State.THOUGHT or self._doubted or not self._said
         self._state, self._has_closed = _State.TEXT, True
@@ -286,7 +286,7 @@ class MarkedReader:
             self._doubted = inf if self._is_whole else float(DOUBTED if self._has_thought else DOUBTED_UNTHOUGHT)
 
     def _may_be_longer(self, text: str) -> bool:
-        """Whether a marker of which this is the beginning may yet come."""
+        """Whether `text` is a proper prefix of a marker."""
         return any(len(marker) > len(text) and marker.startswith(text) for marker in self._markers)
 
     def _say(self, text: str) -> None:
@@ -333,7 +333,7 @@ class MarkedReader:
         self._text = text[at + len(stop) :]
         if stop not in self._breaks:
             self._skip(stop)
-        if stop in self._starts:  # it is open already
+        if stop in self._starts:  # repeated opening marker
             return True
         self._thinks_first = False
         self._close_thought()
@@ -383,17 +383,17 @@ class MarkedReader:
             self._skip(read)
             return False
         self._state, self._calls, self._text = _State.TEXT, None, left.rest
-        # Without codes: a marker may be told as its name.
+        # Lengths count shown text: `left` may have a marker's name instead of its code.
         read, given_back = self._codes.shown(read), self._codes.shown(left.shown + left.rest)
         self._skip(read[: max(0, len(read) - len(given_back))])
         self._zones.pass_over(given_back[: max(0, len(given_back) - len(read))])
         if left.has_failed:
             self._say(left.shown)
-        else:  # white space around calls is none of the text's
+        else:  # drop white space around calls
             self._gap, self._strips = "", True
         return True
 
 
 def _beginnings(markers: Sequence[str], others: str) -> re.Pattern[str]:
-    """Finds a character with which one of the markers begins, or what the expression `others` finds."""
+    """Compile a pattern for the first characters of `markers`, or for the expression `others`."""
     return re.compile("[" + "".join(re.escape(first) for first in {marker[0] for marker in markers}) + "]|" + others)

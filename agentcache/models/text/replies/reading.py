@@ -1,4 +1,4 @@
-"""What to look for in a reply, for all who read it: the server, its stop strings, the offline face."""
+"""Parse options of a reply, shared by the server, stop strings and the offline class `LLM`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from agentcache.models.text.replies.reader import ReplyReader, open_reader
 
 @dataclass(frozen=True)
 class Reading:
-    """What to look for in a reply; without arguments, nothing: all of it is text.
+    """Parse options of a reply. With the defaults the whole reply is text.
 
     Args:
-        form: how the model writes.
-        tools: the request's; None where calls are left in the text.
-        thoughts: whether thoughts are told from text.
-        hides_thoughts: whether they are left out of the answer.
+        form: reply format of the model.
+        tools: tools of the request; None to leave calls in the text.
+        thoughts: separate reasoning from text.
+        hides_thoughts: omit reasoning from the answer.
     """
 
     form: ReplyFormat = ReplyFormat()
@@ -27,15 +27,11 @@ class Reading:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all of a reply is text."""
+        """Whether the whole reply is text."""
         if self.form.dialect == HARMONY:
             return False
         return (self.tools is None or self.form.dialect is None) and not (self.thoughts and self.form.thoughts)
 
     def open(self, *, whole: bool = False) -> ReplyReader:
-        """A reader for one reply.
-
-        Args:
-            whole: whether its events are used only when all of them are known, not streamed.
-        """
+        """Create a parser for one reply; `whole` if its events are used after the whole reply, not streamed."""
         return open_reader(self.form, self.tools, thoughts=self.thoughts, whole=whole)

@@ -1,4 +1,4 @@
-"""Headers that say whom the words behind them are for: the user, a tool, or the model itself."""
+"""Parsers for headers that name the recipient of the text after them: the user, a tool, or the model itself."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _BEGINS = re.compile(r"\s*(t(o(=.*)?)?)?", re.DOTALL)
 
 
 class HeaderEnd:
-    """Drops a header up to the marker behind it; where it says that the model talks to itself a thought begins.
+    """Drop a header up to its end marker. A header `to=self` stays, because it opens reasoning.
 
     Args:
-        message: the marker.
+        message: end marker of the header.
     """
 
     def __init__(self, message: str) -> None:
@@ -27,7 +27,7 @@ class HeaderEnd:
     def feed(self, text: str, final: bool) -> Left | None:
         self._text += text
         header, found, rest = self._text.partition(self._message)
-        # What begins otherwise is no header: a call that was demanded stands alone.
+        # Other text is not a header: a call that a grammar demands has none.
         if len(header) > LONGEST_HEADER or _BEGINS.fullmatch(header) is None:
             return Left(rest=self._text)
         if found:
@@ -36,10 +36,10 @@ class HeaderEnd:
 
 
 class LineCalls:
-    """A line with a tool's name and JSON behind it, or with the word for everyone and text behind it.
+    """Parse a line with a tool name and JSON after it, or with `all` and text after it.
 
     Args:
-        marker: in front of the line, as far as it is part of the reply.
+        marker: marker before the line; empty if it is part of the prompt.
     """
 
     def __init__(self, sink: CallSink, tools: Tools, marker: str) -> None:

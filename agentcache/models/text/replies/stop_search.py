@@ -1,4 +1,4 @@
-"""Stop strings in a reply, outside what the model thinks and the calls that it makes."""
+"""Search for stop strings in the answer text of a reply, outside reasoning and calls."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from agentcache.models.text.stop_strings import FoundStop, StopStrings
 
 
 class StopSearch:
-    """Looks for stop strings in a text that comes in pieces. Positions are in the whole text.
+    """Incremental search for stop strings. Positions count from the start of the reply's text.
+
+    A string counts only if all of it is answer text (`ReplyReader.take_zones`). The automaton is cheaper than the
+    reader, so the reader runs only after the automaton found a string, until the zone of that string is known.
+    Inside reasoning the search only looks for the end of the reasoning.
 
     Args:
-        reader: a fresh one of the reply, which has been told the prompt's end; None where all of the text counts.
-
-    A string counts where all of it is said (`ReplyReader.take_zones`). The reader costs more than the automaton: it
-    reads on only when a string has been found anywhere, and then up to where it is known what that is a part of. In a
-    thought nothing is looked for until it may end.
+        reader: new reader, after `begin`; None to search all text.
     """
 
     def __init__(self, stops: StopStrings, reader: ReplyReader | None) -> None:
         self._stops = stops
         self._reader = reader
-        self._state = 0  # over all of the text
+        self._state = 0  # automaton state over the whole text
         self._length = 0
-        self._unread: list[str] = []  # by the reader
-        self._read_length = 0
-        self._placed: list[Placed] = []  # in that
-        self._waits = False  # a string has been found, and it is not known yet what it is a part of
-        self._zoned = 0  # characters that are in zones
-        self._undecided = ""  # text behind these that the reader has read
-        self._said = 0  # state over what is said, up to `_zoned`
-        self._from = 0  # no string counts that begins in front
-        self._thought_end: re.Pattern[str] | None = None  # of the thought that is at work
+        self._unread: list[str] = []  # text that the reader has not read
+        self._read_length = 0  # characters before that
+        self._placed: list[Placed] = []  # markers in that text
+        self._waits = False  # a string was found and its zone is not known yet
+        self._zoned = 0  # characters in zones
+        self._undecided = ""  # text after these that the reader has read
+        self._said = 0  # automaton state over the answer text up to `_zoned`
+        self._from = 0  # strings that begin before do not count
+        self._thought_end: re.Pattern[str] | None = None  # end of the current reasoning
         self._longest_end = 0
-        self._tail = ""  # of the thought, in which its end may begin
+        self._tail = ""  # end of the text, which may begin the end of the reasoning
 
     @property
     def num_held(self) -> int:
-        """Characters at the text's end that may be a stop string, or the beginning of one."""
+        """Number of characters at the end of the text that may be, or may begin, a stop string."""
         if self._waits:
             return self._stops.num_held(self._said) + len(self._undecided)
         return self._stops.num_held(self._state)
 
     def skip(self, text: str, placed: Sequence[Placed] = ()) -> None:
-        """Text in which nothing counts."""
+        """Take text in which stop strings do not count."""
         self._placed += [(self._length - self._read_length + at, name) for at, name in placed]
         self._unread.append(text)
         self._length += len(text)
@@ -55,11 +55,11 @@ class StopSearch:
         self._thought_end = None
 
     def feed(self, text: str, placed: Sequence[Placed] = (), *, is_last: bool = False) -> FoundStop | None:
-        """Take more text. The stop string that ends it, and where that begins.
+        """Search more text and return the first stop string that counts, with its position; None if there is none.
 
         Args:
-            placed: where in it which marker stands.
-            is_last: whether nothing follows.
+            placed: offset in `text` and name of each marker token.
+            is_last: whether the reply ends here.
         """
         if self._thought_end is not None:
             if not placed and self._goes_on(self._thought_end, text):
@@ -95,14 +95,14 @@ class StopSearch:
         return found
 
     def _begin_thought(self, reader: ReplyReader) -> None:
-        """Look for nothing more until the thought at work, if one is, may end."""
+        """Suspend the search until the current reasoning may end; no effect outside reasoning."""
         ends = reader.thought_ends
         if ends is not None:
             self._thought_end, self._longest_end = any_of(ends), max(map(len, ends), default=0)
             self._state, self._waits, self._tail = 0, False, self._undecided
 
     def _goes_on(self, end: re.Pattern[str], text: str) -> bool:
-        """Whether text that has no marker in it goes on with the thought; it is taken then."""
+        """Take text without marker tokens if it continues the reasoning; False if it may end it."""
         tail = self._tail + text
         if end.search(tail) is not None:
             return False
@@ -112,7 +112,7 @@ class StopSearch:
         return True
 
     def _look(self, piece: str, *, is_said: bool) -> FoundStop | None:
-        """Look through the next zone. What has begun in front of it counts only if both are said."""
+        """Search the next zone. A stop string may span two zones only if both are answer text."""
         if not is_said:
             self._said = 0
             return None

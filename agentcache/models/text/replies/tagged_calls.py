@@ -1,4 +1,4 @@
-"""Calls that are written with a tag for each argument."""
+"""Streaming parser for tool calls that write each argument in its own tag."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from agentcache.models.text.replies.calls import LONGEST_HEADER, SPACE, CallSink
 from agentcache.models.text.replies.json_calls import ObjectCalls
 from agentcache.models.text.replies.json_text import JsonText
 
-_MAX_DEPTH = MAX_REPLY_DEPTH - 1  # of one argument, within the object of all
-_LONGEST_LITERAL = 10_000  # characters that are read as a Python literal
+_MAX_DEPTH = MAX_REPLY_DEPTH - 1  # of one argument; the arguments object is one more level
+_LONGEST_LITERAL = 10_000  # characters of a Python literal
 _NAME_ATTRIBUTE = re.compile(r'(?:name|tool|key)\s*=\s*(?:"([^"]*)"|\'([^\']*)\'|([^\s"\'>]+))')
 _TYPE_ATTRIBUTE = re.compile(r'\btype\s*=\s*"([^"]*)"')
 _STRING_ATTRIBUTE = re.compile(r'\bstring\s*=\s*"(true|false)"')
@@ -26,19 +26,19 @@ _CDATA, _CDATA_END = "<![CDATA[", "]]>"
 
 @dataclass(frozen=True)
 class Tags:
-    """How a family writes a call.
+    """The tags of one tool-call format.
 
     Args:
-        call: what the name stands behind; empty where it stands first.
-        name_end: what ends the name; empty where the first tag or line break behind it does.
-        argument, argument_end: what the name of an argument stands between.
-        value: what its value stands behind; empty where that is `argument_end`.
-        value_end: what ends the value.
-        call_end: what ends the call; empty where that is the marker that closes all calls.
-        on_lines: whether a value stands on lines of its own: one line break on either side is no part of it. Else a
-            string is all that stands between the tags, and white space around any other value means nothing.
-        untyped: whether a value of unknown type may be more than a string.
-        cdata: whether values may stand in `<![CDATA[…]]>`.
+        call: text before the tool name; empty if the name comes first.
+        name_end: text after the name; empty if the next tag or line break ends it.
+        argument, argument_end: text before and after an argument's name.
+        value: text before the value; empty if the value follows `argument_end`.
+        value_end: text after the value.
+        call_end: text after the call; empty if the closing marker of all calls ends it.
+        on_lines: strip one line break on each side of a value. If False, keep strings as written and strip white
+            space around other values.
+        untyped: parse a value of unknown type as JSON or a Python literal instead of as a string.
+        cdata: accept values in `<![CDATA[…]]>`.
     """
 
     call: str
@@ -81,12 +81,12 @@ class _At(Enum):
 
 
 class TaggedCalls(Steps):
-    """Calls up to a marker that closes them.
+    """Parse tagged calls up to the closing marker.
 
-    A string argument is passed on while it comes, if the tool says that it is a string; any other when it is complete.
+    Arguments that the schema declares as strings are streamed; other arguments are emitted when complete.
 
     Args:
-        close: empty where the calls have no marker around them.
+        close: closing marker of all calls; empty if the format has none.
     """
 
     def __init__(self, sink: CallSink, close: str, tools: Tools, tags: Tags) -> None:
@@ -95,7 +95,7 @@ class TaggedCalls(Steps):
         self._tags = tags
         self._objects = ObjectCalls(sink, close, tools)
         self._at = _At.CALL
-        self._any = False  # call so far
+        self._any = False  # a call has been read
         self._begin("")
 
     @property
@@ -107,10 +107,10 @@ class TaggedCalls(Steps):
         self._num_arguments = 0
         self._key = ""
         self._types: frozenset[str] = frozenset()
-        self._begun = False  # with passing on the value at work
-        self._value: list[str] = []  # of the value at work, what has been read and not been passed on
-        self._behind: list[str] = []  # a closing tag, and the white space behind it
-        self._has_inner: bool | None = None  # whether that is a list or an object; None if that has not come yet
+        self._begun = False  # part of the current value has been emitted
+        self._value: list[str] = []  # text of the current value, read but not emitted
+        self._behind: list[str] = []  # a closing tag and the white space after it
+        self._has_inner: bool | None = None  # the value is a list or an object; None if not known yet
         self._inner = JsonText()
         self._json = JsonText()
 
@@ -202,7 +202,7 @@ class TaggedCalls(Steps):
         if end < 0 and len(self._text) <= LONGEST_HEADER:
             return None
         if not 0 <= end <= LONGEST_HEADER:
-            self._at = _At.ARGUMENTS  # the rest is text
+            self._at = _At.ARGUMENTS  # `_cut_off` then returns the rest as text
             return self._cut_off()
         named = self._text[:end]
         self._key = name_in(named)
@@ -223,7 +223,7 @@ class TaggedCalls(Steps):
         return None
 
     def _in_value(self) -> Left | None:
-        """Read on up to what may end the value. Each character is looked at once."""
+        """Read up to a possible closing tag. Scans each character once."""
         if not self._tags.on_lines and self._types != {"string"} and not self._value:
             self._text = self._text.lstrip(SPACE)
         text, end = self._text, self._tags.value_end
@@ -240,7 +240,7 @@ class TaggedCalls(Steps):
         return None
 
     def _behind_value(self, final: bool) -> Left | None:
-        """Decide whether a closing tag ends the value: only where the call goes on behind it, or the reply ends."""
+        """Decide whether a closing tag ends the value: the call or the end of the reply must follow it."""
         text = self._text.lstrip(SPACE)
         self._behind.append(self._text[: len(self._text) - len(text)])
         self._text, tags = text, self._tags
@@ -257,14 +257,14 @@ class TaggedCalls(Steps):
         return None
 
     def _has_whole_cdata(self) -> bool:
-        """Whether the value is no `<![CDATA[…]]>` without its end."""
+        """False if the value opens `<![CDATA[` and has not closed it."""
         if not self._tags.cdata or self._begun:
             return True
         value = "".join(self._value).strip(SPACE)
         return not value.startswith(_CDATA) or value.endswith(_CDATA_END)
 
     def _passes_on(self) -> bool | None:
-        """Whether the value is passed on while it comes; None where it is not known yet."""
+        """Whether the current value is streamed; None if not known yet."""
         if self._types != {"string"} or self._value and not self._begun:
             return False
         begins = self._text.lstrip(SPACE)[: len(_CDATA)]
@@ -273,8 +273,9 @@ class TaggedCalls(Steps):
         return False if begins == _CDATA else None
 
     def _collect(self, text: str) -> None:
-        """Note a piece of a value that is told when it is complete, and whether it ends within a string of a list or
-        an object.
+        """Store a piece of a value that is not streamed.
+
+        `_inner` follows lists and objects: a closing tag inside one of their strings does not end the value.
         """
         if not text:
             return
@@ -287,7 +288,7 @@ class TaggedCalls(Steps):
             self._inner.take()
 
     def _pass_on(self, text: str) -> None:
-        """Pass on what is certain of a string; a line break that may be its end waits in `_value`."""
+        """Emit the certain part of a string. A final line break waits in `_value`: it may belong to the tag."""
         on_lines = self._tags.on_lines
         if not self._begun:
             text, self._begun = text.removeprefix("\n") if on_lines else text, True
@@ -308,7 +309,7 @@ class TaggedCalls(Steps):
         self._begun, self._at = False, _At.ARGUMENTS
 
     def _put(self, value: str) -> None:
-        """The argument's name, and its value or the beginning of that."""
+        """Emit the argument's name with its value or the beginning of the value."""
         key = json_string(self._key, ensure_ascii=False)
         self._sink.arguments(f"{', ' if self._num_arguments else '{'}{key}: {value}")
         self._num_arguments += 1
@@ -334,7 +335,7 @@ class TaggedCalls(Steps):
         return None
 
     def _end_of_json(self, final: bool) -> Left | None:
-        """What ends the call may come later than its arguments."""
+        # `call_end` may arrive in a later piece than the arguments.
         text, end = self._text.lstrip(SPACE), self._tags.call_end
         if text.startswith(end) or final or partial_end(text, [end]) != len(text):
             self._text, self._at = text.removeprefix(end), _At.CALL
@@ -370,7 +371,7 @@ class TaggedCalls(Steps):
 
 
 def name_in(tag: str) -> str:
-    """The name in a tag: an attribute's value, or all there is."""
+    """Return the name in a tag: the value of its name attribute, or the whole text without quotes."""
     attribute = _NAME_ATTRIBUTE.search(tag)
     if attribute is None:
         return tag.strip().strip("\"'")
@@ -378,7 +379,7 @@ def name_in(tag: str) -> str:
 
 
 def _types_in(tag: str) -> frozenset[str] | None:
-    """The types that a tag gives a value, empty for any but a string; None where it gives none."""
+    """Return the types that a tag declares; empty for any type except string, None if it declares none."""
     if (type_ := _TYPE_ATTRIBUTE.search(tag)) is not None:
         return frozenset([type_[1]])
     if (string := _STRING_ATTRIBUTE.search(tag)) is not None:
@@ -387,12 +388,12 @@ def _types_in(tag: str) -> frozenset[str] | None:
 
 
 def converted(text: str, types: frozenset[str], *, untyped: bool, max_depth: int = _MAX_DEPTH) -> Any:
-    """The value that an argument's text stands for.
+    """Convert an argument's text to a value.
 
     Args:
-        types: that the tool knows it to have.
-        untyped: whether it is what it looks like where those are none, instead of a string.
-        max_depth: levels of objects and lists; a value with more of them stays text.
+        types: JSON schema types of the argument; empty if unknown.
+        untyped: parse a value of unknown type as JSON or a Python literal; if False it stays a string, except null.
+        max_depth: limit on nested objects and lists; a deeper value stays text.
     """
     if "string" in types and len(types) == 1:
         return text
@@ -440,7 +441,8 @@ def _structure(text: str) -> Any:
             raise
         return ast.literal_eval(text)
     if isinstance(value, float) and math.isinf(float(text)):
-        raise ValueError("no float64 holds it")  # which `parse_json` makes the largest one
+        # `parse_json` replaces an overflowing number with the largest float.
+        raise ValueError("no float64 holds it")
     return value
 
 

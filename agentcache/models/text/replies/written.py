@@ -1,4 +1,4 @@
-"""A reply with calls as a chat template writes it, and which dialect reads it as what it is."""
+"""Detect the tool-call format (dialect) of a chat template from a reply that it renders."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from agentcache.models.text.replies.format import ReplyFormat
 from agentcache.models.text.replies.reader import open_reader
 
 THOUGHT = "RIVERSTONE"
-# Arguments by which the dialects differ: a string with quotes, a number, a list in an object.
+# Arguments that tell the dialects apart: a string with quotes, a number, a list in an object.
 _ARGUMENTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("look_around", {"place": 'the "east" GARDEN', "count": 3, "deep": {"list": ["a", 1, True]}}),
     ("look_up", {"word": "CELLAR"}),
 )
-_MARKS = ("GARDEN", "CELLAR")  # of the calls, in their order
+_MARKS = ("GARDEN", "CELLAR")  # one for each call
 _PROPERTIES = {
     "place": {"type": "string", "description": "Where."},
     "count": {"type": "integer", "description": "How often."},
@@ -46,7 +46,7 @@ USER: Mapping[str, Any] = {"role": "user", "content": "hello"}
 
 
 def call_message(num_calls: int, **more: Any) -> dict[str, Any]:
-    """An assistant's message with calls, whose arguments are data."""
+    """Return an assistant message with the first `num_calls` sample calls; arguments are objects."""
     calls = [
         {"id": f"call0000{index}", "type": "function", "function": {"name": name, "arguments": arguments}}
         for index, (name, arguments) in enumerate(_ARGUMENTS[:num_calls])
@@ -55,7 +55,7 @@ def call_message(num_calls: int, **more: Any) -> dict[str, Any]:
 
 
 def with_string_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for a template that wants arguments as JSON text."""
+    """Return the message with arguments as JSON text, which some templates need."""
     calls = [
         call | {"function": call["function"] | {"arguments": write_json(call["function"]["arguments"])}}
         for call in message["tool_calls"]
@@ -65,11 +65,11 @@ def with_string_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class WrittenReply:
-    """What a template writes for `call_message(num_calls)`.
+    """The rendering of `call_message(num_calls)` by a template.
 
     Args:
-        prompt: that it stands behind.
-        text: up to the end of what the template writes: with what ends a turn.
+        prompt: rendered text before the reply.
+        text: rendered reply, including the end of turn.
     """
 
     prompt: str
@@ -82,12 +82,12 @@ class WrittenReply:
 
 
 def written_reply(prompt: str, whole: str, num_calls: int) -> WrittenReply:
-    """A reply cut out of a conversation.
+    """Cut the reply out of a rendered conversation.
 
     Args:
-        prompt: the conversation in front of it, with what begins a reply; a template may write more there than in the
-            history, such as the beginning of a thought.
-        whole: the conversation with the reply.
+        prompt: rendered conversation before the reply, with the generation prompt. That may have text which the
+            history lacks, such as the beginning of reasoning.
+        whole: rendered conversation with the reply.
     """
     begin = next((at for at, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
     if begin < len(prompt):
@@ -97,9 +97,9 @@ def written_reply(prompt: str, whole: str, num_calls: int) -> WrittenReply:
 
 
 def find_dialect(written: WrittenReply, preferred: str | None) -> str | None:
-    """The dialect that reads all calls of a reply as they were told to the template; None for none.
+    """Return the dialect that parses all calls of a rendered reply correctly; None if none does.
 
-    Of several it is that which leaves the least text, then one with markers in the text, then the preferred one.
+    Of several, prefer the one that leaves the least text, then one whose markers are in the text, then `preferred`.
     """
     left = {name: rest for name in DIALECTS if (rest := _left(name, written)) is not None}
 
@@ -110,7 +110,7 @@ def find_dialect(written: WrittenReply, preferred: str | None) -> str | None:
 
 
 def _left(name: str, written: WrittenReply) -> int | None:
-    """Characters of a written reply that a dialect reads as text; None where it reads other calls than there are."""
+    """Return the number of characters parsed as text; None if the dialect does not parse the calls correctly."""
     reader = open_reader(ReplyFormat(name), _TOOLS, thoughts=False)
     reader.begin(written.prompt)
     blocks = blocks_of([*reader.add(written.text), *reader.finish(cut_off=False)])

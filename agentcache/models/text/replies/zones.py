@@ -1,4 +1,4 @@
-"""Which characters of a reply are said, as clients see them, and which are thought, calls or markers."""
+"""Zones of a reply's text: answer text ("said"), or reasoning, calls and markers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ Zone = tuple[int, bool]
 
 
 class Zones:
-    """The zones of a reply, in order.
+    """Collects the zones of a reply in order.
 
     Args:
-        shown: gives the text that coded text stands for.
+        shown: function that decodes coded text (see `Codes`).
     """
 
     def __init__(self, shown: Callable[[str], str]) -> None:
@@ -31,13 +31,13 @@ class Zones:
         self._zones.append((length, is_said))
 
     def pass_over(self, coded: str) -> None:
-        """The text that comes next begins with what is in a zone already."""
+        """Skip `coded` at the start of the next text: it is in a zone already."""
         self._passed_over += self._length(coded)
 
     def _length(self, coded: str) -> int:
         return len(coded) if coded.isascii() else len(self._shown(coded))
 
     def take(self) -> list[Zone]:
-        """Those that were added since the last time."""
+        """Return the zones added since the last call."""
         zones, self._zones = self._zones, []
         return zones
