@@ -240,7 +240,7 @@ def _head_shape(dim: int, kv_heads: int, queries_per_head: int, packing: Packing
 
 @cache
 def latent_shape(rank: int, dim: int, heads: int, packing: Packing, dtype: mx.Dtype) -> LatentShape:
-    """`dim` is the number of cached values: `rank`, and the rope part."""
+    """Shape of latents of `dim` cached values: `rank`, then the rope part."""
     group_size = packing.group_size if isinstance(packing, Quantisation) else dim
     return LatentShape(rank, dim - rank, heads, group_size, dtype, packing.bits)
 

@@ -71,7 +71,7 @@ def host_in_pieces(
     check: bool = True,
     choose: ChoosePrecision = IN_FOUR_BITS,
 ) -> Iterator[Hosted | None]:
-    """`host` in pieces: None after each, at last the result."""
+    """`host` as an iterator, for work between pieces: None after each, at last the result."""
     seen = survey(model)
     for layer in model.layers:
         mla.adapt(layer)

@@ -208,7 +208,7 @@ def put_on_cache(
     measure_seconds: float = math.inf,
     progress: StartProgress | None = None,
 ) -> LoadedModel:
-    """Second half of `load`, with its errors: put the result of `read_model` on the paged cache.
+    """Put the result of `read_model` on the paged cache: second half of `load`, with its errors.
 
     Args:
         settle: as in `PrecisionSearch`.
@@ -284,7 +284,7 @@ def sample_ids(tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
 
 
 def read_model(path_or_hub_id: str) -> ReadModel:
-    """First half of `load`, with its errors."""
+    """Read a model folder: first half of `load`, with its errors."""
     folder = _folder(path_or_hub_id)
     # Never with trust_remote_code: nothing in a model folder is executed.
     model, config = _or_unsupported(folder, "model", lambda: load_model(folder, lazy=True))

@@ -50,6 +50,6 @@ def _read(memo: Path) -> bytes:
 
 
 def write_memo(memo: Path, known: dict[str, str]) -> None:
-    """Best effort: without the file the next start computes again."""
+    """Write a memo file, best effort: without it the next start computes again."""
     with suppress(OSError):
         write_private(memo, json.dumps(known).encode())

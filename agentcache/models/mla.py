@@ -165,7 +165,7 @@ def _in_latent_space(q_latent: mx.array, q_rope: _RopeQueries, kv: PagedKV, scal
 
 
 def packed_latent_attention(q_latent: mx.array, q_rope: mx.array, kv: PagedKV, scale: float) -> mx.array:
-    """By MLX's operations: scores are (q W_k) · latent, values are the latent."""
+    """Latent attention by MLX's operations: scores are (q W_k) · latent, values are the latent."""
     queries = mx.concatenate([q_latent.astype(mx.float32), q_rope.astype(mx.float32)], axis=-1)
     side = kv.arena.keys
     packed = side.gather(kv.reads.blocks.ids)

@@ -293,7 +293,7 @@ class ModelRunner:
         self.wait()
 
     def release_buffers(self) -> None:
-        """Free a large step's temporaries: on a Mac they take everything else's memory."""
+        """Free a large step's temporaries, which on a Mac take memory from everything else."""
         if mx.default_device() == mx.gpu and mx.metal.is_available():
             mx.clear_cache()
 

@@ -58,7 +58,7 @@ class _Group(NamedTuple):
             yield from each.arrays
 
     def of(self, arrays: Iterator[mx.array]) -> _Group:
-        """The same with the next of `arrays`."""
+        """This group with the next of `arrays`."""
         reads, writes = copy.copy(self.reads), copy.copy(self.writes)
         writes.places, writes.counts, writes.prepared = next(arrays), next(arrays), {}
         launches = {

@@ -75,7 +75,7 @@ class ModelTrunk:
         self.layer_tokens = 0
 
     def prepare(self, step: StepInputs) -> None:
-        """Wrap the layers that a step needs wrapped, and count its tokens."""
+        """Wrap the layers that a step stores from or starts at, and count its tokens."""
         plan = step.trunk
         if plan.cut or plan.writes:
             self._wrap(max([plan.cut, *plan.writes]))
