@@ -1,7 +1,6 @@
-"""Sets a few values in other programs' JSON or TOML settings, and reverts them.
+"""Sets values in other programs' JSON or TOML settings, and reverts them.
 
-All else stays, including TOML comments and order. A note records values and replaced values, for `undo`; values changed
-since then stay.
+TOML comments and order stay. A note records values and replaced values, for `undo`; values changed since then stay.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ class Change:
     """A planned change of a settings file.
 
     Args:
-        file: resolved path.
         before: current text; None if there is no file.
         after: new text; None to delete the file.
         note: record for undoing; None after an undo.
@@ -74,7 +72,7 @@ def put_in(file: Path, values: Sequence[Value], note: Mapping[str, Any] | None) 
         note: record of an earlier change.
 
     Raises:
-        UnreadableSettings: invalid file, no table at a table's place, or a note of another file.
+        UnreadableSettings: invalid file, or a note of another file.
     """
     file = file.resolve()
     if note is not None and note["file"] != str(file):
@@ -152,11 +150,7 @@ def _take_back(file: Path, document: MutableMapping[str, Any], entries: Mapping[
 def _add_items(
     file: Path, document: MutableMapping[str, Any], wanted: Value, earlier: dict[str, Any] | None
 ) -> list[dict[str, Any]]:
-    """Add missing items; return the note's entries.
-
-    Args:
-        earlier: entry of an earlier change; its items are removed first.
-    """
+    """Add missing items, after removing those of `earlier`; return the note's entries."""
     if earlier is not None:
         _take_items(file, document, wanted.path, earlier)
     current: Any = _get(document, wanted.path)

@@ -41,12 +41,11 @@ class CodingAgent(StrEnum):
 
 @dataclass(frozen=True)
 class Served:
-    """The running server in settings. Files never contain its key.
+    """The running server, for settings. Files never contain its key.
 
     Args:
         url: base URL without `/v1`.
-        has_key: whether the server requires a key.
-        session: session name for the folder, for clients without sessions.
+        session: session name for the folder.
     """
 
     url: str
@@ -87,8 +86,8 @@ class Program:
         environment: variables for its start.
         key: variable for the server's key.
         names_session: whether it names sessions itself; else `values` or `environment` does.
-        is_per_folder: whether `file` is ours, one per folder. Shared settings must not name a folder's session: agents
-            in two folders would share it.
+        is_per_folder: whether `file` is ours, per folder. Agents in two folders would share a session named in shared
+            settings.
     """
 
     command: tuple[str, ...]

@@ -1,6 +1,6 @@
 """`agentcache demo`: agents keep their memory after SIGKILL, with identical answers.
 
-Three runs of one workflow on server processes, each with its own cache folder (see `bench.ways`).
+Three runs of one workflow on server processes (see `bench.ways`).
 """
 
 from __future__ import annotations
@@ -68,11 +68,7 @@ def run_demo(
     max_tokens: int | None = None,
     command: tuple[str, ...] = SERVE,
 ) -> dict[str, WorkflowTranscript]:
-    """Run all `RUNS`; return transcripts by name. All servers have ended on return.
-
-    Args:
-        model, max_tokens, command: as in `Ways`.
-    """
+    """Run all `RUNS`; return transcripts by name. All servers have ended on return."""
     out.mkdir(parents=True, exist_ok=True)
     runs = {}
     with tempfile.TemporaryDirectory(prefix="agentcache-demo-") as caches:

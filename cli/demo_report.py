@@ -31,8 +31,8 @@ FOOTNOTE = (
 def build_demo_report(runs: Mapping[str, WorkflowTranscript]) -> dict[str, Any]:
     """The report as plain data.
 
-    It passes if text and token ids are identical, scores too, every agent was restored after every kill, and every turn
-    was saved.
+    It passes if text, token ids and scores are identical, every agent was restored after every kill, and every turn was
+    saved.
     """
     hot, warm, cold = runs["hot"], runs["warm"], runs["cold"]
     difference = first_difference(hot, warm) or first_difference(hot, cold)
@@ -130,8 +130,8 @@ def _yes(answer: bool) -> str:
 
 
 def write_demo_report(report: dict[str, Any], runs: Mapping[str, WorkflowTranscript], folder: Path) -> list[Path]:
-    """Write transcripts (warm in `folder`, others below it), `demo.json`, `demo.txt` and, with matplotlib, `demo.png`;
-    return the main paths.
+    """Write transcripts (warm in `folder`, the rest below it), `demo.json`, `demo.txt` and, with matplotlib,
+    `demo.png`.
     """
     write_transcript(runs["warm"], folder)
     for run in ("hot", "cold"):

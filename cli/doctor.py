@@ -86,11 +86,7 @@ def _tell(checks: Iterable[Check], *, as_json: bool) -> None:
 
 
 def examine(config: Config, model: str | None = None) -> Iterator[Check]:
-    """All checks except for the content of files.
-
-    Args:
-        model: model to examine instead of a running server's.
-    """
+    """All checks except for the content of files; `model` replaces a running server's."""
     yield from check_installation()
     ops = check_ops()
     yield ops

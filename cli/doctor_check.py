@@ -8,11 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Check:
-    """A finding; `ok` is False if it prevents agentcache from working.
-
-    Args:
-        data: structured form of `detail`.
-    """
+    """A finding; `ok` is False if it prevents agentcache from working. `data` is structured."""
 
     name: str
     ok: bool

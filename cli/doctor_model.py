@@ -31,7 +31,7 @@ def examine_model(config: Config, url: str | None) -> list[Finding]:
     """Examine the model served at `url`, or load the configured one.
 
     Raises:
-        AgentCacheError: unsupported model, too large model, or no answer.
+        AgentCacheError: unsupported or too large model, or no answer.
     """
     if url is not None:
         with Client(url, config.api_key) as client:

@@ -26,7 +26,7 @@ _TOOL: dict[str, Any] = {
 }
 
 
-_OTHER_SHAPE = (LookupError, TypeError, AttributeError)  # not agentcache's answer
+_OTHER_SHAPE = (LookupError, TypeError, AttributeError)  # another server's answer
 
 
 class _NotWorking(Exception):
@@ -48,11 +48,7 @@ def root_of(url: str) -> str:
 
 
 def examine_server(url: str, key: str | None) -> Iterator[Check]:
-    """Examine the server, from connecting to a tool call. Without an agent: nothing is kept.
-
-    Args:
-        url: result of `root_of`.
-    """
+    """Examine the server at `root_of` an address. Without an agent: nothing is kept."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     with httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT, trust_env=False) as http:
         found = list(_reach(http, url))

@@ -15,11 +15,7 @@ _LAUNCH = "import sys; from mlx._distributed_utils.launch import main; sys.exit(
 
 
 def launch_on(hosts: Path, arguments: Sequence[str]) -> NoReturn:
-    """Replace this process by `mlx.launch`, which runs these arguments on every host.
-
-    Args:
-        hosts: hostfile of `mlx.launch`.
-    """
+    """Replace this process by `mlx.launch`, which runs these arguments on every host."""
     if not hosts.is_file():
         raise ConfigError(f"there is no file {hosts} of hosts")
     command = [sys.executable, "-m", "agentcache", *without_hosts(arguments)]

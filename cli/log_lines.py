@@ -9,9 +9,8 @@ _MOST_TRACEBACK = 16_000
 
 
 class LineFormatter(logging.Formatter):
-    """Escapes control characters, cuts long text, indents tracebacks.
-
-    Client text cannot imitate a record, clear a terminal or fill the disk.
+    """Escapes control characters, cuts long text, indents tracebacks: client text cannot imitate a record or fill the
+    disk.
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:

@@ -1,6 +1,6 @@
 """`agentcache`: finds the command; prints errors as one sentence.
 
-Exit codes: 0 success, 1 failure, 2 wrong usage (flag, variable or config file).
+Exit codes: 0 success, 1 failure, 2 wrong usage.
 """
 
 from __future__ import annotations

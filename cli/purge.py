@@ -81,9 +81,7 @@ def purge_server(server: Connection) -> dict[str, Any]:
 
 
 def empty_folder(cache_dir: Path) -> int:
-    """Empty a cache folder, for all models; return the bytes freed.
-
-    A folder without a lock file is not a cache folder and stays.
+    """Empty a cache folder, for all models; return the bytes freed. A folder without a lock file stays.
 
     Raises:
         CacheFolderInUse: a process uses it.

@@ -222,8 +222,7 @@ def uvicorn_config(app: object, config: Config) -> uvicorn.Config:
 def leave_in_order(server: uvicorn.Server | None) -> None:
     """End with exit code 0 on SIGTERM and SIGINT.
 
-    uvicorn drains, then raises the signal again: the handler ignores it then. Before uvicorn handles signals, it exits
-    at once.
+    uvicorn drains, then raises the signal again, which is ignored. Before that, a signal exits at once.
     """
 
     def handler(number: int, frame: object) -> None:

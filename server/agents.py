@@ -41,7 +41,7 @@ _WARM_FIELDS = (
     "priority",
 )
 MAX_SYSTEM = 1 << 20  # characters
-_PATH_ID = "{id}"  # an id in a path, in errors
+_PATH_ID = "{id}"
 _NAMES_OF_IDS = ("agent", "session_id", "name", "agent_id", "new_id")
 
 Handler = Callable[[HttpRequest, str], Awaitable[Response]]
@@ -186,7 +186,7 @@ async def _read_lineage(request: HttpRequest) -> str | None:
 
 
 def _check_fields(body: Reader, *known: str, id_field: str) -> None:
-    """Refuse unknown fields; for another name of the id, `id_field` says where it belongs."""
+    """Refuse unknown fields; `id_field` says where the id belongs."""
     for name in _NAMES_OF_IDS:
         if name in body.value and name not in known:
             body.refuse(name, f"the id {id_field}")

@@ -42,7 +42,7 @@ class ToolChoice:
     def shown(self, tools: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
         """The tools for the chat template; None if there are none.
 
-        A required call does not shorten the list: the prompt keeps its prefix, and the grammar enforces the choice.
+        A required call does not shorten the list, so that the prompt keeps its prefix; the grammar enforces the choice.
         """
         if not self.may_call:
             return None
@@ -68,7 +68,7 @@ def read_tool_choice(body: Reader) -> ToolChoice:
         return _allowed(body, given, just_one)
     if kind in (None, *_WORDS):
         return _choice_of_word(kind, just_one)
-    if any(tool.get("type") == kind for tool in body.objects("tools")):  # a server tool
+    if any(tool.get("type") == kind for tool in body.objects("tools")):
         return ToolChoice(must_call=True, names=(kind or "",), just_one=True)
     given.fail("type", 'must be "auto", "none", "any", "required", "tool", "function" or "allowed_tools"')
 
@@ -113,7 +113,7 @@ def read_form(
     schema: str,
     left_out: Collection[str] = (),
 ) -> AnswerForm | None:
-    """Return the demanded form; None if there is none.
+    """Return the demanded form, if any.
 
     Args:
         text: text format from the dialect's own fields.
@@ -212,7 +212,7 @@ def read_response_format(body: Reader, name: str, schema_in: str | None = None) 
 
 
 def _schema_place(given: Reader, schema_in: str | None) -> tuple[Reader, str]:
-    """The schema's place: in chat's wrapper, beside the type, or the wrapper itself. Else the place to name in an
+    """The schema's place: in chat's wrapper, beside the type, or the wrapper itself; if missing, the place for the
     error.
     """
     wrapper = given.get("json_schema")

@@ -61,7 +61,6 @@ class WholeBody:
     """Calls the application once the body is complete, so that slow uploads hold no place in the queue.
 
     Args:
-        seconds: time limit.
         room: byte budget of all unparsed bodies, beyond `FREE_BYTES` each.
     """
 

@@ -1,7 +1,7 @@
-"""Undocumented interfaces of uvicorn, h11, sse-starlette, starlette and asyncio that the server relies on.
+"""Undocumented interfaces of uvicorn, h11, sse-starlette, starlette and asyncio; used only here.
 
-No other module uses them. `READ` has the versions whose source was read; pyproject.toml bounds each below the next
-minor version, and `tests/server/test_compat.py` names what a version has changed.
+`READ` has the versions whose source was read; pyproject.toml excludes later minor versions.
+`tests/server/test_compat.py` names what a version has changed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ AppStatus.enable_automatic_graceful_drain = False
 
 
 class HeadParser(h11.Connection):
-    """h11's parser, which shows `check_head` the bytes of each request's head. Events merge repeated lengths.
+    """h11's parser; passes the bytes of each head to `check_head`, because events merge repeated lengths.
 
-    Between requests `trailing_data` begins with the next head, and one call of `next_event` takes all of it.
+    Between requests `trailing_data` starts with the next head, which one `next_event` consumes.
     """
 
     def __init__(self, check_head: Callable[[bytes], None]) -> None:
@@ -43,7 +43,7 @@ class HeadParser(h11.Connection):
 
 
 class UvicornConnection(H11Protocol):
-    """uvicorn's HTTP/1.1 connection with another parser. Subclassed for timeouts and refusals of our own."""
+    """uvicorn's HTTP/1.1 connection with another parser; base class for timeouts and refusals."""
 
     def __init__(self, *args: Any, parser: h11.Connection, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -51,13 +51,11 @@ class UvicornConnection(H11Protocol):
 
     @property
     def waits_for_client(self) -> bool:
-        """Whether nothing can be done before the client sends more."""
         cycle = self.cycle
         return cycle is None or cycle.response_complete or (cycle.more_body and not cycle.response_started)
 
     @property
     def is_answered(self) -> bool:
-        """Whether no request is in progress."""
         return self.cycle is None or self.cycle.response_complete
 
     @property
@@ -65,14 +63,14 @@ class UvicornConnection(H11Protocol):
         return self.flow.write_paused
 
     def disconnect_request(self) -> None:
-        """Have the application of an unanswered request receive `http.disconnect`."""
+        """Send `http.disconnect` to the application of an unanswered request."""
         if not self.is_answered:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
 
 
 class UvicornServer(uvicorn.Server):
-    """uvicorn's server, whose `on_tick` (ten times a second) and `shutdown` may be overridden."""
+    """uvicorn's server; subclasses may override `on_tick` (called ten times a second) and `shutdown`."""
 
     @property
     def connections(self) -> list[UvicornConnection]:
@@ -80,20 +78,19 @@ class UvicornServer(uvicorn.Server):
 
 
 def http_option(factory: Callable[..., UvicornConnection]) -> type[asyncio.Protocol]:
-    """`uvicorn.Config(http=...)` is documented for a class, and only called."""
+    """`uvicorn.Config(http=...)` documents a class, but only calls it."""
     return cast(type[asyncio.Protocol], factory)
 
 
 def limit_read(transport: asyncio.Transport, num_bytes: int) -> None:
-    """Bound the bytes that asyncio reads at once (a private attribute, Python 3.11 to 3.13)."""
+    """Limit the bytes of one read by asyncio (private attribute in Python 3.11 to 3.13)."""
     transport.max_size = num_bytes  # type: ignore[attr-defined]
 
 
 class EventStream(EventSourceResponse):
-    """Sends events until they end or the client leaves; then awaits `close`, even if no event was read.
+    """Sends events until they end or the client leaves; then always awaits `close`.
 
-    It has no pings: they are comments, which some clients cannot parse. It has no cancel scope per event, which would
-    double the cost of one.
+    No pings: some clients cannot parse comments. No cancel scope per event: it would double the cost.
     """
 
     def __init__(self, events: AsyncIterator[bytes], close: Callable[[], Awaitable[None]]) -> None:

@@ -62,7 +62,6 @@ class Job:
 
     Args:
         timeout: seconds; None for the server's limit.
-        settle: hook before the answer's end is sent.
     """
 
     requests: Sequence[Request]

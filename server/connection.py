@@ -14,20 +14,20 @@ from agentcache.models.text.json_values import write_json
 from agentcache.server.compat import HeadParser, UvicornConnection, limit_read
 from agentcache.server.errors import wire_error
 
-# Longer than clients keep idle connections (httpx 5 s, aiohttp 15 s, proxies up to 60 s): a request that arrives while
-# this side closes gets no answer.
+# Clients keep idle connections for less (httpx 5 s, aiohttp 15 s, proxies up to 60 s). A request during a close gets no
+# answer.
 IDLE_SECONDS = 75
-# A refused client may go on sending this long; on some systems a reset would lose the answer.
+# A refused client may still send; on some systems a reset would lose the answer.
 LINGER_SECONDS = 2.0
 _OTHER_FILES = 128  # cache, libraries, model
-_LOOKS = 4  # at a write, within its timeout
+_LOOKS = 4  # checks of a write per timeout
 _MOST_CONNECTIONS = 4096
-# Read per turn of the event loop (asyncio: 256 KiB). With a hundred large bodies, copying delayed all other requests.
+# asyncio reads 256 KiB at a time; with a hundred large bodies, copying delayed all other requests.
 _READ_BYTES = 16 << 10
 
 
 def _check_length(head: bytes) -> None:
-    """Refuse a request whose end is stated twice: a proxy may have read the other one."""
+    """Refuse ambiguous body lengths: a proxy may have used the other one."""
     lines = head.replace(b"\r\n", b"\n").partition(b"\n\n")[0].split(b"\n")[1:]
     fields = [(name.strip().lower(), value) for name, _, value in (line.partition(b":") for line in lines)]
     lengths = [value for name, value in fields if name == b"content-length"]
@@ -37,11 +37,11 @@ def _check_length(head: bytes) -> None:
 
 
 class ClientConnection(UvicornConnection):
-    """One client's connection. With more than `most`, those that have waited longest for their clients are closed.
+    """One client's connection. Beyond `most`, those that have waited longest for clients are closed.
 
     Args:
         head_seconds: time limit for a request's head.
-        write_seconds: time limit for a client that reads nothing of its answer.
+        write_seconds: time limit for a client that does not read its answer.
     """
 
     def __init__(self, *args: Any, head_seconds: float, write_seconds: float, most: int, **kwargs: Any) -> None:
@@ -52,11 +52,11 @@ class ClientConnection(UvicornConnection):
         self._linger: asyncio.TimerHandle | None = None
         self._write_seconds = write_seconds
         self._writing: asyncio.TimerHandle | None = None
-        self._left = 0  # bytes to write at the last progress
+        self._left = 0  # unwritten bytes at the last progress
         self._progress_at = 0.0
         self._waiting_since = self.loop.time()
 
-    # -- uvicorn's and asyncio's calls --------------------------------------------------------------------------------
+    # -- calls from uvicorn and asyncio --------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -107,7 +107,6 @@ class ClientConnection(UvicornConnection):
 
     @property
     def unwritten(self) -> int:
-        """Bytes in the write buffer."""
         return self.transport.get_write_buffer_size()
 
     def _watch_writing(self) -> None:
@@ -116,7 +115,7 @@ class ClientConnection(UvicornConnection):
             self._writing = self.loop.call_later(self._write_seconds / _LOOKS, self._look_at_writing)
 
     def _look_at_writing(self) -> None:
-        """Paused or completely written answers only: their unwritten bytes cannot grow."""
+        """Only paused or complete answers: their unwritten bytes cannot grow."""
         self._writing, left, now = None, self.unwritten, self.loop.time()
         if not left:
             return
@@ -133,7 +132,6 @@ class ClientConnection(UvicornConnection):
             self._writing = None
 
     def cut(self) -> None:
-        """Close the connection at once."""
         self._cancel_timer()
         self._end_linger()
         self._end_write_watch()
@@ -145,7 +143,7 @@ class ClientConnection(UvicornConnection):
             self._linger = None
 
     def _make_room(self) -> None:
-        """Close a sixteenth at once: finding the oldest takes a scan of all."""
+        """Close a sixteenth at once: each search scans all connections."""
         waiting = [other for other in self.connections if isinstance(other, ClientConnection)]
         waiting = [other for other in waiting if other.waits_for_client and not other.transport.is_closing()]
         *others, newest = sorted(waiting, key=lambda other: other._waiting_since)
@@ -160,7 +158,7 @@ class ClientConnection(UvicornConnection):
             self.transport.close()
 
     def _refuse(self, error: RequestError) -> None:
-        """Answer an invalid or incomplete request, and close."""
+        """Answer an invalid request, and close."""
         self._cancel_timer()
         self.disconnect_request()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
@@ -189,7 +187,7 @@ class ClientConnection(UvicornConnection):
 
 
 def most_connections() -> int:
-    """Raise the limit of open files as far as useful; return the number of connections that fit."""
+    """Raise the limit of open files if useful; return the number of connections that fit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_CONNECTIONS + _OTHER_FILES
     if soft < wanted:

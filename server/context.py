@@ -31,12 +31,12 @@ T = TypeVar("T")
 
 SERVER_NAME = "agentcache"  # in the Server header; recognised by the CLI
 # Of `body_weight`: small bodies take up to 3 ms on the event loop. Large ones would hold the GIL for over 1 ms at a
-# time, so a child process parses them.
+# time; a child process parses them.
 SMALL_BODY = 128 << 10
 LARGE_BODY = 1_000_000
 _BYTES_PER_GROUP = 192  # an object or list takes up to 5 µs
 _BYTES_PER_QUOTE = 12  # two per string
-_BYTES_PER_COMMA = 2  # lists of token ids
+_BYTES_PER_COMMA = 2  # of token ids
 MOST_NOTES = 32
 READERS = 2  # one for large bodies; they compete for the GIL
 MOST_UNREAD = 64  # queued bodies
@@ -90,7 +90,6 @@ class Call:
 
     Args:
         num_bytes: length of the body.
-        clients: sessions of earlier requests.
         continued: stored responses and items that it refers to.
         fallback_agent: agent if nothing names one.
     """

@@ -19,10 +19,10 @@ _TEXT_FILE = re.compile(
 
 
 def document_text(part: dict[str, Any]) -> str | None:
-    """A text document in tags with title and context; None if it is not text, or not included.
+    """A text document in tags with title and context; None for other or external content.
 
     Args:
-        part: Anthropic's `document`, OpenAI's `file` (chat) or `input_file` (responses).
+        part: Anthropic's `document`, OpenAI's `file` or `input_file`.
     """
     file = part["file"] if isinstance(part.get("file"), dict) else part
     source = part["source"] if isinstance(part.get("source"), dict) else {}

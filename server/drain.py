@@ -1,4 +1,4 @@
-"""uvicorn's server with a graceful end: requests get time to finish, then an answer."""
+"""uvicorn's server with a graceful shutdown: requests get time to finish, then an answer."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import uvicorn
 from agentcache.server.compat import UvicornServer
 from agentcache.server.connection import ClientConnection
 
-# Time for running requests after a signal.
+# For running requests after a signal.
 DRAIN_SECONDS = 5.0
-# Time for clients to read their answers; then connections are cut.
+# For clients to read their answers; then connections are cut.
 CUT_SECONDS = 15
-# Time for clients that read nothing.
+# For clients that read nothing.
 STALL_SECONDS = 1.0
-# Time for which /health reports a failed engine; then the process ends, for a supervisor to restart it.
+# /health reports a failed engine this long. Then the process ends, and a supervisor restarts it.
 FAILED_SECONDS = 5.0
 
 
 class DrainingServer(UvicornServer):
-    """Calls `close`, which ends streams properly, after `drain_seconds`, and cuts incomplete requests.
+    """Calls `close`, which ends streams, after `drain_seconds`, and cuts incomplete requests.
 
-    It also ends `FAILED_SECONDS` after the engine has failed.
+    Also ends `FAILED_SECONDS` after the engine fails.
     """
 
     def __init__(
@@ -70,7 +70,6 @@ class DrainingServer(UvicornServer):
             cutting.cancel()
 
     async def _cut_stalled(self) -> None:
-        """Cut connections whose clients read nothing."""
         while True:
             before = {connection: connection.unwritten for connection in self._connections}
             await asyncio.sleep(STALL_SECONDS)

@@ -1,6 +1,6 @@
-"""The effect of each body field by dialect, as shown in `docs/server.md`.
+"""The effect of each body field by dialect; shown in `docs/server.md`.
 
-A field is obeyed, has no bearing, or is refused unless its value is neutral. Others are noted, never ignored silently.
+A field is obeyed, has no bearing, or is refused unless its value is neutral. Others are noted.
 """
 
 from __future__ import annotations

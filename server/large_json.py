@@ -37,8 +37,8 @@ class LargeJson:
             go_on: called periodically; its exception ends the process.
 
         Raises:
-            InvalidRequest: from `parse_object`, or a limit of time or memory.
-            ContextLengthExceeded: too many values, or too long lists.
+            InvalidRequest: invalid body, or a limit of time or memory.
+            ContextLengthExceeded: too long.
         """
         return _parse(self._work, raw, param, go_on)
 

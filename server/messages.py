@@ -19,7 +19,6 @@ ROLES = {
     "function": "tool",
 }
 
-# Fields for thinking.
 REASONING_KEYS = frozenset(("reasoning_content", "reasoning", "thinking"))
 
 _BILLING_HEADER = re.compile(r"^x-anthropic-billing-header:[^\n]*\n*", re.IGNORECASE | re.MULTILINE)

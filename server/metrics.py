@@ -87,7 +87,7 @@ class ServerMetrics:
     async def render(self, stats: CacheStats | None) -> bytes:
         """Render the exposition; `stats` is None if the engine does not answer.
 
-        Yields to the event loop between pieces: thousands of lines take tens of milliseconds.
+        Yields to the event loop: thousands of lines take tens of milliseconds.
         """
         pieces: list[bytes] = []
         for collector in (self.registry, EngineMetrics(stats)):

@@ -128,7 +128,7 @@ class HostGuard:
 class RequestLimit:
     """Refuses requests while `limit` are being computed, except GET and HEAD.
 
-    The place is free when the answer begins, for streams at `request.state.free_place`: slow readers hold none.
+    A place is free when the answer begins, for streams at `free_place`: slow readers hold none.
     """
 
     def __init__(self, app: ASGIApp, limit: int) -> None:

@@ -1,4 +1,4 @@
-"""The read-only page at `/`: agents and their last turns.
+"""The read-only page at `/`.
 
 The CSP allows only its own style and script, by digest. It reads the API with the user's key and inserts data as text.
 """

@@ -23,7 +23,6 @@ class ReadLimit:
     """CPU time limit by length of the body. For one thread.
 
     Args:
-        num_bytes: length of the body.
         has_ended: whether the result is no longer needed; called on the reading thread.
         rests: whether the thread sleeps to release the GIL; False on the event loop.
     """

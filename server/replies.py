@@ -51,7 +51,7 @@ class ReplyReader:
         whole: whether all updates are known, not streamed.
 
     Attributes:
-        reasoning_tokens: tokens of thoughts, hidden or not, as far as updates separate them.
+        reasoning_tokens: as far as updates separate thoughts; includes hidden ones.
     """
 
     def __init__(self, reading: Reading, *, whole: bool = False) -> None:

@@ -26,8 +26,7 @@ def is_reference(item: Reader) -> bool:
 def read_items(call: Call) -> list[dict[str, Any]]:
     """Messages of `instructions`, the continued conversation, and `input`.
 
-    One reply's thoughts, text and calls form one message. So do leading system texts, since many templates allow only
-    one.
+    One reply's items form one message. So do leading system texts, since many templates allow only one.
     """
     messages = _Messages()
     messages.system(call.body.string("instructions") or "")

@@ -16,9 +16,9 @@ from agentcache.server.fields import note_tool_keys
 from agentcache.server.tools import ToolList, read_function
 from agentcache.server.validate import Reader
 
-INPUT = "input"  # of a custom tool
+INPUT = "input"
 TOOL_TYPES = ("function", "custom", "namespace")
-ADDITIONAL_TOOLS = ("additional_tools", "tool_search_output")  # input items
+ADDITIONAL_TOOLS = ("additional_tools", "tool_search_output")
 _FREE_TEXT = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
 
 

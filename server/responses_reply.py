@@ -38,11 +38,10 @@ class ResponseReply:
     """An answer to `/v1/responses`.
 
     Args:
-        tools: for translating calls back.
         echo: request fields in the final response.
         opening: request fields in earlier events.
         seals_reasoning: whether thoughts carry `encrypted_content`, which clients send back.
-        agent: agent of the request, part of item ids.
+        agent: part of item ids.
         previous: id of the continued response.
     """
 
@@ -280,8 +279,6 @@ def _code(error: WireError) -> str:
 
 
 class ResponseWriter:
-    """Writes a stream of numbered events."""
-
     def __init__(self, reply: ResponseReply) -> None:
         self._reply = reply
         self._output = OutputItems(reply)

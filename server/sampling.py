@@ -8,7 +8,7 @@ from agentcache.server.validate import Reader
 
 MAX_TOKENS_LIMIT = 2**31 - 1
 MAX_LOGPROBS = 20
-MAX_CHOICES = 128  # OpenAI's
+MAX_CHOICES = 128
 
 
 def read_sampling(
@@ -103,4 +103,4 @@ def _token_id(biases: Reader, key: str, vocab_size: int) -> int:
 
 
 def _bias(biases: Reader, key: str) -> float:
-    return biases.as_number(key, biases.get(key), minimum=-100, maximum=100)  # OpenAI's
+    return biases.as_number(key, biases.get(key), minimum=-100, maximum=100)

@@ -42,11 +42,11 @@ def read_agent(call: Call, user_id: Any = None) -> str | None:
     """The agent of a request; None if there is none.
 
     Order: `agent` or `session_id` in the body; X-Session-ID; data that clients send automatically; the agent of the
-    continued response; the setting `default_agent`. The setting `session_headers` controls the second and third. Any
-    automatic value gives a valid id.
+    continued response; the setting `default_agent`. `session_headers` controls the second and third. Any automatic
+    value gives a valid id.
 
     Args:
-        user_id: Anthropic's `metadata.user_id`, tried last among automatic data.
+        user_id: Anthropic's `metadata.user_id`, the last automatic value.
 
     Raises:
         InvalidRequest: an explicit name is invalid.
@@ -112,12 +112,8 @@ def _codex_turn(call: Call) -> dict[str, Any] | None:
 def _agent_of_thread(call: Call, turn: dict[str, Any], agent: str | None) -> str | None:
     """The agent of a Codex thread.
 
-    A title thread has another session id and follows the request that it describes. Only the installation is the same.
+    A title thread has another session id and follows the request that it describes; only the installation is the same.
     Without an earlier session it has no agent.
-
-    Args:
-        turn: turn metadata.
-        agent: from its session id.
     """
     installation, is_title = turn.get("installation_id"), turn.get("thread_source") == _CODEX_TITLE
     if not isinstance(installation, str) or not installation:

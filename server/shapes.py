@@ -31,7 +31,7 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True)
 class ChatShape:
-    """`/v1/chat/completions`."""
+    """Shapes of `/v1/chat/completions`."""
 
     logprobs: bool
     reading: Reading = Reading()
@@ -41,7 +41,6 @@ class ChatShape:
     chunk_object = "chat.completion.chunk"
 
     def choice(self, index: int, completion: Completion) -> tuple[dict[str, Any], int]:
-        """A choice, and its reasoning tokens."""
         blocks, reasoning_tokens = read_whole(self.reading, completion)
         thought = "".join(block.text for block in blocks if isinstance(block, Reasoning))
         text = "".join(block.text for block in blocks if isinstance(block, Text))
@@ -74,7 +73,7 @@ def _arguments_piece(index: int, text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TextShape:
-    """`/v1/completions`.
+    """Shapes of `/v1/completions`.
 
     Args:
         echo: whether the text starts with the prompt.
@@ -129,7 +128,6 @@ class OpenAIReply:
     """An answer in either dialect.
 
     Args:
-        id: also the id of every chunk.
         usage: whether a stream ends with a chunk of `usage` and `agentcache`.
         n: answers per prompt.
     """
@@ -203,8 +201,6 @@ class StreamWriter:
 
 
 class ChunkWriter:
-    """Writes chunks of one choice."""
-
     def __init__(self, reply: OpenAIReply, index: int) -> None:
         self._reply = reply
         self._index = index

@@ -21,7 +21,7 @@ from agentcache.store.response_files import Continued, Item, StoredResponse
 
 log = logging.getLogger("agentcache.server")
 
-_NOT_STORED = ("agentcache", "token_ids", "prompt_token_ids")  # fields of an answer
+_NOT_STORED = ("agentcache", "token_ids", "prompt_token_ids")
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,6 @@ async def find_continued(engine: Engine, references: References) -> Continued:
 
 
 def own_items(call: Call) -> tuple[Item, ...]:
-    """The input items, with references resolved."""
     given = call.body.get("input")
     if isinstance(given, str):
         return ({"type": "message", "role": "user", "content": given},)

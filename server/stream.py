@@ -1,4 +1,4 @@
-"""Server-sent events, and what ends them early."""
+"""Server-sent events, and their early end."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ Generate = Callable[[Callable[[Update], None]], Coroutine[Any, Any, None]]
 
 KEEP_ALIVE_SECONDS = 10.0
 
-encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode  # json.dumps makes an encoder every time
+encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode  # json.dumps would make an encoder per call
 _ANY_TEXT = "\x00"
-_BEHIND = 32  # updates; a client that is further behind gets several tokens in one event
-_TOGETHER = 256  # tokens in one update
-# Tokens and candidates of their logprobs: with more pending the stream is ended. A token without logprobs counts once.
+_BEHIND = 32  # queued updates; beyond, updates are merged
+_TOGETHER = 256  # tokens in a merged update
+# Tokens and candidates; beyond, the stream ends. A token without logprobs counts once.
 _MOST_PENDING = 50_000
 
 
 def event(data: dict[str, Any], name: str | None = None) -> bytes:
-    """One event, encoded. ASCII only, since some clients split lines at U+2028 and U+0085 too."""
+    """Encode one event. ASCII only: some clients also split lines at U+2028 and U+0085."""
     line = f"data: {encode(data)}\n\n"
     return (line if name is None else f"event: {name}\n{line}").encode()
 
 
 def spliced(data: dict[str, Any], key: str, object_text: str, name: str) -> bytes:
-    """One event, of `data` and under `key` an object that is encoded already."""
+    """Encode one event of `data`, with an encoded object under `key`."""
     return f"event: {name}\ndata: {encode(data)[:-1]},{encode(key)}:{object_text}}}\n\n".encode()
 
 
 class TextEvents:
-    """Events that differ in a text only: the rest is encoded once.
+    """Events that differ only in one text; the rest is encoded once.
 
     Args:
-        event_of: the event for a text. Nothing behind the text may look like `_ANY_TEXT`.
+        event_of: returns the event for a text; nothing after the text may contain `_ANY_TEXT`.
     """
 
     def __init__(self, event_of: Callable[[str], bytes]) -> None:
@@ -63,12 +63,10 @@ def too_slow() -> RequestTimedOut:
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client leaves.
-
-    The request's body must have been read: the next thing to receive is the disconnect.
+    """Return the result of `work`; cancel it when the client leaves. The body must have been read.
 
     Raises:
-        ClientDisconnect: the client left first; `work` has ended by then.
+        ClientDisconnect: the client left; `work` has ended.
     """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(receive))
@@ -91,11 +89,11 @@ async def _end(task: asyncio.Future[Any]) -> None:
     task.cancel()
     await asyncio.wait({task})
     if not task.cancelled():
-        task.exception()  # seen, so that asyncio does not report it as never retrieved
+        task.exception()  # avoids asyncio's report of an unretrieved exception
 
 
 class Backlog:
-    """A queue whose size is bounded by what it holds: updates that wait long are merged."""
+    """A queue of updates; merges waiting ones when it is long."""
 
     def __init__(self) -> None:
         self._pending: deque[Update | Exception | None] = deque()
@@ -106,24 +104,24 @@ class Backlog:
 
     @property
     def is_full(self) -> bool:
-        """Whether the client is so far behind that its stream is to be ended."""
+        """Whether the client is too far behind."""
         return self._size > _MOST_PENDING
 
     def put(self, update: Update | Exception | None) -> None:
-        """Add an update, an error, or None for a silence."""
+        """Add an update, an error, or None for a keep-alive."""
         if isinstance(update, Update):
             self._size += _size(update)
         if len(self._pending) >= _BEHIND:
             last = self._pending[-1]
             if update is None:
-                return  # something is there to be sent
+                return  # no keep-alive needed
             if isinstance(last, Update) and isinstance(update, Update) and _can_merge(last, update):
                 self._pending[-1] = _merged(last, update)
                 return
         self._pending.append(update)
 
     def pop(self) -> Update | Exception | None:
-        """The next one; there must be one."""
+        """The next item. Must not be empty."""
         update = self._pending.popleft()
         if isinstance(update, Update):
             self._size -= _size(update)
@@ -144,7 +142,7 @@ def _can_merge(first: Update, second: Update) -> bool:
 
 
 def _is_plain(update: Update) -> bool:
-    """Whether it has no more than text and tokens."""
+    """Whether the update has only text and tokens."""
     others = (update.prompt_token_ids, update.prompt_logprobs, update.finish_reason, update.stop_string, update.report)
     return all(each is None for each in (*others, update.prompt_end))
 
@@ -161,15 +159,13 @@ def _merged(first: Update, second: Update) -> Update:
 
 
 class UpdateStream:
-    """Updates of one completion, and what comes instead of them when they are late.
-
-    One timer looks after silence and deadline, so that an update costs no timer.
+    """Updates of one completion, errors and keep-alives. One timer for silence and deadline: updates need none.
 
     Args:
-        generate: runs the completion and calls its argument with each update; cancelled by `close`.
-        interval: seconds of silence after which `next` gives None.
-        deadline: the loop's time at which the completion must be done; None for no limit.
-        ended: called when the engine has done with it, whatever has been read of it.
+        generate: runs the completion; cancelled by `close`.
+        interval: seconds of silence before a keep-alive.
+        deadline: on the loop's clock.
+        ended: called when the engine has finished, even with unread updates.
     """
 
     def __init__(
@@ -194,7 +190,7 @@ class UpdateStream:
 
         Raises:
             RequestTimedOut: the deadline has passed.
-            Exception: what the engine raised.
+            Exception: the engine's error.
         """
         while not self._backlog:
             self._arrived.clear()
@@ -242,6 +238,6 @@ class UpdateStream:
         self._timer = self._set_timer()
 
     def _end_with(self, error: Exception) -> None:
-        """End the completion now: a client that reads nothing would ask for no further update."""
+        """End the completion at once: a client that reads nothing would not ask for it."""
         self._running.cancel()
         self._put(error)

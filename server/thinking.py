@@ -1,7 +1,7 @@
 """Reads thinking settings, for the template and the answer.
 
-All dialects accept all spellings: OpenAI's, Anthropic's, OpenRouter's, Ollama's, LM Studio's, vLLM's, SGLang's, Qwen's,
-llama.cpp's. Template variables count before switches, switches before efforts. An unknown word means the nearest one.
+All dialects accept all spellings, of other servers too. Template variables count before switches, switches before
+efforts. An unknown word means the nearest one.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _in_template_kwargs(kwargs: Reader) -> Iterator[_Said]:
 
 
 def _is_read(name: str, value: Any) -> bool:
-    """Whether a template variable has a type for thinking; others are the template's own."""
+    """Whether a template variable has a type for thinking."""
     if name in _BUDGETS:
         return _is_whole(value)
     return name not in ("reasoning", *_OFF_SWITCHES) and isinstance(value, bool | str | int | float)
@@ -218,7 +218,6 @@ def _is_whole(value: Any) -> bool:
 def _notes(
     wish: ThinkingWish, said: list[_Said], variables: ThinkingVariables, values: dict[str, Any]
 ) -> Iterator[str]:
-    """Settings without their usual effect."""
     efforts = {name: value for name, value in values.items() if name in dict(variables.efforts)}
     as_told = f"it is told {next(iter(efforts.values()))!r}" if efforts else "it has no effect"
     if wish.is_off:

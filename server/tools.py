@@ -1,4 +1,4 @@
-"""Translates tool definitions of any dialect to functions for chat templates.
+"""Translates tool definitions to functions for chat templates.
 
 Server tools are left out with a note: agents send them by default, and a refusal would end the session.
 """
@@ -23,7 +23,7 @@ class ToolList:
     """Tools of a request.
 
     Attributes:
-        functions: by name, in OpenAI's shape; later definitions replace earlier ones.
+        functions: by name, in OpenAI's shape.
         left_out: names and types of tools that are not shown.
     """
 

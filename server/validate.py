@@ -22,13 +22,10 @@ _LONGEST_HINT = 80  # of names compared with known ones
 
 
 def parse_object(raw: list[bytes]) -> dict[str, Any]:
-    """The JSON object in a body.
+    """The JSON object in a body. Raises InvalidRequest.
 
     Args:
         raw: one body; this call empties the list to free it early.
-
-    Raises:
-        InvalidRequest: no UTF-8, no JSON object, or nested too deeply (with the place).
     """
     try:
         text = raw.pop().decode("utf-8")
@@ -103,7 +100,7 @@ class Reader:
 
     Args:
         path: dotted path; empty for the body.
-        limit: time limit; counts objects in lists and strings.
+        limit: counts objects in lists and strings.
     """
 
     __slots__ = ("_limit", "path", "value")
