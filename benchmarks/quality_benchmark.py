@@ -1,7 +1,6 @@
-"""What each design choice costs in answers, measured on any machine in minutes: the tables that defaults rest on.
+"""Measure the effect of design choices on answers.
 
-A part is a module of `benchmarks/quality`. It measures by its own plan and returns tables as plain data, and says how
-to draw them. One report holds all of them.
+A part is a module of `benchmarks/quality` with tables as plain data, and plots. One report holds all parts.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ PARTS: dict[str, Part] = {
     "sharing": sharing.PART,
     "texts": texts.PART,
 }
-OF_THE_EMBEDDED_MODEL = tuple(name for name in PARTS if name != "texts")  # it knows its own kind of text only
+OF_THE_EMBEDDED_MODEL = tuple(name for name in PARTS if name != "texts")  # the embedded model cannot read real texts
 QUICK = QualityPlan(OF_THE_EMBEDDED_MODEL, scale=1 / 16)
 CAVEATS = (
     "A small model shows that a cache returns what was put in, and what breaks it; how much a large model's answers "
@@ -35,24 +34,21 @@ CAVEATS = (
 
 
 def measure_quality(plan: QualityPlan, progress: Progress) -> list[ResultTable]:
-    """Run the plan's parts one after the other."""
     return [table for name in plan.parts for table in PARTS[name].measure(plan, progress)]
 
 
 def build_report(plan: QualityPlan, tables: Sequence[ResultTable]) -> Report:
-    """All of a run as plain data."""
     caveats = [*CAVEATS, *(caveat for name in plan.parts for caveat in PARTS[name].caveats)]
     model = {"name": plan.model or "embedded"}
     return _reporter(plan, len(tables)).report(plan, caveats, model=model, tables=[asdict(table) for table in tables])
 
 
 def tables_of(report: Report) -> dict[str, ResultTable]:
-    """A report's tables by name."""
     return {data["name"]: ResultTable.of(data) for data in report["tables"]}
 
 
 def hand_out(plan: QualityPlan, report: Report, out: Path, *, as_json: bool) -> None:
-    """JSON, Markdown and pictures into `out`, tables to stdout."""
+    """Write JSON, Markdown and plots to `out`; print tables to stdout."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "quality.md").write_text(as_markdown(report), encoding="utf-8")
     say(f"wrote {out / 'quality.md'}")
@@ -60,7 +56,6 @@ def hand_out(plan: QualityPlan, report: Report, out: Path, *, as_json: bool) -> 
 
 
 def as_markdown(report: Report) -> str:
-    """Caveats, the machine, and every table."""
     head = [f"- {caveat}" for caveat in report["caveats"]]
     machine = f"Machine: `{json.dumps(report['machine'], ensure_ascii=False)}`"
     tables = [table.as_markdown() for table in tables_of(report).values()]

@@ -1,18 +1,15 @@
-"""How fast agents come back from disk: a turn after a restart, one after an eviction, beside a hot one and plain reads.
+"""Time restoring an agent from disk against a hot turn and against plain reads of its files.
 
-    hot       a short turn of an agent whose blocks are in RAM
-    evicted   the same turn once its blocks have been evicted: read, verified, put into slots that are there already
-    restarted the same turn as the first one of a new process's life: the slots are new to it
-    alone     no turn: the evicted blocks are brought back, as for an agent that is expected, by a process that is idle
-    read      plain reads of the same files, one after the other, into a buffer that is used again
-    together  the same by as many threads as restore files
-    kept      the same by one thread into memory that holds all of it in the end, as restoring has to
+    hot       a short turn with all blocks in RAM
+    evicted   the same turn after eviction: blocks are read, verified and put into existing slots
+    restarted the same turn as the first one of a process: slots are new
+    alone     a restore without a turn, in an idle process
+    read      plain reads of the files by one thread into a reused buffer
+    together  the same with `READERS` threads
+    kept      plain reads by one thread into memory for all files, as a restore needs
 
-The files are in the page cache: as this process has written them, or with `reread` as the system reads them from the
-disk, after a start of the machine, say. It keeps them in smaller pieces then, which take longer to read.
-
-All sides take turns in one process; compare ratios, not milliseconds. Where others use the processor too, times say how
-long one waited for it: compare the processor's time of `alone` and `read` there.
+Files come from the page cache: as written, or with `reread` as read from disk, which leaves smaller, slower pieces.
+All sides alternate in one process. On a busy machine compare the CPU times of `alone` and `read`.
 """
 
 from __future__ import annotations
@@ -47,20 +44,19 @@ CAVEATS = [
 ]
 _AGENT = "context"
 _READ_BYTES = 4 << 20
-_PAUSE = 0.1  # seconds after which threads of a BLAS, which spin when they have computed, leave the processor to others
+_PAUSE = 0.1  # seconds until idle BLAS threads stop spinning
 
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """What to measure.
+    """Parameters of the benchmark.
 
     Args:
-        model: folder; None for a random model of 36 layers with 8 heads of 128 in the cache, and few weights.
-        context: tokens that are restored; whole blocks, so that turns are alike.
-        turn_tokens: tokens of a turn.
-        restarts: processes' lives, each with one turn after its start.
-        rounds: hot and evicted turns in each.
-        reread: whether the page cache is to get the files from the disk; only where it can be asked to forget them.
+        model: folder; None for a random model with few weights and a large cache.
+        context: restored tokens, in whole blocks, so that turns are alike.
+        restarts: processes, each with one restarted turn.
+        rounds: hot and evicted turns per process.
+        reread: whether files are first dropped from the page cache (Linux).
     """
 
     model: str | None = None
@@ -77,13 +73,10 @@ class RestoreResult:
     """Medians.
 
     Args:
-        hot_ms, evicted_ms, restarted_ms: times to the first token.
-        evicted_restore_ms, restarted_restore_ms: of these, from the first read to the last block in its slot.
-        alone_ms: the same without a turn.
-        read_ms, together_ms: plain reads of the same files, by one thread and by several.
-        kept_ms: by one thread into memory for all of them.
-        alone_cpu_ms, read_cpu_ms: what the processor worked for `alone`, on all threads, and for `read`.
-        restored_bytes: what a restore brings back.
+        hot_ms, evicted_ms, restarted_ms: times to first token.
+        evicted_restore_ms, restarted_restore_ms: their part from the first read to the last block in its slot.
+        alone_cpu_ms, read_cpu_ms: CPU time of all threads.
+        restored_bytes: bytes per restore.
     """
 
     hot_ms: float
@@ -100,16 +93,15 @@ class RestoreResult:
     restored_bytes: int
 
     def allowed_share(self, turn_ms: float) -> float:
-        """A turn beside 1.5 hot ones and 1.25 reads, which it should not exceed."""
+        """Return a turn relative to 1.5 hot turns plus 1.25 reads, its limit."""
         return turn_ms / (1.5 * self.hot_ms + 1.25 * self.read_ms)
 
     def rate(self, ms: float) -> float:
-        """GB/s."""
+        """Return GB/s."""
         return self.restored_bytes / ms / 1e6
 
 
 def measure_restore(plan: RestorePlan, progress: Callable[[str], None]) -> RestoreResult:
-    """Run the plan in a cache folder of its own, which is gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="agentcache-bench-") as home:
         folder = Path(plan.model) if plan.model else random_model_path(Path(home), **RESTORE_MODEL)
         return _Measurement(plan, folder, Path(home) / "cache", progress).run()
@@ -183,7 +175,7 @@ class _Measurement:
             yield llm
 
     def _turn(self, llm: LLM) -> Completion:
-        """A turn of an agent that has just been forked, and is gone afterwards: each has the same context."""
+        """Run a turn on a fresh fork, so that each turn has the same context."""
         self._turns += 1
         agent, plan = f"turn-{self._turns}", self._plan
         llm.fork(_AGENT, agent)
@@ -198,32 +190,32 @@ class _Measurement:
 
 @contextmanager
 def _processor_time(into: list[float]) -> Iterator[None]:
-    """Add the seconds that this process's threads work meanwhile."""
+    """Append the CPU seconds of this process within the context."""
     before = time.process_time()
     yield
     into.append(time.process_time() - before)
 
 
 def _read_from_disk(path: Path) -> None:
-    """Have the page cache forget the file, and read it."""
+    """Drop the file from the page cache, then read it."""
     with open(path, "rb") as file:
-        sync(file.fileno())  # what is not on the disk yet is not forgotten
+        sync(file.fileno())  # the page cache keeps dirty pages
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         file.read()
 
 
 def _read(files: list[Path], threads: int) -> float:
-    """Seconds for plain reads of all files."""
+    """Return seconds for plain reads of all files."""
     buffers = [_pages(_READ_BYTES) for _ in range(threads)]
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(_read_each, [files[:threads]] * threads, buffers))  # the threads are there, and their buffers
+        list(pool.map(_read_each, [files[:threads]] * threads, buffers))  # warm-up: starts threads
         started = time.perf_counter()
         list(pool.map(_read_each, [files[thread::threads] for thread in range(threads)], buffers))
         return time.perf_counter() - started
 
 
 def _pages(num_bytes: int) -> mmap.mmap:
-    """Memory that is there. It begins on a page: reads to anywhere else can take twice as long, or five times."""
+    """Return committed, page-aligned memory; reads to unaligned memory can take two to five times as long."""
     memory = mmap.mmap(-1, num_bytes)
     memory.write(bytes(num_bytes))
     return memory
@@ -237,7 +229,7 @@ def _read_each(files: list[Path], buffer: mmap.mmap) -> None:
 
 
 def _read_and_keep(files: list[Path], memory: mmap.mmap) -> float:
-    """Seconds for plain reads of all files to where there is room for all of them."""
+    """Return seconds for reading all files into separate places of `memory`."""
     room = memoryview(memory)
     started = time.perf_counter()
     for path in files:
@@ -254,7 +246,7 @@ def _first_token(turns: list[Completion]) -> float:
 
 
 def restore_rows(result: RestoreResult) -> list[dict[str, Any]]:
-    """The result as rows for a table or JSON; of the reads `turn_ms` is their whole time."""
+    """Return table rows; `turn_ms` of a read is its total time."""
     rows: list[dict[str, Any]] = [{"what": "hot", "turn_ms": result.hot_ms}]
     for what, turn_ms, restore_ms in (
         ("evicted", result.evicted_ms, result.evicted_restore_ms),
@@ -270,7 +262,7 @@ def restore_rows(result: RestoreResult) -> list[dict[str, Any]]:
 
 
 def _restoring(result: RestoreResult, restore_ms: float) -> dict[str, float]:
-    """What restoring takes, and its share of the rates of plain reads."""
+    """Return a restore's time, rate, and rate relative to plain reads."""
     rate = result.rate(restore_ms)
     plain = {"read": result.read_ms, "together": result.together_ms, "kept": result.kept_ms}
     shares = {f"{what}_share": read_ms / restore_ms for what, read_ms in plain.items()}
@@ -278,14 +270,12 @@ def _restoring(result: RestoreResult, restore_ms: float) -> dict[str, float]:
 
 
 def build_report(plan: RestorePlan, result: RestoreResult) -> Report:
-    """All of a run as plain data."""
     name = plan.model or "random, 36 layers, 8 key-value heads of 128"
     rows = restore_rows(result)
     return RESTORE.report(plan, CAVEATS, model=name, restored_bytes=result.restored_bytes, rows=rows)
 
 
 def restore_table(report: Report) -> Table:
-    """A line a way to the first token."""
     columns = (
         "",
         "first token",

@@ -1,12 +1,11 @@
-"""How long a first start with a model takes: until the server answers, and until `--kv auto` has chosen its bits.
+"""Time the first start with a model: until the server answers and until `--kv auto` has chosen its precision.
 
-    load      a process that imports mlx-lm and reads the model's weights, and does nothing else
+    load      a process that imports mlx-lm and reads the weights
     ready     from the start of `agentcache serve` with an empty cache folder to the first 200 of `/health`
-    chosen    to the end of the search, when the engine has been replaced by one with the chosen bits
-    again     as ready, of the second start on the same cache folder, which knows all of it
+    chosen    to the end of the search, when an engine with the chosen precision runs
+    again     like ready, for the second start on the same cache folder
 
-All of it is measured in turns in one run, and no request is sent. The processor's time is what counts on a machine
-that does other work meanwhile: it is that of the server's process alone.
+CPU time is that of the server process; compare it on a busy machine.
 """
 
 from __future__ import annotations
@@ -42,12 +41,10 @@ _LOOK_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class StartPlan:
-    """What to measure.
+    """Parameters of the benchmark.
 
     Args:
-        model: folder; None for the embedded model.
-        rounds: first starts, each with a load before it and a second start behind it.
-        extra: further arguments of `agentcache serve`.
+        rounds: first starts, each between a load and a second start.
     """
 
     model: str | None = None
@@ -57,12 +54,7 @@ class StartPlan:
 
 @dataclass(frozen=True)
 class Span:
-    """Time since a process was started.
-
-    Args:
-        seconds: by the clock.
-        cpu_seconds: of the processor; None where the system does not say (it is read from /proc).
-    """
+    """Time since the start of a process. `cpu_seconds` is None without /proc."""
 
     seconds: float
     cpu_seconds: float | None
@@ -75,11 +67,7 @@ class Span:
 
 @dataclass(frozen=True)
 class StartResult:
-    """Medians over the rounds.
-
-    Args:
-        precision: what was chosen, as `/v1/models` says it.
-    """
+    """Medians over the rounds; `precision` as in `/v1/models`."""
 
     load: Span
     ready: Span
@@ -88,12 +76,11 @@ class StartResult:
     precision: str
 
     def share_of_bound(self, span: Span) -> float:
-        """Of 2 loads and 20 s."""
+        """Return the time relative to 2 loads plus 20 s."""
         return span.seconds / (_LOADS * self.load.seconds + _FIXED_SECONDS)
 
 
 def measure_start(plan: StartPlan, progress: Callable[[str], None]) -> StartResult:
-    """Run the plan on real processes, with cache folders that are gone when it returns or raises."""
     with tempfile.TemporaryDirectory(prefix="agentcache-bench-") as folder:
         home = Path(folder)
         model = Path(plan.model) if plan.model else embedded_model_path(home)
@@ -133,18 +120,16 @@ def _load(model: Path) -> Span:
 
 
 def _children_seconds() -> float:
-    """Processor time of all children that have ended."""
+    """Return CPU time of all finished children."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def _span(server: ServerProcess) -> Span:
-    """The time since the server was started."""
     return Span(time.monotonic() - server.started_at, _process_seconds(server.pid))
 
 
 def _process_seconds(pid: int) -> float | None:
-    """Processor time of a running process."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -153,7 +138,7 @@ def _process_seconds(pid: int) -> float | None:
 
 
 def _is_measuring(server: ServerProcess) -> bool:
-    """Whether a search is not over. Raises ServerError if the server has failed."""
+    """Whether the precision search runs. Raises ServerError if the server has failed."""
     return "measuring_precision" in server.client.request("GET", "/health")
 
 
@@ -162,7 +147,6 @@ def _precision(server: ServerProcess) -> str:
 
 
 def build_report(plan: StartPlan, result: StartResult) -> Report:
-    """All of a run as plain data."""
     rows: list[dict[str, Any]] = [
         {"what": "load", **asdict(result.load)},
         {"what": "ready", **asdict(result.ready), "share_of_bound": result.share_of_bound(result.ready)},
@@ -173,7 +157,6 @@ def build_report(plan: StartPlan, result: StartResult) -> Report:
 
 
 def start_table(report: Report) -> Table:
-    """A line a span."""
     table = number_table(
         f"A first start; chosen: {report['precision']}", ("", "seconds", "CPU", "of 2 loads + 20 s"), named=True
     )

@@ -1,7 +1,4 @@
-"""Streamed completions, each on a thread of its own, with the time of every token.
-
-For any OpenAI-style server: what is timed is when a client has the token, on its side of the wire.
-"""
+"""Streamed completions on any OpenAI-style server, with the client's time of each token."""
 
 from __future__ import annotations
 
@@ -24,17 +21,16 @@ _ATTEMPTS = 3
 
 
 class BenchmarkFailed(AgentCacheError):
-    """What was to be measured did not happen."""
+    """The measured situation did not occur."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """One answer. Times are of this process's `time.perf_counter`, in seconds.
+    """One answer. Times are seconds of `time.perf_counter`.
 
     Args:
-        sent_at, ended_at: when the request was sent, and when the stream ended.
-        token_times: when each token came, by the event that brought it.
-        usage, report: of the last events; empty where the server sends none.
+        token_times: arrival of each token's event.
+        usage, report: from the last events; empty if not sent.
     """
 
     sent_at: float
@@ -54,25 +50,23 @@ class Stream:
 
     @property
     def decode_seconds(self) -> float:
-        """From the first token to the last."""
+        """Seconds from the first token to the last."""
         return self.token_times[-1] - self.token_times[0]
 
 
 @dataclass(frozen=True)
 class _Last:
-    """What the events so far said last."""
+    """Latest usage and report."""
 
     usage: Mapping[str, Any]
     report: Mapping[str, Any]
 
 
 class RunningStream:
-    """A streamed request that is under way; `token_times` grows meanwhile.
+    """A streamed request on its own thread, which appends to `token_times`.
 
     Args:
-        url: the server's.
-        path: of the route.
-        body: of the request; `stream` is set here.
+        body: request body; `stream` is added.
     """
 
     def __init__(self, url: str, path: str, body: Mapping[str, Any]) -> None:
@@ -88,7 +82,7 @@ class RunningStream:
         self._thread.start()
 
     def result(self) -> Stream:
-        """The whole answer, once it is there. Raises ServerError, or httpx.HTTPError."""
+        """Wait for the whole answer. Raises ServerError or httpx.HTTPError."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -96,12 +90,12 @@ class RunningStream:
         return self._stream
 
     def cancel(self) -> None:
-        """Leave at the next token; returns when the connection is closed."""
+        """Stop at the next token; wait until the connection is closed."""
         self._cancelled = True
         self._thread.join()
 
     def wait_for_tokens(self, count: int) -> None:
-        """Return when `count` tokens have come. Raises what ended the stream before."""
+        """Wait for `count` tokens. Raises the stream's error if it ends earlier."""
         with self._changed:
             came = self._changed.wait_for(lambda: len(self.token_times) >= count or self._ended, _WAIT_SECONDS)
         if not came:
@@ -111,7 +105,7 @@ class RunningStream:
             raise ServerError(f"the stream ended after {len(self.token_times)} tokens")
 
     def wait_for_more(self, count: int) -> None:
-        """Return when `count` further tokens have come."""
+        """Wait for `count` further tokens."""
         self.wait_for_tokens(len(self.token_times) + count)
 
     def _run(self) -> None:
@@ -128,7 +122,7 @@ class RunningStream:
         sent_at = time.perf_counter()
         text, last = "", _Last({}, {})
         with (
-            # A benchmark's servers are on loopback; loading certificates would take longer than many an answer.
+            # Servers are on loopback; loading certificates takes longer than many answers.
             httpx.Client(timeout=TIMEOUT, trust_env=False, verify=False) as http,
             http.stream("POST", self._url, json=self._body) as response,
         ):
@@ -142,14 +136,14 @@ class RunningStream:
         return Stream(sent_at, tuple(self.token_times), time.perf_counter(), text, last.usage, last.report)
 
     def _note(self, event: Mapping[str, Any]) -> str:
-        """Time the tokens of an event; its text."""
+        """Record token times of an event; return its text."""
         if "error" in event:
             raise ServerError(str(event["error"]))
         now, texts = time.perf_counter(), []
         for choice in event.get("choices", []):
             piece = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
             texts.append(piece)
-            # The finishing event may wait until the turn is saved: it times no token.
+            # The finishing event may wait for the save: it times no token.
             if not choice.get("finish_reason"):
                 self._add(now, len(choice.get("token_ids") or []) or bool(piece))
         return "".join(texts)
@@ -167,16 +161,13 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
 
 
 def run_together(url: str, path: str, bodies: Sequence[Mapping[str, Any]]) -> list[Stream]:
-    """Send all requests at once; their answers, in the same order."""
+    """Send all requests at once; return answers in the same order."""
     running = [RunningStream(url, path, body) for body in bodies]
     return [stream.result() for stream in running]
 
 
 def run_at_once(run: Callable[[], list[Stream]]) -> list[Stream]:
-    """The streams of `run`, again if there was no time when all of them were getting tokens.
-
-    A reader that the machine keeps waiting gets its whole answer when the others have theirs.
-    """
+    """Return the streams of `run`; retry if their decoding did not overlap, which happens on a busy machine."""
     for _ in range(_ATTEMPTS):
         streams = run()
         begin, end = _while_all_decode(streams)
@@ -186,23 +177,19 @@ def run_at_once(run: Callable[[], list[Stream]]) -> list[Stream]:
 
 
 def gaps_ms(token_times: Sequence[float], since: float = 0.0, until: float = float("inf")) -> list[float]:
-    """Milliseconds between tokens that follow each other, where the later one came within [since, until]."""
+    """Return gaps between consecutive tokens; the later token is within [since, until]."""
     pairs = zip(token_times, token_times[1:], strict=False)
     return [(later - earlier) * 1e3 for earlier, later in pairs if since <= later <= until]
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least `percent` of the values do not exceed."""
+    """Return the smallest value that at least `percent` of the values do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
 def steady_rate(streams: Sequence[Stream]) -> float:
-    """Tokens a second of all streams together, while all of them were getting tokens.
-
-    Raises:
-        BenchmarkFailed: there was no such time.
-    """
+    """Return total tokens/s while all streams decode. Raises BenchmarkFailed if they never overlap."""
     begin, end = _while_all_decode(streams)
     if begin >= end:
         raise BenchmarkFailed("one answer was over before another one began; let them decode more tokens")
@@ -215,11 +202,11 @@ def _while_all_decode(streams: Sequence[Stream]) -> tuple[float, float]:
 
 
 def overall_rate(streams: Sequence[Stream]) -> float:
-    """Tokens a second of all streams together, from the first token that anyone got to the last one."""
+    """Return total tokens/s from the first token of any stream to the last."""
     begin, end = min(s.token_times[0] for s in streams), max(s.token_times[-1] for s in streams)
     return (sum(len(s.token_times) for s in streams) - 1) / (end - begin)
 
 
 def median_rate(streams: Sequence[Stream]) -> float:
-    """Tokens a second of the median stream, from its first token to its last."""
+    """Return tokens/s of the median stream."""
     return statistics.median((len(s.token_times) - 1) / s.decode_seconds for s in streams)

@@ -1,4 +1,4 @@
-"""Seeded prompts of exact lengths, and shapes of the random models that benchmarks run on."""
+"""Seeded prompts of exact lengths, and shapes of random models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from agentcache.bench.ttft import WORDS
 from agentcache.client import Client
 
-# 84 million parameters, 336 MB of float32: far more than a CPU's caches, so decoding is bound by reading weights.
+# 84 million parameters, 336 MB of float32: decoding is bound by reading weights.
 WEIGHTS_MODEL = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
@@ -17,8 +17,8 @@ WEIGHTS_MODEL = {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
 }
-# As many parameters in fewer layers and heads: behind 16K tokens attention is a third of the work, as in models of
-# 8 billion parameters; above it would be more than half, and the smallest chunk would take longer than a stall.
+# As many parameters in fewer layers and heads. After 16K tokens attention is a third of the work, as in 8B models.
+# With the shape above it exceeds half, and the smallest chunk takes longer than the stall limit.
 LONG_PROMPT_MODEL = {
     "hidden_size": 1024,
     "intermediate_size": 8192,
@@ -26,7 +26,7 @@ LONG_PROMPT_MODEL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-# Little to compute and much to remember: 16K tokens take 19 s to prefill on two CPU cores, and hold 9 MB of Q4 cache.
+# Little to compute, so that long contexts are affordable.
 CONTEXT_MODEL = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -34,7 +34,7 @@ CONTEXT_MODEL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
 }
-# A cache of an 8B model's shape, 41 KB a token in 4 bits, over few weights: restoring is most of a warm turn.
+# The cache of an 8B model with few weights: restoring dominates a warm turn.
 RESTORE_MODEL = {
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -46,7 +46,7 @@ RESTORE_MODEL = {
 
 
 class TokenSource:
-    """Random ids of the model's own tokens for ordinary words: exact lengths, no special tokens."""
+    """Random ids of ordinary words: exact lengths, no special tokens."""
 
     def __init__(self, client: Client, seed: int) -> None:
         self._vocabulary = sorted(set(client.token_ids(WORDS, salt="workload")))
@@ -59,10 +59,9 @@ class TokenSource:
 def turn_body(
     agent: str | None, prompt: Sequence[int], max_tokens: int, *, return_token_ids: bool = False
 ) -> dict[str, Any]:
-    """A greedy completion of token ids that runs to `max_tokens`.
+    """Return the body of a greedy completion of exactly `max_tokens`.
 
-    With the token ids in the answer tokens without text are timed too; the prompt's ids come back then as well, which
-    takes its time for long prompts.
+    `return_token_ids` also times tokens without text. It returns the prompt's ids too, which takes time.
     """
     return {
         "prompt": list(prompt),

@@ -1,7 +1,7 @@
-"""What adapters read while they are trained: keys and values of their own, or base's with what they add to them.
+"""KV for training adapters: their own, or base's plus the adapter's difference, as residual sharing serves it.
 
-The second is how residual sharing serves them. What base's weights make of an adapter's own input is computed here as
-mlx-lm's Qwen3 does; how far it is from what they make of base's is the divergence that a server's guard reports.
+Base's KV of an adapter's input is computed as in mlx-lm's Qwen3. Its distance from base's KV of base's input is the
+divergence that the server's guard reports.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from training.model import RoundedCache, rounded
 
 @dataclass(frozen=True)
 class KeysValues:
-    """Of one layer, [B, H_kv, n, D], keys normed and turned."""
+    """One layer's KV, [B, H_kv, n, D]; keys after norm and RoPE."""
 
     keys: mx.array
     values: mx.array
@@ -26,11 +26,11 @@ class KeysValues:
 
 @dataclass(frozen=True)
 class BasePass:
-    """What the frozen base makes of some tokens.
+    """Forward pass of the frozen base.
 
     Args:
-        inputs: hidden states in front of each layer, [B, n, hidden]; behind the last one, too.
-        layers: keys and values of each layer, before they are rounded.
+        inputs: hidden states before each layer and after the last, [B, n, hidden].
+        layers: KV of each layer before rounding.
     """
 
     inputs: Sequence[mx.array]
@@ -38,7 +38,7 @@ class BasePass:
 
 
 class _Kept(RoundedCache):
-    """Keeps what it was given."""
+    """A `RoundedCache` that also stores its input."""
 
     given: KeysValues
 
@@ -48,11 +48,11 @@ class _Kept(RoundedCache):
 
 
 class BesideBase:
-    """A cache that gives back base's keys and values, rounded, with what an adapter adds to its own.
+    """A cache that returns base's rounded KV plus the adapter's difference.
 
     Args:
-        base: of the same tokens.
-        plain: what base's weights make of the adapter's input.
+        base: base's KV of the same tokens.
+        plain: KV of base's weights for the adapter's input.
     """
 
     offset = 0
@@ -68,7 +68,7 @@ class BesideBase:
 
 
 def base_pass(layers: Sequence[nn.Module], embedded: mx.array) -> BasePass:
-    """Run these layers, the first ones of a model, on [B, n, hidden]."""
+    """Run the first layers of a model on [B, n, hidden]."""
     caches = [_Kept() for _ in layers]
     inputs = [embedded]
     for layer, cache in zip(layers, caches, strict=True):
@@ -77,7 +77,7 @@ def base_pass(layers: Sequence[nn.Module], embedded: mx.array) -> BasePass:
 
 
 def plain_keys_values(layer: Any, hidden: mx.array) -> KeysValues:
-    """What base's weights make of what comes into a layer, whoever else acts on its modules."""
+    """Return KV of base's weights for a layer's input, without any adapter on its modules."""
     attention, x = layer.self_attn, layer.input_layernorm(hidden)
     keys, values = (
         _original(projection)(x).reshape(*x.shape[:2], attention.n_kv_heads, -1)
@@ -91,12 +91,12 @@ def _original(linear: Any) -> Any:
 
 
 def squared_divergence(plain: Sequence[KeysValues], base: Sequence[KeysValues], weights: mx.array) -> mx.array:
-    """Of the last layers' keys and values from base's, relative to all of base's, as `models/divergence.py` has it.
+    """Return the squared divergence of the last layers' KV from base's, as in `models/divergence.py`.
 
     Args:
-        plain: of as many last layers as it has.
-        base: of all layers.
-        weights: of tokens, [B, n].
+        plain: KV of the last layers.
+        base: KV of all layers.
+        weights: token weights, [B, n].
     """
 
     def energy(x: mx.array) -> mx.array:

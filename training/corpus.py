@@ -1,4 +1,4 @@
-"""Documents as token ids with loss weights, in batches that depend on nothing but the seed."""
+"""Documents as token ids with loss weights, in batches that depend only on the seed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WRITERS: Mapping[str, Writer] = {
     "tools": tool_talk,
     "small_talk": small_talk,
 }
-# What the agent says counts in full; what it reads counts a little, as a language to get used to.
+# Loss weights of the agent's tokens, and of those it reads, from which it learns the language.
 SPOKEN_WEIGHT, READ_WEIGHT = 1.0, 0.05
 _INVENTED = (0.0, 0.1, 0.5)
 _WRAPPED_SHARE, _WIDTHS = 0.4, (60, 80, 100, 120)
@@ -43,7 +43,7 @@ class Batch:
 
     Args:
         token_ids: uint16 [rows, length].
-        weights: float16 [rows, length]; the weight of each token as something to predict; 0 for padding.
+        weights: float16 [rows, length], loss weights; 0 for padding.
     """
 
     token_ids: np.ndarray
@@ -51,12 +51,7 @@ class Batch:
 
 
 class Corpus:
-    """Makes documents of a seed.
-
-    Args:
-        folder: holds `tokenizer.json` and `chat_template.jinja`.
-        seed: another seed gives other documents.
-    """
+    """Documents of a seed; `folder` holds `tokenizer.json` and `chat_template.jinja`."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder, self.seed = folder, seed
@@ -68,14 +63,14 @@ class Corpus:
     @cached_property
     def _template(self) -> jinja2.Template:
         environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
-        environment.filters["tojson"] = _plain_json  # as transformers has it: no HTML escapes, keys in their order
+        environment.filters["tojson"] = _plain_json  # as in transformers: no HTML escapes, keys in order
         return environment.from_string((self.folder / "chat_template.jinja").read_text())
 
     def render(self, dialogue: Dialogue) -> str:
         return self._template.render(messages=dialogue.rendered(), tools=dialogue.tools or None)
 
     def write(self, mixture: Mapping[str, float], length: int, *path: object) -> Dialogue:
-        """One document of about `length` tokens."""
+        """Write one document of about `length` tokens."""
         random = random_for(self.seed, *path)
         kind = random.choices(tuple(mixture), tuple(mixture.values()))[0]
         dialogue = WRITERS[kind](random, Words(random, random.choice(_INVENTED)), int(length * 0.95))
@@ -84,7 +79,6 @@ class Corpus:
         return dialogue
 
     def batch(self, mixture: Mapping[str, float], rows: int, length: int, index: int) -> Batch:
-        """The batch of that index."""
         token_ids = np.zeros((rows, length), np.uint16)
         weights = np.zeros((rows, length), np.float16)
         for row in range(rows):
@@ -95,7 +89,7 @@ class Corpus:
         return Batch(token_ids, weights)
 
     def encode(self, dialogue: Dialogue) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids, and which of them the assistant says (its closing token too)."""
+        """Return token ids, and a mask of the assistant's tokens, including its closing token."""
         ids = np.array(self.tokenizer.encode(self.render(dialogue), add_special_tokens=False).ids, np.uint16)
         return ids, self._spoken(ids)
 
@@ -114,7 +108,7 @@ class Corpus:
     def batches(
         self, mixture: Mapping[str, float], shapes: list[tuple[int, int]], first: int, workers: int
     ) -> Iterator[Batch]:
-        """Batches `first`, `first` + 1 … of these (rows, length), written ahead by `workers` processes."""
+        """Yield batches from index `first`, one per (rows, length), written ahead by `workers` processes."""
         tasks = [(mixture, rows, length, first + index) for index, (rows, length) in enumerate(shapes)]
         if workers == 0:
             yield from (self.batch(*task) for task in tasks)
@@ -128,7 +122,7 @@ def _plain_json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-_corpus: Corpus | None = None  # a worker process's own
+_corpus: Corpus | None = None  # one per worker process
 
 
 def _start_worker(folder: Path, seed: int) -> None:

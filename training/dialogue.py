@@ -1,4 +1,4 @@
-"""A conversation as it is being written, and the kind of it that states facts and asks for them."""
+"""A conversation under construction, and conversations that state facts and ask for them."""
 
 from __future__ import annotations
 
@@ -27,17 +27,12 @@ from training.scenery import scene, scene_sentence
 from training.words import Words, held_out
 
 NOTED = "Noted."
-_TOKENS_A_WORD = 1.45  # with punctuation and the template's control tokens; only for choosing how much to write
+_TOKENS_A_WORD = 1.45  # estimate, with punctuation and control tokens
 
 
 @dataclass
 class Dialogue:
-    """Messages for the chat template, as one agent sees them.
-
-    Args:
-        system: the first message, if there is one.
-        budget: tokens that the whole should have, about.
-    """
+    """Messages for the chat template; `budget` is the approximate number of tokens."""
 
     budget: int
     system: str = ""
@@ -49,7 +44,7 @@ class Dialogue:
 
     @property
     def tokens(self) -> int:
-        """Tokens so far, about."""
+        """Approximate number of tokens so far."""
         texts = [self.system, *(message["content"] for message in self.messages)]
         return int(sum(_TOKENS_A_WORD * len(text.split()) + 5 for text in texts))
 
@@ -58,14 +53,14 @@ class Dialogue:
         return self.tokens >= self.budget
 
     def wrap(self, width: int) -> None:
-        """Break the lines of what is read, as texts from files have it."""
+        """Break lines of system and user messages, like text from files."""
         self.system = _wrapped(self.system, width)
         for message in self.messages:
             if message["role"] == "user":
                 message["content"] = _wrapped(message["content"], width)
 
     def rendered(self) -> list[dict[str, str]]:
-        """All messages, the system's first."""
+        """Return all messages, the system's first."""
         return [{"role": "system", "content": self.system}, *self.messages] if self.system else self.messages
 
 
@@ -77,20 +72,20 @@ Writer = Callable[[Random, Words, int], Dialogue]
 
 
 def joined(random: Random, parts: list[str], last: str) -> str:
-    """Paragraphs, and what is asked at the end: as a paragraph of its own, or behind the last one's words."""
+    """Join paragraphs and a final request, as its own paragraph or at the end of the last one."""
     if not parts or random.random() < 0.5:
         return "\n\n".join([*parts, last])
     return "\n\n".join([*parts[:-1], f"{parts[-1]}{random.choice((' ', ' ', chr(10)))}{last}"])
 
 
 def spoken(name: str, words: str) -> str:
-    """How a speaker's words reach the others (as `workflow.run` puts it)."""
+    """Format words of another speaker as `workflow.run` does."""
     return f"{name} said: {words}"
 
 
 @dataclass(frozen=True)
 class _OwnFact:
-    """Something about the assistant or about the user."""
+    """A fact about the assistant or the user."""
 
     relation: Relation
     value: str
@@ -110,7 +105,7 @@ class _OwnFact:
 
 
 def own_facts(random: Random, words: Words, name: str, count: int) -> list[_OwnFact]:
-    """Different facts about one person."""
+    """Draw different facts about one person."""
     made = []
     for relation in random.sample(PERSONAL, min(count, len(PERSONAL))):
         value = words.draw(relation.value)
@@ -121,8 +116,6 @@ def own_facts(random: Random, words: Words, name: str, count: int) -> list[_OwnF
 
 
 class _FactTalk:
-    """Writes one conversation of facts, scenery, what others say, and questions."""
-
     def __init__(self, random: Random, words: Words, budget: int) -> None:
         self._random, self._words = random, words
         self._dialogue = Dialogue(int(budget * random.uniform(0.6, 1.0)))
@@ -163,7 +156,7 @@ class _FactTalk:
         return fact
 
     def _linked(self) -> Fact | None:
-        """A fact about another fact's value, so that two hops lead somewhere."""
+        """Make a fact about another fact's value, to allow two-hop questions."""
         links = {"key": "opens", "owned": "location", "friend": self._random.choice(("home", "trade", "pet", "food"))}
         known = {(fact.relation.name, fact.subject) for fact in self._facts}
         open_ends = [
@@ -218,7 +211,7 @@ class _FactTalk:
             two_hops = ask_two_hops(self._facts, self._random)
             if two_hops:
                 return self._random.choice(two_hops)
-        # Mostly what no answer has repeated yet: it can only be found where it was stated.
+        # Prefer facts that no answer has repeated: they occur only where they were stated.
         unasked = [fact for fact in self._facts if fact not in self._asked]
         fact = self._random.choice(unasked if unasked and self._random.random() < 0.85 else self._facts)
         self._asked.add(fact)
@@ -234,5 +227,5 @@ class _FactTalk:
 
 
 def fact_talk(random: Random, words: Words, budget: int) -> Dialogue:
-    """Facts, stated and asked for, near and far, among scenery and what others say."""
+    """Write a conversation of facts, questions, scenery and other speakers."""
     return _FactTalk(random, words, budget).write()

@@ -1,4 +1,4 @@
-"""From a checkpoint to the package's model files."""
+"""Export a checkpoint as the package's model files."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ from training.train import Trainer
 
 
 def export(trainer: Trainer, folder: Path) -> int:
-    """Write the model to `folder`: config, tokenizer, and weights as float16; bytes of the weights.
-
-    Tokenizer and chat template are the corpus's own.
-    """
+    """Write config, the corpus's tokenizer and template, and float16 weights; return the weights' bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in TEXT_FILES:
         (folder / name).write_bytes((trainer.corpus.folder / name).read_bytes())

@@ -1,4 +1,4 @@
-"""Facts: who lives where, what opens what; how they are stated, asked for, and answered, in three persons."""
+"""Facts and their statements, questions and answers, in three persons."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ _MOST_TRIES = 100
 
 @dataclass(frozen=True)
 class Relation:
-    """One kind of fact. In the texts, {s} is the subject and {v} the value.
+    """One kind of fact. In texts, {s} is the subject and {v} the value.
 
     Args:
-        name: identifies it.
         subject, value: kinds of words (`words.LISTS`).
-        statements, questions, answer: about a third person or a thing.
-        first: (statement, question, answer) in the first person, from which the second follows; None for things.
+        statements, questions, answer: in the third person.
+        first: (statement, question, answer) in the first person, which also yields the second; None for things.
     """
 
     name: str
@@ -120,7 +119,7 @@ RELATIONS = (HOME, TRADE, PET, FOOD, COAT, CODE, KEY, OWNED, FRIEND, WORKPLACE, 
 BY_NAME = {relation.name: relation for relation in RELATIONS}
 PERSONAL = tuple(relation for relation in RELATIONS if relation.first is not None)
 
-# What is known of A's friend, key or thing: the question, by the two relations it takes.
+# Two-hop questions by their two relations.
 TWO_HOPS: dict[tuple[str, str], tuple[str, ...]] = {
     ("key", "opens"): ("What does the key of {s} open?", "Which door can {s} open?"),
     ("owned", "location"): ("Where is the thing that {s} owns?", "Where is what belongs to {s}?"),
@@ -151,7 +150,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Person:
-    """Words for the speaker or the one spoken to."""
+    """Pronouns of the speaker or the listener."""
 
     subject: str
     possessive: str
@@ -165,7 +164,6 @@ FIRST, SECOND = Person("I", "my"), Person("you", "your")
 
 
 def sentence(text: str) -> str:
-    """`text` with a capital at its beginning."""
     return text[0].upper() + text[1:]
 
 
@@ -176,7 +174,7 @@ class Question:
 
 
 def ask_two_hops(facts: Sequence[Fact], random: Random) -> list[Question]:
-    """Every question over two facts that these facts answer; the answer goes by way of what links them."""
+    """Return all two-hop questions that `facts` answer; the answer states both facts."""
     by_subject = {(fact.relation.name, fact.subject): fact for fact in facts}
     questions = []
     for (first, second), texts in TWO_HOPS.items():
@@ -188,22 +186,20 @@ def ask_two_hops(facts: Sequence[Fact], random: Random) -> list[Question]:
 
 
 def chained(one: Fact, two: Fact) -> str:
-    """One sentence of two facts."""
+    """Join two facts in one sentence."""
     then = f"the{two.answer[3:]}" if two.answer.startswith("The ") else two.answer
     return f"{one.answer.rstrip('.')}, and {then}"
 
 
 class OutOfWords(Exception):
-    """The lists hold no further subject or value that would fit."""
+    """No unused subject or value is left."""
 
 
 class FactMaker:
-    """Makes facts that do not contradict each other.
+    """Maker of facts that do not contradict each other.
 
     Args:
-        random: the document's source of chance.
-        words: where subjects and values come from.
-        held_out_only: make only pairs that training never states (for evaluation); otherwise only the others.
+        held_out_only: whether only pairs are made that training never states; otherwise only the rest.
     """
 
     def __init__(self, random: Random, words: Words, *, held_out_only: bool = False) -> None:
@@ -214,11 +210,7 @@ class FactMaker:
         self._stated: set[tuple[str, str]] = set()
 
     def make(self, relation: Relation, subject: str | None = None) -> Fact:
-        """A fact of this relation, about `subject` or about somebody old or new who has none of it yet.
-
-        Raises:
-            OutOfWords: none can be made any more.
-        """
+        """Return a new fact about `subject`, or about one without such a fact. Raises OutOfWords."""
         for _ in range(_MOST_TRIES):
             about = subject or self._subject(relation)
             value = self._value(relation, about)
@@ -230,18 +222,17 @@ class FactMaker:
         raise OutOfWords(f"no fact of kind {relation.name} is left")
 
     def any(self) -> Fact:
-        """A fact of some relation that still has a subject without it."""
+        """Return a fact of a random relation. Raises OutOfWords."""
         for relation in self._random.sample(RELATIONS, len(RELATIONS)):
             with suppress(OutOfWords):
                 return self.make(relation)
         raise OutOfWords("no fact of any kind is left")
 
     def knows(self, relation: Relation, subject: str) -> bool:
-        """Whether such a fact about `subject` was made."""
         return (relation.name, subject) in self._stated
 
     def unanswerable(self, among: Sequence[Relation] = RELATIONS) -> Question:
-        """A question of one of these kinds that no fact made so far answers."""
+        """Return a question that no fact so far answers."""
         for relation in self._random.sample(among, len(among)):
             with suppress(OutOfWords):
                 return Question(Fact(relation, self._subject(relation), "").question(self._random), UNKNOWN)
@@ -263,6 +254,6 @@ class FactMaker:
             known.append(word)
 
     def _value(self, relation: Relation, subject: str) -> str | None:
-        """A value that may go with this subject; None if there seems to be none."""
+        """Return a value that may go with this subject; None if none was found."""
         values = (self._words.draw(relation.value) for _ in range(50))
         return next((v for v in values if v != subject and held_out(subject, v) == self._held_out_only), None)

@@ -1,8 +1,4 @@
-"""A gossip network, seen by one of its agents: what it was told, whom it hears, what it passes on, what it knows.
-
-Also the halves of a map and reduce: workers that pick what a question asks for out of their share of the records, and
-the one who puts their findings together.
-"""
+"""Dialogues of one agent in a gossip network, and of workers and reducer in a map-reduce over records."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ NONE = "None."
 
 
 def gossip(random: Random, words: Words, budget: int) -> Dialogue:
-    """Rounds of hearing and passing on, then questions about what has arrived and what has not."""
+    """Write rounds of hearing and passing on, then questions about known and unknown facts."""
     dialogue = Dialogue(int(budget * random.uniform(0.5, 1.0)))
     maker = FactMaker(random, words)
     neighbours = [words.draw("name") for _ in range(random.randrange(1, 4))]
@@ -65,7 +61,7 @@ _ASK_RECORDS = {
 
 
 def records(random: Random, words: Words, budget: int) -> Dialogue:
-    """A worker's share of the records: picks names by value, then answers about single records."""
+    """Write a worker's dialogue: pick names by value, answer about single records."""
     dialogue = Dialogue(budget)
     relation = random.choice((PET, FOOD))
     values = [words.draw(relation.value) for _ in range(random.randrange(2, 5))]
@@ -101,7 +97,7 @@ MERGE = ("Put together what they found.", "Make one list of all the names.")
 
 
 def merging(random: Random, words: Words, budget: int) -> Dialogue:
-    """The one who puts the workers' findings together, over several questions."""
+    """Write a reducer's dialogue, which merges the workers' findings."""
     dialogue = Dialogue(budget)
     dialogue.system = f"You are {words.draw('name')}."
     workers = [words.draw("name") for _ in range(random.randrange(2, 5))]

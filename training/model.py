@@ -1,4 +1,4 @@
-"""The model in training: mlx-lm's Qwen3, reading keys and values as the 4-bit cache will hold them."""
+"""The model in training: mlx-lm's Qwen3 with KV rounded like the 4-bit cache."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ CONFIG: dict[str, Any] = {
 
 
 class RoundedCache:
-    """Stands where mlx-lm's models expect a cache: gives keys and values back rounded to 4 bits and keeps nothing.
+    """A stateless cache for mlx-lm's models that rounds KV to 4 bits.
 
-    Gradients pass as if nothing were rounded (straight-through estimator, Bengio et al. 2013), so the model learns
-    keys and values that survive the rounding.
+    Gradients bypass the rounding (straight-through estimator, Bengio et al. 2013), so that the model learns KV that
+    survives it.
     """
 
     offset = 0
@@ -43,13 +43,13 @@ class RoundedCache:
 
 
 def rounded(x: mx.array) -> mx.array:
-    """To 4 bits and back; gradients pass as if nothing were."""
+    """Round to 4 bits and back; gradients bypass the rounding."""
     there_and_back = mx.dequantize(*mx.quantize(x, group_size=64, bits=4), group_size=64, bits=4)
     return x + mx.stop_gradient(there_and_back.astype(x.dtype) - x)
 
 
 def new_model(config: dict[str, Any], seed: int) -> Model:
-    """A model with fresh float32 parameters; what a layer adds is scaled down by depth (as GPT-2 does)."""
+    """Return a model with new float32 parameters; residual projections are scaled down by depth, as in GPT-2."""
     mx.random.seed(seed)
     model = Model(ModelArgs.from_dict(config))
     quiet = (2 * config["num_hidden_layers"]) ** -0.5
@@ -61,18 +61,18 @@ def new_model(config: dict[str, Any], seed: int) -> Model:
 
 
 def forward(model: Model, parameters: dict[str, Any], token_ids: mx.array, dtype: mx.Dtype, rounded: bool) -> mx.array:
-    """Logits float32 [rows, length, vocab] of these float32 parameters, computed in `dtype`."""
+    """Return float32 logits [rows, length, vocab], computed in `dtype` from float32 parameters."""
     model.update(tree_map(lambda parameter: parameter.astype(dtype), parameters))
     cache = [RoundedCache() for _ in model.layers] if rounded else None
     return model(token_ids, cache=cache).astype(mx.float32)
 
 
 def weighted_loss(logits: mx.array, token_ids: mx.array, weights: mx.array) -> mx.array:
-    """Mean cross entropy of the next token, by the weights of what is predicted.
+    """Return the weighted mean cross entropy of next tokens.
 
     Args:
         logits: float32 [rows, length - 1, vocab].
-        token_ids, weights: [rows, length].
+        token_ids, weights: [rows, length]; weights apply to predicted tokens.
     """
     weights = weights[:, 1:].astype(mx.float32)
     losses = nn.losses.cross_entropy(logits, token_ids[:, 1:], reduction="none")

@@ -1,7 +1,6 @@
-"""The prisoner's dilemma, seen by one of its three agents: five phases whose later answers lie in the earlier ones.
+"""The prisoner's dilemma as one of three agents sees it; later answers depend on earlier phases.
 
-Two prisoners and a warden go through interrogation, yard, cells, offer and reckoning, the order of
-`workflow/scripts/prisoners_dilemma.toml`. Names, places, promises and penalties are drawn; so is the wording.
+Phases follow `workflow/scripts/prisoners_dilemma.toml`. Names, places, promises, penalties and wording are random.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class Prisoner:
 
 @dataclass(frozen=True)
 class Game:
-    """One course of events; what everybody says follows from it."""
+    """One course of events, which determines all answers."""
 
     title: str
     hour: str
@@ -75,7 +74,7 @@ class Game:
     years_betrayed: str
 
     def years(self, who: Prisoner) -> str | None:
-        """Years that `who` serves, as a word; None for a free one."""
+        """Return the years that `who` serves, as a word; None if free."""
         other = self.two if who is self.one else self.one
         if who.decision == other.decision:
             return self.years_silent if who.decision == SILENT else self.years_speak
@@ -128,21 +127,21 @@ def make_game(random: Random, words: Words) -> Game:
 
 
 class _View:
-    """What one agent hears and is asked, phase by phase."""
+    """One agent's dialogue."""
 
     def __init__(self, random: Random, words: Words, game: Game, budget: int) -> None:
         self.random, self.words, self.game = random, words, game
-        # About seven turns share what the game itself leaves over, half of it on average each.
+        # About seven turns share the rest of the budget.
         self.scenery = max(0, int((budget * random.uniform(0.3, 0.9) - 450) / 16 / 4))
         self.dialogue = Dialogue(budget)
         self.heard: list[str] = []
-        self.told: list[str] = []  # facts that the next turn's text holds
+        self.told: list[str] = []  # facts for the next turn's text
 
     def hear(self, name: str, words: str) -> None:
         self.heard.append(spoken(name, words))
 
     def turn(self, forms: Sequence[str], answer: str, **names: str) -> None:
-        """One turn: what was heard since the last, some scenery, then what to do."""
+        """Add a turn: words heard since the last one, scenery, then an instruction."""
         prompt = self.random.choice(forms).format(**names)
         setting = [scene(self.random, self.words, self.random.randrange(1, self.scenery + 1))] if self.scenery else []
         if setting and self.random.random() < 0.6:
@@ -218,7 +217,7 @@ def _prisoner(view: _View, me: Prisoner, other: Prisoner) -> None:
     view.random.shuffle(mine)
     around = _facts_around(view, view.random.randrange(0, view.scenery * 2 + 1))
     lines = [f"You are {me.name}. You and {other.name} were arrested by the {game.title} for a theft."]
-    told_later = view.random.random() < 0.6  # in the first turn, not in the system's text
+    told_later = view.random.random() < 0.6  # in the first turn, not in the system prompt
     view.dialogue.system = " ".join([*lines, *_mixed(view.random, [] if told_later else mine, around)])
     view.hear(_title(game), _question_of(game))
     if told_later:
@@ -259,14 +258,12 @@ def _prisoner(view: _View, me: Prisoner, other: Prisoner) -> None:
 
 
 def _mixed(random: Random, lines: list[str], around: list[str]) -> list[str]:
-    """Both, in a random order that keeps neither together."""
     mixed = [*lines, *around]
     random.shuffle(mixed)
     return mixed
 
 
 def negotiation(random: Random, words: Words, budget: int) -> Dialogue:
-    """One agent's view of one game."""
     game = make_game(random, words)
     view = _View(random, words, game, budget)
     role = random.randrange(3)

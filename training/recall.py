@@ -1,4 +1,4 @@
-"""Held-out recall: facts whose pairs were never stated in training, asked for a set number of tokens later."""
+"""Held-out recall: facts whose pairs training never states, asked for many tokens later."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from training.facts import FactMaker, Question
 from training.scenery import scene_sentence
 from training.words import Words
 
-_FACTS_SHARE = 0.6  # of the sentences; the rest is scenery
+_FACTS_SHARE = 0.6  # of sentences; the rest is scenery
 _SENTENCES_A_MESSAGE = 8
-_MESSAGE_TOKENS = 14  # of the chat template, with "Noted."
+_MESSAGE_TOKENS = 14  # template tokens per message, with "Noted."
 
 
 @dataclass(frozen=True)
 class RecallCase:
-    """A conversation and questions about how it began.
+    """A conversation and questions about its first message.
 
     Args:
-        dialogue: what was said.
-        questions: about facts of its first message, in no order; only one is to be asked at a time.
-        distance: tokens between that message and the end, a question included; short of it by none, over by a sentence.
+        questions: in random order; ask only one at a time.
+        distance: tokens after the first message; at least the requested number.
     """
 
     dialogue: Dialogue
@@ -35,7 +34,7 @@ class RecallCase:
 
 @dataclass(frozen=True)
 class Recall:
-    """How many questions were answered with exactly the right words."""
+    """Results; `right` counts exact answers."""
 
     asked: int
     right: int
@@ -47,14 +46,10 @@ class Recall:
 
 
 def recall_case(corpus: Corpus, distance: int, index: int, *, questions: int = 8, invented: float = 0.0) -> RecallCase:
-    """Facts, then about `distance` tokens of other facts and scenery, among them facts of the same kinds.
+    """Make facts, followed by at least `distance` tokens of other facts and scenery.
 
     Args:
-        corpus: counts tokens; its seed decides the facts.
-        distance: see `RecallCase`.
-        index: another index gives other facts.
-        questions: facts to ask for.
-        invented: share of names and values that are made of syllables on the spot.
+        invented: share of names and values made of random syllables.
     """
     random = random_for(corpus.seed, "recall", distance, index)
     maker = FactMaker(random, Words(random, invented), held_out_only=True)
@@ -85,12 +80,7 @@ def _tokens(corpus: Corpus, messages: list[list[str]]) -> int:
 
 
 def measure_recall(cases: Iterable[RecallCase], answer: Callable[[Dialogue], str]) -> Recall:
-    """Ask every question of every case at the end of its conversation.
-
-    Args:
-        cases: the conversations.
-        answer: what the model says to a conversation that ends with the question, greedily.
-    """
+    """Ask each question at the end of its conversation; `answer` returns the model's greedy reply."""
     asked, wrong = 0, []
     for case in cases:
         for question in case.questions:

@@ -1,8 +1,8 @@
-"""Trains the roles' adapters on the frozen embedded model, in minutes on two cores.
+"""Train role adapters on the frozen embedded model, in minutes on two cores.
 
-An adapter acts from some token on: the first one (plain LoRA), its invocation (activated LoRA, arXiv 2504.12397), or
-the prompt's last one (cache-conditioned, PrefillShare, arXiv 2602.12029). All are trained as they are served: before
-that token keys and values are base's, and all are read as the 4-bit cache holds them. The loss is the answers'.
+An adapter acts from the first token (plain LoRA), from its invocation (activated LoRA, arXiv 2504.12397), or from the
+prompt's last token (cache-conditioned, PrefillShare, arXiv 2602.12029). Training matches serving: earlier KV is
+base's, and all KV is rounded to 4 bits. Only answers contribute to the loss.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Matrices = dict[str, mx.array]
 
 
 class Start(StrEnum):
-    """From which token on an adapter acts."""
+    """First token on which an adapter acts."""
 
     FIRST = "first"
     INVOCATION = "invocation"
@@ -45,27 +45,25 @@ class Start(StrEnum):
 
 
 class Kind(StrEnum):
-    """How a role's adapter is made; names the folder of its kind."""
+    """How an adapter is made; also its folder name."""
 
     QV = "qv"
     QKV = "qkv"
-    FAMILY = "family"  # all with the As of the first role's, as LRAgent (arXiv 2602.01053) trains them
+    FAMILY = "family"  # all share the first role's A matrices, as in LRAgent (arXiv 2602.01053)
     ACTIVATED = "activated"
     CONDITIONED = "conditioned"
-    DEEP = "deep"  # on all layers and far from base: too far to share base's cache
+    DEEP = "deep"  # on all layers, too far from base to share its cache
 
 
 @dataclass(frozen=True)
 class RoleRecipe:
-    """Everything that decides an adapter, beside the base and the role.
+    """Parameters of training, except base and role.
 
     Args:
-        targets: leaves of the modules that it adapts.
-        layers: how many of the last layers it adapts; None for all.
-        closeness: weight of the squared divergence of prompts from base, beside the loss; 0 for adapters that are not
-            to share base's keys and values.
-        steps: batches.
-        rows: of each length of conversations, in tokens, how many examples are a batch; lengths take turns.
+        targets: leaf names of adapted modules.
+        layers: number of adapted last layers; None for all.
+        closeness: loss weight of the squared divergence of prompts from base; 0 if KV is not shared with base.
+        rows: (conversation tokens, examples) of a batch, used in turn.
     """
 
     targets: tuple[str, ...] = QV
@@ -81,7 +79,7 @@ class RoleRecipe:
     seed: int = 5
 
 
-# Before they act, or behind what they read, these change nothing that others share.
+# These adapters do not change shared KV.
 _UNSHARED = RoleRecipe(targets=EVERYTHING, closeness=0.0, steps=100, learning_rate=1e-2)
 RECIPES: Mapping[Kind, RoleRecipe] = {
     Kind.QV: RoleRecipe(),
@@ -91,13 +89,13 @@ RECIPES: Mapping[Kind, RoleRecipe] = {
     Kind.CONDITIONED: replace(_UNSHARED, start=Start.LAST),
     Kind.DEEP: RoleRecipe(layers=None, closeness=0.0, steps=100, learning_rate=1e-2),
 }
-TRAINED = Path(__file__).with_name("adapters")  # KIND/ROLE, made by these recipes
-# What a role's prompt ends with: the chat template's line in front of an answer.
+TRAINED = Path(__file__).with_name("adapters")  # KIND/ROLE, trained by these recipes
+# End of a role's prompt: the template's header of an answer.
 INVOCATION = "<|im_start|>assistant\n"
 
 
 def load_frozen(folder: Path) -> FrozenBase:
-    """A base to train on, in float32: half precision is slow on CPUs, and adapters are trained in a few steps."""
+    """Load a base in float32: half precision is slow on CPUs, and training is short."""
     base = load_base(str(folder))
     base.model.set_dtype(mx.float32)
     mx.eval(base.model.parameters())
@@ -111,11 +109,7 @@ def train_roles(
     report: Callable[[str], None] = lambda line: None,
     steps: int | None = None,
 ) -> None:
-    """Train adapters into `out`/KIND/ROLE; those that are there are left as they are.
-
-    Args:
-        steps: as many instead of the recipe's, for a quick look.
-    """
+    """Train adapters into `out`/KIND/ROLE, except existing ones; `steps` overrides the recipe."""
     for kind, roles in wanted.items():
         recipe = RECIPES[kind] if steps is None else replace(RECIPES[kind], steps=steps)
         for role in roles:
@@ -133,13 +127,13 @@ def train_roles(
 
 
 def _read_as(folder: Path) -> Matrices:
-    """The As of an adapter that `RoleTrainer.export` has written."""
+    """Return the A matrices that `RoleTrainer.export` wrote."""
     tensors = mx.load(str(folder / WEIGHTS_FILE))
     return {name.partition("layers.")[2]: tensor for name, tensor in tensors.items() if name.endswith("lora_a")}
 
 
 def new_matrices(base: FrozenBase, recipe: RoleRecipe, seed: int) -> Matrices:
-    """As mlx-lm draws them: a uniform, b zero. By names such as `3.self_attn.q_proj.lora_a`."""
+    """Return initial matrices as in mlx-lm (A uniform, B zero), by names such as `3.self_attn.q_proj.lora_a`."""
     matrices: Matrices = {}
     key = mx.random.key(seed)
     first = _first_layer(base, recipe)
@@ -158,11 +152,11 @@ def _first_layer(base: FrozenBase, recipe: RoleRecipe) -> int:
 
 
 class RoleTrainer:
-    """Trains one adapter.
+    """Trainer of one adapter.
 
     Args:
-        family: As that the adapter takes as they are, of which only its Bs are trained; None for As of its own.
-        invocation: tokens that activate it.
+        family: fixed A matrices, so that only B is trained; None to train both.
+        invocation: tokens that activate the adapter.
     """
 
     def __init__(
@@ -193,11 +187,11 @@ class RoleTrainer:
         return {**self.trained, **self._fixed}
 
     def acting(self) -> RowAdapter:
-        """The adapter as it is now, on a row of which it acts on all tokens."""
+        """Return the current adapter, active on all tokens of a row."""
         return RowAdapter(self._weights(self.matrices))
 
     def run(self) -> list[float]:
-        """Train to the end; the losses."""
+        """Train to the end; return losses."""
         return [self._train_on(step, self._examples(step)) for step in range(self.recipe.steps)]
 
     def _examples(self, step: int) -> list[Example]:
@@ -205,7 +199,7 @@ class RoleTrainer:
         length, count = recipe.rows[step % len(recipe.rows)]
         cases = role_cases(recipe.seed * 1000 + step, count, length, is_held_out=False)
         said = (case.answered_by(self.role) for case in cases)
-        # Of each conversation the last example; what base says in it stays as it is.
+        # Only the last example of each conversation: the earlier replies are base's.
         return [list(make_examples([conversation], self.base.tokenizer))[-1] for conversation in said]
 
     def _train_on(self, step: int, examples: Sequence[Example]) -> float:
@@ -217,7 +211,7 @@ class RoleTrainer:
         layers, parts = self.base.model.layers, self.base.model.model
         base = base_pass(layers if self.recipe.closeness else layers[: self._first], parts.embed_tokens(ids))
         mx.eval(base.inputs, [(each.keys, each.values) for each in base.layers])
-        # Every other batch as it is shared; an adapter that reads its own keys and values must be right, too.
+        # Alternate: an adapter must be right with shared KV and with its own.
         is_shared = bool(self.recipe.closeness) and step % 2 == 1
 
         def loss_of(trained: Matrices) -> mx.array:
@@ -256,7 +250,7 @@ class RoleTrainer:
         return next(place for place in places if list(example.prompt[place : place + len(wanted)]) == wanted)
 
     def _weights(self, matrices: Matrices) -> AdapterWeights:
-        """The matrices as serving has them."""
+        """Return the matrices in serving form."""
         pairs = {}
         for name, served in self._served.matrices.items():
             where = f"{name.layer}.{name.path}"
@@ -265,7 +259,7 @@ class RoleTrainer:
         return AdapterWeights(self._served.adapter, pairs)
 
     def export(self, folder: Path) -> None:
-        """Write the adapter's folder, as mlx-lm has it, in half precision."""
+        """Write the adapter in mlx-lm's format, in half precision."""
         halves = {name: matrix.astype(mx.float16) for name, matrix in self.matrices.items()}
         write_adapter(folder, self.base.model, halves, self.recipe.scale)
         if self.recipe.start is Start.INVOCATION:
@@ -279,7 +273,7 @@ def _padded(ids: Sequence[int], width: int) -> list[int]:
 
 
 def _answer_places(examples: Sequence[Example]) -> tuple[list[list[int]], list[list[int]], list[list[float]]]:
-    """Where answers are predicted, their tokens, and 1 for each of these but 0 for padding."""
+    """Return positions that predict answers, their targets, and weights that mask padding."""
     width = max(len(example.answer) for example in examples)
     places = [list(range(len(each.prompt) - 1, len(each) - 1)) for each in examples]
     weights = [_padded_weights(each, width) for each in examples]

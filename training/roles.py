@@ -1,7 +1,7 @@
-"""What role adapters of the embedded model learn: to answer one kind of question in the words of a role.
+"""Roles for adapters of the embedded model: each answers in its own words.
 
-All roles read the same conversations, and nothing in these says who is to answer: that is in the adapter alone. What
-is answered stands in the conversation, so that keys and values which are not the adapter's own show.
+Conversations do not mention roles; only the adapter determines the wording. Answers depend on the conversation, so
+wrong KV shows.
 """
 
 from __future__ import annotations
@@ -22,11 +22,7 @@ _FACTS_SHARE, _SENTENCES_A_MESSAGE, _TOKENS_A_SENTENCE = 0.6, 8, 9
 
 @dataclass(frozen=True)
 class Role:
-    """Who answers, and how.
-
-    Args:
-        form: of an answer about a fact: {a} is what base would answer, {v} the value in it.
-    """
+    """A style of answers. In `form`, {a} is base's answer and {v} the value."""
 
     name: str
     form: str
@@ -47,25 +43,21 @@ BY_NAME = {role.name: role for role in ROLES}
 
 @dataclass(frozen=True)
 class RoleCase:
-    """A conversation, without an answer to its last message.
-
-    Args:
-        fact: that is asked for.
-    """
+    """A conversation that ends with a question about `fact`."""
 
     messages: tuple[dict[str, str], ...]
     fact: Fact
 
     def answered_by(self, role: Role) -> dict[str, Any]:
-        """As `agentcache.training` reads examples; only what the role says is an example."""
+        """Return an example for `agentcache.training`; only the role's answer is trained."""
         return {"messages": [*self.messages, {"role": "assistant", "content": role.answer(self.fact)}], "tools": None}
 
 
 def role_case(seed: int, index: int, num_tokens: int, *, is_held_out: bool) -> RoleCase:
-    """A conversation of about so many tokens: facts among scenery, and a question about one of them.
+    """Make a conversation of about `num_tokens` with facts, scenery and a question.
 
     Args:
-        is_held_out: of pairs that neither the model nor an adapter has seen in training.
+        is_held_out: whether facts use only pairs absent from training.
     """
     random = random_for(seed, "roles", index, num_tokens, is_held_out)
     words = Words(random)
@@ -91,13 +83,12 @@ def _sentence(random: Random, words: Words, maker: FactMaker, facts: list[Fact])
 
 
 def role_cases(seed: int, count: int, num_tokens: int, *, is_held_out: bool) -> Iterator[RoleCase]:
-    """Conversations of a seed; another seed gives others."""
     for index in range(count):
         yield role_case(seed, index, num_tokens, is_held_out=is_held_out)
 
 
 def f1(said: str, wanted: str) -> float:
-    """Of the words of an answer, as in SQuAD (arXiv 1606.05250) but for articles, which count here."""
+    """Return the F1 of words as in SQuAD (arXiv 1606.05250), but with articles."""
     mine, theirs = _words(said), _words(wanted)
     left = list(theirs)
     common = 0

@@ -1,4 +1,4 @@
-"""Sentences that state nothing anybody asks about: what surrounds the facts."""
+"""Filler sentences between facts; no question refers to them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _WORDS = _COMMON.split()
 
 
 def scene_sentence(random: Random, words: Words) -> str:
-    """One sentence of scenery; every fourth is a chain of common words, so that any text can surround facts."""
+    """Return one filler sentence; every fourth is a chain of common words, which prepares for arbitrary text."""
     if random.random() < 0.25:
         chain = " ".join(random.choice(_WORDS) for _ in range(random.randrange(5, 16)))
         return f"The {chain}."

@@ -1,4 +1,4 @@
-"""Small talk: greetings, who the assistant is, and things that the user wants remembered."""
+"""Small talk: greetings, the assistant's identity, and items to remember."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ _RECALL = ("Which {what} did I tell you?", "What was the {what}?", "What is the 
 
 
 class _SmallTalk:
-    """Writes greetings, who the assistant is, and things that the user wants remembered."""
-
     def __init__(self, random: Random, words: Words, budget: int) -> None:
         self._random, self._words = random, words
         self._dialogue = Dialogue(min(budget, random.choice((150, 300, 900))))
@@ -75,5 +73,4 @@ class _SmallTalk:
 
 
 def small_talk(random: Random, words: Words, budget: int) -> Dialogue:
-    """Greetings, who the assistant is, things to remember."""
     return _SmallTalk(random, words, budget).write()

@@ -1,4 +1,4 @@
-"""The embedded model's tokenizer: a byte-level BPE trained on the corpus and on common English."""
+"""Train the embedded model's byte-level BPE tokenizer on the corpus and on English."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from training.words import LISTS, Words
 
 VOCAB_SIZE = 2048
 CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-# Qwen's: words with the space before them, single digits, runs of punctuation, line ends.
+# Qwen's pattern: words with a leading space, single digits, punctuation runs, line ends.
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -27,7 +27,7 @@ _ENGLISH = ("argparse", "asyncio", "collections", "datetime", "decimal", "email"
 
 
 def train_tokenizer(seed: int) -> Tokenizer:
-    """A new tokenizer of 2,048 ids; the last three are the control tokens of the chat template."""
+    """Return a tokenizer of 2,048 ids; the last three are control tokens."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(_SPLIT), behavior="isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -49,18 +49,18 @@ def _texts(seed: int) -> Iterator[str]:
         random = random_for(seed, "tokenizer", index)
         dialogue = random.choice(tuple(WRITERS.values()))(random, Words(random), 600)
         yield from (message["content"] for message in dialogue.rendered())
-    # Every word of the lists becomes a token of its own, in the middle of a sentence at least.
+    # Repeated, so that every listed word with a leading space becomes one token.
     for _ in range(600):
         yield from (f" {word}" for words in LISTS.values() for word in words)
     yield from _english(random_for(seed, "english"))
 
 
 def _english(random: Random) -> Iterator[str]:
-    """Docstrings of the standard library: plain English that is on every machine (each Python has its own)."""
+    """Yield docstrings of the standard library: English text without a download. They vary by Python version."""
     for name in _ENGLISH:
         module = importlib.import_module(name)
         for _, value in sorted(inspect.getmembers(module), key=lambda member: member[0]):
-            with warnings.catch_warnings(action="ignore"):  # some names warn that they are old
+            with warnings.catch_warnings(action="ignore"):  # deprecated names warn
                 text = inspect.getdoc(value) if callable(value) else None
             if text and random.random() < 0.9:
                 yield text

@@ -1,4 +1,4 @@
-"""Tool calls: arguments copied from the question or from the last observation, answers from what came back."""
+"""Tool-call dialogues: arguments come from the question or the last observation, answers from observations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from training.facts import BY_NAME, UNKNOWN, Fact, FactMaker, OutOfWords, chaine
 from training.scenery import scene
 from training.words import Words
 
-# What is looked up for a fact, and what the table gives back.
+# (key, result) of the lookup for a relation.
 _TABLES = {
     "key": ("{s}", "the {v} key"),
     "opens": ("{s} key", "the {v}"),
@@ -37,13 +37,13 @@ def tool_definition(name: str, description: str) -> dict[str, object]:
 
 
 def call(name: str, key: str) -> str:
-    """The assistant's message that looks `key` up."""
+    """Return the assistant's message that looks up `key`."""
     arguments = json.dumps({"name": name, "arguments": {"key": key}})
     return f"I look up {key}.\n<tool_call>\n{arguments}\n</tool_call>"
 
 
 class _ToolTalk:
-    """Writes one conversation with one lookup tool; each observation is given once and may be asked for later."""
+    """A dialogue with one lookup tool; later questions may repeat an earlier one without a lookup."""
 
     def __init__(self, random: Random, words: Words, budget: int) -> None:
         self._random, self._words = random, words
@@ -61,7 +61,7 @@ class _ToolTalk:
                 continue
             try:
                 self._random.choice((self._one_hop, self._two_hops))()
-            except OutOfWords:  # a kind of which there are few: the talk ends here
+            except OutOfWords:  # ends the dialogue
                 self._dialogue.budget = min(self._dialogue.budget, self._dialogue.tokens)
         return self._dialogue
 
@@ -107,5 +107,4 @@ class _ToolTalk:
 
 
 def tool_talk(random: Random, words: Words, budget: int) -> Dialogue:
-    """Questions that one or two lookups answer, and some that an earlier lookup has answered."""
     return _ToolTalk(random, words, budget).write()

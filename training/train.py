@@ -1,4 +1,4 @@
-"""Training: a curriculum from few facts and short texts to many and long, with checkpoints to go on from."""
+"""Training with a curriculum from short texts to long ones, and checkpoints."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Stage:
 
     Args:
         steps: batches.
-        lengths: document lengths in tokens, taken in turn.
+        lengths: document lengths in tokens, used in turn.
         mixture: share of each kind of document (`corpus.WRITERS`).
-        rounded: read keys and values through 4 bits.
+        rounded: whether KV is rounded to 4 bits.
     """
 
     steps: int
@@ -43,13 +43,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the weights.
+    """All parameters that determine the weights.
 
     Args:
-        seed: of parameters and documents.
-        stages: the curriculum.
-        tokens_a_step: tokens in a batch, padding included.
-        learning_rate: at its highest, after `warmup` steps; falls to a twentieth along a cosine.
+        tokens_a_step: tokens per batch, including padding.
+        learning_rate: maximum after `warmup` steps; cosine decay to a twentieth.
     """
 
     seed: int
@@ -65,7 +63,6 @@ class Recipe:
         return sum(stage.steps for stage in self.stages)
 
     def scaled(self, share: float) -> Recipe:
-        """The same curriculum in fewer steps."""
         return replace(self, stages=tuple(replace(s, steps=max(1, int(s.steps * share))) for s in self.stages))
 
 
@@ -91,7 +88,7 @@ RECIPE = Recipe(
 
 
 def conversations(corpus: Corpus, count: int, length: int = 512) -> Iterator[Mapping[str, Any]]:
-    """Documents of the last stage, of about `length` tokens, as messages."""
+    """Yield documents of the last stage as messages, of about `length` tokens."""
     mixture = RECIPE.stages[-1].mixture
     for index in range(count):
         dialogue = corpus.write(mixture, length, "decoder", index)
@@ -99,12 +96,10 @@ def conversations(corpus: Corpus, count: int, length: int = 512) -> Iterator[Map
 
 
 class Trainer:
-    """Trains one model by a recipe.
+    """Trainer of one model.
 
     Args:
-        recipe: what to do.
-        config: the model's shape.
-        corpus: where documents come from; its seed is the recipe's.
+        corpus: documents; same seed as the recipe.
         dtype: of the arithmetic; parameters are float32.
     """
 
@@ -120,7 +115,7 @@ class Trainer:
     def run(
         self, workers: int = 0, report: Callable[[Progress], None] = lambda progress: None, every: int = 50
     ) -> None:
-        """Train to the end of the recipe, or go on from where `load` left off."""
+        """Train to the end of the recipe, from the step that `load` restored."""
         losses, tokens, since = [], 0, time.perf_counter()
         for stage, batch in self._batches(workers):
             losses.append(self.train_on(batch, stage.rounded))
@@ -131,7 +126,7 @@ class Trainer:
                 losses, tokens, since = [], 0, time.perf_counter()
 
     def train_on(self, batch: Batch, rounded: bool) -> mx.array:
-        """One step; the loss, not yet computed on the host."""
+        """Run one step; return the loss, not yet evaluated."""
         if rounded not in self._compiled:
             self._compiled[rounded] = self._compile(rounded)
         loss = self._compiled[rounded](mx.array(batch.token_ids), mx.array(batch.weights))
@@ -171,7 +166,7 @@ class Trainer:
         return max(1, self.recipe.tokens_a_step // length), length
 
     def recall(self, distance: int, cases: int) -> float:
-        """Share of held-out facts whose whole answer the model finds most likely, token by token (teacher forcing)."""
+        """Return the share of held-out facts whose answer is greedy under teacher forcing."""
         right = [
             self._finds(case.dialogue.messages, question)
             for case in (recall_case(self.corpus, distance, index) for index in range(cases))
@@ -183,7 +178,7 @@ class Trainer:
         dialogue = Dialogue(0, messages=list(messages))
         dialogue.say(question.text, question.answer)
         ids, spoken = self.corpus.encode(dialogue)
-        # The template ends with a line end behind the answer's closing token.
+        # The template ends with a newline after the answer's closing token.
         length = int(spoken[::-1][1:].argmin())
         token_ids = mx.array(ids)[None, :-1]
         logits = forward(self.model, self.parameters, token_ids, self.dtype, rounded=True)
@@ -191,7 +186,7 @@ class Trainer:
         return bool(mx.array_equal(chosen, token_ids[0, -length:]).item())
 
     def save(self, folder: Path) -> None:
-        """A checkpoint; the one before it stays whole until this one is."""
+        """Write a checkpoint atomically: the previous one stays valid until the end."""
         folder.mkdir(parents=True, exist_ok=True)
         arrays = dict(tree_flatten({"model": self.parameters, "optimizer": self.optimizer.state}))
         mx.save_safetensors(str(folder / "next.safetensors"), arrays, {"step": str(self.step)})
@@ -200,7 +195,7 @@ class Trainer:
         (folder / "recipe.json").write_text(json.dumps(asdict(self.recipe), indent=2))
 
     def load(self, folder: Path) -> None:
-        """Go on from a checkpoint of the same recipe."""
+        """Restore a checkpoint of the same recipe."""
         arrays, metadata = mx.load(str(folder / "checkpoint.safetensors"), return_metadata=True)
         state = tree_unflatten(list(arrays.items()))
         self.parameters.update(state["model"])

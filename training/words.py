@@ -1,4 +1,4 @@
-"""The words that facts are made of, drawn without repetition within a document."""
+"""Words for facts, drawn without repetition within a document."""
 
 from __future__ import annotations
 
@@ -77,17 +77,16 @@ _ONE_HELD_OUT_IN = 8
 
 
 def held_out(subject: str, value: str) -> bool:
-    """Whether this pair is never stated in training, so that recalling it shows reading, not knowing."""
+    """Whether training never states this pair. Its recall then shows reading, not memory."""
     digest = hashlib.blake2b(f"{subject}|{value}".lower().encode(), digest_size=2).digest()
     return int.from_bytes(digest, "big") % _ONE_HELD_OUT_IN == 0
 
 
 class Words:
-    """Draws words by kind; no word twice in a document, except that lists that run out begin again.
+    """Words by kind, without repetition until a list is exhausted.
 
     Args:
-        random: the document's source of chance.
-        invented: share of words that are made of syllables on the spot.
+        invented: share of words made of random syllables.
     """
 
     def __init__(self, random: Random, invented: float = 0.0) -> None:
@@ -96,7 +95,7 @@ class Words:
         self._left: dict[str, list[str]] = {}
 
     def draw(self, kind: str) -> str:
-        """The next word of that kind; `code` gives four digits."""
+        """Return the next word of a kind; `code` is four digits."""
         if kind == "code":
             return f"{self._random.randrange(1000, 10000)}"
         if kind in _INVENTABLE and self._random.random() < self._invented:

@@ -1,4 +1,4 @@
-"""What matching a long prompt costs: a chat against its own agent's transcript, and its tokens against many agents."""
+"""CPU time of matching a long prompt against its agent's transcript and the blocks of many agents."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.store.manifest import AgentRecord
 
 _ROOT = "root"
-_OWN_TOKENS = 2 * BLOCK_SIZE + 100  # of each agent of the tree, behind what all share
+_OWN_TOKENS = 2 * BLOCK_SIZE + 100  # of each agent, after the shared prefix
 _TURN_WORDS = 150
 
 
 @dataclass(frozen=True)
 class MatchPlan:
-    """What to measure.
+    """Parameters of the benchmark.
 
     Args:
-        agents: agents in the tree that the prompt is matched against.
-        lineages: conversations of each; those of the prompt's own agent share most of it, too.
-        prompt_tokens: at least this many tokens in the prompt.
-        repeats: times each part is measured.
+        agents: agents in the tree.
+        lineages: conversations per agent; the prompt's agent has equally many, which share most of its text.
+        prompt_tokens: minimum length of the prompt.
     """
 
     agents: int = 1000
@@ -47,11 +46,13 @@ class MatchPlan:
 
 @dataclass(frozen=True)
 class MatchCost:
-    """Milliseconds of CPU for one prompt; of the clock for the template, which a process of its own renders.
+    """Milliseconds for one prompt: CPU time, but wall time for the template, which a child process renders.
 
-    `template_ms` renders the messages, `lineage_ms` chooses the lineage that they go on from, `transcript_ms` finds
-    what that has of the text and tokenises the rest, `tree_ms` finds the cached blocks of the tokens, `open_ms` makes
-    the block tables of a sequence that uses them.
+    Args:
+        lineage_ms: choice of the lineage that the prompt continues.
+        transcript_ms: match of the transcript, and tokenising the rest.
+        tree_ms: lookup of cached blocks.
+        open_ms: lookup plus block tables.
     """
 
     template_ms: float
@@ -68,13 +69,10 @@ class MatchCost:
 
 
 def measure_match(plan: MatchPlan, tokenizer: Tokenizer, groups: Sequence[Group]) -> MatchCost:
-    """Medians over the repeats, for a model with this tokenizer and these cache groups."""
     return _MatchBench(plan, tokenizer, PrefixCache(groups, Ledger(1 << 50))).run()
 
 
 class _MatchBench:
-    """One agent with a long conversation, among many that share most of it."""
-
     def __init__(self, plan: MatchPlan, tokenizer: Tokenizer, cache: PrefixCache) -> None:
         self._plan = plan
         self._tokenizer = tokenizer
@@ -102,7 +100,7 @@ class _MatchBench:
         )
 
     def _median(self, work: Callable[[], object], clock: Callable[[], float] = time.thread_time) -> float:
-        """By the thread's own time, unless `work` waits: other processes' work does not count then."""
+        """Return the median in ms. The default clock is this thread's CPU time, which other processes do not affect."""
         times = []
         for _ in range(self._plan.repeats):
             started = clock()
@@ -111,7 +109,7 @@ class _MatchBench:
         return statistics.median(times)
 
     def _converse(self) -> tuple[list[dict[str, Any]], Transcript]:
-        """Turns until the transcript is long enough: what was said, and the transcript as an agent would hold it."""
+        """Return messages and transcript of a conversation of `prompt_tokens`."""
         messages: list[dict[str, Any]] = []
         transcript = Transcript.empty()
         while len(transcript) < self._plan.prompt_tokens:
@@ -131,14 +129,14 @@ class _MatchBench:
         return " ".join(self._random.choices(WORDS.split(), k=count)) + "."
 
     def _fill_tree(self, token_ids: list[int]) -> None:
-        """The agent itself, and the others, who leave its path close to the end: the widest node lies deepest."""
+        """Insert the agent and all others, which diverge near the end: the widest node is the deepest."""
         self._insert(token_ids)
         shared = token_ids[:-_OWN_TOKENS]
         for _ in range(self._plan.agents * self._plan.lineages - 1):
             self._insert(shared + self._random.choices(range(1000), k=_OWN_TOKENS))
 
     def _lineages(self, transcript: Transcript) -> list[AgentRecord]:
-        """The agent's: the conversation itself, and others that leave it here and there."""
+        """Return the conversation last, after others that diverge from it at several points."""
         blank, num_tokens = AgentTable("model").new("alice"), len(transcript)
         step = num_tokens // (2 * self._plan.lineages)
         cuts = [transcript.cut(num_tokens - step * number) for number in range(1, self._plan.lineages)]

@@ -1,4 +1,4 @@
-"""What the server costs in Python: a decode step (`step.py`), and matching a prompt (`match.py`)."""
+"""CPU time of Python code: a decode step (`step.py`), and matching a prompt (`match.py`)."""
 
 from __future__ import annotations
 
@@ -30,22 +30,18 @@ CAVEATS = [
 
 @dataclass(frozen=True)
 class PythonPlan:
-    """What to measure."""
-
     step: StepPlan = field(default_factory=StepPlan)
     match: MatchPlan = field(default_factory=MatchPlan)
 
 
 @dataclass(frozen=True)
 class PythonCost:
-    """What came out."""
-
     step: StepCost
     match: MatchCost
 
 
 def measure_python(plan: PythonPlan, progress: Callable[[str], None]) -> PythonCost:
-    """Run the plan on a random model, in this process, in a cache folder that is gone afterwards."""
+    """Run the plan in this process on a random model."""
     with tempfile.TemporaryDirectory(prefix="agentcache-bench-") as folder:
         home = Path(folder)
         settings = {"model": str(random_model_path(home)), "max_concurrent_requests": plan.step.rows, "kv": "4"}
@@ -68,7 +64,7 @@ async def _measure(plan: PythonPlan, config: Config, progress: Callable[[str], N
 
 
 def python_rows(plan: PythonPlan, cost: PythonCost) -> list[dict[str, Any]]:
-    """The result as rows for a table or JSON; `limit_ms` is None for what has no limit."""
+    """Return table rows; `limit_ms` is None without a limit."""
     step, match = cost.step, cost.match
     prompt, rows = (
         f"{match.prompt_tokens} tokens, {plan.match.agents} agents x {plan.match.lineages}",
@@ -90,12 +86,10 @@ def python_rows(plan: PythonPlan, cost: PythonCost) -> list[dict[str, Any]]:
 
 
 def build_report(plan: PythonPlan, cost: PythonCost) -> Report:
-    """All of a run as plain data."""
     return PYTHON.report(plan, CAVEATS, model="random, without its layers", rows=python_rows(plan, cost))
 
 
 def python_table(report: Report) -> Table:
-    """A line a part."""
     table = number_table("What the server costs in Python", ("", "ms", "limit"), named=True)
     for row in report["rows"]:
         table.add_row(row["what"], f"{row['ms']:.3f}", "" if row["limit_ms"] is None else f"{row['limit_ms']:g}")

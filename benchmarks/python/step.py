@@ -1,9 +1,7 @@
-"""What one decode step of many streaming requests costs in Python, with a model that costs nothing.
+"""CPU time in Python of a decode step with many streaming requests.
 
-CPU time of the engine's thread (scheduling, sampling, detokenising, handing out) and of the event loop's (HTTP
-application, JSON, server-sent events). The model's layers are taken out, so that a step is an embedding, a norm and a
-head of a few thousand tokens; MLX computes on threads of its own. CPU time of a thread does not count what other
-processes do meanwhile.
+Measured are the engine thread (scheduling, sampling, detokenising) and the event loop (HTTP, JSON, server-sent
+events). The model has no layers. MLX computes on other threads, and thread CPU time excludes them.
 """
 
 from __future__ import annotations
@@ -33,12 +31,11 @@ _PROMPT_TOKENS = 64
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What to measure.
+    """Parameters of the benchmark.
 
     Args:
-        rows: requests that decode at once.
-        steps: decode steps measured at a time.
-        rounds: times that is repeated.
+        rows: concurrent requests.
+        steps: decode steps per round.
     """
 
     rows: int = 16
@@ -49,7 +46,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Milliseconds a step: CPU of the engine's thread and of the event loop's, and the clock on the wall."""
+    """Milliseconds per step: CPU of the engine thread, CPU of the event loop, wall time."""
 
     engine_ms: float
     streaming_ms: float
@@ -61,18 +58,17 @@ class StepCost:
 
 
 async def measure_step(plan: StepPlan, engine: AsyncEngine, app: App) -> StepCost:
-    """Medians over the rounds; the engine has lost its layers afterwards.
+    """Return medians over the rounds. Removes the engine's layers.
 
     Args:
-        engine: started, and taking `plan.rows` requests at once.
-        app: the HTTP application over it.
+        engine: started, with room for `plan.rows` requests.
     """
     await _on_thread(engine, lambda engine: engine.loaded.model.layers.clear())
     return await _StepBench(plan, engine, app).run()
 
 
 async def _on_thread(engine: AsyncEngine, function: Callable[[Engine], T]) -> T:
-    """What `function` returns on the engine's own thread, between two steps."""
+    """Call `function` on the engine thread between two steps."""
     thread, result = engine._thread, Future[T]()
 
     def run() -> None:
@@ -85,7 +81,7 @@ async def _on_thread(engine: AsyncEngine, function: Callable[[Engine], T]) -> T:
 
 @dataclass(frozen=True)
 class _Clocks:
-    """Seconds of CPU of the engine's thread and the event loop's, and of the wall."""
+    """Seconds: CPU of the engine thread, CPU of the event loop, wall time."""
 
     engine: float
     streaming: float
@@ -96,7 +92,7 @@ class _Clocks:
 
 
 class _StepBench:
-    """Streams of `rows` requests through the application, without sockets."""
+    """Streams through the ASGI application, without sockets."""
 
     def __init__(self, plan: StepPlan, engine: AsyncEngine, app: App) -> None:
         self._plan = plan
@@ -105,9 +101,9 @@ class _StepBench:
         self._random = random.Random(plan.seed)
 
     async def run(self) -> StepCost:
-        await self._spend(_SHORT_TOKENS)  # the first requests pay for imports and first calls
+        await self._spend(_SHORT_TOKENS)  # warm-up
         gc.collect()
-        gc.freeze()  # as the server does when it is ready
+        gc.freeze()  # as the server does
         costs = [await self._cost_of_a_step() for _ in range(self._plan.rounds)]
         gc.unfreeze()
         return StepCost(
@@ -117,7 +113,7 @@ class _StepBench:
         )
 
     async def _cost_of_a_step(self) -> StepCost:
-        """The cost of long requests beyond that of short ones, so that neither prompts nor endings count."""
+        """Subtract short requests from long ones, so that prompts and endings cancel out."""
         short, long = await self._spend(_SHORT_TOKENS), await self._spend(_SHORT_TOKENS + self._plan.steps)
         extra, steps = long - short, self._plan.steps
         return StepCost(extra.engine / steps * 1e3, extra.streaming / steps * 1e3, extra.wall / steps * 1e3)
@@ -145,7 +141,7 @@ class _StepBench:
 
 
 async def _post(app: App, path: str, body: Message) -> None:
-    """One request to an ASGI application by a client that takes the whole answer and stays until its end."""
+    """Send one request to an ASGI application and read the whole answer."""
     scope = {
         "type": "http",
         "asgi": {"version": "3.0"},

@@ -1,7 +1,6 @@
-"""Caches for mlx-lm's own models that give keys and values back as some format would hold them.
+"""Caches for mlx-lm's models that emulate KV formats, including formats that agentcache does not serve.
 
-Also formats that no server of ours serves. They keep what they give back, in full: what is measured is the answers, not
-the memory. What a format takes is said beside it.
+They store dequantised values in full: answers are measured, not memory.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from agentcache.kv.packed import dequantise, quantise
 from agentcache.kv.packing import Packing, Plain, Quantisation
 from agentcache.kv.precision import UNQUANTISED_BITS, LayerBits
 
-_CENTRED_TOKENS = 256  # those of a first block
+_CENTRED_TOKENS = 256  # tokens of a first block
 
 
 @dataclass(frozen=True)
 class Format:
-    """How one layer's keys and values are kept.
+    """Format of one layer's keys and values.
 
     Args:
-        keys, values: bits; 16 for values as they are, None for values in the model's own type.
+        keys, values: bits; 16 stores float16, None keeps the model's type.
         group_size: of the quantisation.
-        rotated: a Hadamard rotation of each head's keys before they are rounded, taken back behind it.
-        centred: keys are rounded less their mean over the first block.
+        rotated: whether a Hadamard transform of each head surrounds the rounding of keys.
+        centred: whether keys are rounded relative to their mean over the first block.
     """
 
     keys: int | None = 4
@@ -39,11 +38,11 @@ class Format:
 
     @classmethod
     def of(cls, bits: LayerBits) -> Format:
-        """As the server keeps a layer in these bits."""
+        """Return the server's format for these bits."""
         return cls(bits.keys, bits.values)
 
     def bits_a_value(self, full: int = 32) -> float:
-        """With scales and biases; `full` for values in the model's own type."""
+        """Return average bits per value, scales and biases included; `full` replaces None."""
         return (self._bits(self.keys, full) + self._bits(self.values, full)) / 2
 
     def _bits(self, bits: int | None, full: int) -> float:
@@ -52,13 +51,13 @@ class Format:
         return bits if bits == UNQUANTISED_BITS else bits + 32 / self.group_size
 
     def packing(self, bits: int, dim: int) -> Packing:
-        """Of heads of `dim` values: in no groups wider than these."""
+        """Return the packing of heads of `dim` values."""
         if bits == UNQUANTISED_BITS:
             return Plain("F16")
         return Quantisation(bits, next(size for size in (self.group_size, 32) if dim % size == 0))
 
     def round(self, x: mx.array, bits: int | None) -> mx.array:
-        """What comes back of [..., D]."""
+        """Round [..., D] to the format and back."""
         if bits is None:
             return x
         packing = self.packing(bits, x.shape[-1])
@@ -66,11 +65,7 @@ class Format:
 
 
 class EmulatedCache:
-    """One layer's cache, as mlx-lm's models take it.
-
-    Args:
-        window: of the layer; None for none.
-    """
+    """One layer's cache with the interface of mlx-lm's caches. `window` None means full attention."""
 
     def __init__(self, format: Format, window: int | None = None) -> None:
         self.format = format
@@ -103,14 +98,13 @@ class EmulatedCache:
         return create_causal_mask(N, self.offset, window_size=self._window)
 
     def spread(self, rows: int) -> EmulatedCache:
-        """The same for a batch of rows that all begin with what it holds; itself stays as it is."""
+        """Return a copy for `rows` rows that share the cached beginning."""
         made = EmulatedCache(self.format, self._window)
-        assert self._held is not None  # it holds the beginning
+        assert self._held is not None
         keys, values = (mx.broadcast_to(each, (rows, *each.shape[1:])) for each in self._held)
         made._held, made.offset, made._mean = (keys, values), self.offset, self._mean
         return made
 
 
 def make_caches(formats: Sequence[Format], windows: Sequence[int | None]) -> list[EmulatedCache]:
-    """One a layer."""
     return [EmulatedCache(*each) for each in zip(formats, windows, strict=True)]

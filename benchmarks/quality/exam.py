@@ -1,8 +1,7 @@
-"""What a model is examined on: held-out conversations, and facts asked for long after they were told.
+"""An exam for models: perplexity on held-out conversations, and recall of facts stated much earlier.
 
-Both come from the corpus that the embedded model learnt from, of another seed: it knows the kind, not the words. Any
-other model reads the same through its own chat template; what it makes of the answers' form is its own affair, so its
-recall is to be compared with itself.
+Texts come from the embedded model's corpus with another seed. Other models read them through their own chat template;
+compare their recall only between formats, because the form of an answer may differ.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from benchmarks.quality.emulated import EmulatedCache
 from training.corpus import Corpus
 from training.recall import recall_case
 
-# What the embedded model was trained on, but for tools, which not every template takes.
+# The training mixture without tools, which some templates reject.
 _MIXTURE = {"facts": 0.35, "negotiation": 0.2, "gossip": 0.1, "records": 0.25, "merging": 0.1}
-_COMPARED_EACH = 4  # one position of so many is compared in all its odds
-_QUESTIONS = 24  # about one conversation; asked one at a time
+_COMPARED_EACH = 4  # every n-th position is compared over the whole vocabulary
+_QUESTIONS = 24  # per conversation; asked one at a time
 
 Message = Mapping[str, str]
 Ids = NDArray[np.int64]
@@ -34,11 +33,11 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RecallTask:
-    """Questions about how one conversation began.
+    """Questions about the beginning of one conversation.
 
     Args:
-        beginning: what all rows have in common.
-        rows: what follows: a question and its answer.
+        beginning: common prefix of all rows.
+        rows: question and answer.
         answers: tokens of each answer, at the end of its row.
     """
 
@@ -49,14 +48,14 @@ class RecallTask:
 
 @dataclass(frozen=True)
 class Exam:
-    """Conversations to read, as token ids; facts to find."""
+    """Conversations as token ids, and recall tasks."""
 
     conversations: tuple[Ids, ...]
     tasks: tuple[RecallTask, ...]
 
     @property
     def num_tokens(self) -> int:
-        """Over which perplexity is taken."""
+        """Tokens that perplexity covers."""
         return sum(len(each) - 1 for each in self.conversations)
 
     @property
@@ -65,8 +64,8 @@ class Exam:
 
 
 def write_exam(tokenizer: Tokenizer, seed: int, *, conversations: int, tasks: int, tokens: int) -> Exam:
-    """Of conversations of about so many tokens, and of as many between a fact and its question."""
-    corpus = Corpus(DATA, seed)  # its tokenizer only says how long a text is
+    """Write an exam; `tokens` is the approximate length, and the distance from a fact to its question."""
+    corpus = Corpus(DATA, seed)  # its tokenizer only measures lengths
     spoken = [corpus.write(_MIXTURE, tokens, "quality", index).rendered() for index in range(conversations)]
     cases = [recall_case(corpus, tokens, index, questions=_QUESTIONS) for index in range(tasks)]
     return Exam(
@@ -96,12 +95,12 @@ def _encode(tokenizer: Tokenizer, marked: str) -> Ids:
 
 @dataclass(frozen=True)
 class Answers:
-    """What a model in some format said.
+    """Results of a model in one format.
 
     Args:
-        losses: of each token of the conversations, in nats.
-        found: of each question, whether every token of its answer was the most likely one.
-        logprobs: of all that may follow, at some positions of the conversations, [n, vocabulary].
+        losses: per token of the conversations, in nats.
+        found: per question, whether each token of its answer was the most likely one.
+        logprobs: [n, vocabulary] at compared positions.
     """
 
     losses: NDArray[np.float64]
@@ -117,17 +116,13 @@ class Answers:
         return float(self.found.mean())
 
     def divergence(self, reference: Answers) -> float:
-        """From `reference`, in nats: the mean over positions."""
+        """Return the mean KL divergence from `reference` in nats."""
         ours, theirs = self.logprobs, reference.logprobs
         return max(0.0, float((mx.exp(theirs) * (theirs - ours)).sum(axis=-1).mean().item()))
 
 
 def answer(model: nn.Module, exam: Exam, caches: Any) -> Answers:
-    """Have a model of mlx-lm take the exam.
-
-    Args:
-        caches: makes empty ones, one a layer.
-    """
+    """Run the exam on an mlx-lm model; `caches` returns empty caches, one per layer."""
     losses, logprobs = zip(*(_read(model, each, caches()) for each in exam.conversations), strict=True)
     found = [found for task in exam.tasks for found in _find(model, task, caches())]
     return Answers(np.concatenate(losses), np.array(found), mx.concatenate(logprobs))
@@ -144,7 +139,7 @@ def _read(model: nn.Module, token_ids: Ids, caches: list[EmulatedCache]) -> tupl
 
 
 def _find(model: nn.Module, task: RecallTask, caches: list[EmulatedCache]) -> Iterator[bool]:
-    """By teacher forcing: greedy decoding says an answer if and only if each of its tokens is the most likely one."""
+    """Check answers by teacher forcing, which is equivalent to greedy decoding here."""
     model(mx.array(task.beginning)[None], cache=caches)
     longest = max(map(len, task.rows))
     padded = np.zeros((len(task.rows), longest), np.int64)

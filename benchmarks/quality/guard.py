@@ -1,5 +1,7 @@
-"""The guard of residual sharing: what it says of roles whose adapters are weaker and stronger, and what their answers
-lose. The limit that the documents recommend follows from these tables."""
+"""The guard of residual sharing: its divergences, and the loss in answers, by adapter strength.
+
+The recommended limit follows from these tables.
+"""
 
 from __future__ import annotations
 
@@ -30,22 +32,22 @@ from benchmarks.quality.table import ResultTable
 from training.role_adapters import Kind
 from training.roles import BY_NAME, RoleCase, f1
 
-_MEASURED = (0.0, 0.02, 0.1, 0.3, 1.0, 2.0)  # of one role's strength; divergences only
-# Of every role's of that kind: near base, and as far as adapters of all layers go that nobody has kept near it.
+_MEASURED = (0.0, 0.02, 0.1, 0.3, 1.0, 2.0)  # strengths of one role; divergences only
+# (kind, strength) of all roles: trained to stay near base, and trained without that constraint.
 _ANSWERED = ((Kind.FAMILY, 0.5), (Kind.FAMILY, 1.0), (Kind.DEEP, 0.5), (Kind.DEEP, 1.0))
-_EVERY = 5  # of so many questions one is asked of them
+_EVERY = 5  # every n-th question is asked
 _LIMITS = (0.1, 0.2, 0.3, 0.4)
 
 
 @dataclass(frozen=True)
 class Loss:
-    """One question, answered by a role's adapter of some strength in three ways.
+    """One question, answered by one scaled adapter in three ways.
 
     Args:
-        divergence: as the guard reported it.
-        exact, residual, reused: F1 of the answers with the adapter's own cache, with base's and its residual, and with
-            another role's; None where there is no other role.
-        same: the share of exact's tokens that residual's answer has before the first one that is another.
+        divergence: as reported by the guard.
+        exact, residual: F1 with the adapter's own cache, and with base's plus residual KV.
+        reused: F1 with another role's cache; None without another role.
+        same: share of the exact answer's tokens before the residual answer first differs.
     """
 
     kind: Kind
@@ -61,7 +63,7 @@ class Loss:
 def measure_guard(
     plan: QualityPlan, folders: Path, scratch: Path, progress: Callable[[str], None]
 ) -> list[ResultTable]:
-    """Divergences of one role, and answers of all of them, by strength."""
+    """Return tables of divergences (one role) and answers (all roles)."""
     progress("sharing: the guard, by strength")
     divergences = _divergences(plan, next(iter(roles_of(folders, Kind.FAMILY).values())), scratch)
     losses = list(_losses(plan, folders, scratch / "answered", progress))
@@ -87,7 +89,7 @@ def _open(plan: QualityPlan, cache_dir: Path, adapters: Mapping[str, Path], bits
 
 
 def _divergences(plan: QualityPlan, source: Path, scratch: Path) -> list[dict[str, Any]]:
-    """Of prompts through 4 bits and 8, and of the first one again: from the cache, and after a restart."""
+    """Measure prompts in 4 and 8 bits, then the first prompt from the cache and after a restart."""
     made = {f"s{index}": _scaled(source, scratch / f"s{index}", factor) for index, factor in enumerate(_MEASURED)}
     first, *others = cases_of(plan, lengths_of(plan)[-1])[:3]
     rows = []
@@ -126,7 +128,7 @@ def _divergence_table(rows: Sequence[Mapping[str, Any]]) -> ResultTable:
 
 
 def _losses(plan: QualityPlan, folders: Path, scratch: Path, progress: Callable[[str], None]) -> Iterator[Loss]:
-    """Every question, answered by every role in every strength; of one kind and strength all roles at once."""
+    """Answer each question with all roles of a kind and strength at once."""
     groups: dict[tuple[Kind, float], dict[str, Path]] = {
         (kind, factor): {
             role: _scaled(folder, scratch / f"{kind.value}-{role}-{factor:g}", factor)
@@ -155,7 +157,7 @@ def _losses(plan: QualityPlan, folders: Path, scratch: Path, progress: Callable[
 
 
 def _say_both(llm: LLM, case: RoleCase, adapter: str) -> tuple[Completion, Completion]:
-    """By `exact` and by `residual`."""
+    """Answer with `exact` and with `residual`."""
     exact, shared = (
         llm.chat(list(case.messages), GREEDY, adapter=adapter, policy=policy) for policy in ("exact", "residual")
     )
@@ -218,7 +220,7 @@ def _loss_table(losses: Sequence[Loss]) -> ResultTable:
 
 
 def _limit_table(losses: Sequence[Loss]) -> ResultTable:
-    """Answers within and above each limit; those above are not given by a server that has it."""
+    """Tabulate answers within and above each limit; a server with that limit answers the latter by `exact`."""
     rows = []
     for limit in _LIMITS:
         for where, is_in in (("within", True), ("above", False)):

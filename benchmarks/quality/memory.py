@@ -1,4 +1,4 @@
-"""Working memory: what agents still know phases later, by how they remember and in how many bits."""
+"""Recall across workflow phases, by way of remembering and KV precision."""
 
 from __future__ import annotations
 
@@ -24,12 +24,7 @@ _COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#009E73", "#D55E00", "#999999")
 
 @dataclass(frozen=True)
 class Remembering:
-    """How agents remember.
-
-    Args:
-        way: one of `agentcache.bench.ways`.
-        kv: in how many bits.
-    """
+    """One of `agentcache.bench.ways`, and a `--kv` setting."""
 
     way: str
     kv: str
@@ -38,7 +33,7 @@ class Remembering:
         return f"{self.way}, --kv {self.kv}"
 
 
-# The first is what the words of others are compared with.
+# The first is the reference.
 _RUNS = tuple(
     Remembering(*each)
     for each in (("hot", "16"), ("hot", "auto"), ("hot", "4"), ("warm", "4"), ("cold", "4"), ("none", "4"))
@@ -46,7 +41,7 @@ _RUNS = tuple(
 
 
 def measure_memory(plan: QualityPlan, progress: Callable[[str], None]) -> list[ResultTable]:
-    """Run a workflow of several phases in each of `_RUNS`, with facts of several seeds."""
+    """Run the workflow in each of `_RUNS`, with facts of several seeds."""
     seeds = range(1, 1 + plan.scaled(_SEEDS))
     runs = {each: [_run(each, seed, plan) for seed in seeds] for each in _RUNS}
     rows = [_row(each, transcripts, runs[_RUNS[0]]) for each, transcripts in runs.items()]
@@ -97,7 +92,6 @@ def _row(
 
 
 def plot_memory(report: Report, path: Path) -> None:
-    """Recall by phase."""
     table = next(ResultTable.of(data) for data in report["tables"] if data["name"] == "memory")
     phases = table.rows[0]["phases"]
     figure = new_figure(max(8.0, 2.2 * len(phases)), 3.6)
@@ -115,7 +109,7 @@ def plot_memory(report: Report, path: Path) -> None:
 
 
 def _label(share: float) -> str:
-    """Full bars are their own label; six of them side by side have room for no other."""
+    """Return no label for a full bar; six bars leave no room."""
     return "" if share == 1 else percent(share)
 
 

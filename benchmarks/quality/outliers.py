@@ -1,11 +1,9 @@
-"""Copies of a model that compute the same and whose keys are hard to quantise.
+"""Copies of a model that compute the same function but have keys that are hard to quantise.
 
-Real models have a few channels in which keys are tens of times larger than in others, and keys with large biases
-(Qwen2.5 is known for both). Both can be put into any model exactly:
+Real models have outlier channels and large key biases (Qwen2.5 has both). Both can be added exactly:
 
-- A factor on a pair of channels that rope turns together, on the keys, and its inverse on the queries: every product of
-  the two stays what it was.
-- A constant added to all keys of a head behind rope: it moves all scores of a query alike, which the softmax ignores.
+- Scale a RoPE pair of key channels by a factor, and queries by its inverse: their product stays equal.
+- Add a constant to all keys of a head after RoPE: it shifts all scores of a query, which softmax ignores.
 """
 
 from __future__ import annotations
@@ -25,13 +23,12 @@ from agentcache.models.layers import Stand
 from agentcache.models.loader import read_model
 
 FACTOR, BIAS = 30.0, 40.0
-_PAIRS = 2  # of a layer's channels
+_PAIRS = 2  # per layer
 _NORMS, _PROJECTIONS = ("q_norm", "k_norm"), ("q_proj", "k_proj")
 
 
 def add_outliers(model: nn.Module, factor: float = FACTOR, seed: int = 0) -> None:
-    """Make keys of some channels `factor` times larger, in every layer; raises UnsupportedModel where that is not
-    known to be exact."""
+    """Scale some key channels of each layer. Raises UnsupportedModel if this may not be exact."""
     random = Random(seed)
     for attention in _attentions(model):
         dims = _rope_dims(attention)
@@ -42,7 +39,7 @@ def add_outliers(model: nn.Module, factor: float = FACTOR, seed: int = 0) -> Non
 
 
 def add_key_biases(model: nn.Module, bias: float = BIAS, seed: int = 0) -> None:
-    """Add a constant to the keys of every layer, behind rope: large in one channel of each head, small in others."""
+    """Add a constant to each layer's keys after RoPE, large in one channel per head."""
     for index, attention in enumerate(_attentions(model)):
         keys = mx.random.split(mx.random.key(1000 * seed + index))
         heads, dims = attention.n_kv_heads, _rope_dims(attention)
@@ -54,7 +51,7 @@ def add_key_biases(model: nn.Module, bias: float = BIAS, seed: int = 0) -> None:
 
 
 def write_outlier_copy(source: Path, target: Path, factor: float = FACTOR) -> Path:
-    """A model folder like `source` with outlier channels (no biases: a folder has no place for them); `target`."""
+    """Write a model folder with outlier channels; return `target`. A folder cannot express biases after RoPE."""
     read = read_model(str(source))
     read.evaluate()
     add_outliers(read.model, factor)
@@ -69,7 +66,7 @@ def write_outlier_copy(source: Path, target: Path, factor: float = FACTOR) -> Pa
 
 
 class _BiasedRope(Stand):
-    """Rope, behind which a layer's keys get a constant [H_kv, 1, D]; queries have another number of heads."""
+    """RoPE that adds `bias` [H_kv, 1, D] to keys. Their number of heads distinguishes them from queries."""
 
     def __init__(self, original: nn.Module, bias: mx.array) -> None:
         super().__init__(original)
@@ -100,16 +97,16 @@ def _turned_together(attention: Any, pair: int, dims: int) -> tuple[int, int]:
 
 
 def _scale(attention: Any, channels: Sequence[int], factor: float) -> None:
-    """Keys of these channels times `factor`, queries divided by it."""
+    """Multiply keys of these channels by `factor`, and divide queries by it."""
     for (norm, projection), by in zip(zip(_NORMS, _PROJECTIONS, strict=True), (1 / factor, factor), strict=True):
-        if norm in attention:  # behind the projection, with one gain a channel for all heads
+        if norm in attention:  # follows the projection; one gain per channel for all heads
             weight = attention[norm].weight
             attention[norm].weight = weight * _factors(weight.shape[0], channels, by).astype(weight.dtype)
             continue
         linear = attention[projection]
         heads = attention.n_heads if projection == "q_proj" else attention.n_kv_heads
         own = mx.tile(_factors(linear.weight.shape[0] // heads, channels, by), heads)
-        # Of a quantised matrix it is the rows' scales and biases that are multiplied.
+        # Scaling a quantised row scales its scales and biases.
         for name in ("scales", "biases") if "scales" in linear else ("weight",):
             linear[name] = linear[name] * own[:, None].astype(linear[name].dtype)
         if "bias" in linear:

@@ -1,4 +1,4 @@
-"""What a run of the laboratory measures, and what a part of it is."""
+"""The plan of a quality run, and the definition of a part."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class QualityPlan:
-    """What to measure.
+    """Parameters of a run.
 
     Args:
         parts: names of `PARTS`.
-        model: folder; None for the embedded model.
-        adapters: folders of adapters for that model, for what is measured of sharing.
-        scale: how much of everything, as a share of a full run.
-        seed: of documents and questions.
-        tokens: of a conversation, and between a fact and its question.
-        texts: files that the part `texts` reads; without any, prose and code of this repository.
-        formats: settings of `--kv` that it compares, from the first on.
-        text_tokens: that it reads of each.
+        adapters: adapter folders for the part `sharing`.
+        scale: size relative to a full run.
+        tokens: length of a conversation, and distance from a fact to its question.
+        texts: files for the part `texts`; by default prose and code of this repository.
+        formats: `--kv` settings that `texts` compares.
+        text_tokens: tokens of each file.
     """
 
     parts: tuple[str, ...] = ()
@@ -40,18 +38,16 @@ class QualityPlan:
     text_tokens: int = 512
 
     def scaled(self, count: int, least: int = 1) -> int:
-        """A number of documents, questions or agents in this run, where a full one has `count`."""
+        """Return `count` of a full run, scaled to this run."""
         return max(least, math.ceil(count * self.scale))
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part of the laboratory.
+    """One part of a run.
 
     Args:
-        measure: gives its tables.
-        plots: by the end of the picture's name; each draws the report into a file.
-        caveats: what a reader has to know before any of its numbers.
+        plots: by suffix of the file name.
     """
 
     measure: Callable[[QualityPlan, Progress], list[ResultTable]]

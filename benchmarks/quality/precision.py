@@ -1,4 +1,4 @@
-"""What keeping keys and values in fewer bits costs: perplexity, recall and how far the next token's odds move."""
+"""Effect of KV precision: perplexity, recall and divergence of the next token's distribution."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ REFERENCE = "16 bits"
 AUTO = "auto"
 PLAIN, OUTLIERS, BIASES = "as it is", "outlier channels", "outlier channels and key biases"
 _CONVERSATIONS, _TASKS = 8, 6
-_COLOURS = ("#0072B2", "#E69F00", "#D55E00")  # that stay apart for colour-blind readers (Okabe & Ito)
-_SAME = 1e-4  # what a copy's logits may differ by, relative to the largest
+_COLOURS = ("#0072B2", "#E69F00", "#D55E00")  # distinguishable for colour-blind readers (Okabe & Ito)
+_SAME = 1e-4  # allowed difference of a copy's logits, relative to the largest
 _COLUMNS = {
     "format": "keys and values",
     "bits": "bits a value",
@@ -47,7 +47,7 @@ _COLUMNS = {
 _FORMATS = {"bits": ".2f", "perplexity": ".4f", "change": "+.2%", "recall": ".1%", "divergence": ".5f"}
 
 
-# Emulated ones; those that are served are named by their settings.
+# Formats that no setting serves.
 _EMULATED = {
     "keys 4, values 8": Format(4, 8),
     "3 bits": Format(3, 3),
@@ -60,7 +60,7 @@ _EMULATED = {
 
 
 def _formats(num_layers: int) -> Iterator[tuple[str, list[Format], str]]:
-    """Name, layer by layer, and the setting that serves it, if one does."""
+    """Yield name, format of each layer, and the setting that serves it or ""."""
     for name, bits in reversed(BITS.items()):
         told = f"{name} bits" if name.isdigit() else f"keys {bits.keys}, values {bits.values}"
         yield told, [Format.of(bits)] * num_layers, f"--kv {name}"
@@ -72,13 +72,11 @@ def _formats(num_layers: int) -> Iterator[tuple[str, list[Format], str]]:
 
 @dataclass(frozen=True)
 class Examined:
-    """One copy of a model in all formats.
+    """Results of one copy of a model.
 
     Args:
-        rows: of its table.
-        precision: that `auto` chose.
-        seconds: that it took.
-        difference: of the copy's logits from the model's, nothing quantised, relative to the largest.
+        precision, seconds: choice of `auto`, and its duration.
+        difference: of unquantised logits from the original's, relative to the largest.
     """
 
     rows: list[dict[str, Any]]
@@ -88,7 +86,7 @@ class Examined:
 
 
 class Bench:
-    """One model on the bench: loaded once, hosted for `auto`, examined on mlx-lm's own attention."""
+    """One loaded model: attached for `auto`, examined with mlx-lm's own attention."""
 
     def __init__(self, folder: Path, plan: QualityPlan) -> None:
         read = read_model(str(folder))
@@ -112,7 +110,7 @@ class Bench:
             raise UnsupportedModel("formats are compared on models whose layers each keep keys and values of their own")
 
     def logits(self) -> mx.array:
-        """Of the first conversation, with nothing quantised; to see whether a copy computes the same."""
+        """Return unquantised logits of the first conversation, to verify that a copy is exact."""
         ids = mx.array(self.exam.conversations[0])[None]
         made: mx.array = self.model(ids, cache=self._caches([Format(None, None)] * len(self.survey.layers)))
         mx.eval(made)
@@ -122,7 +120,7 @@ class Bench:
         return answer(self.model, self.exam, partial(self._caches, formats))
 
     def choose(self) -> tuple[Precision, float]:
-        """What `--kv auto` would serve, and the seconds that it takes to find out."""
+        """Return the choice of `--kv auto` and its duration in seconds."""
         begin = time.perf_counter()
         precision = Measured(self.sample)(self.model, self.survey)
         return precision, time.perf_counter() - begin
@@ -137,7 +135,7 @@ def _is_plain(survey: Survey) -> bool:
 
 
 def measure_precision(plan: QualityPlan, progress: Callable[[str], None]) -> list[ResultTable]:
-    """A table of formats for the model as it is, and for each copy of it; one of what `auto` chooses."""
+    """Return a table per copy of the model, and one of the choices of `auto`."""
     with tempfile.TemporaryDirectory(prefix="agentcache-quality-") as home:
         bench = Bench(Path(plan.model) if plan.model else embedded_model_path(Path(home)), plan)
         original = bench.logits()
@@ -149,7 +147,7 @@ def measure_precision(plan: QualityPlan, progress: Callable[[str], None]) -> lis
 
 
 def _copies(model: nn.Module) -> Mapping[str, Callable[[], None]]:
-    """By name, what makes each of the one before it."""
+    """Return functions that turn each copy into the next one, in place."""
     return {
         PLAIN: lambda: None,
         OUTLIERS: partial(add_outliers, model),
@@ -215,7 +213,6 @@ def _auto_table(found: Mapping[str, Examined]) -> ResultTable:
 
 
 def plot_precision(report: Report, path: Path) -> None:
-    """Perplexity lost and recall kept by format, for the model and its copies."""
     tables = {name: ResultTable.of(data) for data in report["tables"] if (name := data["name"]).startswith("precision")}
     names = [row["format"] for row in next(iter(tables.values())).rows]
     figure = new_figure(11, 0.36 * len(names) + 2)

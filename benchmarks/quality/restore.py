@@ -1,11 +1,9 @@
-"""Whether answers stay the same, however their cache came to be where it is: kept, evicted, restarted, damaged.
+"""Compare answers whose cache was kept, evicted, restored after a restart, damaged, or recomputed.
 
-The same conversations are held in several ways, with the greedy answers of the first as their history, so that a word
-that differs in one turn is counted once. What each way may differ in is what it computes differently:
+All ways continue the hot way's greedy answers, so that a difference counts once.
 
-- warm and evicted turns read the bytes that were written: their words must be those of hot turns, every one.
-- Where files were damaged, what they held is computed again, and so it is when nothing was kept (cold): in other steps
-  than at first, whose last bits differ and now and then round a cached value to its neighbour.
+- Warm and evicted turns read the written bytes: their tokens must equal those of hot turns.
+- Damaged and cold turns recompute blocks in other steps, so rounding may differ and tokens occasionally change.
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ from training.recall import recall_case
 HOT, WARM, EVICTED, DAMAGED, COLD = "hot", "warm: restarts", "evicted", "damaged files", "cold: computed anew"
 WAYS = (HOT, WARM, EVICTED, DAMAGED, COLD)
 _CONVERSATIONS, _TURNS = 200, 3
-_LENGTHS = (100, 300)  # tokens, in turn: shorter than a block, and longer
-_DAMAGED_SHARE = 3  # one block file of so many is damaged before each turn
+_LENGTHS = (100, 300)  # alternating tokens: shorter and longer than a block
+_DAMAGED_SHARE = 3  # one in n block files is damaged before each turn
 _GREEDY = SamplingParams(max_tokens=16, temperature=0.0, logprobs=1)
 _COLUMNS = {
     "way": "way",
@@ -48,18 +46,13 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class Talk:
-    """A conversation: facts, then a question a turn.
-
-    Args:
-        told: messages before the first question.
-        asked: questions, with their right answers.
-    """
+    """A conversation: messages with facts, then one (question, right answer) per turn."""
 
     told: list[dict[str, str]]
     asked: list[tuple[str, str]]
 
     def prompt(self, turn: int, answers: Sequence[str]) -> list[dict[str, str]]:
-        """Messages of a turn, behind these answers."""
+        """Return the messages of a turn after these answers."""
         messages = list(self.told)
         for (question, _), said in zip(self.asked, [*answers[:turn], None], strict=False):
             messages.append({"role": "user", "content": question})
@@ -70,11 +63,7 @@ class Talk:
 
 @dataclass
 class Held:
-    """What all conversations said in one way, turn by turn.
-
-    Args:
-        quarantined: files that failed verification.
-    """
+    """Completions of one way, by turn; `quarantined` counts files that failed verification."""
 
     turns: list[list[Completion]] = field(default_factory=list)
     quarantined: int = 0
@@ -85,7 +74,6 @@ class Held:
 
 
 def write_talks(seed: int, count: int) -> list[Talk]:
-    """Conversations of lengths in turn, each with facts of its own."""
     corpus = Corpus(DATA, seed)
     lengths = [_LENGTHS[index % len(_LENGTHS)] for index in range(count)]
     cases = [recall_case(corpus, length, index, questions=_TURNS) for index, length in enumerate(lengths)]
@@ -93,7 +81,6 @@ def write_talks(seed: int, count: int) -> list[Talk]:
 
 
 def measure_restore(plan: QualityPlan, progress: Callable[[str], None]) -> list[ResultTable]:
-    """Hold the conversations in all ways."""
     talks = write_talks(plan.seed, plan.scaled(_CONVERSATIONS, least=4))
     held: dict[str, Held] = {}
     for way in WAYS:
@@ -119,7 +106,7 @@ def _hold(way: str, talks: Sequence[Talk], hot: Held | None, plan: QualityPlan, 
         if way in (HOT, EVICTED, COLD):
             for turn in range(1, _TURNS):
                 held.turns.append(_turn(llm, way, talks, turn, hot or held))
-    for turn in range(len(held.turns), _TURNS):  # a process each
+    for turn in range(len(held.turns), _TURNS):  # one process per turn
         if way == DAMAGED:
             _damage(folder, random)
         with _serving(plan, folder) as llm:
@@ -147,7 +134,7 @@ def _turn(llm: LLM, way: str, talks: Sequence[Talk], turn: int, history: Held) -
 
 
 def _damage(folder: Path, random: Random) -> None:
-    """Flip a bit of some block files, as a failing disk does."""
+    """Flip a bit in some block files."""
     for file in sorted((folder / "blocks").rglob("*.safetensors")):
         if random.randrange(_DAMAGED_SHARE) == 0:
             content = bytearray(file.read_bytes())
@@ -183,7 +170,6 @@ def _largest_change(one: Completion, other: Completion) -> float:
 
 
 def plot_restore(report: Report, path: Path) -> None:
-    """Turns with other words than hot ones, and tokens computed, by way."""
     table = next(ResultTable.of(data) for data in report["tables"] if data["name"] == "restore")
     ways = [row["way"] for row in table.rows]
     figure = new_figure(9, 3.2)

@@ -1,5 +1,4 @@
-"""Roles of the embedded model as the laboratory meets them: their adapters, what they are asked, and the model itself
-outside of the engine."""
+"""Role adapters of the embedded model for quality parts, and the model outside the engine."""
 
 from __future__ import annotations
 
@@ -27,23 +26,23 @@ from training.roles import ROLES, RoleCase, role_cases
 
 MAX_TOKENS = 28
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
-_QUESTIONS = {100: 40, 300: 16, 600: 4}  # by tokens of the conversation in front of them
-UNLIMITED = 1e6  # nobody steps down: the table says what that costs
+_QUESTIONS = {100: 40, 300: 16, 600: 4}  # number by conversation length in tokens
+UNLIMITED = 1e6  # no fallback to exact
 
 
 def roles_folder(plan: QualityPlan) -> Path:
-    """KIND/ROLE folders: the plan's, or those of the repository, made by `python -m training roles`."""
+    """Return the folder of KIND/ROLE adapters; by default those of `python -m training roles`."""
     return Path(plan.adapters[0]) if plan.adapters else TRAINED
 
 
 def adapters_of(folders: Path) -> dict[tuple[Kind, str], Path]:
-    """Those that are there, by kind and role."""
+    """Return existing adapters by kind and role."""
     found = {(kind, role.name): folders / kind.value / role.name for kind in Kind for role in ROLES}
     return {key: folder for key, folder in found.items() if folder.is_dir()}
 
 
 def lengths_of(plan: QualityPlan) -> tuple[int, ...]:
-    """Tokens of the conversations, about."""
+    """Return approximate conversation lengths in tokens."""
     return tuple(_QUESTIONS) if plan.scale >= 1 else tuple(_QUESTIONS)[:2]
 
 
@@ -52,7 +51,7 @@ def cases_of(plan: QualityPlan, num_tokens: int) -> list[RoleCase]:
 
 
 class ReadCache:
-    """A layer's keys and values as the 4-bit cache gives them back, whoever has made them."""
+    """A layer's KV rounded to 4 bits, written by any adapter."""
 
     def __init__(self) -> None:
         self.offset = 0
@@ -68,23 +67,22 @@ class ReadCache:
 
 @dataclass(frozen=True)
 class Laboratory:
-    """The model with its adapters, outside of the engine."""
+    """The model with its adapters, outside the engine."""
 
     base: FrozenBase
     weights: Mapping[str, AdapterWeights]
 
     def prefix(self, ids: Sequence[int], writer: str | None) -> list[ReadCache]:
-        """What a role, or base, makes of tokens."""
+        """Compute caches of `ids` with the adapter `writer`, or with base."""
         caches = [ReadCache() for _ in self.base.model.layers]
         self._forward(ids, writer, caches)
         return caches
 
     def prompt(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """A conversation's tokens, up to an answer."""
         return list(self.base.tokenizer.encode(self.base.tokenizer.render_chat(list(messages))).ids)
 
     def reply(self, messages: Sequence[dict[str, str]], writer: str | None, reader: str) -> str:
-        """What `reader` says behind a prompt that `writer` has read, but for the last token."""
+        """Return the answer of `reader` on the cache of `writer`; `reader` computes the last prompt token."""
         ids = self.prompt(messages)
         caches, said = self.prefix(ids[:-1], writer), [ids[-1]]
         while len(said) <= MAX_TOKENS:
@@ -104,7 +102,7 @@ class Laboratory:
 
 @contextmanager
 def watching(model: nn.Module) -> Iterator[list[mx.array]]:
-    """Inside, what comes out of each of a model's layers is noted, layer by layer."""
+    """Record the output of each layer within the context."""
     kinds = {type(layer) for layer in model.layers}
     calls = {kind: kind.__call__ for kind in kinds}
     seen: list[mx.array] = []
@@ -124,7 +122,6 @@ def watching(model: nn.Module) -> Iterator[list[mx.array]]:
 
 
 def roles_of(folders: Path, wanted: Kind) -> dict[str, Path]:
-    """Adapters of one kind, by role."""
     return {name: folder for (kind, name), folder in adapters_of(folders).items() if kind is wanted}
 
 
@@ -141,5 +138,5 @@ def mean(values: Sequence[float]) -> float | None:
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """Of the mean of so many independent values."""
+    """Return the standard error of the mean of independent values."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None

@@ -1,8 +1,7 @@
-"""What each way to share keys and values between adapters costs in answers: the roles of the embedded model.
+"""Effect of sharing KV between adapters on answers, with the embedded model's roles.
 
-Every way but one is served as users get it. `full reuse`, one role reading the cache that another one has computed, is
-the baseline that no server should offer: it is computed here, outside of the engine, and so is its control, a role that
-reads its own.
+All ways run on the server, except two outside it: `full reuse`, in which a role reads another role's cache (a baseline
+that no server should offer), and its control, in which the role reads its own cache.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ FULL_REUSE, OWN_CACHE = "full reuse", "own cache, outside the server"
 
 @dataclass(frozen=True)
 class Way:
-    """One way to answer: whose adapter, under which policy.
+    """One way to answer.
 
     Args:
-        every: of so many questions it is asked one.
-        reference: the way that its answers are compared with, question by question.
+        every: only every n-th question is asked.
+        reference: way to compare with, question by question.
     """
 
     name: str
@@ -77,12 +76,12 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer and how good it is.
+    """One scored answer.
 
     Args:
-        case: number of its question, of those of this length.
-        f1: of its words, against what the role should say; `is_right` if it is just that.
-        divergence: as reported; None where it was not measured.
+        case: index of the question among those of its length.
+        f1: word overlap with the expected answer; `is_right` if equal.
+        divergence: as reported; None if not measured.
     """
 
     way: str
@@ -96,7 +95,6 @@ class Answer:
 
 
 def measure_sharing(plan: QualityPlan, progress: Callable[[str], None]) -> list[ResultTable]:
-    """The part's tables."""
     folders = roles_folder(plan)
     with tempfile.TemporaryDirectory(prefix="agentcache-sharing-") as scratch:
         reused = list(_reused(plan, folders, progress))
@@ -109,7 +107,7 @@ def measure_sharing(plan: QualityPlan, progress: Callable[[str], None]) -> list[
 
 
 def _served(plan: QualityPlan, folders: Path, scratch: Path, progress: Callable[[str], None]) -> Iterator[Answer]:
-    """Each question, by all roles in all ways at once."""
+    """Answer each question with all roles and ways at once."""
     found = adapters_of(folders)
     names = {key: f"{key[0].value}-{key[1]}" for key in found}
     adapters = {names[key]: folder for key, folder in found.items()}
@@ -127,7 +125,7 @@ def _served(plan: QualityPlan, folders: Path, scratch: Path, progress: Callable[
         for num_tokens in lengths_of(plan):
             progress(f"sharing: conversations of about {num_tokens} tokens")
             for index, case in enumerate(cases_of(plan, num_tokens)):
-                own = llm.chat(list(case.messages), GREEDY).text  # base's answer does not depend on who should give it
+                own = llm.chat(list(case.messages), GREEDY).text  # base's answer is the same for all roles
                 yield from (_judged(BASE, role, num_tokens, (index, case), own) for role in roles)
                 progress(f"  question {index + 1}")
                 pairs = [(way, role) for way, role in asked if index % way.every == 0]
@@ -144,7 +142,7 @@ def _judged(
 
 
 def _reused(plan: QualityPlan, folders: Path, progress: Callable[[str], None]) -> Iterator[Answer]:
-    """Every role behind the cache of the role before it."""
+    """Answer with each role on the cache of the previous role, and on its own."""
     laboratory = laboratory_of(plan, roles_of(folders, Kind.FAMILY))
     names = list(laboratory.weights)
     for num_tokens in lengths_of(plan):
@@ -196,7 +194,7 @@ def _by_way(answers: Sequence[Answer]) -> ResultTable:
 
 
 def _changes(mine: Sequence[Answer], theirs: Sequence[Answer]) -> list[float]:
-    """By how much F1 changes from answers to the same questions, a question each: the mean over roles."""
+    """Return the change of F1 per question, averaged over roles."""
     before = {(answer.num_tokens, answer.case, answer.role): answer.f1 for answer in theirs}
     by_question: dict[tuple[int, int], list[float]] = defaultdict(list)
     for answer in mine:
@@ -217,7 +215,7 @@ def _by_role(answers: Sequence[Answer]) -> ResultTable:
 
 
 def _similarity(plan: QualityPlan, folders: Path) -> ResultTable:
-    """Cosine of what a role computes and caches with what base does, by layer, as in ForkKV's and LRAgent's figures."""
+    """Return cosines between each role's and base's KV and hidden states by layer, as in ForkKV and LRAgent."""
     laboratory = laboratory_of(plan, roles_of(folders, Kind.FAMILY))
     ids = laboratory.prompt(cases_of(plan, lengths_of(plan)[-1])[0].messages)
 
@@ -239,14 +237,13 @@ def _similarity(plan: QualityPlan, folders: Path) -> ResultTable:
 
 
 def _cosine(one: mx.array, other: mx.array) -> float:
-    """Mean over all vectors along the last axis."""
+    """Return the mean cosine along the last axis."""
     one, other = one.astype(mx.float32), other.astype(mx.float32)
     product = (one * other).sum(axis=-1)
     return float((product / (mx.linalg.norm(one, axis=-1) * mx.linalg.norm(other, axis=-1))).mean().item())
 
 
 def plot_sharing(report: Report, path: Path) -> None:
-    """F1 of each way, a group of bars a length."""
     table = next(data for data in report["tables"] if data["name"] == "sharing")
     lengths = [key for key in table["columns"] if key.startswith("f1_")]
     figure = new_figure(13, 5)

@@ -1,4 +1,4 @@
-"""A table of results as plain data, for JSON, for people at a terminal, and as Markdown."""
+"""A result table as plain data, as rich output and as Markdown."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ class ResultTable:
     """One table of a report.
 
     Args:
-        name: unique in the report; programs find it by that.
-        title: what it shows, and on what.
-        columns: keys of the rows, in order, each with its heading; the first names the row.
-        rows: plain data; values may be text, numbers or None, and there may be more of them than columns.
-        formats: how numbers of a column are written, as format specifications, such as `.2f` or `+.1%`.
-        notes: what a reader has to know, below the table.
+        name: unique in the report.
+        columns: heading by row key, in order; the first column names the row.
+        rows: text, numbers or None; may have more keys than `columns`.
+        formats: format specification by column, such as `.2f`.
+        notes: lines below the table.
     """
 
     name: str
@@ -35,18 +34,15 @@ class ResultTable:
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> ResultTable:
-        """From a report's JSON."""
         return cls(**data)
 
     def as_rich(self) -> Table:
-        """For a terminal."""
         table = number_table(self.title, tuple(self.columns.values()), named=True, no_wrap=True)
         for row in self._cells():
             table.add_row(*row)
         return table
 
     def as_markdown(self) -> str:
-        """A heading, the table and its notes."""
         aligned = ["---", *["--:"] * (len(self.columns) - 1)]
         lines = [f"### {self.title}", "", _line(self.columns.values()), _line(aligned)]
         lines += [_line(row) for row in self._cells()]

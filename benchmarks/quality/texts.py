@@ -1,7 +1,4 @@
-"""What each format of keys and values costs a real model on real texts: perplexity and divergence, text by text.
-
-The model runs on the paged cache, as it is served. Rows are told as they come: the first after one pass over one text.
-"""
+"""Perplexity and divergence of KV formats on real texts and any model, on the paged cache as served."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ from benchmarks.quality.table import ResultTable
 _ROOT = Path(__file__).parent.parent.parent
 _OWN_TEXTS = {"prose": _ROOT / "docs" / "server.md", "code": _ROOT / "agentcache" / "engine" / "engine.py"}
 _REFERENCE = "16"
-_FEWEST = 2  # tokens of a text: the first one predicts the second
+_FEWEST = 2  # the first token predicts the second
 _COLUMNS = {
     "format": "--kv",
     "bits": "bits a value",
@@ -60,7 +57,7 @@ _NOTES = (
 
 
 def read_formats(names: str) -> tuple[str, ...]:
-    """Settings of `--kv`, separated by commas. Raises ConfigError."""
+    """Parse comma-separated `--kv` settings. Raises ConfigError."""
     formats = tuple(name.strip() for name in names.split(","))
     known = (*BITS, AUTO)
     if unknown := set(formats) - set(known):
@@ -73,8 +70,8 @@ class Reading:
     """One text in one format, in nats.
 
     Args:
-        losses: of each token behind the first.
-        divergences: at each position, from 16 bits.
+        losses: of each token after the first.
+        divergences: from 16 bits, at each position.
     """
 
     losses: np.ndarray
@@ -83,7 +80,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Mean:
-    """The mean of numbers, and its standard error (infinite for one number)."""
+    """A mean and its standard error (infinite for one number)."""
 
     value: float
     error: float
@@ -95,7 +92,7 @@ class Mean:
 
 
 class TextBench:
-    """A model that reads texts with keys and values in any precision. On the calling thread."""
+    """A model that reads texts in any KV precision, on the calling thread."""
 
     def __init__(self, folder: Path, texts: Mapping[str, Path], num_tokens: int) -> None:
         read = read_model(str(folder))
@@ -116,7 +113,7 @@ class TextBench:
         self._runs = PrecisionRuns(read.model, self._survey, (), CurrentStep())
 
     def precision(self, name: str) -> Precision:
-        """What a setting of `--kv` comes to; `auto` is measured at its first use."""
+        """Return the precision of a `--kv` setting; `auto` is measured on first use."""
         return self.auto if name == AUTO else Precision((BITS[name],) * len(self._survey.layers))
 
     @cached_property
@@ -124,13 +121,13 @@ class TextBench:
         return Measured(self._sample)(self._model, self._survey)
 
     def size(self, precision: Precision) -> tuple[float, int]:
-        """Bits a value with scales and biases, and bytes a token."""
+        """Return bits per value, scales and biases included, and bytes per token."""
         spec = self._survey.kept_in(precision).spec(self._config["model_type"], self._config)
         values = sum(each.num_kv_heads * (each.key_dim + each.value_dim) for each in self._survey.layers)
         return 8 * spec.bytes_per_token / values, spec.bytes_per_token
 
     def read(self, formats: Sequence[str]) -> Iterator[tuple[str, str, Precision, Reading]]:
-        """Text, format, precision and reading, one after the other; 16 bits come first in each text."""
+        """Yield text, format, precision and reading; 16 bits come first for each text."""
         for text, ids in self.texts.items():
             expected: mx.array | None = None
             for name in dict.fromkeys((_REFERENCE, *formats)):
@@ -144,7 +141,7 @@ class TextBench:
 
 
 def name_files(files: Sequence[str]) -> dict[str, Path]:
-    """Files by their names; those that share a name by their paths."""
+    """Map short names to files; duplicates keep their path as name."""
     names = Counter(Path(file).name for file in dict.fromkeys(files))
     return {Path(file).name if names[Path(file).name] == 1 else file: Path(file) for file in files}
 
@@ -157,7 +154,7 @@ def _read(file: Path) -> str:
 
 
 def measure_texts(plan: QualityPlan, progress: Callable[[str], None]) -> list[ResultTable]:
-    """A table for each text, and one of all texts where there are several."""
+    """Return a table per text, and one of all texts if there are several."""
     files = name_files(plan.texts) or _OWN_TEXTS
     with tempfile.TemporaryDirectory(prefix="agentcache-quality-") as home:
         folder = Path(plan.model) if plan.model else embedded_model_path(Path(home))
@@ -188,7 +185,6 @@ def measure_texts(plan: QualityPlan, progress: Callable[[str], None]) -> list[Re
 
 
 def joined(readings: Sequence[Reading]) -> Reading:
-    """Several texts in one format as one."""
     losses, divergences = ([getattr(each, name) for each in readings] for name in ("losses", "divergences"))
     return Reading(np.concatenate(losses), np.concatenate(divergences))
 
@@ -203,7 +199,7 @@ def _row(bench: TextBench, name: str, precision: Precision, reading: Reading, re
         "perplexity": float(np.exp(reading.losses.mean())),
         "change": math.expm1(change.value),
         "change_error": math.exp(change.value) * change.error,
-        "divergence": max(0.0, divergence.value),  # 16 bits from themselves: a rounding
+        "divergence": max(0.0, divergence.value),  # 16 bits against itself: rounding
         "divergence_error": divergence.error,
     }
 

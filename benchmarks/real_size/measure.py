@@ -1,15 +1,12 @@
-"""agentcache beside bare mlx-lm and `mlx_lm.server` at the size of real models, where bytes and launches are the cost.
+"""Compare agentcache with bare mlx-lm and `mlx_lm.server` at the size of real models.
 
-    decode   a step of some rows behind contexts of some length: the engine's runner over its paged cache in 4 bits,
-             and mlx-lm's model over its own `KVCache` in the model's type; both start a step before they look at the
-             one before. The contexts hold zeros: a step reads as many bytes of them as of others
-    prefill  a cold prompt: a request of the engine, and mlx-lm's model in chunks of 2,048
-    turns    a short turn after a context: cold, hot, and warm, as the first one of a new engine on the same folder
-    servers  both servers, over HTTP: several agents' first turns, next ones, first ones after both were killed; what a
-             token of an answer takes, and, where all agents speak at once, one of any of their answers
+    decode   a step of rows after a context: the engine's runner on its 4-bit paged cache, mlx-lm's model on `KVCache`.
+             Both start a step before they read the previous result. Contexts hold zeros; they cost the same reads
+    prefill  a cold prompt: an engine request, and mlx-lm's model in chunks of 2,048
+    turns    a short turn after a context: cold, hot, and warm (the first of a new engine on the same folder)
+    servers  both servers over HTTP: first turns, next turns, turns after a kill; time per token, alone and together
 
-The model has random weights in the shape of Qwen3-8B unless told otherwise. Sides take turns, but for the servers in
-one process.
+By default weights are random, in the shape of Qwen3-8B. Sides alternate in one process, except for servers.
 """
 
 from __future__ import annotations
@@ -41,20 +38,16 @@ _WARM_UP = 4
 
 @dataclass(frozen=True)
 class RealSizePlan:
-    """What to measure.
+    """Parameters of the benchmark.
 
     Args:
-        model: folder; None for one with random weights in `shape`.
-        shape: entries of the embedded model's config to change.
-        bits: of the random weights; 16 for weights that are not packed.
-        decode: (rows, context) of the steps.
-        shared: the same, of rows whose contexts are one.
-        steps: a measurement.
-        prefill: tokens of cold prompts.
-        context: tokens that the turns have before them; 0 for no turns.
+        shape: changes to the embedded model's config for random weights.
+        bits: of random weights; 16 is unquantised.
+        decode, shared: (rows, context) of steps; rows of `shared` have one context.
+        steps: per measurement.
+        context: cached tokens before the turns; 0 for no turns.
         bare: whether mlx-lm is measured.
-        agents: conversations on both servers, each beginning with `context` tokens; 0 for no servers.
-        answer_tokens: of every answer there.
+        agents: conversations on both servers; 0 for no servers.
     """
 
     model: str | None = None
@@ -74,7 +67,7 @@ class RealSizePlan:
 
     @classmethod
     def small(cls, model: str | None, rounds: int) -> RealSizePlan:
-        """For a CPU, which is slow with packed weights: the same in a tenth of the layers and widths, in minutes."""
+        """Return a small plan for CPUs, which are slow with quantised weights."""
         small = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 8192}
         heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
         decode, shared, prefill = ((1, 1024), (1, 8192), (4, 1024)), ((4, 1024),), (1024,)
@@ -84,7 +77,7 @@ class RealSizePlan:
 
 
 def _step_seconds(steps: Iterator[None]) -> float:
-    """Seconds a step, but for the first few."""
+    """Return seconds per step, without the first few."""
     for _ in range(_WARM_UP):
         next(steps)
     started, count = time.perf_counter(), 0
@@ -100,7 +93,7 @@ def _timed(work: Callable[..., Any], *given: Any) -> float:
 
 
 def measure_real_size(plan: RealSizePlan, progress: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Run the plan in a folder of its own, which is gone afterwards; one row of numbers a measurement."""
+    """Run the plan; return one row per measurement."""
     with tempfile.TemporaryDirectory(prefix="agentcache-bench-") as home:
         folder = Path(plan.model) if plan.model else Path(home) / "model"
         if plan.model is None:
@@ -114,7 +107,7 @@ def measure_real_size(plan: RealSizePlan, progress: Callable[[str], None]) -> li
         bare = Bare(folder) if plan.bare else None
         if plan.decode:
             _decode(plan, Paged(folder), bare, add, folder)
-        gc.collect()  # a model is full of cycles, and the next one needs the room
+        gc.collect()  # a model has reference cycles, and the next one needs its memory
         mx.clear_cache()
         if plan.prefill or plan.context:
             _requests(plan, folder, Path(home) / "cache", bare, add)
@@ -157,7 +150,7 @@ def _requests(plan: RealSizePlan, folder: Path, cache: Path, bare: Bare | None, 
 
     with LLM(folder, cache_dir=cache, kv="4") as llm:
         for tokens in plan.prefill:
-            llm.generate(prompt(tokens), one)  # kernels are compiled
+            llm.generate(prompt(tokens), one)  # compiles kernels
             row = {"agentcache_ms": _median_ms([_timed(llm.generate, prompt(tokens), one) for _ in range(plan.rounds)])}
             if bare is not None:
                 bare.prefill(prompt(tokens))
@@ -217,7 +210,7 @@ def _servers(plan: RealSizePlan, folder: Path, add: Callable[..., None], progres
 
 
 def _fits(shape: dict[str, Any], dtype: mx.Dtype, rows: int, context: int) -> bool:
-    """Whether mlx-lm's keys and values leave half of the memory for the rest, twice over while they are grown."""
+    """Whether mlx-lm's KV, doubled while it grows, leaves enough memory."""
     per_token = 2 * dtype.size * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
     return bool(rows * context * per_token < device_memory().total * 0.3)
 

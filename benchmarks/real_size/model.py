@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 
 from agentcache.models.builtin.embedded import TEXT_FILES, embedded_config, embedded_file
 
-# Qwen3-8B; the vocabulary is the embedded tokenizer's, rounded up to what a model of this size has.
+# Qwen3-8B; the embedded tokenizer uses only the first ids.
 SHAPE = {
     "hidden_size": 4096,
     "intermediate_size": 12288,
@@ -27,10 +27,10 @@ SHAPE = {
 
 
 def make_model(folder: Path, shape: dict[str, Any], bits: int) -> None:
-    """A Qwen3 of random weights with the embedded model's tokenizer, made by the device in seconds.
+    """Write a random Qwen3 with the embedded model's tokenizer.
 
-    It computes in bfloat16 on a GPU and in float32 on the CPU, where bfloat16 is emulated: a decode step of four narrow
-    layers takes 200 ms so. It says whole words only: servers show a token when it has text.
+    The dtype is bfloat16 on a GPU, float32 on a CPU, which emulates bfloat16 slowly. The model generates only whole
+    words, because servers send a token when it has text.
     """
     config = embedded_config() | shape
     if bits < 16:
@@ -57,7 +57,7 @@ def make_model(folder: Path, shape: dict[str, Any], bits: int) -> None:
 
 
 def _is_word(vocab_size: int) -> mx.array:
-    """1 for each token that is an ordinary word with a space before it, else 0; of a vocabulary of so many."""
+    """Return 1 for each word with a leading space, else 0."""
     vocabulary = json.loads(embedded_file("tokenizer.json"))["model"]["vocab"]
     words = [number for token, number in vocabulary.items() if token[:1] == "Ġ" and token[1:].isalpha()]
     return mx.zeros(vocab_size).at[mx.array(words)].add(1.0)

@@ -1,4 +1,4 @@
-"""The numbers at real size for people and programs."""
+"""Report of the benchmark at real size."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ CAVEATS = [
 
 
 def build_report(plan: RealSizePlan, rows: list[dict[str, Any]]) -> Report:
-    """All of a run as plain data."""
     return REAL_SIZE.report(plan, CAVEATS, model=plan.model or "random weights", rows=rows)
 
 
 def real_size_table(report: Report) -> Table:
-    """A line a measurement."""
     table = number_table("At real size", ("", "bare mlx-lm", "mlx_lm.server", "agentcache", "ratio"), named=True)
     for row in report["rows"]:
         mine, bare, server = (row.get(name) for name in ("agentcache_ms", "bare_ms", "server_ms"))

@@ -1,4 +1,4 @@
-"""The same steps on both sides, in one process: the engine's runner, and mlx-lm's model over its own caches."""
+"""Equal decode steps on the engine's runner and on mlx-lm's model, in one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CHUNK = 2048
 
 
 class Paged:
-    """The engine's runner, with rows of any length whose contexts hold zeros."""
+    """The engine's runner on contexts of zeros."""
 
     def __init__(self, folder: Path) -> None:
         self.loaded = loader.load(str(folder))
@@ -31,7 +31,7 @@ class Paged:
         self.context = 0
 
     def fill(self, rows: int, context: int, room: int, shared: bool = False) -> None:
-        """Rows of `context` tokens, with blocks for `room` more; `shared`: of the same blocks but for the last."""
+        """Allocate rows of `context` tokens plus `room`; with `shared`, rows share all full context blocks."""
         common = context // BLOCK_SIZE if shared else 0
         own = -(-(context + room) // BLOCK_SIZE) - common
         for pool in self.pools:
@@ -44,7 +44,7 @@ class Paged:
         self.runner.evaluate()
 
     def steps(self, count: int) -> Iterator[None]:
-        """A step each: the next one is built and started before this one's token is looked at, as the engine does."""
+        """Run steps; like the engine, start each before reading the previous token."""
         token, started = mx.zeros((len(self.tables), 1), mx.int32), self.runner.start()
         for length in range(self.context, self.context + count):
             lengths = [length] * len(self.tables)
@@ -63,11 +63,7 @@ class Paged:
 
 
 class Bare:
-    """mlx-lm's model over its own caches.
-
-    Attributes:
-        dtype: what it computes in, and keeps keys and values in.
-    """
+    """mlx-lm's model on its own caches. `dtype` is that of weights and KV."""
 
     def __init__(self, folder: Path) -> None:
         self.model, _ = load_model(folder)
@@ -87,7 +83,7 @@ class Bare:
         mx.eval([cache.state[:2] for cache in self.caches])
 
     def steps(self, count: int) -> Iterator[None]:
-        """The same of mlx-lm's model, as `mlx_lm.generate` does it."""
+        """Run steps as `mlx_lm.generate` does."""
         token = mx.zeros((self.rows, 1), mx.int32)
         for _ in range(count):
             before, token = token, mx.argmax(self.model(token, cache=self.caches)[:, -1:], axis=-1).astype(mx.int32)
@@ -97,7 +93,7 @@ class Bare:
         token.tolist()
 
     def prefill(self, ids: Sequence[int]) -> None:
-        """A prompt, to its first token."""
+        """Compute a prompt up to its first token."""
         caches = [KVCache() for _ in self.model.layers]
         for start in range(0, len(ids), _CHUNK):
             logits = self.model(mx.array([ids[start : start + _CHUNK]]), cache=caches)

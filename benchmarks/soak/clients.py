@@ -1,9 +1,8 @@
-"""The clients of a soak: each does one random thing after the other to one server, in every dialect, and not politely.
+"""Clients of a soak: random, impolite requests in every dialect.
 
-They leave in the middle of answers, set limits that cannot be kept, fork and delete agents that others talk to. What
-they get back has to be one of the answers that are allowed for what they did. A few are careful: each alone talks to an
-agent of its own, and remembers what the server has reported as saved. A few, where there are adapters, ask for answers
-that share base residually; nobody else may get one, and where the server does not allow it, nor may they.
+They disconnect, set impossible time limits, and fork or delete agents in use. Each answer must be allowed for its
+request. Careful clients own an agent and track its confirmed saves. Sharers request residual answers; all other
+clients must never get one, and neither may sharers if the server forbids it.
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ from benchmarks.soak.watch import Observed, Sample
 WORDS = "the a of and then who said never boat lamp key town two seven why not print(x) café 🙂 it's"
 NUM_SHARED_AGENTS = 12
 NUM_FORKS = 24
-ENDLESS = 20_000  # tokens; who asks for so many leaves, and the server must notice
+ENDLESS = 20_000  # tokens; the client disconnects, and the server must notice
 
-# What a request to a busy server may get, beside what it asked for: (status, code).
+# (status, code) that a busy server may return.
 _BUSY = {(503, "overloaded"), (503, "out_of_memory"), (504, "request_timeout")}
 _GONE = {(404, "agent_not_found")}
 _TAKEN = {(409, "conflict")}
-_LOSSY = {(400, "policy_unsupported"), (400, "invalid_request_error")}  # the latter is what Anthropic has
-_FULL = {(507, "store_error")}  # all that could go to make room is in use
+_LOSSY = {(400, "policy_unsupported"), (400, "invalid_request_error")}  # the latter in the Anthropic dialect
+_FULL = {(507, "store_error")}  # all evictable blocks are in use
 _ANTHROPIC_CODES = {"overloaded_error": "overloaded", "timeout_error": "request_timeout"}
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """How a prompt is asked for and where the answer's parts are."""
+    """Request format and end marker of a stream."""
 
     path: str
-    end: str  # of a stream
+    end: str
 
     def body(self, system: str, text: str, max_tokens: int) -> dict[str, Any]:
         if self.path == "/v1/completions":
@@ -63,11 +62,10 @@ def words(rng: random.Random, count: int) -> str:
 
 @dataclass(frozen=True)
 class Sharing:
-    """What there is to share residually.
+    """Residual sharing on the server.
 
     Args:
-        adapters: names that the server knows.
-        allowed: whether it was started with `--max-divergence` above 0.
+        allowed: whether `--max-divergence` is above 0.
     """
 
     adapters: tuple[str, ...]
@@ -75,14 +73,12 @@ class Sharing:
 
 
 class Client:
-    """One of many.
+    """One client.
 
     Args:
-        number: names it, and its agent if it is careful.
-        http: shared by all.
-        careful: talks to an agent of its own only.
-        sharing: it asks for residual answers; None for one that does not.
-        killed: set from the moment the server may be gone; requests that fail then are nobody's fault.
+        careful: whether it uses only its own agent.
+        sharing: set for clients that request residual answers.
+        killed: set before the server is killed; later HTTP errors are ignored.
     """
 
     def __init__(
@@ -139,7 +135,7 @@ class Client:
         return f"{kind}-{self._rng.randrange(NUM_FORKS if kind == 'fork' else NUM_SHARED_AGENTS)}"
 
     def _request(self, dialect: Dialect, max_tokens: int) -> dict[str, Any]:
-        """A prompt that begins like others; mostly for an agent, sometimes with a salt or in the background."""
+        """Return a body with a common prefix; most name an agent, some a salt or background priority."""
         rng = self._rng
         topic = rng.randrange(NUM_SHARED_AGENTS)
         system = words(random.Random(topic), 15 + 30 * topic)
@@ -190,21 +186,21 @@ class Client:
                 self._note(dialect, event)
 
     def _check_policy(self, answer: dict[str, Any]) -> None:
-        """Who has not asked for a lossy answer has none."""
+        """Complain about a residual answer."""
         report = answer.get("agentcache")
         if report is not None and "residual" in (report["policy"], report["requested_policy"]):
             self._observed.complain(f"nobody asked for this policy: {report}")
 
     def _note(self, dialect: Dialect, answer: dict[str, Any], adapter: str | None = None) -> None:
-        """Keep the answer to be checked, if it is (or carries) a whole one."""
+        """Keep complete answers for the judge."""
         for part in (answer, *answer.get("choices", ())):
             if part.get("token_ids"):
                 sample = Sample(dialect.path, tuple(part["prompt_token_ids"]), tuple(part["token_ids"]), adapter)
                 self._observed.keep(sample, self._rng)
 
     async def _residual(self) -> None:
-        """Asks for an answer that shares base residually, and leaves now and then before it is there."""
-        assert self._sharing is not None  # who asks this has looked
+        """Request a residual answer; sometimes disconnect first."""
+        assert self._sharing is not None
         rng, adapter = self._rng, self._rng.choice(self._sharing.adapters)
         dialect = rng.choice(DIALECTS)
         body = self._request(dialect, rng.randint(1, 12)) | {"adapter": adapter}
@@ -232,7 +228,7 @@ class Client:
             self._observed.complain(f"neither residual nor stepped down: {report}")
 
     async def _careful_turn(self) -> None:
-        """The next turn of a conversation that nobody else knows; now and then a new one begins."""
+        """Continue the private conversation; sometimes edit its last question or start anew."""
         agent, rng = self._own_agent, self._rng
         if len(self._talk) > 24:
             self._observed.confirmed.pop(agent, None)
@@ -240,7 +236,7 @@ class Client:
             if not self._allowed("delete", await self._http.delete(f"/v1/agents/{agent}"), {(200, "")} | _GONE | _BUSY):
                 return
         if self._talk and rng.random() < 0.2:
-            self._talk = self._talk[:-2]  # a question is put otherwise; what was said before may go now
+            self._talk = self._talk[:-2]  # an edited question: the previous branch may be dropped
             self._observed.confirmed.pop(agent, None)
         talk = [*self._talk, {"role": "user", "content": words(rng, 12)}]
         title = [{"role": "system", "content": words(rng, 6)}, {"role": "user", "content": words(rng, 8)}]
@@ -252,7 +248,7 @@ class Client:
             self._observed.confirmed[agent] = said["usage"]["total_tokens"]
 
     async def _ask_with_title(self, talk: list[dict[str, str]], title: list[dict[str, str]]) -> dict[str, Any] | None:
-        """Both at once; the answer to the first."""
+        """Send both at once; return the answer to `talk`."""
         said = None
         async with anyio.create_task_group() as both:
             both.start_soon(self._ask_own, "title", title)
@@ -260,7 +256,7 @@ class Client:
         return said
 
     async def _ask_own(self, what: str, messages: list[dict[str, str]]) -> dict[str, Any] | None:
-        """A request of its own agent; a side request is another conversation of it, and takes nothing away."""
+        """Send a request of its own agent. A side request is another lineage and must not evict the first."""
         body = {"messages": messages, "agent": self._own_agent, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
         body["agentcache"] = {"return_token_ids": True}
         answer = await self._http.post("/v1/chat/completions", json=body)
@@ -274,7 +270,7 @@ class Client:
     # -- rudeness -----------------------------------------------------------------------------------------------------
 
     async def _leave(self) -> None:
-        """Goes before the answer is there, or in the middle of it."""
+        """Disconnect before or during the answer."""
         dialect = self._rng.choice(DIALECTS)
         body = self._request(dialect, ENDLESS)
         if self._rng.random() < 0.5:
@@ -335,7 +331,7 @@ class Client:
     # -- what came back -----------------------------------------------------------------------------------------------
 
     def _allowed(self, what: str, answer: httpx.Response, allowed: set[tuple[int, str]]) -> bool:
-        """Whether the answer is a success; complains when it is nothing that is allowed."""
+        """Return whether the answer is a success; complain if its status is not allowed."""
         code = "" if answer.is_success else _code_of(answer)
         self._count(what, answer.status_code, code, allowed)
         return answer.is_success

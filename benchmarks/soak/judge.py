@@ -1,10 +1,8 @@
-"""Whether an answer was as greedy as it was meant to be: what a quiet server that computes it again makes of it.
+"""Check sampled greedy answers by computing them again on a quiet server.
 
-Keys and values are rounded to 4 bits, and a value at the edge of two steps falls to either side, depending on how the
-prompt was cut into pieces and on who was in the batch. Now and then that decides a token: on the embedded model, fed
-with random words, the likeliest token of one cut is more than 0.1 below the likeliest of another at one position of ten
-thousand, and 0.9 below was seen (mlx-lm's own 4-bit cache does the same). So an answer that the prompt in one piece
-does not explain is looked for behind other cuts. An answer from wrong memory is found behind none.
+4-bit rounding depends on how a prompt was chunked and batched, which occasionally changes a token. (mlx-lm's 4-bit
+cache behaves the same.) An answer that a one-chunk prompt does not explain is therefore tried with other cuts of
+the prompt. An answer from wrong memory fails with all of them.
 """
 
 from __future__ import annotations
@@ -16,23 +14,22 @@ from typing import Any
 
 from benchmarks.soak.watch import Sample
 
-NEARLY = 0.1  # how much less likely than the likeliest token a greedy choice may be
-MAX_WAYS = 64  # of cutting a prompt
+NEARLY = 0.1  # allowed gap in log probability to the likeliest token
+MAX_WAYS = 64  # ways to cut a prompt
 _MAX_CUTS = 6
 _TOP = 20
 
-Ask = Callable[[Mapping[str, Any]], Any]  # a request to /v1/completions, and its answer
+Ask = Callable[[Mapping[str, Any]], Any]  # sends a body to /v1/completions
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found.
+    """Verdict on one answer.
 
     Args:
-        gap: how much likelier than the token that was chosen another one was, at worst, the prompt being computed in
-            one piece; natural logarithm, 0 where none was.
-        smallest_gap: the same behind the kindest of all cuts that were tried.
-        ways: cuts that were tried, one piece included.
+        gap: largest log probability gap of a chosen token to the likeliest one, with the prompt in one piece.
+        smallest_gap: the same for the best of all cuts.
+        ways: cuts tried, one piece included.
     """
 
     gap: float
@@ -45,12 +42,11 @@ class Verdict:
 
 
 class Judge:
-    """Judges samples.
+    """Judge of samples.
 
     Args:
-        ask: a server with nothing else to do.
-        seed: of the cuts.
-        max_ways: to try before an answer is called wrong.
+        ask: a server without other load.
+        max_ways: cuts to try before an answer is wrong.
     """
 
     def __init__(self, ask: Ask, seed: int = 0, max_ways: int = MAX_WAYS) -> None:
@@ -68,7 +64,7 @@ class Judge:
         return Verdict(gap, smallest, ways)
 
     def _in_one_piece(self, sample: Sample) -> tuple[float, Sequence[str]]:
-        """The gap, and the text of each token of the answer."""
+        """Return the gap, and the text of each answer token."""
         body = {"prompt": [*sample.prompt_token_ids, *sample.token_ids], "max_tokens": 0, "echo": True, "logprobs": 1}
         logprobs = _logprobs(self._ask(body | sample.asked))
         first = len(sample.prompt_token_ids)
@@ -77,9 +73,9 @@ class Judge:
         return max(max(top.values()) - one for one, top in zip(chosen, tops, strict=True)), texts
 
     def _in_pieces(self, sample: Sample, texts: Sequence[str], limit: float) -> float:
-        """The gap behind a random cut, the answer's tokens one by one; `limit` or more as soon as it cannot be less."""
+        """Return the gap after a random cut, token by token; stop once it reaches `limit`."""
         self._num_salts += 1
-        # It shares nothing with what was computed before.
+        # A new salt prevents reuse of cached blocks.
         cache = {"agentcache": {"salt": f"cut {self._num_salts}"}, **sample.asked}
         ids = [*sample.prompt_token_ids, *sample.token_ids]
         for cut in self._cuts(len(sample.prompt_token_ids)):

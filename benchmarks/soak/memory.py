@@ -1,9 +1,7 @@
-"""Whether the memory that a soak left on disk is right: each block against the same tokens computed again.
+"""Compare the blocks that a soak left on disk with the same tokens computed again.
 
-The bytes need not be equal: where a prompt is cut otherwise, some values are rounded to the other side, and the layers
-above see that. But what comes of it is nearly the same vector. On the embedded model a key or value differed by up to
-0.17 of its length from that of a quiet server, as much as when a quiet server cut the prompts otherwise; what belongs
-to another token, or to another place, differs by more than half of it.
+Bytes may differ, because chunking affects rounding. Vectors must be close: by up to 0.17 of their length on the
+embedded model. Vectors of another token or position differ by more than half.
 """
 
 from __future__ import annotations
@@ -22,20 +20,20 @@ from agentcache.kv.packing import PARTS, Quantisation
 from agentcache.store.manifest import Manifest, SavedCache, decode_manifest
 from agentcache.store.transcript_log import parse_log
 
-ALIKE = 0.5  # of a vector's length; see above
-_VALUES_A_WORD = 8  # of 4 bits in 32
+ALIKE = 0.5  # of a vector's length
+_VALUES_A_WORD = 8  # 4-bit values per 32-bit word
 
 
 def recompute(cache_dir: Path, quiet: Client) -> int:
-    """Have a quiet server compute and save the tokens of every lineage in a cache folder; returns how many.
+    """Have a quiet server compute and save the tokens of all lineages; return their number.
 
-    Residuals too, where the server has their adapters and answers so by itself.
+    Residual KV is included if the server has the adapters and answers residually by default.
     """
     count, adapters = 0, {each["digest"]: each["name"] for each in quiet.request("GET", "/v1/adapters")["data"]}
     for path in sorted((cache_dir / "agents").glob("*/*.json")):
         manifest = decode_manifest(path.read_bytes())
         if manifest.base.num_saved:
-            # An agent each: none of them may be given up there.
+            # One agent per lineage, so that the server drops none.
             agent = path.stem.replace("~", ".")
             quiet.cache_prompt(_saved_tokens(path, manifest, manifest.base), agent=agent)
             count += 1
@@ -53,10 +51,9 @@ def _saved_tokens(path: Path, manifest: Manifest, cache: SavedCache) -> list[int
 
 
 def differences(cache_dir: Path, quiet_dir: Path) -> dict[str, float]:
-    """How much each block of `cache_dir` differs from the one of the same key in `quiet_dir`, by key.
+    """Return the difference of each block from the same block in `quiet_dir`, by key.
 
-    Of all keys and values in it that one that differs most counts, as a part of its length (Euclidean norms); infinity
-    where `quiet_dir` lacks the block.
+    It is the largest Euclidean distance of any key or value vector, relative to its length; infinity if missing.
     """
     paths = sorted((cache_dir / "blocks").glob("??/*.safetensors"))
     return {path.stem: _difference(path, quiet_dir / path.relative_to(cache_dir)) for path in paths}
@@ -67,14 +64,14 @@ def _difference(path: Path, other: Path) -> float:
         return float("inf")
     vectors, others = load_file(path), load_file(other)
     residual = sorted(name for name in vectors if name.startswith("residual."))
-    if residual:  # of a few numbers: each against the usual length of those beside it
+    if residual:  # short vectors: relative to the usual length of their neighbours
         return max(_apart(vectors[name].astype(np.float32), others[name].astype(np.float32)) for name in residual)
     pairs = zip(_vectors(vectors), _vectors(others), strict=True)
     return max(float(np.max(_norms(one - two) / np.maximum(_norms(two), 1e-6))) for one, two in pairs)
 
 
 def _vectors(tensors: Mapping[str, NDArray[np.generic]]) -> Iterator[NDArray[np.float32]]:
-    """What the tensors of a block hold, [H_kv, k, D] for each layer and side, by name."""
+    """Yield [H_kv, k, D] of each layer and side, in order of name."""
     for name in sorted(name for name in tensors if name.endswith(".data")):
         data, scales, biases = (mx.array(tensors[name.removesuffix("data") + part]) for part in PARTS)
         group_size = data.shape[-1] * _VALUES_A_WORD // scales.shape[-1]

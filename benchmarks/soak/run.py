@@ -1,7 +1,7 @@
-"""A soak: hundreds of rude clients on one server with too little memory, a SIGKILL in between, and then a reckoning.
+"""A soak: hundreds of impolite clients on a server with little memory, a SIGKILL, and final checks.
 
-Nothing may leak (blocks, tasks, open files, memory), no answer may be wrong (a sample is judged by a quiet server),
-/health has to answer at once, budgets have to hold, and what is on disk has to be sound, also right after the SIGKILL.
+Nothing may leak (blocks, tasks, open files, memory). Sampled answers must be right. `/health` must be fast. Budgets
+must hold. Files must be intact, also after the SIGKILL.
 """
 
 from __future__ import annotations
@@ -32,31 +32,27 @@ from benchmarks.soak.judge import Judge
 from benchmarks.soak.memory import ALIKE, differences, recompute
 from benchmarks.soak.watch import Health, HealthWatch, Numbers, Observed, read_numbers
 
-PATIENCE = 600.0  # for one answer: 200 clients stand in line for a few places; a lost answer never comes
-QUIET_SECONDS = 100.0  # longer than the server keeps connections on which nothing is asked
+PATIENCE = 600.0  # seconds per answer; 200 clients queue for few places
+QUIET_SECONDS = 100.0  # longer than the server keeps idle connections
 HEALTH_MS = 200.0
-WARM_SECONDS = 60.0  # of load; before that memory may still grow
+WARM_SECONDS = 60.0  # seconds of load in which memory may grow
 SAMPLE_EVERY = 1.0
-_NICENESS = 5  # of the clients: about a third of an ordinary thread's share
-SLACK_BYTES = 24 * 10**6  # of resident memory that may come and go
+_NICENESS = 5  # clients get about a third of a normal thread's share
+SLACK_BYTES = 24 * 10**6  # allowed fluctuation of resident memory
 GROWTH = 1.05
 
 
 @dataclass(frozen=True)
 class SoakPlan:
-    """What to do.
+    """Parameters of a soak.
 
     Args:
-        model: folder or hub id; None for the embedded model.
-        seconds: of load, before and after the SIGKILL together.
-        clients: at once.
-        careful: those among them that check on their own agents.
-        pause: seconds a client rests between two actions, on average.
-        checked: answers that the quiet server judges.
-        adapters: folders of adapters by name.
-        sharers: clients that ask for them to share base residually, if there are any.
-        max_divergence: that the server allows; 0 for none.
-        kv: in how many bits both servers keep keys and values.
+        seconds: duration of load, before and after the SIGKILL together.
+        careful: number of clients that check their own agents.
+        pause: seconds between a client's actions, on average.
+        checked: answers for the judge.
+        sharers: clients that request residual answers, if there are adapters.
+        max_divergence: the server's limit; 0 forbids residual answers.
     """
 
     model: str | None = None
@@ -75,14 +71,14 @@ class SoakPlan:
 
     @property
     def sharing_options(self) -> list[str]:
-        """What a server is told of adapters."""
+        """Server options for adapters."""
         named = [part for name, path in self.adapters.items() for part in ("--adapter", f"{name}={path}:exact")]
         return [*named, "--max-divergence", str(self.max_divergence)] if named else []
 
 
 @dataclass
 class SoakReport:
-    """What came of it; `failures` is empty when everything held."""
+    """Results; `failures` is empty on success."""
 
     failures: list[str] = field(default_factory=list)
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -105,7 +101,6 @@ class SoakReport:
         return f"/health took {_described(self.health_ms)}; {late}"
 
     def lines(self) -> Iterator[str]:
-        """For a person."""
         for outcome, count in sorted(self.outcomes.items()):
             yield f"{count:7}  {outcome}"
         yield f"{self.answers} answers; a quiet server judged {self.checked} and chose the same in {self.same_tokens}"
@@ -119,11 +114,11 @@ class SoakReport:
         yield from (f"FAILED  {failure}" for failure in self.failures)
 
 
-_Half = Callable[[ServerProcess, float], Awaitable[bool]]  # whether it killed the server
+_Half = Callable[[ServerProcess, float], Awaitable[bool]]  # returns whether it killed the server
 
 
 class Soak:
-    """One soak in a folder of its own. `run` once."""
+    """One soak in its own folder; call `run` once."""
 
     def __init__(self, plan: SoakPlan, folder: Path) -> None:
         self._plan = plan
@@ -163,14 +158,14 @@ class Soak:
     # -- load ---------------------------------------------------------------------------------------------------------
 
     def _run_beside(self, server: ServerProcess, half: _Half, seconds: float) -> None:
-        """One half of the soak, watched, in a thread that leaves the processor to the server and the watch."""
+        """Run one half with a health watch, on a low-priority thread."""
         with HealthWatch(httpx.URL(server.client.url).port or 80) as watch, start_blocking_portal() as portal:
             portal.call(_yield_the_processor)
             killed = portal.call(half, server, seconds)
         self._note_health(watch.seen, killed=killed)
 
     async def _first_half(self, server: ServerProcess, seconds: float) -> bool:
-        """Load until the server is killed; True, since it was."""
+        """Run load until the SIGKILL; return True."""
         killed = asyncio.Event()
         async with self._load(server, killed):
             await asyncio.sleep(seconds)
@@ -179,7 +174,7 @@ class Soak:
         return True
 
     async def _second_half(self, server: ServerProcess, seconds: float) -> bool:
-        """Load, then quiet; False, since the server lives."""
+        """Run load, then check the idle server; return False."""
         async with _http(server) as http:
             await self._check_confirmed(http)
             await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, "stream": True})
@@ -196,7 +191,7 @@ class Soak:
 
     @asynccontextmanager
     async def _load(self, server: ServerProcess, killed: asyncio.Event) -> AsyncGenerator[None, None]:
-        """All clients at work; at the end they leave at once, whatever they were waiting for."""
+        """Run all clients within the context; cancel them at its end."""
         plan = self._plan
         seed = next(self._seeds)
         sharing = Sharing(tuple(plan.adapters), plan.max_divergence > 0) if plan.adapters else None
@@ -214,7 +209,7 @@ class Soak:
                 )
                 for number in range(plan.clients)
             ]
-            # Cancelled as anyio does it, which httpx knows: it closes its connections all the same.
+            # httpx closes its connections when anyio cancels.
             async with anyio.create_task_group() as running:
                 running.start_soon(self._sample, http, server.pid, killed)
                 for client in clients:
@@ -225,7 +220,7 @@ class Soak:
                     running.cancel_scope.cancel()
 
     def _note_health(self, health: Health, *, killed: bool) -> None:
-        """What failed when the server was killed does not count."""
+        """Ignore failures after the server was killed."""
         last = len(health.milliseconds) - len(health.failures) if killed else None
         self._report.health_ms += health.milliseconds[:last]
         self._report.late_ms += health.late_ms
@@ -247,21 +242,21 @@ class Soak:
             await asyncio.sleep(SAMPLE_EVERY)
 
     def _check_policies(self, numbers: Numbers) -> None:
-        """By default nobody is ever answered by a lossy policy, whether he waits for the answer's end or not."""
+        """Without `max_divergence`, no answer may be residual."""
         lossy = numbers.policies["residual"]
         self._report.require(bool(self._plan.max_divergence) or not lossy, f"{lossy} answers were lossy")
 
     # -- reckoning ----------------------------------------------------------------------------------------------------
 
     async def _check_confirmed(self, http: httpx.AsyncClient) -> None:
-        """Every turn that was reported as saved is there."""
+        """Require every turn that was reported as saved."""
         for agent, tokens in self._observed.confirmed.items():
             answer = await http.get(f"/v1/agents/{agent}")
             found = answer.json()["tokens"] if answer.is_success else 0
             self._report.require(found >= tokens, f"agent {agent} has {found} tokens, {tokens} were reported as saved")
 
     async def _check_quiet(self, http: httpx.AsyncClient, pid: int, before: Numbers) -> None:
-        """Once nobody asks for anything, nothing is held, and nothing is left of the requests that were."""
+        """Require that an idle server has released blocks, tasks and files."""
         deadline = asyncio.get_running_loop().time() + QUIET_SECONDS
         now = await read_numbers(http, pid)
         while not _is_quiet(now, before) and asyncio.get_running_loop().time() < deadline:
@@ -270,7 +265,7 @@ class Soak:
         self._report.require(_is_quiet(now, before), f"something is left: {now}, before the load: {before}")
 
     def _check_memory(self, numbers: Sequence[Numbers]) -> None:
-        """Resident memory has stopped growing: the last fifth against the third; a server warms up for a minute."""
+        """Require stable resident memory: compare the last fifth with the third. A server warms up for a minute."""
         fifth = len(numbers) // 5
         if len(numbers) * SAMPLE_EVERY < WARM_SECONDS:
             return
@@ -281,9 +276,9 @@ class Soak:
         self._report.require(late <= early * GROWTH + SLACK_BYTES, grown)
 
     def _check_health(self) -> None:
-        """Always quick, but for what the machine was late: others than the server and its clients may be on it.
+        """Require fast `/health` answers, minus the measured wake-up delay of the machine.
 
-        One answer in a thousand may need the processor more often than the thread beside it, and be late each time.
+        One in a thousand may be slower, because an answer may need the CPU more often than the reference thread.
         """
         took, late = self._report.health_ms, self._report.late_ms
         slow = sum(milliseconds > HEALTH_MS + 2 * max(late) for milliseconds in took)
@@ -308,7 +303,6 @@ class Soak:
         self._report.require("quarantined" not in log, "a file was quarantined")
 
     def _judge(self, quiet: ServerProcess) -> None:
-        """A quiet server finds every sampled answer as greedy as it was meant to be."""
         judge = Judge(partial(quiet.client.request, "POST", "/v1/completions"), seed=self._plan.seed)
         for sample in self._observed.samples[: self._plan.checked]:
             verdict = judge.judge(sample)
@@ -318,18 +312,14 @@ class Soak:
             self._report.require(verdict.right, f"a wrong answer: {verdict}, {sample}")
 
     def _compare(self, quiet_dir: Path) -> None:
-        """What the agents' memory on disk holds is what a quiet server makes of their tokens."""
+        """Require that saved blocks match those of a quiet server."""
         self._report.differences = differences(self._cache_dir, quiet_dir)
         for key, difference in self._report.differences.items():
             self._report.require(difference <= ALIKE, f"block {key} differs by {difference:.2f} of its vectors' length")
 
 
 async def _yield_the_processor() -> None:
-    """From here on this thread lets others go first.
-
-    Two hundred clients on the server's own cores would else measure how the kernel shares them. Only Linux knows the
-    niceness of a thread; elsewhere there are cores enough.
-    """
+    """Lower the priority of this thread (Linux), or clients on the server's cores would dominate the times."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 

@@ -1,4 +1,4 @@
-"""What is watched during a soak: what the clients get, how long /health takes, what the server's own numbers say."""
+"""Observations during a soak: client outcomes, latency of /health, the server's metrics."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ HEALTH_EVERY = 0.05  # seconds
 IO_SECONDS = 30.0
 MAX_SAMPLES = 400
 MAX_COMPLAINTS = 50
-APART = ("trunk", "temporaries", "weights", "transcripts")  # accounts that are not of the RAM budget
+APART = ("trunk", "temporaries", "weights", "transcripts")  # accounts outside the RAM budget
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A greedy answer that came whole: what the model was given, and what it chose.
+    """A complete greedy answer.
 
     Args:
-        adapter: that answered by sharing base residually; None for base.
+        adapter: adapter of a residual answer; None for base.
     """
 
     dialect: str
@@ -42,13 +42,13 @@ class Sample:
 
     @property
     def asked(self) -> dict[str, str]:
-        """What a request says of its adapter."""
+        """Request fields that select the adapter."""
         return {} if self.adapter is None else {"adapter": self.adapter}
 
 
 @dataclass
 class Observed:
-    """What all clients have seen. `confirmed`: tokens that the server has reported as saved, by careful agent."""
+    """Observations of all clients. `confirmed`: saved tokens by careful agent, as reported."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     complaints: list[str] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Observed:
             self.complaints.append(text)
 
     def keep(self, sample: Sample, rng: random.Random) -> None:
-        """Every sample has the same chance to be among the MAX_SAMPLES kept."""
+        """Keep a uniform sample of at most MAX_SAMPLES answers (reservoir sampling)."""
         self.seen += 1
         if len(self.samples) < MAX_SAMPLES:
             self.samples.append(sample)
@@ -71,13 +71,11 @@ class Observed:
 
 @dataclass(frozen=True)
 class Health:
-    """What a watch has seen.
+    """Results of a watch.
 
     Args:
-        milliseconds: how long each answer took.
-        late_ms: how much later than it asked for an ordinary thread beside it was woken each time: what the machine,
-            and whoever else is on it, does to everybody.
-        failures: what was wrong with an answer, if anything.
+        milliseconds: latency of each answer.
+        late_ms: wake-up delays of a normal thread, which measure the load of the machine.
     """
 
     milliseconds: list[float]
@@ -86,9 +84,9 @@ class Health:
 
 
 class HealthWatch:
-    """Asks a server for /health again and again, in a process of its own: the load's own process is too busy.
+    """Poll /health within the context, from a separate process because the load's own is busy.
 
-    A context manager: it watches inside, and has `seen` it all afterwards.
+    `seen` is set on exit.
     """
 
     seen: Health
@@ -97,7 +95,7 @@ class HealthWatch:
         self._command = [sys.executable, "-m", __name__, str(port)]
 
     def __enter__(self) -> HealthWatch:
-        # A session of its own: Ctrl-C reaches the owner only, which then hears what was seen until then.
+        # A new session: Ctrl-C reaches only the parent, which then still gets the results.
         self._process = subprocess.Popen(
             self._command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
@@ -109,7 +107,7 @@ class HealthWatch:
 
 
 def watch(port: int) -> Health:
-    """Until stdin ends."""
+    """Poll until stdin closes."""
     late: list[float] = []
     threading.Thread(target=_sleep_again_and_again, args=(late,), daemon=True).start()
     _run_at_once()
@@ -131,10 +129,7 @@ def watch(port: int) -> Health:
 
 
 def _run_at_once() -> None:
-    """From here on this thread runs as soon as it wakes, where it may ask for that: it is to see the server only.
-
-    On cores that are all busy an ordinary thread was seen to wait 0.2 s for its turn.
-    """
+    """Give this thread real-time priority if permitted, so that latencies exclude its own wake-up delay."""
     with suppress(AttributeError, PermissionError):  # Linux only, and for a privileged user
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
 
@@ -148,10 +143,10 @@ def _sleep_again_and_again(late: list[float]) -> None:
 
 @dataclass(frozen=True)
 class Numbers:
-    """The server's numbers at one moment. Bytes and counts; `at` by `time.monotonic`.
+    """The server's metrics at one moment, in bytes and counts; `at` is `time.monotonic`.
 
-    Of `open_files`, as many as it has `children` are its ends of what they talk through. `accounts` are those of the
-    RAM ledger, by name and state: `capacity`, `used`, `floor`. `policies` counts answers by the one they came by.
+    `open_files` includes one per child process. `accounts` are RAM ledger accounts by (name, state), where state is
+    `capacity`, `used` or `floor`. `policies` counts answers.
     """
 
     at: float
@@ -170,7 +165,7 @@ class Numbers:
 
     @property
     def overdrawn(self) -> list[str]:
-        """What of the ledger cannot be."""
+        """Violations of the RAM ledger."""
         capacity = {name: num_bytes for (name, state), num_bytes in self.accounts.items() if state == "capacity"}
         wrong = [f"{name} uses more than it has" for name in capacity if self.accounts[name, "used"] > capacity[name]]
         shared = sum(num_bytes for name, num_bytes in capacity.items() if name not in APART)
@@ -178,7 +173,7 @@ class Numbers:
 
 
 async def read_numbers(http: httpx.AsyncClient, pid: int) -> Numbers:
-    """What the server, whose process `pid` is, says of itself, and how many children the kernel knows of."""
+    """Read the server's metrics, and count its children in /proc."""
     answer = await http.get("/metrics")
     answer.raise_for_status()
     samples = [sample for family in text_string_to_metric_families(answer.text) for sample in family.samples]
@@ -190,7 +185,7 @@ async def read_numbers(http: httpx.AsyncClient, pid: int) -> Numbers:
             policies[sample.labels["policy"]] += int(sample.value)
     return Numbers(
         at=time.monotonic(),
-        rss=plain.get("agentcache_process_resident_memory_bytes", 0.0),  # both are known on Linux only
+        rss=plain.get("agentcache_process_resident_memory_bytes", 0.0),  # Linux only, like the next one
         open_files=plain.get("agentcache_process_open_fds", 0.0),
         children=_num_children(pid),
         tasks=plain["agentcache_asyncio_tasks"],
@@ -206,10 +201,10 @@ async def read_numbers(http: httpx.AsyncClient, pid: int) -> Numbers:
 
 
 def _num_children(pid: int) -> int:
-    """0 where the kernel does not tell, which tells of open files neither."""
+    """Return 0 without /proc, where open files are unknown too."""
     count = 0
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # a thread that has ended, whose children are another's now
+        with suppress(OSError):  # an ended thread; its children move to another one
             count += len(children.read_text().split())
     return count
 
