@@ -1,4 +1,4 @@
-"""PNG plots. matplotlib is an extra: it is imported here only, and only when a plot is drawn."""
+"""PNG plots. matplotlib is an optional dependency, imported on first use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Colours that stay apart for colour-blind readers (Okabe & Ito), markers that stay apart in grey.
+# Colours that are distinct for colour-blind readers (Okabe & Ito).
 COLOURS = {
     "cold": "#0072B2",
     "warm": "#D55E00",
@@ -18,7 +18,7 @@ COLOURS = {
     "agentcache": "#0072B2",
     "mlx_lm.server": "#E69F00",
 }
-_CYCLE = 10  # colours that matplotlib has for series without one; then they come again
+_CYCLE = 10  # number of matplotlib's default colours
 MARKERS = {"cold": "o", "warm": "s", "warm, evicted": "^", "hot": "D"}
 WAY_LABELS = {
     "cold": "cold: text re-sent",
@@ -29,7 +29,6 @@ WAY_LABELS = {
 
 
 def can_plot() -> bool:
-    """Whether matplotlib is installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -43,12 +42,12 @@ def new_figure(width: float, height: float) -> Any:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)  # draws into memory; needs no display and no global state
+    FigureCanvasAgg(figure)  # needs no display and no global state
     return figure
 
 
 def save_figure(figure: Any, axes: Any, title: str, path: Path) -> None:
-    """Give the plot its title, grid and legend, and write the PNG file."""
+    """Add title, grid and legend, and write the PNG file."""
     axes.set_title(title, fontsize=10)
     _draw_grid(axes)
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
@@ -73,7 +72,7 @@ def milliseconds(value: float) -> str:
 
 
 def token_label(number: int) -> str:
-    """A number of tokens as people write it."""
+    """A number of tokens as a label, such as 16K."""
     return f"{number // 1024}K" if number % 1024 == 0 else str(number)
 
 
@@ -83,12 +82,11 @@ def draw_bars(
     colours: Mapping[str, str] = COLOURS,
     label: Callable[[float], str] = milliseconds,
 ) -> None:
-    """Groups of bars, as many as a series has values: in each a bar a series, None draws nothing.
+    """Draw grouped bars, one per series in each group; None draws no bar.
 
     Args:
-        series: by what the legend calls it.
-        colours: of the series, by the same names.
-        label: a value as written on its bar.
+        series: values of each group, by the series' name.
+        label: formats a value for its bar.
     """
     width = 0.84 / len(series)
     for index, (name, values) in enumerate(series.items()):
@@ -102,12 +100,10 @@ def draw_bars(
 
 
 def plot_ttft_by_size(series: Mapping[str, Mapping[int, Sequence[float]]], title: str, path: Path) -> None:
-    """Time to first token over context length, both logarithmic: a line through the medians, a dot per sample.
+    """Plot time to first token over context length, both logarithmic: lines of medians, dots of samples.
 
     Args:
-        series: for each of cold, warm, …: context length in tokens → samples in milliseconds.
-        title: above the plot.
-        path: the PNG file.
+        series: by kind (cold, warm, …): context length in tokens → samples in milliseconds.
     """
     from matplotlib.ticker import FuncFormatter, LogLocator
 
@@ -141,10 +137,9 @@ class Panel:
     """A group of bars for each phase.
 
     Args:
-        title: what the bars' heights are.
-        series: for each way: one value per phase; None draws nothing.
-        label: a value as written on its bar.
-        top: the greatest height there can be; None for the greatest there is.
+        title: quantity of the bars.
+        series: by way: one value per phase; None draws no bar.
+        top: upper limit of the axis; None for automatic.
     """
 
     title: str
@@ -154,19 +149,13 @@ class Panel:
 
 
 def plot_by_phase(phases: Sequence[str], panels: Sequence[Panel], title: str, path: Path) -> None:
-    """Panels under each other, the same phases below each.
-
-    Args:
-        phases: their labels.
-        title: above all panels.
-        path: the PNG file.
-    """
+    """Draw panels below each other, with the same phases."""
     figure = new_figure(max(7.0, 1.9 * len(phases)), 0.9 + 2.4 * len(panels))
     all_axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
     for axes, panel in zip(all_axes, panels, strict=True):
         _draw_panel(axes, panel)
         axes.set_xticks(range(len(phases)), phases)
-        axes.set_xlim(-0.6, len(phases) - 0.4)  # also where a panel has no bars
+        axes.set_xlim(-0.6, len(phases) - 0.4)  # also if a panel has no bars
     ways = list(panels[0].series)
     handles = all_axes[0].get_legend_handles_labels()[0]
     figure.legend(handles, [WAY_LABELS[way] for way in ways], loc="outside lower center", ncols=4, fontsize=8)

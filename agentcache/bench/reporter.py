@@ -1,7 +1,6 @@
-"""What every benchmark does with its numbers: one report as plain data, one way into files, one to people.
+"""Reports of benchmarks: tables, a JSON file, and plots if matplotlib is installed.
 
-A report is a dict that begins with its caveats. People get it as tables, programs as JSON; a folder gets NAME.json and,
-where matplotlib is installed, pictures.
+A report is a dict that begins with its caveats.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from rich.table import Table
 from agentcache.bench.plots import can_plot
 from agentcache.machine import describe_run
 
-CLOSE = 0.05  # differences below this share are not called a win
+CLOSE = 0.05  # smaller relative differences count as equal
 NO_PICTURE = "no picture: that takes matplotlib (pip install 'agentcache-mlx[plots]')"
 
 Report = dict[str, Any]
@@ -27,13 +26,13 @@ Report = dict[str, Any]
 
 @dataclass(frozen=True)
 class Reporter:
-    """How one benchmark reports.
+    """The report of one benchmark.
 
     Args:
-        name: its files are NAME.json, and a picture for each plot.
-        title: what it measures.
-        tables: each makes a table of the report.
-        plots: each draws the report into a file, NAME_KEY.png by its key, or NAME.png where that is empty.
+        name: base name of its files.
+        title: measured quantity.
+        tables: functions from a report to a table.
+        plots: functions that draw a report into NAME_KEY.png, or NAME.png for an empty key.
     """
 
     name: str
@@ -44,14 +43,13 @@ class Reporter:
     def report(
         self, plan: Any, caveats: Iterable[str], *, model: Any, peer_wins: Iterable[str] | None = None, **numbers: Any
     ) -> Report:
-        """All of a run as plain data.
+        """Build a run's report as plain data.
 
         Args:
-            plan: a dataclass, what was to be measured.
-            caveats: what a reader has to know before any number.
-            model: what it was measured on.
-            peer_wins: in what another server is better; None where there is no other.
-            numbers: what came out.
+            plan: dataclass with the parameters.
+            caveats: limits of the results.
+            peer_wins: quantities in which another server is better; None without a comparison.
+            numbers: results.
         """
         return {
             "caveats": list(caveats),
@@ -63,7 +61,7 @@ class Reporter:
         }
 
     def write(self, report: Report, folder: Path) -> list[Path]:
-        """Write the JSON file and the pictures; the paths of what was written."""
+        """Write the JSON file and the plots; return their paths."""
         data = folder / f"{self.name}.json"
         write_json(report, data)
         written = [data]
@@ -74,7 +72,7 @@ class Reporter:
         return written
 
     def hand_out(self, report: Report, out: Path | None, *, as_json: bool) -> None:
-        """Caveats and files to stderr, the tables or the JSON report to stdout; files only where there is a folder."""
+        """Print caveats to stderr, and tables or JSON to stdout; write files if `out` is given."""
         for caveat in report["caveats"]:
             say(f"caveat: {caveat}")
         for win in report.get("peer_wins", ()):
@@ -93,18 +91,18 @@ class Reporter:
 
 
 def say(line: str) -> None:
-    """Progress, to stderr."""
+    """Print progress to stderr."""
     Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def write_json(report: Report, path: Path) -> None:
-    """Write a report, and make the folder for it."""
+    """Write a report, and create its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def draw(plot: Callable[[Report, Path], None], report: Report, path: Path) -> bool:
-    """Draw a picture where that is possible; whether it was."""
+    """Draw a plot if matplotlib is installed; return whether it is."""
     if not can_plot():
         return False
     plot(report, path)
@@ -112,7 +110,7 @@ def draw(plot: Callable[[Report, Path], None], report: Report, path: Path) -> bo
 
 
 def number_table(title: str, headings: Sequence[str], *, named: bool = False, no_wrap: bool = False) -> Table:
-    """An empty table whose columns are aligned to the right; the first one to the left where it holds names."""
+    """An empty table of right-aligned columns; with `named` the first is left-aligned."""
     table = Table(title=title)
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="left" if named and index == 0 else "right", no_wrap=no_wrap)
@@ -120,20 +118,18 @@ def number_table(title: str, headings: Sequence[str], *, named: bool = False, no
 
 
 def clearly_less(one: float, other: float) -> bool:
-    """Whether it is less by more than `CLOSE`."""
     return one < other * (1 - CLOSE)
 
 
 def clearly_more(one: float, other: float) -> bool:
-    """Whether it is more by more than `CLOSE`."""
     return one > other * (1 + CLOSE)
 
 
 def kilobytes(count: float | None) -> str:
-    """A number of bytes, "-" for None."""
+    """Bytes in kB; "-" for None."""
     return "-" if count is None else f"{count / 1000:,.0f} kB"
 
 
 def megabytes(count: float | None) -> str:
-    """A number of bytes, "-" for None."""
+    """Bytes in MB; "-" for None."""
     return "-" if count is None else f"{count / 1e6:,.0f} MB"

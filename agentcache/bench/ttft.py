@@ -1,14 +1,14 @@
-"""Time to first token, cold, warm and hot, over context lengths: measured over HTTP, on real server processes.
+"""Measure time to first token over context lengths, over HTTP, on real server processes.
 
-For each length an agent is given a seeded context of that many tokens; then it gets a short turn, again and again:
+For each length an agent gets a seeded context of that many tokens, then repeated short turns:
 
-    cold            the whole prompt, in a new agent with a salt of its own: nothing is shared, everything is computed
-    warm, evicted   a fork of the agent, after every agent's blocks have left RAM; same process
-    warm            a fork of the agent, in a new process, after SIGKILL of the one before
-    hot             another fork right after it in that process, its blocks in RAM
+    cold            the whole prompt, in a new agent with its own salt: nothing is cached
+    warm, evicted   a fork of the agent, after all blocks were evicted from RAM; same process
+    warm            a fork of the agent, in a new process after SIGKILL
+    hot             another fork in that process, with its blocks in RAM
 
-Warm and hot take turns, so that a machine that others use too is the same for both. Forks let every repetition see the
-same context; each has a turn of its own, so that none finds the turn of another.
+Warm and hot turns alternate, so that other load on the machine affects both. Each repetition has its own fork and a
+different turn, so that none reuses another's.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ WORDS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure. The workload is a function of `seed` and the model's tokenizer.
+    """Parameters of the benchmark. The workload depends on `seed` and the model's tokenizer.
 
     Args:
         sizes: context lengths in tokens.
-        repeats: samples of each kind at each length; of cold turns, which take longest and vary least, COLD at most.
+        repeats: samples of each kind and length; at most COLD cold ones, which take longest and vary least.
         model: folder or hub id; None for the embedded model.
-        turn_tokens: tokens in the turn that follows the context.
-        new_tokens: tokens generated after it.
-        command: what to start in place of `agentcache serve`.
+        turn_tokens: tokens of the turn behind the context.
+        new_tokens: tokens generated per turn.
+        command: command in place of `agentcache serve`.
     """
 
     sizes: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)
@@ -59,7 +59,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Sample:
-    """One turn. Times in milliseconds; `ttft_ms` was measured by the client, the rest is the server's report."""
+    """One turn. Times in milliseconds; `ttft_ms` is the client's, the rest is the server's report."""
 
     kind: str
     context_tokens: int
@@ -78,9 +78,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class Files:
-    """The context's block files. Sizes in bytes; the data is what they hold beside their headers.
+    """The context's block files. Sizes in bytes; `data_bytes` excludes headers.
 
-    `read_bytes_per_s` is how fast plain `open().read()` gets the same files when the page cache holds them.
+    `read_bytes_per_s` is the speed of plain reads of the same files from the page cache.
     """
 
     count: int
@@ -92,7 +92,7 @@ class Files:
 
 @dataclass(frozen=True)
 class SizeResult:
-    """All samples at one length; `skipped` says why there are none."""
+    """All samples at one length. `skipped` is the reason if there are none."""
 
     context_tokens: int
     samples: tuple[Sample, ...] = ()
@@ -101,7 +101,7 @@ class SizeResult:
 
 
 def measure(plan: Plan, progress: Callable[[str], None]) -> list[SizeResult]:
-    """Run the plan; one result a length. Server processes and cache folders are gone when it returns or raises."""
+    """Run the plan; one result per length. Server processes and cache folders are cleaned up, also on errors."""
     with tempfile.TemporaryDirectory(prefix="agentcache-bench-") as folder:
         return [_measure_size(plan, size, Path(folder) / str(size), progress) for size in plan.sizes]
 
@@ -118,7 +118,7 @@ def _measure_size(plan: Plan, size: int, folder: Path, progress: Callable[[str],
 
 
 class _SizeBench:
-    """One length: a cache folder, the server processes over it, and the samples so far."""
+    """One length: its cache folder, server processes and samples."""
 
     def __init__(self, plan: Plan, size: int, folder: Path, progress: Callable[[str], None]) -> None:
         self._plan = plan
@@ -148,11 +148,11 @@ class _SizeBench:
         )
 
     def _make_workload(self, client: Client) -> None:
-        """Token ids from the model's own tokens for ordinary words, drawn with the seed: exact lengths, no specials."""
+        """Draw token ids of ordinary words with the seed: exact lengths, no special tokens."""
         rng = random.Random(f"{self._plan.seed}/{self._size}")
         vocabulary = sorted(set(client.token_ids(WORDS, salt="workload")))
         self._context = rng.choices(vocabulary, k=self._size)
-        # Turns that begin with different tokens have nothing in common, so that no repetition finds another's turn.
+        # Turns with different first tokens share nothing, so that no repetition reuses another's turn.
         firsts = rng.sample(vocabulary, k=4 * self._plan.repeats)
         self._turns = [[first, *rng.choices(vocabulary, k=self._plan.turn_tokens - 1)] for first in firsts]
 
@@ -163,7 +163,7 @@ class _SizeBench:
             client.request("DELETE", f"/v1/agents/{agent}")
 
     def _cache_context(self, client: Client) -> list[Path]:
-        """Cache the context for the agent that all others are forks of; the files that this wrote."""
+        """Cache the context for the agent to fork; return the files written."""
         before = _block_files(self._cache_dir)
         client.cache_prompt(self._context, agent="context")
         return sorted(_block_files(self._cache_dir) - before)
@@ -177,7 +177,7 @@ class _SizeBench:
     def _measure_restarted(self) -> None:
         for repeat in range(self._plan.repeats):
             with self._server() as server:
-                # The first request of a process pays for more than its own work; the measured one should not.
+                # The first request of a process is slower, so it is not measured.
                 server.client.complete(self._turns[-1], max_tokens=2, temperature=0, salt="warm-up")
                 self._turn(server.client, "warm", f"warm-{repeat}", repeat)
                 _restore(server.client, f"hot-{repeat}")
@@ -227,13 +227,13 @@ def _sample(kind: str, size: int, repeat: int, done: Completion) -> Sample:
 
 
 def _evict_all(client: Client) -> None:
-    """Forks share blocks, and a block leaves RAM only when no agent keeps it there."""
+    """Evict every agent: forks share blocks, which stay in RAM while one agent keeps them."""
     for agent in client.request("GET", "/v1/agents")["data"]:
         client.request("POST", f"/v1/agents/{agent['id']}/evict")
 
 
 def _restore(client: Client, agent: str) -> None:
-    """Bring an agent's own last block into RAM, too; of one that a server has forgotten the next turn tells."""
+    """Load an agent's own last block into RAM; errors show in the next turn."""
     with suppress(ServerError):
         client.request("POST", f"/v1/agents/{agent}/restore")
 
@@ -259,7 +259,7 @@ def _header(path: Path) -> tuple[int, dict[str, str]]:
 
 
 def _read_rate(paths: Sequence[Path], rounds: int = 3) -> float:
-    """Bytes per second of reading the files one after the other; the best of some rounds after a first, untimed one."""
+    """Bytes per second of sequential reads; the best of some rounds after a warm-up."""
     rates = [_read_all(paths) for _ in range(rounds + 1)]
     return max(rates[1:])
 

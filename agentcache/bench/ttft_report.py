@@ -1,4 +1,4 @@
-"""The TTFT benchmark's numbers for people and programs: tables, a JSON file, a plot."""
+"""Tables, JSON and plot of the TTFT benchmark."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EMBEDDED_CAVEAT = (
 
 
 def build_report(plan: Plan, results: Sequence[SizeResult]) -> Report:
-    """All of a run as plain data."""
+    """Build a run's report as plain data."""
     files = next((result.files for result in results if result.files), None)
     shape = {key: files.metadata[key] for key in SHAPE_KEYS if key in files.metadata} if files else {}
     return TTFT.report(
@@ -51,7 +51,7 @@ def _caveats(plan: Plan, results: Sequence[SizeResult]) -> list[str]:
 
 
 def _unexpected(results: Sequence[SizeResult]) -> list[str]:
-    """Samples that the server reported in another state than the benchmark meant to measure."""
+    """Samples whose reported cache state is not the intended one."""
     odd = [
         f"{sample.kind} at {sample.context_tokens} was reported {sample.cache_state}"
         for result in results
@@ -62,7 +62,7 @@ def _unexpected(results: Sequence[SizeResult]) -> list[str]:
 
 
 def summarise(result: SizeResult) -> dict[str, Any]:
-    """One length's medians and spreads, by kind, and what its cache weighs."""
+    """Medians and spreads of one length by kind, and sizes of its cache."""
     by_kind = {kind: [sample for sample in result.samples if sample.kind == kind] for kind in KINDS}
     summary: dict[str, Any] = {"context_tokens": result.context_tokens, "skipped": result.skipped}
     for kind, samples in by_kind.items():
@@ -87,7 +87,7 @@ def _summarise_kind(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def _summarise_cache(files: Files, warm: Sequence[Sample], hot: Sequence[Sample]) -> dict[str, Any]:
-    """Bytes and rates of restoring and of saving; a turn's own keys and values beside what the server wrote for it."""
+    """Bytes and rates of restoring and saving; a turn's own KV bytes, and the bytes written for it."""
     bytes_per_token = files.data_bytes / hot[0].context_tokens
     turn_tokens = statistics.median(s.prompt_tokens - s.context_tokens + s.completion_tokens for s in hot)
     written = [sample.written_bytes for sample in hot if sample.written_bytes is not None]
@@ -110,7 +110,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def ttft_table(report: Report) -> Table:
-    """A line a length: cold, warm, hot with their spreads, the gain, and what was restored."""
+    """One line per length: times with spreads, speed-ups, and computed tokens."""
     title = f"Time to first token (ms), {report['model']['name']} on {report['machine']['cpu']}"
     headings = ("context", *KINDS, "cold / warm", "cold / hot", "computed c/w/h")
     table = number_table(title, headings, no_wrap=True)
@@ -120,7 +120,7 @@ def ttft_table(report: Report) -> Table:
 
 
 def cache_table(report: Report) -> Table:
-    """A line a length: what was read from disk and how fast, what a turn wrote, how fast it was decoded."""
+    """One line per length: bytes and speed of reads, bytes written, decoding speed."""
     headings = ("KV data", "restored", "restore rate", "raw read", "turn's KV data", "turn wrote", "decode")
     table = number_table("The cache behind it", ("context", *headings), no_wrap=True)
     for size in report["sizes"]:
@@ -165,7 +165,7 @@ def _rate(bytes_per_s: float | None) -> str:
 
 
 def plot_ttft(report: Report, path: Path) -> None:
-    """Time to first token over context length, a line a kind."""
+    """Plot time to first token over context length, one line per kind."""
     series: dict[str, dict[int, list[float]]] = {kind: {} for kind in KINDS}
     for sample in report["samples"]:
         series[sample["kind"]].setdefault(sample["context_tokens"], []).append(sample["ttft_ms"])

@@ -1,11 +1,11 @@
-"""One workflow, run in four ways on real server processes, so that what memory is worth can be counted.
+"""Run one workflow in four ways on real server processes, to measure the value of memory.
 
     hot     all phases without interruption: the reference
-    warm    SIGKILL at every phase border; each time a new process goes on from disk
-    cold    the same text sent again and again to a server that may use nothing it has seen before
-    none    as cold, and at every phase border an agent loses what it was asked and said before; its system prompt stays
+    warm    SIGKILL at every phase border; a new process continues from disk
+    cold    the full text is sent each time, without any cache reuse
+    none    as cold, and agents lose their history, except the system prompt, at every phase border
 
-Turns are taken one after the other and nothing is restored ahead, so that what a turn costs can be compared.
+Turns run one after the other without prefetch, so that their costs are comparable.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WARM_UP = [{"role": "user", "content": "Good morning."}]
 
 
 class ColdChat:
-    """A `Chat` that remembers nothing: every question goes to a new agent with a salt of its own, which is deleted."""
+    """A `Chat` without memory: every question goes to a new agent with its own salt, which is then deleted."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -50,16 +50,16 @@ class ColdChat:
 
 @dataclass(frozen=True)
 class Ways:
-    """How to run a script. Every server process is gone when a run returns or raises.
+    """Runs a script in several ways. Server processes end with each run, also on errors.
 
     Args:
-        script: the workflow, its values drawn.
-        caches: where cache folders go; each way has its own.
-        logs: where server logs go.
-        watch: told of every turn, with the way's name.
+        script: the workflow with its values.
+        caches: parent of each way's cache folder.
+        logs: folder of server logs.
+        watch: called with the way's name and each turn.
         model: folder or hub id; None for the embedded model.
-        max_tokens: tokens a turn; None for the script's.
-        command: what to start in place of `agentcache serve`.
+        max_tokens: tokens per turn; None for the script's.
+        command: command in place of `agentcache serve`.
     """
 
     script: Script
@@ -71,7 +71,7 @@ class Ways:
     command: tuple[str, ...] = SERVE
 
     def run(self, way: str) -> WorkflowTranscript:
-        """The whole script in that way, one of `WAYS`."""
+        """Run the whole script in one of `WAYS`."""
         if way == "warm":
             return self._killed(way)
         with self._server(way) as server:
@@ -91,7 +91,7 @@ class Ways:
     def _server(self, way: str) -> Iterator[ServerProcess]:
         log = self.logs / f"server-{way}.log"
         with ServerProcess(self.caches / way, log, model=self.model, command=self.command) as server:
-            # The first request of a process pays for more than its own work; the turns that are compared should not.
+            # The first request of a process is slower, so it is not measured.
             server.client.chat(WARM_UP, max_tokens=2, temperature=0.0, salt="warm-up")
             yield server
 
@@ -106,7 +106,7 @@ class Ways:
 
 
 def summarise(turns: Sequence[TurnRecord]) -> dict[str, Any]:
-    """What some turns remembered and cost. Times are medians over the turns, in milliseconds."""
+    """Recall and cost of turns. Times are medians in milliseconds."""
     recall = recall_of(turns)
     return {
         "turns": len(turns),
@@ -121,7 +121,7 @@ def summarise(turns: Sequence[TurnRecord]) -> dict[str, Any]:
 
 
 def first_difference(one: WorkflowTranscript, other: WorkflowTranscript) -> str | None:
-    """The first turn in which two runs do not say the same, in words; None when there is none."""
+    """Describe the first turn in which two runs differ; None if they are equal."""
     if len(one.turns) != len(other.turns):
         return f"{len(one.turns)} turns in one run, {len(other.turns)} in the other"
     pairs = zip(one.turns, other.turns, strict=True)
@@ -133,18 +133,18 @@ def _difference(one: TurnRecord, other: TurnRecord) -> str:
     if one.text == other.text:
         return f"{where}: the same text as other tokens, {list(one.token_ids)} and {list(other.token_ids)}"
     prompts = f"{one.prompt_tokens} and {other.prompt_tokens} tokens"
-    # An answer that was generated as unusual tokens is another prompt when it comes back as text.
+    # Re-tokenising an answer's text may give other tokens, and so another prompt.
     why = "" if one.prompt_tokens == other.prompt_tokens else f" (the same text as prompts of {prompts})"
     return f"{where}: {one.text!r} in one run, {other.text!r} in the other{why}"
 
 
 def same_words(one: TurnRecord, other: TurnRecord) -> bool:
-    """Whether two turns say the same, by text and by token ids."""
+    """Whether two turns have the same text and token ids."""
     return one.text == other.text and one.token_ids == other.token_ids
 
 
 def from_disk(transcript: WorkflowTranscript) -> bool:
-    """Whether, in a run with a new server for each phase, every agent that had spoken before came back warm."""
+    """Whether every returning agent was warm, in a run with a new server for each phase."""
     known: set[str] = set()
     for phase in sorted({record.phase for record in transcript.turns}):
         spoken: set[str] = set()

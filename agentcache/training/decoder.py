@@ -1,9 +1,8 @@
 """Cache-conditioned fine-tuning (PrefillShare, arXiv 2602.12029): a LoRA decoder that reads the frozen base's cache.
 
-Served with the policy `prefill-share`, an adapter acts from the prompt's last token on: the keys and values before are
-the base model's, in 4 bits. An adapter that was trained on keys and values of its own does badly there. This one is
-trained as it is served: the base computes the prompt's cache, the decoder the prompt's last token and the answer, and
-the loss is that of the answer.
+Under the policy `prefill-share`, an adapter acts from the prompt's last token on; the KV before that is base's, in 4
+bits. An adapter trained on its own KV performs badly there. So training works as serving does: base computes the
+prompt's KV, the decoder the prompt's last token and the answer, and the loss covers the answer.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from agentcache.training.decoder_data import Batches, DecoderBatch, Example
 from agentcache.training.decoder_files import Checkpoint, read_checkpoint, write_adapter
 from agentcache.training.decoder_model import FrozenBase
 
-# Every projection of attention and MLP; neither routers nor experts.
+# All projections of attention and MLP, but not routers and experts.
 _TARGETS = {"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"}
 _TARGETS |= {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}
 
-# Bytes; every length of documents has buffers of its own, and kept ones would fill the device.
+# Bytes. Each length has buffers of its own; keeping all of them would fill the device.
 CACHE_LIMIT = 8 << 30
 
 
@@ -47,14 +46,14 @@ class Progress:
 
 @dataclass(frozen=True)
 class DecoderRecipe:
-    """Everything that decides the decoder, beside the base and the examples.
+    """Hyperparameters of a decoder.
 
     Args:
         rank, scale: the decoder adds scale * x @ a @ b to each projection.
-        num_layers: how many layers it adapts, from the last one down.
-        rows: examples a step.
-        learning_rate: at its highest, after a tenth of the steps; falls to a twentieth along a cosine.
-        seed: of the matrices and of the batches' order.
+        num_layers: number of adapted layers, from the last one down.
+        rows: examples per step.
+        learning_rate: peak, reached after a tenth of the steps; a cosine then decays it to a twentieth.
+        seed: seed of the matrices and of the batches' order.
     """
 
     rank: int = 16
@@ -72,10 +71,10 @@ class DecoderTrainer:
 
     Attributes:
         parameters: float32 a [in, r] and b [r, out], by names such as `3.self_attn.q_proj.lora_a`.
-        step: steps done.
+        step: number of finished steps.
 
     Raises:
-        UnsupportedAdapter: agentcache could not serve what would be trained.
+        UnsupportedAdapter: agentcache cannot serve such an adapter.
     """
 
     def __init__(self, base: FrozenBase, recipe: DecoderRecipe, examples: Sequence[Example]) -> None:
@@ -89,13 +88,13 @@ class DecoderTrainer:
         self._served = self._load_fresh()
 
     def _load_fresh(self) -> AdapterWeights:
-        """The untrained adapter as serving loads it: from then on the base's modules are wrapped."""
+        """Load the untrained adapter as in serving; this wraps the base's modules."""
         with tempfile.TemporaryDirectory(prefix="agentcache-decoder-") as folder:
             self.export(Path(folder))
             return self.base.adapters.load(read_adapter(Path(folder), self.base.adapters.modules))
 
     def run(self, report: Callable[[Progress], None] = lambda progress: None, every: int = 10) -> None:
-        """Train to the end of the recipe, or go on from where `load` left off."""
+        """Train until the recipe's last step, also after `load`."""
         losses, tokens, since = [], 0, time.perf_counter()
         while self.step < self.recipe.steps:
             batch = self.batches.batch(self.step)
@@ -107,7 +106,7 @@ class DecoderTrainer:
                 losses, tokens, since = [], 0, time.perf_counter()
 
     def train_on(self, batch: DecoderBatch) -> float:
-        """One step; its loss."""
+        """Run one step; return its loss."""
         prompt = self.prefill(batch)
         loss, gradients = mx.value_and_grad(lambda parameters: self.loss(parameters, prompt, batch))(self.parameters)
         gradients, _ = optimizers.clip_grad_norm(gradients, self.recipe.max_norm)
@@ -117,7 +116,7 @@ class DecoderTrainer:
         return float(loss.item())
 
     def prefill(self, batch: DecoderBatch) -> list[PromptCache]:
-        """The base's keys and values of a batch's prompts."""
+        """The base's KV of a batch's prompts."""
         prompt = self.base.prefill(mx.array(batch.prompts))
         mx.eval([(layer.keys, layer.values) for layer in prompt])
         return prompt
@@ -132,11 +131,11 @@ class DecoderTrainer:
     def logits(
         self, parameters: Mapping[str, mx.array], prompt: Sequence[PromptCache], batch: DecoderBatch
     ) -> mx.array:
-        """Float32 [B, A, vocabulary], of the tokens behind each of `batch.inputs`."""
+        """Logits after each token of `batch.inputs`, float32 [B, A, vocabulary]."""
         return self.base.decode(mx.array(batch.inputs), prompt, mx.array(batch.lengths), self._weights(parameters))
 
     def _weights(self, parameters: Mapping[str, mx.array]) -> AdapterWeights:
-        """The matrices as serving has them, in each module's own dtype."""
+        """The matrices as in serving, in each module's dtype."""
         pairs = {}
         for name, served in self._served.matrices.items():
             a, b = (parameters[_parameter(name, side)] for side in "ab")
@@ -144,18 +143,16 @@ class DecoderTrainer:
         return AdapterWeights(self._served.adapter, pairs)
 
     def export(self, folder: Path) -> None:
-        """Write the adapter."""
         write_adapter(folder, self.base.model, self.parameters, self.recipe.scale)
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint."""
         Checkpoint(self._state(), self.step, self._identity()).write(folder)
 
     def load(self, folder: Path) -> None:
-        """Go on from a checkpoint of the same base, recipe and examples: bit for bit what was saved.
+        """Restore a checkpoint, bit for bit.
 
         Raises:
-            ConfigError: it is of another training.
+            ConfigError: its base, recipe or examples differ.
         """
         checkpoint = read_checkpoint(folder, self._identity())
         self.step = checkpoint.step
@@ -176,7 +173,7 @@ def _parameter(name: ModuleName, side: str) -> str:
 
 
 def _new_matrices(base: FrozenBase, recipe: DecoderRecipe) -> dict[str, mx.array]:
-    """As mlx-lm draws them: a uniform, b zero, so that training begins with the base's own answers."""
+    """Initialise as mlx-lm: a uniform, b zero, so that the untrained decoder equals the base."""
     first = len(base.model.layers) - recipe.num_layers
     matrices = {}
     key = mx.random.key(recipe.seed)

@@ -1,8 +1,7 @@
-"""The two caches of decoder training, which mlx-lm's models take for their own.
+"""The two KV caches of decoder training, used by mlx-lm's models in place of their own.
 
-The first pass, of the frozen base over the prompt, fills a `PromptCache`; the second, of the decoder over the prompt's
-last token and the answer, reads it through a `DecoderCache`. Both give keys and values back as the 4-bit cache holds
-them.
+The frozen base's pass over the prompt fills a `PromptCache`. The decoder's pass over the prompt's last token and the
+answer reads it through a `DecoderCache`. Both quantise KV to 4 bits and back.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from agentcache.kv.packing import Quantisation
 
 @dataclass(frozen=True)
 class Rounding:
-    """What the 4-bit cache makes of a layer's keys and values.
+    """Rounds a layer's KV to the values of the 4-bit cache.
 
-    Gradients pass as if nothing were rounded (straight-through estimator, Bengio et al. 2013).
+    Gradients ignore the rounding (straight-through estimator, Bengio et al. 2013).
 
     Args:
-        latent_dim: MLA: leading values of a key that are made of the cached latent, which `RoundedNorm` has rounded,
-            as are all values; None for attention that caches keys and values themselves.
+        latent_dim: for MLA, the number of leading key values derived from the latent. `RoundedNorm` has rounded these
+            and all values already. None for other attention.
     """
 
     quantisation: Quantisation
@@ -35,19 +34,19 @@ class Rounding:
         return x + mx.stop_gradient(held - x)
 
     def keys(self, keys: mx.array) -> mx.array:
-        """Keys [B, H, n, D] as attention will read them."""
+        """Round keys [B, H, n, D]."""
         if self.latent_dim is None:
             return self(keys)
         from_latent, roped = mx.split(keys, [self.latent_dim], axis=-1)
         return mx.concatenate([from_latent, self(roped)], axis=-1)
 
     def values(self, values: mx.array) -> mx.array:
-        """Values [B, H, n, D] as attention will read them."""
+        """Round values [B, H, n, D]."""
         return self(values) if self.latent_dim is None else values
 
 
 class RoundedNorm:
-    """MLA's norm of the latent, and what the 4-bit cache makes of its result."""
+    """MLA's norm of the latent, rounded to the values of the 4-bit cache."""
 
     def __init__(self, norm: Callable[[mx.array], mx.array], rounding: Rounding) -> None:
         self._norm, self._rounding = norm, rounding
@@ -57,7 +56,7 @@ class RoundedNorm:
 
 
 class PromptCache:
-    """One layer's keys and values of prompts; no gradient passes them."""
+    """One layer's KV of prompts, without gradients."""
 
     offset = 0
 
@@ -73,10 +72,10 @@ class PromptCache:
 
 
 class DecoderCache:
-    """One layer's keys and values of prompts [B, H, P, D], behind which come the decoder's own.
+    """One layer's KV of prompts [B, H, P, D], followed by the decoder's own.
 
     Args:
-        lengths: int32 [B], tokens of each row's prompt; what is behind them is padding.
+        lengths: int32 [B], tokens of each row's prompt; the rest is padding.
     """
 
     def __init__(self, prompt: PromptCache, lengths: mx.array) -> None:
@@ -91,8 +90,8 @@ class DecoderCache:
         )
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-        """What each of `N` tokens attends to, bool [B, 1, N, P + N]: by position, within the window if there is one."""
-        assert self._prompt.keys is not None  # the first pass is over
+        """Attention mask of `N` tokens, bool [B, 1, N, P + N]: causal, without padding, within the window if any."""
+        assert self._prompt.keys is not None  # filled by the first pass
         lengths, own = self.offset[:, None], mx.arange(N)[None]
         prompt = mx.broadcast_to(
             mx.arange(self._prompt.keys.shape[2])[None], (len(lengths), self._prompt.keys.shape[2])

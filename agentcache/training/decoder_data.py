@@ -1,4 +1,4 @@
-"""What a decoder learns from: prompts and answers as token ids, in batches that depend on nothing but the seed."""
+"""Training data of decoders: prompts and answers as token ids, in batches that depend only on the seed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import numpy as np
 from agentcache.errors import AgentCacheError, ConfigError
 from agentcache.models.text.tokenizer import Tokenizer
 
-_PAD_TO = 32  # few different shapes, so that buffers are used again
+_PAD_TO = 32  # limits the number of shapes, so that buffers are reused
 
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids of a prompt, at least one, and of the answer, which ends with the token that ends a turn."""
+    """Token ids of a prompt (at least one) and of its answer, which includes the end-of-turn token."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -31,13 +31,13 @@ class Example:
 
 @dataclass(frozen=True)
 class DecoderBatch:
-    """Rows, padded at the end.
+    """Rows padded at the end.
 
     Args:
-        prompts: int32 [B, P], the prompts without their last token.
-        lengths: int32 [B], tokens of `prompts` that are not padding.
-        inputs: int32 [B, A], what the decoder reads: a prompt's last token, and the answer without its last.
-        targets: int32 [B, A], the answers.
+        prompts: int32 [B, P], prompts without their last token.
+        lengths: int32 [B], tokens of `prompts` without padding.
+        inputs: int32 [B, A], the decoder's input: a prompt's last token and the answer without its last.
+        targets: int32 [B, A], answers.
         weights: float32 [B, A], 1 for an answer's tokens, 0 for padding.
     """
 
@@ -49,10 +49,10 @@ class DecoderBatch:
 
 
 def read_conversations(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Lines of a JSONL file as mlx-lm takes them: `{"messages": […], "tools"?}` or `{"prompt": …, "completion": …}`.
+    """Read a JSONL file in mlx-lm's formats: `{"messages": […], "tools"?}` or `{"prompt": …, "completion": …}`.
 
     Raises:
-        ConfigError: a line that is neither, or no text at all.
+        ConfigError: an unreadable file or an invalid line.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -79,12 +79,12 @@ def _conversation(entry: Any) -> Mapping[str, Any]:
 
 
 def make_examples(conversations: Iterable[Mapping[str, Any]], tokenizer: Tokenizer) -> Iterator[Example]:
-    """One example for each message of the assistant: what stands before it is the prompt, earlier answers included.
+    """Yield one example for each assistant message; its prompt is everything before, earlier answers included.
 
-    Served, the base model reads an earlier answer again before the decoder goes on: so it does here.
+    In serving, too, base computes earlier answers again before the decoder continues.
 
     Raises:
-        ConfigError: messages that the model's chat template refuses.
+        ConfigError: the chat template refuses the messages.
     """
     for conversation in conversations:
         messages, tools = conversation["messages"], conversation["tools"]
@@ -105,28 +105,28 @@ def _tokenise(messages: Sequence[Mapping[str, Any]], tools: Any, tokenizer: Toke
     read = tokenizer.encode(prompt).ids
     answer = tokenizer.mark(messages[-1]["content"])
     whole = tokenizer.encode(prompt + answer).ids
-    # Some tokenizers join the prompt's last letters with the answer's first; the prompt is served as its own tokens.
+    # Some tokenizers merge letters across the border; serving tokenises the prompt alone.
     said = whole[len(read) :] if whole[: len(read)] == read else tokenizer.encode(answer).ids
     return Example(tuple(read), (*said, _end_of_turn(messages, tools, tokenizer)))
 
 
 def _end_of_turn(messages: Sequence[Mapping[str, Any]], tools: Any, tokenizer: Tokenizer) -> int:
-    """The token that the chat template puts behind an answer; the tokenizer's own end if it puts none."""
+    """The token behind an answer in the chat template, or else the tokenizer's end token."""
     whole = tokenizer.encode(tokenizer.render_chat(messages, tools, add_generation_prompt=False)).ids
     return next((token for token in reversed(whole) if token in tokenizer.eos_ids), min(tokenizer.eos_ids))
 
 
 def random_for(seed: int, *path: object) -> Random:
-    """A source of chance of its own for each path, the same on every machine."""
+    """An independent random generator for each path, the same on every machine."""
     digest = hashlib.blake2b(repr((seed, *path)).encode(), digest_size=8).digest()
     return Random(int.from_bytes(digest, "big"))
 
 
 class Batches:
-    """Examples of about equal length together; batches in an order of each round's own.
+    """Batches of examples of similar length, in a different order each epoch.
 
     Args:
-        rows: examples in a batch; the last of the longest may be fewer.
+        rows: examples in a batch; the last batch may have fewer.
     """
 
     def __init__(self, examples: Sequence[Example], rows: int, seed: int) -> None:
@@ -137,7 +137,6 @@ class Batches:
         self._seed = seed
 
     def batch(self, step: int) -> DecoderBatch:
-        """The batch of that step."""
         turn, index = divmod(step, len(self._batches))
         order = list(range(len(self._batches)))
         random_for(self._seed, "batches", turn).shuffle(order)
@@ -145,7 +144,6 @@ class Batches:
 
 
 def stack_examples(examples: Sequence[Example]) -> DecoderBatch:
-    """One batch of these."""
     answers = [example.answer for example in examples]
     return DecoderBatch(
         prompts=_padded([example.prompt[:-1] for example in examples]),
@@ -157,7 +155,7 @@ def stack_examples(examples: Sequence[Example]) -> DecoderBatch:
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> np.ndarray:
-    """Rows of ids as int32 [B, n], n the next multiple of `_PAD_TO`."""
+    """Pad rows of ids to int32 [B, n], n a multiple of `_PAD_TO`."""
     longest = max(1, *map(len, rows))
     padded = np.zeros((len(rows), -(-longest // _PAD_TO) * _PAD_TO), np.int32)
     for row, ids in zip(padded, rows, strict=True):

@@ -1,4 +1,4 @@
-"""A decoder on disk: the adapter's folder, as mlx-lm writes it, and the checkpoint to go on from."""
+"""Files of a decoder: the adapter's folder in mlx-lm's format, and the checkpoint of its training."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ WEIGHTS_FILE, CHECKPOINT_FILE = "adapters.safetensors", "checkpoint.safetensors"
 
 
 def write_adapter(folder: Path, model: Any, matrices: Mapping[str, mx.array], scale: float) -> None:
-    """Write what `mlx_lm.lora` would have, so that `agentcache serve --adapter` and mlx-lm take it.
+    """Write an adapter in the format of `mlx_lm.lora`.
 
     Args:
-        model: mlx-lm's, whose module names are the tensors'.
+        model: mlx-lm's model, which defines the tensors' names.
         matrices: a [in, r] and b [r, out] without the scale, by names such as `3.self_attn.q_proj.lora_a`.
         scale: factor on x @ a @ b.
     """
@@ -46,7 +46,7 @@ def write_adapter(folder: Path, model: Any, matrices: Mapping[str, mx.array], sc
 
 
 def _layers_name(model: Any) -> str:
-    """Where the layers hang: `model.layers`, or `language_model.model.layers` where text is only a part."""
+    """Module path of the layers: `model.layers`, or `language_model.model.layers` in multimodal models."""
     first = next(name for name, module in model.named_modules() if module is model.layers[0])
     return str(first.rpartition(".")[0])
 
@@ -56,7 +56,7 @@ class Checkpoint:
     """The state of a training.
 
     Args:
-        identity: what has to be the same for going on to make sense; JSON.
+        identity: JSON data that must be equal for resuming.
     """
 
     arrays: Mapping[str, mx.array]
@@ -64,17 +64,17 @@ class Checkpoint:
     identity: Mapping[str, Any]
 
     def write(self, folder: Path) -> None:
-        """Write it; the checkpoint before stays whole until this one is."""
+        """Replace the folder's checkpoint atomically."""
         folder.mkdir(parents=True, exist_ok=True)
         metadata = {"step": str(self.step), "identity": json.dumps(self.identity, sort_keys=True)}
         _save(folder / CHECKPOINT_FILE, self.arrays, metadata)
 
 
 def read_checkpoint(folder: Path, identity: Mapping[str, Any]) -> Checkpoint:
-    """The checkpoint in a folder.
+    """Read a folder's checkpoint.
 
     Raises:
-        ConfigError: it is of another training; says what differs.
+        ConfigError: a different identity; the message names the differences.
     """
     arrays, metadata = mx.load(str(folder / CHECKPOINT_FILE), return_metadata=True)
     theirs = json.loads(metadata["identity"])

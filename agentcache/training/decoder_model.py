@@ -1,6 +1,6 @@
 """A frozen base model and a LoRA decoder on its cache (PrefillShare, arXiv 2602.12029).
 
-The modules are mlx-lm's own, through which gradients pass; LoRA is what serves it (`models/lora.py`).
+The modules are mlx-lm's, which support gradients; LoRA is that of serving (`models/lora.py`).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from agentcache.training.decoder_cache import DecoderCache, PromptCache, Rounded
 
 @dataclass(frozen=True)
 class FrozenBase:
-    """A model that is trained on, not trained.
+    """A frozen model for training decoders.
 
     Args:
-        model: mlx-lm's.
-        current: the step that it computes.
-        adapters: act on its modules; what serving refuses to adapt, they do.
-        roundings: one a layer.
-        fingerprint: of weights, config and tokenizer.
+        model: mlx-lm's model.
+        current: the step being computed.
+        adapters: adapters on its modules, with the restrictions of serving.
+        roundings: one per layer.
+        fingerprint: hash of weights, config and tokenizer.
     """
 
     model: Any
@@ -46,20 +46,20 @@ class FrozenBase:
     fingerprint: str
 
     def prefill(self, prompts: mx.array) -> list[PromptCache]:
-        """Keys and values that the base makes of prompts [B, P]; nothing of it takes gradients."""
+        """The base's KV of prompts [B, P], without gradients."""
         caches = [PromptCache(rounding) for rounding in self.roundings]
-        self.model(prompts, cache=caches)  # the logits are never computed
+        self.model(prompts, cache=caches)  # lazy: the logits are never computed
         return caches
 
     def decode(
         self, inputs: mx.array, prompt: Sequence[PromptCache], lengths: mx.array, decoder: AdapterWeights
     ) -> mx.array:
-        """What a decoder says behind prompts.
+        """Run a decoder behind prompts.
 
         Args:
             inputs: int32 [B, A], the prompt's last token and the answer.
-            prompt: of `prefill`, without the prompt's last token.
-            lengths: int32 [B], tokens of `prompt` that are not padding.
+            prompt: result of `prefill`, without the prompt's last token.
+            lengths: int32 [B], tokens of `prompt` without padding.
 
         Returns:
             Logits float32 [B, A, vocabulary].
@@ -75,7 +75,7 @@ def load_base(path_or_hub_id: str) -> FrozenBase:
     """Load a model to train decoders on.
 
     Raises:
-        UnsupportedModel: agentcache could not serve it.
+        UnsupportedModel: the model has layers without KV of their own, or cannot be served.
     """
     read = read_model(path_or_hub_id)
     read.evaluate()
@@ -96,7 +96,7 @@ def load_base(path_or_hub_id: str) -> FrozenBase:
 
 def _round(layer: Any, spec: CacheSpec) -> Rounding:
     quantisation = spec.groups[0].quantisation
-    assert isinstance(quantisation, Quantisation)  # the model's keys and values are in 4 bits
+    assert isinstance(quantisation, Quantisation)  # the KV cache has 4 bits here
     for module in layer.modules():
         if is_expanded(module):
             module.kv_a_layernorm = RoundedNorm(module.kv_a_layernorm.original, Rounding(quantisation))

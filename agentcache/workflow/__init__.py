@@ -1,6 +1,5 @@
-"""Multi-phase scripts over agents.
+"""Multi-phase workflows over agents.
 
-Read from TOML (`parse`, with facts drawn by a seed in `values` and lookup tables in `tools`) into a `script`; taken
-turn by turn (`run`, `turn`), several turns at a time (`schedule`), by whatever can `chat`; kept as a `transcript` with
-what each turn cost and what of the expected was said (`checks`, `score`).
+`parse` reads a script from TOML, with facts from `values` and lookup tables from `tools`. `run` and `turn` take its
+turns, `schedule` several at a time. `transcript` keeps each turn with its cost and its `checks`; `score` counts them.
 """

@@ -1,4 +1,4 @@
-"""The engine as a workflow sees it: `Chat`, over an engine in this process or over a server."""
+"""The interface `Chat` of workflows to an engine, in this process or over HTTP."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Question:
-    """What an agent is asked.
+    """One question to an agent.
 
     Args:
-        agent: its id on the server.
-        messages: its whole history, and what is new.
-        tools: what it may call, as chat templates take them.
-        max_tokens, temperature, seed: how it answers; without a seed samples are free.
-        adapter: with which adapter; None for the agent's own, or base.
+        agent: id on the server.
+        messages: complete history and the new message.
+        tools: tool definitions for the chat template.
+        max_tokens, temperature, seed: sampling parameters; random without a seed.
+        adapter: name of the adapter; None for the agent's own, or base.
     """
 
     agent: str
@@ -37,14 +37,12 @@ class Question:
 
 @dataclass(frozen=True)
 class Reply:
-    """What an engine answered.
+    """The engine's answer.
 
     Args:
-        text, token_ids: the answer.
-        report: the `agentcache` object of the answer (see `serving.report.Report`), as plain data.
-        completion_tokens: tokens in the answer.
+        report: `agentcache.report.Report` as plain data.
         ttft_ms: time to the first token, measured by the caller.
-        total_ms: time to the end of the answer, its saving included.
+        total_ms: time to the end of the answer, saving included.
     """
 
     text: str
@@ -57,26 +55,26 @@ class Reply:
 
 @dataclass(frozen=True)
 class Restored:
-    """What bringing an agent into RAM ahead of its turn took."""
+    """Cost of restoring an agent before its turn."""
 
     restored_bytes: int
     restore_ms: float
 
 
 class Chat(Protocol):
-    """An engine as a workflow needs it. Both methods may be called from several threads, for different agents."""
+    """Interface to an engine. Both methods may run on several threads, for different agents."""
 
     def chat(self, question: Question) -> Reply:
-        """The agent's answer; returns when the turn is safe on disk."""
+        """Return the agent's answer after the turn is saved."""
         ...
 
     def restore(self, agent: str) -> Restored | None:
-        """Bring what the agent has on disk into RAM; None when there is no such agent yet."""
+        """Load the agent's blocks from disk into RAM; None if the agent does not exist."""
         ...
 
 
 class LLMChat:
-    """`Chat` over an `agentcache.llm.LLM` in this process; the caller opens and closes it."""
+    """`Chat` over an `agentcache.llm.LLM`. The caller opens and closes it."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -101,7 +99,7 @@ class LLMChat:
 
 
 class HttpChat:
-    """`Chat` over a server. Requests with another `salt` share nothing with those of other salts."""
+    """`Chat` over a server. A `salt` isolates its requests from other cached prompts."""
 
     def __init__(self, client: Client, salt: str | None = None) -> None:
         self._client = client

@@ -1,4 +1,4 @@
-"""What an agent should say and call in a turn, and whether it did."""
+"""Compare a turn's answer and calls with the script's expectations."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ from agentcache.workflow.tools import ToolCall
 
 @dataclass(frozen=True)
 class Check:
-    """One point of the score: words that an answer should hold, or a call (as JSON) that a turn should make."""
+    """One point of the score: words expected in the answer, or an expected call (as JSON)."""
 
     expected: str
     found: bool
 
 
 def pattern_of(words: str) -> re.Pattern[str]:
-    """Finds the words in a text: as whole words, in any case, with any white space between them."""
+    """A pattern of whole words, ignoring case and the kind of white space."""
     inside = r"\s+".join(re.escape(word) for word in words.split())
     return re.compile(rf"(?<!\w){inside}(?!\w)", re.IGNORECASE)
 
 
 def says(answer: str, words: str) -> bool:
-    """Whether the words stand in the answer."""
     return pattern_of(words).search(answer) is not None
 
 
 def check_turn(turn: Turn, answer: str, calls: Iterable[ToolCall | None]) -> tuple[Check, ...]:
-    """The turn's points: for what its final answer says, and for the calls it made on the way."""
+    """Check the final answer and the calls of a turn."""
     accepted = not any(says(answer, words) for words in turn.reject)
     said = [Check(words, accepted and says(answer, words)) for words in turn.expect]
     made = [call for call in calls if call is not None]

@@ -1,4 +1,4 @@
-"""Who has said and heard what, whatever order the turns end in."""
+"""Histories of the agents, independent of the order in which turns end."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from agentcache.workflow.script import Script, Step, steps_of
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a turn adds to the speaker's history.
+    """Messages that a turn adds to the speaker's history.
 
     Args:
-        messages: from the user message that opens it to the final answer.
-        text: the final answer, which is what others hear.
+        messages: from the opening user message to the final answer.
+        text: the final answer, which other agents hear.
     """
 
     messages: tuple[Message, ...]
@@ -23,11 +23,11 @@ class Exchange:
 
 
 class Conversation:
-    """Owns what was said. Each agent has a history of its own, which only ever grows at the end.
+    """The histories of all agents. Each only grows at its end.
 
-    What the others said since an agent's last turn reaches it inside its next user message, in the script's order, as
-    far as the turn lets it see them. A statement it was not allowed to see then is never shown to it later. All of this
-    is a matter of places in the script, so that turns which do not hear each other may be taken in any order.
+    Statements of other agents since the speaker's last turn are part of its next user message, in script order, if the
+    turn sees them; otherwise never. All depends on positions in the script only, so independent turns may run in any
+    order.
     """
 
     def __init__(self, script: Script) -> None:
@@ -37,33 +37,30 @@ class Conversation:
 
     @property
     def done(self) -> frozenset[int]:
-        """Indices of the steps that are over."""
         return frozenset(self._exchanges)
 
     def needs(self, step: Step) -> frozenset[int]:
-        """Indices of the steps that must be over before this one: all earlier phases, and in its own phase what it
-        hears and what its speaker said before."""
+        """Indices of steps that must end before this one.
+
+        These are all steps of earlier phases, and of its own phase those that it hears or that its speaker took.
+        """
         before = (other for other in self._steps[: step.index] if other.phase_number < step.phase_number)
         return frozenset(other.index for other in (*before, *self._own(step), *self._heard(step)))
 
     def message_for(self, step: Step) -> Message:
-        """The user message that opens this turn: what the speaker heard since its last turn, then its prompt."""
+        """The opening user message: statements heard since the speaker's last turn, then the prompt."""
         heard = [self._spoken(other) for other in self._heard(step)]
         return message("user", "\n\n".join([*heard, step.turn.prompt]))
 
     def history(self, step: Step, *, this_phase_only: bool = False) -> list[Message]:
-        """The speaker's messages before this turn.
-
-        Args:
-            this_phase_only: leave out what the speaker was asked and said in earlier phases.
-        """
+        """The speaker's messages before this turn, optionally without those of earlier phases."""
         own = [other for other in self._own(step) if not this_phase_only or other.phase_number == step.phase_number]
         said = [each for other in own for each in self._exchanges[other.index].messages]
         system = self._script.agent(step.turn.speaker).system
         return [*([message("system", system)] if system else []), *said]
 
     def add(self, step: Step, exchange: Exchange) -> None:
-        """The turn is over."""
+        """Record a finished turn."""
         self._exchanges[step.index] = exchange
 
     def _own(self, step: Step) -> list[Step]:

@@ -1,4 +1,4 @@
-"""Workflow scripts, read strictly from TOML.
+"""Read workflow scripts strictly from TOML.
 
     [workflow]                      [[agents]]                    [[phases]]
     name = "interview"              id = "ann"                    name = "opening"
@@ -6,16 +6,16 @@
     max_tokens = 64   # optional    system = "You are Ann."       [[phases.turns]]
     temperature = 0.0 # optional    max_tokens = 40   # optional  speaker = "ann"
     seed = 1          # optional    adapter = "poet"  # optional  prompt = "Greet Bob, who lives in {town}."
-                                                                  sees = ["bob"]    # or "all"; nobody when left out
-    [[tools]]         # see `tools`                               max_tokens = 20   # optional, as all that follow:
+                                                                  sees = ["bob"]    # or "all"; default: none
+    [[tools]]         # see `tools`                               max_tokens = 20   # optional, as all below
     name = "lookup"                                               expect = ["{town}"]         # words of the answer
-    description = "Who lives where."                              reject = ["{other_town}"]   # words it must not hold
-    key = "name"      # optional                                  tools = ["lookup"]          # what it may call
+    description = "Who lives where."                              reject = ["{other_town}"]   # forbidden words
+    key = "name"      # optional                                  tools = ["lookup"]          # callable tools
     entries = { "Bob" = "{town}" }                                max_calls = 2
                                                                   expect_call = { name = "lookup", arguments = { … } }
 
-`[draw.…]` and `[[when]]` give the values that fill `{town}` (see `values`). Every mistake is a `ConfigError` that names
-the place: an unknown key is an error, with the nearest known key as a hint.
+`[draw.…]` and `[[when]]` define the values of `{town}` (see `values`). An unknown key is an error. Every error is a
+`ConfigError` that names its place.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ _TURN_OPTIONS: dict[str, Kind] = {
 
 
 def read_script(path: Path | str, seed: int | None = None) -> Script:
-    """Read a script from a file, or by the name of one that is shipped (`prisoners_dilemma`).
+    """Read a script from a file, or a shipped one by name (`prisoners_dilemma`).
 
     Args:
-        seed: draws the script's values; None for the script's own seed.
+        seed: seed of the script's values; None for the script's own.
 
     Raises:
-        ConfigError: no such file, no valid TOML, or a script that makes no sense; the message begins with the path.
+        ConfigError: missing file, invalid TOML or invalid script; the message begins with the path.
     """
     found = _find(Path(path))
     try:
@@ -80,7 +80,7 @@ def read_script(path: Path | str, seed: int | None = None) -> Script:
 
 
 def shipped_scripts() -> list[str]:
-    """Names of the scripts that come with the package."""
+    """Names of the scripts in the package."""
     return sorted(path.stem for path in SHIPPED.glob("*.toml"))
 
 
@@ -95,14 +95,14 @@ def _find(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class _Known:
-    """What the texts and turns of a script may refer to."""
+    """Definitions that texts and turns may refer to."""
 
     filler: Filler
     agents: tuple[str, ...] = ()
     tools: tuple[str, ...] = ()
 
     def text(self, values: Mapping[str, Any], key: str, where: str) -> str:
-        """The text of that key, filled and stripped; empty where it is not there."""
+        """The text of that key, filled and stripped; empty without the key."""
         return self.filler.fill(values.get(key, ""), f'{where}: key "{key}"').strip()
 
     def words(self, values: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
@@ -112,10 +112,10 @@ class _Known:
 
 
 def parse_script(data: Mapping[str, Any], seed: int | None = None) -> Script:
-    """A script from parsed TOML.
+    """Build a script from parsed TOML.
 
     Raises:
-        ConfigError: with the place (agent, phase, turn) and what is wrong there.
+        ConfigError: the place (agent, phase, turn) and the error.
     """
     top = read_table(
         data,
@@ -242,7 +242,6 @@ def _tool_names(values: Mapping[str, Any], known: _Known, where: str) -> tuple[s
 
 
 def _expected_calls(value: Any, known: _Known, where: str) -> tuple[ToolCall, ...]:
-    """One call or a list of them."""
     return tuple(_expected_call(entry, known, where) for entry in ([value] if isinstance(value, dict) else value))
 
 
@@ -255,13 +254,13 @@ def _expected_call(entry: Any, known: _Known, where: str) -> ToolCall:
 def _check_agents(agents: tuple[Agent, ...]) -> None:
     if not agents:
         raise ConfigError("the script has no agents")
-    # The server's folders fold case on some systems, so ids must differ by more than case.
+    # File systems may ignore case, so ids must differ by more than case.
     check_unique([agent.id.lower() for agent in agents], "the agents' ids (upper and lower case count as the same)")
     check_unique([agent.name for agent in agents], "the agents' names")
 
 
 def _check_whole(script: Script, known: _Known) -> None:
-    """What only shows when everything has been read."""
+    """Checks that need the complete script."""
     if not script.phases:
         raise ConfigError("the script has no phases")
     check_unique([phase.name for phase in script.phases], "the phases' names")

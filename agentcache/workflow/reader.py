@@ -1,4 +1,4 @@
-"""Strict reading of parsed TOML: every mistake is a `ConfigError` that names its place."""
+"""Strict reading of parsed TOML. Every error is a `ConfigError` that names its place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Kind = type | tuple[type, ...]
 def read_table(
     table: Any, where: str, *, required: Mapping[str, Kind], optional: Mapping[str, Kind] | None = None
 ) -> dict[str, Any]:
-    """`table` as a dict once its keys are known, complete and of the right types."""
+    """Return `table` after checking its keys and their types."""
     if not isinstance(table, dict):
         raise ConfigError(f"{where} must be a table, not {_type_name(type(table))}")
     kinds = {**required, **(optional or {})}
@@ -30,7 +30,7 @@ def read_table(
 
 
 def read_words(values: Any, where: str) -> list[str]:
-    """A list of strings, none of them empty, none there twice."""
+    """Return a list of distinct, non-empty strings."""
     if not isinstance(values, list):
         raise ConfigError(f"{where} must be a list, not {_type_name(type(values))}")
     for value in values:
@@ -42,7 +42,7 @@ def read_words(values: Any, where: str) -> list[str]:
 
 
 def read_strings(table: Any, where: str) -> dict[str, str]:
-    """A table whose values are strings."""
+    """Return a table of strings."""
     if not isinstance(table, dict):
         raise ConfigError(f"{where} must be a table, not {_type_name(type(table))}")
     for key, value in table.items():
@@ -51,7 +51,7 @@ def read_strings(table: Any, where: str) -> dict[str, str]:
 
 
 def read_count(values: Mapping[str, Any], key: str, where: str) -> int | None:
-    """A whole number of at least 1; None where the key is not there."""
+    """Return an integer of at least 1, or None without the key."""
     value: int | None = values.get(key)
     if value is not None and value < 1:
         raise ConfigError(f'{where}: key "{key}" is {value}; it must be 1 or more')
@@ -72,7 +72,7 @@ def check_unique(values: Iterable[str], where: str) -> None:
 
 
 def check_known(value: Any, known: Iterable[str], what: str, where: str) -> str:
-    """`value`, which must be one of `known`: the ids of all `what`s there are."""
+    """Return `value`, which must be one of `known`."""
     names = list(known)
     if value not in names:
         there = f"{what}s are {', '.join(names)}" if names else f"there are no {what}s"
@@ -81,13 +81,13 @@ def check_known(value: Any, known: Iterable[str], what: str, where: str) -> str:
 
 
 def hint(word: Any, known: Iterable[str]) -> str:
-    """` (did you mean "…"?)` where something known is near."""
+    """` (did you mean "…"?)` with the closest known word, or an empty text."""
     nearest = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
     return f' (did you mean "{nearest[0]}"?)' if nearest else ""
 
 
 def place_of(what: str, number: int, entry: Any, key: str) -> str:
-    """`phase 2 ("night")`: where an entry of a list is."""
+    """The place of a list's entry, such as `phase 2 ("night")`."""
     label = entry.get(key) if isinstance(entry, dict) else None
     return f'{what} {number} ("{label}")' if isinstance(label, str) else f"{what} {number}"
 

@@ -1,7 +1,6 @@
-"""Phases over agents: run a script, turn by turn, against whatever can chat.
+"""Run a script turn by turn over a `Chat`.
 
-`WorkflowRun` owns the progress; `take` is one turn. `schedule.take_all` takes turns that do not depend on each other at
-the same time. The engine stands behind `chat.Chat`.
+`WorkflowRun` owns the progress. `schedule.take_all` runs independent turns in parallel.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from agentcache.workflow.turn import OpenTurn, SpokenTurn, exchange_of, record_o
 
 @dataclass(frozen=True)
 class Settings:
-    """How to run a script.
+    """Settings of a run.
 
     Args:
         session: prefix of the agents' ids on the server; the same session finds the same agents again.
-        max_tokens: overrides every max_tokens of the script.
-        forget_phases: at the beginning of each phase cut what an agent was asked and said before; its system prompt
-            stays. To compare with: this is what agents without memory are.
+        max_tokens: override of every max_tokens of the script.
+        forget_phases: whether agents lose their history, except the system prompt, at each phase; a baseline without
+            memory.
     """
 
     session: str
@@ -36,12 +35,12 @@ class Settings:
 
 
 class WorkflowRun:
-    """A script being run. Take the steps that are `pending`, one after the other or those that are `ready` together.
+    """A script in progress. Take `pending` steps in order, or all `ready` ones in parallel.
 
-    Not for several threads: only `speak` may run in others.
+    Not thread-safe; only `speak` may run on other threads.
 
     Raises:
-        ConfigError: the finished turns are not the beginning of this script, or the session makes invalid agent ids.
+        ConfigError: `done` is not the beginning of this script, or the session makes invalid agent ids.
     """
 
     def __init__(self, script: Script, chat: Chat, settings: Settings, done: Iterable[TurnRecord] = ()) -> None:
@@ -55,17 +54,17 @@ class WorkflowRun:
             self._replay(index, record)
 
     def transcript(self, turns: Sequence[TurnRecord] = ()) -> WorkflowTranscript:
-        """This run's transcript with those turns in it."""
+        """This run's transcript with `turns`."""
         script = self._script
         names = {agent.id: agent.name for agent in script.agents}
         about = (script.name, script.title, self._settings.session, script.seed)
         return WorkflowTranscript(*about, names, script.values, tuple(turns))
 
     def pending(self, phases: range | None = None) -> list[Step]:
-        """The steps still to take, in those phases only.
+        """The steps still to take, optionally of some phases.
 
         Raises:
-            ConfigError: turns of an earlier phase are still to be taken; histories cannot be built without them.
+            ConfigError: steps of an earlier phase are missing, without which histories are incomplete.
         """
         left = [step for step in self._steps if step.index not in self._conversation.done]
         if phases is None:
@@ -79,21 +78,21 @@ class WorkflowRun:
         return chosen
 
     def ready(self, steps: Iterable[Step], after: Iterable[Step] = ()) -> list[Step]:
-        """Those of the steps that nothing stands before any more, once the steps `after` are over, too."""
+        """The steps whose predecessors are done, assuming that the steps `after` end."""
         done = self._conversation.done.union(step.index for step in after)
         return [step for step in steps if self._conversation.needs(step) <= done]
 
     def agent_of(self, step: Step) -> str:
-        """The id on the server of the agent that speaks."""
+        """Id of the speaking agent on the server."""
         return self._agent_ids[step.turn.speaker]
 
     def take(self, step: Step) -> TurnRecord:
-        """Take a step that is ready. Nothing changes when the chat raises, so that it can be tried again."""
+        """Take a ready step. If the chat raises, nothing changes, and the step can be retried."""
         turn = self.open(step)
         return self.end_turn(turn, speak(self.chat, turn))
 
     def open(self, step: Step) -> OpenTurn:
-        """What to ask in a step that is ready."""
+        """Build the question of a ready step."""
         history = self._conversation.history(step, this_phase_only=self._settings.forget_phases)
         question = Question(
             agent=self.agent_of(step),
@@ -108,7 +107,7 @@ class WorkflowRun:
         return OpenTurn(step, question, tables)
 
     def end_turn(self, turn: OpenTurn, spoken: SpokenTurn, prefetched: Restored | None = None) -> TurnRecord:
-        """The turn is over: others hear it from now on."""
+        """Record a finished turn; later steps can hear it."""
         self._conversation.add(turn.step, exchange_of(turn.message, spoken.rounds, spoken.text))
         return record_of(turn, spoken, prefetched)
 
@@ -134,7 +133,7 @@ def server_agent_id(session: str, agent: str) -> str:
     """The agent's id on the server.
 
     Raises:
-        ConfigError: session and id together are no valid id there.
+        ConfigError: session and id form an invalid agent id.
     """
     joined = f"{session}.{agent}"
     if not is_name(joined):
@@ -143,10 +142,10 @@ def server_agent_id(session: str, agent: str) -> str:
 
 
 def parse_phases(text: str, script: Script) -> range:
-    """`"3"` or `"1-3"` as phase numbers, counted from 1.
+    """Parse `"3"` or `"1-3"` into phase numbers, from 1.
 
     Raises:
-        ConfigError: not of that form, or not phases of the script.
+        ConfigError: invalid text, or no phases of the script.
     """
     found = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
     if not found:

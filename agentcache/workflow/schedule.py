@@ -1,4 +1,4 @@
-"""Turns that do not hear each other at the same time, and the next speakers' memory from disk meanwhile."""
+"""Run independent turns in parallel, and prefetch the next speakers' blocks from disk."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from agentcache.workflow.transcript import TurnRecord
 from agentcache.workflow.turn import OpenTurn, SpokenTurn, speak
 
 PARALLEL = 8
-PREFETCHES = 2  # at a time: they share a disk
+PREFETCHES = 2  # parallel restores; they share a disk
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How to go through a script.
+    """Order of execution.
 
     Args:
-        parallel: turns at a time, where the script allows it; 1 takes them one after the other.
-        prefetch: bring the agents that speak next into RAM while others speak.
+        parallel: most turns at a time.
+        prefetch: whether to restore the next speakers during running turns.
     """
 
     parallel: int = PARALLEL
     prefetch: bool = True
 
 
-ONE_BY_ONE = Schedule(parallel=1, prefetch=False)  # so that what each turn costs can be compared
+ONE_BY_ONE = Schedule(parallel=1, prefetch=False)  # makes the costs of turns comparable
 
 
 def take_all(run: WorkflowRun, steps: Sequence[Step], pace: Schedule) -> Iterator[TurnRecord]:
-    """Take the steps, several at a time where the script allows it; their records in the script's order.
+    """Take the steps, in parallel where possible; yield their records in script order.
 
-    What is said to whom is the same as one after the other, since it is a matter of places in the script. When a turn
-    fails, those that run beside it are waited for and forgotten: taken again, they find their prompts cached.
+    The messages are the same as in sequential order. If a turn fails, parallel turns are awaited and discarded; on a
+    retry their prompts are cached.
 
     Args:
-        run: the workflow; nobody else may take its steps meanwhile.
-        steps: what is pending in the run, or the beginning of it.
+        run: the workflow, used exclusively.
+        steps: the run's pending steps, or the first of them.
     """
     with ThreadPoolExecutor(pace.parallel) as pool, ThreadPoolExecutor(PREFETCHES) as disk_pool:
         prefetcher = _Prefetcher(run.chat, disk_pool) if pace.prefetch else None
@@ -49,7 +49,7 @@ def take_all(run: WorkflowRun, steps: Sequence[Step], pace: Schedule) -> Iterato
 
 
 class _Schedule:
-    """Which steps wait, run, and have ended before one that comes earlier in the script."""
+    """Waiting and running steps, and records that wait for an earlier step."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class _Schedule:
             self._running[self._pool.submit(speak, self._run.chat, turn)] = turn
 
     def _prefetch(self) -> None:
-        """Those who can speak as soon as the running turns are over come next."""
+        """Restore agents that can speak once the running turns have ended."""
         if not self._prefetcher:
             return
         running = [turn.step for turn in self._running.values()]
@@ -103,7 +103,7 @@ class _Schedule:
 
 
 class _Prefetcher:
-    """Restores under way or done, by agent, since the agent spoke last."""
+    """Restores by agent, since the agent spoke last."""
 
     def __init__(self, chat: Chat, pool: ThreadPoolExecutor) -> None:
         self._chat = chat
@@ -116,17 +116,17 @@ class _Prefetcher:
                 self._restores[agent] = self._pool.submit(self._restore, agent)
 
     def speaks(self, agent: str) -> None:
-        """The agent's turn begins: a restore that has not begun would only come too late."""
+        """The agent's turn begins: cancel a restore that has not started."""
         if agent in self._restores and self._restores[agent].cancel():
             del self._restores[agent]
 
     def restored(self, agent: str) -> Restored | None:
-        """The agent's turn is over: what was restored for it ahead."""
+        """The agent's turn is over: return the result of its restore."""
         future = self._restores.pop(agent, None)
         return future.result() if future else None
 
     def _restore(self, agent: str) -> Restored | None:
         try:
             return self._chat.restore(agent)
-        except AgentCacheError:  # it was only ahead of time: the turn itself restores, or says what is wrong
+        except AgentCacheError:  # the turn itself restores, or reports the error
             return None

@@ -1,4 +1,4 @@
-"""The recall score of a run: how much of what its script expects was said."""
+"""The recall score: found and expected points of a run."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True)
 class Recall:
-    """How many of the expected points were found."""
-
     found: int
     total: int
 
     @property
     def share(self) -> float:
-        """Between 0 and 1; 1 where nothing was expected."""
+        """Between 0 and 1; 1 if nothing was expected."""
         return self.found / self.total if self.total else 1.0
 
     def __str__(self) -> str:
@@ -29,7 +27,7 @@ class Recall:
 
 @dataclass(frozen=True)
 class Miss:
-    """A point that was not found, and what the agent said instead."""
+    """A point that was not found, with the agent's answer."""
 
     phase: int
     turn: int
@@ -40,7 +38,7 @@ class Miss:
 
 @dataclass(frozen=True)
 class Score:
-    """A run's recall, as a whole, by phase (its number) and by agent (its id), and what is missing."""
+    """A run's recall: total, by phase number, by agent id, and the misses."""
 
     recall: Recall
     by_phase: dict[int, Recall]
@@ -64,7 +62,7 @@ def recall_of(turns: Iterable[TurnRecord]) -> Recall:
 
 
 def _grouped(turns: Sequence[TurnRecord], key: Callable[[TurnRecord], K]) -> dict[K, Recall]:
-    """Recall by key, of those keys for which anything was expected."""
+    """Recall by key, of keys with expectations."""
     keys = dict.fromkeys(key(record) for record in turns if record.checks)
     return {each: recall_of(record for record in turns if key(record) == each) for each in keys}
 

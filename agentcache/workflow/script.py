@@ -1,4 +1,4 @@
-"""Workflow scripts: who the agents are, and who speaks when. `parse` reads them from TOML."""
+"""Data classes of workflow scripts; `parse` reads them from TOML."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ DEFAULT_SEED = 1
 
 @dataclass(frozen=True)
 class Agent:
-    """One speaker. `id` names it in the script, `name` is what the others read before its words; `adapter` is the
-    server's name of the adapter it answers with."""
+    """One speaker.
+
+    Args:
+        id: id in the script.
+        name: name in front of its statements.
+        adapter: the server's name of its adapter.
+    """
 
     id: str
     name: str
@@ -30,14 +35,13 @@ class Turn:
 
     Args:
         speaker: the agent's id.
-        prompt: what it is told.
-        sees: ids of those whose words since the agent's last turn reach it now.
-        max_tokens: of each answer; None for the agent's or the script's.
-        expect: words its answer must hold; each is one point of the recall score.
-        reject: words its answer must not hold; one of them costs all points of `expect`.
-        tools: names of the tools it may call.
-        max_calls: how often it is asked again after a call.
-        expect_calls: calls it must make; each is one point.
+        sees: agents whose statements since the speaker's last turn it hears.
+        max_tokens: tokens of each answer; None for the agent's or the script's.
+        expect: words expected in the answer, one point each.
+        reject: forbidden words; one of them costs all points of `expect`.
+        tools: names of callable tools.
+        max_calls: most rounds of calls.
+        expect_calls: expected calls, one point each.
     """
 
     speaker: str
@@ -59,9 +63,9 @@ class Phase:
 
 @dataclass(frozen=True)
 class Script:
-    """A whole workflow, valid by construction when it comes from `parse`.
+    """A whole workflow, validated by `parse`.
 
-    Its texts are filled in already: `values` were drawn by `seed`, which also seeds sampled turns.
+    Its texts are filled in: `seed` determines `values`, and also seeds sampled turns.
     """
 
     name: str
@@ -75,17 +79,16 @@ class Script:
     values: Mapping[str, str] = field(default_factory=dict)
 
     def agent(self, agent_id: str) -> Agent:
-        """The agent of that id; KeyError if there is none."""
+        """The agent of that id. Raises KeyError."""
         for agent in self.agents:
             if agent.id == agent_id:
                 return agent
         raise KeyError(agent_id)
 
     def tools_of(self, agent_id: str) -> tuple[LookupTable, ...]:
-        """The tools that any of the agent's turns may call.
+        """The tools of all the agent's turns.
 
-        Templates put tools in front of the conversation; so an agent is told of all of them from its first turn on, or
-        else no later prompt would extend an earlier one.
+        Templates put tools in front of the conversation. Different tools in a later turn would change the prefix.
         """
         turns = [turn for phase in self.phases for turn in phase.turns if turn.speaker == agent_id]
         return tuple(tool for tool in self.tools if any(tool.name in turn.tools for turn in turns))
@@ -93,7 +96,7 @@ class Script:
 
 @dataclass(frozen=True)
 class Step:
-    """A turn and its position in the script: `index` counts all turns from 0, the others count from 1."""
+    """A turn and its position: `index` counts all turns from 0, the numbers count from 1."""
 
     index: int
     phase_number: int

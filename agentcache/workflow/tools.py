@@ -1,12 +1,12 @@
-"""Lookup tables that an agent can call in a ReAct turn: data of the script, nothing that runs.
+"""Lookup tables, the tools of workflow scripts.
 
-The model is told of them through its chat template, calls with
+The chat template lists them. The model calls one anywhere in its answer (the format of Qwen and Hermes) with
 
     <tool_call>
     {"name": "lookup", "arguments": {"key": "Cedar"}}
     </tool_call>
 
-anywhere in its answer (the form of Qwen and Hermes), and reads the entry in a message of role `tool`.
+and gets the entry in a message of role `tool`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 @dataclass(frozen=True)
 class LookupTable:
-    """A tool with one argument, named `key`, which answers with the entry of that key."""
+    """A tool with one argument, named `key`, that returns the key's entry."""
 
     name: str
     description: str
@@ -31,13 +31,13 @@ class LookupTable:
     key: str = "key"
 
     def definition(self) -> dict[str, Any]:
-        """The tool as chat templates and the chat API take it."""
+        """The tool's definition for chat templates and the chat API."""
         parameters = {"type": "object", "properties": {self.key: {"type": "string"}}, "required": [self.key]}
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
 
     def look_up(self, arguments: Mapping[str, Any]) -> str:
-        """What the agent reads: the entry, or that there is none."""
+        """The entry, or a text that there is none."""
         key = arguments.get(self.key)
         if not isinstance(key, str) or len(arguments) != 1:
             return NO_CALL
@@ -56,17 +56,17 @@ class ToolCall:
         return json.dumps({"name": self.name, "arguments": dict(self.arguments)}, ensure_ascii=False)
 
     def same_as(self, other: ToolCall) -> bool:
-        """Whether both ask for the same: upper and lower case, and white space, do not matter."""
+        """Whether both calls are equal, ignoring case and white space."""
         return self.name == other.name and _folded_values(self.arguments) == _folded_values(other.arguments)
 
 
 def find_calls(answer: str) -> list[ToolCall | None]:
-    """The calls in an answer, in order; None for one that cannot be read."""
+    """The calls in an answer, in order; None for an unreadable one."""
     return [_read_call(found[1]) for found in _CALL.finditer(answer)]
 
 
 def run_call(call: ToolCall | None, tables: Iterable[LookupTable]) -> str:
-    """What the agent reads as the outcome of its call; it never fails, since the model may have written anything."""
+    """The result of a call, as text for the agent; never raises."""
     table = next((table for table in tables if call is not None and table.name == call.name), None)
     return NO_CALL if table is None or call is None else table.look_up(call.arguments)
 
@@ -83,7 +83,6 @@ def _read_call(text: str) -> ToolCall | None:
 
 
 def _folded(text: str) -> str:
-    """`text` without the differences of case and white space."""
     return " ".join(text.casefold().split())
 
 

@@ -1,4 +1,4 @@
-"""What a workflow leaves behind: every turn, its words and its cost; read back to go on from."""
+"""Transcripts of workflows: every turn with its cost; a run can be resumed from one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class ToolRound:
-    """An answer with calls in it, word by word, and what the agent read as their outcomes."""
+    """An unmodified answer with calls, and their results."""
 
     text: str
     observations: tuple[str, ...]
@@ -24,35 +24,30 @@ class ToolRound:
 
 @dataclass(frozen=True)
 class TurnRecord:
-    """One turn that was taken. Times in milliseconds, sizes in bytes.
+    """One finished turn. Times in milliseconds, sizes in bytes.
 
-    A turn with tool calls asks the engine more than once. What is said of its beginning (match, cache_state, prompt and
-    cached tokens, time to first token, what was restored) is of the first answer; what it cost is the sum.
+    A turn with tool calls has several answers. Match, cache state, prompt tokens, cached tokens, times to first token
+    and restores are of the first; other costs are sums.
 
     Args:
-        phase, turn: position in the script, counted from 1.
-        phase_name: the phase's name in the script.
+        phase, turn: position in the script, from 1.
         speaker: the agent's id in the script.
         agent: the agent's id on the server.
-        message: the whole user message that was sent: what the speaker heard, then its prompt.
-        text: what the agent said; after tool calls, its final answer.
-        token_ids: all tokens it generated, those of calls included.
-        match: how the prompt related to what the agent held.
+        message: the complete user message: statements heard, then the prompt.
+        text: the final answer.
+        token_ids: all generated tokens, calls included.
+        match: relation of the prompt to the agent's cached tokens.
         cache_state: cold, warm or hot.
-        prompt_tokens: tokens in the agent's context when it began to speak.
         cached_tokens: prompt tokens that were not computed.
-        computed_tokens: prompt tokens that went through the model.
-        completion_tokens: tokens it said.
-        ttft_ms: time to first token as the caller measured it.
-        server_ttft_ms: the same as the server reported it.
-        total_ms: time to the end of the answer, its saving included.
-        restored_bytes, restore_ms: what came from disk within the turn.
-        written_bytes: what went to disk; None when the server did not say.
-        saved: False when the turn could not be written to disk; None when the server did not say.
+        ttft_ms: time to first token on the caller's side.
+        server_ttft_ms: time to first token in the server's report.
+        total_ms: time to the end of the answer, saving included.
+        restored_bytes, restore_ms: reads from disk within the turn.
+        written_bytes: None if the server did not report it.
+        saved: False if the turn could not be saved; None if the server did not report it.
         tool_rounds: answers with calls, before the final one.
-        checks: what the script expects of the turn.
-        prefetched: whether the agent came from disk while another one spoke.
-        prefetch_ms: what that took; not part of the turn's times.
+        prefetched: whether the agent was restored during another turn.
+        prefetch_ms: duration of that; not part of the turn's times.
     """
 
     phase: int
@@ -84,15 +79,13 @@ class TurnRecord:
 
 @dataclass(frozen=True)
 class WorkflowTranscript:
-    """A run, or the part of it that is done.
+    """A complete or partial run.
 
     Args:
-        workflow, title: from the script.
         session: prefix of the agents' ids on the server.
-        seed: what the script's values were drawn by, and sampled turns.
-        names: how each speaker is called, by its id in the script.
-        values: the script's values.
-        turns: in the order of the script, without gaps.
+        seed: seed of the script's values and of sampled turns.
+        names: names of the speakers by id.
+        turns: records in script order, without gaps.
     """
 
     workflow: str
@@ -108,10 +101,10 @@ class WorkflowTranscript:
 
 
 def from_json(data: Any) -> WorkflowTranscript:
-    """A transcript from what `transcript_files.as_json` gave.
+    """Read a transcript from the data of `transcript_files.as_json`.
 
     Raises:
-        ConfigError: it is not a transcript, or of another format.
+        ConfigError: no transcript, or another format.
     """
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ConfigError(f"this is not a workflow transcript of format {FORMAT}")
@@ -133,10 +126,10 @@ def _turn_from_json(turn: Mapping[str, Any]) -> TurnRecord:
 
 
 def read_transcript(path: Path) -> WorkflowTranscript:
-    """The transcript in that file.
+    """Read a transcript from a file.
 
     Raises:
-        ConfigError: no such file, no JSON, or no transcript; the message begins with the path.
+        ConfigError: a missing or invalid file; the message begins with the path.
     """
     try:
         return from_json(json.loads(path.read_text(encoding="utf-8")))

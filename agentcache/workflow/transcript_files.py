@@ -1,4 +1,4 @@
-"""A transcript as JSON to go on from and as Markdown to read."""
+"""Transcripts as JSON, for resuming, and as Markdown."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from agentcache.workflow.transcript import FORMAT, TurnRecord, WorkflowTranscrip
 
 
 def as_json(transcript: WorkflowTranscript) -> dict[str, Any]:
-    """Plain data for `json.dump`, with the recall score; `transcript.from_json` gives back an equal transcript."""
+    """Plain data with the recall score; `transcript.from_json` is the inverse."""
     head = asdict(transcript)
     turns = head.pop("turns")
     return {"format": FORMAT, **head, "recall": score_json(score(transcript)), "turns": turns}
 
 
 def score_json(result: Score) -> dict[str, Any]:
-    """A score as plain data, keys as strings."""
+    """A score as plain data, with strings as keys."""
     return {
         **asdict(result.recall),
         "share": result.recall.share,
@@ -36,9 +36,9 @@ def as_markdown(transcript: WorkflowTranscript) -> str:
 
 
 def write_transcript(transcript: WorkflowTranscript, folder: Path) -> Path:
-    """Write `transcript.json` and `transcript.md` into `folder`; the path of the first.
+    """Write `transcript.json` and `transcript.md` into `folder`; return the path of the first.
 
-    Written whole and then moved into place, so that a run killed at any moment leaves one that can be resumed.
+    Each file is replaced atomically, so that a killed run can be resumed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _replace(folder / "transcript.md", as_markdown(transcript))

@@ -1,4 +1,4 @@
-"""One turn: ask, look up what the answer calls for, ask again, until the agent has said its last word."""
+"""One turn: ask, run the calls of the answer, and ask again until an answer has no calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentcache.workflow.transcript import ToolRound, TurnRecord
 
 @dataclass(frozen=True)
 class OpenTurn:
-    """A turn that is about to be taken: its first question, and the tools that it may call."""
+    """A turn to take: its first question and its tools."""
 
     step: Step
     question: Question
@@ -23,25 +23,24 @@ class OpenTurn:
 
     @property
     def message(self) -> Message:
-        """The user message that opens the turn."""
+        """The opening user message."""
         return self.question.messages[-1]
 
 
 @dataclass(frozen=True)
 class SpokenTurn:
-    """All answers of a turn, the final one last; before it one for each round of calls."""
+    """The answers of a turn: one for each round of calls, then the final one."""
 
     replies: tuple[Reply, ...]
     rounds: tuple[ToolRound, ...]
 
     @property
     def text(self) -> str:
-        """The final answer."""
         return self.replies[-1].text
 
 
 def speak(chat: Chat, turn: OpenTurn) -> SpokenTurn:
-    """Have the turn spoken. Changes nothing but what the engine remembers, so that it can be tried again."""
+    """Take the turn. Changes only the engine's cache, so that it can be retried."""
     question = turn.question
     replies: list[Reply] = []
     rounds: list[ToolRound] = []
@@ -56,7 +55,7 @@ def speak(chat: Chat, turn: OpenTurn) -> SpokenTurn:
 
 
 def exchange_of(opening: Message, rounds: Sequence[ToolRound], text: str) -> Exchange:
-    """What a turn adds to the conversation. Answers go in word by word, calls too, so that prompts extend the cache."""
+    """The messages of a turn. Answers and calls stay unmodified, so that later prompts extend the cached one."""
     between = [each for tool_round in rounds for each in _messages_of(tool_round)]
     return Exchange((opening, *between, message("assistant", text)), text)
 
@@ -66,7 +65,7 @@ def _messages_of(tool_round: ToolRound) -> list[Message]:
 
 
 def record_of(turn: OpenTurn, spoken: SpokenTurn, prefetched: Restored | None = None) -> TurnRecord:
-    """The turn's record, its checks done."""
+    """Build the turn's record, with its checks."""
     step, first, reports = turn.step, spoken.replies[0], [reply.report for reply in spoken.replies]
     written = [report["written_bytes"] for report in reports if report.get("written_bytes") is not None]
     saved = [report["saved"] for report in reports if report.get("saved") is not None]

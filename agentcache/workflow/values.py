@@ -4,13 +4,12 @@
     from = ["harbour", "mill", "tower"]
     as = ["hiding_place", "alibi_place"]
 
-    [[when]]                                  # in order, the last word wins; without `if` it always applies
+    [[when]]                                  # in order; later rules override; without `if` always
     if = { hiding_place = "mill" }
     then = { finder = "the miller at the {hiding_place}" }
 
-Which words are drawn is a matter of hashes: the list is ordered by the blake2b digest of seed, table and word, and the
-first ones are taken. So a seed draws the same words everywhere, whatever the version of Python and whatever else the
-script draws.
+Words are ordered by the blake2b digest of seed, table and word; the first ones are drawn. So a seed draws the same
+words on every Python version, whatever else the script draws.
 """
 
 from __future__ import annotations
@@ -29,13 +28,12 @@ _BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
 
 class Filler:
-    """Fills a script's values into its texts, and knows which of them no text has asked for.
+    """Fills values into a script's texts, and records which are used.
 
     Args:
-        seed: what the values were drawn by.
-        values: each name's words.
-        known: names that have a value with this seed or with another one.
-        used: names that the rules themselves ask for.
+        values: values by name.
+        known: names that have a value with some seed.
+        used: names that the rules use.
     """
 
     def __init__(self, seed: int, values: Mapping[str, str], known: Iterable[str], used: Iterable[str]) -> None:
@@ -45,15 +43,15 @@ class Filler:
         self._used = set(used)
 
     def fill(self, text: str, where: str) -> str:
-        """`text` with each `{name}` replaced by its value, `{{` and `}}` by single braces.
+        """Replace each `{name}` by its value, and `{{` and `}}` by single braces.
 
         Raises:
-            ConfigError: an unknown name, one without a value, or a brace that stands alone.
+            ConfigError: an unknown name, a name without a value, or a single brace.
         """
         return _BRACES.sub(lambda found: self._replace(found, where), text)
 
     def check_all_used(self) -> None:
-        """Raises ConfigError when a value is in no text: a misspelling, or a fact that nobody is told."""
+        """Raise ConfigError for a value that no text uses, which may be a misspelling."""
         unused = [name for name in self._known if name not in self._used]
         if unused:
             raise ConfigError(f'the value "{unused[0]}" is used nowhere; write {{{unused[0]}}} where it belongs')
@@ -77,7 +75,7 @@ class Filler:
 
 @dataclass(frozen=True)
 class _Rule:
-    """One `[[when]]`: all of `conditions` must hold for `values` to be set."""
+    """One `[[when]]`: sets `values` if all `conditions` hold."""
 
     where: str
     conditions: Mapping[str, str]
@@ -91,7 +89,7 @@ def read_values(draws: Mapping[str, Any], rules: list[Any], seed: int) -> Filler
         draws, rules: the script's `draw` and `when`, as parsed TOML.
 
     Raises:
-        ConfigError: with the place and what is wrong there.
+        ConfigError: the place and the error.
     """
     drawn = dict(_draw_all(draws, seed))
     parsed = [_read_rule(entry, number) for number, entry in enumerate(rules, 1)]
@@ -162,7 +160,7 @@ def _names_in(rule: _Rule) -> set[str]:
 
 
 def _apply(rule: _Rule, filler: Filler) -> None:
-    """Set the rule's values if its conditions hold for those set so far."""
+    """Set the rule's values if its conditions hold for the current values."""
     wanted = {name: filler.fill(text, f'{rule.where}: key "if"') for name, text in rule.conditions.items()}
     if all(filler.values.get(name) == text for name, text in wanted.items()):
         at = f'{rule.where}: key "then"'
