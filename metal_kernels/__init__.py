@@ -1,19 +1,20 @@
 """Fused attention kernels for Metal and CUDA, on plain arrays.
 
-    kernel_text   one body for two compilers: what each is given beside it, and how it is launched
-    tiling        what the decode kernel is compiled for, and how a threadgroup is laid out
-    decode_plan   which queries of a step read which tokens
-    decode        few queries over packed blocks in place, with a prefix that rows share read once; the merge of splits
-    latent_shape  what the kernel for latents (MLA) is compiled for, and how a threadgroup is laid out
-    latent_decode few queries over packed latents in place
-    rope_tables   how rope turns the keys that a kernel puts together
-    append        a step's keys and values, quantised and written to where they belong
-    unpack        one row's blocks as contiguous keys or values
-    unpack_residual  the same with an adapter's residuals
-    definition    what they compute, in numpy
-    cases         steps to try them with
-    latent_cases  the same for latents
-    self_test     a child process that tries them on this device before they are used
+    kernel_text      kernel source for two compilers, and launches
+    tiling           shapes for which the decode kernel is compiled, and its threadgroups
+    decode_plan      the tokens that each query of a step reads
+    decode           attention of few queries over packed blocks in place; shared prefixes are read once
+    merge            merges the splits of the decode kernels
+    latent_shape     as `tiling`, for latents (MLA)
+    latent_decode    attention of few queries over packed latents in place
+    rope_tables      rope tables for keys that a kernel builds
+    append           quantises a step's keys and values, and writes them
+    unpack           one row's blocks as contiguous keys or values
+    unpack_residual  the same with residual KV
+    definition       the same computations in numpy
+    cases            test cases
+    latent_cases     test cases for latents
+    self_test        runs the kernels in a child process before they are used
 
-`agentcache.models.fused` decides where they stand in for MLX's operations.
+`agentcache.models.fused` decides which kernels replace MLX's operations.
 """

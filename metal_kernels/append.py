@@ -1,9 +1,8 @@
-"""A step's new keys and values to the 4 bits that the arenas hold, and into their places there: one launch a layer.
+"""Quantise a step's new keys and values to 4 bits, and write them into the arenas: one launch per layer.
 
-The launch writes into arrays that exist, which MLX knows nothing of: to it they are inputs. That holds as long as
-whatever reads these arrays in the same graph also reads what this launch gives, `written`, a zero; so the device does
-the one after the other. (Slices of the arrays would be six launches a layer, and launches are what a step of few rows
-costs.) The self-test tries just this on the device.
+The launch writes into its input arrays, without MLX's knowledge. Every reader of these arrays in the same graph must
+therefore take the launch's output `written` (a zero) as an input, so that the device orders them. The self-test checks
+this. Slice updates would take six launches per layer, and launches dominate small steps.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from agentcache.metal_kernels.decode_plan import nothing_written
 from agentcache.metal_kernels.kernel_text import NO_DEVICE, KernelText, device
 
 _THREADS = 256
-_MOST_TRACED = 32  # tokens a row: longer chunks have any length, and are few
+_MOST_TRACED = 32  # tokens per row; longer chunks vary in length and are rare
 
-# One thread a word of eight values; the threads of a quantisation group are neighbours in a simdgroup and find the
-# group's range together. The arithmetic is mx.quantize's, in float32. NaN is 0, and values saturate.
+# One thread per word of eight values. The threads of a quantisation group are neighbours in a simdgroup and compute the
+# group's range together. The arithmetic is mx.quantize's in float32; NaN becomes 0, and values saturate.
 _BODY = """
     const int i = int(thread_position_in_grid.x);
     const int lane = int(thread_index_in_simdgroup);
@@ -87,10 +86,10 @@ APPEND = KernelText(
 
 
 class Places(NamedTuple):
-    """Where a step's tokens go, for all layers of a group.
+    """Slots of a step's tokens, for all layers of a group.
 
     Args:
-        places: slot * 256 + offset of each token, int32 [B * n], one row after the other.
+        places: slot * 256 + offset of each token, int32 [B * n], row by row.
         counts: B * n and n, int32 [2].
     """
 
@@ -105,24 +104,24 @@ def append(
     group_size: int,
     before: mx.array | None = None,
 ) -> mx.array:
-    """Quantise a step's keys and values, and write them to their places.
+    """Quantise a step's keys and values, and write them into the arenas.
 
-    As `mx.quantize` does it in float32; NaN becomes 0, and values saturate at 30,000.
+    Equals `mx.quantize` in float32; NaN becomes 0, and values saturate at 30,000.
 
     Args:
-        sides: keys, and values where there are any, [B, H_kv, n, D].
-        arenas: data, scales and biases of each, [slots, H_kv, 256, ·]. They are written into.
-        before: what the last call for these arrays gave, whose step may still be under way.
+        sides: keys, and values if any, [B, H_kv, n, D].
+        arenas: data, scales and biases of each side, [slots, H_kv, 256, ·]; modified in place.
+        before: result of the last call for these arrays, which may still be running.
 
     Returns:
-        int32 [1], a zero. Whatever reads `arenas` in the same graph has to be given it.
+        int32 [1], a zero. Readers of `arenas` in the same graph must take it as an input.
     """
     before = nothing_written() if before is None else before
     return _appending(len(sides), group_size, sides[0].shape[2] <= _MOST_TRACED)(*sides, *places, before, *arenas)
 
 
 def packed_alone(x: mx.array, group_size: int) -> PackedArrays:
-    """x [B, H, n, D] as `append` writes it to arrays of its own: data, scales and biases [B, H, n, ·]. Evaluated."""
+    """Pack x [B, H, n, D] into new arrays with `append`: data, scales, biases [B, H, n, ·]. Evaluates."""
     batch, heads, num_tokens, dim = x.shape
     count = batch * num_tokens
     slots = -(-count // BLOCK_SIZE)
@@ -138,7 +137,7 @@ def packed_alone(x: mx.array, group_size: int) -> PackedArrays:
 
 @cache
 def _appending(num_sides: int, group_size: int, is_traced: bool) -> Callable[..., mx.array]:
-    """Traced once for few tokens: MLX makes a kernel's text anew for each call."""
+    """Traced for few tokens, since MLX otherwise builds the kernel's text in each call."""
     write = partial(_append, num_sides, group_size)
     return mx.compile(write) if is_traced and device() != NO_DEVICE else write
 

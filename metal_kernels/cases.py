@@ -1,6 +1,6 @@
-"""Steps to try kernels with: random block tables in arenas whose unread places hold NaN, and what is to come out.
+"""Test cases of the kernels: random block tables, with NaN in unread slots, and expected results.
 
-The tests use them, and the self-test on a user's device.
+Used by the tests and by the self-test.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from agentcache.metal_kernels.rope_tables import NEAR, STEP, RopeTables, laid_ou
 from agentcache.metal_kernels.tiling import HeadShape, ResidualKind
 from agentcache.metal_kernels.unpack_residual import LowRankSide, unpack_residual
 
-#: Largest difference, of values of about 1.
+#: Largest accepted difference, for values of about 1.
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}
 
 
@@ -28,13 +28,13 @@ class Case:
     """A step.
 
     Args:
-        lengths: tokens that each row holds before the step.
-        num_tokens: queries of each row.
-        prefix: leading blocks that all rows have in common, but for those too short to have them.
-        group: size of the quantisation's groups; None for the widest that divides `dim`.
-        value_rank: of the residuals that are added to values; 0 for none.
-        key_rank: of those that are added to keys; then `pairs` of a key's values are turned, `interleaved` ones or
-            not, and keys are `normed` or not.
+        lengths: tokens of each row before the step.
+        num_tokens: queries per row.
+        prefix: leading blocks shared by all rows that are long enough.
+        group: quantisation group size; None for the largest that divides `dim`.
+        value_rank: rank of value residuals; 0 for none.
+        key_rank: rank of key residuals; 0 for none.
+        pairs, interleaved, normed: rope and norm of keys, as in `HeadShape`.
     """
 
     dim: int = 128
@@ -71,10 +71,10 @@ class Case:
 
 @dataclass
 class Arenas:
-    """A case's arrays, in numpy.
+    """A case's arrays in numpy.
 
     Attributes:
-        block_ids: each row's table, slots in random order.
+        block_ids: block table of each row, with random slots.
     """
 
     case: Case
@@ -143,7 +143,7 @@ class Arenas:
         return mx.array(self.queries.astype(np.float32)).astype(self.case.dtype)
 
     def holding(self, place: int, new: mx.array, group_size: int) -> Arenas:
-        """The same with a token of all kv heads, [keys and values, 1, H_kv, 1, D], at slot * 256 + offset."""
+        """A copy with one more token [keys and values, 1, H_kv, 1, D] at slot * 256 + offset."""
         sides = []
         for side, x in zip((self.keys, self.values), new, strict=True):
             parts = [part.copy() for part in side]
@@ -201,7 +201,7 @@ class Arenas:
 
 
 def as_computed(x: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
-    """float64 values as the model's type holds them."""
+    """float64 values after rounding to the model's dtype."""
     return np.array(mx.array(x.astype(np.float32)).astype(dtype).astype(mx.float32)).astype(np.float64)
 
 
@@ -224,24 +224,24 @@ def as_key_residuals(residuals: LowRankKeys, case: Case) -> KeyResiduals:
 
 
 def turns_of(angles: np.ndarray, num_positions: int, dtype: mx.Dtype, interleaved: bool = False) -> RopeTables:
-    """Of a rope by plain angles, for so many positions."""
+    """Tables of a rope with plain angles."""
     near, far = np.arange(NEAR)[:, None] * angles, np.arange(0, num_positions + STEP, STEP)[:, None] * angles
     tables = [laid_out(mx.array(np.cos(at)), mx.array(np.sin(at)), dtype) for at in (near, far)]
     return RopeTables(tables[0], tables[1], interleaved)
 
 
 def error(actual: mx.array, expected: np.ndarray) -> float:
-    """Largest difference; infinite where a number is none."""
+    """Largest difference; infinite if a value is NaN."""
     difference = np.abs(np.array(actual.astype(mx.float32)).astype(np.float64) - expected)
     return float(np.where(np.isnan(difference), np.inf, difference).max())
 
 
 @dataclass(frozen=True)
 class _Beside:
-    """Where the residuals of a case lie: slots of their own, NaN in places that nobody reads.
+    """Residual slots of a case, with NaN in unread places.
 
     Args:
-        used: [slots, 256].
+        used: places that are read, [slots, 256].
     """
 
     case: Case
@@ -262,7 +262,7 @@ class _Beside:
         return cls(case, random, ids, used)
 
     def low_rank(self, rank: int, size: float = 0.3) -> LowRank:
-        """Whose products with B are about as large as `size`."""
+        """Random low-rank residuals whose products with B are about `size`."""
         low_rank = np.full((*self.used.shape, rank), np.nan, np.float16)
         low_rank[self.used] = self.random.standard_normal((self.used.sum(), rank))
         matrix = self.random.standard_normal((self.case.kv_heads, rank, self.case.dim)) * size * rank**-0.5
@@ -279,7 +279,7 @@ class _Beside:
 
 
 def _packed(case: Case, used: np.ndarray, random: np.random.Generator) -> PackedNumpy:
-    """Random nibbles whose values are about normal; NaN in scales and biases of places that are not `used`."""
+    """Random nibbles with roughly normal values; NaN in scales and biases of unused places."""
     slots = used.shape[0]
     shape = (slots, case.kv_heads, BLOCK_SIZE)
     data = random.integers(0, 2**32, (*shape, case.dim // 8), dtype=np.uint32)

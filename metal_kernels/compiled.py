@@ -1,10 +1,10 @@
-"""Kernels compiled for CUDA, by this process or an earlier one.
+"""Compile kernels for CUDA, and cache the results across processes.
 
-MLX compiles what `mx.fast.cuda_kernel` is given anew in each process, and behind headers of its own, which take longer
-to read than most kernels: 1.5 seconds for each, at every start. So they are compiled here, and kept for later starts.
+`mx.fast.cuda_kernel` compiles every kernel again in each process, behind MLX's own large headers, which takes seconds
+at each start.
 
-What is kept is run. It lies in a folder of its own, not in that of a model or of agents' memory, which may come from
-elsewhere, and is used only where nobody but its user can write to that folder, and only if its checksum is right.
+The cached code is executed. So it is in a folder of its own, apart from models and agents' files, which may come from
+elsewhere. It is used only if no other user can write to that folder, and if its checksum is right.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from agentcache.private_file import write_private
 log = logging.getLogger("agentcache.kernels")
 
 _DIGEST_BYTES = 32
-_UNUSED_SECONDS = 90 * 86_400  # then a kernel goes: another version's
+_UNUSED_SECONDS = 90 * 86_400  # older files are of other versions, and are deleted
 _OTHERS_MAY_WRITE = 0o022
 
 
 def default_folder() -> Path:
-    """Where kernels are kept: like the settings, beside agents' memory."""
+    """The cache folder in the user's home, beside agents' files."""
     return Path.home() / ".agentcache" / "kernels"
 
 
 class CompiledKernels:
-    """What is kept in a folder, and compiled where it is not there.
+    """A folder of compiled kernels.
 
-    A file is its checksum and a cubin. Its name is made of all that its content depends on.
+    A file is a checksum and a cubin. Its name is a hash of everything that the cubin depends on.
     """
 
     def __init__(self, folder: Path, compiler: Compiler) -> None:
@@ -45,10 +45,10 @@ class CompiledKernels:
         self._folder = folder if _is_private(folder) else None
 
     def get(self, text: str) -> bytes:
-        """The cubin of a text.
+        """Return the cubin of a text, cached or compiled.
 
         Raises:
-            DoesNotCompile: with what the compiler says.
+            DoesNotCompile: with the compiler's log.
         """
         if self._folder is None:
             return self._compiler.compile(text)
@@ -58,14 +58,14 @@ class CompiledKernels:
         if (kept := _read(file)) is not None:
             return kept
         cubin = compiler.compile(text)
-        with suppress(OSError):  # the next start compiles it once more
+        with suppress(OSError):  # the next start compiles it again
             write_private(file, _digest(file.name.encode() + cubin) + cubin)
             _remove_unused(self._folder)
         return cubin
 
 
 def _read(file: Path) -> bytes | None:
-    """The cubin of a file; None where there is none, or another's, or a damaged one."""
+    """The cubin in a file; None if the file is missing, damaged or of another kernel."""
     with suppress(OSError):
         data = file.read_bytes()
         digest, cubin = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
@@ -76,7 +76,7 @@ def _read(file: Path) -> bytes | None:
 
 
 def cubin_of(text: str) -> bytes | None:
-    """The cubin of a text for this process's device; None where MLX had better compile it, or say what is wrong."""
+    """The cubin of a text for this process's device; None if MLX must compile it, or report the error."""
     try:
         return _kernels_here().get(text)
     except (NoCompiler, DoesNotCompile) as error:
@@ -88,7 +88,7 @@ def cubin_of(text: str) -> bytes | None:
 def _kernels_here() -> CompiledKernels:
     info = mx.device_info()
     major, minor = info["compute_capability_major"], info["compute_capability_minor"]
-    # As MLX has it: from 9.0 on with what only that very architecture can do.
+    # As in MLX: from 9.0 on with architecture-specific features.
     architecture = f"sm_{major}{minor}{'a' if int(major) >= 9 else ''}"
     return CompiledKernels(default_folder(), Compiler.of_library(loaded_library(), architecture))
 
@@ -99,7 +99,7 @@ def _tell(why: str) -> None:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether the folder, which is made, is the user's and nobody else can write to it."""
+    """Create the folder; return whether it belongs to the user and no other user can write to it."""
     try:
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -114,7 +114,7 @@ def _is_private(folder: Path) -> bool:
 
 
 def _remove_unused(folder: Path) -> None:
-    """Also what was left half written."""
+    """Delete old files, including incomplete ones."""
     before = time.time() - _UNUSED_SECONDS
     for file in folder.iterdir():
         if file.stat().st_mtime < before:

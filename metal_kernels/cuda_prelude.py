@@ -1,4 +1,4 @@
-"""What stands in front of each kernel on CUDA; see `kernel_text` for what it supplies."""
+"""The CUDA prelude of all kernels; `kernel_text` describes its functions."""
 
 CUDA = """
 #define device

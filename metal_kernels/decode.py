@@ -1,17 +1,17 @@
 """Attention of few queries over packed blocks, in place.
 
-A **group** is a set of queries that read the same tokens of one block table: those of one row, or of several rows that
-begin with the same blocks. Its tokens are cut into splits; a threadgroup computes one split for one kv head and all
-query heads that share it, so that every packed byte is read once a group (flash-decoding, arXiv 2311.01282; shared
-prefixes as in Hydragen, arXiv 2402.05099). A second kernel merges the splits, of up to two sets of groups, and adds
-the sinks. Computed in float; 16-bit models multiply in half (queries and values are exact there, or rounded to 11
-bits), whatever their type.
+A **group** is a set of queries that read the same tokens of one block table: queries of one row, or of several rows
+with the same first blocks. A threadgroup computes one split of a group's tokens for one kv head and all its query
+heads, so that every packed byte is read once per group (flash-decoding, arXiv 2311.01282; shared prefixes as in
+Hydragen, arXiv 2402.05099). A second kernel merges the splits of up to two sets of groups, and adds the sinks. Sums are
+in float; 16-bit models multiply in half, whatever their dtype. Operands are exact there or rounded to 11 bits.
 
-**Residuals.** Rows of an adapter that shares base's cache add (x·A)·B to base's keys and values (ForkKV, arXiv
-2604.06370; `models/residual_attention.py`). Of a token, x·A is staged behind its value, so that one product with the
-weights sums both; the merge multiplies the second sum with B, once a query and head: out = P·V + (P·x·A)·B. What is
-added to a key, R(x·A·B), is put together where it is multiplied with queries, for all query heads of a kv head at once
-(`rope_tables` says how it gets to its place); scores of base's keys are scaled by the norms' ratio and come beside it.
+**Residuals.** Rows of an adapter that shares base's KV add (x·A)·B to it (ForkKV, arXiv 2604.06370;
+`models/residual_attention.py`). A token's x·A is staged behind its value, so that one product with the weights sums
+both. The merge multiplies the second sum with B, once per query and head: out = P·V + (P·x·A)·B. A key's residual
+R(x·A·B) is rebuilt where it is multiplied, for all query heads of a kv head at once (`rope_tables`). For normed keys,
+base's scores are divided by the norm factor without the adapter before that, and the sum is multiplied by the one with
+it.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from agentcache.metal_kernels.tiling import TILE, HeadShape, ResidualKind, Tilin
 #: data uint32 [slots, H_kv, 256, D/8], scales and biases float16 [slots, H_kv, 256, D/group_size]
 PackedArrays = tuple[mx.array, mx.array, mx.array]
 
-THREADGROUPS = 1024  # as an H100 likes it, for one row as for 32
+THREADGROUPS = 1024  # best on an H100, for 1 row and for 32
 _LOG2_E = math.log2(math.e)
 
 
 @cache
 def _constants(shape: HeadShape, tiling: Tiling, has_softcap: bool) -> Mapping[str, Any]:
-    """What the decode kernel is compiled with."""
+    """Compile-time constants of the decode kernel."""
     return {
         "S": shape.staged,
         "D": shape.dim,
@@ -63,7 +63,7 @@ def _constants(shape: HeadShape, tiling: Tiling, has_softcap: bool) -> Mapping[s
 
 
 class Launch(NamedTuple):
-    """How one set of groups is laid out."""
+    """Layout of one set of groups."""
 
     tiling: Tiling
     num_groups: int
@@ -77,7 +77,7 @@ class Launch(NamedTuple):
 
 
 class StepKind(NamedTuple):
-    """All that a step's launches are compiled and laid out by."""
+    """Key by which a step's launches are compiled."""
 
     shape: HeadShape
     batch: int
@@ -89,7 +89,7 @@ class StepKind(NamedTuple):
 
 
 class ValueResiduals(NamedTuple):
-    """What the rows of a step add to base's values.
+    """Residuals of values.
 
     Args:
         low_rank: x·A, float16 [slots, 256, r], in slots of its own.
@@ -101,13 +101,13 @@ class ValueResiduals(NamedTuple):
 
 
 class KeyResiduals(NamedTuple):
-    """What they add to base's keys.
+    """Residuals of keys.
 
     Args:
         low_rank: x·A, float16 [slots, 256, r].
-        norms: of each head's key without and with the adapter, float16 [slots, 256, H_kv, 2]; None without a norm.
-        b: as `packed_b` has it.
-        turns: how rope turns keys.
+        norms: factors of each head's norm without and with the adapter, float16 [slots, 256, H_kv, 2], or None.
+        b: result of `packed_b`.
+        turns: rope tables.
     """
 
     low_rank: mx.array
@@ -117,14 +117,14 @@ class KeyResiduals(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """What the rows of a step add to base's keys and values, all by one adapter; of the same slots."""
+    """Residual KV of a step's rows, of one adapter; keys and values use the same slots."""
 
     keys: KeyResiduals | None = None
     values: ValueResiduals | None = None
 
     @property
     def kind(self) -> ResidualKind:
-        """What a kernel for them is compiled with."""
+        """Compile-time constants of these residuals."""
         value_rank = 0 if self.values is None else self.values.low_rank.shape[2]
         if self.keys is None:
             return ResidualKind(value_rank)
@@ -132,7 +132,7 @@ class Residuals(NamedTuple):
         return ResidualKind(value_rank, low_rank.shape[2], turns.pairs, turns.interleaved, norms is not None)
 
     def arrays(self, shape: HeadShape) -> Sequence[mx.array]:
-        """As `_compute` takes them, with something of the right type where there is nothing."""
+        """Inputs of `_compute`, with placeholders for missing arrays."""
         none, nothing = no_residuals(shape.staged), no_residuals(mx.float16)
         values = (nothing, no_residuals(mx.float32)) if self.values is None else self.values
         if self.keys is None:
@@ -158,10 +158,10 @@ def decode(
 
     Args:
         softcap: scores become softcap * tanh(scores / softcap).
-        sinks: [H_q], one further logit a head.
-        written: what `append` gave for these keys and values in the same graph.
-        residuals: in the slots that the plan names beside those of the values.
-        threadgroups: that fill the device.
+        sinks: [H_q], one additional logit per head.
+        written: result of `append` for these keys and values in the same graph.
+        residuals: residual KV, in the plan's `residual_ids`.
+        threadgroups: number that fills the device.
     """
     kv_heads, dim = keys[0].shape[1], queries.shape[3]
     group_size = dim // keys[1].shape[3]
@@ -174,7 +174,7 @@ def decode(
 
 
 class PreparedDecode(NamedTuple):
-    """What computes a step for all layers of a group, and the arrays that say which tokens are read by whom."""
+    """A traced step for all layers of a group, with the arrays of its plan."""
 
     compute: Callable[..., mx.array]
     shape: HeadShape
@@ -189,7 +189,7 @@ class PreparedDecode(NamedTuple):
         written: mx.array | None,
         residuals: Residuals | None = None,
     ) -> mx.array:
-        """As `decode`."""
+        """See `decode`."""
         written = nothing_written() if written is None else written
         sinks = no_sinks() if sinks is None else sinks
         beside = (residuals or Residuals()).arrays(self.shape)
@@ -204,7 +204,7 @@ def prepare(
     has_sinks: bool,
     threadgroups: int = THREADGROUPS,
 ) -> PreparedDecode:
-    """`decode` for layers whose heads have this shape."""
+    """Prepare `decode` for layers with this head shape."""
     num_tokens, kv_heads = plan.rows.num_tokens, shape.kv_heads
     own = Launch.of(plan.own, own_tiling(shape, num_tokens), kv_heads, threadgroups)
     shared = None if plan.shared is None else Launch.of(plan.shared, shared_tiling(shape), kv_heads, threadgroups)
@@ -227,8 +227,8 @@ def prepare(
 
 @one_a_thread
 def no_residuals(dtype: mx.Dtype) -> mx.array:
-    """What a launch is given where there are none."""
-    return mx.zeros(8, dtype)  # of fewer than 8 elements Metal makes constants
+    """Placeholder input for missing residuals."""
+    return mx.zeros(8, dtype)  # Metal passes arrays of fewer than 8 elements as constants
 
 
 def _compute(kind: StepKind, queries: mx.array, *given: mx.array) -> mx.array:

@@ -1,7 +1,7 @@
-"""Which queries of a step read which tokens, as the arrays that the decode kernel is given.
+"""The tokens that each query of a step reads, as inputs of the decode kernel.
 
-Made once a step, for all layers of a cache group. A **group** is a set of queries that read the same tokens of one
-block table: those of one row, or of several rows that begin with the same blocks.
+A plan is built once per step, for all layers of a cache group. A **group** is a set of queries that read the same
+tokens of one block table: queries of one row, or of several rows with the same first blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.metal_kernels.numbers import ints, one_a_thread
 from agentcache.metal_kernels.tiling import HeadShape, own_tiling, shared_tiling
 
-# Of a group's tokens. On an H100 more never paid: neither for one row of 32K tokens nor for 32 rows of 16K.
+# Per group. More splits did not help on an H100.
 MAX_SPLITS = 32
 _NO_WINDOW = 1 << 30
 _WIDTHS = 16
@@ -25,10 +25,10 @@ _WIDTHS = 16
 
 @dataclass(frozen=True)
 class Span:
-    """A group: queries that read tokens `begin … end-1` of a table whose first block holds tokens from `base` on.
+    """A group: queries that read tokens `begin … end-1` of a table whose first block starts at position `base`.
 
     Args:
-        members: numbers of the queries: row * num_tokens + token.
+        members: query numbers: row * num_tokens + token.
     """
 
     block_ids: tuple[int, ...]
@@ -42,13 +42,13 @@ class Groups:
     """Groups of one launch as arrays.
 
     Args:
-        size: members of a group, at most; shorter ones are filled up.
+        size: most members of a group; smaller groups are padded.
     """
 
     def __init__(self, spans: Sequence[Span], size: int) -> None:
         self.spans = tuple(spans)
         self.size = size
-        # Rounded up: kernels are laid out anew for every width.
+        # Rounded up, since each width is traced separately.
         self.width = -(-max(len(span.block_ids) for span in spans) // _WIDTHS) * _WIDTHS
         self.longest = max(span.end - span.begin for span in spans)
 
@@ -64,11 +64,11 @@ class Groups:
 
     @cached_property
     def members(self) -> mx.array:
-        """Queries, int32 [groups, size]; -1 where there is none."""
+        """Queries, int32 [groups, size]; padded with -1."""
         return ints(tuple(span.members + (-1,) * (self.size - len(span.members)) for span in self.spans))
 
     def places(self, num_queries: int) -> list[int]:
-        """Where each query is: group * size + member; -1 where it is in none."""
+        """group * size + member of each query; -1 for queries without a group."""
         places = [-1] * num_queries
         for index, span in enumerate(self.spans):
             for member, query in enumerate(span.members):
@@ -76,22 +76,22 @@ class Groups:
         return places
 
     def splits(self, kv_heads: int, tokens_a_round: int, threadgroups: int) -> int:
-        """Into how many parts the tokens are cut: enough to fill the device, each worth its launch."""
+        """Number of splits of the tokens: enough to fill the device, each of a minimum size."""
         wanted = -(-threadgroups // (len(self.spans) * kv_heads))
         return max(1, min(wanted, MAX_SPLITS, -(-self.longest // tokens_a_round)))
 
 
 @dataclass(frozen=True)
 class StepRows:
-    """What the rows of a step hold and read.
+    """Block tables and queries of a step's rows.
 
     Args:
         block_ids: slots of each row.
-        bases: position of each row's first block's first token.
-        lengths: tokens that each row holds before the step.
-        num_tokens: queries of each row; they are the row's last tokens.
+        bases: position of each row's first token in its first block.
+        lengths: tokens of each row before the step.
+        num_tokens: queries per row; they are its last tokens.
         window: number of most recent tokens attended to; None for all.
-        residual_ids: slots of the residuals of the same blocks, by row; nothing for rows without.
+        residual_ids: slots of the residuals of the same blocks; empty without.
     """
 
     block_ids: Sequence[Sequence[int]]
@@ -102,26 +102,25 @@ class StepRows:
     residual_ids: Sequence[Sequence[int]] = ()
 
     def queries_of(self, row: int) -> list[int]:
-        """Numbers of a row's queries."""
         return list(range(row * self.num_tokens, (row + 1) * self.num_tokens))
 
 
 class DecodePlan:
-    """What the queries of a step read, for all layers of one cache group.
+    """Reads of a step's queries, for all layers of one cache group.
 
     Args:
-        shape: for heads of this shape, and others that get the same `Tiling`s.
-        least_saved: tokens that need not be read again, for a shared prefix to be worth a launch.
+        shape: head shape; also valid for shapes with the same `Tiling`s.
+        least_saved: fewest tokens saved by a shared prefix that justify its launch.
 
     Attributes:
-        beside: `own`, in the slots of the residuals; None without.
-        launches: what `decode` has prepared for all layers.
+        beside: `own` with slots of residuals; None without.
+        launches: steps prepared by `decode`.
     """
 
     def __init__(self, shape: HeadShape, rows: StepRows, least_saved: int = 2048) -> None:
         self.rows = rows
         self.window = _NO_WINDOW if rows.window is None else rows.window
-        # Each row's residuals are its own, so that it reads all of its tokens itself.
+        # Residuals differ by row, so each row reads all of its tokens itself.
         is_own = rows.window is not None or rows.residual_ids
         prefixes = [] if is_own else shared_prefixes(rows, least_saved)
         members = own_tiling(shape, rows.num_tokens).members
@@ -133,12 +132,12 @@ class DecodePlan:
 
     @cached_property
     def positions(self) -> mx.array:
-        """Of each query, int32 [rows * num_tokens]."""
+        """Position of each query, int32 [rows * num_tokens]."""
         return ints(tuple(length + token for length in self.rows.lengths for token in range(self.rows.num_tokens)))
 
     @cached_property
     def places(self) -> mx.array:
-        """int32 [rows * num_tokens, 2]: in `own` and in `shared`."""
+        """Places in `own` and `shared`, int32 [rows * num_tokens, 2]."""
         count = len(self.rows.lengths) * self.rows.num_tokens
         shared = [-1] * count if self.shared is None else self.shared.places(count)
         return ints(tuple(zip(self.own.places(count), shared, strict=True)))
@@ -146,19 +145,19 @@ class DecodePlan:
 
 @one_a_thread
 def no_sinks() -> mx.array:
-    """What a launch is given where there are none."""
+    """Placeholder input for missing sinks."""
     return mx.zeros(1)
 
 
 @one_a_thread
 def nothing_written() -> mx.array:
-    """What a launch is given where nothing was written in its graph."""
+    """Placeholder input if no `append` is in the same graph."""
     return mx.zeros(1, mx.int32)
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """Rows that begin with the same blocks."""
+    """Rows with the same first blocks."""
 
     rows: tuple[int, ...]
     num_blocks: int
@@ -169,9 +168,9 @@ class Prefix:
 
 
 def shared_prefixes(rows: StepRows, least_saved: int) -> list[Prefix]:
-    """Sets of rows whose first blocks are the same slots: of each set what all of its rows have in common.
+    """Sets of rows with the same first slots, each with its common prefix.
 
-    Every row keeps its last block to itself, so that each has something of its own to read.
+    The prefix excludes every row's last block, so that each row has tokens of its own.
     """
     by_first: dict[int, list[int]] = {}
     for row, (ids, base, length) in enumerate(zip(rows.block_ids, rows.bases, rows.lengths, strict=True)):
@@ -192,7 +191,7 @@ def _common_blocks(tables: Sequence[Sequence[int]]) -> int:
 
 
 def shared_spans(rows: StepRows, prefixes: Sequence[Prefix], size: int) -> tuple[list[Span], int]:
-    """Groups of at most `size` queries that read a prefix together; and `size`."""
+    """Groups of at most `size` queries that share a prefix; and `size`."""
     spans = []
     for prefix in prefixes:
         queries = [query for row in prefix.rows for query in rows.queries_of(row)]
@@ -204,7 +203,7 @@ def shared_spans(rows: StepRows, prefixes: Sequence[Prefix], size: int) -> tuple
 
 
 def own_spans(rows: StepRows, prefixes: Sequence[Prefix], size: int) -> tuple[list[Span], int]:
-    """Groups of at most `size` queries of a row, which read what no prefix has; and `size`."""
+    """Groups of at most `size` queries of one row, over the tokens outside shared prefixes; and `size`."""
     read = {row: prefix.num_tokens for prefix in prefixes for row in prefix.rows}
     spans = []
     for row, (ids, base, length) in enumerate(zip(rows.block_ids, rows.bases, rows.lengths, strict=True)):

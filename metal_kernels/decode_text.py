@@ -1,10 +1,10 @@
-"""The text of the decode kernel; `decode` says what it computes and launches it."""
+"""Source of the decode kernel, which `decode` launches."""
 
 from __future__ import annotations
 
 from agentcache.metal_kernels.kernel_text import KernelText
 
-# A simdgroup's tile: 16 tokens, of which each lane takes whole quantisation groups, so that each is loaded once.
+# A simdgroup's tile has 16 tokens. Each lane takes whole quantisation groups, so each scale is loaded once.
 _FUNCTIONS = """
 template <int HEADS, int GROUPS, int UNITS, typename Table>
 METAL_FUNC void find_tile(Table slots, int t, int stop, int head, int lane, thread size_t* at, thread bool* there) {
@@ -139,8 +139,8 @@ METAL_FUNC void add_keys(thread Sums<Q>* scores, thread Left<S, Q>* queries, SHA
 }
 """
 
-# A query's row in a tile: member * GQA + its head among those of the kv head. COOPERATIVE: all simdgroups unpack for
-# all, and each has queries of its own; else each has tokens of its own, and all have the same queries.
+# Query rows in a tile: member * GQA + head within the kv head. COOPERATIVE: each simdgroup has its own queries, and all
+# unpack tokens for each other. Otherwise each has its own tokens, and all have the same queries.
 _BODY = """
     const int lane = int(thread_index_in_simdgroup);
     const int sg = int(simdgroup_index_in_threadgroup);

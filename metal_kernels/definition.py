@@ -1,4 +1,4 @@
-"""What the kernels compute, as plainly as numpy can say it, in float64."""
+"""Reference implementation of the kernels in numpy and float64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PackedNumpy = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def unpacked(packed: PackedNumpy, bits: int = 4) -> Array:
-    """[..., D]: value = q * scale + bias, the lowest bits first."""
+    """Unpack to [..., D]: value = q * scale + bias, lowest bits first."""
     data, scales, biases = packed
     codes = (data[..., None] >> np.arange(0, 32, bits, dtype=np.uint32)) & (2**bits - 1)
     values = codes.reshape(*data.shape[:-1], scales.shape[-1], -1).astype(np.float64)
@@ -25,9 +25,9 @@ def unpacked(packed: PackedNumpy, bits: int = 4) -> Array:
 
 
 def packed(x: Array, group_size: int) -> tuple[NDArray[np.uint32], Array, Array]:
-    """[..., D] in 4 bits as `mx.quantize` does it: data [..., D/8], scales and biases [..., D/group_size], not rounded.
+    """Pack [..., D] to 4 bits as `mx.quantize`: data [..., D/8], scales and biases [..., D/group_size], not rounded.
 
-    A group's value that is farthest from zero is met exactly, if a whole number of steps fits between it and zero.
+    A group's value farthest from zero is exact if a whole number of steps fits between it and zero.
     """
     groups = np.clip(np.nan_to_num(x, nan=0.0), -30000, 30000).reshape(*x.shape[:-1], -1, group_size)
     low, high = groups.min(axis=-1), groups.max(axis=-1)
@@ -43,7 +43,7 @@ def packed(x: Array, group_size: int) -> tuple[NDArray[np.uint32], Array, Array]
 
 
 def row_of(packed: PackedNumpy, block_ids: Sequence[int], num_tokens: int, bits: int = 4) -> Array:
-    """The first tokens of a table's blocks, [H_kv, num_tokens, D]."""
+    """The first tokens of a block table, [H_kv, num_tokens, D]."""
     blocks = unpacked(tuple(part[list(block_ids)] for part in packed), bits)  # type: ignore[arg-type]
     return blocks.swapaxes(0, 1).reshape(blocks.shape[1], -1, blocks.shape[3])[:, :num_tokens]
 
@@ -63,10 +63,10 @@ def attention(
     residuals: LowRank | None = None,
     key_residuals: LowRankKeys | None = None,
 ) -> Array:
-    """Attention of the queries [B, H_q, n, D] over rows that hold `lengths` tokens before theirs; [B, H_q, n, D].
+    """Attention of the queries [B, H_q, n, D] over rows of `lengths` earlier tokens; [B, H_q, n, D].
 
     Args:
-        residuals, key_residuals: to be added to values and to keys.
+        residuals, key_residuals: residuals of values and of keys.
     """
     rows = []
     for row, (query, ids, base, length) in enumerate(zip(queries, block_ids, bases, lengths, strict=True)):
@@ -84,12 +84,12 @@ def attention(
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """What an adapter adds to the values of rows.
+    """Residuals of values.
 
     Args:
         low_rank: x·A, [slots, 256, r].
         matrix: B, [H_kv, r, D].
-        block_ids: each row's slots.
+        block_ids: slots of each row.
     """
 
     low_rank: np.ndarray
@@ -105,13 +105,13 @@ class LowRank:
 
 @dataclass(frozen=True, eq=False)
 class LowRankKeys:
-    """What an adapter adds to the keys of rows.
+    """Residuals of keys.
 
     Args:
-        added: x·A·B, before rope; with γ, where keys are normed.
-        norms: ρ of keys without and with it, [slots, 256, H_kv, 2]; None where they are not.
-        angles: by which rope turns each pair from a position to the next, [pairs].
-        interleaved: a pair are neighbours, not half of what is turned apart.
+        added: x·A·B before rope, with the norm's weights γ if keys are normed.
+        norms: factors ρ of keys without and with the adapter, [slots, 256, H_kv, 2]; None without norm.
+        angles: rotation of each pair per position, [pairs].
+        interleaved: whether a pair's values are neighbours, not half of the rotated values apart.
     """
 
     added: LowRank
@@ -120,7 +120,7 @@ class LowRankKeys:
     interleaved: bool
 
     def of_row(self, row: int, keys: Array, base: int) -> Array:
-        """Keys [H_kv, num_tokens, D] of a row whose first is at position `base`."""
+        """Keys [H_kv, num_tokens, D] with residuals; the first is at position `base`."""
         count = keys.shape[1]
         added = self.turned(self.added.of_row(row, count), base)
         if self.norms is None:
@@ -131,7 +131,7 @@ class LowRankKeys:
         return result
 
     def turned(self, x: Array, base: int) -> Array:
-        """[H_kv, num_tokens, D], the first at position `base`."""
+        """Apply rope to [H_kv, num_tokens, D]; the first is at position `base`."""
         pairs = len(self.angles)
         first, second = (
             (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2))
@@ -157,7 +157,7 @@ def latent_attention(
 ) -> Array:
     """Attention of the queries [B, H, n, rank + rope] over latents, one head of keys; [B, H, n, rank].
 
-    Values are the latents' first `rank` values.
+    Values are the first `rank` values of a latent.
     """
     rows = []
     for query, ids, length in zip(queries, block_ids, lengths, strict=True):

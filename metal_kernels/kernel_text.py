@@ -1,20 +1,19 @@
-"""One body for two compilers.
+"""Kernel sources for two compilers, and their launches.
 
-A kernel's body is written in what Metal and CUDA share; each is given a prelude that supplies the rest: names of types
-and address spaces on CUDA, and on both the tile primitive, products of small matrices by a whole simdgroup.
+A kernel's body uses the common subset of Metal and CUDA. A prelude for each supplies the rest: on CUDA names of types
+and address spaces, on both the tile primitive, products of small matrices by a whole simdgroup.
 
 **Tiles.** `Sums<Q>` holds 8Q x 8 float sums, `Left<S, Q>` an 8Q x 16 left operand of type S (half or float); rows are
 queries. A lane has two neighbouring elements of a row: row `tile_row(lane)` of each eight, columns
-`tile_column(lane)` and the next one; the four lanes of a row are reached by `simd_shuffle_xor` with `ROW_PEER_1` and
-`ROW_PEER_2`. `add_product_rows` multiplies with 8 rows of 16 values in threadgroup memory (keys), transposed;
-`add_product_columns` with K rows of 8 (values): 16, in float also 8, and then the left operand's first 8 columns. On
-Metal these are `simdgroup_matrix`, on CUDA `mma.m16n8k16`, for float plain sums, since CUDA's matrix units round float
-to 10 bits.
+`tile_column(lane)` and the next. `simd_shuffle_xor` with `ROW_PEER_1` and `ROW_PEER_2` reaches a row's four lanes.
+`add_product_rows` multiplies with 8 rows of 16 values in threadgroup memory (keys), transposed; `add_product_columns`
+with K rows of 8 (values). K is 16; in float it may be 8, which uses the left operand's first 8 columns. Metal has
+`simdgroup_matrix`; CUDA has `mma.m16n8k16` for half, and plain sums for float, since its matrix units round float to 10
+bits.
 
-**Keys made on chip.** `rebuild` makes 8 values of 16 keys out of 16 low-rank ones; `turn` and `keep` make a right
-operand of them where they are, in registers. So each back end has them as its right operands are: on CUDA a lane has
-two neighbouring values of a token, on Metal, where operands are as sums are, a value of two neighbouring tokens. A row
-of turns has, for each two neighbouring pairs of values, their two cosines and two sines.
+**Keys made on chip.** `rebuild` computes 8 values of 16 keys from 16 low-rank ones; `turn` and `keep` convert them to a
+right operand in registers. On CUDA a lane has two neighbouring values of a token; on Metal, one value of two
+neighbouring tokens. A row of a rope table has, for every two neighbouring pairs, their two cosines and two sines.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from agentcache.metal_kernels.compiled import cubin_of
 from agentcache.metal_kernels.cuda_prelude import CUDA
 from agentcache.metal_kernels.metal_prelude import METAL
 
-# What CUDA calls the attributes of a thread; threadgroups are one-dimensional here.
+# CUDA equivalents of Metal's thread attributes; threadgroups are one-dimensional.
 _ATTRIBUTES = {
     "threadgroup_position_in_grid": "const uint3 {} = make_uint3(blockIdx.x, blockIdx.y, blockIdx.z);",
     "thread_position_in_grid": "const uint3 {} = make_uint3(blockIdx.x * blockDim.x + threadIdx.x, 0, 0);",
@@ -49,28 +48,28 @@ _CUDA_TYPES = {
 }
 _CUDA_HEADERS = "#include <cuda_fp16.h>\n#include <cuda_bf16.h>\n"
 
-#: `device()` of a back end that runs none of this.
+#: Result of `device()` if neither back end is available.
 NO_DEVICE = "none"
 
 
 def device() -> str:
-    """ "metal", "cuda", or `NO_DEVICE`: what the default device compiles."""
+    """ "metal", "cuda", or `NO_DEVICE`: the back end of the default device."""
     if mx.default_device() != mx.gpu:
         return NO_DEVICE
     return "metal" if mx.metal.is_available() else "cuda" if mx.cuda.is_available() else NO_DEVICE
 
 
 def cuda_source(body: str) -> str:
-    """A body as `mx.fast.cuda_kernel` takes it: behind the attributes that it names."""
+    """A body for `mx.fast.cuda_kernel`, with definitions of the attributes that it uses."""
     named = [line.format(name) for name, line in _ATTRIBUTES.items() if re.search(rf"\b{name}\b", body)]
     return "\n".join([*named, body])
 
 
 @lru_cache(maxsize=512)
 def traced(compute: Callable[..., mx.array], kind: Hashable) -> Callable[..., mx.array]:
-    """`compute` for steps of one kind, which it takes in front of its arrays.
+    """Trace `compute(kind, *arrays)` for one kind of step.
 
-    Traced once: MLX makes a kernel's text anew for each call, which takes longer than a short kernel does.
+    Without tracing, MLX builds the kernel's text in each call, which takes longer than a short kernel.
     """
     of_kind = partial(compute, kind)
     return of_kind if device() == NO_DEVICE else mx.compile(of_kind)
@@ -78,10 +77,10 @@ def traced(compute: Callable[..., mx.array], kind: Hashable) -> Callable[..., mx
 
 @dataclass(frozen=True)
 class KernelText:
-    """A kernel: its body, what its arrays are called there, and functions that it calls.
+    """A kernel's source: body, names of its arrays, and functions.
 
     Args:
-        changed: those of `inputs` that it writes to.
+        changed: inputs that it writes to.
     """
 
     name: str
@@ -112,11 +111,11 @@ class KernelText:
         )
 
     def cuda_text(self, inputs: Sequence[mx.Dtype], outputs: Sequence[mx.Dtype], constants: Mapping[str, Any]) -> str:
-        """All that CUDA's compiler is to read, for arrays of these dtypes; `mx.fast.cuda_kernel` makes the like.
+        """Complete CUDA source for arrays of these dtypes, similar to that of `mx.fast.cuda_kernel`.
 
         Args:
-            inputs, outputs: float32, float16, bfloat16, int32 or uint32, as many as the kernel has.
-            constants: dtypes, whole numbers and truth values, by name.
+            inputs, outputs: dtypes of all arrays: float32, float16, bfloat16, int32 or uint32.
+            constants: dtypes, integers and booleans by name.
 
         Raises:
             KeyError: another dtype.
@@ -139,12 +138,12 @@ class KernelText:
         threads: int,
         outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]],
     ) -> list[mx.array]:
-        """Run it.
+        """Launch the kernel.
 
         Args:
-            constants: by name; each combination is compiled once, on CUDA for later processes too.
-            threads: in a threadgroup, a multiple of 32.
-            outputs: shape and dtype of each.
+            constants: compile-time constants by name; each combination is compiled once and, on CUDA, cached on disk.
+            threads: threads per threadgroup, a multiple of 32.
+            outputs: shape and dtype of each output.
         """
         is_cuda = device() == "cuda"
         given: dict[str, Any] = {
@@ -164,7 +163,7 @@ class KernelText:
         return kernel(template=list(constants.items()), **given)
 
 
-@cache  # a text takes a while to put together, and not all launches are traced
+@cache  # building a text is slow, and not all launches are traced
 def _cubin(
     kernel: KernelText, inputs: tuple[mx.Dtype, ...], outputs: tuple[mx.Dtype, ...], constants: tuple[Any, ...]
 ) -> bytes | None:

@@ -1,4 +1,4 @@
-"""Steps to try the kernel for latents with, as `cases` has them for keys and values."""
+"""Test cases of the kernel for latents, as in `cases`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentcache.metal_kernels.definition import PackedNumpy, latent_attention
 from agentcache.metal_kernels.latent_decode import LatentPlan, latent_decode
 from agentcache.metal_kernels.latent_shape import LatentShape
 
-_ROPE_SCALE = 0.5  # what the second part of queries is multiplied with: any number
+_ROPE_SCALE = 0.5  # an arbitrary factor of rope queries
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class LatentCase:
     """A step.
 
     Args:
-        lengths: tokens that each row holds before the step.
-        num_tokens: queries of each row.
-        group: size of the quantisation's groups; None for the widest that divides both sizes.
+        lengths: tokens of each row before the step.
+        num_tokens: queries per row.
+        group: quantisation group size; None for the largest that divides both sizes.
     """
 
     rank: int = 64
@@ -50,11 +50,11 @@ class LatentCase:
 
 @dataclass
 class Latents:
-    """A case's arrays, in numpy.
+    """A case's arrays in numpy.
 
     Attributes:
-        block_ids: each row's table, slots in random order.
-        packed: latents; unread places hold NaN.
+        block_ids: block table of each row, with random slots.
+        packed: latents, with NaN in unread places.
         queries: float32 [B, H, n, rank + rope].
     """
 
@@ -113,7 +113,7 @@ class Latents:
         )
 
     def holding(self, place: int, new: mx.array) -> Latents:
-        """The same with a latent [1, 1, 1, D] at slot * 256 + offset."""
+        """A copy with a latent [1, 1, 1, D] at slot * 256 + offset."""
         parts = [part.copy() for part in self.packed]
         for part, token in zip(parts, packed_alone(new, self.case.shape.group_size), strict=True):
             part[place // BLOCK_SIZE, :, place % BLOCK_SIZE] = np.array(token)[0, :, 0]
@@ -121,7 +121,7 @@ class Latents:
 
 
 def _packed(shape: LatentShape, used: np.ndarray, random: np.random.Generator) -> PackedNumpy:
-    """Random codes whose values are about normal; NaN in scales and biases of places that are not `used`."""
+    """Random codes with roughly normal values; NaN in scales and biases of unused places."""
     sizes = (used.shape[0], 1, BLOCK_SIZE)
     most = 2**shape.bits - 1
     data = random.integers(0, 2**32, (*sizes, shape.dim * shape.bits // 32), dtype=np.uint32)

@@ -1,10 +1,10 @@
 """Multi-head latent attention of few queries over packed latents, in place (DeepSeek-V2, arXiv 2405.04434).
 
-A latent is key and value of all query heads: scores take its `rank + rope` values, results its first `rank`. So each is
-unpacked once for both. A threadgroup computes a split of one query's tokens for up to 16 heads; those of the other
-heads are its neighbours in the grid and read the same bytes at about the same time, from the device's cache. Its
-simdgroups share the latents' columns out: each multiplies its own, together they add up the scores, and each adds up
-the values of its own columns. `merge` merges the splits. Computed in float; 16-bit models multiply in half.
+A latent is key and value of all query heads: scores use its `rank + rope` values, results its first `rank`. It is
+unpacked once for both. A threadgroup computes a split of one query's tokens for up to 16 heads; neighbours in the grid
+have the other heads, and read the same bytes from the device's cache. Its simdgroups divide the latents' columns: each
+multiplies its own, together they sum the scores, and each sums the values of its columns. `merge` merges the splits.
+Sums are in float; 16-bit models multiply in half.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from agentcache.metal_kernels.merge import merge
 from agentcache.metal_kernels.numbers import floats, ints
 from agentcache.metal_kernels.tiling import HeadShape
 
-# That fill a device: two for each processor of an H100. By count, not measured.
+# Two per multiprocessor of an H100; not measured.
 THREADGROUPS = 264
-_LEAST_TOKENS = 64  # of a split: it writes a partial result of `rank` floats a head
+_LEAST_TOKENS = 64  # per split, which writes `rank` floats per head
 _LOG2_E = math.log2(math.e)
 
 
 class LatentPlan:
-    """What the queries of a step read, for all layers of one cache group: each its row's tokens, up to its own.
+    """Reads of a step's queries, for all layers of one cache group: a row's tokens up to each query.
 
     Attributes:
-        launches: what `latent_decode` has prepared for all layers.
+        launches: steps prepared by `latent_decode`.
     """
 
     def __init__(self, rows: StepRows) -> None:
@@ -45,12 +45,12 @@ class LatentPlan:
 
     @cached_property
     def places(self) -> mx.array:
-        """For `MERGE`, int32 [rows * num_tokens, 2]: a query is the only member of its group, and shares nothing."""
+        """Input of `MERGE`, int32 [rows * num_tokens, 2]: each query is a group of its own, without shared prefix."""
         return ints(tuple((query, -1) for query in range(len(self.groups.spans))))
 
 
 class LatentStep(NamedTuple):
-    """All that a step's launches are compiled and laid out by."""
+    """Key by which a step's launches are compiled."""
 
     shape: LatentShape
     batch: int
@@ -74,10 +74,10 @@ def latent_decode(
 
     Args:
         queries: [B, H, n, rank], in the latent space.
-        rope_queries: [B, H, n, rope]; times `rope_scale` they go with the latents' last values.
-        scale: of scores.
-        written: what `append` gave for these latents in the same graph.
-        threadgroups: that fill the device.
+        rope_queries: [B, H, n, rope], for the latents' last values; multiplied by `rope_scale`.
+        scale: factor of scores.
+        written: result of `append` for these latents in the same graph.
+        threadgroups: number that fills the device.
     """
     key = (shape, scale, rope_scale, threadgroups)
     if key not in plan.launches:
@@ -86,7 +86,7 @@ def latent_decode(
 
 
 class PreparedLatents(NamedTuple):
-    """What computes a step for all layers of a group, and the arrays that say which tokens are read by whom."""
+    """A traced step for all layers of a group, with the arrays of its plan."""
 
     compute: Callable[..., mx.array]
     arrays: Sequence[mx.array]
@@ -94,7 +94,7 @@ class PreparedLatents(NamedTuple):
     def __call__(
         self, queries: mx.array, rope_queries: mx.array, latents: Sequence[mx.array], written: mx.array | None
     ) -> mx.array:
-        """As `latent_decode`."""
+        """See `latent_decode`."""
         written = nothing_written() if written is None else written
         return self.compute(queries, rope_queries, *latents, written, *self.arrays)
 
@@ -102,7 +102,7 @@ class PreparedLatents(NamedTuple):
 def prepare_latents(
     plan: LatentPlan, shape: LatentShape, scale: float, rope_scale: float, threadgroups: int = THREADGROUPS
 ) -> PreparedLatents:
-    """`latent_decode` for layers of this shape."""
+    """Prepare `latent_decode` for layers of this shape."""
     splits = plan.groups.splits(LatentTiling(shape).head_groups, _LEAST_TOKENS, threadgroups)
     num_tokens = plan.rows.num_tokens
     arrays = [
@@ -134,7 +134,7 @@ def _compute(step: LatentStep, queries: mx.array, rope_queries: mx.array, *given
 
 
 def constants(tiling: LatentTiling) -> Mapping[str, Any]:
-    """What the kernel is compiled with."""
+    """Compile-time constants of the kernel."""
     shape = tiling.shape
     return {
         "S": shape.staged,

@@ -1,10 +1,10 @@
-"""The text of the decode kernel for latents; `latent_decode` says what it computes and launches it."""
+"""Source of the decode kernel for latents, which `latent_decode` launches."""
 
 from __future__ import annotations
 
 from agentcache.metal_kernels.kernel_text import KernelText
 
-# A thread loads and unpacks 32 values of a token; the first of those that share a scale loads it for the others.
+# A thread loads and unpacks 32 values of a token. The first thread of those that share a scale loads it.
 _FUNCTIONS = """
 template <int D, int GS, int BITS, int TOKENS, int THREADS, int UNITS, typename Table>
 METAL_FUNC void load_latents(const device uint* data, const device half* scales, const device half* biases,
@@ -53,7 +53,7 @@ METAL_FUNC void unpack_unit(SHARED_POINTER(S) to, const thread uint* words, half
 }
 """
 
-# Columns are dealt out to the simdgroups in turn: sixteen at a time for scores, eight at a time for values.
+# Simdgroups take columns in turn: sixteen at a time for scores, eight at a time for values.
 _BODY = """
     const int lane = int(thread_index_in_simdgroup);
     const int sg = int(simdgroup_index_in_threadgroup);

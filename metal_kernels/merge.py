@@ -1,4 +1,4 @@
-"""The kernel that makes results of what the decode kernels have summed, split by split."""
+"""The kernel that merges the partial results of the decode kernels."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from agentcache.metal_kernels.tiling import HeadShape
 
 _THREADS = 512
 
-# A short step waits for memory here. So PARTS sets of threads (a power of two) have a share of the splits each, every
-# thread asks for all it needs at once, and every simdgroup computes the splits' weights for itself: lane s has those of
-# s and s + 32. A thread of a set sums one value: those behind the first D are of residuals, and a set's last threads
-# may have none. Two sets of splits: places[2 * query] and the next one say in which group and as which member a query
-# took part, -1 for not at all.
+# For a short step this kernel is bound by memory latency. So PARTS sets of threads (a power of two) divide the splits,
+# every thread issues all its loads at once, and every simdgroup computes all weights itself: lane s has those of splits
+# s and s + 32. A thread of a set sums one value; those behind the first D are residuals, and a set's last threads may
+# have none. There are two sets of groups: places[2 * query] and the next give group and member, -1 for none.
 _BODY = """
     const int at = int(threadgroup_position_in_grid.x);
     const int tid = int(thread_index_in_threadgroup);
@@ -112,11 +111,10 @@ def merge(
     """Attention [B, H_q, n, D] (`out_shape`), from up to two sets of groups.
 
     Args:
-        sums: own_sums, own_tops, shared_sums, shared_tops: of each split of a group's tokens, for each of its queries,
-            the weighted sum of values, float32 [rows, splits, D]; the largest exponent and the weights' sum,
-            float32 [rows, splits, 2].
+        sums: own_sums, own_tops, shared_sums, shared_tops. For each split and query: weighted sums of values, float32
+            [rows, splits, D]; largest exponent and sum of weights, float32 [rows, splits, 2].
         given: value_b, places, sinks, params.
-        own_members, shared_members: queries of a group, in either set.
+        own_members, shared_members: queries of a group in each set.
     """
     batch, heads, num_tokens, _ = out_shape
     width = -(-shape.value_width // 32) * 32

@@ -1,4 +1,4 @@
-"""What stands in front of each kernel on Metal; see `kernel_text` for what it supplies."""
+"""The Metal prelude of all kernels; `kernel_text` describes its functions."""
 
 METAL = """
 #include <metal_simdgroup>

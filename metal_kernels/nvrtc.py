@@ -1,4 +1,4 @@
-"""NVIDIA's compiler at run time, the one that MLX has loaded for its own kernels."""
+"""NVIDIA's runtime compiler (NVRTC), as loaded by MLX for its own kernels."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _NAME = "libnvrtc.so."
-_HEADER = "cuda_fp16.h"  # of those that kernels include
-_OPTIONS = ("--device-as-default-execution-space",)  # as MLX has it
+_HEADER = "cuda_fp16.h"  # one of the headers that kernels include
+_OPTIONS = ("--device-as-default-execution-space",)  # as in MLX
 
 
 class NoCompiler(Exception):
-    """It is not loaded in this process, or its headers are not to be found."""
+    """NVRTC is not loaded in this process, or its headers are missing."""
 
 
 class DoesNotCompile(Exception):
-    """What the compiler says of a text."""
+    """The compiler's log for a text."""
 
 
 @dataclass(frozen=True)
 class Compiler:
-    """NVRTC, for one kind of GPU.
+    """NVRTC for one GPU architecture.
 
     Attributes:
-        library: the compiler.
-        headers: the folder of CUDA's headers.
-        architecture: what is compiled for, such as sm_90a.
+        headers: folder of CUDA's headers.
+        architecture: target such as sm_90a.
     """
 
     library: ctypes.CDLL
@@ -37,10 +36,10 @@ class Compiler:
 
     @classmethod
     def of_library(cls, library: Path, architecture: str) -> Compiler:
-        """The compiler in this file.
+        """Load the compiler from a file.
 
         Raises:
-            NoCompiler: it cannot be loaded, or its headers are not to be found.
+            NoCompiler: it cannot be loaded, or its headers are missing.
         """
         try:
             return cls(ctypes.CDLL(str(library)), _headers_of(library), architecture)
@@ -54,10 +53,10 @@ class Compiler:
         return major.value, minor.value
 
     def compile(self, text: str) -> bytes:
-        """A cubin for the architecture.
+        """Compile to a cubin.
 
         Raises:
-            DoesNotCompile: with what the compiler says.
+            DoesNotCompile: with the compiler's log.
         """
         program = ctypes.c_void_p()
         self._call("nvrtcCreateProgram", ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None)
@@ -83,10 +82,10 @@ class Compiler:
 
 
 def loaded_library() -> Path:
-    """Where the compiler lies that this process has loaded.
+    """Path of the NVRTC library loaded in this process.
 
     Raises:
-        NoCompiler: it has loaded none.
+        NoCompiler: none is loaded.
     """
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
@@ -107,7 +106,7 @@ def _headers_of(library: Path) -> Path:
 
 
 def _header_folders(library: Path) -> Iterator[Path]:
-    """A toolkit and NVIDIA's packages for CUDA 13 have them beside their libraries, those for 12 in a package."""
+    """Candidates: beside the library (toolkit, packages for CUDA 13), or in another package (CUDA 12)."""
     yield library.parent.parent / "include"
     yield library.parent.parent.parent / "cuda_runtime" / "include"
     for variable in ("CUDA_HOME", "CUDA_PATH"):

@@ -1,8 +1,7 @@
-"""How rope turns keys, as the kernels read it: no sine or cosine is computed in them.
+"""Rope tables for kernels, which compute no sines or cosines themselves.
 
-A key at position p is turned by as much as one at the tile's beginning, a multiple of 16, and by what it lies behind
-that; so two small tables do for all positions. Which values are a pair, how quickly each turns, and a factor that some
-ropes have are read off the layer's own rope.
+The rotation of a key is that of its tile's first position, a multiple of 16, and that of the offset behind it. So two
+small tables cover all positions. Pairs, angles and a possible scale factor are measured on the layer's own rope.
 """
 
 from __future__ import annotations
@@ -11,18 +10,18 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-# Positions between two rows of `far`, and rows of `near`: a tile begins anywhere between two of them.
+# Positions between two rows of `far`, and rows of `near`, which cover a tile that begins between two rows of `far`.
 STEP, NEAR = 16, 32
 
 
 class RopeTables(NamedTuple):
-    """A layer's rope.
+    """Rope tables of a layer.
 
     Args:
-        near: of positions 0 … 31, [32, 2 * pairs] as `laid_out` has them, in what keys are multiplied in; with rope's
-            factor.
-        far: of every sixteenth position, [n, 2 * pairs], without it.
-        interleaved: a pair are neighbours.
+        near: positions 0 … 31, [32, 2 * pairs] in the layout of `laid_out` and the dtype of products, with rope's
+            scale factor.
+        far: every sixteenth position, [n, 2 * pairs], without that factor.
+        interleaved: whether a pair's values are neighbours.
     """
 
     near: mx.array
@@ -35,21 +34,21 @@ class RopeTables(NamedTuple):
 
 
 def laid_out(cosines: mx.array, sines: mx.array, dtype: mx.Dtype) -> mx.array:
-    """[n, pairs] each as [n, 2 * pairs]: of two pairs the cosines, then the sines, then the next two's."""
+    """Two [n, pairs] as [n, 2 * pairs]: for every two pairs their cosines, then their sines."""
     count, pairs = cosines.shape
     both = mx.stack([side.reshape(count, pairs // 2, 2) for side in (cosines, sines)], axis=2)
     return mx.contiguous(both.reshape(count, 2 * pairs).astype(dtype))
 
 
 def no_rope(dtype: mx.Dtype) -> RopeTables:
-    """Of keys that stay as they are."""
+    """Placeholder tables for keys without rope."""
     return RopeTables(mx.zeros(8, dtype), mx.zeros(8, dtype), False)
 
 
 def packed_b(b: mx.array, turns: RopeTables, dtype: mx.Dtype) -> mx.array:
-    """What x·A of keys is multiplied with, float [H_kv, r, D], as the decode kernel reads it: [H_kv, D, r'].
+    """B of keys, float [H_kv, r, D], in the decode kernel's layout [H_kv, D, r'].
 
-    Transposed, its rank filled up to sixteens, first values of pairs in front of second ones.
+    Transposed, the rank padded to a multiple of 16, first values of pairs before second ones.
     """
     heads, rank, dim = b.shape
     if turns.interleaved:

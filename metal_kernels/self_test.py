@@ -1,8 +1,8 @@
-"""The kernels tried on this device before they are used, in a process of their own.
+"""Check the kernels on this device in a child process before they are used.
 
-A text that a compiler does not take can end the process, and so can one that reads where nothing is. So a child
-computes steps of the shape in question and compares them with their definition; what it says, or that it ended without
-a word, decides. `python -m agentcache.metal_kernels.self_test` reads a shape from stdin and prints one line.
+A kernel that does not compile, or reads out of bounds, can end the process. So a child computes steps of the given
+shape and compares them with their definition. `python -m agentcache.metal_kernels.self_test` reads a shape from stdin
+and prints one line.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from agentcache.metal_kernels.tiling import HeadShape, ResidualKind
 from agentcache.metal_kernels.unpack import unpack
 
 _COMMAND = (sys.executable, "-m", "agentcache.metal_kernels.self_test")
-_SECONDS = 180  # the first compilation on a Mac may take long
+_SECONDS = 180  # the first compilation on a Mac can be slow
 _APPENDED_BITS = 4
-_SCALE_ROUNDING = 1e-2  # of values of about 1: scales and biases are kept in float16
+_SCALE_ROUNDING = 1e-2  # for values of about 1: scales and biases are float16
 _DTYPES = {str(dtype): dtype for dtype in TOLERANCE}
 
 Shape = HeadShape | LatentShape
@@ -38,14 +38,14 @@ _SHAPES: dict[str, type[Shape]] = {kind.__name__: kind for kind in (HeadShape, L
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether kernels may be used; `reason` says why not."""
+    """Whether kernels may be used, or the reason why not."""
 
     right: bool
     reason: str = ""
 
 
 def try_kernels(shape: Shape, command: Sequence[str] = _COMMAND) -> Verdict:
-    """Have a child process compute every kind of step of this shape."""
+    """Check every kind of step of this shape in a child process."""
     asked = json.dumps({"of": type(shape).__name__, **vars(shape), "dtype": str(shape.dtype)})
     try:
         done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=_SECONDS, check=False)
@@ -62,7 +62,7 @@ def try_kernels(shape: Shape, command: Sequence[str] = _COMMAND) -> Verdict:
 
 
 def wrong_steps(shape: Shape) -> list[str]:
-    """Names of the kinds of steps that come out wrong on this process's device."""
+    """Kinds of steps with wrong results on this process's device."""
     return [f"{name} (off by {off:.2g})" for name, off in differences(shape) if not off <= TOLERANCE[shape.dtype]]
 
 
@@ -80,7 +80,7 @@ def _of_heads(shape: HeadShape) -> Iterator[tuple[str, float]]:
         for side in (*(["keys"] if shape.key_rank else []), *(["values"] if shape.value_rank else [])):
             out, expected = arenas.unpacked(side)
             yield f"unpack of {side} with residuals", error(out, expected) / max(1.0, np.nanmax(np.abs(expected)))
-        return  # the others know nothing of residuals
+        return  # the other kernels have no residuals
     arenas = Arenas.of(_case(shape, lengths=(300,)))
     [ids] = arenas.block_ids
     values = unpack(as_mlx(arenas.keys), mx.array(np.array(ids, np.int32)), 300, shape.dtype)
@@ -90,7 +90,7 @@ def _of_heads(shape: HeadShape) -> Iterator[tuple[str, float]]:
 
 
 def _pack_error(shape: HeadShape) -> float:
-    """Largest difference of packed values from the definition's, but for those right between two steps."""
+    """Largest difference of packed values from the definition, except for ties between two codes."""
     x = as_computed(np.random.default_rng(0).standard_normal((2, shape.kv_heads, 5, shape.dim)), shape.dtype)
     made = packed_alone(mx.array(x.astype(np.float32)).astype(shape.dtype), shape.group_size)
     words, *factors = (np.array(part) for part in made)
@@ -103,7 +103,7 @@ def _pack_error(shape: HeadShape) -> float:
 
 
 def _steps_from_append(shape: HeadShape) -> Iterator[tuple[str, float]]:
-    """A token is appended and read in one graph, by a decode step and by a chunk."""
+    """Append a token and read it in the same graph, by a decode step and by a chunk."""
     arenas = Arenas.of(_case(shape, lengths=(300,)))
     [ids], [length] = arenas.block_ids, arenas.case.lengths
     place = ids[length // BLOCK_SIZE] * BLOCK_SIZE + length % BLOCK_SIZE
@@ -149,7 +149,7 @@ def _of_latents(shape: LatentShape) -> Iterator[tuple[str, float]]:
 
 
 def latent_steps(shape: LatentShape) -> dict[str, LatentCase]:
-    """As `steps`; every text is compiled for the first already, the second has another grid."""
+    """As `steps`. The first compiles all kernels; the second has another grid."""
     return {
         "latent decode": _latent_case(shape, lengths=(300, 17)),
         "latent decode of several tokens": _latent_case(shape, lengths=(40,), num_tokens=3),
@@ -162,7 +162,7 @@ def _latent_case(shape: LatentShape, **of_step: object) -> LatentCase:
 
 
 def steps(shape: HeadShape) -> dict[str, Case]:
-    """A step for every text that is compiled for this shape."""
+    """Steps that use every kernel for this shape."""
     if has_residuals(shape):
         return {
             "decode with residuals": _case(shape, lengths=(300, 17)),

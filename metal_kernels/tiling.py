@@ -1,4 +1,4 @@
-"""What the decode kernel is compiled for, and how a threadgroup of it is laid out."""
+"""Shapes for which the decode kernel is compiled, and its threadgroups."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-TILE = 16  # tokens that a simdgroup unpacks at a time
+TILE = 16  # tokens that a simdgroup unpacks at once
 _THREADGROUP_BYTES = 32768
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """What a kernel is compiled for.
+    """Head shape for which a kernel is compiled.
 
     Args:
-        dim: values a head, a multiple of 32.
-        queries_per_head: query heads that share a kv head.
-        group_size: of the quantisation.
-        dtype: of queries and results.
-        bits: a key or value.
-        value_rank: of the residuals that are added to values; 0 for none.
-        key_rank: of those that are added to keys.
-        pairs: of a key's values that rope turns, where there are residuals of keys; a multiple of 8.
-        interleaved: a pair are neighbours, not half of what is turned apart.
-        normed: keys are normed, head by head.
+        dim: head dimension, a multiple of 32.
+        queries_per_head: query heads per kv head.
+        group_size: quantisation group size.
+        dtype: dtype of queries and results.
+        bits: bits of a key or value.
+        value_rank: rank of value residuals; 0 for none.
+        key_rank: rank of key residuals; 0 for none.
+        pairs: pairs of a key's values that rope rotates, a multiple of 8; only with key residuals.
+        interleaved: whether a pair's values are neighbours, not half of the rotated values apart.
+        normed: whether keys are normed per head.
     """
 
     dim: int
@@ -43,23 +43,23 @@ class HeadShape:
 
     @property
     def staged(self) -> mx.Dtype:
-        """What is multiplied."""
+        """Dtype of products."""
         return mx.float32 if self.dtype == mx.float32 else mx.float16
 
     @property
     def value_width(self) -> int:
-        """What is summed of a token: its value, and behind it its residual, filled up to whole eights."""
+        """Summed values of a token: its value and its residual, padded to a multiple of 8."""
         return self.dim + -(-self.value_rank // 8) * 8
 
     @property
     def row_width(self) -> int:
-        """Values between two rows in threadgroup memory: a few more than needed, so that rows begin in other banks."""
+        """Row stride in threadgroup memory, padded so that rows start in different banks."""
         width = max(self.value_width, self.dim + self.padded_key_rank)
         return width + (4 if self.staged == mx.float32 else 8)
 
     @property
     def padded_key_rank(self) -> int:
-        """What is multiplied at a time is sixteen of rank."""
+        """Key rank padded to the matrix unit's 16."""
         return -(-self.key_rank // 16) * 16
 
     @property
@@ -68,7 +68,7 @@ class HeadShape:
 
 
 class ResidualKind(NamedTuple):
-    """What of `HeadShape` is of residuals."""
+    """The residual fields of `HeadShape`."""
 
     value_rank: int = 0
     key_rank: int = 0
@@ -77,7 +77,7 @@ class ResidualKind(NamedTuple):
     normed: bool = False
 
     def on(self, shape: HeadShape) -> HeadShape:
-        """Heads of this shape, with these residuals."""
+        """`shape` with these residuals."""
         return replace(shape, **self._asdict())
 
 
@@ -86,12 +86,12 @@ NO_RESIDUALS = ResidualKind()
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a threadgroup is laid out.
+    """Layout of a threadgroup.
 
     Args:
         members: queries of a group.
-        tiles: of eight query rows, that one simdgroup holds.
-        cooperative: every simdgroup has queries of its own.
+        tiles: tiles of eight query rows per simdgroup.
+        cooperative: whether every simdgroup has queries of its own.
     """
 
     members: int
@@ -100,7 +100,7 @@ class Tiling:
     cooperative: bool
 
     def pool_size(self, shape: HeadShape) -> int:
-        """float4 (for their alignment) of threadgroup memory: unpacked tokens; queries at first, sums at last."""
+        """Threadgroup memory in float4, for alignment: unpacked tokens; first queries, last sums."""
         rows = self.tiles * 8 * (self.simdgroups if self.cooperative else 1)
         queries = rows * shape.row_width * shape.staged.size
         sums = 0 if self.cooperative else rows * shape.value_width * 4
@@ -109,7 +109,7 @@ class Tiling:
 
 @cache
 def own_tiling(shape: HeadShape, num_tokens: int) -> Tiling:
-    """For groups of one row's queries, `num_tokens` of them."""
+    """For groups of one row's queries."""
     members = max(1, min(num_tokens, 16 // shape.queries_per_head))
     tiles = 1 if members * shape.queries_per_head <= 8 else 2
     return Tiling(members, tiles, _simdgroups(shape, tiles), cooperative=False)
@@ -117,7 +117,7 @@ def own_tiling(shape: HeadShape, num_tokens: int) -> Tiling:
 
 @cache
 def shared_tiling(shape: HeadShape) -> Tiling:
-    """For groups of many rows' queries."""
+    """For groups of queries of several rows."""
     simdgroups = _simdgroups(shape, 2)
     return Tiling(max(1, simdgroups * 16 // shape.queries_per_head), 2, simdgroups, cooperative=True)
 

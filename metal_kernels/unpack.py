@@ -1,4 +1,4 @@
-"""One row's packed blocks as contiguous keys or values in the model's type, in front of flash attention."""
+"""Unpack one row's blocks into contiguous keys or values of the model's dtype, for flash attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from agentcache.metal_kernels.numbers import ints
 
 _THREADS = 256
 
-# One thread a word of eight values. The first word's thread of a group loads its scale and bias for the others.
+# One thread per word of eight values. The thread of a group's first word loads its scale and bias.
 _BODY = """
     const int i = int(thread_position_in_grid.x);
     const int lane = int(thread_index_in_simdgroup);
@@ -48,7 +48,7 @@ def unpack(
     """The first `num_tokens` tokens of the blocks `block_ids`, int32 [n], as [1, H_kv, num_tokens, D].
 
     Args:
-        written: what `append` gave for these arrays in the same graph.
+        written: result of `append` for these arrays in the same graph.
     """
     kv_heads, dim = packed[0].shape[1], packed[0].shape[3] * 8
     words = kv_heads * num_tokens * dim // 8

@@ -1,6 +1,6 @@
-"""One row's packed blocks with an adapter's residuals, as contiguous keys or values in the model's type.
+"""Unpack one row's blocks with residual KV into contiguous keys or values of the model's dtype.
 
-What the decode kernel puts together on chip, written out once, in front of flash attention for a prompt's chunk.
+Writes out what the decode kernel builds on chip, for flash attention of a prompt's chunk.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from agentcache.metal_kernels.numbers import ints
 from agentcache.metal_kernels.rope_tables import STEP, RopeTables, no_rope
 
 _THREADS = 256
-_TOKENS = 4  # of a thread, for which it loads a row of B once
+_TOKENS = 4  # per thread, which loads a row of B once for all
 
-# One thread two words of some tokens: those that rope turns against each other, or two neighbours.
+# One thread per two words of some tokens: words whose values rope pairs, or neighbours.
 _FUNCTIONS = """
 METAL_FUNC void unpack_scaled(uint word, half scale, half bias, float factor, thread float* x) {
     UNROLL for (int e = 0; e < 8; ++e)
@@ -133,14 +133,14 @@ UNPACK_RESIDUAL = KernelText(
 
 
 class LowRankSide(NamedTuple):
-    """What an adapter adds to a row's keys or values.
+    """Residuals of a row's keys or values.
 
     Args:
         low_rank: x·A, float16 [slots, 256, r].
-        b: float32 [H_kv, r, D]; of keys that are normed, with the norm's weights.
+        b: float32 [H_kv, r, D]; of normed keys, with the norm's weights.
         block_ids: slots of the residuals, int32 [n].
-        norms: float16 [slots, 256, H_kv, 2], of keys that are normed.
-        turns: float32, of keys that rope turns.
+        norms: float16 [slots, 256, H_kv, 2]; None without norm.
+        turns: float32 rope tables; None without rope.
     """
 
     low_rank: mx.array
@@ -163,8 +163,8 @@ def unpack_residual(
     """The first `num_tokens` tokens of the blocks `block_ids`, int32 [n], as [1, H_kv, num_tokens, D].
 
     Args:
-        base: position of the first of them.
-        written: what `append` gave for these arrays in the same graph.
+        base: position of the first token.
+        written: result of `append` for these arrays in the same graph.
     """
     kv_heads, dim = packed[0].shape[1], packed[0].shape[3] * 8
     turns = side.turns or no_rope(mx.float32)
