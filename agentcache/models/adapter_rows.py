@@ -50,7 +50,6 @@ class AdapterRows:
     Args:
         rows: one entry per row; None for base.
         lengths: tokens of each row before the step.
-        num_tokens: tokens per row in the step.
 
     Attributes:
         adapters: adapters that act on at least one token, without duplicates.

@@ -59,7 +59,7 @@ class TargetModules:
     Args:
         linears: modules that are called as linears.
         targets: targets by adapters' names; q, k, v (gate, up) also if the model has them fused.
-        absorbed: modules that are never called, because attention has absorbed their weights.
+        absorbed: modules that attention has absorbed, so they are never called.
     """
 
     num_layers: int
@@ -133,7 +133,6 @@ class Adapter:
 
     Args:
         digest: digest of modules, matrices and effective scale, not of name or format; 40 hex digits.
-        ranks: ranks by module of the model.
         first_layer: lowest adapted layer.
         first_kv_layer: lowest layer whose keys or values can differ from base's; number of layers if none can.
         nbytes: bytes of its weights on the device.

@@ -1,7 +1,7 @@
 """Measure how far base's KV is from what residual rows would have cached themselves.
 
-A residual row's step computes base's weights times its own input, x·W; base's cached value lies in its place. Their
-difference includes the cache's rounding. That energy is measured when base's blocks are written, and subtracted:
+The step compares base's weights times the row's own input with base's cached value. The difference includes the cache's
+rounding, whose energy is measured when base's blocks are written, and subtracted:
 
     divergence² = (|own - cached|² - |base - cached|²) / |own|²
 

@@ -1,8 +1,7 @@
 """Products with experts' weights, without MLX's faulty product for sorted rows.
 
-mlx-lm sorts many rows by expert and tells MLX (`switch_layers.SwitchGLU`), which then multiplies each expert's rows at
-once. On CUDA that product is sometimes wrong for weights that are not quantised (MLX 0.32.4,
-`grouped_gemm_unaligned.cu`).
+mlx-lm sorts many rows by expert and tells MLX (`switch_layers.SwitchGLU`), which multiplies each expert's rows at once.
+On CUDA that is sometimes wrong for unquantised weights (MLX 0.32.4, `grouped_gemm_unaligned.cu`).
 """
 
 from __future__ import annotations

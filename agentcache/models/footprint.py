@@ -336,6 +336,7 @@ def free_memory(limit: int | None = None) -> int:
 
 
 def spare_memory(limit: int | None = None) -> int:
+    """As `free_memory`, without freed memory that malloc has kept."""
     active = allocated_bytes()
     free = device_memory().usable - active if limit is None else limit - active
     if mx.default_device() == mx.gpu:

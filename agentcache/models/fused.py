@@ -1,8 +1,7 @@
 """Run attention, packing and unpacking by kernels, or by MLX's operations as the reference.
 
-`fused_residual` does the same for rows with residual KV, `fused_latent` for latents. A kernel runs if the device
-compiles kernels, the head shape is supported, and a child process has verified it (`metal_kernels.self_test`, once per
-shape and machine: `kernel_memo`). A failed self-test logs one warning.
+A kernel runs if the device compiles kernels, the head shape is supported, and a child process has verified it
+(`metal_kernels.self_test`, once per shape and machine: `kernel_memo`). A failed self-test logs one warning.
 `AGENTCACHE_KERNELS` is `on` (default), `off`, or `check`: compute both, count differences, use the reference's result.
 """
 

@@ -1,7 +1,7 @@
 """Run attention of rows with residual KV by kernels, or by the reference.
 
-For few tokens, rows of one adapter run together, each over its own blocks; shared base blocks are read once per row.
-For a prompt's chunk, a row's blocks are unpacked with residuals for flash attention.
+For few tokens, rows of one adapter run together, each over its own blocks. For a prompt's chunk, a row's blocks are
+unpacked with residuals for flash attention.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Memory of kernels that passed the self-test on this machine, so that later starts skip it.
 
-The key has all that could change the result: kernel text, MLX, device, driver, shape. Failures are tried again.
+The key has kernel text, MLX, device, driver and shape. Failures are tried again.
 """
 
 from __future__ import annotations

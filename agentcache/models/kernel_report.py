@@ -1,6 +1,6 @@
 """Kernel or reference, with the reason, for each kind of layer of a model; for the doctor.
 
-The model is inspected without reading its weights, in a child process, because a broken back end may crash.
+Runs in a child process, because a broken back end may crash. Reads no weights.
 """
 
 from __future__ import annotations

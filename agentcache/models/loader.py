@@ -60,7 +60,6 @@ class LoadedModel:
     """A model ready to run on the paged cache.
 
     Args:
-        model: mlx-lm model; `survey` makes its cache argument.
         current: step in progress, which modules read.
         trunk: hidden-state cache.
         names: current and earlier names of the model in a cache folder.

@@ -1,9 +1,8 @@
 """Products with packed blocks, by MLX's quantised kernels if they are right.
 
 Back ends lack some kernels, or have wrong ones (CUDA in MLX 0.32.4: keys of a single quantisation group). So each kind
-of product is compared with its definition once per head shape and device. If it differs, blocks are unpacked: the same
-values, more memory traffic. CUDA never tries MLX's kernel for blocks that our kernels read, because compiling it takes
-over a minute and would block serving.
+of product is compared with its definition once per head shape and device. If it differs, blocks are unpacked. CUDA
+never tries MLX's kernel for blocks that ours read: compiling it takes over a minute and would block serving.
 """
 
 from __future__ import annotations

@@ -36,7 +36,6 @@ class PrecisionSearch:
     After each pass `find_precision` runs again with all known numbers. So a search can continue in another process.
 
     Args:
-        texts: token ids of each text of the sample.
         known: numbers of an earlier process for this model and sample.
         keep: called with all numbers after each measurement.
         settle: function from a number to the value that all ranks use.

@@ -3,12 +3,11 @@
 The model runs twice on the same tokens, in steps that cover every path of attention:
 
 1. on caches that quantise keys and values and return them as arrays, as mlx-lm's would;
-2. on step caches, where each layer gets its input of the first run, so that its error shows in that layer only.
+2. on step caches, each layer with its input of the first run, so that its error shows in that layer only.
 
-Compared are the results of attention and, in float32, of layers. (In half precision a last-bit difference may change a
-router's choice of experts.)
-Products round by their number of rows, which can move a value between two quantisation steps. So a single row runs in a
-batch of copies as large as the batch of the other run. Windows are cut short, so that tokens leave them.
+Compared are attention's results and, in float32, layers' outputs. (In half precision a last-bit difference may change a
+router's choice.) A product's rounding depends on its number of rows, so a single row runs in a batch of copies as large
+as the other run's batch. Windows are cut short, so that tokens leave them.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """How a model makes each layer's keys and values, as residual KV needs it: found in its modules, then proved.
 
-Residuals are added to base's cached keys, so keys with an adapter must be keys without plus something made of x·A
-alone. With ρ = 1 / rms of a head's key before its norm, γ the norm's weights and R the layer's rope:
+Keys with an adapter must be base's cached keys plus something made of x·A alone. With ρ = 1 / rms of a head's key
+before its norm, γ the norm's weights and R the layer's rope:
 
     K + R(x·A·B)                                   without a key norm,
     ρ_agent / ρ_base * K + ρ_agent * R(γ * x·A·B)  with a norm of each head.
 
-The proof runs the model once on two equal rows. The modules that make keys and values add noise to the second row's,
-before norm and rope. The formula must give the second row's cached keys from the first row's.
+The proof runs the model once on two equal rows, with noise on the second row's module outputs, before norm and rope.
+The formula must give the second row's cached keys from the first row's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Residual rows of a step: they read base's KV plus the residual KV of their adapter.
 
-A residual row writes no KV. For its tokens, the modules that make keys and values return base's weights times the row's
-input. The adapter's addition is kept apart, as x·A.
-In a family (adapters with equal A matrices), rows of base make x·A, whether or not a member reads it.
+A residual row writes no KV. For its tokens, modules that make keys and values return base's weights times the row's
+input; the adapter's addition is kept apart, as x·A. In a family (adapters with equal A matrices), rows of base make
+x·A, whether or not a member reads it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ class ResidualRow:
 
     Args:
         row: index in the step.
-        arenas: residual arenas of the adapter or its family.
         tables: block table for each group of `arenas`, with the step's tokens reserved.
         length: tokens before the step.
         source: row whose x makes x·A: base's for a family; None for the row itself.

@@ -1,8 +1,7 @@
 """Tables of a layer's rope for kernels, found by running the rope.
 
-A rope may be of any kind. So pairs of values, angles and gain are read off its results on known inputs. Kernels rotate
-a key in two parts: by its place in a tile, then by the tile's position. Whether the rope allows that is checked at near
-and far positions.
+Pairs of values, angles and gain are read off the rope's results. Kernels rotate a key twice: by its place in a tile,
+and by the tile's position. Whether the rope allows that is checked at near and far positions.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class ModelRunner:
     - Row states and hidden states are values and stay valid.
 
     Args:
-        snapshots: checkpoints of recurrent state; None for a model without it.
+        snapshots: checkpoints of recurrent state.
         room: maximum bytes of a cache group; its arenas grow to that without a copy if the device allows it.
         measures: whether to measure the error of sharing base's KV (`models/divergence.py`).
     """

@@ -31,8 +31,7 @@ class StepInputs:
         trunk: hidden states to continue from and to keep, for a single row by base. KV below its cut is cached.
         all_logits: whether logits of every position are wanted, not only of the last.
         states: recurrent state of each row; None for a row without tokens; empty for a model without such layers.
-        residual: rows with residual KV; None without. Then `reads` cover all rows, `writes` only `residual.writers`
-            (empty without).
+        residual: rows with residual KV. Then `reads` cover all rows, `writes` only `residual.writers`, if any.
     """
 
     token_ids: mx.array

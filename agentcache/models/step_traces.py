@@ -1,11 +1,11 @@
 """Traced decode steps: later steps of a kind reuse the graph of an earlier one.
 
 On a fast device, steps wait for Python to lay out the layers. So the graph of a plain decode step is traced
-(`mx.compile`), with all that changes between steps as inputs: tokens, positions, reads, writes, arenas. The rest is in
-a trace's key: number of rows, launch layout, array shapes.
+(`mx.compile`), with all that changes between steps as inputs. A trace's key has the rest: number of rows, launch
+layout, array shapes.
 
-Tracing needs all attention to go by kernels, which write into arenas themselves (`metal_kernels/append.py`). Steps with
-adapters, reused hidden states, recurrent state, residuals or measurements are not traced.
+Tracing needs all attention to go by kernels, which write into arenas themselves (`metal_kernels/append.py`), and a step
+by base alone without reused hidden states, recurrent state, residuals or measurements.
 """
 
 from __future__ import annotations

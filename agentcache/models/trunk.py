@@ -1,7 +1,6 @@
 """Hidden-state cache between layers: a step stores hidden states, or reads them to skip the layers below.
 
-List entries of layers are wrapped on first use; the layers are unchanged. Stored states come from the same layers and
-tokens, so results do not change.
+Stored states come from the same layers and tokens, so results do not change. Layers are wrapped on first use.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Attention on a CPU of rows whose adapters act on values but not on keys.
 
-Their scores are those of base's keys. So all rows of a step run together, also those without residuals: P·(V + x·A·B) =
-P·V + (P·x·A)·B. A prompt's chunk reads values with residuals already added.
+Their scores are those of base's keys, so all rows of a step run together: P·(V + x·A·B) = P·V + (P·x·A)·B. A prompt's
+chunk reads values with residuals already added.
 
 `residual_attention` is the specification. Its pieces are slow on a CPU, where each operation costs as much as a small
 product.
