@@ -15,7 +15,7 @@ _WORD = re.compile("[A-Za-z0-9_]{1,100}")
 _MARKER = re.compile(r"<[^<>]+>|\[[^\[\]]+\]")
 _WORDS = re.compile(r"[A-Za-z0-9_\-]+")
 
-# For a model without a dialect: `repairs/notation.py` describes the tools in its prompt, with calls in this dialect.
+# Of models without a dialect; `repairs/notation.py` shows it in the prompt.
 _TOLD = "json_tools"
 
 
@@ -25,9 +25,9 @@ class ArgumentSyntax:
 
     Args:
         name_open, name_close: text before and after the name, with the placeholders `TYPE` and `IS_STRING`.
-        value_open: text before the value; empty if the value follows the name.
-        close: text after the value; its first occurrence ends the value.
-        on_lines: put the value on separate lines. If False, white space around it is not part of it.
+        value_open: text before the value.
+        close: text whose first occurrence ends the value.
+        on_lines: put the value on separate lines; else white space around it is not part of it.
     """
 
     name_open: str
@@ -41,7 +41,7 @@ class ArgumentSyntax:
         return _TYPE in self.name_close or _IS_STRING in self.name_close
 
     def name_closed(self, type_: str) -> str:
-        """Fill the placeholders for a JSON schema type."""
+        """Return `name_close` for a JSON schema type."""
         closed = self.name_close.replace(_IS_STRING, "true" if type_ == "string" else "false")
         return closed.replace(_TYPE, "number" if type_ == "integer" else type_)
 
@@ -53,7 +53,7 @@ class FieldSyntax:
     Args:
         assign: text between name and value.
         comma: text between arguments.
-        quote: quote around unescaped strings; lists and objects then use the same syntax in `[…]` and `{…}`. Empty if
+        quote: quote of unescaped strings; lists and objects then use the same syntax in `[…]` and `{…}`. If empty,
             values are JSON and names are Python identifiers.
     """
 
@@ -77,12 +77,10 @@ class CallSyntax:
     """Syntax of calls.
 
     Args:
-        open: text before a call's arguments, with the placeholder `NAME`.
-        close: text after the arguments.
+        open, close: text around a call's arguments, with the placeholder `NAME`.
         between: text between two calls.
         begin, end: text around all calls.
-        argument: syntax of tagged arguments.
-        fields: syntax of fields; without `argument` and `fields` the arguments are JSON.
+        argument, fields: syntax of the arguments; JSON without either.
         as_json: syntax of a call with JSON arguments; None if only the arguments differ.
     """
 
@@ -102,7 +100,7 @@ class CallSyntax:
 
     @property
     def marker(self) -> str:
-        """The marker that opens calls; empty for none."""
+        """The marker that opens calls, or empty."""
         found = _MARKER.match(f"{self.begin}{self.open}")
         return found[0] if found else ""
 
@@ -281,7 +279,7 @@ def call_syntax(form: ReplyFormat) -> CallSyntax:
 
 
 def _with_plain_bars(syntax: CallSyntax) -> CallSyntax:
-    """Return DeepSeek's syntax with the ASCII markers of some model conversions."""
+    """Return the syntax with the ASCII markers of some conversions of DeepSeek models."""
     plain = str.maketrans("｜▁", "|_")
     return CallSyntax(
         syntax.open.translate(plain),

@@ -18,7 +18,7 @@ from agentcache.models.text.grammars.limits import parser_limits
 _STEPS = 1000  # bytes of a random text
 _MOST_SECONDS = 0.2  # limit of one mask, CPU time
 _ENOUGH_SECONDS = 0.3  # check time of one grammar, CPU time
-_ENOUGH_FOR_ALL = 0.6  # check time of all grammars of a request; the remaining grammars share the rest equally
+_ENOUGH_FOR_ALL = 0.6  # of all grammars of a request; the remaining grammars share the rest equally
 _BYTES = 256
 
 
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def _reason_against(grammar: str, tokenizer: LLTokenizer, enough: float) -> str | None:
-    """Return the reason to reject a grammar; None if it survives `enough` CPU seconds of random text."""
+    """Return the reason to reject a grammar; None if it passes `enough` CPU seconds of random text."""
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
     chosen, begun = random.Random(0), time.thread_time()
     for step in range(_STEPS):

@@ -26,8 +26,7 @@ from agentcache.models.text.work_limit import UNLIMITED, WorkLimit
 from agentcache.threads import DaemonPool, as_exception
 
 GRACE = 0.05  # seconds that one answer's masks may delay the other requests, in total
-# Seconds of CPU. A hand-over to another thread costs about as much, and more on a busy machine.
-QUICK = 0.0002
+QUICK = 0.0002  # seconds of CPU, about the cost of using another thread
 _MOST_THREADS = 8  # for masks
 _KEPT = 32  # cached grammars: agents repeat theirs every turn
 _PLACE = re.compile(r"^(failed to compile JSON schema: |(text|reply|json)?\s*at \d+\(\d+\): )+")
@@ -40,11 +39,10 @@ class Vocabulary:
     """A tokenizer's vocabulary for llguidance.
 
     Args:
-        bytes_of: function from a token to its bytes; for a control token, its name.
-        size: upper bound of token ids, exclusive.
-        control_ids: control tokens, which only explicit references in a grammar allow.
+        bytes_of: function from a token to its bytes, or a control token to its name.
+        size: exclusive upper bound of token ids.
+        control_ids: tokens that a grammar allows only by explicit reference.
         eos_ids: tokens that end a text.
-        encode: function from a text to tokens.
     """
 
     bos_token_id = None
@@ -72,13 +70,13 @@ class Vocabulary:
 
 
 class Grammars:
-    """Compiler and cache of the grammars of one tokenizer. Thread-safe.
+    """Grammar compiler of one tokenizer, with a cache. Thread-safe.
 
     Args:
-        vocabulary: factory, called once by `start` or the first `compile`.
+        vocabulary: factory, called once, by `start` or the first `compile`.
 
     Attributes:
-        refusal: reason why llguidance rejects the tokenizer; empty if it does not, or before the first try.
+        refusal: reason why llguidance rejects the vocabulary; empty if it accepts it, or before the first try.
     """
 
     def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
@@ -88,7 +86,7 @@ class Grammars:
         self._made: tuple[LLTokenizer, NDArray[np.uint32]] | None = None
         self._kept: OrderedDict[str, Grammar] = OrderedDict()
         self._check = ConfinedWork("agentcache.models.text.grammars.check_child")
-        # llguidance releases Python's lock.
+        # llguidance releases the GIL.
         self._finders: Executor = DaemonPool(min(_MOST_THREADS, os.cpu_count() or 1), "agentcache-masks")
 
     def start(self) -> None:
@@ -97,14 +95,14 @@ class Grammars:
             self._tokenizer("response_format")
 
     def close(self) -> None:
-        """End the check processes. They restart when needed."""
+        """End the check processes, which restart when needed."""
         self._check.close()
 
     def compile(self, reply: ReplyGrammar, limit: WorkLimit = UNLIMITED) -> Grammar:
-        """Compile a grammar or return the cached one.
+        """Compile a grammar, or return the cached one.
 
         Raises:
-            InvalidRequest: a part is invalid, unsupported or too expensive, or llguidance rejects the tokenizer.
+            InvalidRequest: a part is invalid, unsupported or too expensive, or llguidance rejects the vocabulary.
         """
         with self._lock:
             known = self._kept.get(reply.text)
@@ -129,11 +127,7 @@ class Grammars:
         return grammar
 
     def _try(self, reply: ReplyGrammar, limit: WorkLimit) -> None:
-        """Check each part in a confined process, so that compiling it here is safe.
-
-        Raises:
-            InvalidRequest: a part failed the check.
-        """
+        """Check each part in a confined process, so that compiling it here is safe."""
         parts = reply.parts
         if sum(len(part.source) for part in parts) > MAX_CHARACTERS:
             raise _refused(parts[0].param, f"it has more than {MAX_CHARACTERS} characters")
@@ -149,11 +143,7 @@ class Grammars:
             raise _refused(parts[index].param, reason)
 
     def _tokenizer(self, param: str) -> tuple[LLTokenizer, NDArray[np.uint32]]:
-        """Return llguidance's tokenizer and the mask of end tokens.
-
-        Raises:
-            InvalidRequest: llguidance rejects the vocabulary. It is tried only once.
-        """
+        """Return llguidance's tokenizer and the mask of end tokens. Tries the vocabulary only once."""
         with self._lock:
             if self._made is None and not self.refusal:
                 try:
@@ -186,7 +176,7 @@ class Grammar:
         self._finders = finders
 
     def follow(self) -> Following:
-        """Return a new matcher at the start of the grammar."""
+        """Return a new matcher."""
         return Following(self._matcher.deep_copy(), self._ends, self._finders)
 
 
@@ -196,13 +186,9 @@ class Following:
     The next mask is computed as soon as a token is known: inline if the last mask took less than `QUICK`, else on
     another thread. Slower inline masks are charged to the answer's `GRACE`; without grace, all masks go to threads.
 
-    Args:
-        ends: mask of the end tokens.
-        finders: thread pool for masks.
-
     Attributes:
         is_over: whether the text is complete.
-        failure: reason why llguidance failed; None if it has not.
+        failure: reason why llguidance failed, or None.
     """
 
     def __init__(self, matcher: LLMatcher, ends: NDArray[np.uint32], finders: Executor) -> None:
@@ -238,7 +224,7 @@ class Following:
         """Append a token that `mask` allows."""
         if not self._mask.done():
             wait([self._mask])
-        # Inline: it is cheap beside a mask, and the caller reads `is_over` next.
+        # Inline: cheap, and the caller reads `is_over` next.
         try:
             self._matcher.consume_token(token_id)
         except BaseException as error:
@@ -286,7 +272,7 @@ class Following:
 
 
 def _blamed(parts: Sequence[Part]) -> str:
-    """Return the parameter of the largest part, the likeliest cause."""
+    """Return the parameter of the largest part, which is the likeliest cause."""
     return max(parts, key=lambda part: len(part.source)).param
 
 
@@ -295,6 +281,6 @@ def _refused(param: str, reason: str) -> InvalidRequest:
 
 
 def _told(reason: str) -> str:
-    """Return llguidance's message without its quotes of the grammar."""
+    """Strip quotes of the grammar from llguidance's message."""
     lines = [line for line in reason.split("\n") if line.strip()] or ["it is not understood"]
     return _PLACE.sub("", lines[0].partition("<state>")[0].partition("<non-verbose/>")[0].strip()).rstrip(".:")[:300]

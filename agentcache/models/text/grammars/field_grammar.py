@@ -28,7 +28,7 @@ class FieldWriter:
         self._syntax = syntax
 
     def fields(self, arguments: TaggedArguments) -> str | None:
-        """Return the rule of all arguments, without brackets; None if fields cannot express them."""
+        """Return the rule of all arguments without brackets; None if fields cannot express them."""
         if arguments.any_other:
             return self._any_fields()
         rules = [self._field(argument) for argument in arguments.known]
@@ -69,7 +69,6 @@ class FieldWriter:
         return f'({text} | "null")' if argument.may_be_null else text
 
     def _json(self, value: Json) -> str | None:
-        """Return the rule of a value that is not a string: lists and objects in field syntax if it has quotes."""
         if not self._syntax.quote or value.types <= _SCALARS:
             return self._rules.rule(value.rule)
         if isinstance(value.parts, ListOf):
@@ -95,7 +94,7 @@ class FieldWriter:
         return f'"[" {items} "]"' if parts.least else f'"[" ({items})? "]"'
 
     def _quoted(self, value: Text) -> str:
-        """Return the rule of a string. It excludes the quote as ordinary text, where the parser also stops."""
+        """Return the rule of a string. The parser also stops at a quote in ordinary text, so the rule excludes it."""
         opened, quote = self._rules.spelled(self._syntax.quote), escaped(self._syntax.quote)
         if isinstance(value, OneOf):
             text = f"({'|'.join(map(escaped, value.texts))})"

@@ -27,7 +27,7 @@ from agentcache.models.text.grammars.tagged_arguments import (
 from agentcache.models.text.replies.calls import SPACE
 from agentcache.models.text.replies.format import HARMONY, ReplyFormat
 
-# Tool names that the parsers of all dialects accept.
+# Names that the parsers of all dialects accept.
 _CALLABLE_NAME = re.compile(r"[\w./\-]{1,256}")
 # Masks are computed token by token, so forced tokens need no special handling.
 _HEADER = '%llguidance {"no_forcing": true}\n'
@@ -43,11 +43,7 @@ _CDATA = "<![CDATA["  # the parser strips it
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a grammar that comes from the request: the right side of a rule, or a whole grammar.
-
-    Args:
-        param: request parameter to name in errors.
-    """
+    """A part that comes from the request: the right side of a rule or a whole grammar. Errors name `param`."""
 
     source: str
     param: str
@@ -61,11 +57,7 @@ class Part:
 
 @dataclass(frozen=True)
 class ReplyGrammar:
-    """A grammar and the parts of it that come from the request.
-
-    Args:
-        text: JSON of llguidance grammars.
-    """
+    """llguidance's grammars as JSON, and the parts that come from the request."""
 
     text: str
     parts: tuple[Part, ...]
@@ -75,7 +67,7 @@ def reply_grammar(form: AnswerForm, reply: ReplyFormat, prompt_end: str | None) 
     """Build the grammar of a whole reply.
 
     Args:
-        prompt_end: end of the chat's marked prompt, which may open reasoning or calls; None for raw text.
+        prompt_end: end of the marked prompt, which may open reasoning or calls; None for raw text.
 
     Raises:
         InvalidRequest: invalid schema or tool name.
@@ -106,7 +98,7 @@ class _Writer:
     # -- thoughts -----------------------------------------------------------------------------------------------------
 
     def _marked(self, form: AnswerForm, prompt_end: str) -> str:
-        """Return the body with the model's reasoning before it; mirrors `MarkedReader.begin`."""
+        """Put reasoning before the body, as `MarkedReader.begin` expects it."""
         body, pairs = self._body(form), self._reply.thoughts
         end = prompt_end.rstrip(SPACE)
         opened = next((close for start, close in pairs if end.endswith(start)), None)
@@ -125,7 +117,7 @@ class _Writer:
         first = pieces[0]
         if isinstance(first, int):
             return f"{_ANY_TEXT} {self._rules.spelled(close)}"
-        # Not a token: the first occurrence of the spelled marker ends the text.
+        # Not a token: its first occurrence ends the text.
         rest = "".join(" " + element(piece) for piece in pieces[1:])
         return self._rules.rule(f"/(?s:.*){escaped(first)}/", "[lazy]") + rest
 
@@ -138,7 +130,7 @@ class _Writer:
         return " | ".join(ways)
 
     def _syntax(self, form: AnswerForm) -> CallSyntax | None:
-        """Return the call syntax; None if calls would be ambiguous with text. Then only text is allowed."""
+        """Return the call syntax; None, for text only, if calls would be ambiguous with text."""
         syntax = call_syntax(self._reply)
         if form.text is None or not syntax.is_bare:
             return syntax
@@ -210,7 +202,7 @@ class _Writer:
         return f"{self._named(_ANY_NAME, syntax, 'string', self._value(AnyText(), syntax, may_be_null=False))}*"
 
     def _tagged_argument(self, argument: TaggedArgument, syntax: ArgumentSyntax) -> str | None:
-        """Return the argument's rule; None if the parser might read back a different value."""
+        """Return the argument's rule; None if the parser might read another value."""
         value, type_ = argument.value, "string"
         if isinstance(value, OneOf) and not all(_survives(text, syntax) for text in value.texts):
             return None
@@ -223,7 +215,7 @@ class _Writer:
         rule = self._named(literal(argument.name), syntax, type_, spelled)
         if not (argument.may_be_null and syntax.says_type):
             return rule
-        # In an argument of type string the parser reads `null` as text, so null declares its own type.
+        # The parser reads `null` of type string as text, so null needs its own type.
         null = f"{literal('null')} {self._rules.spelled(syntax.close)}"
         return self._rules.rule(f"{rule} | {self._named(literal(argument.name), syntax, 'null', null)}")
 
@@ -240,7 +232,7 @@ class _Writer:
             return f"{around} {self._text_until(syntax.close)}"
         if isinstance(value, Json):
             return f"{around} {self._rules.rule(value.rule)} {around} {closed}"
-        # One terminal for the text and its end: the boundary between two terminals would be ambiguous.
+        # One terminal for text and end: the boundary between two would be ambiguous.
         first, *rest = self._rules.pieces(syntax.close)
         end = escaped((_BREAK if syntax.on_lines else "") + first) if isinstance(first, str) else ""
         if not end and syntax.on_lines:
@@ -298,7 +290,7 @@ def _survives(text: str, syntax: ArgumentSyntax) -> bool:
 
 
 def _characters(value: TextOfLength | OneOf, end: str, close: str, syntax: ArgumentSyntax) -> str:
-    """Return a terminal for a text and its `end`; the text must not contain `close`, where the parser stops."""
+    """Return a terminal for a text without `close`, and its `end`."""
     if isinstance(value, OneOf):
         return f"/({'|'.join(map(escaped, value.texts))}){end}/"
     most = "" if value.most is None else value.most

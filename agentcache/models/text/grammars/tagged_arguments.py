@@ -1,7 +1,7 @@
 """Converts a tool's schema to a list of arguments, for formats with one tag or field per argument.
 
-Strings are text, other values JSON. A schema with more constraints (patterns, dependent arguments) is not converted:
-the call's arguments are then one JSON object, which the parser of every dialect accepts.
+Strings are text, other values JSON. Schemas with more constraints (patterns, dependent arguments) are not converted:
+the arguments are then one JSON object, which every dialect's parser accepts.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Json:
     """A value that is not a string.
 
     Args:
-        rule: right side of its Lark rule.
-        types: its JSON schema types.
+        rule: right side of a Lark rule.
+        types: JSON schema types.
         parts: structure of a list or an object; None if the schema has other constraints.
     """
 
@@ -88,12 +88,7 @@ class TaggedArguments:
 
 @dataclass(frozen=True)
 class ListOf:
-    """A list.
-
-    Args:
-        item: description of each item; its name is unused.
-        least, most: bounds of the length; `most` None for no limit.
-    """
+    """A list with length bounds; `most` None for no limit. The name of `item` is unused."""
 
     item: TaggedArgument
     least: int
@@ -101,7 +96,7 @@ class ListOf:
 
 
 def tagged_arguments(source: str) -> TaggedArguments | None:
-    """Convert a schema, given as JSON text; None if it has constraints that the arguments cannot express."""
+    """Convert a schema's JSON text; None if it has constraints that the arguments cannot express."""
     root = parse_json(source)
     if root is True:
         root = {}
@@ -111,7 +106,7 @@ def tagged_arguments(source: str) -> TaggedArguments | None:
 
 
 def _repeats_much(root: Mapping[str, Any]) -> bool:
-    """Whether repeating the definitions in each argument's rule would exceed the size limit of a grammar."""
+    """Whether repeating the definitions in each argument's rule exceeds a grammar's size limit."""
     properties, definitions = root.get("properties"), _definitions(root)
     if not isinstance(properties, Mapping) or not definitions:
         return False
@@ -124,7 +119,7 @@ def _definitions(root: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refers(text: str) -> bool:
-    """Whether a schema, given as JSON text, may have references."""
+    """Whether a schema's JSON text may have references."""
     return 'Ref": "' in text or '"$ref"' in text
 
 
@@ -159,7 +154,7 @@ def _argument(name: str, schema: Any, root: Mapping[str, Any], is_required: bool
 
 
 def _meant(schema: Any, root: Mapping[str, Any]) -> Any:
-    """Resolve references and single alternatives; None if a reference cannot be resolved."""
+    """Resolve references and single alternatives; None if that fails."""
     for _ in range(_MOST_REFERENCES):
         if not isinstance(schema, Mapping):
             return None
@@ -178,7 +173,7 @@ def _is_single(alternatives: Any) -> bool:
 
 
 def _without_null(schema: Any, root: Mapping[str, Any]) -> tuple[Any, bool]:
-    """Split a schema into its part without null and whether null is allowed."""
+    """Return the schema without null, and whether it allows null."""
     if not isinstance(schema, Mapping):
         return None, False
     if isinstance(named := schema.get("type"), list) and _NULL in named and len(named) == 2 and "enum" not in schema:
@@ -231,7 +226,7 @@ def _parts(schema: Mapping[str, Any]) -> ListOf | TaggedArguments | None:
     match schema.get("type"):
         case "array":
             return _of_list(schema)
-        case "object":  # an empty root: references, which may be recursive, are not followed
+        case "object":  # no root: references may be recursive
             return _of_object(schema, {})
         case _:
             return None

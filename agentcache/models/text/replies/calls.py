@@ -25,12 +25,8 @@ class CallSink:
     """Collects the events of calls, one call at a time.
 
     Args:
-        spell: converts a coded name to the text that clients see.
-        spell_json: the same for JSON text; markers in its strings become their names.
-
-    Attributes:
-        events: events that the reader has not taken.
-        num_calls: number of calls begun.
+        spell: decodes names to the text that clients see.
+        spell_json: the same for JSON text, with all markers as their names.
     """
 
     def __init__(self, spell: Callable[[str], str] = _as_it_is, spell_json: Callable[[str], str] = _as_it_is) -> None:
@@ -61,9 +57,9 @@ class Left:
     """Result of a finished call parser.
 
     Args:
-        shown: text that turned out not to be a call.
+        shown: text that is not a call.
         rest: unread text.
-        has_failed: whether text turned out not to be a call.
+        has_failed: whether a supposed call is not one.
     """
 
     shown: str = ""
@@ -75,15 +71,11 @@ class CallReader(Protocol):
     """Parser for the text after a marker that opens calls."""
 
     def feed(self, text: str, final: bool) -> Left | None:
-        """Parse more text; None while calls continue. `final` means end of reply: open calls are ended."""
+        """Parse more text; None while calls continue. `final` ends the reply and open calls."""
 
 
 class Tools:
-    """Names and argument types of a request's tools.
-
-    Args:
-        shown: tools in OpenAI's format, as the chat template gets them.
-    """
+    """Names and argument types of a request's tools, which `shown` has in OpenAI's format."""
 
     def __init__(self, shown: Sequence[Mapping[str, Any]] = ()) -> None:
         self.shown = shown
@@ -98,7 +90,6 @@ class Tools:
         return name in self._parameters
 
     def may_begin(self, name: str) -> bool:
-        """Whether a tool's name begins with `name`."""
         return any(known.startswith(name) for known in self._parameters)
 
     def types(self, name: str, argument: str) -> frozenset[str]:
@@ -120,11 +111,7 @@ _TYPE_OF: dict[type, str] = {
 
 
 def schema_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """Return the JSON schema types that `schema` allows; empty if unknown.
-
-    Args:
-        root: enclosing schema, for references.
-    """
+    """Return the JSON schema types that `schema` allows, empty if unknown; `root` has its definitions."""
     return frozenset(_types(schema, root, set()))
 
 
@@ -178,8 +165,8 @@ class Steps(ABC):
         self._sink = sink
         self._close = close
         self._text = ""  # unread
-        self._raw = ""  # text since the call's beginning, shown if it is not a call
-        self._started = False  # the sink has the current call's start
+        self._raw = ""  # text since the call's beginning, in case it is not a call
+        self._started = False  # the current call has begun in the sink
 
     def feed(self, text: str, final: bool) -> Left | None:
         self._text += text
@@ -199,34 +186,32 @@ class Steps(ABC):
 
     @abstractmethod
     def _step(self, final: bool) -> Left | None:
-        """Read a piece of `_text`; return Left when the calls are over."""
+        """Read a piece of `_text`."""
 
     @abstractmethod
     def _cut_off(self) -> Left:
-        """End an open call and return the rest."""
+        """End an open call."""
 
     def _failed(self) -> Left:
-        """Return the text read so far as text: it is not a call."""
         return Left(shown=self._raw.removesuffix(self._text), rest=self._text, has_failed=True)
 
     def _read_json(self, value: JsonText) -> None:
-        """Emit the arguments in `_text`, up to their end."""
         self._text = self._text[value.feed(self._text, 0) :]
         self._sink.arguments(value.take())
 
     def _end_json(self, value: JsonText) -> None:
-        """End a call inside its arguments; the open JSON is closed."""
+        """Close the JSON of an unfinished call and end the call."""
         value.complete()
         self._sink.arguments(value.take())
         self._sink.end()
 
     def _behind_call(self, left_over: str) -> str:
-        """Strip white space and `left_over` (surplus brackets, a code fence) after a call; return the unread text."""
+        """Strip white space and `left_over`: surplus brackets, the end of a code fence."""
         self._text = self._text.lstrip(SPACE + left_over)
         return self._text
 
     def _after(self, text: str, final: bool) -> Left | None:
-        """End the calls at the closing marker or at other text; None if the marker may be incomplete."""
+        """End the calls at the closing marker or other text; None if more text is needed."""
         if self._close and text.startswith(self._close):
             return Left(rest=text[len(self._close) :])
         if final or (text and partial_end(text, [self._close]) != len(text)):

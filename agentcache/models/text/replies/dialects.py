@@ -16,11 +16,7 @@ from agentcache.models.text.replies.tagged_calls import TaggedCalls, Tags
 
 @dataclass(frozen=True)
 class DialectParts:
-    """Arguments for the constructor of a call parser.
-
-    Args:
-        marker: marker that opened the calls, as clients see it; empty if the prompt or reasoning had it.
-    """
+    """Inputs of a call parser; `marker` is the opening marker that clients may see, empty if they cannot."""
 
     sink: CallSink
     tools: Tools
@@ -36,7 +32,7 @@ class Dialect:
     """Tool-call format of a model family.
 
     Args:
-        opens: by opening marker, the factory of the parser for the text after it.
+        opens: parser factories by opening marker.
         noise: markers that are dropped.
         bare: whether a reply that begins with a JSON object may be a call.
         hints: texts that identify the dialect in a chat template or its output; empty to use the opening markers.
@@ -53,7 +49,6 @@ class Dialect:
 
     @property
     def signs(self) -> tuple[str, ...]:
-        """Texts that identify the dialect."""
         return self.hints or (*self.opens,)
 
 
@@ -95,7 +90,7 @@ def _lines(parts: DialectParts) -> CallReader:
 
 
 def bare_object(parts: DialectParts) -> CallReader:
-    """Create the parser for a reply that is only JSON: a call if it names one of the request's tools."""
+    """Parser of a reply that is only JSON: a call if it names one of the request's tools."""
     return ObjectCalls(parts.sink, "", parts.tools, must_be_known=True)
 
 
@@ -132,8 +127,7 @@ _PYTHON = FieldNotation("[],;", "", "(", ")", "=", ('"""', "'''", '"', "'"))
 _DSML_NOISE = ("</｜DSML｜tool_calls>", "</｜DSML｜function_calls>")
 _DSML_OPENS = {close.replace("/", ""): _tagged(close, _DSML) for close in _DSML_NOISE}
 
-# Keys are mlx-lm's parser names, or our own for formats that mlx-lm does not parse. The order matters: of dialects
-# that parse a template's output equally well, mlx-lm's choice is used, else the first.
+# By mlx-lm's parser name, or our own for formats that mlx-lm lacks. The order matters: see `find_dialect`.
 DIALECTS: dict[str, Dialect] = {
     "qwen3_coder": Dialect(
         {"<tool_call>": _tagged("</tool_call>", _XML), "<function=": _tagged("", replace(_XML, call=""))},
@@ -163,7 +157,7 @@ DIALECTS: dict[str, Dialect] = {
     ),
     "seed_oss": Dialect({"<seed:tool_call>": _tagged("</seed:tool_call>", _PYTHON_XML)}, ("</seed:tool_call>",)),
     "minimax_m2": Dialect({"<minimax:tool_call>": _tagged("</minimax:tool_call>", _INVOKE)}, ("</minimax:tool_call>",)),
-    # A tokenizer alone does not identify which of the two applies, so each parses both.
+    # Each parses both: a tokenizer alone does not identify one.
     "deepseek_v4": Dialect(_DSML_OPENS, _DSML_NOISE, hints=("｜DSML｜tool_calls", "dsml_token + 'tool_calls")),
     "deepseek_v32": Dialect(_DSML_OPENS, _DSML_NOISE, hints=("｜DSML｜",)),
     "minicpm5": Dialect({"<function name=": _tagged("", _NAMED)}, ("</function>",)),

@@ -30,7 +30,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True)
 class ToolCallArguments:
-    """A piece of a call's arguments as JSON text. All pieces of a call form one JSON object."""
+    """A piece of a call's arguments; all pieces form the JSON text of one object."""
 
     index: int
     json: str

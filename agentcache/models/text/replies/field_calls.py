@@ -1,7 +1,4 @@
-"""Streaming parser for calls whose arguments are `name value` fields: Gemma 4, FunctionGemma, LFM2.
-
-The fields are converted to JSON piece by piece. `JsonText` keeps the emitted part completable.
-"""
+"""Streaming parser for calls whose arguments are `name value` fields: Gemma 4, FunctionGemma, LFM2."""
 
 from __future__ import annotations
 
@@ -43,8 +40,8 @@ class FieldNotation:
         around: characters allowed around and between calls.
         opening: text before a call's name.
         open, close: brackets around the arguments.
-        assign: text between an argument's name and its value.
-        quotes: quotes around strings, longer ones first; backslash escapes count only inside `'` and `"` quotes.
+        assign: text between name and value.
+        quotes: string quotes, longer ones first; backslash escapes count only inside `'` and `"`.
     """
 
     around: str
@@ -61,25 +58,17 @@ class FieldNotation:
 
 
 class FieldText:
-    """Converts the arguments of one call to JSON.
-
-    Attributes:
-        json: the JSON of the arguments read so far.
-    """
+    """Converts the arguments of one call to JSON. `json` holds the arguments read so far."""
 
     def __init__(self, notation: FieldNotation) -> None:
         self._notation = notation
-        self._quote = ""  # quote of the open string; empty outside strings
+        self._quote = ""  # of the open string
         self._depth = 0  # of open lists and objects
         self.json = JsonText()
         self.json.feed("{", 0)
 
     def feed(self, text: str) -> str:
-        """Parse text up to the end of the arguments or an error.
-
-        Returns:
-            The unread text. The caller prepends it to the next piece.
-        """
+        """Parse text up to the end of the arguments or an error. Return the unread text, to be fed again with more."""
         while text and not (self.json.is_done or self.json.is_broken):
             read = self._in_string(text) if self._quote else self._outside(text)
             if not read:
@@ -147,7 +136,7 @@ class FieldText:
         return end
 
     def _is_followed(self, text: str) -> bool | None:
-        """Whether the call continues after a quote marker, which then ends the string; None if more text is needed."""
+        """Whether the text after a quote shows that it ends the string; None if more text is needed."""
         text = text.lstrip(SPACE)
         return text[0] in (*_AFTER_STRING, self._notation.close, self._notation.assign) if text else None
 
@@ -253,12 +242,12 @@ def _quoted(value: object) -> str:
 
 
 def _unescaped(code: str) -> str:
-    """Convert the text after a backslash to the inside of a JSON string."""
+    """Convert the escape after a backslash to JSON."""
     if code in _ESCAPED:
         return _ESCAPED[code]
     kind = code[0]
     if kind == "u" and len(code) > 1:
-        return "\\" + code  # may be half of a surrogate pair, which `JsonText` handles
+        return "\\" + code  # may be a surrogate; `JsonText` handles it
     if kind in "01234567" or (kind in "xU" and len(code) > 1):
         number = int(code, 8) if kind.isdigit() else int(code[1:], 16)
         is_character = number <= 0x10FFFF and not 0xD800 <= number < 0xE000

@@ -20,9 +20,9 @@ def find_format(
 
     Args:
         template: text of all its chat templates.
-        tokens: added tokens by content, each as (id, is special).
-        mlx_lm_parser: tool-call parser that mlx-lm chooses.
-        written: replies with calls, rendered by the template.
+        tokens: (id, is special) of each added token by content.
+        mlx_lm_parser: mlx-lm's tool-call parser.
+        written: rendered replies with calls.
     """
     all_text = "\n".join([template, *(reply.prompt + reply.text for reply in written)])
     if all(marker in tokens for marker in ("<|start|>", "<|channel|>", "<|message|>")):
@@ -46,7 +46,7 @@ def _has_pair(pair: tuple[str, str], text: str, tokens: Mapping[str, object]) ->
     start, end = pair
     if all(marker in tokens or marker in text for marker in pair) or (end in text and _is_tag(pair)):
         return True
-    # This marker is several tokens; a model uses it if it has the first token and the closing token.
+    # "<|channel>thought" is several tokens.
     return "<|channel>" in tokens and "<channel|>" in tokens and start == "<|channel>thought"
 
 
@@ -55,13 +55,11 @@ def _is_tag(pair: tuple[str, str]) -> bool:
 
 
 def _only_closes(pair: tuple[str, str], text: str) -> bool:
-    """Whether the template has the closing marker of reasoning but not the opening one.
-
-    False if the template tests `end in reply`: it expects replies without reasoning, so the model writes both markers.
-    """
+    """Whether replies begin with unmarked reasoning: the template has only the closing marker."""
     start, end = pair
     if end not in text or start in text or not _is_tag(pair):
         return False
+    # A template that tests `end in reply` expects replies without reasoning: the model writes both markers.
     return re.search(rf"""["']{re.escape(end)}["']\s+in\b""", text) is None
 
 

@@ -11,7 +11,7 @@ HARMONY_ENDS = ("<|call|>", "<|return|>")
 
 @dataclass(frozen=True)
 class MarkerToken:
-    """A marker that is one token; `is_shown` is False for special tokens, which clients do not see."""
+    """A marker that is one token; clients see it in text if `is_shown`."""
 
     name: str
     id: int
@@ -25,7 +25,7 @@ class ReplyFormat:
     Args:
         dialect: name in `DIALECTS`, or `HARMONY`, which includes reasoning; None for no tool calls.
         thoughts: pairs of markers around reasoning.
-        thinks_first: whether replies begin with reasoning without an opening marker.
+        thinks_first: whether replies begin with unmarked reasoning.
         tokens: markers that are single tokens.
     """
 

@@ -1,4 +1,4 @@
-"""Parser for Harmony, the reply format of gpt-oss: messages in channels (https://github.com/openai/harmony)."""
+"""Streaming parser for Harmony, the reply format of gpt-oss (https://github.com/openai/harmony)."""
 
 from __future__ import annotations
 
@@ -27,11 +27,7 @@ class _State(Enum):
 
 
 class HarmonyReader:
-    """Parse analysis messages as reasoning, messages to a tool as calls, all others as text.
-
-    Args:
-        tools: tools of the request; None to leave calls in the text.
-    """
+    """Parses analysis messages as reasoning, messages to a tool as calls (unless `tools` is None), the rest as text."""
 
     def __init__(self, form: ReplyFormat, tools: Tools | None) -> None:
         self._codes = Codes((token.name, token.is_shown) for token in form.tokens)
@@ -42,7 +38,7 @@ class HarmonyReader:
         self._sink = CallSink(self._codes.shown, self._codes.in_json)
         self._state = _State.HEADER
         self._header: list[str] = []
-        self._prompted = ""  # part of the header in the prompt
+        self._prompted = ""  # the prompt's part of the header
         self._text = ""  # unread
         self._tool = ""
         self._arguments = JsonText()

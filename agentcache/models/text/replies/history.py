@@ -22,26 +22,25 @@ from agentcache.models.text.replies.reader import open_reader
 from agentcache.models.text.template import REASONING_KEYS
 from agentcache.models.text.tokenizer import Tokenizer
 
-_PROMPT_END = 256  # characters before a reply that may open its reasoning or calls
-_MOST_ENDS = 8  # positions that are tried as a reply's end
+_PROMPT_END = 256  # characters of the prompt that may open reasoning or calls
+_MOST_ENDS = 8  # candidates for a reply's end
 # Names of the assistant role between control tokens.
 _ROLES = "(?:[Aa]ssistant|ASSISTANT|model|bot|ai name=assistant)"
 
 
 @dataclass(frozen=True)
 class ReadReply:
-    """The content of a reply, independent of its format: calls are (name, arguments as canonical JSON)."""
+    """Content of a reply; calls are (name, arguments as canonical JSON)."""
 
     thought: str
     text: str
     calls: tuple[tuple[str, str], ...]
 
     def says(self, other: ReadReply) -> bool:
-        """Whether text and calls equal those of `other`, and the reasoning is equal or missing here."""
+        """Whether text and calls equal those of `other`; the reasoning may be missing here."""
         return (self.text, self.calls) == (other.text, other.calls) and self.thought in ("", other.thought)
 
     def answers(self, message: Mapping[str, Any]) -> bool:
-        """Whether a client's message has this reply's text and calls."""
         return (self.text, self.calls) == said_in(message)
 
 
@@ -55,7 +54,7 @@ def said_in(message: Mapping[str, Any]) -> tuple[str, tuple[tuple[str, str], ...
 
 
 class Words(Protocol):
-    """Text of a conversation with the ranges that the model generated, such as a `Transcript`."""
+    """A conversation's text and its generated ranges, such as a `Transcript`."""
 
     @property
     def text(self) -> str: ...
@@ -64,11 +63,7 @@ class Words(Protocol):
 
 
 class ReplyReading:
-    """Parser for the replies in a conversation's marked text.
-
-    Args:
-        tools: tools in the prompt; None for none.
-    """
+    """Finds and parses the replies in a conversation's marked text."""
 
     def __init__(self, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] | None) -> None:
         self._tokenizer = tokenizer
@@ -83,7 +78,7 @@ class ReplyReading:
         self._last_opening = re.compile(rf"{self._opening.pattern}\Z")
 
     def read(self, reply: str, prompt_end: str) -> ReadReply:
-        """Parse a reply in marked text; `prompt_end` is the text before it."""
+        """Parse a reply; `prompt_end` is the text before it."""
         reader = open_reader(self._form, self._tools, thoughts=True, whole=True)
         reader.begin(prompt_end)
         texts, placed, length, done = list[str](), list[tuple[int, str]](), 0, 0
@@ -102,34 +97,27 @@ class ReplyReading:
         )
 
     def read_at(self, text: str, begin: int, end: int) -> ReadReply:
-        """Parse the reply in `text[begin:end]`."""
         return self.read(text[begin:end], text[max(0, begin - _PROMPT_END) : begin])
 
     def opened_at(self, text: str, begin: int) -> int:
-        """Return the start of the reply at `begin`, including a marker before it that opens its reasoning."""
+        """Return the start of the marker that opens reasoning before `begin`; `begin` if there is none."""
         return _opened_at(self._form, text, begin)
 
     def opening_at(self, text: str, begin: int, *, first: int) -> int:
-        """Return the start of the control tokens and role before a reply at `begin`; `begin` if there are none.
-
-        Args:
-            first: lower bound of the result.
-        """
+        """Return the start, not before `first`, of the control tokens and role before `begin`; else `begin`."""
         found = self._last_opening.search(text, max(first, begin - _PROMPT_END), begin)
         return begin if found is None else found.start()
 
     def behind_opening(self, text: str, at: int) -> int:
-        """Return the position after control tokens and a role at `at`; `at` if there are none."""
+        """Return the position after control tokens and a role at `at`; else `at`."""
         found = self._first_opening.match(text, at)
         return at if found is None else found.end()
 
     def same_reply(self, text: str, begin: int, reply: ReadReply, *, longest: int) -> tuple[bool, int | None]:
-        """Find the end of a reply at `begin` with the content of `reply`.
-
-        The reply may span several turns: some templates show text and calls in separate turns.
+        """Find a reply at `begin` with the content of `reply`; some templates split it into several turns.
 
         Returns:
-            Whether its reasoning is equal, too, and the position of the end-of-turn marker; None if none matches.
+            Whether its reasoning is equal, too, and its end, before the end-of-turn marker; None if there is none.
         """
         without_thought: int | None = None
         for found in islice(self._turn_ends.finditer(text, begin, begin + longest), _MOST_ENDS):
@@ -149,9 +137,9 @@ def _opened_at(form: ReplyFormat, text: str, begin: int) -> int:
 
 
 def first_thought(transcript: Transcript, form: ReplyFormat) -> int | None:
-    """Return the number of a transcript's tokens before its first reasoning; None if it has none.
+    """Return the number of tokens before a transcript's first reasoning; None if it has none.
 
-    If the chat template drops earlier reasoning, the next prompt branches there.
+    The next prompt branches there if the template drops earlier reasoning.
     """
     places = (_thought_at(transcript.text, *place, form) for place in transcript.generated_ranges())
     first = next((place for place in places if place is not None), None)
@@ -159,13 +147,13 @@ def first_thought(transcript: Transcript, form: ReplyFormat) -> int | None:
 
 
 def ends_with_thought(transcript: Transcript, form: ReplyFormat) -> bool:
-    """Whether the last generated range has reasoning."""
+    """Whether the last reply has reasoning."""
     last = transcript.generated_ranges()[-1:]
     return any(_thought_at(transcript.text, *place, form) is not None for place in last)
 
 
 def _thought_at(text: str, begin: int, end: int, form: ReplyFormat) -> int | None:
-    """Return where reasoning begins in `text[begin:end]`; None if it has none."""
+    """Return the start of the reasoning in `text[begin:end]`; None if it has none."""
     if not form.thoughts:
         return None
     opened = _opened_at(form, text, begin)
@@ -177,27 +165,22 @@ def _thought_at(text: str, begin: int, end: int, form: ReplyFormat) -> int | Non
 
 @dataclass(frozen=True)
 class Retold:
-    """A prompt whose replies are spelled as in a transcript.
-
-    Args:
-        is_same: whether it extends the whole transcript, except for reasoning that it omits.
-    """
+    """A prompt spelled as its transcript; `is_same` if it extends all of it, except for omitted reasoning."""
 
     text: str
     is_same: bool
 
 
 def as_generated(text: str, transcript: Words, reading: ReplyReading) -> Retold:
-    """Return `text` with its replies spelled as the model generated them, up to the first that differs in content.
+    """Return `text` with its replies spelled as generated, up to the first that differs in content.
 
-    A template may order and space a reply differently; the cache holds the generated spelling. Omitted reasoning stays
-    omitted, and the replies after it keep the template's spelling. The text that opens a reply is taken from the
-    transcript: some templates open replies differently in the history.
+    Templates may order and space a reply differently, but the cache holds the generated spelling. The text that opens
+    a reply also comes from the transcript. From the first omitted reasoning on, `text` stays as it is.
     """
     old, at, old_at = transcript.text, 0, 0
     done: list[str] = []  # result for `text[:at]`
-    is_own = True  # the result so far equals the transcript
-    same_until = shared_until(old, text, 0, 0)  # position in the transcript
+    is_own = True  # so far the result equals the transcript
+    same_until = shared_until(old, text, 0, 0)  # in the transcript
     for begin, end in transcript.generated_ranges():
         front = reading.opened_at(old, begin)
         if same_until >= end:
@@ -224,10 +207,10 @@ def as_generated(text: str, transcript: Words, reading: ReplyReading) -> Retold:
 def with_thoughts(
     messages: Sequence[dict[str, Any]], transcript: Words, reading: ReplyReading
 ) -> list[list[dict[str, Any]]]:
-    """Return variants of `messages` with the reasoning that the client omitted; empty if nothing is to be added.
+    """Return variants of `messages` with the reasoning that the client omitted; empty if none is missing.
 
-    Of replies with equal content the transcript may hold only the first ones, or only the last ones if a template
-    dropped older reasoning. If the two assignments differ, the result has both variants.
+    Of replies with equal content the transcript may hold the first ones or the last ones only. If the two assignments
+    differ, the result has both.
     """
     known = [reading.read_at(transcript.text, *place) for place in transcript.generated_ranges()]
     first = _thoughts_of(messages, known)
@@ -241,7 +224,6 @@ def with_thoughts(
 
 
 def _thoughts_of(messages: Sequence[dict[str, Any]], known: Sequence[ReadReply]) -> dict[int, str]:
-    """Return by message index the omitted reasoning, matching the messages with `known` in order."""
     thoughts, at = dict[int, str](), 0
     places = defaultdict[Any, list[int]](list)
     for place, reply in enumerate(known):
@@ -259,7 +241,7 @@ def _thoughts_of(messages: Sequence[dict[str, Any]], known: Sequence[ReadReply])
 
 
 def _canonical(arguments: Any) -> str:
-    """Return arguments, given as data or JSON text, as canonical JSON; invalid JSON unchanged, other data as `repr`."""
+    """Return data or JSON text as canonical JSON; invalid JSON stays as it is."""
     try:
         return canonical_json(parse_json(arguments) if isinstance(arguments, str) else arguments)
     except ValueError:

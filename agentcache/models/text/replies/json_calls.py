@@ -1,4 +1,4 @@
-"""Streaming parsers for JSON calls: whole call objects, or a header with the name and then the arguments."""
+"""Streaming parsers for calls as JSON objects, or as a header and JSON arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentcache.models.text.replies.json_text import JsonText
 _NAME_KEYS = ("name", "tool_name")
 _ARGUMENT_KEYS = ("arguments", "parameters", "args")
 _NESTING_KEYS = ("function", "tool")
-_FIRST_KEYS = (*_NAME_KEYS, *_NESTING_KEYS, "type")  # keys allowed before the name if no marker announces the call
+_FIRST_KEYS = (*_NAME_KEYS, *_NESTING_KEYS, "type")  # may precede the name in a call without a marker
 _NO_NAME = re.compile(
     r"```(json)?|<[|｜]tool[_▁](sep|call[_▁]argument[_▁]begin)[|｜]>|\[CALL_ID\][^\[]*|\[ARGS\]"
     r"|<\|tool_call:(name|args)\|>"
@@ -29,10 +29,10 @@ class _InCall(Enum):
 
 
 class HeaderCall(Steps):
-    """Parse one call: a header with the name, the arguments object, a closing marker.
+    """Parses one call: a header with the name, the arguments object, a closing marker.
 
     Args:
-        name_of: function that extracts the name from the header, or returns None.
+        name_of: function from the header to the name, or None.
         objects: parser for calls without a header.
     """
 
@@ -108,11 +108,11 @@ class _InObject(Enum):
 
 
 class ObjectCalls(Steps):
-    """Parse calls as JSON objects, a sequence or a list, up to a closing marker.
+    """Parses a sequence or list of call objects up to a closing marker.
 
     Args:
         close: closing marker; empty for none.
-        must_be_known: accept only the request's tools, for formats in which no marker announces a call.
+        must_be_known: accept only the request's tools, for calls without a marker.
         is_keyed: a call is `{name: arguments}`.
     """
 
@@ -224,7 +224,7 @@ class ObjectCalls(Steps):
         return self._end_value()
 
     def _is_another_name(self) -> bool:
-        """Whether the name so far is not the beginning of a tool's name, although it must be."""
+        """Whether no tool's name begins with the name so far."""
         return (
             self._must_be_known and self._at is _InObject.NAME and not self._tools.may_begin(self._captured.lstrip('"'))
         )
@@ -293,7 +293,7 @@ class ObjectCalls(Steps):
 
 
 def _string_end(text: str) -> int | None:
-    """Return the position after the closing quote of the string at the start of `text`; None if it is open."""
+    """Return the position after the string at the start of `text`; None if it is open."""
     at = 1
     while (found := text.find('"', at)) > 0:
         backslashes = found - len(text[:found].rstrip("\\"))
@@ -311,7 +311,7 @@ def _mended_string(text: str) -> Any:
 
 
 def _object_in(string: str) -> str | None:
-    """Return the JSON text of the object in a JSON string (`{}` if the string is empty); None for other contents."""
+    """Return the object in a JSON string as JSON text; None for other contents."""
     try:
         value = parse_json(parse_json(string) or "{}", max_depth=MAX_REPLY_DEPTH)
     except ValueError:
@@ -320,6 +320,6 @@ def _object_in(string: str) -> str | None:
 
 
 def function_name(header: str) -> str | None:
-    """Return the tool name in a header such as `functions.look:0`, which may have a kind before it or a fence after."""
+    """Return the tool name in a header such as `functions.look:0`."""
     words = _NO_NAME.sub(" ", header).split()
     return words[-1].removeprefix("functions.").partition(":")[0] or None if words else None

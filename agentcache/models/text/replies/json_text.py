@@ -1,4 +1,4 @@
-"""Streaming repair of a model's JSON text. The output so far can always be completed to valid JSON."""
+"""Streaming repair of JSON text. The output so far can always be completed to valid JSON."""
 
 from __future__ import annotations
 
@@ -32,11 +32,7 @@ class JsonText:
     """Parser for one JSON value.
 
     Repairs raw control characters and unknown escapes in strings, lone surrogates, trailing commas, and Python's
-    constants. Any other error stops the parser.
-
-    Attributes:
-        is_done: whether the value is complete.
-        is_broken: whether the text is not JSON; `complete` still closes the value.
+    constants. Any other error sets `is_broken`; `complete` can still close the value.
     """
 
     def __init__(self) -> None:
@@ -45,26 +41,25 @@ class JsonText:
         self._out: list[str] = []
         self._expect = _Expect.VALUE
         self._open: list[str] = []  # closing brackets of the open containers
-        self._held = ""  # a key, emitted with its value so that the output stays completable
-        self._comma = False  # emit a comma before the next value
+        self._held = ""  # a key, emitted with its value to stay completable
+        self._comma = False  # before the next value
         self._string: list[str] = []
         self._is_key = False
         self._escape = ""  # incomplete escape
-        self._half = ""  # escape of the first half of a surrogate pair
+        self._half = ""  # escape of a high surrogate
         self._word = ""
 
     @property
     def is_in_string(self) -> bool:
-        """Whether a string is open."""
         return self._expect is _Expect.STRING and not self.is_broken
 
     @property
     def expects_key(self) -> bool:
-        """Whether a key or the end of the object must follow."""
+        """Whether a key or the object's end must follow."""
         return self._expect is _Expect.KEY_OR_END
 
     def feed(self, text: str, at: int) -> int:
-        """Parse `text` from `at`, up to the value's end or an error. Return the position reached."""
+        """Parse `text` from `at` up to the value's end or an error. Return the position reached."""
         while at < len(text) and not (self.is_done or self.is_broken):
             at = self._step(text, at)
         return at
@@ -76,7 +71,7 @@ class JsonText:
         return out
 
     def complete(self) -> None:
-        """Close the value at the end of the text. A value that has not begun becomes null."""
+        """Close an unfinished value; one that has not begun becomes null."""
         if self.is_done:
             return
         if self._expect is _Expect.STRING:
@@ -138,7 +133,7 @@ class JsonText:
         return at
 
     def _pass_on(self, text: str) -> None:
-        """Emit the beginning of a value, after the comma and key that precede it."""
+        """Emit the beginning of a value with its comma and key."""
         comma = ", " if self._comma else ""
         self._out.append(comma + self._held + text)
         self._comma, self._held = False, ""
@@ -185,7 +180,7 @@ class JsonText:
             if character in _ESCAPES:
                 self._add("\\" + character)
                 return at + 1
-            self._add("\\\\")  # a literal backslash; the caller reads the character after it as plain text
+            self._add("\\\\")  # a literal backslash; `character` is read again as text
             return at
         if character not in "0123456789abcdefABCDEF":
             self._add("\\" + self._escape)
@@ -256,6 +251,6 @@ class JsonText:
         self._end_value()
 
     def end_of_text(self) -> None:
-        """Mark the end of the text. A top-level number or constant is complete then."""
+        """Complete a top-level number or constant at the end of the text."""
         if self._expect is _Expect.WORD and not self._open:
             self._end_word()

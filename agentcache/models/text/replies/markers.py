@@ -1,4 +1,4 @@
-"""Coded text: each marker token becomes a private-use character, so ordinary text cannot imitate a marker."""
+"""Coded text: marker tokens become private-use characters, so ordinary text cannot imitate them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Placed = tuple[int, str]
 
 
 class Codes:
-    """Mapping between marker tokens and their characters.
+    """Encoder and decoder of marker tokens.
 
     Args:
-        tokens: name of each marker token, and whether clients see it in text.
+        tokens: (name, whether clients see it in text) of each marker token.
     """
 
     def __init__(self, tokens: Iterable[tuple[str, bool]]) -> None:
@@ -32,15 +32,11 @@ class Codes:
         return self._names.sub(lambda found: self._of[found[0]], marker) if self._of else marker
 
     def uncoded(self, markers: Iterable[str]) -> list[str]:
-        """Return the coded markers without marker tokens, which generated text spells out."""
+        """Return the markers without marker tokens, which generated text spells out."""
         return [marker for marker in markers if self.without(marker) == marker]
 
     def coded(self, text: str, placed: Sequence[Placed]) -> str:
-        """Encode generated text.
-
-        Args:
-            placed: offset in `text` and name of each marker token.
-        """
+        """Encode generated text; `placed` has the offset and name of each marker token."""
         if not placed:
             return text if text.isascii() else _clean(text)
         parts: list[str] = []
@@ -60,14 +56,13 @@ class Codes:
         return coded if coded.isascii() else _ANY.sub(lambda found: self._spelled(found[0], hides=False), coded)
 
     def in_json(self, coded: str) -> str:
-        """Decode JSON text with all markers as their names: arguments may be about markers."""
+        """Decode JSON text with all markers as their names: arguments may quote markers."""
         if coded.isascii():
             return coded
         quoted = lambda found: json_string(self._spelled(found[0], hides=False), ensure_ascii=False)  # noqa: E731
         return _ANY.sub(lambda found: quoted(found)[1:-1], coded)
 
     def without(self, coded: str) -> str:
-        """Remove all marker tokens."""
         return coded if coded.isascii() else _ANY.sub("", coded)
 
     def _spelled(self, character: str, *, hides: bool) -> str:

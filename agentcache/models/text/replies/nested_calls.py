@@ -1,4 +1,4 @@
-"""Streaming parser for calls as nested tags with a token before each tag: MiniMax M3."""
+"""Streaming parser for calls as nested tags, with a token before each tag: MiniMax M3."""
 
 from __future__ import annotations
 
@@ -16,12 +16,7 @@ _ITEM = "item"  # tag of list items
 
 @dataclass
 class _Element:
-    """An argument or a part of one.
-
-    Args:
-        max_depth: limit on nested objects and lists in the value.
-        types: JSON schema types of the value; empty if unknown.
-    """
+    """An argument or a part of one, with its JSON schema types (empty if unknown) and nesting limit."""
 
     name: str
     max_depth: int
@@ -48,12 +43,7 @@ class _At(Enum):
 
 
 class NestedCalls(Steps):
-    """Parse nested calls up to the closing marker. Emits each argument when it is complete.
-
-    Args:
-        close: closing marker.
-        sign: token before each tag.
-    """
+    """Parses nested calls up to the marker `close`. Emits complete arguments; the token `sign` precedes each tag."""
 
     def __init__(self, sink: CallSink, close: str, tools: Tools, sign: str) -> None:
         super().__init__(sink, close)

@@ -18,8 +18,7 @@ from agentcache.models.text.replies.harmony import HarmonyReader
 from agentcache.models.text.replies.markers import Codes, Placed
 from agentcache.models.text.replies.zones import Zone, Zones
 
-# Characters that a stream holds back after a closing marker, because a second closing marker may follow. The larger
-# number applies if the reasoning was empty.
+# Characters that a stream holds back after a closing marker, in case a second one follows.
 DOUBTED, DOUBTED_UNTHOUGHT = 120, 400
 
 
@@ -28,8 +27,8 @@ class ReplyReader(Protocol):
 
     Attributes:
         num_calls: number of calls begun.
-        thought_ends: strings that end the current reasoning, without marker tokens; unread text may be a prefix of
-            one. None outside reasoning, or if a marker token may have begun the end.
+        thought_ends: strings that end the current reasoning, without marker tokens. None outside reasoning, or if a
+            marker token may have begun the end. Unread text may be a prefix of one.
     """
 
     @property
@@ -39,25 +38,25 @@ class ReplyReader(Protocol):
     def thought_ends(self) -> Sequence[str] | None: ...
 
     def begin(self, prompt_end: str) -> None:
-        """Take the end of the prompt's marked text, which may open reasoning or calls. Call before `add`."""
+        """Take the end of the marked prompt, which may open reasoning or calls. Call before `add`."""
 
     def add(self, text: str, placed: Sequence[Placed] = ()) -> list[Event]:
-        """Parse more text and return its events; `placed` has the offset and name of each marker token in `text`."""
+        """Parse more text; `placed` has the offset and name of each marker token in it."""
 
     def finish(self, *, cut_off: bool) -> list[Event]:
-        """End the reply and return the last events; `cut_off` if the model did not end it itself."""
+        """End the reply; `cut_off` if the model did not end it."""
 
     def take_zones(self) -> list[Zone]:
-        """Return the zones decided since the last call: lengths of added text, each with whether it is answer text."""
+        """Return the zones decided since the last call, in the order of the text."""
 
 
 def open_reader(form: ReplyFormat, tools: Tools | None, *, thoughts: bool, whole: bool = False) -> ReplyReader:
-    """Create a parser for one reply.
+    """Create a parser.
 
     Args:
         tools: tools of the request; None to leave calls in the text.
         thoughts: separate reasoning from text.
-        whole: the events are used after the whole reply, not streamed (see `MarkedReader`).
+        whole: use the events after the whole reply, not as a stream (see `MarkedReader`).
     """
     if form.dialect == HARMONY:
         return HarmonyReader(form, tools)
@@ -69,7 +68,7 @@ def open_reader(form: ReplyFormat, tools: Tools | None, *, thoughts: bool, whole
 
 
 class PlainReader:
-    """Parser that passes everything through as text."""
+    """Parser of replies that are only text."""
 
     num_calls = 0
     thought_ends = None
@@ -94,14 +93,12 @@ class _State(Enum):
 
 
 class MarkedReader:
-    """Parser for replies with markers around reasoning and calls.
-
-    White space next to reasoning and calls is dropped.
+    """Parser for replies with markers around reasoning and calls. Drops white space next to them.
 
     A model may close its reasoning twice. As in chat templates, all text before the last closing marker is reasoning,
-    unless a call comes first. A stream cannot take text back: it holds only the first `DOUBTED` characters after a
-    closing marker (`DOUBTED_UNTHOUGHT` if the reasoning was empty) and ignores closing markers after them.
-    A stream also ignores closing markers in a reply that began with text.
+    unless a call comes first. A stream cannot take text back: it holds the first `DOUBTED` characters after a closing
+    marker (`DOUBTED_UNTHOUGHT` if the reasoning was empty). It ignores later closing markers, and those in a reply
+    that began with text.
     """
 
     def __init__(
@@ -130,16 +127,16 @@ class MarkedReader:
         self._any = any_of(markers)
         self._keeps_spaces = dialect.markers == ()
         self._may_begin = _beginnings(markers, r"(?!)" if self._keeps_spaces else r"\s\Z")
-        # A marker token begins a call inside reasoning, too: models forget to close their reasoning.
+        # These begin a call inside reasoning, too: models forget to close it.
         self._breaks = [marker for marker in self._opens if len(marker) == 1]
         self._thinks_first = form.thinks_first and bool(pairs)
         self._state = _State.TEXT
         self._text = ""  # unread
-        self._gap = ""  # white space, emitted only if more text follows
-        self._strips = False  # drop leading white space of the next text
+        self._gap = ""  # white space, emitted before more text
+        self._strips = False  # drop white space before the next text
         self._said = False  # answer text has begun
-        self._thought: list[str] = []  # reasoning that began without a marker
-        self._stops: list[str] = []  # markers that end the current reasoning, its own first
+        self._thought: list[str] = []  # reasoning without an opening marker
+        self._stops: list[str] = []  # end markers of the current reasoning, its own first
         self._may_stop = self._may_begin
         self._thought_gap = ""
         self._calls: CallReader | None = None
@@ -147,8 +144,8 @@ class MarkedReader:
         self._num_before = 0  # `num_calls` before that text
         self._zones = Zones(codes.shown)
         self._is_whole = whole and bool(pairs)
-        self._doubted = inf if self._is_whole else 0.0  # characters that a closing marker may still turn into reasoning
-        self._held: list[tuple[str, bool]] = []  # text that may become reasoning, or (True) clients never see
+        self._doubted = inf if self._is_whole else 0.0  # characters still to be held
+        self._held: list[tuple[str, bool]] = []  # text that may become reasoning; True if clients never see it
         self._has_closed = self._has_thought = False
 
     @property
@@ -194,7 +191,7 @@ class MarkedReader:
         self._read(final=True)
         self._settle()
         if self._thinks_first and self._state is _State.THOUGHT and not cut_off:
-            # The reasoning had neither a beginning nor an end: it was the answer.
+            # Reasoning without any marker was the answer.
             self._show_text("".join(self._thought))
         if self._state is _State.TEXT and self._gap:
             self._sink.events.append(TextDelta(self._gap))
@@ -204,7 +201,7 @@ class MarkedReader:
         return self._zones.take()
 
     def _is_plain(self, text: str) -> bool:
-        """Whether `text` can be emitted at once: no marker begins in it and no white space may have to be dropped."""
+        """Whether to emit `text` at once: no marker begins in it and all its white space counts."""
         if not text or self._may_begin.search(text) is not None:
             return False
         if not self._said:
@@ -255,14 +252,14 @@ class MarkedReader:
         return self._said or any(not is_skipped and not piece.isspace() for piece, is_skipped in self._held)
 
     def _skip(self, text: str) -> None:
-        """Account for text that clients do not see."""
+        """Take text that clients do not see."""
         if self._held:
             self._held.append((text, True))
         else:
             self._zones.add(text, is_said=False)
 
     def _settle(self, *, is_thought: bool = False) -> None:
-        """Emit the held text as text or as reasoning."""
+        """Emit the held text, as text or as reasoning."""
         held, self._held = self._held, []
         for piece, is_skipped in held:
             self._zones.add(piece, is_said=not (is_skipped or is_thought))
@@ -277,7 +274,7 @@ class MarkedReader:
             self._show_text(text)
 
     def _close_thought(self) -> None:
-        """Handle a closing marker. If a stream has already emitted the text before it, nothing is held afterwards."""
+        """Handle a closing marker. A stream that has emitted the text before it holds nothing after it."""
         self._strips, self._gap = True, ""
         closes = self._state is _State.THOUGHT or self._doubted or not self._said
         self._state, self._has_closed = _State.TEXT, True
@@ -286,7 +283,6 @@ class MarkedReader:
             self._doubted = inf if self._is_whole else float(DOUBTED if self._has_thought else DOUBTED_UNTHOUGHT)
 
     def _may_be_longer(self, text: str) -> bool:
-        """Whether `text` is a proper prefix of a marker."""
         return any(len(marker) > len(text) and marker.startswith(text) for marker in self._markers)
 
     def _say(self, text: str) -> None:
@@ -383,7 +379,7 @@ class MarkedReader:
             self._skip(read)
             return False
         self._state, self._calls, self._text = _State.TEXT, None, left.rest
-        # Lengths count shown text: `left` may have a marker's name instead of its code.
+        # Decoded, because `left` may spell a marker out.
         read, given_back = self._codes.shown(read), self._codes.shown(left.shown + left.rest)
         self._skip(read[: max(0, len(read) - len(given_back))])
         self._zones.pass_over(given_back[: max(0, len(given_back) - len(read))])
@@ -395,5 +391,5 @@ class MarkedReader:
 
 
 def _beginnings(markers: Sequence[str], others: str) -> re.Pattern[str]:
-    """Compile a pattern for the first characters of `markers`, or for the expression `others`."""
+    """Pattern of the first characters of `markers`, or of the expression `others`."""
     return re.compile("[" + "".join(re.escape(first) for first in {marker[0] for marker in markers}) + "]|" + others)

@@ -1,4 +1,4 @@
-"""Parse options of a reply, shared by the server, stop strings and the offline class `LLM`."""
+"""Parse options of a reply."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ class Reading:
     """Parse options of a reply. With the defaults the whole reply is text.
 
     Args:
-        form: reply format of the model.
         tools: tools of the request; None to leave calls in the text.
         thoughts: separate reasoning from text.
         hides_thoughts: omit reasoning from the answer.
@@ -33,5 +32,5 @@ class Reading:
         return (self.tools is None or self.form.dialect is None) and not (self.thoughts and self.form.thoughts)
 
     def open(self, *, whole: bool = False) -> ReplyReader:
-        """Create a parser for one reply; `whole` if its events are used after the whole reply, not streamed."""
+        """Create a parser for one reply (see `open_reader`)."""
         return open_reader(self.form, self.tools, thoughts=self.thoughts, whole=whole)

@@ -1,4 +1,4 @@
-"""Parsers for headers that name the recipient of the text after them: the user, a tool, or the model itself."""
+"""Parsers for headers that name the recipient of a text: the user, a tool, or the model itself."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ _BEGINS = re.compile(r"\s*(t(o(=.*)?)?)?", re.DOTALL)
 
 
 class HeaderEnd:
-    """Drop a header up to its end marker. A header `to=self` stays, because it opens reasoning.
-
-    Args:
-        message: end marker of the header.
-    """
+    """Drops a header up to its end marker `message`. A header `to=self` stays, because it opens reasoning."""
 
     def __init__(self, message: str) -> None:
         self._message = message
@@ -27,7 +23,7 @@ class HeaderEnd:
     def feed(self, text: str, final: bool) -> Left | None:
         self._text += text
         header, found, rest = self._text.partition(self._message)
-        # Other text is not a header: a call that a grammar demands has none.
+        # A call that a grammar demands has no header.
         if len(header) > LONGEST_HEADER or _BEGINS.fullmatch(header) is None:
             return Left(rest=self._text)
         if found:
@@ -36,10 +32,10 @@ class HeaderEnd:
 
 
 class LineCalls:
-    """Parse a line with a tool name and JSON after it, or with `all` and text after it.
+    """Parses a line with a tool name and JSON after it, or with `all` and text after it.
 
     Args:
-        marker: marker before the line; empty if it is part of the prompt.
+        marker: marker before the line; empty if the prompt has it.
     """
 
     def __init__(self, sink: CallSink, tools: Tools, marker: str) -> None:

@@ -12,11 +12,10 @@ from agentcache.models.text.stop_strings import FoundStop, StopStrings
 
 
 class StopSearch:
-    """Incremental search for stop strings. Positions count from the start of the reply's text.
+    """Incremental search for stop strings. Positions count from the start of the reply.
 
-    A string counts only if all of it is answer text (`ReplyReader.take_zones`). The automaton is cheaper than the
-    reader, so the reader runs only after the automaton found a string, until the zone of that string is known.
-    Inside reasoning the search only looks for the end of the reasoning.
+    A string counts only if all of it is answer text (`ReplyReader.take_zones`). The reader costs more than the
+    automaton, so it runs only while the zone of a found string is unknown. Reasoning is searched only for its end.
 
     Args:
         reader: new reader, after `begin`; None to search all text.
@@ -29,19 +28,19 @@ class StopSearch:
         self._length = 0
         self._unread: list[str] = []  # text that the reader has not read
         self._read_length = 0  # characters before that
-        self._placed: list[Placed] = []  # markers in that text
-        self._waits = False  # a string was found and its zone is not known yet
+        self._placed: list[Placed] = []  # markers in the unread text
+        self._waits = False  # the zone of a found string is unknown
         self._zoned = 0  # characters in zones
-        self._undecided = ""  # text after these that the reader has read
-        self._said = 0  # automaton state over the answer text up to `_zoned`
-        self._from = 0  # strings that begin before do not count
-        self._thought_end: re.Pattern[str] | None = None  # end of the current reasoning
+        self._undecided = ""  # text after these, read by the reader
+        self._said = 0  # automaton state over answer text up to `_zoned`
+        self._from = 0  # first position at which a string may begin
+        self._thought_end: re.Pattern[str] | None = None  # ends the current reasoning
         self._longest_end = 0
-        self._tail = ""  # end of the text, which may begin the end of the reasoning
+        self._tail = ""  # last characters, a possible beginning of that
 
     @property
     def num_held(self) -> int:
-        """Number of characters at the end of the text that may be, or may begin, a stop string."""
+        """Characters at the end of the text that may be or begin a stop string."""
         if self._waits:
             return self._stops.num_held(self._said) + len(self._undecided)
         return self._stops.num_held(self._state)
@@ -55,7 +54,7 @@ class StopSearch:
         self._thought_end = None
 
     def feed(self, text: str, placed: Sequence[Placed] = (), *, is_last: bool = False) -> FoundStop | None:
-        """Search more text and return the first stop string that counts, with its position; None if there is none.
+        """Search more text and return the first stop string that counts, or None.
 
         Args:
             placed: offset in `text` and name of each marker token.
@@ -95,14 +94,14 @@ class StopSearch:
         return found
 
     def _begin_thought(self, reader: ReplyReader) -> None:
-        """Suspend the search until the current reasoning may end; no effect outside reasoning."""
+        """If the text is inside reasoning, suspend the search until that may end."""
         ends = reader.thought_ends
         if ends is not None:
             self._thought_end, self._longest_end = any_of(ends), max(map(len, ends), default=0)
             self._state, self._waits, self._tail = 0, False, self._undecided
 
     def _goes_on(self, end: re.Pattern[str], text: str) -> bool:
-        """Take text without marker tokens if it continues the reasoning; False if it may end it."""
+        """Take text that continues the reasoning; False if it may end it. `text` has no marker tokens."""
         tail = self._tail + text
         if end.search(tail) is not None:
             return False

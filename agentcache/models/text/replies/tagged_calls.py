@@ -29,15 +29,13 @@ class Tags:
     """The tags of one tool-call format.
 
     Args:
-        call: text before the tool name; empty if the name comes first.
+        call: text before the tool name.
         name_end: text after the name; empty if the next tag or line break ends it.
         argument, argument_end: text before and after an argument's name.
-        value: text before the value; empty if the value follows `argument_end`.
-        value_end: text after the value.
+        value, value_end: text before and after the value.
         call_end: text after the call; empty if the closing marker of all calls ends it.
-        on_lines: strip one line break on each side of a value. If False, keep strings as written and strip white
-            space around other values.
-        untyped: parse a value of unknown type as JSON or a Python literal instead of as a string.
+        on_lines: strip one line break on each side of a value; else strip white space, except from strings.
+        untyped: see `converted`.
         cdata: accept values in `<![CDATA[…]]>`.
     """
 
@@ -81,12 +79,9 @@ class _At(Enum):
 
 
 class TaggedCalls(Steps):
-    """Parse tagged calls up to the closing marker.
+    """Parses tagged calls up to the marker `close`, which may be empty.
 
-    Arguments that the schema declares as strings are streamed; other arguments are emitted when complete.
-
-    Args:
-        close: closing marker of all calls; empty if the format has none.
+    Arguments that the schema declares as strings are streamed; the rest are emitted when complete.
     """
 
     def __init__(self, sink: CallSink, close: str, tools: Tools, tags: Tags) -> None:
@@ -107,10 +102,10 @@ class TaggedCalls(Steps):
         self._num_arguments = 0
         self._key = ""
         self._types: frozenset[str] = frozenset()
-        self._begun = False  # part of the current value has been emitted
-        self._value: list[str] = []  # text of the current value, read but not emitted
+        self._begun = False  # part of the current value is emitted
+        self._value: list[str] = []  # unemitted text of the current value
         self._behind: list[str] = []  # a closing tag and the white space after it
-        self._has_inner: bool | None = None  # the value is a list or an object; None if not known yet
+        self._has_inner: bool | None = None  # the value is a list or an object; None if unknown
         self._inner = JsonText()
         self._json = JsonText()
 
@@ -202,7 +197,7 @@ class TaggedCalls(Steps):
         if end < 0 and len(self._text) <= LONGEST_HEADER:
             return None
         if not 0 <= end <= LONGEST_HEADER:
-            self._at = _At.ARGUMENTS  # `_cut_off` then returns the rest as text
+            self._at = _At.ARGUMENTS  # `_cut_off` returns the rest as text
             return self._cut_off()
         named = self._text[:end]
         self._key = name_in(named)
@@ -223,7 +218,7 @@ class TaggedCalls(Steps):
         return None
 
     def _in_value(self) -> Left | None:
-        """Read up to a possible closing tag. Scans each character once."""
+        """Read up to a possible closing tag."""
         if not self._tags.on_lines and self._types != {"string"} and not self._value:
             self._text = self._text.lstrip(SPACE)
         text, end = self._text, self._tags.value_end
@@ -240,7 +235,7 @@ class TaggedCalls(Steps):
         return None
 
     def _behind_value(self, final: bool) -> Left | None:
-        """Decide whether a closing tag ends the value: the call or the end of the reply must follow it."""
+        """End the value at a closing tag, but only if the next tag or the end of the reply follows."""
         text = self._text.lstrip(SPACE)
         self._behind.append(self._text[: len(self._text) - len(text)])
         self._text, tags = text, self._tags
@@ -257,14 +252,14 @@ class TaggedCalls(Steps):
         return None
 
     def _has_whole_cdata(self) -> bool:
-        """False if the value opens `<![CDATA[` and has not closed it."""
+        """False if the value has an open `<![CDATA[`."""
         if not self._tags.cdata or self._begun:
             return True
         value = "".join(self._value).strip(SPACE)
         return not value.startswith(_CDATA) or value.endswith(_CDATA_END)
 
     def _passes_on(self) -> bool | None:
-        """Whether the current value is streamed; None if not known yet."""
+        """Whether the current value is streamed; None if unknown."""
         if self._types != {"string"} or self._value and not self._begun:
             return False
         begins = self._text.lstrip(SPACE)[: len(_CDATA)]
@@ -273,10 +268,7 @@ class TaggedCalls(Steps):
         return False if begins == _CDATA else None
 
     def _collect(self, text: str) -> None:
-        """Store a piece of a value that is not streamed.
-
-        `_inner` follows lists and objects: a closing tag inside one of their strings does not end the value.
-        """
+        # `_inner` follows lists and objects: a closing tag inside one of their strings does not end the value.
         if not text:
             return
         self._value.append(text)
@@ -288,7 +280,7 @@ class TaggedCalls(Steps):
             self._inner.take()
 
     def _pass_on(self, text: str) -> None:
-        """Emit the certain part of a string. A final line break waits in `_value`: it may belong to the tag."""
+        """Emit a piece of a string. A final line break waits in `_value`: it may belong to the tag."""
         on_lines = self._tags.on_lines
         if not self._begun:
             text, self._begun = text.removeprefix("\n") if on_lines else text, True
@@ -309,7 +301,6 @@ class TaggedCalls(Steps):
         self._begun, self._at = False, _At.ARGUMENTS
 
     def _put(self, value: str) -> None:
-        """Emit the argument's name with its value or the beginning of the value."""
         key = json_string(self._key, ensure_ascii=False)
         self._sink.arguments(f"{', ' if self._num_arguments else '{'}{key}: {value}")
         self._num_arguments += 1
@@ -335,7 +326,7 @@ class TaggedCalls(Steps):
         return None
 
     def _end_of_json(self, final: bool) -> Left | None:
-        # `call_end` may arrive in a later piece than the arguments.
+        # `call_end` may arrive later than the arguments.
         text, end = self._text.lstrip(SPACE), self._tags.call_end
         if text.startswith(end) or final or partial_end(text, [end]) != len(text):
             self._text, self._at = text.removeprefix(end), _At.CALL
@@ -357,7 +348,7 @@ class TaggedCalls(Steps):
         return Left(rest="" if self._at is _At.KEY else self._text)
 
     def _cut_value(self) -> None:
-        """The reply ends in a value: a string has what has come, any other needs a closing tag."""
+        """End a value that is cut off: a string keeps its text so far, other values need a closing tag."""
         self._value.append(self._text)
         value, end = "".join(self._value), self._tags.value_end
         self._text = ""
@@ -371,7 +362,7 @@ class TaggedCalls(Steps):
 
 
 def name_in(tag: str) -> str:
-    """Return the name in a tag: the value of its name attribute, or the whole text without quotes."""
+    """Return the tag's name attribute, or the whole text without quotes."""
     attribute = _NAME_ATTRIBUTE.search(tag)
     if attribute is None:
         return tag.strip().strip("\"'")
@@ -379,7 +370,7 @@ def name_in(tag: str) -> str:
 
 
 def _types_in(tag: str) -> frozenset[str] | None:
-    """Return the types that a tag declares; empty for any type except string, None if it declares none."""
+    """Return the types that a tag declares, empty for `string="false"`; None if it declares none."""
     if (type_ := _TYPE_ATTRIBUTE.search(tag)) is not None:
         return frozenset([type_[1]])
     if (string := _STRING_ATTRIBUTE.search(tag)) is not None:
@@ -392,8 +383,8 @@ def converted(text: str, types: frozenset[str], *, untyped: bool, max_depth: int
 
     Args:
         types: JSON schema types of the argument; empty if unknown.
-        untyped: parse a value of unknown type as JSON or a Python literal; if False it stays a string, except null.
-        max_depth: limit on nested objects and lists; a deeper value stays text.
+        untyped: parse a value of unknown type as JSON or a Python literal; else it stays text, except null.
+        max_depth: limit on nesting; a deeper value stays text.
     """
     if "string" in types and len(types) == 1:
         return text

@@ -46,7 +46,7 @@ USER: Mapping[str, Any] = {"role": "user", "content": "hello"}
 
 
 def call_message(num_calls: int, **more: Any) -> dict[str, Any]:
-    """Return an assistant message with the first `num_calls` sample calls; arguments are objects."""
+    """Return an assistant message with sample calls; arguments are objects."""
     calls = [
         {"id": f"call0000{index}", "type": "function", "function": {"name": name, "arguments": arguments}}
         for index, (name, arguments) in enumerate(_ARGUMENTS[:num_calls])
@@ -55,7 +55,7 @@ def call_message(num_calls: int, **more: Any) -> dict[str, Any]:
 
 
 def with_string_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the message with arguments as JSON text, which some templates need."""
+    """Return the message with arguments as JSON text, for templates that need it."""
     calls = [
         call | {"function": call["function"] | {"arguments": write_json(call["function"]["arguments"])}}
         for call in message["tool_calls"]
@@ -82,12 +82,10 @@ class WrittenReply:
 
 
 def written_reply(prompt: str, whole: str, num_calls: int) -> WrittenReply:
-    """Cut the reply out of a rendered conversation.
+    """Cut the reply out of the rendered conversation `whole`.
 
     Args:
-        prompt: rendered conversation before the reply, with the generation prompt. That may have text which the
-            history lacks, such as the beginning of reasoning.
-        whole: rendered conversation with the reply.
+        prompt: rendered conversation up to the generation prompt, which may have text that `whole` lacks.
     """
     begin = next((at for at, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
     if begin < len(prompt):
@@ -97,9 +95,9 @@ def written_reply(prompt: str, whole: str, num_calls: int) -> WrittenReply:
 
 
 def find_dialect(written: WrittenReply, preferred: str | None) -> str | None:
-    """Return the dialect that parses all calls of a rendered reply correctly; None if none does.
+    """Return the dialect that parses all calls of a rendered reply correctly, or None.
 
-    Of several, prefer the one that leaves the least text, then one whose markers are in the text, then `preferred`.
+    Of several: the one that leaves the least text, then one with signs in the text, then `preferred`, then the first.
     """
     left = {name: rest for name in DIALECTS if (rest := _left(name, written)) is not None}
 
@@ -110,7 +108,7 @@ def find_dialect(written: WrittenReply, preferred: str | None) -> str | None:
 
 
 def _left(name: str, written: WrittenReply) -> int | None:
-    """Return the number of characters parsed as text; None if the dialect does not parse the calls correctly."""
+    """Return the number of characters parsed as text; None if the calls are wrong."""
     reader = open_reader(ReplyFormat(name), _TOOLS, thoughts=False)
     reader.begin(written.prompt)
     blocks = blocks_of([*reader.add(written.text), *reader.finish(cut_off=False)])
