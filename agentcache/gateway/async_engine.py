@@ -195,7 +195,7 @@ class AsyncEngine:
             while measuring.chosen is None:
                 await self._gate.emptied()
                 measuring = self._measuring = await self._thread.ask(MeasurePrecision())
-        except AgentCacheError as error:
+        except Exception as error:  # also a library's: /health must not report a search that has ended
             log.warning("the precision of keys and values was not measured: %s", error)
             self._measuring = None
             return

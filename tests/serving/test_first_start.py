@@ -192,11 +192,12 @@ def test_the_old_engine_leaves_memory(model: Path, tmp_path: Path) -> None:
     run(serve())
 
 
+@pytest.mark.parametrize("error", [OutOfBlocks("no room"), ValueError("of a library")], ids=["ours", "other"])
 def test_a_search_that_fails_is_over(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
     def fail(search: PrecisionSearch) -> None:
-        raise OutOfBlocks("no room")
+        raise error
 
     monkeypatch.setattr(PrecisionSearch, "_compute", fail)
 
