@@ -86,8 +86,8 @@ class Program:
         environment: variables for its start.
         key: variable for the server's key.
         names_session: whether it names sessions itself; else `values` or `environment` does.
-        is_per_folder: whether `file` is ours, per folder. Agents in two folders would share a session named in shared
-            settings.
+        is_per_folder: whether `file` is ours, one per folder. Shared settings must not name a folder's session: agents
+            in two folders would share it.
     """
 
     command: tuple[str, ...]
@@ -155,7 +155,7 @@ def _opencode(served: Served) -> list[Value]:
 
 
 def _kilo(served: Served) -> list[Value]:
-    """Without a rule for shell commands, Kilo permanently allows them all."""
+    """Kilo asks for shell commands: without a rule, it permanently allows them all."""
     return [*_opencode(served), Value(("permission", "bash"), "ask", is_default=True)]
 
 

@@ -95,7 +95,7 @@ def agent_path(agent: str, *verb: str) -> str:
 def find_server(
     url: str | None, api_key: str | None, model: str | None, cache_dir: Path | None, api_key_file: Path | None
 ) -> tuple[Config, str | None]:
-    """The settings, and the URL of a running server, unless a model or folder is given."""
+    """The settings, and a server's URL: `url`, or on the configured port unless a model or folder is given."""
     config = load_config({"api_key": api_key, "api_key_file": api_key_file, "model": model, "cache_dir": cache_dir})
     return config, url or (running_server(config) if model is None and cache_dir is None else None)
 
@@ -113,7 +113,7 @@ def connect(
     """Connect to the server of `find_server`, or open the cache.
 
     Raises:
-        ConfigError: `without_server`, if that is given.
+        ConfigError: no server runs, and `without_server`, the message, is given.
     """
     config, found = find_server(url, api_key, model, cache_dir, api_key_file)
     if found is None and without_server is not None:

@@ -16,7 +16,7 @@ from agentcache.memory_plan import state_budget
 if TYPE_CHECKING:
     from agentcache.kv.group_info import CacheGroupInfo
 
-AGENT_TOKENS = 8192  # of a typical agent
+AGENT_TOKENS = 8192  # of the agents that are counted
 
 
 class Finding(NamedTuple):
@@ -65,7 +65,7 @@ def _served(model: Mapping[str, Any], stats: Mapping[str, Any]) -> Iterator[Find
 
 
 def _loaded(config: Config, home: Path) -> Iterator[Finding]:
-    """Make the embedded model in `home`: only servers make a permanent copy."""
+    """Load the configured model; the embedded one in `home`, since only servers make a permanent copy."""
     from agentcache.gateway.inspect_model import inspect_model
     from agentcache.models.builtin.embedded import embedded_model_path
 
@@ -133,7 +133,7 @@ def _template(repairs: Sequence[str] | None) -> Finding:
 
 
 def _groups(groups: Sequence[CacheGroupInfo]) -> Finding:
-    """Groups of one kind differ only in depth: one phrase."""
+    """Describe groups of one kind in one phrase: they differ only in depth."""
     kinds = sorted(groups, key=_kind)
     phrases = [_phrase(list(members)) for _, members in groupby(kinds, key=_kind)]
     return Finding("cache", "; ".join(phrases), [dataclasses.asdict(group) for group in groups])

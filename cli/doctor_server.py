@@ -177,7 +177,7 @@ def _chat(http: httpx.Client, model: str) -> str:
 
 
 def _stream(http: httpx.Client, model: str) -> str:
-    """The two times expose a proxy that buffers streams."""
+    """Time a stream: equal times expose a proxy that buffers it."""
     body = {"model": model, "messages": _ASK, "max_tokens": _SHORT, "stream": True}
     begun, first, count, ended = time.perf_counter(), None, 0, False
     try:

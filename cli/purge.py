@@ -61,7 +61,7 @@ def describe(answer: dict[str, Any]) -> str:
 
 
 def purge_all(url: str | None, config: Config, *, own: bool) -> dict[str, Any]:
-    """Purge a server, or the folder; `own` if the user named a folder, which rules out a server."""
+    """Purge a server, or the folder if no server runs or the user named one (`own`)."""
     found = url or (None if own else running_server(config))
     if found is None:
         return {"deleted_bytes": empty_folder(config.cache_dir)}

@@ -107,7 +107,7 @@ def _read_text(reader: Reader, name: str, role: str, call: Call) -> str:
 
 
 def _read_message(message: Reader, call: Call) -> list[dict[str, Any]]:
-    """Each tool result becomes a message of role `tool`."""
+    """Translate one message. Each tool result becomes a message of role `tool`."""
     role = message.required_string("role")
     if role not in ("user", "assistant", "system"):
         message.fail("role", 'must be "user", "assistant" or "system"')
@@ -146,7 +146,7 @@ def _blocks(message: Reader) -> Iterator[str | Reader]:
 
 
 def _joined(texts: list[str]) -> str:
-    """Anthropic refuses empty blocks; they add nothing."""
+    """Join blocks. Empty ones, which Anthropic refuses, add nothing."""
     return _BETWEEN_BLOCKS.join(filter(None, texts))
 
 

@@ -108,5 +108,5 @@ class EventStream(EventSourceResponse):
 
 
 def path_pattern(route: Route) -> re.Pattern[str]:
-    """`Route.matches` also compares methods."""
+    """The route's pattern: `Route.matches` also compares methods."""
     return route.path_regex

@@ -115,7 +115,7 @@ class ClientConnection(UvicornConnection):
             self._writing = self.loop.call_later(self._write_seconds / _LOOKS, self._look_at_writing)
 
     def _look_at_writing(self) -> None:
-        """Only paused or complete answers: their unwritten bytes cannot grow."""
+        """Cut a stalled client. Only paused or complete answers count: their unwritten bytes cannot grow."""
         self._writing, left, now = None, self.unwritten, self.loop.time()
         if not left:
             return
@@ -143,7 +143,7 @@ class ClientConnection(UvicornConnection):
             self._linger = None
 
     def _make_room(self) -> None:
-        """Close a sixteenth at once: each search scans all connections."""
+        """Close a sixteenth of the connections at once: each search scans them all."""
         waiting = [other for other in self.connections if isinstance(other, ClientConnection)]
         waiting = [other for other in waiting if other.waits_for_client and not other.transport.is_closing()]
         *others, newest = sorted(waiting, key=lambda other: other._waiting_since)

@@ -78,7 +78,7 @@ class Engine(Protocol):
     async def save_agent(self, agent_id: str, lineage: str | None = None, /) -> AgentInfo: ...
 
     async def use_responses(self, work: Callable[[ResponseFiles], T], /) -> T:
-        """Run `work` on another thread, one call at a time."""
+        """Run `work` on the stored responses, on another thread, one call at a time."""
 
     async def load_adapter(self, folder: AdapterFolder, /) -> AdapterInfo: ...
 

@@ -176,5 +176,5 @@ def _note(call: Call, unknown: list[str], effect: str) -> None:
 
 
 def _same(value: Any, allowed: Any) -> bool:
-    """In JSON, true is not 1."""
+    """Whether JSON values are equal: true is not 1."""
     return isinstance(value, bool) == isinstance(allowed, bool) and bool(value == allowed)

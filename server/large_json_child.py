@@ -16,7 +16,7 @@ _NICE = 10  # yields to the engine and the event loop
 
 
 class ParseOutcome:
-    """The object, or (message, parameter, code) of a refusal."""
+    """Kinds of replies: the object, or (message, parameter, code) of a refusal."""
 
     OBJECT = b"o"
     INVALID = b"i"

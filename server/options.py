@@ -33,7 +33,7 @@ _EXTRAS = (
 
 
 class MakeRequest(Protocol):
-    """`Request` with the other arguments bound."""
+    """Makes a `Request`; all other arguments are bound."""
 
     def __call__(
         self,
@@ -110,7 +110,7 @@ def read_priority(body: Reader) -> Priority | None:
 
 
 def read_timeout(body: Reader) -> float | None:
-    """Seconds; the server's limit applies too."""
+    """The request's time limit in seconds; the server's limit applies too."""
     value = body.get("request_timeout")
     return None if value is None else body.as_number("request_timeout", value, minimum=0.001)
 

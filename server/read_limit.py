@@ -47,7 +47,7 @@ class ReadLimit:
             self.look()
 
     def look(self) -> None:
-        """As `STEPS` calls of `step`."""
+        """Equivalent to `STEPS` calls of `step`."""
         self.check()
         self._rest()
 
@@ -57,7 +57,7 @@ class ReadLimit:
             self._rested = time.perf_counter()
 
     def check(self) -> None:
-        """As `step`, at once."""
+        """Check the limit at once; raises as `step`."""
         if self._has_ended():
             raise Overloaded("the request has ended")
         now = time.thread_time()

@@ -39,7 +39,7 @@ class Completion:
 
     @property
     def text(self) -> str:
-        """Joined at every access."""
+        """The whole text; joined at every access."""
         return "".join(update.text for update in self.updates)
 
     @property

@@ -14,7 +14,7 @@ from agentcache.server.stream import encode
 # the types.
 MAX_ECHO = 256 << 10
 MAX_OPENING = 16 << 10
-_OVERHEAD = 4  # per value
+_OVERHEAD = 4  # characters per value
 # Replacements that OpenAI's types require; else null.
 _EMPTY: dict[str, Any] = {"tools": [], "metadata": {}, "tool_choice": "auto"}
 
@@ -41,7 +41,7 @@ class Echo:
 
     @cached_property
     def text(self) -> str:
-        """JSON without braces."""
+        """The fields as JSON without braces."""
         return encode(dict(self.fields))[1:-1]
 
     @property
@@ -50,7 +50,7 @@ class Echo:
 
 
 def json_size(value: Any, most: float = math.inf) -> int:
-    """JSON characters, roughly; counts no further than `most`."""
+    """The approximate length of `value` as JSON; counts no further than `most`."""
     size, rest = 0, [value]
     while rest and size <= most:
         part = rest.pop()

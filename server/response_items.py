@@ -169,7 +169,7 @@ def _read_content(item: Reader, name: str, role: str, call: Call) -> str:
 
 
 def _read_thought(item: Reader, call: Call) -> str:
-    """Other servers' items may have only a summary."""
+    """The thought in an item; other servers' items may have only a summary."""
     for part in item.objects("content") if is_newest(item, call) else ():
         part.required_string("text")
     shown = readable(item.get("content")) or readable(item.get("summary"))

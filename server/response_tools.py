@@ -76,7 +76,7 @@ def custom_input(arguments: str) -> str:
 
 
 def read_response_tools(call: Call) -> ResponseTools:
-    """`tools`, and tools in input items, as Codex sends them."""
+    """Read `tools`, and tools in input items, as Codex sends them."""
     body, tools, by_name = call.body, ToolList(), dict[str, ResponseTool]()
     for tool in body.objects("tools"):
         _read_tool(tool, None, call, tools, by_name)

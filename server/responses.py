@@ -100,7 +100,7 @@ def _refuse(body: Reader) -> None:
 
 
 def _read_include(body: Reader) -> list[str]:
-    """Most values concern tools that this server lacks."""
+    """The list `include`. Most values concern tools that this server lacks."""
     include = body.get("include")
     if include is None:
         return []

@@ -151,7 +151,7 @@ class OutputItems:
             yield from self._translated(each)
 
     def finish(self, completion: Completion) -> Iterator[Said]:
-        """An empty answer becomes an empty message."""
+        """Close the open item. An empty answer becomes an empty message."""
         if not self.items:
             yield from self._begin_text("message")
         yield from self._close("incomplete" if completion.finish_reason is FinishReason.LENGTH else "completed")
@@ -175,7 +175,7 @@ class OutputItems:
                 yield from self._close()
 
     def _begin_call(self, name: str) -> Said:
-        """A custom tool's text is known only with the complete arguments."""
+        """Begin a call. A custom tool's text is known only with the complete arguments."""
         tool, call_id = self._reply.tools.find(name), new_call_id()
         if tool.is_custom:
             custom = {"type": "custom_tool_call", "id": self._new_id("ctc"), "call_id": call_id}
@@ -296,7 +296,7 @@ class ResponseWriter:
             yield self._event(kind, fields)
 
     def keep_alive(self) -> bytes:
-        """The dialect has no keep-alive event; this one may repeat."""
+        """An event that may repeat: the dialect has none for keep-alives."""
         return self._spliced("response.in_progress", self._opening)
 
     def close(self, completions: Sequence[Completion]) -> dict[str, Any]:

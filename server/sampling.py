@@ -52,7 +52,7 @@ def _number(body: Reader, name: str, default: float) -> float:
 
 
 def _read_repetition(body: Reader, default: float) -> float:
-    """Also llama.cpp's and Ollama's name."""
+    """Read `repetition_penalty`, or llama.cpp's and Ollama's name for it."""
     name = "repetition_penalty" if body.get("repetition_penalty") is not None else "repeat_penalty"
     least, greatest = BOUNDS["repetition_penalty"]
     return body.number(name, default, minimum=least, maximum=greatest)

@@ -148,7 +148,7 @@ def session_of_user(user_id: Any) -> Any:
 
 
 def _agent_of(said: Any, prefix: str) -> str | None:
-    """The text if it is a valid id, else its digest. None if empty."""
+    """The agent id for a text: itself if valid, else its digest. None if empty."""
     if not isinstance(said, str) or not said:
         return None
     said = _main_session(said)
@@ -159,6 +159,6 @@ def _agent_of(said: Any, prefix: str) -> str | None:
 
 
 def _main_session(session: str) -> str:
-    """For `title-ses_…`, the session `ses_…`."""
+    """The main session: `ses_…` for `title-ses_…`."""
     side = _SIDE_REQUEST.fullmatch(session)
     return session if side is None else side[1]

@@ -161,7 +161,7 @@ def _in_body(body: Reader) -> Iterator[_Said]:
 
 
 def _in_object(given: Reader) -> Iterator[_Said]:
-    """`reasoning` (OpenAI, OpenRouter) or `thinking` (Anthropic)."""
+    """Read `reasoning` (OpenAI, OpenRouter) or `thinking` (Anthropic)."""
     for name in ("type", "enabled", *_GRADES_INSIDE):
         if given.get(name) is not None:
             yield _read(given, name)
@@ -184,7 +184,7 @@ def _read(reader: Reader, name: str) -> _Said:
 
 
 def _meaning(value: str, *, is_effort: bool) -> dict[str, Any]:
-    """An effort, or in other fields also on or off."""
+    """A word's meaning: an effort, or in other fields also on or off."""
     word = value.strip().lower().replace("-", "_")
     if word in _FREE:
         return {"free": True}
@@ -206,7 +206,7 @@ def _effort(word: str) -> int:
 
 
 def _graded(value: float) -> int:
-    """From a fraction up to 1, or a percentage."""
+    """An effort from a fraction up to 1, or from a percentage."""
     share = value if 0 <= value <= 1 else max(0, min(value, 100)) / 100
     return NONE if share == 0 else 1 + min(int(share * 5), 5)
 

@@ -57,7 +57,7 @@ def read_chat_tools(call: Call) -> ToolList:
 
 
 def read_anthropic_tools(call: Call) -> ToolList:
-    """`tools`, and tools added by system messages."""
+    """Read `tools`, and tools added by system messages."""
     tools = ToolList()
     for tool in call.body.objects("tools"):
         _add_tool(tool, tool.string("type"), tools, call)
@@ -76,7 +76,7 @@ def _add_tool(tool: Reader, kind: str | None, tools: ToolList, call: Call) -> No
 
 
 def read_function(tool: Reader) -> dict[str, Any]:
-    """Read `function`, or the fields beside the type."""
+    """Read a definition: in `function`, or beside the type."""
     holder = tool.object("function") if tool.get("function") is not None else tool
     schema = next((name for name in _SCHEMAS if holder.get(name) is not None), _SCHEMAS[0])
     function = {

@@ -17,7 +17,7 @@ MAX_NUMBER = 1e300
 # Parsing cost depends on the number of values: 0.1 s for this many. Only long or many prompts need more.
 MANY_VALUES = 2**20
 _VALUES_PER_TOKEN = 4
-_MOST_LISTS = 256  # of token ids
+_MOST_LISTS = 256  # of token ids in a prompt
 _LONGEST_HINT = 80  # of names compared with known ones
 
 
@@ -135,7 +135,7 @@ class Reader:
         return value
 
     def name(self, name: str) -> str:
-        """Required, of at most `MAX_NAME` characters."""
+        """A required string of at most `MAX_NAME` characters."""
         value = self.required_string(name)
         if len(value) > MAX_NAME:
             self.fail(name, f"must have at most {MAX_NAME} characters")
@@ -173,7 +173,7 @@ class Reader:
         return float(value)
 
     def object(self, name: str) -> Reader:
-        """An empty object if absent."""
+        """The object under `name`; an empty one if absent."""
         value = self.value.get(name)
         if value is not None and not isinstance(value, dict):
             self.fail(name, "must be an object")
@@ -184,7 +184,7 @@ class Reader:
         return Reader(dict(value), self.param(name) if name else self.path, self._limit)
 
     def objects(self, name: str) -> list[Reader]:
-        """Empty if absent."""
+        """The objects of the list under `name`; empty if absent."""
         value = self.value.get(name)
         if value is None:
             return []
@@ -229,7 +229,7 @@ class Reader:
 
 
 def _range(value: float, minimum: float, maximum: float) -> str:
-    """The bounds; without a real maximum only the violated one."""
+    """The bounds for `value`; without a real maximum only the violated one."""
     if maximum < MAX_INTEGER:
         return f"between {minimum} and {maximum}"
     return f"at least {minimum}" if value < minimum else f"at most {maximum}"
