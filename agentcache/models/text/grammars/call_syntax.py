@@ -25,7 +25,6 @@ class ArgumentSyntax:
 
     Args:
         name_open, name_close: text before and after the name, with the placeholders `TYPE` and `IS_STRING`.
-        value_open: text before the value.
         close: text whose first occurrence ends the value.
         on_lines: put the value on separate lines; else white space around it is not part of it.
     """
@@ -51,8 +50,6 @@ class FieldSyntax:
     """Syntax of arguments as `name value` fields.
 
     Args:
-        assign: text between name and value.
-        comma: text between arguments.
         quote: quote of unescaped strings; lists and objects then use the same syntax in `[…]` and `{…}`. If empty,
             values are JSON and names are Python identifiers.
     """
@@ -78,8 +75,7 @@ class CallSyntax:
 
     Args:
         open, close: text around a call's arguments, with the placeholder `NAME`.
-        between: text between two calls.
-        begin, end: text around all calls.
+        begin, between, end: text before, between and after all calls.
         argument, fields: syntax of the arguments; JSON without either.
         as_json: syntax of a call with JSON arguments; None if only the arguments differ.
     """
@@ -100,7 +96,6 @@ class CallSyntax:
 
     @property
     def marker(self) -> str:
-        """The marker that opens calls, or empty."""
         found = _MARKER.match(f"{self.begin}{self.open}")
         return found[0] if found else ""
 

@@ -42,7 +42,6 @@ class Vocabulary:
         bytes_of: function from a token to its bytes, or a control token to its name.
         size: exclusive upper bound of token ids.
         control_ids: tokens that a grammar allows only by explicit reference.
-        eos_ids: tokens that end a text.
     """
 
     bos_token_id = None
@@ -127,7 +126,7 @@ class Grammars:
         return grammar
 
     def _try(self, reply: ReplyGrammar, limit: WorkLimit) -> None:
-        """Check each part in a confined process, so that compiling it here is safe."""
+        # A part that passes the check in a confined process is safe to compile here.
         parts = reply.parts
         if sum(len(part.source) for part in parts) > MAX_CHARACTERS:
             raise _refused(parts[0].param, f"it has more than {MAX_CHARACTERS} characters")

@@ -9,11 +9,7 @@ from agentcache.models.text.marks import any_of
 
 
 class Rules:
-    """Rules of one grammar.
-
-    Args:
-        ids: token ids of markers by name.
-    """
+    """Rules of one grammar; `ids` has the token ids of markers by name."""
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         self.ids = ids

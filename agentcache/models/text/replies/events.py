@@ -1,4 +1,4 @@
-"""Events of a streamed reply and the blocks that they add up to. Each HTTP dialect translates them."""
+"""Events of a streamed reply, which each HTTP dialect translates, and the blocks that they form."""
 
 from __future__ import annotations
 

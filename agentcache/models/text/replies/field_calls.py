@@ -40,7 +40,6 @@ class FieldNotation:
         around: characters allowed around and between calls.
         opening: text before a call's name.
         open, close: brackets around the arguments.
-        assign: text between name and value.
         quotes: string quotes, longer ones first; backslash escapes count only inside `'` and `"`.
     """
 

@@ -21,7 +21,6 @@ def find_format(
     Args:
         template: text of all its chat templates.
         tokens: (id, is special) of each added token by content.
-        mlx_lm_parser: mlx-lm's tool-call parser.
         written: rendered replies with calls.
     """
     all_text = "\n".join([template, *(reply.prompt + reply.text for reply in written)])

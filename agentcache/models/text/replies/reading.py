@@ -26,7 +26,6 @@ class Reading:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the whole reply is text."""
         if self.form.dialect == HARMONY:
             return False
         return (self.tools is None or self.form.dialect is None) and not (self.thoughts and self.form.thoughts)

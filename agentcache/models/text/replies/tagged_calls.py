@@ -218,7 +218,6 @@ class TaggedCalls(Steps):
         return None
 
     def _in_value(self) -> Left | None:
-        """Read up to a possible closing tag."""
         if not self._tags.on_lines and self._types != {"string"} and not self._value:
             self._text = self._text.lstrip(SPACE)
         text, end = self._text, self._tags.value_end
