@@ -2,9 +2,8 @@
 
     python -m benchmarks.distributed_benchmark [--quick] [--shape 8b] [--backend ring|nccl] [--context 2K] [--json]
 
-Both run in turn on one machine: `ring` over loopback shows only the overhead, `nccl` uses two GPUs. Each rank is a
-process with the variables of `mlx.launch` and prints progress to stderr. After `SECONDS` a rank dumps its stacks
-and exits.
+`ring` over loopback shows only the overhead; `nccl` uses two GPUs. Each rank is a process with the variables of
+`mlx.launch` and prints progress to stderr. After `SECONDS` a rank dumps its stacks and exits.
 """
 
 from __future__ import annotations
@@ -43,8 +42,6 @@ CHUNK = 2048  # prefill chunk in tokens
 
 
 class Backend(StrEnum):
-    """Communication backend of the ranks."""
-
     RING = "ring"
     NCCL = "nccl"
 
@@ -79,7 +76,7 @@ SHAPES: Mapping[Shape, dict[str, int]] = {
 
 @dataclass(frozen=True)
 class DistributedPlan:
-    """Parameters of the benchmark: each round decodes `decoded` tokens after `context`."""
+    """Each round decodes `decoded` tokens after `context`."""
 
     shape: Shape
     backend: Backend
@@ -89,7 +86,7 @@ class DistributedPlan:
 
     @classmethod
     def quick(cls, backend: Backend) -> DistributedPlan:
-        """Return a plan that takes under a minute on two cores."""
+        """Return a plan for under a minute on two cores."""
         return cls(Shape.TINY, backend, 512, 16, 2)
 
 
@@ -105,7 +102,7 @@ class Progress:
 
 
 def measure(model: Path, cache: Path, plan: DistributedPlan, note: Progress) -> dict[str, Any]:
-    """Measure on rank 0, or on a single process: decode after a cold prompt, then evict and restore."""
+    """Measure on rank 0 or on a single process: decode after a cold prompt, then evict and restore."""
     from agentcache.llm import LLM
     from agentcache.request import Request, TokenPrompt
     from agentcache.sampling import SamplingParams
@@ -142,7 +139,7 @@ def measure(model: Path, cache: Path, plan: DistributedPlan, note: Progress) -> 
 
 
 def run_ranks(ranks: int, plan: DistributedPlan, model: Path, cache: Path) -> dict[str, Any]:
-    """Run `measure` on `ranks` processes; return rank 0's numbers. Raises SystemExit if a rank fails."""
+    """Return rank 0's numbers. Raises SystemExit if a rank fails."""
     command = [sys.executable, "-m", "benchmarks.distributed_benchmark", "--part-of", str(model), "--cache", str(cache)]
     command += ["--plan", json.dumps(asdict(plan))]
     processes = [
@@ -251,7 +248,7 @@ def main(
 
 
 def be_a_rank(model: Path, cache: Path, plan: DistributedPlan) -> None:
-    """Run one process: rank 0 measures, other ranks follow it."""
+    """Measure on rank 0; follow it on other ranks."""
     from agentcache.config_sources import load_config
     from agentcache.ranks.rank import own_rank
 

@@ -1,7 +1,4 @@
-"""Count and time the syncs of a saved turn, for each `--durability` mode.
-
-Modes that this system does not distinguish are skipped; Linux has only one.
-"""
+"""Count and time the syncs of a saved turn, for each `--durability` mode that this system distinguishes."""
 
 from __future__ import annotations
 
@@ -37,8 +34,7 @@ class DurabilityPlan:
     """Parameters of the benchmark.
 
     Args:
-        model: folder; None for the embedded model.
-        cache_dir: folder on the measured drive; None for the system's temporary folder.
+        cache_dir: folder on the measured drive; None for the temporary folder.
         turn_tokens: new tokens per turn.
         turns: measured turns per mode.
     """
@@ -52,12 +48,7 @@ class DurabilityPlan:
 
 @dataclass
 class Syncs:
-    """Syncs of one turn.
-
-    Attributes:
-        count: syncs by kind.
-        seconds: total time in syncs.
-    """
+    """Syncs of one turn: number by kind, and total time."""
 
     count: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
@@ -65,7 +56,7 @@ class Syncs:
 
 @dataclass(frozen=True)
 class DurabilityRow:
-    """Medians over the turns of one mode. `turn_ms` ends with the answer that says `saved`."""
+    """Medians of one mode. `turn_ms` ends with the answer that says `saved`."""
 
     durability: str
     syncs: dict[str, int]
@@ -74,7 +65,7 @@ class DurabilityRow:
 
 
 def ways() -> list[Durability]:
-    """Return the modes that this system distinguishes."""
+    """Return the modes that this system distinguishes; Linux has one."""
     return list(Durability) if commands(Durability.FULL, covered=False) else [Durability.FULL]
 
 

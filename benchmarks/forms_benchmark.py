@@ -1,7 +1,7 @@
-"""Measure how a row with a JSON schema delays the other rows: gaps between their tokens, with and without it.
+"""Measure how a row with a JSON schema delays other rows: gaps between their tokens, with and without it.
 
-One engine runs turns of the same greedy rows; in every second turn the last row has an answer form. Machine noise
-affects both kinds. Each kind is also split into two halves, whose ratio shows the effect of chance.
+In every second turn of one engine the last row has an answer form. Each kind of turn is also split into halves,
+whose ratio shows the effect of chance.
 """
 
 from __future__ import annotations
@@ -52,14 +52,7 @@ _SCHEMA = {"type": "array", "items": _ITEM, "minItems": 1000}
 
 @dataclass(frozen=True)
 class FormsPlan:
-    """Parameters of the benchmark.
-
-    Args:
-        model: folder; None for a small random model.
-        free_rows: rows without a form.
-        tokens: generated tokens per row and turn.
-        rounds: turns of each kind.
-    """
+    """`free_rows` have no form; `tokens` are per row and turn; `rounds` are turns of each kind."""
 
     model: str | None = None
     free_rows: int = 3
@@ -78,7 +71,7 @@ class Gaps:
         return percentile(sum(self.turns, []), percent)
 
     def beside_itself(self, percent: float) -> float:
-        """Return the ratio, at least 1, of the percentiles of even and odd turns."""
+        """Return the ratio of the percentiles of even and odd turns, at least 1."""
         halves = [percentile(sum(self.turns[start::2], []), percent) for start in (0, 1)]
         return max(halves) / min(halves)
 
@@ -93,7 +86,6 @@ class FormsResult:
 
 
 def measure_forms(plan: FormsPlan, progress: Callable[[str], None]) -> FormsResult:
-    """Run the plan in a temporary cache folder."""
     switch_seconds = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)  # as in the server
     try:

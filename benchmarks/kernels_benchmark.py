@@ -1,8 +1,7 @@
 """Time kernels on packed blocks against MLX operations and flash attention over bfloat16 keys.
 
-A decode layer rotates over layers whose bytes are at least four times the largest device cache, so that no data
-stays in it. "moved" counts the bytes a kernel must read. "of copy" is that rate relative to an array copy in the
-same process, which counts reads and writes.
+A decode layer rotates over layers of four times the largest device cache, so that no data stays in it. "of copy" is
+the rate of bytes a kernel must read, relative to that of an array copy, which counts reads and writes.
 """
 
 from __future__ import annotations
@@ -52,17 +51,16 @@ class KernelsPlan:
     """Parameters of the benchmark.
 
     Args:
-        contexts, rows: all pairs are measured whose keys fit into memory.
+        contexts, rows: all pairs whose keys fit into memory.
         prefixes: (rows, shared tokens, own tokens).
         residuals: (rows of one adapter, tokens per row, rank); on values, then also on keys.
-        unpacked: context lengths of a prompt chunk; also with residual KV of `unpacked_rank`.
-        latents: (rows, context) of decode steps over latents.
-        latent_sizes: sizes of a latent and its RoPE part, as in DeepSeek-V2 and -V3.
-        latent_heads: query heads over latents.
+        unpacked: contexts of a prompt chunk; also with residual KV of `unpacked_rank`.
+        latents: (rows, context).
+        latent_sizes: a latent and its RoPE part, as in DeepSeek-V2 and -V3.
         threadgroups: minimum per launch if the context is long enough.
-        compare: whether MLX operations and flash attention are also measured.
+        compare: whether MLX operations and flash attention are measured.
         working_set: minimum bytes of the rotating layers.
-        launches: minimum per timed graph, as in a step of a deep model; hides the cost of starting a graph.
+        launches: minimum per timed graph; hides the cost of starting a graph.
         copied: bytes of the array for the copy bandwidth.
     """
 
@@ -89,7 +87,7 @@ class KernelsPlan:
 
 @dataclass(frozen=True)
 class Sample:
-    """Microseconds per layer; `bytes` is the minimum data the kernel must read."""
+    """Microseconds per layer; `bytes` must be read."""
 
     what: str
     rows: int
@@ -101,12 +99,7 @@ class Sample:
 
 
 class Layers:
-    """Arenas of enough layers to exceed the device cache.
-
-    Args:
-        slots: blocks per layer.
-        latents: whether the arenas hold latents in place of keys and values.
-    """
+    """Arenas of enough layers to exceed the device cache; `slots` blocks each, of KV or latents."""
 
     def __init__(self, plan: KernelsPlan, slots: int, *, latents: bool = False) -> None:
         self.plan = plan
@@ -138,12 +131,11 @@ class Layers:
 
 
 def bytes_per_token(plan: KernelsPlan) -> int:
-    """Return bytes of keys and values per token and layer."""
+    """Return KV bytes per token and layer."""
     return 2 * plan.kv_heads * (plan.dim // 2 + plan.dim // quantisation_for(plan.dim).group_size * 4)
 
 
 def bytes_per_latent(plan: KernelsPlan) -> int:
-    """Return bytes of a latent per token and layer."""
     dim = sum(plan.latent_sizes)
     return dim // 2 + dim // quantisation_for(plan.latent_sizes[0], dim).group_size * 4
 
@@ -177,7 +169,7 @@ def measure_kernels(plan: KernelsPlan, progress: Callable[[str], None]) -> tuple
 
 
 def copy_bandwidth(size: int) -> float:
-    """Return bytes read plus bytes written per second for a copy of `size` bytes, which must exceed any cache."""
+    """Return bytes read plus written per second; `size` must exceed any cache."""
     source = mx.zeros((size // 4,), mx.uint32)
     mx.eval(source)
     seconds = _fastest(5, lambda: [source + mx.array(number, mx.uint32) for number in range(4)])
@@ -185,7 +177,7 @@ def copy_bandwidth(size: int) -> float:
 
 
 def _decode_sample(plan: KernelsPlan, rows: int, shared: int, own: int, rank: int = 0, on_keys: bool = False) -> Sample:
-    """Time decode for rows with `shared` tokens in common and `own` each, or with residual KV of `rank`."""
+    """Time rows with `shared` tokens in common and `own` each, or with residual KV of `rank`."""
     blocks = -(-own // BLOCK_SIZE)
     common = shared // BLOCK_SIZE
     layers = Layers(plan, rows * blocks + common)
@@ -241,7 +233,7 @@ def _residuals(
 
 
 def _latent_sample(plan: KernelsPlan, rows: int, context: int) -> Sample:
-    """Time decode over latents. Flash attention has no heads of that size."""
+    """Flash attention has no heads of this size."""
     blocks = -(-context // BLOCK_SIZE)
     layers = Layers(plan, rows * blocks, latents=True)
     order = np.random.default_rng(0).permutation(rows * blocks)
@@ -310,7 +302,7 @@ def _flash(plan: KernelsPlan, rows: int, context: int, queries: mx.array) -> flo
 
 
 def _unpack_sample(plan: KernelsPlan, context: int, rank: int) -> Sample:
-    """Time unpacking of keys and values; `rank` 0 means no residual KV."""
+    """Time unpacking; `rank` 0 means no residual KV."""
     layers = Layers(plan, context // BLOCK_SIZE)
     ids = mx.array(np.random.default_rng(0).permutation(context // BLOCK_SIZE).astype(np.int32))
     dtype = getattr(mx, plan.dtype)
@@ -343,7 +335,6 @@ def _unpack_sample(plan: KernelsPlan, context: int, rank: int) -> Sample:
 
 
 def _angles(plan: KernelsPlan) -> np.ndarray:
-    """Return RoPE angles per position, over whole heads."""
     return np.asarray(10000.0 ** -(np.arange(plan.dim // 2) / (plan.dim // 2)))
 
 
@@ -353,7 +344,7 @@ def _traced(work: Callable[[], mx.array]) -> Callable[[], mx.array]:
 
 
 def _fastest(rounds: int, work: Callable[[], mx.array | Sequence[mx.array]]) -> float:
-    """Return seconds of the fastest round, after a warm-up round."""
+    """Return seconds of the fastest round after a warm-up."""
     times = []
     for _ in range(rounds + 1):
         started = time.perf_counter()

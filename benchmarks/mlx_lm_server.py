@@ -1,7 +1,4 @@
-"""Start `mlx_lm.server` with the options of `agentcache serve`.
-
-`--cache-dir` is dropped, because that server keeps its prompt cache in RAM. Its defaults apply otherwise.
-"""
+"""Start `mlx_lm.server` with the options of `agentcache serve`, without `--cache-dir`."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ COMMAND = (sys.executable, str(Path(__file__).resolve()))
 
 
 def main() -> None:
-    """Replace this process by the server, so that the process id stays."""
+    """Replace this process, so that its id is the server's."""
     options = sys.argv[1:]
     where = options.index("--cache-dir")
     del options[where : where + 2]

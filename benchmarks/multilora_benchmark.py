@@ -1,7 +1,7 @@
 """Throughput and memory of many adapters that share a context.
 
 Workloads follow ForkKV (arXiv 2604.06370) and LRAgent (arXiv 2602.01053): ReAct, Reflexion and MapReduce.
-Workflows start as a Poisson process. All policies get the same memory; `exact` shares its blocks losslessly.
+Workflows start as a Poisson process. All policies get the same memory.
 """
 
 from __future__ import annotations
@@ -47,15 +47,13 @@ class MultiPlan:
     """Parameters of the benchmark.
 
     Args:
-        model: folder; None for the embedded model.
         workflows: concurrent workflows, each with its own adapter.
-        context: length in tokens of the shared prefix.
+        context: tokens of the shared prefix.
         turns: turns of a conversation; each adds `tool_tokens` and generates `new_tokens`.
         rounds: questions to each fork of the context (MapReduce).
         rate: workflow starts per second, on average.
-        fitting: scarce memory, in caches of one `exact` workflow. It must exceed base's KV plus all residual KV (3.0
-            with the defaults, 3.7 in `QUICK`), or all policies thrash, and stay below half of all exact caches, or
-            nothing is evicted.
+        fitting: scarce memory, in caches of one `exact` workflow. Below base's KV plus all residual KV (3.0 by default,
+            3.7 in `QUICK`) all policies recompute everything; above half of all exact caches little is evicted.
         agents, ranks, targets: rows of the memory table.
     """
 
@@ -76,7 +74,7 @@ class MultiPlan:
 
     @property
     def longest(self) -> int:
-        """Length in tokens of a finished conversation."""
+        """Tokens of a finished conversation."""
         return self.context + self.turns * (self.tool_tokens + self.new_tokens)
 
 
@@ -97,7 +95,7 @@ QUICK = MultiPlan(
 
 
 def make_family(home: Path, model: str | None, count: int, rank: int, targets: str) -> dict[str, Path]:
-    """Write adapters with equal A and random B matrices; return their folders by name."""
+    """Write adapters with equal A and random B matrices; return folders by name."""
     base = load_frozen(DATA if model is None else Path(model))
     drawn = new_matrices(base, RoleRecipe(_TARGETS[targets], layers=None, rank=rank), seed=rank)
     folders = {f"a{number}": home / f"r{rank}-{targets.replace(',', '')}" / f"a{number}" for number in range(count)}
@@ -148,7 +146,7 @@ def memory_for(plan: MultiPlan, adapters: dict[str, Path]) -> int:
 
 
 def measure_memory(plan: MultiPlan, home: Path, progress: Progress) -> list[dict[str, Any]]:
-    """Measure the cache bytes of agents on one context, each with its own adapter."""
+    """Measure cache bytes of agents on one context, each with its own adapter."""
     rows: list[dict[str, Any]] = []
     for rank in plan.ranks:
         for targets in plan.targets:
@@ -184,8 +182,6 @@ def _memory_rows(
 
 @dataclass
 class Seen:
-    """Completions of a workload."""
-
     completions: list[Completion]
 
     def ttft(self, share: float) -> float:
@@ -195,12 +191,12 @@ class Seen:
 
 
 def react(plan: MultiPlan, llm: LLM, policy: str, names: Sequence[str], number: int) -> list[Completion]:
-    """Run one conversation with tools; each turn appends a tool result."""
+    """Run a conversation with tools; each turn appends a result."""
     return _conversation(plan, llm, policy, [names[number]] * plan.turns, number)
 
 
 def reflexion(plan: MultiPlan, llm: LLM, policy: str, names: Sequence[str], number: int) -> list[Completion]:
-    """Run one conversation in which two adapters alternate."""
+    """Run a conversation in which two adapters alternate."""
     both = names[number], names[(number + 1) % len(names)]
     return _conversation(plan, llm, policy, [both[turn % 2] for turn in range(plan.turns)], number)
 
@@ -243,7 +239,6 @@ def measure_workload(
 
 
 def _run(plan: MultiPlan, llm: LLM, workload: str, policy: str, names: Sequence[str]) -> list[Completion]:
-    """Run all workflows; their starts form a Poisson process."""
     random = Random(plan.seed)
     with ThreadPoolExecutor(plan.workflows) as pool:
         running = []

@@ -1,11 +1,11 @@
-"""Compare agentcache with the bare mlx-lm model, in one process and one run.
+"""Compare agentcache with the bare mlx-lm model, in one process.
 
-    decode   a step at a given context: mlx-lm with `QuantizedKVCache(group_size=64, bits=4)`, against the time between
-             two tokens of a running request
-    growth   extra time of a short turn after a long context over one after a short context: mlx-lm on its quantised
-             cache, against the time to first token of a hot agent
+    decode   a step: mlx-lm with `QuantizedKVCache(group_size=64, bits=4)`, against the time between two tokens of a
+             running request
+    growth   time that a long context adds to a short turn: mlx-lm on its quantised cache, against the time to first
+             token of a hot agent
 
-Both sides alternate, so that machine noise affects both. Compare ratios, not milliseconds.
+Both sides alternate. Compare ratios, not milliseconds.
 """
 
 from __future__ import annotations
@@ -40,11 +40,9 @@ class OverheadPlan:
     """Parameters of the benchmark.
 
     Args:
-        model: folder; None for a random model of 84 million parameters.
+        model: folder; None for a random model.
         decode_context: cached tokens before the measured steps.
         contexts: short and long context of `growth`.
-        turn_tokens: new tokens of a turn.
-        rounds: measurements of each side.
         steps: decode steps per round.
     """
 
@@ -59,7 +57,7 @@ class OverheadPlan:
 
 @dataclass(frozen=True)
 class Pair:
-    """Medians in ms for the same work on the bare model and on the engine."""
+    """Medians in ms for the same work on both sides."""
 
     bare_ms: float
     engine_ms: float
@@ -90,7 +88,7 @@ class BareModel:
         self._model, _ = load_model(folder)
 
     def prefill(self, token_ids: list[int]) -> list[QuantizedKVCache]:
-        """Return caches of `token_ids`, computed in full precision and then quantised, which is much faster."""
+        """Return caches of `token_ids`, quantised after the prefill, which is much faster."""
         caches = [KVCache() for _ in self._model.layers]
         for start in range(0, len(token_ids), _PREFILL_CHUNK):
             self._model(mx.array([token_ids[start : start + _PREFILL_CHUNK]]), cache=caches)
@@ -100,7 +98,7 @@ class BareModel:
         return quantised
 
     def step(self, token_ids: list[int], caches: list[QuantizedKVCache]) -> float:
-        """Return seconds to compute `token_ids` and the next token; the cache is trimmed back afterwards."""
+        """Return seconds to compute `token_ids` and the next token; restores the cache."""
         started = time.perf_counter()
         token = mx.argmax(self._model(mx.array([token_ids]), cache=caches)[:, -1], axis=-1)
         token.item()
@@ -111,7 +109,6 @@ class BareModel:
 
 
 def measure_overhead(plan: OverheadPlan, progress: Callable[[str], None]) -> OverheadResult:
-    """Run the plan in a temporary cache folder."""
     with tempfile.TemporaryDirectory(prefix="agentcache-bench-") as home:
         folder = Path(plan.model) if plan.model else random_model_path(Path(home), **WEIGHTS_MODEL)
         bare = BareModel(folder)
@@ -140,7 +137,7 @@ def _measure_decode(plan: OverheadPlan, ids: list[int], bare: BareModel, llm: LL
 
 
 def token_intervals(llm: LLM, prompt: list[int], num_tokens: int) -> list[float]:
-    """Return seconds between the tokens of one request, by its receiver's clock."""
+    """Return seconds between the tokens of one request."""
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
     times = llm.token_times(Request("bench", TokenPrompt(prompt), sampling))
     return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]

@@ -1,7 +1,4 @@
-"""Measure the effect of design choices on answers.
-
-A part is a module of `benchmarks/quality` with tables as plain data, and plots. One report holds all parts.
-"""
+"""Measure the effect of design choices on answers; one report with all parts of `benchmarks/quality`."""
 
 from __future__ import annotations
 

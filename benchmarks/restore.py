@@ -3,13 +3,13 @@
     hot       a short turn with all blocks in RAM
     evicted   the same turn after eviction: blocks are read, verified and put into existing slots
     restarted the same turn as the first one of a process: slots are new
-    alone     a restore without a turn, in an idle process
-    read      plain reads of the files by one thread into a reused buffer
+    alone     a restore without a turn
+    read      plain reads by one thread into a reused buffer
     together  the same with `READERS` threads
     kept      plain reads by one thread into memory for all files, as a restore needs
 
-Files come from the page cache: as written, or with `reread` as read from disk, which leaves smaller, slower pieces.
-All sides alternate in one process. On a busy machine compare the CPU times of `alone` and `read`.
+Files are in the page cache: as written, or with `reread` as read from disk, which is slower. All sides alternate in
+one process. On a busy machine compare the CPU times of `alone` and `read`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ class RestorePlan:
     """Parameters of the benchmark.
 
     Args:
-        model: folder; None for a random model with few weights and a large cache.
         context: restored tokens, in whole blocks, so that turns are alike.
         restarts: processes, each with one restarted turn.
         rounds: hot and evicted turns per process.
@@ -76,7 +75,6 @@ class RestoreResult:
         hot_ms, evicted_ms, restarted_ms: times to first token.
         evicted_restore_ms, restarted_restore_ms: their part from the first read to the last block in its slot.
         alone_cpu_ms, read_cpu_ms: CPU time of all threads.
-        restored_bytes: bytes per restore.
     """
 
     hot_ms: float
@@ -93,7 +91,7 @@ class RestoreResult:
     restored_bytes: int
 
     def allowed_share(self, turn_ms: float) -> float:
-        """Return a turn relative to 1.5 hot turns plus 1.25 reads, its limit."""
+        """Return a turn relative to its limit, 1.5 hot turns plus 1.25 reads."""
         return turn_ms / (1.5 * self.hot_ms + 1.25 * self.read_ms)
 
     def rate(self, ms: float) -> float:
@@ -175,7 +173,7 @@ class _Measurement:
             yield llm
 
     def _turn(self, llm: LLM) -> Completion:
-        """Run a turn on a fresh fork, so that each turn has the same context."""
+        """Run a turn on a new fork, so that each turn has the same context."""
         self._turns += 1
         agent, plan = f"turn-{self._turns}", self._plan
         llm.fork(_AGENT, agent)
@@ -190,14 +188,12 @@ class _Measurement:
 
 @contextmanager
 def _processor_time(into: list[float]) -> Iterator[None]:
-    """Append the CPU seconds of this process within the context."""
     before = time.process_time()
     yield
     into.append(time.process_time() - before)
 
 
 def _read_from_disk(path: Path) -> None:
-    """Drop the file from the page cache, then read it."""
     with open(path, "rb") as file:
         sync(file.fileno())  # the page cache keeps dirty pages
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -205,7 +201,6 @@ def _read_from_disk(path: Path) -> None:
 
 
 def _read(files: list[Path], threads: int) -> float:
-    """Return seconds for plain reads of all files."""
     buffers = [_pages(_READ_BYTES) for _ in range(threads)]
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(_read_each, [files[:threads]] * threads, buffers))  # warm-up: starts threads
@@ -215,7 +210,7 @@ def _read(files: list[Path], threads: int) -> float:
 
 
 def _pages(num_bytes: int) -> mmap.mmap:
-    """Return committed, page-aligned memory; reads to unaligned memory can take two to five times as long."""
+    """Return committed, page-aligned memory; unaligned reads can take two to five times as long."""
     memory = mmap.mmap(-1, num_bytes)
     memory.write(bytes(num_bytes))
     return memory
@@ -229,7 +224,6 @@ def _read_each(files: list[Path], buffer: mmap.mmap) -> None:
 
 
 def _read_and_keep(files: list[Path], memory: mmap.mmap) -> float:
-    """Return seconds for reading all files into separate places of `memory`."""
     room = memoryview(memory)
     started = time.perf_counter()
     for path in files:
@@ -262,7 +256,6 @@ def restore_rows(result: RestoreResult) -> list[dict[str, Any]]:
 
 
 def _restoring(result: RestoreResult, restore_ms: float) -> dict[str, float]:
-    """Return a restore's time, rate, and rate relative to plain reads."""
     rate = result.rate(restore_ms)
     plain = {"read": result.read_ms, "together": result.together_ms, "kept": result.kept_ms}
     shares = {f"{what}_share": read_ms / restore_ms for what, read_ms in plain.items()}

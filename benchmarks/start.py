@@ -1,8 +1,8 @@
-"""Time the first start with a model: until the server answers and until `--kv auto` has chosen its precision.
+"""Time the first start with a model.
 
     load      a process that imports mlx-lm and reads the weights
     ready     from the start of `agentcache serve` with an empty cache folder to the first 200 of `/health`
-    chosen    to the end of the search, when an engine with the chosen precision runs
+    chosen    to the end of the search of `--kv auto`, when an engine with the chosen precision runs
     again     like ready, for the second start on the same cache folder
 
 CPU time is that of the server process; compare it on a busy machine.
@@ -41,11 +41,7 @@ _LOOK_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class StartPlan:
-    """Parameters of the benchmark.
-
-    Args:
-        rounds: first starts, each between a load and a second start.
-    """
+    """`rounds` first starts, each between a load and a second start."""
 
     model: str | None = None
     rounds: int = 1
@@ -54,7 +50,7 @@ class StartPlan:
 
 @dataclass(frozen=True)
 class Span:
-    """Time since the start of a process. `cpu_seconds` is None without /proc."""
+    """Time since the start of a process; `cpu_seconds` is None without /proc."""
 
     seconds: float
     cpu_seconds: float | None
@@ -120,7 +116,7 @@ def _load(model: Path) -> Span:
 
 
 def _children_seconds() -> float:
-    """Return CPU time of all finished children."""
+    """CPU time of all finished children."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 

@@ -26,12 +26,7 @@ class BenchmarkFailed(AgentCacheError):
 
 @dataclass(frozen=True)
 class Stream:
-    """One answer. Times are seconds of `time.perf_counter`.
-
-    Args:
-        token_times: arrival of each token's event.
-        usage, report: from the last events; empty if not sent.
-    """
+    """One answer. Times are seconds of `time.perf_counter`; usage and report come from the last events."""
 
     sent_at: float
     token_times: tuple[float, ...]
@@ -50,24 +45,17 @@ class Stream:
 
     @property
     def decode_seconds(self) -> float:
-        """Seconds from the first token to the last."""
         return self.token_times[-1] - self.token_times[0]
 
 
 @dataclass(frozen=True)
 class _Last:
-    """Latest usage and report."""
-
     usage: Mapping[str, Any]
     report: Mapping[str, Any]
 
 
 class RunningStream:
-    """A streamed request on its own thread, which appends to `token_times`.
-
-    Args:
-        body: request body; `stream` is added.
-    """
+    """A streamed request on its own thread, which appends to `token_times`. `stream` is added to `body`."""
 
     def __init__(self, url: str, path: str, body: Mapping[str, Any]) -> None:
         self.token_times: list[float] = []
@@ -105,7 +93,6 @@ class RunningStream:
             raise ServerError(f"the stream ended after {len(self.token_times)} tokens")
 
     def wait_for_more(self, count: int) -> None:
-        """Wait for `count` further tokens."""
         self.wait_for_tokens(len(self.token_times) + count)
 
     def _run(self) -> None:
@@ -167,7 +154,7 @@ def run_together(url: str, path: str, bodies: Sequence[Mapping[str, Any]]) -> li
 
 
 def run_at_once(run: Callable[[], list[Stream]]) -> list[Stream]:
-    """Return the streams of `run`; retry if their decoding did not overlap, which happens on a busy machine."""
+    """Return the streams of `run`; retry if their decoding did not overlap, as on a busy machine."""
     for _ in range(_ATTEMPTS):
         streams = run()
         begin, end = _while_all_decode(streams)
@@ -177,7 +164,7 @@ def run_at_once(run: Callable[[], list[Stream]]) -> list[Stream]:
 
 
 def gaps_ms(token_times: Sequence[float], since: float = 0.0, until: float = float("inf")) -> list[float]:
-    """Return gaps between consecutive tokens; the later token is within [since, until]."""
+    """Return gaps between consecutive tokens; the later one is within [since, until]."""
     pairs = zip(token_times, token_times[1:], strict=False)
     return [(later - earlier) * 1e3 for earlier, later in pairs if since <= later <= until]
 
@@ -189,7 +176,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def steady_rate(streams: Sequence[Stream]) -> float:
-    """Return total tokens/s while all streams decode. Raises BenchmarkFailed if they never overlap."""
+    """Return total tokens/s while all streams decode. Raises BenchmarkFailed if they do not overlap."""
     begin, end = _while_all_decode(streams)
     if begin >= end:
         raise BenchmarkFailed("one answer was over before another one began; let them decode more tokens")

@@ -61,7 +61,7 @@ def turn_body(
 ) -> dict[str, Any]:
     """Return the body of a greedy completion of exactly `max_tokens`.
 
-    `return_token_ids` also times tokens without text. It returns the prompt's ids too, which takes time.
+    `return_token_ids` also times tokens without text, but slows long prompts, whose ids return too.
     """
     return {
         "prompt": list(prompt),

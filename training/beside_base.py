@@ -1,7 +1,7 @@
 """KV for training adapters: their own, or base's plus the adapter's difference, as residual sharing serves it.
 
-Base's KV of an adapter's input is computed as in mlx-lm's Qwen3. Its distance from base's KV of base's input is the
-divergence that the server's guard reports.
+Base's KV of an adapter's input is computed as in mlx-lm's Qwen3. Its distance from base's KV is the divergence that
+the server's guard reports.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def base_pass(layers: Sequence[nn.Module], embedded: mx.array) -> BasePass:
 
 
 def plain_keys_values(layer: Any, hidden: mx.array) -> KeysValues:
-    """Return KV of base's weights for a layer's input, without any adapter on its modules."""
+    """Return KV of base's weights for a layer's input, without adapters."""
     attention, x = layer.self_attn, layer.input_layernorm(hidden)
     keys, values = (
         _original(projection)(x).reshape(*x.shape[:2], attention.n_kv_heads, -1)
@@ -91,10 +91,9 @@ def _original(linear: Any) -> Any:
 
 
 def squared_divergence(plain: Sequence[KeysValues], base: Sequence[KeysValues], weights: mx.array) -> mx.array:
-    """Return the squared divergence of the last layers' KV from base's, as in `models/divergence.py`.
+    """Return the squared divergence of the last layers' KV (`plain`) from base's, as in `models/divergence.py`.
 
     Args:
-        plain: KV of the last layers.
         base: KV of all layers.
         weights: token weights, [B, n].
     """

@@ -31,7 +31,7 @@ WRITERS: Mapping[str, Writer] = {
     "tools": tool_talk,
     "small_talk": small_talk,
 }
-# Loss weights of the agent's tokens, and of those it reads, from which it learns the language.
+# Loss weights of the agent's tokens, and of those it reads.
 SPOKEN_WEIGHT, READ_WEIGHT = 1.0, 0.05
 _INVENTED = (0.0, 0.1, 0.5)
 _WRAPPED_SHARE, _WIDTHS = 0.4, (60, 80, 100, 120)

@@ -44,7 +44,7 @@ class Dialogue:
 
     @property
     def tokens(self) -> int:
-        """Approximate number of tokens so far."""
+        """Approximate number of tokens."""
         texts = [self.system, *(message["content"] for message in self.messages)]
         return int(sum(_TOKENS_A_WORD * len(text.split()) + 5 for text in texts))
 
@@ -60,7 +60,6 @@ class Dialogue:
                 message["content"] = _wrapped(message["content"], width)
 
     def rendered(self) -> list[dict[str, str]]:
-        """Return all messages, the system's first."""
         return [{"role": "system", "content": self.system}, *self.messages] if self.system else self.messages
 
 
@@ -105,7 +104,6 @@ class _OwnFact:
 
 
 def own_facts(random: Random, words: Words, name: str, count: int) -> list[_OwnFact]:
-    """Draw different facts about one person."""
     made = []
     for relation in random.sample(PERSONAL, min(count, len(PERSONAL))):
         value = words.draw(relation.value)
@@ -227,5 +225,4 @@ class _FactTalk:
 
 
 def fact_talk(random: Random, words: Words, budget: int) -> Dialogue:
-    """Write a conversation of facts, questions, scenery and other speakers."""
     return _FactTalk(random, words, budget).write()

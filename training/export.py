@@ -18,7 +18,7 @@ from training.train import Trainer
 
 
 def export(trainer: Trainer, folder: Path) -> int:
-    """Write config, the corpus's tokenizer and template, and float16 weights; return the weights' bytes."""
+    """Write config, tokenizer, template and float16 weights; return the weights' bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in TEXT_FILES:
         (folder / name).write_bytes((trainer.corpus.folder / name).read_bytes())

@@ -20,7 +20,7 @@ class Relation:
     Args:
         subject, value: kinds of words (`words.LISTS`).
         statements, questions, answer: in the third person.
-        first: (statement, question, answer) in the first person, which also yields the second; None for things.
+        first: (statement, question, answer) in the first person; None for things.
     """
 
     name: str
@@ -186,7 +186,6 @@ def ask_two_hops(facts: Sequence[Fact], random: Random) -> list[Question]:
 
 
 def chained(one: Fact, two: Fact) -> str:
-    """Join two facts in one sentence."""
     then = f"the{two.answer[3:]}" if two.answer.startswith("The ") else two.answer
     return f"{one.answer.rstrip('.')}, and {then}"
 
@@ -199,7 +198,7 @@ class FactMaker:
     """Maker of facts that do not contradict each other.
 
     Args:
-        held_out_only: whether only pairs are made that training never states; otherwise only the rest.
+        held_out_only: whether all pairs or no pairs are held out from training.
     """
 
     def __init__(self, random: Random, words: Words, *, held_out_only: bool = False) -> None:
@@ -222,7 +221,6 @@ class FactMaker:
         raise OutOfWords(f"no fact of kind {relation.name} is left")
 
     def any(self) -> Fact:
-        """Return a fact of a random relation. Raises OutOfWords."""
         for relation in self._random.sample(RELATIONS, len(RELATIONS)):
             with suppress(OutOfWords):
                 return self.make(relation)
@@ -254,6 +252,5 @@ class FactMaker:
             known.append(word)
 
     def _value(self, relation: Relation, subject: str) -> str | None:
-        """Return a value that may go with this subject; None if none was found."""
         values = (self._words.draw(relation.value) for _ in range(50))
         return next((v for v in values if v != subject and held_out(subject, v) == self._held_out_only), None)

@@ -61,7 +61,7 @@ _ASK_RECORDS = {
 
 
 def records(random: Random, words: Words, budget: int) -> Dialogue:
-    """Write a worker's dialogue: pick names by value, answer about single records."""
+    """Write a worker's dialogue: pick names by value, answer about records."""
     dialogue = Dialogue(budget)
     relation = random.choice((PET, FOOD))
     values = [words.draw(relation.value) for _ in range(random.randrange(2, 5))]
@@ -97,7 +97,7 @@ MERGE = ("Put together what they found.", "Make one list of all the names.")
 
 
 def merging(random: Random, words: Words, budget: int) -> Dialogue:
-    """Write a reducer's dialogue, which merges the workers' findings."""
+    """Write a reducer's dialogue, which merges findings."""
     dialogue = Dialogue(budget)
     dialogue.system = f"You are {words.draw('name')}."
     workers = [words.draw("name") for _ in range(random.randrange(2, 5))]

@@ -32,8 +32,7 @@ CONFIG: dict[str, Any] = {
 class RoundedCache:
     """A stateless cache for mlx-lm's models that rounds KV to 4 bits.
 
-    Gradients bypass the rounding (straight-through estimator, Bengio et al. 2013), so that the model learns KV that
-    survives it.
+    Gradients bypass the rounding (straight-through estimator, Bengio et al. 2013), so that KV learns to survive it.
     """
 
     offset = 0

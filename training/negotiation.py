@@ -1,6 +1,6 @@
 """The prisoner's dilemma as one of three agents sees it; later answers depend on earlier phases.
 
-Phases follow `workflow/scripts/prisoners_dilemma.toml`. Names, places, promises, penalties and wording are random.
+Phases follow `workflow/scripts/prisoners_dilemma.toml`; everything else is random.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Game:
     years_betrayed: str
 
     def years(self, who: Prisoner) -> str | None:
-        """Return the years that `who` serves, as a word; None if free."""
+        """Return the years as a word; None if free."""
         other = self.two if who is self.one else self.one
         if who.decision == other.decision:
             return self.years_silent if who.decision == SILENT else self.years_speak
@@ -127,8 +127,6 @@ def make_game(random: Random, words: Words) -> Game:
 
 
 class _View:
-    """One agent's dialogue."""
-
     def __init__(self, random: Random, words: Words, game: Game, budget: int) -> None:
         self.random, self.words, self.game = random, words, game
         # About seven turns share the rest of the budget.

@@ -34,8 +34,6 @@ class RecallCase:
 
 @dataclass(frozen=True)
 class Recall:
-    """Results; `right` counts exact answers."""
-
     asked: int
     right: int
     wrong: tuple[tuple[Question, str], ...]

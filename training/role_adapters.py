@@ -1,8 +1,8 @@
 """Train role adapters on the frozen embedded model, in minutes on two cores.
 
 An adapter acts from the first token (plain LoRA), from its invocation (activated LoRA, arXiv 2504.12397), or from the
-prompt's last token (cache-conditioned, PrefillShare, arXiv 2602.12029). Training matches serving: earlier KV is
-base's, and all KV is rounded to 4 bits. Only answers contribute to the loss.
+prompt's last token (cache-conditioned, PrefillShare, arXiv 2602.12029). As in serving, earlier KV is base's, and all
+KV is rounded to 4 bits. Only answers contribute to the loss.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ INVOCATION = "<|im_start|>assistant\n"
 
 
 def load_frozen(folder: Path) -> FrozenBase:
-    """Load a base in float32: half precision is slow on CPUs, and training is short."""
+    """Load a base in float32: half precision is slow on CPUs."""
     base = load_base(str(folder))
     base.model.set_dtype(mx.float32)
     mx.eval(base.model.parameters())
@@ -127,7 +127,6 @@ def train_roles(
 
 
 def _read_as(folder: Path) -> Matrices:
-    """Return the A matrices that `RoleTrainer.export` wrote."""
     tensors = mx.load(str(folder / WEIGHTS_FILE))
     return {name.partition("layers.")[2]: tensor for name, tensor in tensors.items() if name.endswith("lora_a")}
 
@@ -250,7 +249,6 @@ class RoleTrainer:
         return next(place for place in places if list(example.prompt[place : place + len(wanted)]) == wanted)
 
     def _weights(self, matrices: Matrices) -> AdapterWeights:
-        """Return the matrices in serving form."""
         pairs = {}
         for name, served in self._served.matrices.items():
             where = f"{name.layer}.{name.path}"

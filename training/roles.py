@@ -1,7 +1,6 @@
 """Roles for adapters of the embedded model: each answers in its own words.
 
-Conversations do not mention roles; only the adapter determines the wording. Answers depend on the conversation, so
-wrong KV shows.
+Only the adapter determines the role. Answers depend on the conversation, so wrong KV shows.
 """
 
 from __future__ import annotations

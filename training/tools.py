@@ -37,7 +37,6 @@ def tool_definition(name: str, description: str) -> dict[str, object]:
 
 
 def call(name: str, key: str) -> str:
-    """Return the assistant's message that looks up `key`."""
     arguments = json.dumps({"name": name, "arguments": {"key": key}})
     return f"I look up {key}.\n<tool_call>\n{arguments}\n</tool_call>"
 

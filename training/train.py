@@ -88,7 +88,6 @@ RECIPE = Recipe(
 
 
 def conversations(corpus: Corpus, count: int, length: int = 512) -> Iterator[Mapping[str, Any]]:
-    """Yield documents of the last stage as messages, of about `length` tokens."""
     mixture = RECIPE.stages[-1].mixture
     for index in range(count):
         dialogue = corpus.write(mixture, length, "decoder", index)
@@ -96,12 +95,7 @@ def conversations(corpus: Corpus, count: int, length: int = 512) -> Iterator[Map
 
 
 class Trainer:
-    """Trainer of one model.
-
-    Args:
-        corpus: documents; same seed as the recipe.
-        dtype: of the arithmetic; parameters are float32.
-    """
+    """Trainer of one model; `dtype` of the arithmetic, with float32 parameters. `corpus` has the recipe's seed."""
 
     def __init__(self, recipe: Recipe, config: dict[str, Any], corpus: Corpus, dtype: mx.Dtype = mx.float32) -> None:
         self.recipe, self.config, self.corpus, self.dtype = recipe, config, corpus, dtype

@@ -1,4 +1,4 @@
-"""Random adapters and prompts for the adapters benchmark."""
+"""Random adapters and prompts."""
 
 from __future__ import annotations
 
@@ -32,8 +32,6 @@ _STRENGTH = 0.5  # size of an adapter's delta relative to the module's output
 
 @dataclass(frozen=True)
 class MadeAdapter:
-    """An adapter's name, folder and policy."""
-
     name: str
     path: Path
     policy: Policy
@@ -47,10 +45,10 @@ class MadeAdapter:
 def make_adapters(
     home: Path, model: Path, invocation: Sequence[int], copies: int
 ) -> Mapping[Policy, tuple[MadeAdapter, ...]]:
-    """Write `copies` random adapters per policy for a model folder; return them by policy.
+    """Write `copies` random adapters per policy; return them by policy.
 
-    Exact adapters target the upper half of the layers, as mlx-lm's default does for 32 layers. The rest target all
-    layers. Ranks differ, so that a mixed batch is uneven.
+    Exact adapters target the upper half of the layers, as mlx-lm's default does for 32 layers. Ranks differ, so that a
+    mixed batch is uneven.
     """
     built, _ = load_model(model, lazy=True)
     made = {}
@@ -108,9 +106,7 @@ class PassageSource:
         return self.of_ids(self._tokenizer.encode("".join(f" {word}" for word in words)).ids[:num_tokens])
 
     def of_ids(self, token_ids: Sequence[int]) -> Passage:
-        """Return the passage of generated tokens."""
         return Passage(self._tokenizer.unmark(self._tokenizer.spell(token_ids).text), tuple(token_ids))
 
     def invocation(self) -> Passage:
-        """Return the passage that activates an adapter."""
         return self.of_ids(self._tokenizer.encode(INVOCATION).ids)

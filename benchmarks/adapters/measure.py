@@ -1,11 +1,10 @@
 """Measure adapters on one server: switches, chains of adapters, mixed batches.
 
-    switch      turns of base and adapters on one cached context, with and without a hidden-state cache, against
-                `mlx_lm.server` (`switch.py`)
-    pipelines   base, adapter, base, … on one context, for each policy (`pipeline.py`)
-    mixed       base and three adapters in one batch, against one after the other (`mixed.py`)
+    switch      turns on one cached context, with and without a hidden-state cache, against `mlx_lm.server`
+    pipelines   base, adapter, base, … on one context, for each policy
+    mixed       base and three adapters in one batch, against one after the other
 
-All servers are real processes on the same model folder. Only one works at a time.
+All servers are real processes. Only one works at a time.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ _TRUNK_BUDGET = "2GB"  # more than the plans fill; RAM is allocated on demand
 
 @dataclass(frozen=True)
 class AdaptersPlan:
-    """Parameters of the benchmark. `seed` and the model's tokenizer determine the workload.
+    """`seed` and the model's tokenizer determine the workload.
 
     Args:
-        model: folder; None for a random model of 84 million parameters.
+        model: folder; None for a random model.
         command, peer: start commands of agentcache and of `mlx_lm.server`.
     """
 
@@ -67,7 +66,7 @@ QUICK = AdaptersPlan(
 
 @dataclass(frozen=True)
 class AdaptersResult:
-    """`adapter_bytes` is the file size of each adapter, by name."""
+    """`adapter_bytes` holds file sizes by name."""
 
     switches: tuple[SwitchSample, ...]
     pipelines: tuple[Pipeline, ...]
@@ -76,7 +75,6 @@ class AdaptersResult:
 
 
 def measure_adapters(plan: AdaptersPlan, progress: Callable[[str], None]) -> AdaptersResult:
-    """Run the plan; servers, adapters and caches are removed on return or error."""
     with tempfile.TemporaryDirectory(prefix="agentcache-bench-") as folder:
         home = Path(folder)
         model = Path(plan.model) if plan.model else random_model_path(home, **WEIGHTS_MODEL)
@@ -91,7 +89,7 @@ def measure_adapters(plan: AdaptersPlan, progress: Callable[[str], None]) -> Ada
 
 @dataclass(frozen=True)
 class _Servers:
-    """agentcache with all adapters, agentcache with a hidden-state cache for exact adapters, and `mlx_lm.server`."""
+    """agentcache with all adapters; with a hidden-state cache and exact adapters; `mlx_lm.server`."""
 
     ours: ServerProcess
     trunk: ServerProcess
@@ -145,7 +143,7 @@ def _options(adapters: Sequence[MadeAdapter]) -> list[str]:
 
 
 def _warm_up(servers: _Servers, adapters: Mapping[Policy, Sequence[MadeAdapter]], source: PassageSource) -> None:
-    """Send a first request per process and adapter, which includes one-time costs."""
+    """Send a first request per process and adapter."""
     hello = source.take(8) + source.invocation() + source.take(2)
     for adapter in (None, *(each for made in adapters.values() for each in made)):
         complete(servers.ours, hello, 2, adapter)

@@ -1,4 +1,4 @@
-"""Compare base and three adapters in one batch with the same requests one after the other."""
+"""Compare base and three adapters in one batch with one after the other."""
 
 from __future__ import annotations
 
@@ -16,13 +16,7 @@ from benchmarks.workload import turn_body
 
 @dataclass(frozen=True)
 class MixedPlan:
-    """Parameters of the benchmark.
-
-    Args:
-        context: cached tokens of a request, on average.
-        turn_tokens: new prompt tokens per request.
-        new_tokens: decoded tokens per request.
-    """
+    """Token counts are per request; `context` is cached."""
 
     context: int = 512
     turn_tokens: int = 4
@@ -35,11 +29,11 @@ class Mixed:
     """Medians over the rounds.
 
     Args:
-        system: total tokens/s of all rows, while all of them decode.
-        serial: tokens/s of the same rows one after the other, decoding only.
-        base_system: like `system`, for as many rows of base.
-        turns_seconds, serial_turns_seconds, peer_turns_seconds: duration of whole requests: at once, one after the
-            other, and one after the other on `mlx_lm.server`.
+        system: total tokens/s while all rows decode.
+        serial: the same rows one after the other.
+        base_system: as many rows of base.
+        turns_seconds, serial_turns_seconds, peer_turns_seconds: whole requests: at once, one after the other, one after
+            the other on `mlx_lm.server`.
     """
 
     rows: int
@@ -102,13 +96,11 @@ class MixedBench:
         )
 
     def _prompt(self, context: Passage, adapter: MadeAdapter | None) -> Passage:
-        """Return context, invocation if the adapter needs one, and new tokens."""
         if adapter is not None and adapter.policy is Policy.ACTIVATED:
             context += self._source.invocation()
         return context + self._source.take(self._plan.turn_tokens)
 
     def _ours(self, rows: Sequence[tuple[Passage, MadeAdapter | None]]) -> list[Stream]:
-        """Send these requests at once."""
         bodies = []
         for prompt, adapter in rows:
             body = turn_body(None, prompt.ids, self._plan.new_tokens, return_token_ids=True)

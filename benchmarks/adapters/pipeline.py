@@ -1,7 +1,7 @@
-"""Count the tokens that each policy computes for base, adapter, base, … on one context.
+"""Count computed tokens of base, adapter, base, … on one context, for each policy.
 
-The chain follows the activated-LoRA paper (arXiv 2504.12397, section 5). Each step reads all previous tokens and
-answers, and a few new tokens. No step names an agent: all reuse comes from shared blocks.
+The chain follows the activated-LoRA paper (arXiv 2504.12397, section 5). Each step extends the previous one and its
+answer. No step names an agent: all reuse comes from shared blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CHAIN = ("base", "a", "base", "b", "base", "a", "base")
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """Parameters of `CHAIN`; `turn_tokens` and `answer_tokens` are per step."""
+    """`turn_tokens` and `answer_tokens` are per step of `CHAIN`."""
 
     context: int = 2048
     turn_tokens: int = 24
@@ -40,14 +40,13 @@ class PipelineStep:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The chain with one policy, or with base alone as the lower bound."""
+    """The chain with one policy, or with base alone (lower bound)."""
 
     policy: str
     steps: tuple[PipelineStep, ...]
 
     @property
     def computed_after_first(self) -> int:
-        """Computed prompt tokens, without those of the first step."""
         return sum(step.computed_tokens for step in self.steps[1:])
 
     @property
@@ -62,7 +61,7 @@ def measure_pipelines(
     source: PassageSource,
     progress: Callable[[str], None],
 ) -> list[Pipeline]:
-    """Run the chain with base alone and with each policy, each on its own context."""
+    """Run the chain with base alone and with each policy."""
     ways: dict[str, Sequence[MadeAdapter]] = {BASE_ONLY: (), **{str(policy): made for policy, made in adapters.items()}}
     pipelines = []
     for name, made in ways.items():

@@ -1,4 +1,4 @@
-"""PNG plots of the adapters benchmark, drawn from its report."""
+"""Plots of the adapters benchmark."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ POLICY_COLOURS = {"base only": "#999999", "exact": "#D55E00", "activated": "#007
 
 
 def plot_switches(report: Report, path: Path) -> None:
-    """Plot time to first token by turn and server, on a logarithmic scale because reloads take far longer."""
+    """Plot time to first token by turn and server."""
     rows = report["switches"]
     turns = list(dict.fromkeys(row["turn"] for row in rows))
     figure = new_figure(11, 4.5)
@@ -30,7 +30,7 @@ def plot_switches(report: Report, path: Path) -> None:
 
 
 def plot_pipelines(report: Report, path: Path) -> None:
-    """Plot cumulative computed prompt tokens along the chain, by policy."""
+    """Plot cumulative computed tokens along the chain."""
     figure = new_figure(7, 4.5)
     axes = figure.add_subplot()
     chain = report["chain"]

@@ -1,4 +1,4 @@
-"""Report of the adapters benchmark: tables, JSON, plots, and results in which mlx_lm.server is better."""
+"""Report of the adapters benchmark."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def build_report(plan: AdaptersPlan, result: AdaptersResult) -> Report:
 
 
 def _summarise_switches(samples: Sequence[SwitchSample]) -> list[dict[str, Any]]:
-    """Return medians over the rounds by server and turn, agentcache first."""
+    """Return medians by server and turn, agentcache first."""
     turns = dict.fromkeys((sample.server, sample.turn) for sample in samples)
     return [_summarise([s for s in samples if (s.server, s.turn) == turn]) for turn in sorted(turns, key=_ours_first)]
 
@@ -82,7 +82,6 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def _against_hot_base(switches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the computed share of each agentcache turn, and its time relative to a hot turn of base."""
     return [
         {
             "server": row["server"],
@@ -96,13 +95,12 @@ def _against_hot_base(switches: Sequence[dict[str, Any]]) -> list[dict[str, Any]
 
 
 def _hot_ms(switches: Sequence[dict[str, Any]], server: str) -> float:
-    """Return the time to first token of the server's hot base turn."""
     ms: float = next(row["ttft_ms"] for row in switches if (row["server"], row["turn"]) == (server, HOT))
     return ms
 
 
 def peer_wins(switches: Sequence[dict[str, Any]], mixed: dict[str, Any]) -> list[str]:
-    """Return a sentence for each result in which mlx_lm.server is better by more than a few percent."""
+    """Describe results in which mlx_lm.server is better by more than a few percent."""
     ours = {row["turn"]: row["ttft_ms"] for row in switches if row["server"] == OURS}
     theirs = {row["turn"]: row["ttft_ms"] for row in switches if row["server"] == PEER}
     wins = [
@@ -140,7 +138,6 @@ def switches_table(report: Report) -> Table:
 
 
 def pipelines_table(report: Report) -> Table:
-    """Tabulate computed tokens by policy and step."""
     table = number_table(
         "Base and two adapters, a and b, in turns on one context: prompt tokens computed a step",
         ("", *report["chain"], "after the first", "seconds", "beside base only"),

@@ -1,8 +1,7 @@
 """Measure a change of adapter on a cached context, on agentcache and on `mlx_lm.server`.
 
-Each turn continues base's first answer. `mlx_lm.server` gets the adapter in the request's `adapters` field and
-reloads the whole model for it. Exact adapters also run on an agentcache with a hidden-state cache: they start from
-base's cached hidden states at the adapter's first layer.
+Each turn continues base's first answer. `mlx_lm.server` reloads the whole model for the request's `adapters` field.
+With a hidden-state cache, exact adapters start from base's hidden states at their first layer.
 """
 
 from __future__ import annotations
@@ -45,14 +44,7 @@ EXACT_TURNS = tuple(turn for turn in TURNS if turn.policy in (None, Policy.EXACT
 
 @dataclass(frozen=True)
 class SwitchPlan:
-    """Parameters of the benchmark.
-
-    Args:
-        context: tokens that base has cached.
-        turn_tokens: new prompt tokens per turn.
-        answer_tokens: generated tokens per turn.
-        rounds: measurements, each on its own context.
-    """
+    """`context` is cached by base; `turn_tokens` and `answer_tokens` are per turn; each round has its own context."""
 
     context: int = 4096
     turn_tokens: int = 24
@@ -62,14 +54,12 @@ class SwitchPlan:
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of one turn. None means that the server does not report the value.
+    """Cost of one turn; None if the server does not report it.
 
     Args:
-        ttft_ms: time to first token by the client's clock.
-        computed_tokens: prompt tokens that the model computed.
         ram_bytes, disk_bytes: growth of the cache.
-        computed_layer_tokens: sum over layers of computed tokens, including the answer's.
-        trunk_bytes: growth of the hidden-state cache, which `ram_bytes` excludes.
+        computed_layer_tokens: computed tokens summed over layers, including the answer's.
+        trunk_bytes: growth of the hidden-state cache, not in `ram_bytes`.
     """
 
     ttft_ms: float
@@ -89,8 +79,6 @@ class Answer:
 
 @dataclass(frozen=True)
 class SwitchSample:
-    """One turn on one server in one round."""
-
     server: str
     turn: str
     round: int
@@ -101,7 +89,7 @@ class Peer:
     """Client of `mlx_lm.server`. It names the model folder, because the default model ignores adapters.
 
     Args:
-        bias: logit bias that prevents end-of-turn tokens.
+        bias: logit bias against end-of-turn tokens.
     """
 
     def __init__(self, server: ServerProcess, model: Path, bias: Mapping[str, float]) -> None:
@@ -122,7 +110,7 @@ def complete(
     adapter: MadeAdapter | None = None,
     agent: str | None = None,
 ) -> Completion:
-    """Run a greedy completion of fixed length on agentcache."""
+    """Run a greedy completion of fixed length."""
     name = None if adapter is None else adapter.name
     return server.client.complete(
         prompt.ids, max_tokens=max_tokens, temperature=0, ignore_eos=True, adapter=name, agent=agent
@@ -160,7 +148,7 @@ class OurSide:
 
 
 class PeerSide:
-    """Turns on `mlx_lm.server`, which applies adapters in only one way."""
+    """Turns on `mlx_lm.server`."""
 
     name = PEER
     turns: Sequence[Turn] = EXACT_TURNS
@@ -186,7 +174,7 @@ class SwitchBench:
         self._plan, self._sides, self._adapters, self._source = plan, sides, adapters, source
 
     def measure(self, progress: Callable[[str], None]) -> list[SwitchSample]:
-        """Run all rounds; the order of the servers reverses in every second round."""
+        """Run all rounds; every second round reverses the order of servers."""
         samples: list[SwitchSample] = []
         for number in range(self._plan.rounds):
             context = self._source.take(self._plan.context)
@@ -208,7 +196,6 @@ class SwitchBench:
             last = prompt + answer.said
 
     def _ask(self, turn: Turn) -> Passage:
-        """Return new tokens, after the invocation if the adapter needs one."""
         words = self._source.take(self._plan.turn_tokens)
         return self._source.invocation() + words if turn.policy is Policy.ACTIVATED else words
 

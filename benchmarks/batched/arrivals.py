@@ -1,10 +1,10 @@
 """Measure how a long prompt affects running agents, and how it delays a short request.
 
-quiet      the agents decode, nothing else happens
+quiet      the agents only decode
 prefill    from sending the long prompt to its first token
-same       other agents decode the same positions without a long prompt; decode steps slow down as contexts grow,
-           so only this comparison isolates the cost of the long prompt
-short      a request of a few tokens: on an idle server, beside decoding agents, and during the prefill
+same       other agents at the same positions without a long prompt; longer contexts slow decoding, so only this
+           comparison isolates the cost of the prompt
+short      a short request: on an idle server, beside decoding agents, and during the prefill
 """
 
 from __future__ import annotations
@@ -30,13 +30,10 @@ class ArrivalsPlan:
     """Parameters of the benchmark.
 
     Args:
-        running: decoding agents.
         context: initial tokens of each running agent.
-        long_prompt: tokens of the long prompt.
-        short_prompt, short_tokens: tokens of the short request's prompt and answer.
-        quiet_steps: decode steps measured before the long prompt.
+        quiet_steps: decode steps before the long prompt.
         shorts: short requests in each situation.
-        max_stall_ms: the server's setting; determines the limit in the report.
+        max_stall_ms: the server's setting, for the limit in the report.
     """
 
     running: int = 4
@@ -51,7 +48,7 @@ class ArrivalsPlan:
 
 @dataclass(frozen=True)
 class Gaps:
-    """Milliseconds between tokens of running agents, and their total tokens/s."""
+    """Gaps between tokens of running agents, and their total tokens/s."""
 
     p50_ms: float
     p95_ms: float
@@ -61,15 +58,13 @@ class Gaps:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Results; times in milliseconds.
+    """Results.
 
     Args:
-        quiet, prefill: gaps of the running agents before and during the long prompt.
-        same: gaps of other agents at the same positions without the long prompt.
-        long_alone_ms, long_ttft_ms: time to first token of the long prompt: on an idle server, beside running agents.
-        short_alone_ms, short_among_ms, short_during_ms: median time from sending a short request to its last token.
+        long_alone_ms, long_ttft_ms: first token of the long prompt on an idle server, and beside running agents.
+        short_alone_ms, short_among_ms, short_during_ms: median duration of a short request.
         short_done_first: whether all short requests ended before the long prompt's first token.
-        timeline: tokens of the first running agent: (seconds since the long prompt, gap in ms).
+        timeline: tokens of one running agent: (seconds since the long prompt, gap in ms).
     """
 
     quiet: Gaps
@@ -85,14 +80,13 @@ class Arrivals:
 
     @property
     def kept_rate(self) -> float:
-        """Token rate during the prefill relative to the rate for the same tokens without it."""
+        """Token rate during the prefill relative to `same`."""
         return self.prefill.tokens_per_s / self.same.tokens_per_s
 
 
 def measure_arrivals(
     plan: ArrivalsPlan, server: ServerProcess, source: TokenSource, progress: Callable[[str], None]
 ) -> Arrivals:
-    """Run the plan on an idle server."""
     return _Bench(plan, server, source, progress).run()
 
 

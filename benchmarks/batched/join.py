@@ -1,9 +1,8 @@
-"""Measure the time that running requests lose when another request joins or leaves the batch, by its context length.
+"""Measure the time that running requests lose when a request joins or leaves the batch.
 
-Observers decode all the time. An agent whose context is in RAM joins with a turn of one token, decodes a few tokens
-and leaves; context lengths alternate. The cost is the length of the observers' token gaps beyond undisturbed ones.
-A join affects the gap in which the row is admitted and the gap of its first step. `request_ms` also includes the
-reading of the request body, which carries the whole context.
+Observers decode all the time. An agent with a cached context joins with a one-token turn, decodes a few tokens and
+leaves. The cost is the observers' token gaps beyond undisturbed ones. A join affects two gaps: that of admission and
+that of the row's first step. `request_ms` includes reading the request body with the whole context.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from agentcache.server_process import ServerProcess
 from benchmarks.streams import RunningStream, Stream
 from benchmarks.workload import TokenSource, turn_body
 
-_QUIET_GAPS = 6  # undisturbed gaps on each side of a join; their median is the step time
+_QUIET_GAPS = 6  # undisturbed gaps on each side of a join
 _OBSERVER_TOKENS = 16384  # never reached
 _JOINING_GAPS = 2  # the gap before the row's first token, and the gap of its first step
 _LEAVING_GAPS = 2  # gaps after the last token in which the row is removed
@@ -30,7 +29,6 @@ class JoinPlan:
     Args:
         contexts: lengths in tokens, whole blocks.
         joins: joins per context length.
-        observers: agents that decode all the time.
         new_tokens: tokens that the joining agent decodes.
     """
 
@@ -42,11 +40,10 @@ class JoinPlan:
 
 @dataclass(frozen=True)
 class JoinCost:
-    """Milliseconds that the observers lose, medians over the joins.
+    """Milliseconds that the observers lose; medians.
 
     Args:
-        join_ms, leave_ms: time beyond undisturbed steps.
-        request_ms: the same, from sending the request to its first token.
+        request_ms: from sending the request to its first token.
         step_ms, step_with_ms: undisturbed step without and with the row.
     """
 
@@ -61,7 +58,6 @@ class JoinCost:
 def measure_joins(
     plan: JoinPlan, server: ServerProcess, source: TokenSource, progress: Callable[[str], None]
 ) -> list[JoinCost]:
-    """Run the plan; return one result per context length."""
     contexts = {length: _cache(server, source.take(length), plan.joins, progress) for length in plan.contexts}
     observers = [_observe(server, source, index) for index in range(plan.observers)]
     try:
@@ -78,7 +74,7 @@ def measure_joins(
 
 
 def _cache(server: ServerProcess, ids: list[int], count: int, progress: Callable[[str], None]) -> list[int]:
-    """Cache a context for an agent, fork it `count` times, and return its ids."""
+    """Cache a context, fork its agent `count` times, and return its ids."""
     progress(f"caching {len(ids)} tokens")
     server.client.cache_prompt(ids, agent=f"context-{len(ids)}")
     for number in range(count):
@@ -94,16 +90,16 @@ def _observe(server: ServerProcess, source: TokenSource, index: int) -> RunningS
 
 
 def _join(server: ServerProcess, observers: Sequence[RunningStream], body: dict[str, object]) -> Stream:
-    """Run one agent's turn between undisturbed steps."""
+    """Run one turn between undisturbed steps."""
     observers[0].wait_for_more(_QUIET_GAPS + 1)
     joined = RunningStream(server.client.url, "/v1/completions", body).result()
-    # The joined stream may be some tokens ahead, depending on when each client's thread runs.
+    # The joined stream may be ahead: client threads run at different times.
     observers[0].wait_for_more(_LEAVING_GAPS + _QUIET_GAPS + 1 + joined.usage["completion_tokens"])
     return joined
 
 
 def cost_of_join(context: int, times: Sequence[float], joined: Stream) -> JoinCost:
-    """Compute the cost of one join from an observer's token times and the joined stream."""
+    """Return the cost of a join from an observer's token times and the joined stream."""
     before = bisect_right(times, joined.sent_at) - 1
     first = _nearest(times, joined.token_times[0])
     last = first + joined.usage["completion_tokens"] - 1  # every step yields one token for each
@@ -123,7 +119,7 @@ def _nearest(times: Sequence[float], moment: float) -> int:
 
 
 def _typical(times: Sequence[float], start: int, stop: int) -> float:
-    """Return the median gap from token `start` to token `stop`."""
+    """Return the median gap."""
     return statistics.median(times[i + 1] - times[i] for i in range(start, stop))
 
 

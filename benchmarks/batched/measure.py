@@ -1,12 +1,11 @@
-"""Measure concurrent agents on one server: decode rate, cost of a join, effect of a long prompt.
+"""Measure concurrent agents on one server.
 
-    throughput   system and per-agent rates of 1 to 16 agents, against the same agents one after the other, and against
-                 the gain of bare matrix products (`throughput.py`, `products.py`)
-    joins        time that running rows lose when a row joins or leaves (`join.py`)
-    arrivals     a long prompt, then a short one, while agents decode (`arrivals.py`)
+    throughput   1 to 16 agents against one after the other, and against the gain of bare matrix products
+    joins        time that running rows lose when a row joins or leaves
+    arrivals     a long prompt, then a short one, while agents decode
 
-Without a given model, each part has its own random model. The one for joins makes long contexts affordable; the
-weights of the rest far exceed a CPU's caches.
+By default each part has its own random model: a small one for joins with long contexts, others with weights that
+far exceed a CPU's caches.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from benchmarks.workload import CONTEXT_MODEL, LONG_PROMPT_MODEL, WEIGHTS_MODEL,
 
 @dataclass(frozen=True)
 class BatchedPlan:
-    """Parameters of the benchmark. `seed` and the model's tokenizer determine the workload.
+    """`seed` and the model's tokenizer determine the workload.
 
     Args:
-        model: folder for all parts; None for the random models.
+        model: folder for all parts; None for random models.
         command: replacement for `agentcache serve`.
     """
 
@@ -52,7 +51,7 @@ QUICK = BatchedPlan(
 
 @dataclass(frozen=True)
 class BatchedResult:
-    """`copied_blocks` counts KV blocks copied during joins; None if the server does not report it."""
+    """`copied_blocks`: KV blocks copied during joins; None if not reported."""
 
     throughput: tuple[Throughput, ...]
     products: tuple[Products, ...]
@@ -62,7 +61,6 @@ class BatchedResult:
 
 
 def measure_batched(plan: BatchedPlan, progress: Callable[[str], None]) -> BatchedResult:
-    """Run the plan on real servers; they and their cache folders are removed on return or error."""
     with tempfile.TemporaryDirectory(prefix="agentcache-bench-") as folder:
         home = Path(folder)
         weights, context, long = (

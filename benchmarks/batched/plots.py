@@ -1,4 +1,4 @@
-"""PNG plots of the batching benchmark, drawn from its report."""
+"""Plots of the batching benchmark."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ BATCHED, SERIAL, CEILING = "#0072B2", "#D55E00", "#999999"
 
 
 def plot_throughput(report: Report, path: Path) -> None:
-    """Plot total tokens/s by number of agents: at once, one after the other, and the upper bound."""
     rows = report["throughput"]
     agents = [row["agents"] for row in rows]
     figure = new_figure(7, 4.5)
@@ -36,7 +35,6 @@ def plot_throughput(report: Report, path: Path) -> None:
 
 
 def plot_joins(report: Report, path: Path) -> None:
-    """Plot the time that running rows lose, by context length."""
     figure = new_figure(6, 4)
     axes = figure.add_subplot()
     joins = report["joins"]
@@ -50,7 +48,6 @@ def plot_joins(report: Report, path: Path) -> None:
 
 
 def plot_arrivals(report: Report, path: Path) -> None:
-    """Plot one agent's token gaps during the prefill of a long prompt."""
     arrivals, plan = report["arrivals"], report["plan"]["arrivals"]
     figure = new_figure(7, 4)
     axes = figure.add_subplot()

@@ -1,7 +1,7 @@
 """Time the model's bare matrix products with one and with more rows.
 
-A decode step reads each weight once for any number of rows. The gain measured here is therefore an upper bound for
-batching n rows. The rest of a step is mainly attention, which reads each row's own cache.
+A decode step reads each weight once for any number of rows, so this gain bounds that of batching. The rest of a step
+is mainly attention, which reads each row's own cache.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ class Products:
     """x·W for all weight matrices of a model, with `rows` rows of x.
 
     Args:
-        ms: milliseconds for all products.
         weight_bytes: bytes of weights read.
         gain: speed-up over the same rows one by one.
     """
@@ -39,7 +38,7 @@ class Products:
 
 
 def measure_products(folder: Path, rows: Sequence[int], rounds: int = 7) -> list[Products]:
-    """Return medians, measured in this process with alternating row counts."""
+    """Return medians over alternating row counts."""
     model, _ = load_model(folder)
     dtype = next(a.dtype for _, a in tree_flatten(model.parameters()) if mx.issubdtype(a.dtype, mx.floating))
     modules = [module for _, module in model.named_modules() if "weight" in module and module.weight.ndim == 2]

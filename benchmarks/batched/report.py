@@ -1,4 +1,4 @@
-"""Report of the batching benchmark: tables, JSON, plots."""
+"""Report of the batching benchmark."""
 
 from __future__ import annotations
 
@@ -70,7 +70,6 @@ def throughput_table(report: Report) -> Table:
 
 
 def joins_table(report: Report) -> Table:
-    """Tabulate costs by context length, and the ratio of the longest to the shortest."""
     copied = report["copied_blocks"]
     counted = "not counted by this server" if copied is None else f"{copied} blocks of KV copied"
     table = number_table(

@@ -1,6 +1,6 @@
-"""Compare agents that decode at once with the same agents one after the other, in one run.
+"""Compare agents that decode at once with the same agents one after the other.
 
-Each agent has its own context; lengths are ragged. A turn adds a few tokens and decodes greedily.
+Each agent has its own context of a different length. A turn adds a few tokens and decodes greedily.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ class ThroughputPlan:
     """Parameters of the benchmark.
 
     Args:
-        agents: numbers of concurrent agents, one measurement each.
-        context: mean cached tokens of an agent; lengths range from half of it to one and a half times.
-        new_tokens: decoded tokens per turn.
+        agents: numbers of concurrent agents.
+        context: mean cached tokens; lengths are 0.5 to 1.5 times that.
     """
 
     agents: tuple[int, ...] = (1, 2, 4, 8, 16)
@@ -34,14 +33,13 @@ class ThroughputPlan:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Medians over the rounds for one number of agents; rates in tokens/s.
+    """Medians for one number of agents; rates in tokens/s.
 
     Args:
-        system: total of all agents, while all of them decode.
+        system: total rate while all agents decode.
         per_agent: rate of the median agent.
-        serial: rate of the same agents one after the other.
-        turns_seconds, serial_turns_seconds: duration of all turns including time to first token and saving: at once,
-            one after the other.
+        serial: rate one after the other.
+        turns_seconds, serial_turns_seconds: all turns with first token and save: at once, one after the other.
     """
 
     agents: int
@@ -53,7 +51,6 @@ class Throughput:
 
     @property
     def step_ms(self) -> float:
-        """Duration of a decode step of all rows."""
         return self.agents / self.system * 1e3
 
     @property
@@ -68,10 +65,7 @@ class Throughput:
 def measure_throughput(
     plan: ThroughputPlan, server: ServerProcess, source: TokenSource, progress: Callable[[str], None]
 ) -> list[Throughput]:
-    """Run the plan; return one result per number of agents.
-
-    The server must allow `max(plan.agents)` concurrent requests.
-    """
+    """Run the plan. The server must allow `max(plan.agents)` concurrent requests."""
     bench = _Bench(plan, server, source)
     progress(f"caching {max(plan.agents)} contexts of about {plan.context} tokens")
     bench.cache_contexts()
@@ -92,7 +86,7 @@ class _Bench:
     def cache_contexts(self) -> None:
         count = max(self._plan.agents)
         for index in range(count):
-            # Alternate long and short contexts, so that every batch is ragged.
+            # Alternate long and short contexts.
             place = (index * 7 % count) / max(1, count - 1)
             self._contexts.append(self._source.take(round(self._plan.context * (0.5 + place))))
             self._server.client.cache_prompt(self._contexts[-1], agent=f"agent-{index}")
@@ -113,7 +107,6 @@ class _Bench:
         )
 
     def _turns(self, indices: Sequence[int]) -> list[Stream]:
-        """Send one turn of each of these agents at once."""
         new_tokens = self._plan.new_tokens
         bodies = [turn_body(f"agent-{i}", self._context(i), new_tokens, return_token_ids=True) for i in indices]
         return run_together(self._server.client.url, "/v1/completions", bodies)

@@ -1,8 +1,8 @@
-"""Compare conversations on agentcache and on `mlx_lm.server`: same model, machine, messages and run.
+"""Compare conversations on agentcache and on `mlx_lm.server` in one run.
 
-Agents take turns. Halfway, both servers are killed and restarted. At the end all agents send a turn at once. Each
-turn carries the whole conversation. Answers are greedy and of fixed length. Each server gets its own answers back,
-which differ where a 4-bit cache rounds. The servers alternate in order, and only one works at a time.
+Agents take turns, and each turn carries the whole conversation. Halfway, both servers are killed and restarted. At
+the end all agents send a turn at once. Answers have a fixed length. Each server gets its own answers back, which
+differ where a 4-bit cache rounds. The servers alternate in order, and only one works at a time.
 """
 
 from __future__ import annotations
@@ -37,12 +37,10 @@ class ComparePlan:
     """Parameters of the benchmark.
 
     Args:
-        agents: number of conversations.
         turns: turns per conversation; the restart precedes turn `restart_turn`, counted from 0.
         first_tokens, turn_tokens: approximate tokens of an agent's first message and of later ones.
-        answer_tokens: tokens per answer.
         together_tokens: tokens per answer when all agents send a turn at once.
-        model: folder; None for a random model of 84 million parameters.
+        model: folder; None for a random model.
         peer: start command of the other server.
     """
 
@@ -67,7 +65,7 @@ QUICK = ComparePlan(agents=2, first_tokens=512, turn_tokens=64, answer_tokens=12
 
 @dataclass(frozen=True)
 class TurnSample:
-    """One turn on one server, by the client's clock. The server reports `cached_tokens`."""
+    """One turn by the client's clock; `cached_tokens` as reported."""
 
     server: str
     agent: int
@@ -80,14 +78,12 @@ class TurnSample:
 
 @dataclass(frozen=True)
 class ServerSample:
-    """Results of one server.
+    """Results of one server. Cache sizes are final, as reported, or None.
 
     Args:
-        start_seconds: restart time, up to the answer to a first tiny request.
-        together_tokens_per_s: rate of all agents at once, from the first token of any to the last.
-        cache_ram_bytes: final cache size in RAM as reported; None if not reported.
-        cache_disk_bytes: final cache size on disk as reported.
-        process_ram_bytes: final resident memory, weights included.
+        start_seconds: restart, up to the answer to a tiny request.
+        together_tokens_per_s: rate of all agents at once.
+        process_ram_bytes: resident memory, weights included.
     """
 
     server: str
@@ -105,7 +101,6 @@ class CompareResult:
 
 
 def measure_comparison(plan: ComparePlan, progress: Callable[[str], None]) -> CompareResult:
-    """Run the plan on real servers; they are stopped on return or error."""
     with tempfile.TemporaryDirectory(prefix="agentcache-bench-") as folder:
         home = Path(folder)
         model = Path(plan.model) if plan.model else random_model_path(home, **WEIGHTS_MODEL)
@@ -114,8 +109,6 @@ def measure_comparison(plan: ComparePlan, progress: Callable[[str], None]) -> Co
 
 @dataclass
 class _Side:
-    """One server: its command, conversations and samples."""
-
     name: str
     command: tuple[str, ...]
     folder: Path
@@ -213,7 +206,7 @@ class _Bench:
         return RunningStream(server.client.url, _CHAT, body)
 
     def _words(self, num_tokens: int) -> str:
-        """Return random words; the embedded tokenizer needs about three tokens for two words."""
+        """Return random words, about three tokens for two words."""
         return " ".join(self._random.choices(WORDS.split(), k=num_tokens * 2 // 3))
 
 
@@ -247,6 +240,6 @@ def _logged_cache_bytes(log: Path) -> int | None:
 
 
 def _resident_bytes(pid: int) -> int:
-    """Return a process's resident memory; works on Linux and macOS."""
+    """Return resident memory on Linux and macOS."""
     shown = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=True)
     return int(shown.stdout) * 1024

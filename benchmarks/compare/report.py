@@ -1,4 +1,4 @@
-"""Report of the comparison: tables, JSON, a plot, and results in which mlx_lm.server is better."""
+"""Report of the comparison."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ def build_report(plan: ComparePlan, result: CompareResult) -> Report:
 
 
 def _summarise_turn(plan: ComparePlan, result: CompareResult, turn: int) -> dict[str, Any]:
-    """Return a turn's medians over the agents."""
     by_server = {
         name: [sample for sample in result.turns if sample.turn == turn and sample.server == name]
         for name in (OURS, PEER)
@@ -53,7 +52,7 @@ def _medians(samples: Sequence[TurnSample]) -> dict[str, float]:
 
 
 def peer_wins(turns: Sequence[dict[str, Any]], servers: dict[str, dict[str, Any]]) -> list[str]:
-    """Return a sentence for each result in which mlx_lm.server is better by more than a few percent."""
+    """Describe results in which mlx_lm.server is better by more than a few percent."""
     wins = []
     for turn in turns:
         name = f"turn {turn['turn'] + 1} ({turn['kind']})"

@@ -1,6 +1,6 @@
-"""Measure recall across phases and its cost: one script in four ways (`agentcache.bench.ways`), over several seeds.
+"""Measure recall across phases and its cost, in the ways of `agentcache.bench.ways`.
 
-A script's `expect` lists the words an agent must recall. Each seed draws other facts.
+A script's `expect` lists words to recall. Each seed draws other facts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ class MemoryPlan:
 
     Args:
         script: path of a workflow, or name of a shipped one.
-        seeds: seeds of the script's facts; each is run in every way.
         model: folder or hub id; None for the embedded model.
         max_tokens: tokens per turn; None for the script's value.
         command: replacement for `agentcache serve`.
@@ -40,8 +39,6 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class SeedResult:
-    """One seed's transcript by way."""
-
     seed: int
     runs: Mapping[str, WorkflowTranscript]
 
@@ -52,7 +49,6 @@ class SeedResult:
 
 
 def measure_memory(plan: MemoryPlan, progress: Callable[[str], None]) -> list[SeedResult]:
-    """Run the plan; return one result per seed. Servers and cache folders are removed on return or error."""
     return [_measure_seed(plan, seed, progress) for seed in plan.seeds]
 
 
@@ -76,7 +72,7 @@ def _line(summary: Mapping[str, Any]) -> str:
 
 
 def summarise_way(results: Iterable[SeedResult], way: str) -> dict[str, Any]:
-    """Summarise a way over all seeds, in total and by phase, with the number of turns that match the hot run."""
+    """Summarise a way in total and by phase, with the number of turns equal to the hot run."""
     pairs = [(result.runs[way], result.runs["hot"]) for result in results]
     turns = [record for run, _ in pairs for record in run.turns]
     same = [same_words(*both) for run, hot in pairs for both in zip(run.turns, hot.turns, strict=True)]

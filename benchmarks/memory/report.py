@@ -1,4 +1,4 @@
-"""Report of the memory benchmark: a table, JSON, a plot."""
+"""Report of the memory benchmark."""
 
 from __future__ import annotations
 
@@ -76,8 +76,6 @@ def _about(report: Report) -> str:
 
 
 def plot_memory(report: Report, path: Path) -> None:
-    """Plot recall, computed tokens and times by phase. A phase without expected words has no recall."""
-
     def series(key: str) -> dict[str, list[float | None]]:
         return {way: [part[key] for part in summary["by_phase"].values()] for way, summary in report["ways"].items()}
 

@@ -32,7 +32,6 @@ class MatchPlan:
     """Parameters of the benchmark.
 
     Args:
-        agents: agents in the tree.
         lineages: conversations per agent; the prompt's agent has equally many, which share most of its text.
         prompt_tokens: minimum length of the prompt.
     """
@@ -100,7 +99,7 @@ class _MatchBench:
         )
 
     def _median(self, work: Callable[[], object], clock: Callable[[], float] = time.thread_time) -> float:
-        """Return the median in ms. The default clock is this thread's CPU time, which other processes do not affect."""
+        """Return the median in ms; by default of this thread's CPU time."""
         times = []
         for _ in range(self._plan.repeats):
             started = clock()
@@ -109,7 +108,6 @@ class _MatchBench:
         return statistics.median(times)
 
     def _converse(self) -> tuple[list[dict[str, Any]], Transcript]:
-        """Return messages and transcript of a conversation of `prompt_tokens`."""
         messages: list[dict[str, Any]] = []
         transcript = Transcript.empty()
         while len(transcript) < self._plan.prompt_tokens:
@@ -129,14 +127,14 @@ class _MatchBench:
         return " ".join(self._random.choices(WORDS.split(), k=count)) + "."
 
     def _fill_tree(self, token_ids: list[int]) -> None:
-        """Insert the agent and all others, which diverge near the end: the widest node is the deepest."""
+        """Insert all agents; they diverge near the end, so that the widest node is the deepest."""
         self._insert(token_ids)
         shared = token_ids[:-_OWN_TOKENS]
         for _ in range(self._plan.agents * self._plan.lineages - 1):
             self._insert(shared + self._random.choices(range(1000), k=_OWN_TOKENS))
 
     def _lineages(self, transcript: Transcript) -> list[AgentRecord]:
-        """Return the conversation last, after others that diverge from it at several points."""
+        """Return lineages that diverge at several points; the conversation itself is last."""
         blank, num_tokens = AgentTable("model").new("alice"), len(transcript)
         step = num_tokens // (2 * self._plan.lineages)
         cuts = [transcript.cut(num_tokens - step * number) for number in range(1, self._plan.lineages)]

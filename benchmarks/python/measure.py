@@ -1,4 +1,4 @@
-"""CPU time of Python code: a decode step (`step.py`), and matching a prompt (`match.py`)."""
+"""CPU time of Python code: a decode step, and matching a prompt."""
 
 from __future__ import annotations
 

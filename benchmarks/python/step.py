@@ -1,7 +1,7 @@
 """CPU time in Python of a decode step with many streaming requests.
 
-Measured are the engine thread (scheduling, sampling, detokenising) and the event loop (HTTP, JSON, server-sent
-events). The model has no layers. MLX computes on other threads, and thread CPU time excludes them.
+It is the thread time of the engine thread and the event loop. The model has no layers, and MLX computes on other
+threads.
 """
 
 from __future__ import annotations
@@ -31,12 +31,7 @@ _PROMPT_TOKENS = 64
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Parameters of the benchmark.
-
-    Args:
-        rows: concurrent requests.
-        steps: decode steps per round.
-    """
+    """`rows` requests decode at once; `steps` are per round."""
 
     rows: int = 16
     steps: int = 200
@@ -46,7 +41,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Milliseconds per step: CPU of the engine thread, CPU of the event loop, wall time."""
+    """Milliseconds per step: CPU of the engine thread and of the event loop, and wall time."""
 
     engine_ms: float
     streaming_ms: float
@@ -58,11 +53,7 @@ class StepCost:
 
 
 async def measure_step(plan: StepPlan, engine: AsyncEngine, app: App) -> StepCost:
-    """Return medians over the rounds. Removes the engine's layers.
-
-    Args:
-        engine: started, with room for `plan.rows` requests.
-    """
+    """Return medians. Removes the layers of `engine`, which must be started and allow `plan.rows` requests."""
     await _on_thread(engine, lambda engine: engine.loaded.model.layers.clear())
     return await _StepBench(plan, engine, app).run()
 
@@ -81,7 +72,7 @@ async def _on_thread(engine: AsyncEngine, function: Callable[[Engine], T]) -> T:
 
 @dataclass(frozen=True)
 class _Clocks:
-    """Seconds: CPU of the engine thread, CPU of the event loop, wall time."""
+    """Seconds: CPU of the engine thread and of the event loop, and wall time."""
 
     engine: float
     streaming: float
@@ -113,7 +104,7 @@ class _StepBench:
         )
 
     async def _cost_of_a_step(self) -> StepCost:
-        """Subtract short requests from long ones, so that prompts and endings cancel out."""
+        """Subtract short requests from long ones to cancel prompts and endings."""
         short, long = await self._spend(_SHORT_TOKENS), await self._spend(_SHORT_TOKENS + self._plan.steps)
         extra, steps = long - short, self._plan.steps
         return StepCost(extra.engine / steps * 1e3, extra.streaming / steps * 1e3, extra.wall / steps * 1e3)
@@ -141,7 +132,7 @@ class _StepBench:
 
 
 async def _post(app: App, path: str, body: Message) -> None:
-    """Send one request to an ASGI application and read the whole answer."""
+    """Send one request to an ASGI application and read the answer."""
     scope = {
         "type": "http",
         "asgi": {"version": "3.0"},

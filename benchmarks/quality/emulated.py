@@ -1,6 +1,6 @@
-"""Caches for mlx-lm's models that emulate KV formats, including formats that agentcache does not serve.
+"""Caches for mlx-lm's models that emulate KV formats, served or not.
 
-They store dequantised values in full: answers are measured, not memory.
+They store dequantised values: answers are measured, not memory.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ class Format:
     """Format of one layer's keys and values.
 
     Args:
-        keys, values: bits; 16 stores float16, None keeps the model's type.
-        group_size: of the quantisation.
-        rotated: whether a Hadamard transform of each head surrounds the rounding of keys.
+        keys, values: bits; 16 is float16, None the model's type.
+        rotated: whether keys are rounded after a Hadamard transform of each head.
         centred: whether keys are rounded relative to their mean over the first block.
     """
 
@@ -38,7 +37,6 @@ class Format:
 
     @classmethod
     def of(cls, bits: LayerBits) -> Format:
-        """Return the server's format for these bits."""
         return cls(bits.keys, bits.values)
 
     def bits_a_value(self, full: int = 32) -> float:
@@ -51,7 +49,6 @@ class Format:
         return bits if bits == UNQUANTISED_BITS else bits + 32 / self.group_size
 
     def packing(self, bits: int, dim: int) -> Packing:
-        """Return the packing of heads of `dim` values."""
         if bits == UNQUANTISED_BITS:
             return Plain("F16")
         return Quantisation(bits, next(size for size in (self.group_size, 32) if dim % size == 0))
@@ -65,7 +62,7 @@ class Format:
 
 
 class EmulatedCache:
-    """One layer's cache with the interface of mlx-lm's caches. `window` None means full attention."""
+    """One layer's cache, with the interface of mlx-lm's."""
 
     def __init__(self, format: Format, window: int | None = None) -> None:
         self.format = format

@@ -1,7 +1,7 @@
 """An exam for models: perplexity on held-out conversations, and recall of facts stated much earlier.
 
-Texts come from the embedded model's corpus with another seed. Other models read them through their own chat template;
-compare their recall only between formats, because the form of an answer may differ.
+Texts come from the embedded model's corpus with another seed. Compare another model's recall only between formats,
+because its answers may have another form.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from training.recall import recall_case
 
 # The training mixture without tools, which some templates reject.
 _MIXTURE = {"facts": 0.35, "negotiation": 0.2, "gossip": 0.1, "records": 0.25, "merging": 0.1}
-_COMPARED_EACH = 4  # every n-th position is compared over the whole vocabulary
+_COMPARED_EACH = 4  # every n-th position is compared
 _QUESTIONS = 24  # per conversation; asked one at a time
 
 Message = Mapping[str, str]
@@ -48,8 +48,6 @@ class RecallTask:
 
 @dataclass(frozen=True)
 class Exam:
-    """Conversations as token ids, and recall tasks."""
-
     conversations: tuple[Ids, ...]
     tasks: tuple[RecallTask, ...]
 
@@ -64,7 +62,7 @@ class Exam:
 
 
 def write_exam(tokenizer: Tokenizer, seed: int, *, conversations: int, tasks: int, tokens: int) -> Exam:
-    """Write an exam; `tokens` is the approximate length, and the distance from a fact to its question."""
+    """Write an exam; `tokens` is the length, and the distance from a fact to its question."""
     corpus = Corpus(DATA, seed)  # its tokenizer only measures lengths
     spoken = [corpus.write(_MIXTURE, tokens, "quality", index).rendered() for index in range(conversations)]
     cases = [recall_case(corpus, tokens, index, questions=_QUESTIONS) for index in range(tasks)]
@@ -98,8 +96,8 @@ class Answers:
     """Results of a model in one format.
 
     Args:
-        losses: per token of the conversations, in nats.
-        found: per question, whether each token of its answer was the most likely one.
+        losses: per token, in nats.
+        found: per question, whether the answer's tokens were the most likely ones.
         logprobs: [n, vocabulary] at compared positions.
     """
 
@@ -116,7 +114,7 @@ class Answers:
         return float(self.found.mean())
 
     def divergence(self, reference: Answers) -> float:
-        """Return the mean KL divergence from `reference` in nats."""
+        """Return the mean KL divergence in nats."""
         ours, theirs = self.logprobs, reference.logprobs
         return max(0.0, float((mx.exp(theirs) * (theirs - ours)).sum(axis=-1).mean().item()))
 

@@ -1,4 +1,4 @@
-"""The guard of residual sharing: its divergences, and the loss in answers, by adapter strength.
+"""The guard of residual sharing: divergences and loss in answers by adapter strength.
 
 The recommended limit follows from these tables.
 """
@@ -33,7 +33,7 @@ from training.role_adapters import Kind
 from training.roles import BY_NAME, RoleCase, f1
 
 _MEASURED = (0.0, 0.02, 0.1, 0.3, 1.0, 2.0)  # strengths of one role; divergences only
-# (kind, strength) of all roles: trained to stay near base, and trained without that constraint.
+# (kind, strength) of all roles; only FAMILY was trained to stay near base.
 _ANSWERED = ((Kind.FAMILY, 0.5), (Kind.FAMILY, 1.0), (Kind.DEEP, 0.5), (Kind.DEEP, 1.0))
 _EVERY = 5  # every n-th question is asked
 _LIMITS = (0.1, 0.2, 0.3, 0.4)
@@ -44,10 +44,9 @@ class Loss:
     """One question, answered by one scaled adapter in three ways.
 
     Args:
-        divergence: as reported by the guard.
         exact, residual: F1 with the adapter's own cache, and with base's plus residual KV.
         reused: F1 with another role's cache; None without another role.
-        same: share of the exact answer's tokens before the residual answer first differs.
+        same: share of the exact answer's tokens before the residual answer differs.
     """
 
     kind: Kind
@@ -157,7 +156,6 @@ def _losses(plan: QualityPlan, folders: Path, scratch: Path, progress: Callable[
 
 
 def _say_both(llm: LLM, case: RoleCase, adapter: str) -> tuple[Completion, Completion]:
-    """Answer with `exact` and with `residual`."""
     exact, shared = (
         llm.chat(list(case.messages), GREEDY, adapter=adapter, policy=policy) for policy in ("exact", "residual")
     )
@@ -220,7 +218,7 @@ def _loss_table(losses: Sequence[Loss]) -> ResultTable:
 
 
 def _limit_table(losses: Sequence[Loss]) -> ResultTable:
-    """Tabulate answers within and above each limit; a server with that limit answers the latter by `exact`."""
+    """Tabulate answers within and above each limit; a server answers the latter by `exact`."""
     rows = []
     for limit in _LIMITS:
         for where, is_in in (("within", True), ("above", False)):

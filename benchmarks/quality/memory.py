@@ -41,7 +41,6 @@ _RUNS = tuple(
 
 
 def measure_memory(plan: QualityPlan, progress: Callable[[str], None]) -> list[ResultTable]:
-    """Run the workflow in each of `_RUNS`, with facts of several seeds."""
     seeds = range(1, 1 + plan.scaled(_SEEDS))
     runs = {each: [_run(each, seed, plan) for seed in seeds] for each in _RUNS}
     rows = [_row(each, transcripts, runs[_RUNS[0]]) for each, transcripts in runs.items()]
@@ -109,7 +108,7 @@ def plot_memory(report: Report, path: Path) -> None:
 
 
 def _label(share: float) -> str:
-    """Return no label for a full bar; six bars leave no room."""
+    """A full bar has no label: six bars leave no room."""
     return "" if share == 1 else percent(share)
 
 

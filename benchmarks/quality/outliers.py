@@ -2,8 +2,8 @@
 
 Real models have outlier channels and large key biases (Qwen2.5 has both). Both can be added exactly:
 
-- Scale a RoPE pair of key channels by a factor, and queries by its inverse: their product stays equal.
-- Add a constant to all keys of a head after RoPE: it shifts all scores of a query, which softmax ignores.
+- Scale a RoPE pair of key channels by a factor, and queries by its inverse: products stay equal.
+- Add a constant to all keys of a head after RoPE: softmax ignores the shift of all scores.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def add_key_biases(model: nn.Module, bias: float = BIAS, seed: int = 0) -> None:
 
 
 def write_outlier_copy(source: Path, target: Path, factor: float = FACTOR) -> Path:
-    """Write a model folder with outlier channels; return `target`. A folder cannot express biases after RoPE."""
+    """Write a model folder with outlier channels, without biases, which it cannot express; return `target`."""
     read = read_model(str(source))
     read.evaluate()
     add_outliers(read.model, factor)
@@ -66,7 +66,7 @@ def write_outlier_copy(source: Path, target: Path, factor: float = FACTOR) -> Pa
 
 
 class _BiasedRope(Stand):
-    """RoPE that adds `bias` [H_kv, 1, D] to keys. Their number of heads distinguishes them from queries."""
+    """RoPE that adds `bias` [H_kv, 1, D] to keys, which it recognises by their number of heads."""
 
     def __init__(self, original: nn.Module, bias: mx.array) -> None:
         super().__init__(original)
@@ -97,7 +97,7 @@ def _turned_together(attention: Any, pair: int, dims: int) -> tuple[int, int]:
 
 
 def _scale(attention: Any, channels: Sequence[int], factor: float) -> None:
-    """Multiply keys of these channels by `factor`, and divide queries by it."""
+    """Multiply keys of these channels by `factor`; divide queries by it."""
     for (norm, projection), by in zip(zip(_NORMS, _PROJECTIONS, strict=True), (1 / factor, factor), strict=True):
         if norm in attention:  # follows the projection; one gain per channel for all heads
             weight = attention[norm].weight

@@ -1,4 +1,4 @@
-"""The plan of a quality run, and the definition of a part."""
+"""The plan and the parts of a quality run."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ class QualityPlan:
         adapters: adapter folders for the part `sharing`.
         scale: size relative to a full run.
         tokens: length of a conversation, and distance from a fact to its question.
-        texts: files for the part `texts`; by default prose and code of this repository.
-        formats: `--kv` settings that `texts` compares.
-        text_tokens: tokens of each file.
+        texts, formats, text_tokens: files, `--kv` settings and tokens per file for the part `texts`.
     """
 
     parts: tuple[str, ...] = ()
@@ -44,11 +42,7 @@ class QualityPlan:
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a run.
-
-    Args:
-        plots: by suffix of the file name.
-    """
+    """One part; `plots` by suffix of the file name."""
 
     measure: Callable[[QualityPlan, Progress], list[ResultTable]]
     plots: dict[str, Callable[[Report, Path], None]] = field(default_factory=dict)

@@ -34,7 +34,7 @@ AUTO = "auto"
 PLAIN, OUTLIERS, BIASES = "as it is", "outlier channels", "outlier channels and key biases"
 _CONVERSATIONS, _TASKS = 8, 6
 _COLOURS = ("#0072B2", "#E69F00", "#D55E00")  # distinguishable for colour-blind readers (Okabe & Ito)
-_SAME = 1e-4  # allowed difference of a copy's logits, relative to the largest
+_SAME = 1e-4  # allowed relative difference of a copy's logits
 _COLUMNS = {
     "format": "keys and values",
     "bits": "bits a value",
@@ -110,7 +110,7 @@ class Bench:
             raise UnsupportedModel("formats are compared on models whose layers each keep keys and values of their own")
 
     def logits(self) -> mx.array:
-        """Return unquantised logits of the first conversation, to verify that a copy is exact."""
+        """Return unquantised logits of the first conversation."""
         ids = mx.array(self.exam.conversations[0])[None]
         made: mx.array = self.model(ids, cache=self._caches([Format(None, None)] * len(self.survey.layers)))
         mx.eval(made)
@@ -135,7 +135,6 @@ def _is_plain(survey: Survey) -> bool:
 
 
 def measure_precision(plan: QualityPlan, progress: Callable[[str], None]) -> list[ResultTable]:
-    """Return a table per copy of the model, and one of the choices of `auto`."""
     with tempfile.TemporaryDirectory(prefix="agentcache-quality-") as home:
         bench = Bench(Path(plan.model) if plan.model else embedded_model_path(Path(home)), plan)
         original = bench.logits()

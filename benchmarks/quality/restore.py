@@ -1,9 +1,9 @@
 """Compare answers whose cache was kept, evicted, restored after a restart, damaged, or recomputed.
 
-All ways continue the hot way's greedy answers, so that a difference counts once.
+All ways continue the hot way's answers, so that a difference counts once.
 
 - Warm and evicted turns read the written bytes: their tokens must equal those of hot turns.
-- Damaged and cold turns recompute blocks in other steps, so rounding may differ and tokens occasionally change.
+- Damaged and cold turns recompute blocks in other steps: rounding and tokens may differ.
 """
 
 from __future__ import annotations
@@ -46,13 +46,12 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class Talk:
-    """A conversation: messages with facts, then one (question, right answer) per turn."""
+    """Messages with facts, then one (question, right answer) per turn."""
 
     told: list[dict[str, str]]
     asked: list[tuple[str, str]]
 
     def prompt(self, turn: int, answers: Sequence[str]) -> list[dict[str, str]]:
-        """Return the messages of a turn after these answers."""
         messages = list(self.told)
         for (question, _), said in zip(self.asked, [*answers[:turn], None], strict=False):
             messages.append({"role": "user", "content": question})
@@ -63,7 +62,7 @@ class Talk:
 
 @dataclass
 class Held:
-    """Completions of one way, by turn; `quarantined` counts files that failed verification."""
+    """Completions of one way, by turn; `quarantined` counts damaged files."""
 
     turns: list[list[Completion]] = field(default_factory=list)
     quarantined: int = 0

@@ -1,4 +1,4 @@
-"""Role adapters of the embedded model for quality parts, and the model outside the engine."""
+"""Role adapters for quality parts, and the embedded model outside the engine."""
 
 from __future__ import annotations
 
@@ -36,13 +36,11 @@ def roles_folder(plan: QualityPlan) -> Path:
 
 
 def adapters_of(folders: Path) -> dict[tuple[Kind, str], Path]:
-    """Return existing adapters by kind and role."""
     found = {(kind, role.name): folders / kind.value / role.name for kind in Kind for role in ROLES}
     return {key: folder for key, folder in found.items() if folder.is_dir()}
 
 
 def lengths_of(plan: QualityPlan) -> tuple[int, ...]:
-    """Return approximate conversation lengths in tokens."""
     return tuple(_QUESTIONS) if plan.scale >= 1 else tuple(_QUESTIONS)[:2]
 
 
@@ -51,7 +49,7 @@ def cases_of(plan: QualityPlan, num_tokens: int) -> list[RoleCase]:
 
 
 class ReadCache:
-    """A layer's KV rounded to 4 bits, written by any adapter."""
+    """A layer's KV rounded to 4 bits."""
 
     def __init__(self) -> None:
         self.offset = 0
@@ -138,5 +136,4 @@ def mean(values: Sequence[float]) -> float | None:
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """Return the standard error of the mean of independent values."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None

@@ -1,7 +1,7 @@
-"""Effect of sharing KV between adapters on answers, with the embedded model's roles.
+"""Effect of sharing KV between adapters on the answers of the embedded model's roles.
 
-All ways run on the server, except two outside it: `full reuse`, in which a role reads another role's cache (a baseline
-that no server should offer), and its control, in which the role reads its own cache.
+All ways run on the server, except `full reuse`, in which a role reads another role's cache (a baseline that no server
+should offer), and its control, in which the role reads its own.
 """
 
 from __future__ import annotations
@@ -81,7 +81,6 @@ class Answer:
     Args:
         case: index of the question among those of its length.
         f1: word overlap with the expected answer; `is_right` if equal.
-        divergence: as reported; None if not measured.
     """
 
     way: str
@@ -142,7 +141,7 @@ def _judged(
 
 
 def _reused(plan: QualityPlan, folders: Path, progress: Callable[[str], None]) -> Iterator[Answer]:
-    """Answer with each role on the cache of the previous role, and on its own."""
+    """Answer on the cache of the previous role, and on the own cache."""
     laboratory = laboratory_of(plan, roles_of(folders, Kind.FAMILY))
     names = list(laboratory.weights)
     for num_tokens in lengths_of(plan):
@@ -215,7 +214,7 @@ def _by_role(answers: Sequence[Answer]) -> ResultTable:
 
 
 def _similarity(plan: QualityPlan, folders: Path) -> ResultTable:
-    """Return cosines between each role's and base's KV and hidden states by layer, as in ForkKV and LRAgent."""
+    """Return cosines of roles' and base's KV and hidden states by layer, as in ForkKV and LRAgent."""
     laboratory = laboratory_of(plan, roles_of(folders, Kind.FAMILY))
     ids = laboratory.prompt(cases_of(plan, lengths_of(plan)[-1])[0].messages)
 
@@ -237,7 +236,6 @@ def _similarity(plan: QualityPlan, folders: Path) -> ResultTable:
 
 
 def _cosine(one: mx.array, other: mx.array) -> float:
-    """Return the mean cosine along the last axis."""
     one, other = one.astype(mx.float32), other.astype(mx.float32)
     product = (one * other).sum(axis=-1)
     return float((product / (mx.linalg.norm(one, axis=-1) * mx.linalg.norm(other, axis=-1))).mean().item())

@@ -1,4 +1,4 @@
-"""A result table as plain data, as rich output and as Markdown."""
+"""A result table as data, rich output and Markdown."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ class ResultTable:
 
     Args:
         name: unique in the report.
-        columns: heading by row key, in order; the first column names the row.
+        columns: heading by row key, in order; the first names the row.
         rows: text, numbers or None; may have more keys than `columns`.
-        formats: format specification by column, such as `.2f`.
-        notes: lines below the table.
+        formats: format specification by column.
     """
 
     name: str

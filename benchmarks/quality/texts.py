@@ -1,4 +1,4 @@
-"""Perplexity and divergence of KV formats on real texts and any model, on the paged cache as served."""
+"""Perplexity and divergence of KV formats on real texts, on the paged cache as served."""
 
 from __future__ import annotations
 
@@ -67,12 +67,7 @@ def read_formats(names: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Reading:
-    """One text in one format, in nats.
-
-    Args:
-        losses: of each token after the first.
-        divergences: from 16 bits, at each position.
-    """
+    """One text in one format, in nats: losses after the first token, divergences from 16 bits at all positions."""
 
     losses: np.ndarray
     divergences: np.ndarray
@@ -113,7 +108,6 @@ class TextBench:
         self._runs = PrecisionRuns(read.model, self._survey, (), CurrentStep())
 
     def precision(self, name: str) -> Precision:
-        """Return the precision of a `--kv` setting; `auto` is measured on first use."""
         return self.auto if name == AUTO else Precision((BITS[name],) * len(self._survey.layers))
 
     @cached_property
@@ -141,7 +135,7 @@ class TextBench:
 
 
 def name_files(files: Sequence[str]) -> dict[str, Path]:
-    """Map short names to files; duplicates keep their path as name."""
+    """Map names to files; files with equal names are named by path."""
     names = Counter(Path(file).name for file in dict.fromkeys(files))
     return {Path(file).name if names[Path(file).name] == 1 else file: Path(file) for file in files}
 

@@ -1,10 +1,10 @@
 """Compare agentcache with bare mlx-lm and `mlx_lm.server` at the size of real models.
 
     decode   a step of rows after a context: the engine's runner on its 4-bit paged cache, mlx-lm's model on `KVCache`.
-             Both start a step before they read the previous result. Contexts hold zeros; they cost the same reads
+             Contexts hold zeros, which cost the same reads
     prefill  a cold prompt: an engine request, and mlx-lm's model in chunks of 2,048
-    turns    a short turn after a context: cold, hot, and warm (the first of a new engine on the same folder)
-    servers  both servers over HTTP: first turns, next turns, turns after a kill; time per token, alone and together
+    turns    a short turn: cold, hot, and warm (the first of a new engine on the same folder)
+    servers  both servers over HTTP: first token, also after a kill; time per token, alone and together
 
 By default weights are random, in the shape of Qwen3-8B. Sides alternate in one process, except for servers.
 """
@@ -44,7 +44,6 @@ class RealSizePlan:
         shape: changes to the embedded model's config for random weights.
         bits: of random weights; 16 is unquantised.
         decode, shared: (rows, context) of steps; rows of `shared` have one context.
-        steps: per measurement.
         context: cached tokens before the turns; 0 for no turns.
         bare: whether mlx-lm is measured.
         agents: conversations on both servers; 0 for no servers.
@@ -67,7 +66,7 @@ class RealSizePlan:
 
     @classmethod
     def small(cls, model: str | None, rounds: int) -> RealSizePlan:
-        """Return a small plan for CPUs, which are slow with quantised weights."""
+        """Return a plan for CPUs, which are slow with quantised weights."""
         small = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 8192}
         heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
         decode, shared, prefill = ((1, 1024), (1, 8192), (4, 1024)), ((4, 1024),), (1024,)
@@ -77,7 +76,6 @@ class RealSizePlan:
 
 
 def _step_seconds(steps: Iterator[None]) -> float:
-    """Return seconds per step, without the first few."""
     for _ in range(_WARM_UP):
         next(steps)
     started, count = time.perf_counter(), 0
@@ -93,7 +91,6 @@ def _timed(work: Callable[..., Any], *given: Any) -> float:
 
 
 def measure_real_size(plan: RealSizePlan, progress: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Run the plan; return one row per measurement."""
     with tempfile.TemporaryDirectory(prefix="agentcache-bench-") as home:
         folder = Path(plan.model) if plan.model else Path(home) / "model"
         if plan.model is None:

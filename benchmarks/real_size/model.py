@@ -29,8 +29,8 @@ SHAPE = {
 def make_model(folder: Path, shape: dict[str, Any], bits: int) -> None:
     """Write a random Qwen3 with the embedded model's tokenizer.
 
-    The dtype is bfloat16 on a GPU, float32 on a CPU, which emulates bfloat16 slowly. The model generates only whole
-    words, because servers send a token when it has text.
+    A CPU gets float32, because it emulates bfloat16 slowly. The model generates only whole words, because servers send
+    a token when it has text.
     """
     config = embedded_config() | shape
     if bits < 16:

@@ -1,4 +1,4 @@
-"""Equal decode steps on the engine's runner and on mlx-lm's model, in one process."""
+"""Equal decode steps on the engine's runner and on mlx-lm's model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Paged:
         self.context = 0
 
     def fill(self, rows: int, context: int, room: int, shared: bool = False) -> None:
-        """Allocate rows of `context` tokens plus `room`; with `shared`, rows share all full context blocks."""
+        """Allocate rows of `context` tokens plus `room`; `shared` rows have all full context blocks in common."""
         common = context // BLOCK_SIZE if shared else 0
         own = -(-(context + room) // BLOCK_SIZE) - common
         for pool in self.pools:
@@ -63,7 +63,7 @@ class Paged:
 
 
 class Bare:
-    """mlx-lm's model on its own caches. `dtype` is that of weights and KV."""
+    """mlx-lm's model on its own caches; `dtype` of weights and KV."""
 
     def __init__(self, folder: Path) -> None:
         self.model, _ = load_model(folder)
@@ -93,7 +93,6 @@ class Bare:
         token.tolist()
 
     def prefill(self, ids: Sequence[int]) -> None:
-        """Compute a prompt up to its first token."""
         caches = [KVCache() for _ in self.model.layers]
         for start in range(0, len(ids), _CHUNK):
             logits = self.model(mx.array([ids[start : start + _CHUNK]]), cache=caches)

@@ -1,8 +1,8 @@
 """Clients of a soak: random, impolite requests in every dialect.
 
 They disconnect, set impossible time limits, and fork or delete agents in use. Each answer must be allowed for its
-request. Careful clients own an agent and track its confirmed saves. Sharers request residual answers; all other
-clients must never get one, and neither may sharers if the server forbids it.
+request. Careful clients own an agent and track its confirmed saves. Sharers request residual answers; other clients
+must never get one, and neither may sharers if the server forbids it.
 """
 
 from __future__ import annotations
@@ -62,11 +62,7 @@ def words(rng: random.Random, count: int) -> str:
 
 @dataclass(frozen=True)
 class Sharing:
-    """Residual sharing on the server.
-
-    Args:
-        allowed: whether `--max-divergence` is above 0.
-    """
+    """Residual sharing; `allowed` if `--max-divergence` is above 0."""
 
     adapters: tuple[str, ...]
     allowed: bool

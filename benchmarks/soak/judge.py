@@ -1,8 +1,7 @@
 """Check sampled greedy answers by computing them again on a quiet server.
 
-4-bit rounding depends on how a prompt was chunked and batched, which occasionally changes a token. (mlx-lm's 4-bit
-cache behaves the same.) An answer that a one-chunk prompt does not explain is therefore tried with other cuts of
-the prompt. An answer from wrong memory fails with all of them.
+4-bit rounding depends on how a prompt was chunked and batched, which occasionally changes a token, also in mlx-lm. If
+the prompt in one piece does not explain an answer, other cuts are tried. An answer from wrong memory fails with all.
 """
 
 from __future__ import annotations
@@ -42,12 +41,7 @@ class Verdict:
 
 
 class Judge:
-    """Judge of samples.
-
-    Args:
-        ask: a server without other load.
-        max_ways: cuts to try before an answer is wrong.
-    """
+    """Judge of samples on a server without other load; `max_ways` cuts are tried before an answer is wrong."""
 
     def __init__(self, ask: Ask, seed: int = 0, max_ways: int = MAX_WAYS) -> None:
         self._ask = ask

@@ -1,7 +1,7 @@
 """Compare the blocks that a soak left on disk with the same tokens computed again.
 
-Bytes may differ, because chunking affects rounding. Vectors must be close: by up to 0.17 of their length on the
-embedded model. Vectors of another token or position differ by more than half.
+Bytes may differ, because chunking affects rounding. Vectors differ by up to 0.17 of their length on the embedded
+model; those of another token or position by more than half.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _VALUES_A_WORD = 8  # 4-bit values per 32-bit word
 def recompute(cache_dir: Path, quiet: Client) -> int:
     """Have a quiet server compute and save the tokens of all lineages; return their number.
 
-    Residual KV is included if the server has the adapters and answers residually by default.
+    Residual KV is included if the server has the adapters and shares by default.
     """
     count, adapters = 0, {each["digest"]: each["name"] for each in quiet.request("GET", "/v1/adapters")["data"]}
     for path in sorted((cache_dir / "agents").glob("*/*.json")):
@@ -51,9 +51,9 @@ def _saved_tokens(path: Path, manifest: Manifest, cache: SavedCache) -> list[int
 
 
 def differences(cache_dir: Path, quiet_dir: Path) -> dict[str, float]:
-    """Return the difference of each block from the same block in `quiet_dir`, by key.
+    """Return, by key, the difference of each block from that in `quiet_dir`.
 
-    It is the largest Euclidean distance of any key or value vector, relative to its length; infinity if missing.
+    It is the largest Euclidean distance of a vector, relative to its length; infinity if the block is missing.
     """
     paths = sorted((cache_dir / "blocks").glob("??/*.safetensors"))
     return {path.stem: _difference(path, quiet_dir / path.relative_to(cache_dir)) for path in paths}

@@ -1,7 +1,7 @@
 """A soak: hundreds of impolite clients on a server with little memory, a SIGKILL, and final checks.
 
-Nothing may leak (blocks, tasks, open files, memory). Sampled answers must be right. `/health` must be fast. Budgets
-must hold. Files must be intact, also after the SIGKILL.
+Nothing may leak (blocks, tasks, open files, memory). Sampled answers must be right, `/health` fast, budgets kept, and
+files intact, also after the SIGKILL.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class SoakPlan:
     """Parameters of a soak.
 
     Args:
-        seconds: duration of load, before and after the SIGKILL together.
-        careful: number of clients that check their own agents.
+        seconds: load before and after the SIGKILL together.
+        careful: clients that check their own agents.
         pause: seconds between a client's actions, on average.
         checked: answers for the judge.
         sharers: clients that request residual answers, if there are adapters.
@@ -71,7 +71,6 @@ class SoakPlan:
 
     @property
     def sharing_options(self) -> list[str]:
-        """Server options for adapters."""
         named = [part for name, path in self.adapters.items() for part in ("--adapter", f"{name}={path}:exact")]
         return [*named, "--max-divergence", str(self.max_divergence)] if named else []
 
@@ -191,7 +190,7 @@ class Soak:
 
     @asynccontextmanager
     async def _load(self, server: ServerProcess, killed: asyncio.Event) -> AsyncGenerator[None, None]:
-        """Run all clients within the context; cancel them at its end."""
+        """Run all clients within the context."""
         plan = self._plan
         seed = next(self._seeds)
         sharing = Sharing(tuple(plan.adapters), plan.max_divergence > 0) if plan.adapters else None
@@ -265,7 +264,7 @@ class Soak:
         self._report.require(_is_quiet(now, before), f"something is left: {now}, before the load: {before}")
 
     def _check_memory(self, numbers: Sequence[Numbers]) -> None:
-        """Require stable resident memory: compare the last fifth with the third. A server warms up for a minute."""
+        """Require stable resident memory: compare the last fifth with the third."""
         fifth = len(numbers) // 5
         if len(numbers) * SAMPLE_EVERY < WARM_SECONDS:
             return
@@ -276,9 +275,9 @@ class Soak:
         self._report.require(late <= early * GROWTH + SLACK_BYTES, grown)
 
     def _check_health(self) -> None:
-        """Require fast `/health` answers, minus the measured wake-up delay of the machine.
+        """Require fast `/health` answers, apart from the machine's measured wake-up delay.
 
-        One in a thousand may be slower, because an answer may need the CPU more often than the reference thread.
+        One in a thousand may be slower, because it may need the CPU more often than the reference thread.
         """
         took, late = self._report.health_ms, self._report.late_ms
         slow = sum(milliseconds > HEALTH_MS + 2 * max(late) for milliseconds in took)
@@ -319,7 +318,7 @@ class Soak:
 
 
 async def _yield_the_processor() -> None:
-    """Lower the priority of this thread (Linux), or clients on the server's cores would dominate the times."""
+    """Lower the priority of this thread (Linux); clients on the server's cores would dominate the times."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 

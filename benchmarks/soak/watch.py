@@ -29,11 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 @dataclass(frozen=True)
 class Sample:
-    """A complete greedy answer.
-
-    Args:
-        adapter: adapter of a residual answer; None for base.
-    """
+    """A complete greedy answer; `adapter` if it was residual, None for base."""
 
     dialect: str
     prompt_token_ids: tuple[int, ...]
@@ -42,13 +38,12 @@ class Sample:
 
     @property
     def asked(self) -> dict[str, str]:
-        """Request fields that select the adapter."""
         return {} if self.adapter is None else {"adapter": self.adapter}
 
 
 @dataclass
 class Observed:
-    """Observations of all clients. `confirmed`: saved tokens by careful agent, as reported."""
+    """Observations of all clients. `confirmed`: saved tokens by careful agent."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     complaints: list[str] = field(default_factory=list)
@@ -71,12 +66,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class Health:
-    """Results of a watch.
-
-    Args:
-        milliseconds: latency of each answer.
-        late_ms: wake-up delays of a normal thread, which measure the load of the machine.
-    """
+    """Latencies, wake-up delays of a normal thread (`late_ms`, the load of the machine), and failures."""
 
     milliseconds: list[float]
     late_ms: list[float]
@@ -84,10 +74,7 @@ class Health:
 
 
 class HealthWatch:
-    """Poll /health within the context, from a separate process because the load's own is busy.
-
-    `seen` is set on exit.
-    """
+    """Poll /health within the context, in a separate process; `seen` is set on exit."""
 
     seen: Health
 
@@ -95,7 +82,7 @@ class HealthWatch:
         self._command = [sys.executable, "-m", __name__, str(port)]
 
     def __enter__(self) -> HealthWatch:
-        # A new session: Ctrl-C reaches only the parent, which then still gets the results.
+        # A new session: Ctrl-C must not end it before the parent gets the results.
         self._process = subprocess.Popen(
             self._command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
@@ -143,10 +130,10 @@ def _sleep_again_and_again(late: list[float]) -> None:
 
 @dataclass(frozen=True)
 class Numbers:
-    """The server's metrics at one moment, in bytes and counts; `at` is `time.monotonic`.
+    """The server's metrics in bytes and counts; `at` is `time.monotonic`.
 
     `open_files` includes one per child process. `accounts` are RAM ledger accounts by (name, state), where state is
-    `capacity`, `used` or `floor`. `policies` counts answers.
+    `capacity`, `used` or `floor`.
     """
 
     at: float
