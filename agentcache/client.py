@@ -21,7 +21,7 @@ class ServerError(AgentCacheError):
 
     Args:
         status: HTTP status; None without an answer.
-        code: the server's error code, such as `context_length_exceeded`.
+        code: the server's code, such as `context_length_exceeded`.
     """
 
     def __init__(self, message: str, *, status: int | None = None, code: str | None = None) -> None:
@@ -74,7 +74,7 @@ class Client:
             return False
 
     def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Send a request and return its JSON answer, or None for an empty body."""
+        """Return the JSON answer, or None for an empty body."""
         try:
             response = self._http.request(method, path, json=body)
         except httpx.HTTPError as error:
@@ -88,11 +88,10 @@ class Client:
         return self._stream("/v1/chat/completions", {"messages": list(messages)}, options)
 
     def complete(self, prompt: str | Sequence[int], **options: Any) -> Completion:
-        """Stream a raw completion of a text or of token ids.
+        """Stream a raw completion.
 
         Args:
-            options: fields of the request's body, such as `agent`, `max_tokens`, `temperature` and `seed`, and `salt`.
-                None values are omitted.
+            options: fields of the request's body, and `salt`; None values are omitted.
         """
         return self._stream("/v1/completions", {"prompt": prompt if isinstance(prompt, str) else list(prompt)}, options)
 
@@ -103,7 +102,7 @@ class Client:
         return _report(answer)
 
     def token_ids(self, text: str, salt: str) -> list[int]:
-        """Tokenise a text with the served model. The server computes it once, under that salt."""
+        """Tokenise a text with the served model. The server computes the tokens, under that salt."""
         extras = {"report": True, "return_token_ids": True, "salt": salt}
         answer = self.request("POST", "/v1/completions", {"prompt": text, "max_tokens": 0, "agentcache": extras})
         return [int(token) for token in answer["choices"][0]["prompt_token_ids"]]
@@ -142,7 +141,6 @@ def _body(prompt: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, An
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    """Yield the JSON events of a server-sent stream up to `[DONE]`."""
     for line in response.iter_lines():
         if not line.startswith("data:"):
             continue

@@ -43,8 +43,8 @@ class Flag:
     """A setting's option of `agentcache serve`.
 
     Args:
-        name: option name if it differs from the setting's.
-        repeats: whether the option may be given several times.
+        name: None for the setting's own name.
+        repeats: whether the option may be repeated.
         is_bare: whether the option takes no value.
     """
 
@@ -57,11 +57,10 @@ class Flag:
 
 @dataclass(frozen=True)
 class Setting:
-    """Metadata of a setting, beside type and default.
+    """Metadata of a setting.
 
     Args:
-        kind: notation of the value.
-        flag: command-line option; None if only the environment and the file can set it.
+        flag: None if only the environment and the file can set it.
         above_zero: whether the value must be positive.
     """
 
@@ -78,52 +77,33 @@ def _setting(kind: Kind, flag: Flag | None = None, *, above_zero: bool = False, 
 class Config:
     """All settings, resolved.
 
+    The flags' help texts describe them; this is what they leave out. Sizes are in bytes; None stands for `auto`.
+
     Args:
-        model: folder or hub id; None for the embedded model.
-        host, port: address to listen on; port 0 takes any free one.
-        api_key: key that clients must present; None admits every local client.
-        api_key_file: file with the key, so that it appears on no command line; `load_config` reads it.
-        cache_dir: folder of the agents' files; one process at a time may use it.
-        memory_limit: bytes for weights, cache, hidden states and temporaries together; None for what the device has.
-        ram_budget: bytes of RAM for the cache; None for a quarter of the RAM, or what the model leaves.
-        disk_budget: bytes of the cache's files, enforced by eviction; None for a share of the disk that limits growth
-            and evicts nothing.
-        durability: how far files are synced on macOS (`agentcache.durable`).
-        wired_limit: bytes that macOS must not page out; None for weights and budgets, 0 for none.
-        memory_pressure: whether the cache shrinks while the system is short of memory.
-        trunk_budget: bytes of RAM for the hidden-state cache, allocated when an adapter can use it; 0 for none, None
-            for up to an eighth of the cache's RAM.
-        state_budget: bytes of `ram_budget` for recurrent state and its checkpoints; None for a quarter.
-        snapshot_tokens: tokens between two checkpoints of recurrent state; None for the interval at which checkpoints
-            cost at most twice the KV.
-        residual_budget: bytes of `ram_budget` for residual KV, used by the base cache until needed; None for a quarter.
-        max_divergence: largest relative difference of shared base KV from the adapter's own (policy `residual`); 0
-            refuses that policy.
-        idle_seconds: seconds without a request after which a conversation's last recurrent state is written to disk.
+        api_key: None admits every local client.
+        api_key_file: read into `api_key` by `load_config`.
+        cache_dir: folder of one process at a time.
+        disk_budget: None for a share of the disk that limits growth and evicts nothing.
+        durability: see `agentcache.durable`.
+        wired_limit: 0 for none.
+        trunk_budget: RAM of the hidden-state cache, allocated when an adapter can use it; 0 for none.
+        state_budget: part of `ram_budget` for recurrent state and its checkpoints.
+        snapshot_tokens: None for the interval at which checkpoints cost at most twice the KV.
+        residual_budget: part of `ram_budget` for residual KV, used by the base cache until needed.
+        max_divergence: largest relative difference of shared base KV from the adapter's own; 0 refuses `residual`.
         rank_timeout: seconds without an answer after which another rank counts as hanging.
-        max_concurrent_requests: requests in one batch; further ones wait, up to `max_waiting_requests`.
-        request_timeout: seconds that a completion may take, waiting included; None for no limit.
-        max_context: tokens of a sequence; None for the model's own limit.
-        temperature, top_p, top_k: defaults for requests; None for those of generation_config.json, or else 1, 1 and 0.
-        kv: bits of the KV cache: `auto` (4, more in layers that need it), 4, 8, k8v4 (keys in 8, values in 4) or 16
-            (not quantised). Each has files of its own.
+        max_concurrent_requests: further requests wait, up to `max_waiting_requests`.
+        request_timeout: seconds, waiting included.
+        kv: each choice has files of its own.
         max_body_bytes: largest request body.
         header_timeout, body_timeout: seconds within which a request's headers, and then its body, must arrive.
         write_timeout: seconds without progress after which the connection of a client that does not read is closed.
-        cors_origins: allowed origins of web pages, as `scheme://host[:port]`, or `*`.
         prefill_chunk: most prompt tokens in one step; on a GPU up to 2,048 while no request decodes.
-        max_stall_ms: most milliseconds for which prefill may delay decoding.
-        decode_share: share of the time for decoding while prompts wait; above 0 and below 1.
-        max_lineages: conversations kept per agent; at least `SHARED_LINEAGES` for `shared_agents`.
-        adapters: adapters to load at start.
+        max_lineages: at least `SHARED_LINEAGES` for `shared_agents`.
         aliases: further names of the model or its adapters, each with an existing name.
-        strict_model_names: whether `claude-*`, `gpt-*` and placeholders are unknown names; else they mean this model.
-        default_agent: agents of requests that name none, by a part of the `User-Agent` header; `*` for any.
-        session_headers: whether a request's agent may come from headers and from ids that clients send by default.
         stable_prefix: whether changed lines in the system prefix keep their cached text; a moved notice in front of the
             newest message has the new text.
         images: handling of images in users' messages.
-        log_requests: whether to log a line for each request: route, agent, model, tokens and time, no content.
     """
 
     model: str | None = _setting(Kind.TEXT, Flag("Folder or hub id; the embedded model without it."), default=None)

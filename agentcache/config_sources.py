@@ -55,9 +55,7 @@ def load_config(
 
     Args:
         overrides: flags by setting name; None counts as not given.
-        environ: environment; the process's own by default.
-        config_file: TOML file, which must exist; by default AGENTCACHE_CONFIG, or ~/.agentcache/config.toml if it
-            exists.
+        config_file: TOML file, which must exist; by default AGENTCACHE_CONFIG, or ~/.agentcache/config.toml if any.
 
     Raises:
         ConfigError: an unknown key, or an invalid value.
@@ -112,7 +110,6 @@ def _nearest(key: str, known: Iterable[str]) -> str:
 
 
 def _convert(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert strings and TOML values to those of `Config`."""
     if isinstance(raw.get("kv"), int):
         raw = {**raw, "kv": str(raw["kv"])}  # a TOML integer such as kv = 4
     one_value = {key: value for key, value in raw.items() if SETTINGS[key].kind is not Kind.TABLE}

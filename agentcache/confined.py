@@ -28,7 +28,7 @@ _PROGRAM = (
 
 
 class OverLimit(Exception):
-    """The work exceeded a limit; `what` is like "longer than 2 s"."""
+    """`what` is like "longer than 2 s"."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"it took {what}")
@@ -36,8 +36,6 @@ class OverLimit(Exception):
 
 
 class ReplyTooLong(Exception):
-    """The reply has `num_bytes`, more than `max_bytes`."""
-
     def __init__(self, num_bytes: int) -> None:
         super().__init__(f"the reply has {num_bytes} bytes")
         self.num_bytes = num_bytes
@@ -52,9 +50,7 @@ def _always() -> None:
 
 
 class ConfinedWork:
-    """A pool of child processes that answer requests. Usable from any thread.
-
-    Each running request has a process of its own; processes start on demand and are reused.
+    """A pool of child processes that answer requests, one at a time each. Usable from any thread.
 
     Args:
         module: module that the process runs; `main` gets `arguments`.
@@ -106,7 +102,6 @@ class ConfinedWork:
         return kind, content
 
     def _idle_process(self) -> _Process | None:
-        """A live idle process; dead ones are dropped."""
         while (process := _pop(self._idle)) is not None:
             if process.is_alive:
                 return process
@@ -135,11 +130,7 @@ class _Process:
     def ask(
         self, request: list[bytes], max_bytes: int | None, go_on: Callable[[], None], seconds: float
     ) -> tuple[bytes, bytearray]:
-        """Return the reply's kind and content. If this raises, close the process.
-
-        Args:
-            seconds: CPU time that the child allows itself.
-        """
+        """Return the reply's kind and content. If this raises, close the process."""
         size = sum(map(len, request))
         watch = _Watch(self._process.pid, size, go_on, PATIENCE_SECONDS + seconds - CPU_SECONDS)
         try:
@@ -159,7 +150,6 @@ class _Process:
         return self._process.poll() is None
 
     def close(self) -> None:
-        """Kill the process."""
         self._socket.close()
         self._process.kill()
         self._process.wait()
@@ -193,8 +183,6 @@ class _Process:
 
 
 class _Watch:
-    """Checks one request's time, memory and cancellation while it runs."""
-
     def __init__(self, pid: int, size: int, go_on: Callable[[], None], patience: float) -> None:
         self._pid = pid
         self._most_memory = MEMORY_BYTES * 2 + MEMORY_PER_BYTE * size

@@ -27,7 +27,6 @@ Answer = Callable[[list[bytes]], tuple[bytes, bytes]]
 
 
 def cpu_seconds(num_bytes: int, seconds_per_byte: float) -> float:
-    """CPU time limit of a request."""
     return min(MOST_CPU_SECONDS, CPU_SECONDS + seconds_per_byte * num_bytes)
 
 

@@ -34,8 +34,6 @@ class Durability(StrEnum):
 
 
 class _Notes:
-    """Logs each warning once."""
-
     def __init__(self) -> None:
         self._given: set[str] = set()
 

@@ -52,9 +52,7 @@ class Completion:
 
     Args:
         prompt_token_ids: all prompt ids, cached ones included.
-        logprobs: one per token if requested.
-        prompt_logprobs: one per prompt token if requested.
-        report: cost and reuse.
+        logprobs, prompt_logprobs: one per token if requested.
         blocks: a chat's reply parsed into thoughts, text and calls, in order.
     """
 
@@ -85,7 +83,6 @@ class LLM:
 
     Args:
         model: folder or hub id; None for the embedded model.
-        cache_dir: folder of the agents' files.
         adapters: LoRA adapters by name, as `PATH` or `PATH:POLICY`.
         settings: other settings of `agentcache.config.Config`, such as `ram_budget="8GB"`.
 
@@ -229,7 +226,6 @@ class LLM:
         )
 
     def _read(self, request: Request, updates: Sequence[Update]) -> tuple[Block, ...]:
-        """Parse a chat's reply into blocks."""
         if not isinstance(request.prompt, ChatPrompt):
             return ()
         reader = request.reading.open(whole=True)
@@ -287,14 +283,14 @@ class LLM:
         self._wait(self._engine.delete_agent(agent_id, lineage))
 
     def restore(self, agent_id: str, lineage: str | None = None) -> RestoreReport:
-        """Load the blocks of an agent, or of one of its lineages, from disk into RAM."""
+        """Load an agent, or one of its lineages, from disk into RAM."""
         return self._wait(self._engine.restore_agent(agent_id, lineage))
 
     def evict(self, agent_id: str, lineage: str | None = None, kind: str | None = None) -> AgentInfo:
         """Free the RAM of an agent, or of one of its lineages. Its files stay.
 
         Args:
-            kind: `base` for base KV only, `residual` for residual KV only, None for both.
+            kind: `base` or `residual` KV only; None for both.
         """
         return self._wait(self._engine.evict_agent(agent_id, lineage, kind))
 

@@ -19,7 +19,6 @@ _DEVICE = "import mlx.core as mx; d = mx.default_device(); print(d.type.name, mx
 
 
 def describe_run(benchmark: str) -> dict[str, Any]:
-    """Metadata of a benchmark's report: name, command line, time, commit, machine, versions."""
     return {
         "benchmark": benchmark,
         "command": sys.argv,
@@ -31,7 +30,7 @@ def describe_run(benchmark: str) -> dict[str, Any]:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Platform, processor, cores, memory in bytes, MLX's device, and the preloaded BLAS (or None)."""
+    """Hardware and platform; `preloaded` is the preloaded BLAS or None."""
     return {
         "platform": platform.platform(),
         "cpu": _cpu_name(),
@@ -69,7 +68,6 @@ def installed_openblas() -> str:
 
 
 def describe_versions() -> dict[str, str]:
-    """Versions of Python and of installed packages."""
     versions = {"python": platform.python_version(), "agentcache": agentcache.__version__}
     for package in PACKAGES:
         try:

@@ -47,7 +47,7 @@ class Wishes:
     """Memory settings, in bytes; None for automatic.
 
     Args:
-        memory_limit: all of the below together, and weights.
+        memory_limit: everything, weights included.
         ram_budget: cache and adapters.
         trunk_budget: hidden-state cache.
         wired_limit: memory that the system must not page out; `NO_WIRED_LIMIT` for none.
@@ -61,14 +61,12 @@ class Wishes:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Memory by use, in bytes.
+    """Memory by use, in bytes; see also `Wishes`.
 
     Args:
-        limit: all together.
-        ram_budget: cache and adapters.
-        trunk_budget: hidden-state cache.
+        limit: everything.
         temporaries: reserve for a step; long contexts use more if it is free, or else smaller steps.
-        wired: memory that the system must not page out; None if the device has no such limit.
+        wired: None if the device has no such limit.
     """
 
     limit: int

@@ -43,7 +43,6 @@ def _parse(entry: Any) -> str:
 
 
 def hosts_of(origins: Sequence[str]) -> frozenset[str]:
-    """Host names of the origins."""
     return frozenset(host for origin in origins if origin != ANY_ORIGIN and (host := urlsplit(origin).hostname))
 
 

@@ -49,8 +49,8 @@ class TokenLogprob:
     Args:
         data: bytes of the token, which may be part of a character; a control token's name.
         logprob: natural logarithm; None for a prompt's first token.
-        top: the most likely tokens at this position, best first, as (token id, bytes, logprob).
-        shown: whether it is part of the text; generated control tokens are not.
+        top: the most likely tokens, best first, as (token id, bytes, logprob).
+        shown: False for generated control tokens, which are not part of the text.
     """
 
     token_id: int
@@ -95,7 +95,6 @@ class Report:
 
     Args:
         lineage: conversation of the agent that this turn continued or began.
-        cached_tokens: prompt tokens that were not computed.
         computed_tokens: prompt tokens computed by the model (at least 1), with the adapter under `residual`.
         base_computed_tokens: prompt tokens computed without an adapter; under `residual` beside `computed_tokens`.
         lost_tokens: tokens of the agent's conversation that were recomputed, since RAM and disk had lost them.
@@ -103,7 +102,7 @@ class Report:
         requested_policy: policy before a fallback.
         stepped_down: reason for the fallback; None if there was none.
         divergence: relative error of base's KV against the adapter's own; None if not measured.
-        saved: False if the agent's turn could not be written; `save_error` has the reason.
+        saved: False if the agent's turn could not be written.
         notes: changes made to the chat before its template was applied.
     """
 
@@ -146,10 +145,9 @@ class Update:
     The last update has `finish_reason` and `report`, and comes after the turn's save has succeeded or failed.
 
     Args:
-        prompt_token_ids: in the first update, which may have no text.
-        prompt_logprobs: in the first update if requested.
+        prompt_token_ids, prompt_logprobs: in the first update, which may have no text.
         stop_string: stop string that ended the text.
-        choice: index of the answer, if the request has several.
+        choice: index of the answer.
         markers: control tokens that structure a reply, each with its offset in `text`.
         prompt_end: in the first update, the last characters of a chat's prompt, as marked text.
     """
@@ -203,8 +201,6 @@ class AgentInfo:
 
 @dataclass(frozen=True)
 class RestoreReport:
-    """Result of a restore from disk into RAM."""
-
     tokens: int
     restored_bytes: int
     restore_ms: float
@@ -347,7 +343,6 @@ class AdapterInfo:
 
     Args:
         format: `mlx-lm`, `peft`, or `model` for a decoder that is a model of its own.
-        digest: hash of its content.
         policy: policy of requests that name none.
         ram_bytes: bytes on the device if `resident`.
         running: requests that use its weights now, under any name.
@@ -375,15 +370,13 @@ class ModelInfo:
     """The served model.
 
     Args:
-        reply_format: notation of thoughts and tool calls.
         thinking: variables of the chat template that control thinking.
-        adapters: adapters by name.
         kv_bits: mean bits of a cached key or value; None without a KV cache.
         kv_precision: precision by layers.
         kv_divergence: measured error of that precision.
         ranks: processes that compute the model.
         template_repairs: repairs applied for its chat template; None if the template is not used.
-        forms_refusal: reason why answers cannot be constrained (schema, grammar, required call); empty if they can.
+        forms_refusal: reason why answers cannot be constrained; empty if they can.
         sampling: defaults for requests.
     """
 

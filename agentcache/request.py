@@ -64,11 +64,10 @@ class Request:
         n: number of answers. The first is the agent's turn; the rest share its blocks and leave no memory.
         salt: cache namespace; requests with different salts never share a block.
         priority: None for background if nothing is generated (a warm-up), otherwise interactive.
-        adapter: name of the adapter; None for the agent's own, or base.
-        policy: sharing policy; None for the agent's or the adapter's own.
+        adapter: None for the agent's own, or base.
+        policy: None for the agent's or the adapter's own.
         invocation_start: first token on which an activated adapter acts; None for its invocation's last occurrence.
         invocation_optional: whether base answers a prompt without the adapter's invocation, instead of an error.
-        form: required form of the answer; None for any.
         reading: parser of the answer; `sampling.stop` applies to its text, not to thoughts and calls.
     """
 

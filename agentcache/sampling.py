@@ -29,12 +29,12 @@ class SamplingParams:
     """Sampling parameters.
 
     Args:
-        max_tokens: tokens to generate; 0 only caches the prompt; None for as many as the context holds.
+        max_tokens: 0 only caches the prompt; None for as many as the context holds.
         temperature: 0 is greedy and deterministic.
         top_p, top_k, min_p: truncations; 1.0, 0 (or -1) and 0.0 disable them.
-        repetition_penalty: divides positive and multiplies negative logits of the last 64 tokens; 1.0 is off.
-        frequency_penalty: subtracted from a token's logit per occurrence in the output (as OpenAI's); 0.0 is off.
-        presence_penalty: subtracted once from the logits of all generated tokens (as OpenAI's); 0.0 is off.
+        repetition_penalty: divides positive and multiplies negative logits of the last 64 tokens.
+        frequency_penalty: subtracted from a token's logit per occurrence in the output (as OpenAI's).
+        presence_penalty: subtracted once from the logits of all generated tokens (as OpenAI's).
         logit_bias: values added to the logits, by token id; unknown ids are ignored.
         seed: any integer; the same seed and logits give the same tokens.
         min_tokens: tokens to generate before the end of sequence and `stop` apply (as vLLM's).
@@ -97,7 +97,6 @@ class SamplingDefaults:
 
     @property
     def known(self) -> dict[str, Any]:
-        """The values that are not None."""
         return {name: value for name in self.NAMES if (value := getattr(self, name)) is not None}
 
     def over(self, other: SamplingDefaults) -> SamplingDefaults:

@@ -40,9 +40,9 @@ class ServerProcess:
 
     Args:
         log: file to which its output is appended.
-        model: folder or hub id; None for the embedded model.
+        model: None for the embedded model.
         extra: further arguments of `agentcache serve`.
-        command: command in place of `agentcache serve`.
+        command: replacement of `agentcache serve`.
         ready_seconds: time limit until `/health` answers 200.
         environment: further AGENTCACHE_* variables.
 
@@ -100,7 +100,7 @@ class ServerProcess:
             self._process.wait()
 
     def close(self) -> None:
-        """Terminate the server, and kill it after `STOP_SECONDS`. Does nothing if it has ended."""
+        """Terminate the server, and kill it after `STOP_SECONDS`."""
         self.client.close()
         process = self._process
         if process is None or process.poll() is not None:

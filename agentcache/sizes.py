@@ -26,7 +26,7 @@ def total_ram() -> int:
 
 @dataclass(frozen=True)
 class DiskRoom:
-    """The disk of a cache folder, in bytes: size, free space, and the folder's own files."""
+    """The disk of a cache folder, in bytes. `held` is the size of the folder's own files."""
 
     size: int
     free: int

@@ -21,7 +21,7 @@ class Phase:
 
     Args:
         doing: a description such as "reading the weights".
-        done, total: pieces of work; 0 of 0 if not countable.
+        done, total: pieces of work; 0 if not countable.
     """
 
     doing: str
@@ -37,8 +37,7 @@ class Measuring:
     """Progress of choosing the KV precision.
 
     Args:
-        done: forward passes so far.
-        most: upper bound of the passes; most models need a few.
+        done, most: forward passes so far, and their upper bound.
         chosen: the precision, such as "4"; None before the end.
     """
 

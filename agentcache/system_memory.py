@@ -42,9 +42,9 @@ class PressureReading:
     """A reading of memory pressure; None for values that the system does not report.
 
     Args:
-        macos_level: `MACOS_NORMAL`, `MACOS_WARNING` or `MACOS_CRITICAL`.
+        macos_level: one of `MACOS_NORMAL`, `MACOS_WARNING`, `MACOS_CRITICAL`.
         some, full: percent of the last ten seconds in which some or all tasks waited for memory (Linux); the maximum
-            of the machine's and the process's own cgroup's.
+            of the machine and the process's own cgroup.
         used_share: used share of the nearest cgroup limit, without droppable file cache.
     """
 

@@ -54,11 +54,7 @@ def start_thread(name: str, run: Callable[[], None], died: Callable[[Exception],
 class DaemonPool(Executor):
     """An executor on daemon threads, which do not delay the end of the process as `ThreadPoolExecutor`'s do.
 
-    Threads start on demand, and end with the pool.
-
-    Args:
-        most: most threads.
-        name: name of the threads.
+    Threads start on demand, at most `most`, and end with the pool.
     """
 
     def __init__(self, most: int, name: str) -> None:

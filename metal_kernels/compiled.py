@@ -30,7 +30,6 @@ _OTHERS_MAY_WRITE = 0o022
 
 
 def default_folder() -> Path:
-    """The cache folder in the user's home, beside agents' files."""
     return Path.home() / ".agentcache" / "kernels"
 
 

@@ -40,7 +40,6 @@ _LOG2_E = math.log2(math.e)
 
 @cache
 def _constants(shape: HeadShape, tiling: Tiling, has_softcap: bool) -> Mapping[str, Any]:
-    """Compile-time constants of the decode kernel."""
     return {
         "S": shape.staged,
         "D": shape.dim,
@@ -124,7 +123,6 @@ class Residuals(NamedTuple):
 
     @property
     def kind(self) -> ResidualKind:
-        """Compile-time constants of these residuals."""
         value_rank = 0 if self.values is None else self.values.low_rank.shape[2]
         if self.keys is None:
             return ResidualKind(value_rank)
@@ -189,7 +187,6 @@ class PreparedDecode(NamedTuple):
         written: mx.array | None,
         residuals: Residuals | None = None,
     ) -> mx.array:
-        """See `decode`."""
         written = nothing_written() if written is None else written
         sinks = no_sinks() if sinks is None else sinks
         beside = (residuals or Residuals()).arrays(self.shape)

@@ -94,7 +94,6 @@ class PreparedLatents(NamedTuple):
     def __call__(
         self, queries: mx.array, rope_queries: mx.array, latents: Sequence[mx.array], written: mx.array | None
     ) -> mx.array:
-        """See `latent_decode`."""
         written = nothing_written() if written is None else written
         return self.compute(queries, rope_queries, *latents, written, *self.arrays)
 
@@ -134,7 +133,6 @@ def _compute(step: LatentStep, queries: mx.array, rope_queries: mx.array, *given
 
 
 def constants(tiling: LatentTiling) -> Mapping[str, Any]:
-    """Compile-time constants of the kernel."""
     shape = tiling.shape
     return {
         "S": shape.staged,

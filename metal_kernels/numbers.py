@@ -28,8 +28,6 @@ def on_device(x: mx.array) -> mx.array:
 
 
 class _Made(threading.local):
-    """Arrays made by one thread."""
-
     def __init__(self, make: Make) -> None:
         self.get = lru_cache(maxsize=512)(make)
 

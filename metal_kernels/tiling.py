@@ -77,7 +77,6 @@ class ResidualKind(NamedTuple):
     normed: bool = False
 
     def on(self, shape: HeadShape) -> HeadShape:
-        """`shape` with these residuals."""
         return replace(shape, **self._asdict())
 
 

@@ -82,12 +82,7 @@ def draw_bars(
     colours: Mapping[str, str] = COLOURS,
     label: Callable[[float], str] = milliseconds,
 ) -> None:
-    """Draw grouped bars, one per series in each group; None draws no bar.
-
-    Args:
-        series: values of each group, by the series' name.
-        label: formats a value for its bar.
-    """
+    """Draw grouped bars, one per series in each group; None draws no bar. `label` formats a value."""
     width = 0.84 / len(series)
     for index, (name, values) in enumerate(series.items()):
         shown = [(group, value) for group, value in enumerate(values) if value is not None]
@@ -139,7 +134,7 @@ class Panel:
     Args:
         title: quantity of the bars.
         series: by way: one value per phase; None draws no bar.
-        top: upper limit of the axis; None for automatic.
+        top: upper limit of the axis.
     """
 
     title: str

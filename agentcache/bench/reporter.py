@@ -26,13 +26,12 @@ Report = dict[str, Any]
 
 @dataclass(frozen=True)
 class Reporter:
-    """The report of one benchmark.
+    """Writes and prints the reports of one benchmark.
 
     Args:
         name: base name of its files.
         title: measured quantity.
-        tables: functions from a report to a table.
-        plots: functions that draw a report into NAME_KEY.png, or NAME.png for an empty key.
+        plots: functions that draw NAME_KEY.png, or NAME.png for an empty key.
     """
 
     name: str
@@ -49,7 +48,6 @@ class Reporter:
             plan: dataclass with the parameters.
             caveats: limits of the results.
             peer_wins: quantities in which another server is better; None without a comparison.
-            numbers: results.
         """
         return {
             "caveats": list(caveats),
@@ -102,7 +100,6 @@ def write_json(report: Report, path: Path) -> None:
 
 
 def draw(plot: Callable[[Report, Path], None], report: Report, path: Path) -> bool:
-    """Draw a plot if matplotlib is installed; return whether it is."""
     if not can_plot():
         return False
     plot(report, path)

@@ -42,10 +42,8 @@ class Plan:
     Args:
         sizes: context lengths in tokens.
         repeats: samples of each kind and length; at most COLD cold ones, which take longest and vary least.
-        model: folder or hub id; None for the embedded model.
-        turn_tokens: tokens of the turn behind the context.
-        new_tokens: tokens generated per turn.
-        command: command in place of `agentcache serve`.
+        model: None for the embedded model.
+        turn_tokens, new_tokens: tokens of the turn behind the context, and of its answer.
     """
 
     sizes: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)

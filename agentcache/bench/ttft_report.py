@@ -24,7 +24,6 @@ EMBEDDED_CAVEAT = (
 
 
 def build_report(plan: Plan, results: Sequence[SizeResult]) -> Report:
-    """Build a run's report as plain data."""
     files = next((result.files for result in results if result.files), None)
     shape = {key: files.metadata[key] for key in SHAPE_KEYS if key in files.metadata} if files else {}
     return TTFT.report(

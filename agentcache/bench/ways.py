@@ -53,13 +53,10 @@ class Ways:
     """Runs a script in several ways. Server processes end with each run, also on errors.
 
     Args:
-        script: the workflow with its values.
         caches: parent of each way's cache folder.
-        logs: folder of server logs.
         watch: called with the way's name and each turn.
-        model: folder or hub id; None for the embedded model.
+        model: None for the embedded model.
         max_tokens: tokens per turn; None for the script's.
-        command: command in place of `agentcache serve`.
     """
 
     script: Script
@@ -71,7 +68,6 @@ class Ways:
     command: tuple[str, ...] = SERVE
 
     def run(self, way: str) -> WorkflowTranscript:
-        """Run the whole script in one of `WAYS`."""
         if way == "warm":
             return self._killed(way)
         with self._server(way) as server:

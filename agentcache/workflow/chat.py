@@ -21,9 +21,8 @@ class Question:
     Args:
         agent: id on the server.
         messages: complete history and the new message.
-        tools: tool definitions for the chat template.
-        max_tokens, temperature, seed: sampling parameters; random without a seed.
-        adapter: name of the adapter; None for the agent's own, or base.
+        seed: None for random samples.
+        adapter: None for the agent's own, or base.
     """
 
     agent: str
@@ -41,8 +40,7 @@ class Reply:
 
     Args:
         report: `agentcache.report.Report` as plain data.
-        ttft_ms: time to the first token, measured by the caller.
-        total_ms: time to the end of the answer, saving included.
+        ttft_ms, total_ms: times to the first token, as the caller measured it, and to the end of saving.
     """
 
     text: str
@@ -65,11 +63,11 @@ class Chat(Protocol):
     """Interface to an engine. Both methods may run on several threads, for different agents."""
 
     def chat(self, question: Question) -> Reply:
-        """Return the agent's answer after the turn is saved."""
+        """Return the answer after the turn is saved."""
         ...
 
     def restore(self, agent: str) -> Restored | None:
-        """Load the agent's blocks from disk into RAM; None if the agent does not exist."""
+        """Load the agent from disk into RAM; None if it does not exist."""
         ...
 
 

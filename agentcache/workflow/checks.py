@@ -29,7 +29,6 @@ def says(answer: str, words: str) -> bool:
 
 
 def check_turn(turn: Turn, answer: str, calls: Iterable[ToolCall | None]) -> tuple[Check, ...]:
-    """Check the final answer and the calls of a turn."""
     accepted = not any(says(answer, words) for words in turn.reject)
     said = [Check(words, accepted and says(answer, words)) for words in turn.expect]
     made = [call for call in calls if call is not None]

@@ -40,7 +40,7 @@ class Conversation:
         return frozenset(self._exchanges)
 
     def needs(self, step: Step) -> frozenset[int]:
-        """Indices of steps that must end before this one.
+        """Steps that must end before this one.
 
         These are all steps of earlier phases, and of its own phase those that it hears or that its speaker took.
         """

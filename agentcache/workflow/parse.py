@@ -80,7 +80,6 @@ def read_script(path: Path | str, seed: int | None = None) -> Script:
 
 
 def shipped_scripts() -> list[str]:
-    """Names of the scripts in the package."""
     return sorted(path.stem for path in SHIPPED.glob("*.toml"))
 
 
@@ -106,7 +105,6 @@ class _Known:
         return self.filler.fill(values.get(key, ""), f'{where}: key "{key}"').strip()
 
     def words(self, values: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
-        """The list of that key, filled."""
         at = f'{where}: key "{key}"'
         return tuple(self.filler.fill(word, at) for word in read_words(values.get(key, []), at))
 
@@ -260,7 +258,6 @@ def _check_agents(agents: tuple[Agent, ...]) -> None:
 
 
 def _check_whole(script: Script, known: _Known) -> None:
-    """Checks that need the complete script."""
     if not script.phases:
         raise ConfigError("the script has no phases")
     check_unique([phase.name for phase in script.phases], "the phases' names")

@@ -42,7 +42,6 @@ def read_words(values: Any, where: str) -> list[str]:
 
 
 def read_strings(table: Any, where: str) -> dict[str, str]:
-    """Return a table of strings."""
     if not isinstance(table, dict):
         raise ConfigError(f"{where} must be a table, not {_type_name(type(table))}")
     for key, value in table.items():

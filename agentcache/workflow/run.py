@@ -25,8 +25,7 @@ class Settings:
     Args:
         session: prefix of the agents' ids on the server; the same session finds the same agents again.
         max_tokens: override of every max_tokens of the script.
-        forget_phases: whether agents lose their history, except the system prompt, at each phase; a baseline without
-            memory.
+        forget_phases: whether agents lose their history, except the system prompt, at each phase (a baseline).
     """
 
     session: str
@@ -83,7 +82,6 @@ class WorkflowRun:
         return [step for step in steps if self._conversation.needs(step) <= done]
 
     def agent_of(self, step: Step) -> str:
-        """Id of the speaking agent on the server."""
         return self._agent_ids[step.turn.speaker]
 
     def take(self, step: Step) -> TurnRecord:
@@ -92,7 +90,6 @@ class WorkflowRun:
         return self.end_turn(turn, speak(self.chat, turn))
 
     def open(self, step: Step) -> OpenTurn:
-        """Build the question of a ready step."""
         history = self._conversation.history(step, this_phase_only=self._settings.forget_phases)
         question = Question(
             agent=self.agent_of(step),

@@ -49,8 +49,6 @@ def take_all(run: WorkflowRun, steps: Sequence[Step], pace: Schedule) -> Iterato
 
 
 class _Schedule:
-    """Waiting and running steps, and records that wait for an earlier step."""
-
     def __init__(
         self,
         run: WorkflowRun,
@@ -103,8 +101,6 @@ class _Schedule:
 
 
 class _Prefetcher:
-    """Restores by agent, since the agent spoke last."""
-
     def __init__(self, chat: Chat, pool: ThreadPoolExecutor) -> None:
         self._chat = chat
         self._pool = pool

@@ -36,10 +36,9 @@ class Turn:
     Args:
         speaker: the agent's id.
         sees: agents whose statements since the speaker's last turn it hears.
-        max_tokens: tokens of each answer; None for the agent's or the script's.
+        max_tokens: None for the agent's or the script's.
         expect: words expected in the answer, one point each.
         reject: forbidden words; one of them costs all points of `expect`.
-        tools: names of callable tools.
         max_calls: most rounds of calls.
         expect_calls: expected calls, one point each.
     """
@@ -79,7 +78,6 @@ class Script:
     values: Mapping[str, str] = field(default_factory=dict)
 
     def agent(self, agent_id: str) -> Agent:
-        """The agent of that id. Raises KeyError."""
         for agent in self.agents:
             if agent.id == agent_id:
                 return agent
@@ -109,7 +107,6 @@ class Step:
 
 
 def steps_of(script: Script) -> list[Step]:
-    """All turns of a script, in order."""
     positions = [
         (phase_number, turn_number, phase, turn)
         for phase_number, phase in enumerate(script.phases, 1)

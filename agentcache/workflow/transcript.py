@@ -31,20 +31,16 @@ class TurnRecord:
 
     Args:
         phase, turn: position in the script, from 1.
-        speaker: the agent's id in the script.
-        agent: the agent's id on the server.
+        speaker, agent: the agent's ids in the script and on the server.
         message: the complete user message: statements heard, then the prompt.
         text: the final answer.
         token_ids: all generated tokens, calls included.
         match: relation of the prompt to the agent's cached tokens.
-        cache_state: cold, warm or hot.
         cached_tokens: prompt tokens that were not computed.
-        ttft_ms: time to first token on the caller's side.
-        server_ttft_ms: time to first token in the server's report.
+        ttft_ms, server_ttft_ms: time to first token, measured by the caller and by the server.
         total_ms: time to the end of the answer, saving included.
         restored_bytes, restore_ms: reads from disk within the turn.
-        written_bytes: None if the server did not report it.
-        saved: False if the turn could not be saved; None if the server did not report it.
+        written_bytes, saved: None if the server did not report it.
         tool_rounds: answers with calls, before the final one.
         prefetched: whether the agent was restored during another turn.
         prefetch_ms: duration of that; not part of the turn's times.
@@ -83,7 +79,6 @@ class WorkflowTranscript:
 
     Args:
         session: prefix of the agents' ids on the server.
-        seed: seed of the script's values and of sampled turns.
         names: names of the speakers by id.
         turns: records in script order, without gaps.
     """

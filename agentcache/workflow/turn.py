@@ -23,7 +23,6 @@ class OpenTurn:
 
     @property
     def message(self) -> Message:
-        """The opening user message."""
         return self.question.messages[-1]
 
 
@@ -65,7 +64,6 @@ def _messages_of(tool_round: ToolRound) -> list[Message]:
 
 
 def record_of(turn: OpenTurn, spoken: SpokenTurn, prefetched: Restored | None = None) -> TurnRecord:
-    """Build the turn's record, with its checks."""
     step, first, reports = turn.step, spoken.replies[0], [reply.report for reply in spoken.replies]
     written = [report["written_bytes"] for report in reports if report.get("written_bytes") is not None]
     saved = [report["saved"] for report in reports if report.get("saved") is not None]

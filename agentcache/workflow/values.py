@@ -31,7 +31,6 @@ class Filler:
     """Fills values into a script's texts, and records which are used.
 
     Args:
-        values: values by name.
         known: names that have a value with some seed.
         used: names that the rules use.
     """
