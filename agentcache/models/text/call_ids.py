@@ -1,4 +1,4 @@
-"""Ids of tool calls: nine letters and digits, the only form that every chat template accepts (Mistral requires it)."""
+"""Ids of tool calls: nine letters and digits, which every chat template accepts (Mistral requires it)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def new_call_id() -> str:
 
 
 def with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Replace ids of calls and results that are not nine letters and digits by digests of themselves.
+    """Replace ids of calls and results by digests, unless they have that form already.
 
-    Later messages do not change earlier ids, so the prompt's prefix stays the same in every turn.
+    Later messages never change earlier ids, so the prefix stays cached.
     """
     short_of = _ShortIds()
     return [_with_ids(message, short_of) for message in messages]

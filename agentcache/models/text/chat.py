@@ -1,4 +1,4 @@
-"""Renders chats to prompts with the repairs that the model's chat template needs."""
+"""Renders chats to prompts, with the repairs that the chat template needs."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """A chat's prompt as marked text; `notes` describe the changes to the client's messages, one per kind."""
+    """A prompt as marked text, with notes on the changes to the client's messages."""
 
     text: str
     notes: tuple[str, ...] = ()
 
 
 class ChatRenderer:
-    """Renders chats with one chat template. Thread-safe.
+    """Renders chats with one template. Thread-safe.
 
-    The first chat finds the repairs; they never change, so that a conversation's prefix stays the same.
+    The first chat finds the repairs; they never change, so a conversation's prefix stays the same.
 
     Args:
-        form: format of the model's replies; calls that become text use its notation.
+        form: reply format, the notation of calls that become text.
     """
 
     def __init__(self, marks: Marks, form: ReplyFormat, has_template: bool) -> None:
@@ -51,11 +51,11 @@ class ChatRenderer:
 
     @property
     def uses_template(self) -> bool:
-        """Whether there is a template; False once it has refused every probe."""
+        """Whether there is a template that accepts chats."""
         return self._repairs is not NO_TEMPLATE
 
     def repairs(self, probe: Render) -> tuple[str, ...] | None:
-        """Return the names of the template's repairs (see `Repairs`); None if no template is used."""
+        """Return the names of the template's `Repairs`; None if no template is used."""
         found = self._found_repairs(probe)
         return None if found is NO_TEMPLATE else found.names
 
@@ -71,13 +71,12 @@ class ChatRenderer:
         """Return the prompt of a chat.
 
         Args:
-            render: template with the request's variables.
-            probe: template without them.
+            render, probe: template with and without the request's variables.
             render_without: substitute for a missing template.
-            add_generation_prompt: whether a reply follows; if not, a placeholder user message at the end is cut off.
+            add_generation_prompt: whether a reply follows; if not, a final placeholder is cut off.
 
         Raises:
-            As `render`; InvalidRequest with code `REFUSED` if the template refuses every form of the chat.
+            As `render`; InvalidRequest with code `REFUSED` if every form of the chat is refused.
         """
         notes: list[str] = []
 
@@ -110,7 +109,7 @@ class ChatRenderer:
         raise refusal
 
     def _ways(self, messages: list[Message], tools: list[Message] | None, repairs: Repairs) -> Iterator[Repaired]:
-        # From the least change to the most. A template may show call ids, so new ids would change cached prompts.
+        # Least change first. New call ids may change cached prompts.
         yield repaired(messages, tools, repairs, self._notation)
         fewer = [_with_one_comment(message) for message in messages]
         tried = [messages]
@@ -140,7 +139,7 @@ def _unseen_tools(text: str, tools: Sequence[Message] | None) -> Iterator[str]:
     functions = [tool.get("function", tool) for tool in tools or () if isinstance(tool, Mapping)]
     unseen, at = list[str](), 0
     for name in (str(each.get("name")) for each in functions if isinstance(each, Mapping)):
-        # Templates keep the order of tools, so one pass through the text finds all names.
+        # Templates keep the order of tools: one pass finds all names.
         found = text.find(name, at)
         found = text.find(name) if found < 0 else found
         if found < 0:
@@ -154,7 +153,7 @@ def _unseen_tools(text: str, tools: Sequence[Message] | None) -> Iterator[str]:
 
 
 def _with_one_comment(message: Message) -> Message:
-    # Some templates refuse a message with a thought, text and a call: drop the thought.
+    # Some templates refuse a thought beside text and call: drop it.
     if not (message.get("content") and message.get("tool_calls")):
         return message
     return {key: value for key, value in message.items() if key not in REASONING_KEYS}

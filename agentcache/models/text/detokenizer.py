@@ -1,4 +1,4 @@
-"""Converts token ids to text, token by token; the same text whether streamed or not."""
+"""Converts token ids to text, token by token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SPACE = "▁"
 
 
 class DummySpace(Enum):
-    """Which leading space of a text the tokenizer has added: NONE, ANY (the first), LONE (the first, if single)."""
+    """Leading space that the tokenizer has added: NONE, ANY (the first), LONE (the first, if single)."""
 
     NONE = auto()
     ANY = auto()
@@ -24,12 +24,11 @@ class DummySpace(Enum):
 class Detokenizer:
     """Converts the tokens of one reply to text.
 
-    `ends[i]` is the text's length after token i. If the token ends inside a character or adds nothing, the value is
-    final only once a later token completes a character, or after `finish`.
+    `ends[i]` is the text's length after token i. For a token that ends inside a character or adds nothing, it is final
+    once a later token completes a character, or after `finish`.
 
     Args:
-        bytes_of: bytes of a token.
-        control_ids: ids of tokens that add no text; an incomplete character before one stays incomplete.
+        control_ids: tokens without text; an incomplete character before one stays incomplete.
         dummy_space: leading space to drop.
     """
 
@@ -48,7 +47,6 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """The final text so far."""
         self._parts = ["".join(self._parts)]
         return self._parts[0]
 
@@ -72,7 +70,7 @@ class Detokenizer:
         return new_text
 
     def finish(self) -> str:
-        """End the text; return the rest of it."""
+        """Return the rest of the text."""
         new_text = self._decoder.decode(self._held_space, final=True)
         self._held_space = b""
         self._settle(new_text)
@@ -90,7 +88,7 @@ class Detokenizer:
         return piece if is_text else piece.removeprefix(b" ")
 
     def _settle(self, new_text: str) -> None:
-        """Append `new_text`; if no character is incomplete, set the ends of all open tokens."""
+        """Append `new_text`; if no character is incomplete, set the ends of open tokens."""
         self._append(new_text)
         if not self._decoder.getstate()[0]:
             for index in range(len(self.ends) - self._num_open, len(self.ends)):
@@ -107,9 +105,9 @@ class TokenBytes:
     """Decodes single tokens to bytes.
 
     Args:
-        decoder: `decoder` entry of tokenizer.json: ByteLevel, or SentencePiece ("▁" is a space, "<0xAB>" a byte).
-        piece_of: vocabulary entry of a token id; None if unknown.
-        added: contents of added tokens.
+        decoder: `decoder` of tokenizer.json: ByteLevel, or SentencePiece ("▁" is a space, "<0xAB>" a byte).
+        piece_of: vocabulary entry of a token id.
+        added: added tokens.
     Raises:
         UnsupportedModel: the decoder does not work token by token.
     """
@@ -191,7 +189,7 @@ def _byte_level_bytes(piece: str) -> bytes:
 
 @cache
 def _byte_of_character() -> dict[str, int]:
-    # GPT-2's alphabet: printable bytes stand for themselves, other bytes are characters from U+0100.
+    # GPT-2's alphabet: bytes that are not printable become characters from U+0100.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}

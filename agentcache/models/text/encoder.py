@@ -1,4 +1,4 @@
-"""Marked text to tokens."""
+"""Tokenises marked text (see `marks.py`)."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from agentcache.models.text.marks import MarkOffsets, Marks, any_of
 from agentcache.models.text.work_limit import UNLIMITED, WorkLimit
 
 _Token = tuple[int, tuple[int, int]]
-_USUAL_CHARS = 6  # characters per token of the limit; longer texts are counted before they are encoded
-_PIECE_CHARS = 16_384  # characters counted at once
-_CUT_TOKENS = 64  # maximum number of tokens that a cut may add
-# The tokenizers library releases the GIL only for batches: longer texts are encoded as a batch of one.
+_USUAL_CHARS = 6  # per token of the limit; longer texts are counted first
+_PIECE_CHARS = 16_384  # counted at once
+_CUT_TOKENS = 64  # maximum that a cut may add
+# Longer texts are a batch of one: the tokenizers library releases the GIL only for batches.
 _SHORT_CHARS = 4096
 
 
 class MarkedEncoder:
     """Tokenises marked text. Thread-safe.
 
-    A section is the text between two control tokens. A section without marks goes through the tokenizer. A section
-    with marks goes through a copy in which each control token is renamed to its mark, so its string is plain text.
+    Sections (between control tokens) with marks use a copy of the tokenizer with each control token renamed to its
+    mark, so that its string is plain text.
 
     Args:
         saved: content of tokenizer.json.
-        controls: control tokens' strings by id.
+        controls: control tokens by id.
     """
 
     def __init__(self, saved: str, marks: Marks, controls: Mapping[int, str]) -> None:
@@ -62,7 +62,7 @@ class MarkedEncoder:
         return Encoding([token[0] for token in tokens], _clean_ends([token[1] for token in tokens], len(text)))
 
     def _count(self, text: str, limit: WorkLimit) -> None:
-        """Raise as `limit` if the text certainly has too many tokens; counts piece by piece."""
+        """Raise as `limit` if the text certainly has too many tokens."""
         at_least = 0
         for begin in range(0, len(text), _PIECE_CHARS):
             limit.go_on()
@@ -70,16 +70,16 @@ class MarkedEncoder:
             limit.check(at_least)
 
     def _num_tokens(self, piece: str) -> int:
-        """Return a lower bound for the tokens of a piece. Skips offsets, which are slow in Python."""
+        """Return a lower bound of the tokens in a piece, without offsets, which are slow in Python."""
         if not self._marks.are_in(piece):
             return len(self._backend.encode_batch_fast([piece], add_special_tokens=False)[0])
-        # Space next to a control token may vanish, and a separate section may begin with a token for a space.
+        # Space next to a control token may vanish, and a section may begin with a token for a space.
         sections = [self._marks.unmark(section).strip() for section in self._control.split(piece)]
         plain = self._plain_backend.encode_batch_fast(sections, add_special_tokens=False)
         return sum(max(0, len(section) - 1) for section in plain) + len(sections) - 1
 
     def _sections(self, whole: tokenizers.Encoding, text: str) -> Iterator[Sequence[_Token]]:
-        """Yield tokens with their offsets, by section; control tokens come alone."""
+        """Yield tokens with offsets, by section; control tokens come alone."""
         tokens = list(zip(whole.ids, whole.offsets, strict=True))
         bounds = [index for index, token in enumerate(tokens) if self._is_control(token, text)]
         control, begin, first = None, 0, 0
@@ -95,7 +95,7 @@ class MarkedEncoder:
                 control, begin, first = tokens[bound][0], tokens[bound][1][1], bound + 1
 
     def _is_control(self, token: _Token, text: str) -> bool:
-        """Whether the token's string is in the text. A normaliser can turn other characters into a control token."""
+        # A normaliser can turn other characters into a control token.
         special = self._controls.get(token[0])
         return special is not None and (not self._normalises or special in text[slice(*token[1])])
 
@@ -104,7 +104,7 @@ class MarkedEncoder:
         return not all(self._is_control(token, text) for token in found)
 
     def _encode_plain(self, section: str, begin: int, control: int | None) -> Sequence[_Token]:
-        """Tokenise a section with marks. The control token before it goes along, since some tokenizers depend on it."""
+        # Encode the preceding control token too: some tokenizers depend on it.
         front = "" if control is None else self._marks.mark_of[self._controls[control]]
         plain = _encode(self._plain_backend, front + self._marks.unmark(section))
         offsets = MarkOffsets(self._marks, section)
@@ -116,7 +116,6 @@ class MarkedEncoder:
 
     @property
     def _plain_backend(self) -> tokenizers.Tokenizer:
-        """The tokenizer with every control token renamed to its mark."""
         with self._lock:  # it is large: make only one
             return self._made_plain_backend
 
@@ -132,7 +131,7 @@ def _encode(backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
 
 
 def _bare(saved: str) -> tokenizers.Tokenizer:
-    """Load a tokenizer that does not add, truncate or pad tokens, nor trim offsets."""
+    # No truncation, padding or post-processor, which also trims offsets.
     backend = tokenizers.Tokenizer.from_str(saved)
     backend.post_processor = None
     backend.no_truncation()
@@ -141,7 +140,6 @@ def _bare(saved: str) -> tokenizers.Tokenizer:
 
 
 def _normalises_controls(content: Mapping[str, Any], controls: Set[str]) -> bool:
-    """Whether the tokenizer matches control tokens in normalised text."""
     added = content.get("added_tokens") or ()
     return content.get("normalizer") is not None and any(
         token.get("normalized") and token["content"] in controls for token in added
@@ -149,7 +147,7 @@ def _normalises_controls(content: Mapping[str, Any], controls: Set[str]) -> bool
 
 
 def _renamed(saved: str, names: Mapping[str, str]) -> str:
-    """Rename vocabulary entries and added tokens in a tokenizer.json; ids stay."""
+    """Rename tokens in a tokenizer.json; ids stay."""
     content = json.loads(saved)
     for token in content["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
@@ -172,7 +170,7 @@ def _makes(merge: str | list[str], names: Mapping[str, str]) -> bool:
 
 
 def _clean_ends(offsets: Sequence[tuple[int, int]], length: int) -> list[int]:
-    """Return the tokens' ends. A token that overlaps the next, or has no width, gets the end of the next."""
+    """Return token ends. A token that overlaps the next, or is empty, gets the end of the next."""
     ends = [length] * len(offsets)
     next_start = length
     for index in range(len(offsets) - 2, -1, -1):

@@ -1,9 +1,8 @@
-"""Keeps the system prefix cached when a line of it changes between turns, such as the time.
+"""Keeps the system prefix cached when lines of it change between turns, such as the time.
 
-The system prefix is the prompt before the first user's words: system messages and tools. A changed line makes the KV
-of everything after it useless. So the prompt keeps the prefix of the transcript, and a notice before the newest
-message has the changed lines. Notices of earlier turns stay in place, since their KV is cached there. All state is
-recovered from the transcript.
+The system prefix is the prompt before the first user's words: system messages and tools. The prompt keeps the prefix
+of the transcript; a notice before the newest message has the changed lines. Notices of earlier turns stay in place,
+where their KV is cached. The transcript is the only state.
 """
 
 from __future__ import annotations
@@ -18,30 +17,30 @@ from agentcache.blocks.prefix_match import len_common_prefix
 from agentcache.blocks.transcript import Transcript
 
 _SYSTEM_ROLES = ("system", "developer")
-_MOST_PLACES = 8  # maximum number of changed places
-_MOST_PIECES, _MOST_CHARS = 32, 8192  # limits for one place; pieces are lines and separators
-_SAME_CHARS = 256  # leading characters of the first user's words that identify the conversation
+_MOST_PLACES = 8  # changed places
+_MOST_PIECES, _MOST_CHARS = 32, 8192  # per place; pieces are lines and separators
+_SAME_CHARS = 256  # of the first user's words, to identify the conversation
 _AS_WRITTEN = "(as written)"
 _NOTICE, _NOTICE_END = "[Now in the instructions above:\n", "]\n\n"
-_MOST_MISSED = 16  # maximum number of system messages not found verbatim in the prompt
+_MOST_MISSED = 16  # system messages not found verbatim in the prompt
 
 
 @dataclass(frozen=True)
 class Front:
-    """End of the system prefix in a prompt's marked text, and the start of the first user's words after it."""
+    """End of the system prefix, and the beginning of the first user's words."""
 
     end: int
     said: str
 
 
 def leading(messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """Return the leading system messages and the first other message, for `find_front`."""
+    """Return the messages that `find_front` needs."""
     others = (i for i, message in enumerate(messages) if message.get("role") not in _SYSTEM_ROLES)
     return messages[: next(others, -1) + 1]
 
 
 def find_front(messages: Sequence[dict[str, Any]], text: str) -> Front | None:
-    """Find the system prefix of a rendered prompt by text search, for any template; None if not found."""
+    """Find the system prefix in a rendered prompt by text search; None if not found."""
     begin = missed = 0
     for message in messages:
         content = message.get("content")
@@ -58,7 +57,7 @@ def find_front(messages: Sequence[dict[str, Any]], text: str) -> Front | None:
 
 @dataclass(frozen=True)
 class Edit:
-    """Characters `begin` to `end` of the client's prompt; the transcript has `held` there."""
+    """Replacement of characters `begin` to `end` of the client's prompt by the transcript's `held`."""
 
     begin: int
     end: int
@@ -67,9 +66,11 @@ class Edit:
 
 @dataclass(frozen=True)
 class FrontChanges:
-    """Differences between the system prefix of a prompt and that of a transcript, which ends at `held_end`.
+    """Differences between the system prefixes of a prompt and a transcript.
 
-    `lines` are the prompt's changed lines.
+    Args:
+        held_end: end of the prefix in the transcript.
+        lines: changed lines of the prompt.
     """
 
     edits: tuple[Edit, ...]
@@ -78,13 +79,7 @@ class FrontChanges:
 
 
 def find_changes(text: str, front: Front, held: str, controls: re.Pattern[str]) -> FrontChanges | None:
-    """Return the changes in the system prefix; None if prompt and transcript are not of one conversation.
-
-    Args:
-        text: prompt.
-        held: text of the transcript.
-        controls: pattern of every control token.
-    """
+    """Compare a prompt `text` with a transcript's text `held`; None if the conversation or too many lines differ."""
     edits: list[Edit] = []
     at = old = 0
     while True:
@@ -108,7 +103,7 @@ def find_changes(text: str, front: Front, held: str, controls: re.Pattern[str]) 
 
 
 def _find_edit(text: str, begin: int, held: str, old: int, controls: re.Pattern[str]) -> Edit | None:
-    """Return the lines of `text` from `begin` that differ from `held` from `old`, up to the next equal line."""
+    """Return the lines that differ, up to the next equal one."""
     new_pieces, old_pieces = _pieces(text, begin, controls), _pieces(held, old, controls)
     is_cut = begin + len("".join(new_pieces)) == len(text)
 
@@ -128,29 +123,23 @@ def _find_edit(text: str, begin: int, held: str, old: int, controls: re.Pattern[
 
 
 def _pieces(text: str, begin: int, controls: re.Pattern[str]) -> list[str]:
-    """Split the text from `begin` into lines and their separators: line ends and control tokens."""
     window = text[begin : begin + _MOST_CHARS]
     return re.split(rf"(\n|{controls.pattern})", window)[:_MOST_PIECES]
 
 
 @dataclass(frozen=True)
 class ClientsWords:
-    """A transcript as its client sends it: with the current system prefix and without notices.
-
-    Args:
-        edits: differences to the transcript, in order; a notice has an empty range.
-    """
+    """A transcript in the client's form: its current system prefix, no notices. `edits` restore the transcript."""
 
     text: str
     generated: tuple[tuple[int, int], ...]
     edits: tuple[Edit, ...]
 
     def generated_ranges(self) -> list[tuple[int, int]]:
-        """Like `Transcript.generated_ranges`."""
         return list(self.generated)
 
     def as_held(self, text: str) -> str:
-        """Apply the edits within the common prefix to the client's prompt `text`."""
+        """Convert a client's prompt to the transcript's form, within the common prefix."""
         parts, done = list[str](), 0
         for edit in self._edits_within(text):
             parts += [text[done : edit.begin], edit.held]
@@ -158,7 +147,7 @@ class ClientsWords:
         return "".join([*parts, text[done:]])
 
     def last_told(self, text: str) -> str:
-        """Return the content of the last notice within the common prefix with the client's prompt `text`."""
+        """Return the content of the last notice in the common prefix with a client's prompt."""
         notices = [edit.held for edit in self._edits_within(text) if (0, len(edit.held)) in find_notices(edit.held, 0)]
         return notices[-1][len(_NOTICE) : -len(_NOTICE_END)] if notices else _AS_WRITTEN
 
@@ -168,7 +157,7 @@ class ClientsWords:
 
 
 def in_clients_words(transcript: Transcript, text: str, front: Front, changes: FrontChanges) -> ClientsWords:
-    """Convert a transcript to the client's form, with the system prefix of its prompt `text`."""
+    """Convert a transcript to the client's form, with the system prefix of `text`."""
     held, generated = transcript.text, transcript.generated_ranges()
     parts, length, done = [text[: front.end]], front.end, changes.held_end
     edits, moved = list(changes.edits), [(changes.held_end, front.end - changes.held_end)]
@@ -187,13 +176,12 @@ def in_clients_words(transcript: Transcript, text: str, front: Front, changes: F
 
 
 def _moved_by(moved: Sequence[tuple[int, int]], place: int) -> int | None:
-    """Return the offset for `place`. Each pair of `moved` is a start and the offset that holds up to the next start."""
+    """Return the shift at `place`; `moved` has pairs of start and shift."""
     last = bisect_right(moved, place, key=lambda each: each[0]) - 1
     return moved[last][1] if last >= 0 else None
 
 
 def find_notices(text: str, begin: int) -> list[tuple[int, int]]:
-    """Return the ranges of notices in `text` from `begin`; each ends at the first end marker."""
     found = []
     while (start := text.find(_NOTICE, begin)) >= 0:
         end = text.find(_NOTICE_END, start + len(_NOTICE))
@@ -205,14 +193,14 @@ def find_notices(text: str, begin: int) -> list[tuple[int, int]]:
 
 
 def what_changed(lines: Sequence[str]) -> str:
-    """Return the content of a notice for the changed lines."""
+    """Return a notice's content."""
     return "\n".join(lines) or _AS_WRITTEN
 
 
 def with_notice(messages: Sequence[dict[str, Any]], says: str) -> list[dict[str, Any]] | None:
-    """Insert a notice before the content of the newest user message, or else of the last tool result.
+    """Insert a notice before the newest user message's content, or the last tool result's.
 
-    None if no such message follows the last reply.
+    None if neither follows the last reply.
     """
     last = next((i for i in reversed(range(len(messages))) if messages[i].get("role") == "assistant"), -1)
     newest = range(len(messages) - 1, last, -1)

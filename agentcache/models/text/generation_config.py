@@ -21,14 +21,14 @@ log = logging.getLogger("agentcache.models")
 
 
 def end_tokens(folder: Path) -> frozenset[int]:
-    """Return each `eos_token_id` of config.json, its `text_config` and generation_config.json."""
+    """Return each `eos_token_id` of config.json (also `text_config`) and generation_config.json."""
     config = read_object(folder / _MODEL_FILE)
     holders = (config, config.get("text_config"), read_object(folder / _FILE))
     return frozenset(token for holder in holders if isinstance(holder, Mapping) for token in _ids(holder))
 
 
 def sampling_defaults(folder: Path) -> SamplingDefaults:
-    """Return the sampling values of generation_config.json. Invalid values are logged and left out."""
+    """Return the sampling values of generation_config.json; log and skip invalid ones."""
     found = read_object(folder / _FILE)
     values: dict[str, Any] = {}
     for name in SamplingDefaults.NAMES:

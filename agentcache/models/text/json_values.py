@@ -1,7 +1,6 @@
 """Reads and writes all JSON that clients and models send.
 
-Values have bounded depth and valid strings: recursion and writing them again are safe. `tests/test_house.py` forbids
-the standard library's functions in modules that handle such text.
+Values have bounded depth and valid strings, so recursion and writing are safe. `tests/test_house.py` enforces its use.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from itertools import islice
 from typing import Any, NoReturn
 
 MAX_DEPTH = 100
-MAX_REPLY_DEPTH = MAX_DEPTH - 10  # for a model's values: clients send them back inside messages
+MAX_REPLY_DEPTH = MAX_DEPTH - 10  # clients send a model's values back inside messages
 
 _NESTED = frozenset((dict, list))
 _PLACE_STEPS = 6
@@ -24,7 +23,7 @@ _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class _RefusedConstant(ValueError):
-    """NaN or Infinity: Python reads them, but they are not JSON."""
+    """NaN or Infinity, which only Python reads."""
 
 
 class _HalfOfPair(ValueError):
@@ -32,7 +31,7 @@ class _HalfOfPair(ValueError):
 
 
 class TooDeep(ValueError):
-    """A value is nested too deeply."""
+    """Too many levels of nesting."""
 
 
 def parse_json(
@@ -43,18 +42,16 @@ def parse_json(
     strict: bool = True,
     mends_halves: bool = False,
 ) -> Any:
-    """Parse JSON. The last of equal keys wins; numbers beyond float64 become the largest float64.
+    """Parse JSON. The last of equal keys wins; numbers beyond float64 become the largest one.
 
     Args:
         max_depth: maximum levels of objects and lists.
-        max_chars: maximum length of `text`; None for no limit.
         strict: whether raw control characters in strings are errors.
         mends_halves: whether half of a surrogate pair becomes U+FFFD instead of an error.
 
     Raises:
-        TooDeep: deeper than `max_depth`; a `ValueError`.
-        ValueError: not JSON (NaN, Infinity), longer than `max_chars`, an integer with thousands of digits, or half
-            of a surrogate pair.
+        TooDeep: deeper than `max_depth`.
+        ValueError: not JSON, NaN, Infinity, too long, half of a surrogate pair, or an integer with thousands of digits.
     """
     if max_chars is not None and len(text) > max_chars:
         raise ValueError(f"it has more than {max_chars} characters")
@@ -64,7 +61,7 @@ def parse_json(
         raise
     except RecursionError:
         raise _too_deep() from None
-    except ValueError:  # from int(); its message is for programmers
+    except ValueError:  # from int()
         raise ValueError("a number in it has too many digits") from None
     if text.count("[") + text.count("{") > max_depth:
         _check_tree(value, max_depth)
@@ -79,10 +76,7 @@ def parse_json(
 
 
 def deep_place(text: str, *, max_depth: int = MAX_DEPTH) -> str:
-    """Return the path to the part that is nested too deeply, as in "messages[0].content"; empty if not found.
-
-    Limited to `_PLACE_STEPS` steps and to the first `_MOST_TOKENS` tokens.
-    """
+    """Return the path to the part that is nested too deeply, as in "messages[0].content"; empty if not found."""
     steps: list[str | int] = []  # the key or index in each open object or list
     key = ""
     for found in islice(_TOKEN.finditer(text), _MOST_TOKENS):
@@ -108,20 +102,12 @@ def _path(steps: list[str | int]) -> str:
 
 
 def written_and_read(value: Any, *, max_depth: int = MAX_DEPTH) -> Any:
-    """Convert `value` to JSON and back: tuples become lists, keys strings.
-
-    Raises:
-        ValueError: as `write_json` and `parse_json`.
-    """
+    """Write and parse `value`: tuples become lists, keys strings. Raises as `write_json` and `parse_json`."""
     return parse_json(write_json(value), max_depth=max_depth)
 
 
 def write_json(value: Any, *, ensure_ascii: bool = True) -> str:
-    """Write `value` as JSON.
-
-    Raises:
-        ValueError: no JSON form (NaN, Infinity), or nested too deeply.
-    """
+    """Write JSON. Raises ValueError for NaN, Infinity, other types and deep nesting."""
     try:
         return json.dumps(value, ensure_ascii=ensure_ascii, allow_nan=False)
     except (TypeError, RecursionError) as error:
@@ -129,11 +115,7 @@ def write_json(value: Any, *, ensure_ascii: bool = True) -> str:
 
 
 def canonical_json(value: Any) -> str:
-    """Write a text that is equal only for equal values: `true`, `1` and `1.0` differ; the order of keys is ignored.
-
-    Raises:
-        ValueError: no JSON form, or nested too deeply.
-    """
+    """Write sorted JSON, equal only for equal values; `true`, `1` and `1.0` differ. Raises ValueError."""
     try:
         return json.dumps(value, sort_keys=True, separators=(",", ":"))
     except (TypeError, RecursionError) as error:
@@ -141,7 +123,6 @@ def canonical_json(value: Any) -> str:
 
 
 def json_string(text: str, *, ensure_ascii: bool = True) -> str:
-    """Write `text` as a JSON string, with quotes."""
     return json.dumps(text, ensure_ascii=ensure_ascii)
 
 
@@ -158,7 +139,7 @@ def _too_deep() -> TooDeep:
 
 
 def _check_tree(value: Any, max_depth: int) -> None:
-    # Hot path: this check takes most of the time of reading JSON.
+    # Hot path: most of the time of `parse_json`.
     level = [value] if type(value) in _NESTED else []
     for _ in range(max_depth):
         if not level:

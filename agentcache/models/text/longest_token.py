@@ -1,22 +1,19 @@
-"""Bounds the text per token, so that a text's length gives its minimum number of tokens."""
+"""Bounds the text per token: a text's length then gives its minimum number of tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-_COMPOSED = 4  # maximum characters that a Unicode normal form merges into one
+_COMPOSED = 4  # maximum that a Unicode normal form merges
 _COMPOSING = {"NFC", "NFD", "NFKC", "NFKD"}
 _SPLITTING = {"ByteLevel", "Metaspace", "Split", "Digits", "Punctuation"}
 
 
 def longest_token(saved: Mapping[str, Any]) -> int | None:
-    """Return the maximum number of characters per token; None if a tokenizer may drop characters.
+    """Return the maximum characters per token; None if the tokenizer may drop characters.
 
-    White space that an added token absorbs does not count.
-
-    Args:
-        saved: content of tokenizer.json.
+    White space that an added token absorbs does not count. `saved` is the content of tokenizer.json.
     """
     model = saved["model"]
     vocabulary = model.get("vocab")

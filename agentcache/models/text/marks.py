@@ -1,7 +1,7 @@
-"""Marked text: a special-token string that is only text is replaced by one private-use character, its mark.
+"""Marked text: a private-use character, the mark, replaces each special-token string that is not a control token.
 
-A user may write "<|im_end|>" in a message, and a model may spell it in plain pieces. In marked text, only control
-tokens appear as their strings, so no later step can confuse the two.
+A user may write "<|im_end|>", and a model may spell it in plain pieces. In marked text, only control tokens appear as
+their strings.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _FIRST = 0x10F800
 _FIRST_OF_MANY = 0x100000
 _LAST = 0x10FFFD
 _RESERVED_BYTES = re.compile(rb"\xf4[\x80-\xbf]{3}")  # plane 16 in UTF-8
-# The seals argument of `template_child` for a template rendered without seals.
+# No seals, for `template_child`.
 NO_SEALS = marshal.dumps(((), (), "", (), ""))
-# Roles that a template may write between the halves of a control token, as in "<|" + role + "|>".
+# Roles inside control tokens that a template joins, as in "<|" + role + "|>".
 _ROLES = (
     *("system", "developer", "user", "human", "assistant", "model", "bot", "tool", "function", "ipython"),
     *("observation", "environment", "tool_response", "context", "documents"),
@@ -32,16 +32,16 @@ _ROLES = (
 
 @dataclass(frozen=True)
 class MarkedEnds:
-    """Marked text and the end offsets of its tokens, in characters."""
+    """Marked text and its tokens' ends."""
 
     text: str
     ends: list[int]
 
 
 def any_of(strings: Iterable[str]) -> re.Pattern[str]:
-    """Compile a pattern that matches the longest of `strings`; it has no capturing groups.
+    """Compile a pattern that matches the longest of `strings`, without capturing groups.
 
-    The alternatives form a trie: a flat list would try hundreds of names with a common prefix at each place.
+    It is a trie: a flat list would try hundreds of names with a common prefix at each place.
     """
     distinct = sorted(set(strings) - {""})
     try:
@@ -51,7 +51,7 @@ def any_of(strings: Iterable[str]) -> re.Pattern[str]:
 
 
 def _alternatives(strings: Sequence[str], at: int) -> str:
-    """Return a pattern for the rest of sorted `strings`, which share their first `at` characters."""
+    # Before offset `at`, the sorted strings are equal.
     shared = at + len(commonprefix([strings[0][at:], strings[-1][at:]]))
     front = re.escape(strings[0][at:shared])
     longer = [string for string in strings if len(string) > shared]
@@ -63,7 +63,7 @@ def _alternatives(strings: Sequence[str], at: int) -> str:
 
 
 class Marks:
-    """Converts between plain and marked text. The i-th of `specials` has the i-th mark."""
+    """Converts between plain and marked text."""
 
     def __init__(self, specials: Sequence[str]) -> None:
         first = _FIRST if len(specials) <= _LAST - _FIRST + 1 else _FIRST_OF_MANY
@@ -75,44 +75,39 @@ class Marks:
         self._reserved = re.compile(f"[{min(chr(first), self.seals.lowest)}-{chr(_LAST)}]")
 
     def mark(self, text: str) -> str:
-        """Convert plain text to marked text. Characters of the reserved range become U+FFFD."""
+        """Convert plain text to marked text. Reserved characters become U+FFFD."""
         return self._special.sub(lambda found: self.mark_of[found[0]], self.clean(text))
 
     def mark_unsealed(self, content: bytes | bytearray) -> str:
-        """Convert the UTF-8 output of a sealed template to marked text.
-
-        A control token's string without a seal comes from the client and becomes a mark.
-        """
+        """Convert a sealed template's UTF-8 output to marked text. Unsealed special-token strings become marks."""
         content = self.seals.join_halves(content)
         content = self._special_bytes.sub(lambda found: self.mark_of[found[0].decode()].encode(), content)
         return self.unsealed(content)
 
     def unsealed(self, content: bytes | bytearray) -> str:
-        """Decode a template's UTF-8 output, with seals replaced by their control tokens' strings."""
+        """Decode a template's UTF-8 output and replace seals."""
         return self.seals.unseal(content).decode("utf-8", "surrogatepass")
 
     def unmark(self, text: str) -> str:
-        """Convert marked text to plain text."""
         return (
             text if text.isascii() else self._reserved.sub(lambda found: self._special_of.get(found[0], found[0]), text)
         )
 
     def clean(self, text: str) -> str:
-        """Replace characters of the reserved range by U+FFFD; special-token strings stay."""
+        """Replace reserved characters by U+FFFD."""
         return text if text.isascii() else self._reserved.sub("\ufffd", text)
 
     def are_in(self, text: str) -> bool:
         return not text.isascii() and self._reserved.search(text) is not None
 
     def controls_in(self, text: str) -> list[str]:
-        """Control tokens in marked text, in order."""
         return self._special.findall(text)
 
     def find(self, text: str) -> Iterator[re.Match[str]]:
         return self._reserved.finditer(text)
 
     def marked_ends(self, text: str, ends: Sequence[int]) -> MarkedEnds:
-        """Mark generated text. A token that ends inside a mark gets the end of the next token that does not."""
+        """Mark generated text. A token's end inside a mark moves to the end of the next token outside."""
         marked = self.mark(text)
         if len(marked) == len(text):
             return MarkedEnds(marked, list(ends))
@@ -128,8 +123,8 @@ class Marks:
 class Seals:
     """Reserved characters that replace a template's own control tokens during a render.
 
-    A template can join, strip or edit a client's strings. They contain no seal, so they never become a control token.
-    A template may also write a control token as two halves around a role: two further seals mark the halves.
+    A template may join or edit a client's strings; without a seal, the result is never a control token. Two further
+    seals mark the halves of a control token that a template writes around a role.
 
     Args:
         free: first code point of the reserved range after the marks.
@@ -156,19 +151,19 @@ class Seals:
 
     @cached_property
     def for_template(self) -> bytes:
-        """The seals argument of `template_child`, marshalled."""
+        """The seals as `template_child` takes them, marshalled."""
         return marshal.dumps((tuple(self._seal_of.items()), self._openings, self._opened, self._closings, self._closed))
 
     def seal(self, text: str) -> str:
-        """Seal the control tokens in the model's own text, such as BOS."""
+        """Seal control tokens in the model's own text, such as BOS."""
         return self._special.sub(lambda found: self._seal_of[found[0]], text)
 
     def unseal(self, content: bytes | bytearray) -> bytes:
-        """Replace seals by their control tokens' strings; UTF-8 in and out."""
+        """Replace seals by their strings; UTF-8 in and out."""
         return _RESERVED_BYTES.sub(lambda found: self._special_of.get(found[0], found[0]), content)
 
     def join_halves(self, content: bytes | bytearray) -> bytes | bytearray:
-        """Replace each pair of halves around a role by its token's seal; UTF-8 in and out."""
+        """Replace joined halves by their token's seal; UTF-8 in and out."""
         if not self._half.search(content):
             return content
         text = self._joined.sub(self._join, content.decode("utf-8", "surrogatepass"))
@@ -180,7 +175,7 @@ class Seals:
 
 
 def _first_seal(num_specials: int, free: int) -> int:
-    """Return the first seal's code point: after the marks, or before them if there is no room."""
+    # After the marks, or before them if there is no room.
     num_seals = num_specials + 2
     if free + num_seals - 1 <= _LAST:
         return free
@@ -190,7 +185,7 @@ def _first_seal(num_specials: int, free: int) -> int:
 
 
 def _halves(special: str) -> Iterator[tuple[str, str, str]]:
-    """Yield the ways to split a control token's string into opening, role and closing."""
+    """Split a control token into opening, role and closing, in each way."""
     for name in _ROLES:
         for role in (name, name.upper(), name.capitalize()):
             opening, found, closing = special.partition(role)
@@ -199,7 +194,7 @@ def _halves(special: str) -> Iterator[tuple[str, str, str]]:
 
 
 class MarkOffsets:
-    """Converts offsets in plain text to offsets in marked text."""
+    """Converts plain-text offsets to marked-text offsets."""
 
     def __init__(self, marks: Marks, marked: str) -> None:
         self._starts: list[int] = []
@@ -214,11 +209,11 @@ class MarkOffsets:
             grown += length - 1
 
     def low(self, offset: int) -> int:
-        """Convert `offset`; inside a mark, return the mark's start."""
+        """Convert `offset`; inside a mark, to its start."""
         return self._shifted(offset, 0)
 
     def high(self, offset: int) -> int:
-        """Convert `offset`; inside a mark, return the mark's end."""
+        """Convert `offset`; inside a mark, to its end."""
         return self._shifted(offset, 1)
 
     def _shifted(self, offset: int, side: int) -> int:

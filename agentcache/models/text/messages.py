@@ -21,10 +21,7 @@ def _ignore(note: str) -> None:
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]], note: Note = _ignore) -> list[dict[str, Any]]:
-    """Return messages whose content is one string and whose call arguments are objects.
-
-    Args:
-        note: callback for a description of each change.
+    """Return messages with content as one string and call arguments as objects; pass changes to `note`.
 
     Raises:
         InvalidRequest: missing role, media, or a wrong type of content or calls.
@@ -33,10 +30,7 @@ def plain_messages(messages: Sequence[Mapping[str, Any]], note: Note = _ignore) 
 
 
 def with_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """Copy nested dicts and lists with `change` applied to every string and key.
-
-    Keys that become equal get distinct suffixes of U+FFFD.
-    """
+    """Copy nested data with `change` applied to every string and key. Keys that become equal get distinct suffixes."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -48,7 +42,7 @@ def with_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 def _with_keys(value: Mapping[Any, Any], change: Callable[[str], str]) -> dict[Any, Any]:
     changed = dict[Any, Any]()
-    copies = Counter[str]()  # further keys with the same new name
+    copies = Counter[str]()  # by new name
     for key, part in value.items():
         base = name = change(key) if isinstance(key, str) else key
         while name in changed:
@@ -110,7 +104,7 @@ def _plain_calls(calls: Any, where: str, note: Note) -> list[dict[str, Any]]:
 
 
 def _plain_call(call: Any, where: str, note: Note) -> dict[str, Any]:
-    # Clients send arguments as a JSON string; templates iterate over them or write JSON.
+    # Clients send arguments as a JSON string; templates need an object.
     function = call.get("function") if isinstance(call, Mapping) else call
     if not isinstance(function, Mapping | None) or call is None:
         raise InvalidRequest("A tool call is an object with a `function`.", param=where)
@@ -126,7 +120,7 @@ def _plain_id(call_id: Any) -> str | None:
 
 
 def _object(arguments: Any, note: Note) -> dict[str, Any]:
-    """Return arguments as an object: empty if there are none; other values under the key `arguments`."""
+    """Return arguments as an object, a non-object under the key `arguments`."""
     value = arguments
     if isinstance(arguments, str):
         try:

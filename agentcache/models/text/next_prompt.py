@@ -1,8 +1,7 @@
-"""Predicts how much of a chat's prompt the next prompt repeats, so that the cache keeps a useful prefix.
+"""Predicts how much of a chat's prompt the next prompt repeats.
 
-A template may end a prompt with an opened or empty thought, and omit it when it shows the reply as history. To find
-out, the end of the chat is rendered twice: as a prompt, and with a reply and a further message. The result is cached
-by the prompt's ending.
+A template may end a prompt with an opened or empty thought and omit it once the reply is history. `NextPrompts`
+renders the end of the chat as a prompt and with a continuation, and caches the result by the prompt's ending.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from agentcache.models.text.template import REASONING_KEYS
 # Renders messages as a prompt, in marked text.
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
 
-_MOST_CHATS = 64  # kinds of chats in the cache
+_MOST_CHATS = 64  # cached kinds
 _MOST_ENDINGS = 4  # per kind
-_MOST_CHARS = 1024  # size of a cached key's template variables
+_MOST_CHARS = 1024  # of template variables
 _MOST_MESSAGES = 64  # after the last reply
 _SYSTEM_ROLES = ("system", "developer")
 _WORDS_END, _THOUGHT = "LANTERNFISH", "RIVERSTONE"
@@ -38,8 +37,7 @@ class _Ending:
     """The part of a prompt after its last message's words.
 
     Args:
-        text: marked text.
-        left_at: leading characters of `text` that the next prompt repeats; None if it repeats the reply too.
+        left_at: leading characters of `text` that the next prompt repeats; None if with the reply, or unknown.
     """
 
     text: str
@@ -47,7 +45,7 @@ class _Ending:
 
 
 class NextPrompts:
-    """Predicts the shared prefix with the next prompt, for one chat template. Thread-safe."""
+    """The predictions for one chat template. Thread-safe."""
 
     def __init__(self) -> None:
         self._endings: dict[Any, tuple[_Ending, ...]] = {}
@@ -65,14 +63,12 @@ class NextPrompts:
         *,
         tells_thoughts: bool,
     ) -> int | None:
-        """Return how many leading characters of `prompt` the next prompt repeats.
-
-        None if it repeats the whole prompt and the reply, or if unknown.
+        """Return how many leading characters of `prompt` the next one repeats; None if with the reply, or unknown.
 
         Args:
-            prompt: marked text, with the generation prompt.
+            prompt: marked text with the generation prompt.
             render: renderer with the prompt's tools and variables.
-            tells_thoughts: whether the next request includes the thoughts of this reply.
+            tells_thoughts: whether the next request includes this reply's thoughts.
         """
         leading, end = _split(messages)
         variables = _name_of_variables(template_kwargs)
@@ -112,7 +108,7 @@ def _longest_at(prompt: str, endings: Sequence[_Ending]) -> _Ending | None:
 
 
 def _split(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the leading system messages, and the messages after the last reply; include the reply if it has calls."""
+    """Return the leading system messages, and those after the last reply, with the reply if it has calls."""
     roles = [message.get("role") for message in messages]
     num_leading = next((i for i, role in enumerate(roles) if role not in _SYSTEM_ROLES), len(roles))
     begin = next((i for i in range(len(roles), num_leading, -1) if roles[i - 1] == "assistant"), num_leading)
@@ -123,7 +119,7 @@ def _split(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]],
 
 @dataclass(frozen=True)
 class _Chat:
-    """The start and end of a chat (see `_split`), with its renderer."""
+    """A chat's start and end (see `_split`), with its renderer."""
 
     leading: Sequence[Mapping[str, Any]]
     end: Sequence[Mapping[str, Any]]
@@ -134,10 +130,9 @@ class _Chat:
     tells_thoughts: bool
 
     def rendered(self, following: Sequence[Mapping[str, Any]], *, thought: bool) -> tuple[str, str]:
-        """Render the chat with further messages; return the text up to the end of its last message, and the rest.
+        """Render with further messages; return the text up to the chat's last message, and the rest.
 
-        Raises:
-            InvalidRequest: as `render`; the template does not show the last message.
+        Raises InvalidRequest.
         """
         end = [_with_thought(message, thought) for message in self.end]
         end[-1]["content"] = f"{end[-1]['content']} {_WORDS_END}"
@@ -149,7 +144,6 @@ class _Chat:
         return text[: at + len(_WORDS_END)], text[at + len(_WORDS_END) :]
 
     def continuations(self, *, thought: bool) -> list[list[Mapping[str, Any]]]:
-        """Return sample continuations: a reply with a user message, and a call with its result."""
         reply = _with_thought({"role": "assistant", "content": "yes"}, thought)
         found: list[list[Mapping[str, Any]]] = [[reply, _USER]]
         if self.tools:
@@ -161,7 +155,7 @@ class _Chat:
 
 
 def _find_ending(chat: _Chat) -> _Ending:
-    """Return the ending of the chat's prompt; with empty text if the template refuses a sample."""
+    """Return the prompt's ending; empty if the template refuses a sample."""
     try:
         ending = chat.rendered([], thought=False)[1]
         may_think = _may_think(ending, chat.form)
@@ -177,7 +171,7 @@ def _find_ending(chat: _Chat) -> _Ending:
 
 
 def _may_think(ending: str, form: ReplyFormat) -> bool:
-    """Whether a reply after this ending may begin with a thought: not if the ending closes one."""
+    """Whether the reply may begin with a thought: not if the ending closes one."""
     closed = any(end and end in ending for _, end in form.thoughts)
     opened = any(start and ending.rstrip().endswith(start) for start, _ in form.thoughts)
     return opened or bool(form.thoughts and not closed)
@@ -186,9 +180,9 @@ def _may_think(ending: str, form: ReplyFormat) -> bool:
 def _left_at(
     chat: _Chat, words: str, ending: str, following: Sequence[Mapping[str, Any]], *, thought: bool, may_think: bool
 ) -> int | None:
-    """Return how many characters of `ending` the next prompt, with `following`, repeats; None if all, or unknown.
+    """Return how many characters of `ending` the prompt with `following` repeats; None if with the reply, or unknown.
 
-    Also None if the prompts differ within `words`: the turn before has handled that place.
+    None if `words` differ: the turn before has handled that place.
     """
     try:
         other_words, behind = chat.rendered(following, thought=thought)
@@ -202,7 +196,7 @@ def _left_at(
 
 
 def _shared_tokens(one: Encoding, other: Encoding) -> int:
-    """Return the length in characters of the common leading tokens."""
+    """Count the characters in common leading tokens."""
     pairs = zip(one.ids, one.ends, strict=True), zip(other.ids, other.ends, strict=True)
     count = len_common_prefix(list(pairs[0]), list(pairs[1]))
     return one.ends[count - 1] if count else 0

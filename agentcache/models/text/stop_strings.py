@@ -1,4 +1,4 @@
-"""Stop strings as one automaton (Aho and Corasick, 1975): constant cost per character for any number of strings."""
+"""Stop strings as one automaton (Aho and Corasick, 1975): constant cost per character."""
 
 from __future__ import annotations
 
@@ -13,20 +13,17 @@ _CHARACTER_BITS = 21
 
 @dataclass(frozen=True)
 class FoundStop:
-    """A stop string and its start, relative to the piece of text that completes it; negative if in an earlier piece."""
+    """A stop string and its start in the piece that completes it; negative if earlier."""
 
     at: int
     string: str
 
 
 class StopStrings:
-    """Finds strings in a text that arrives in pieces. Immutable: the caller keeps the state between pieces.
+    """Finds non-empty strings in a text that arrives in pieces. Immutable: the caller keeps the state.
 
-    A state stands for the longest suffix of the text that is a prefix of a string; 0 for none. Of several matches in
-    one piece, the earliest start wins, then the shortest.
-
-    Args:
-        strings: non-empty strings.
+    A state is the longest suffix of the text that is a prefix of a string; 0 for none. Of several matches in one
+    piece, the earliest start wins, then the shortest.
     """
 
     def __init__(self, strings: Iterable[str]) -> None:
@@ -35,8 +32,8 @@ class StopStrings:
         self._string_at: dict[int, str] = {}
         for string in strings:
             self._string_at[self._path(string)] = string
-        self._shorter = [0] * len(self._depth)  # state of the next shorter suffix
-        self._found = [0] * len(self._depth)  # state of the longest suffix that is a string
+        self._shorter = [0] * len(self._depth)  # next shorter suffix
+        self._found = [0] * len(self._depth)  # longest suffix that is a string
         self._link()
         firsts = {string[0] for string in self._string_at.values()}
         self._first = re.compile(f"[{''.join(map(re.escape, firsts))}]" if firsts else r"(?!)")
@@ -45,7 +42,7 @@ class StopStrings:
         return bool(self._string_at)
 
     def num_held(self, state: int) -> int:
-        """Return how many trailing characters may belong to a match."""
+        """Return how many trailing characters may begin a match."""
         return self._depth[state]
 
     def feed(self, state: int, text: str) -> tuple[int, FoundStop | None]:
@@ -86,7 +83,7 @@ class StopStrings:
         return state
 
     def _link(self) -> None:
-        # Breadth first: a state needs the values of less deep states.
+        # Breadth first: deeper states use these values.
         following: dict[int, list[tuple[int, int]]] = {}
         for key, state in self._next.items():
             following.setdefault(key >> _CHARACTER_BITS, []).append((key & (1 << _CHARACTER_BITS) - 1, state))
@@ -104,5 +101,5 @@ NO_STOPS = StopStrings(())
 
 @lru_cache(maxsize=16)
 def stop_strings(strings: tuple[str, ...]) -> StopStrings:
-    # Cached: clients send the same strings with every request.
+    # Clients repeat them in every request.
     return StopStrings(strings) if strings else NO_STOPS

@@ -16,10 +16,10 @@ from agentcache.models.text.work_limit import WorkLimit
 
 MAX_BYTES = 64 << 20
 REFUSED = "refused_by_chat_template"  # the error's code
-# Message fields for the model's thoughts, by the names that templates use; the first is the most common.
+# Message fields for thoughts; the first is the most common.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
-# Conversations without special-token strings, for `ChatTemplate._is_sealed`. Every template accepts at least one.
+# Without special-token strings, for `ChatTemplate._is_sealed`. Every template accepts at least one.
 _USER = {"role": "user", "content": "hello"}
 _CALL = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": {"place": "garden"}}}
 _LOOK = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}}}
@@ -59,7 +59,7 @@ _RESERVED = {
 
 
 class RenderedTooLong(Exception):
-    """The rendered text has `num_bytes`, more than the limit."""
+    """The rendered text exceeds the limit."""
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__(f"the model's chat template wrote {num_bytes} bytes")
@@ -67,17 +67,17 @@ class RenderedTooLong(Exception):
 
 
 def check_kwargs(template_kwargs: Mapping[str, Any]) -> None:
-    """Raise InvalidRequest if a request sets reserved variables."""
+    """Raise InvalidRequest for reserved variables."""
     reserved = _RESERVED.intersection(template_kwargs)
     if reserved:
         raise InvalidRequest(f"{sorted(reserved)} cannot be set in a request.", param="chat_template_kwargs")
 
 
 class ChatTemplate:
-    """Renders a tokenizer's chat template as transformers does, in confined child processes. Thread-safe.
+    """Renders a chat template as transformers does, in confined child processes. Thread-safe.
 
-    Each concurrent render has its own process, started on demand and reused. A template that is Python code of mlx-lm
-    or transformers runs in this process.
+    Each concurrent render has a process, started on demand and reused. Templates that are code of mlx-lm or
+    transformers run in this process.
     """
 
     def __init__(self, wrapper: TokenizerWrapper, marks: Marks) -> None:
@@ -86,10 +86,9 @@ class ChatTemplate:
         self._marks = marks
         self._work = ConfinedWork("agentcache.models.text.template_child", seconds_per_byte=SECONDS_PER_BYTE)
         self._sealed: dict[str, bool] = {}  # by template
-        self._greedy: set[str] = set()  # templates that hit a limit on the harmless conversations
+        self._greedy: set[str] = set()  # templates that hit a limit on `_HARMLESS`
 
     def start(self) -> None:
-        """Start a process for the first render."""
         if not self._by_code:
             self._work.start()
 
@@ -107,16 +106,16 @@ class ChatTemplate:
         limit: WorkLimit,
         max_bytes: int = MAX_BYTES,
     ) -> str:
-        """Return the rendered text, marked: only the template itself writes control tokens.
+        """Return the marked text. Only the template itself writes control tokens.
 
         Args:
             messages, tools, template_kwargs: values with marked strings.
-            max_bytes: maximum size of the text in UTF-8.
+            max_bytes: maximum UTF-8 size of the text.
 
         Raises:
-            InvalidRequest: the template refuses the messages, or takes too much time or memory.
-            UnsupportedModel: the template has a syntax error.
-            RenderedTooLong: the text exceeds `max_bytes`.
+            InvalidRequest: messages refused, or time or memory limit.
+            UnsupportedModel: syntax error in the template.
+            RenderedTooLong: text over `max_bytes`.
         """
         if self._by_code:
             return self._run_code(messages, tools, add_generation_prompt, template_kwargs)
@@ -160,10 +159,9 @@ class ChatTemplate:
         return self._text(*self._ask((template, seals, variables, max_bytes), limit), is_sealed)
 
     def _is_sealed(self, template: str, limit: WorkLimit) -> bool:
-        """Whether to render a template with seals (see `Seals`).
+        """Whether to render with `Seals`: not if the template builds control tokens, as in "<|{}|>".format(role).
 
-        A template that builds control tokens at run time, as in "<|{}|>".format(role), would lose them with seals.
-        Without seals, only marks keep clients' special-token strings text.
+        Such a template would lose them. Then only marks keep clients' special-token strings text.
         """
         if template not in self._sealed:
             try:
@@ -174,7 +172,7 @@ class ChatTemplate:
         return self._sealed[template]
 
     def is_greedy(self, tools: Sequence[Mapping[str, Any]] | None, limit: WorkLimit) -> bool:
-        """Whether the template exceeds a time or memory limit on a few harmless words."""
+        """Whether a few words exceed the template's time or memory limit."""
         if self._by_code:
             return False
         template = self._choose(None if tools is None else list(tools))
@@ -182,7 +180,7 @@ class ChatTemplate:
         return template in self._greedy
 
     def _keeps_controls(self, template: str, messages: Any, tools: Any, limit: WorkLimit) -> bool:
-        """Whether seals leave the prompt's control tokens as they are; True if the template refuses the messages."""
+        """Whether seals preserve the control tokens; True if the messages are refused."""
         try:
             sealed, plain = (
                 self._render(template, is_sealed, messages, tools, True, {}, limit, MAX_BYTES)
@@ -252,7 +250,7 @@ def _failed(how: str) -> InvalidRequest:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop fields that are None, except content, and copy the thought to the names that templates use."""
+    """Drop None fields except content; give the thought each name that templates use."""
     kept = {key: value for key, value in message.items() if value is not None or key == "content"}
     thought = next((kept[key] for key in REASONING_KEYS if key in kept), None)
     return kept if thought is None else {"thinking": thought, **kept, "reasoning_content": thought}

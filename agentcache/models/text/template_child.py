@@ -1,7 +1,6 @@
-"""Renders chat templates in a confined process under the kernel's time and memory limits.
+"""Renders chat templates in a confined process. Imports only the standard library, jinja2 and `confined_child`.
 
-Imports only the standard library, jinja2 and `confined_child`. A request is `marshal` of (template, seals, variables,
-maximum reply bytes); a reply is a `RenderOutcome` and UTF-8.
+A request is `marshal` of (template, seals, variables, maximum reply bytes); a reply is a `RenderOutcome` and UTF-8.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from agentcache.confined_child import serve
 
 
 class RenderOutcome:
-    """Kinds of replies: the text, its size if too long, or an error message."""
+    """Kind of reply: text, its size, or an error message."""
 
     TEXT = b"t"
     TOO_LONG = b"l"
@@ -34,12 +33,11 @@ class RenderOutcome:
     REFUSED = b"r"
 
 
-# CPU time, beside a fixed one: templates may scan the conversation for each message.
+# CPU time for each byte of a request: templates may scan the conversation for each message.
 SECONDS_PER_BYTE = 1 / (32 << 10)
 
 
 def main() -> None:
-    """Render until the parent is gone."""
     serve(_answer, SECONDS_PER_BYTE)
 
 
@@ -62,7 +60,7 @@ def _message(error: Exception) -> bytes:
     return str(error)[:2000].encode("utf-8", "backslashreplace")
 
 
-# -- The environment, as in transformers. Templates may also change lists and dicts, which are copies here. ----------
+# -- The environment of transformers, except that templates may change lists and dicts, which are copies. ------------
 
 
 @lru_cache(maxsize=16)
@@ -89,7 +87,7 @@ def _seal(
     closings: tuple[str, ...],
     closed: str,
 ) -> None:
-    """Replace control tokens in a template's constants by seals (see `marks.Seals`)."""
+    """Replace control tokens in constants by `marks.Seals`."""
     seal_of = dict(seals)
     control = re.compile("|".join(map(re.escape, sorted(seal_of, key=len, reverse=True))) or r"(?!)")
 
@@ -106,7 +104,7 @@ def _seal(
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}`, which marks the assistant's text for training; no effect here."""
+    """`{% generation %}`, without effect."""
 
     tags = {"generation"}
 
@@ -126,7 +124,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Unlike jinja's own: no HTML escapes, and generators (from `map`) become lists.
+    # Unlike jinja's own: no HTML escapes; generators become lists.
     return json.dumps(
         x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=list
     )
@@ -151,7 +149,7 @@ class _Dict:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """`namespace` without underscore names, which lead into Python."""
+    """`namespace` without underscore names, for safety."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # a template's name may be `self`
         self, *rest = args

@@ -1,4 +1,4 @@
-"""Finds chat templates that transformers does not find or choose."""
+"""Finds chat templates that transformers misses."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from agentcache.models.compat import TokenizerWrapper, set_template, template_data
 from agentcache.models.text.generation_config import read_object
 
-# Vision models keep the chat template in one of these.
+# Vision models use these.
 _FILES = ("chat_template.json", "processor_config.json")
 _DEFAULT = "default"
 
 
 def complete_template(wrapper: TokenizerWrapper, folder: Path) -> None:
-    """Set the tokenizer's default chat template if the folder has any."""
+    """Set the tokenizer's default template if the folder has any."""
     template = template_data(wrapper)
     if not wrapper.has_chat_template:
         template = next(filter(None, (_named(read_object(folder / name)) for name in _FILES)), None)
@@ -26,7 +26,7 @@ def complete_template(wrapper: TokenizerWrapper, folder: Path) -> None:
 
 
 def _named(holder: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """Return a file's template, or several by name."""
+    """Return a template, or several by name."""
     given = holder.get("chat_template")
     if isinstance(given, list):
         named = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}

@@ -1,7 +1,4 @@
-"""Translates a request's thinking settings into the variables of the model's chat template.
-
-`ThinkingVariables` describes the template, `ThinkingWish` the request; `told` maps a wish to values of the variables.
-"""
+"""Translates a request's thinking settings into variables of the model's chat template."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# One scale of efforts, with the names that templates and clients use.
+# One scale of efforts, with names of templates and clients.
 NONE, MINIMAL, LOW, MEDIUM, HIGH, VERY_HIGH, MOST = range(7)
 EFFORTS: Mapping[str, int] = {
     **dict.fromkeys(("none", "no_think", "nothink", "off", "disabled", "false", "no", "0"), NONE),
@@ -21,11 +18,11 @@ EFFORTS: Mapping[str, int] = {
     **dict.fromkeys(("xhigh", "very_high", "extra_high", "higher", "harder"), VERY_HIGH),
     **dict.fromkeys(("max", "maximum", "maximal", "xxhigh", "highest", "ultra", "extreme", "full", "huge"), MOST),
 }
-# Thinking tokens equivalent to each effort, to convert in both directions; -1 is no limit.
+# Thinking tokens for each effort, to convert in both directions.
 _BUDGETS = {MINIMAL: 512, LOW: 1024, MEDIUM: 4096, HIGH: 16384, VERY_HIGH: 32768, MOST: -1}
-_NO_LIMIT = -1  # as a budget
+_NO_LIMIT = -1
 
-# Names of variables by type: bool; name of an effort; number of tokens; name of a mode.
+# Variables by type: bool; effort; tokens; mode.
 _SWITCHES = ("enable_thinking", "thinking", "enable_reasoning")
 _EFFORT_NAMES = ("reasoning_effort", "thinking_effort", "reasoning_strength", "effort")
 _BUDGET_NAMES = ("thinking_budget", "reasoning_budget", "thinking_token_budget")
@@ -35,10 +32,10 @@ _USUAL_EFFORTS = ("low", "medium", "high")
 
 _OPENING = re.compile(r"\{[{%#]")
 _CLOSING = {"{{": "}}", "{%": "%}", "{#": "#}"}
-# An unclosed string extends to the end of the code; otherwise each quote in it would start a new attempt.
+# An unclosed string extends to the end: otherwise each quote in it starts a new attempt.
 _STRING = re.compile(r"'(?:[^'\\]|\\.)*+(?:'|\\?\Z)|\"(?:[^\"\\]|\\.)*+(?:\"|\\?\Z)", re.DOTALL)
-_ALLOWED = r"\b{name}\s+not\s+in\s*[\[(]([^\])]*)[\])]"  # a template's list of all valid values
-_MOST_WORDS = 12  # maximum number of strings in a piece of code that may list efforts
+_ALLOWED = r"\b{name}\s+not\s+in\s*[\[(]([^\])]*)[\])]"  # list of all valid values
+_MOST_WORDS = 12  # strings in a piece of code that may list efforts
 
 
 @dataclass(frozen=True)
@@ -46,11 +43,11 @@ class ThinkingVariables:
     """The variables of a chat template that control thinking.
 
     Args:
-        switches: names of bool variables.
-        modes: names, each with its known values.
-        efforts: names, each with its known words, weakest first.
-        budgets: names of variables for a number of tokens; -1 is no limit.
-        is_guess: whether the template is unknown and these are the usual variables.
+        switches: bool variables.
+        modes: variables with values.
+        efforts: variables with words, weakest first.
+        budgets: variables for a number of tokens; -1 is no limit.
+        is_guess: whether the template is unknown.
     """
 
     switches: tuple[str, ...] = ()
@@ -66,7 +63,6 @@ class ThinkingVariables:
 
     @property
     def can_grade(self) -> bool:
-        """Whether the template has levels beyond on and off."""
         return bool(self.efforts or self.budgets)
 
 
@@ -75,11 +71,10 @@ USUAL = ThinkingVariables(("enable_thinking",), efforts=(("reasoning_effort", _U
 
 @dataclass(frozen=True)
 class ThinkingWish:
-    """The thinking settings of a request; None if not set.
+    """A request's thinking settings; None if not set.
 
     Args:
-        enabled: explicit switch.
-        effort: value on the scale of `EFFORTS`.
+        effort: value of `EFFORTS`.
         budget: maximum thinking tokens; -1 is no limit.
         free: whether the model decides how much.
     """
@@ -101,7 +96,7 @@ class ThinkingWish:
 
     @property
     def grade(self) -> int | None:
-        """The effort, or the one nearest to the budget; None if neither is set."""
+        """The effort, or the nearest to the budget."""
         if self.effort is not None and self.effort != NONE:
             return self.effort
         budget = self.budget
@@ -113,7 +108,7 @@ class ThinkingWish:
 
 
 def find_variables(template: str) -> ThinkingVariables:
-    """Find the variables that a template reads, from its text alone; the template is not run."""
+    """Find the variables that a template reads, without running it."""
     code = [*_code_in(template)]
     names = "\n".join(_STRING.sub("''", piece) for piece in code)
     return ThinkingVariables(
@@ -125,12 +120,12 @@ def find_variables(template: str) -> ThinkingVariables:
 
 
 def told(wish: ThinkingWish, variables: ThinkingVariables) -> dict[str, Any]:
-    """Return the template's variables with the values nearest to the request's settings."""
+    """Return the template's variables with the values nearest to the wish."""
     if wish.is_off:
         return _told_off(variables)
     if not wish.is_on:
         return {}
-    # If the template is unknown, an effort alone does not set its switch.
+    # For an unknown template, an effort alone sets no switch.
     says_so = wish.enabled is True or not variables.is_guess
     values: dict[str, Any] = dict.fromkeys(variables.switches, True) if says_so else {}
     for name, known in variables.modes:
@@ -146,7 +141,7 @@ def told(wish: ThinkingWish, variables: ThinkingVariables) -> dict[str, Any]:
 
 
 def nearest(effort: int, words: Iterable[str]) -> str:
-    """Return the word with the nearest effort; in a tie, the weaker one."""
+    """Return the nearest word; in a tie, the weaker one."""
     return min(words, key=lambda word: (abs(EFFORTS[word] - effort), EFFORTS[word]))
 
 
@@ -155,14 +150,13 @@ def _told_off(variables: ThinkingVariables) -> dict[str, Any]:
     for name, known in variables.modes:
         values[name] = _first(known, _MODES["off"], known)
     for name, words in variables.efforts:
-        # If a switch turns thinking off, set an effort only to a word for none.
+        # Beside a switch, set only a word for none.
         if EFFORTS[words[0]] == NONE or not values:
             values[name] = words[0]
     return values
 
 
 def _code_in(template: str) -> Iterator[str]:
-    """Yield the pieces of code in a template, without comments. An unclosed piece ends the search."""
     at = 0
     while (found := _OPENING.search(template, at)) is not None:
         end = template.find(_CLOSING[found[0]], found.end())
@@ -174,12 +168,12 @@ def _code_in(template: str) -> Iterator[str]:
 
 
 def _reads(code: str, name: str) -> bool:
-    """Whether code reads the variable; assignments and attributes of that name do not count."""
+    """Whether code reads the variable; assignments and attributes do not count."""
     return re.search(rf"(?<![.\w]){name}\b(?!\s*=(?!=))", code) is not None
 
 
 def _words_of(code: Iterable[str], name: str) -> tuple[str, ...]:
-    """Return the effort words that a template compares the variable with or sets it to; else the usual ones."""
+    """Return the effort words beside the variable, or the usual ones."""
     words: set[str] = set()
     for piece in code:
         if (allowed := re.search(_ALLOWED.format(name=name), piece)) is not None:

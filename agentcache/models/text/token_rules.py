@@ -14,7 +14,7 @@ from agentcache.models.memo import Memo
 _RULES = "tokenizer.json"
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _OTHERS = ("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt")
-_SCHEME = "tokens 1"  # version of the digest, part of the memo's key
+_SCHEME = "tokens 1"  # version, part of the memo's key
 _FIRST_FILES = (  # the order matters
     "tokenizer.json",
     "tokenizer.model",
@@ -36,7 +36,7 @@ _HARMLESS_SETTINGS = {
     "auto_map",
     "backend",
     "chat_template",
-    "clean_up_tokenization_spaces",  # not used: `detokenizer.py` decodes
+    "clean_up_tokenization_spaces",  # `detokenizer.py` ignores it
     "is_local",
     "local_files_only",
     "model_max_length",
@@ -47,21 +47,21 @@ _HARMLESS_SETTINGS = {
     "tool_parser_type",
     "truncation_side",
 }
-# Ignored if the role's token is in tokenizer.json; otherwise the role adds a token.
+# A role adds a token unless tokenizer.json has it.
 _ROLES = {"bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token"}
 
 
 def token_rules(folder: Path, memo: Memo) -> str:
     """Return a digest of the tokenisation rules, 32 hex digits.
 
-    It covers the tokenizer's files except chat templates, roles of known tokens and unused settings.
+    It ignores chat templates, roles of known tokens and unused settings.
     """
     files = [file for name in (_RULES, *_SETTINGS, *_OTHERS) if (file := folder / name).is_file()]
     return memo.get(_key(_SCHEME, files), lambda: _digest_rules(files))
 
 
 def tokenizer_files(folder: Path, memo: Memo) -> str:
-    """Return a digest of tokenizer and chat template files, 40 hex digits; `first_fingerprint` needs it unchanged."""
+    """Return a digest of tokenizer and template files, 40 hex digits. Never change it: `first_fingerprint` uses it."""
     files = [file for name in _FIRST_FILES if (file := folder / name).is_file()]
     files += sorted((folder / "additional_chat_templates").glob("*.jinja"))
     return memo.get(_key("files", files), lambda: _digest_files(folder, files))

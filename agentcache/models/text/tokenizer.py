@@ -1,4 +1,4 @@
-"""The model's tokenizer: chat messages to marked text (see `marks.py`), marked text to tokens, tokens to text."""
+"""Converts chat messages to marked text (see `marks.py`), marked text to tokens, tokens to text."""
 
 from __future__ import annotations
 
@@ -38,15 +38,14 @@ __all__ = ["Detokenizer", "Encoding", "MarkedEnds", "Tokenizer"]
 _CONTROL_NAME = re.compile(r"<([|｜])[^<>|｜]+\1>")
 _FAST_CLASS = "PreTrainedTokenizerFast"
 _TOKENIZER_SUFFIXES = (".json", ".jinja", ".txt", ".model")
-_PROBE_BYTES = 1 << 16  # limit for a rendered probe: a few words and tools
+_PROBE_BYTES = 1 << 16  # limit of a rendered probe
 _UTF8_BYTES = 4  # maximum per character
 
 
 class Tokenizer:
-    """A Hugging Face fast tokenizer as mlx-lm loads it.
+    """A Hugging Face fast tokenizer, loaded by mlx-lm.
 
     Args:
-        wrapper: mlx-lm's tokenizer.
         end_tokens: further ids that end a reply; unknown ids are ignored.
 
     Raises:
@@ -74,7 +73,7 @@ class Tokenizer:
             for token_id, token in added.items()
             if token.special or token_id in self.eos_ids or _is_control_name(token.content, reply_markers)
         )
-        # A Harmony reply ends after a call, even if the model's folder does not list that token.
+        # A Harmony reply ends after a call, even if the folder does not list that token.
         if self.reply_format.dialect == HARMONY:
             enders = {token.id for token in self.reply_format.tokens if token.name in HARMONY_ENDS}
             self.eos_ids |= enders
@@ -92,7 +91,7 @@ class Tokenizer:
         self._chat = ChatRenderer(self._marks, self.reply_format, wrapper.has_chat_template)
         self._next_prompts = NextPrompts()
         self._bytes_of = partial(_bytes_of, self.control_ids, self._contents, self._token_bytes)
-        # A grammar must not use marker tokens as text: reply readers treat them as markers everywhere.
+        # Reply readers treat marker tokens as markers everywhere, so a grammar must not use them as text.
         not_text = self.control_ids | self.markers.keys()
         num_ids = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=0)
         # No reference to self: a cycle would keep the tokenizer and its processes alive.
@@ -106,26 +105,20 @@ class Tokenizer:
 
     @property
     def has_template_file(self) -> bool:
-        """Whether the model comes with a chat template, even if it is not used."""
+        """Whether there is a chat template, used or not."""
         return bool(self._wrapper.has_chat_template)
 
     def template_repairs(self) -> tuple[str, ...] | None:
-        """Names of the repairs that the chat template needs (see `Repairs`); None if it is not used.
-
-        The first call or chat finds them and may render many probes.
+        """Return the names of the template's `Repairs`; None if it is not used. The first call renders many probes.
 
         Raises:
-            UnsupportedModel: the template cannot be read.
+            UnsupportedModel: syntax error in the template.
         """
         return self._chat.repairs(partial(self._probe_template, UNLIMITED))
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
-        """Load from a model folder. Code in it is never run.
-
-        Raises:
-            UnsupportedModel: no usable tokenizer.
-        """
+        """Load from a model folder, without running code in it. Raises UnsupportedModel."""
         path = Path(path)
         try:
             wrapper = load_tokenizer(path, {"trust_remote_code": False})
@@ -137,7 +130,7 @@ class Tokenizer:
         return cls(wrapper, end_tokens(path))
 
     def start(self) -> None:
-        """Start the child processes and render a chat, so that the first request is not slow."""
+        """Start the child processes and render a chat, to speed up the first request."""
         self.grammars.start()
         if self.has_chat_template:
             self._template.start()
@@ -157,7 +150,6 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Return the text of `tell_chat`. Raises the same."""
         return self.tell_chat(messages, tools, add_generation_prompt).text
 
     def tell_chat(
@@ -168,13 +160,12 @@ class Tokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
         limit: WorkLimit = UNLIMITED,
     ) -> RenderedChat:
-        """Render `messages` as marked text: a special-token string in a message stays text.
+        """Render `messages` as marked text, with the repairs that the template needs.
 
-        Repairs rewrite input that the template would refuse or drop; the notes list them.
+        A special-token string in a message stays text.
 
         Raises:
-            InvalidRequest: the template refuses the messages or takes too much time or memory; reserved
-                `template_kwargs`; nesting too deep; lone surrogates.
+            InvalidRequest: refused by the template, time or memory limit, reserved `template_kwargs`, deep nesting.
             ContextLengthExceeded: the text is too long.
         """
         template_kwargs = template_kwargs or {}
@@ -203,12 +194,7 @@ class Tokenizer:
         *,
         tells_thoughts: bool,
     ) -> int | None:
-        """Return how many leading characters of `prompt` the next prompt repeats; None if it repeats the reply too.
-
-        Args:
-            prompt: marked text from `tell_chat`, or with replies as generated.
-            tells_thoughts: whether the next request includes the thoughts of this reply.
-        """
+        """Return how many leading characters of `prompt` the next prompt repeats; see `NextPrompts.left_at`."""
         if not self.has_chat_template:
             return None
         whatever_size = WorkLimit(has_ended=limit.has_ended)
@@ -228,30 +214,24 @@ class Tokenizer:
         )
 
     def raw_prompt(self, text: str, *, reserved_are_marks: bool = False) -> str:
-        """Convert a raw prompt to marked text: special tokens in it are control; add BOS if the model uses it.
-
-        Some tokenizers add a space before a text's first word, but not after a BOS in the text. That space is then
-        written out, so that the tokens match those of the text alone.
-        """
+        """Convert a raw prompt to marked text: special tokens in it are control; add BOS if the model uses it."""
         text = _without_surrogates(text if reserved_are_marks else self._marks.clean(text), "prompt")
         if not self._bos or text.startswith(self._bos):
             return text
+        # Some tokenizers add a space before a text's first word, but not after BOS: write it out.
         return self._bos + (" " if self._wants_space_after_bos(text) else "") + text
 
     def mark(self, text: str) -> str:
-        """Convert plain text to marked text."""
         return self._marks.mark(text)
 
     def unmark(self, text: str) -> str:
-        """Convert marked text to plain text."""
         return self._marks.unmark(text)
 
     def marked_ends(self, text: str, ends: Sequence[int]) -> MarkedEnds:
-        """Mark generated text and move its token ends accordingly, for a transcript."""
         return self._marks.marked_ends(text, ends)
 
     def with_markers(self, marked: MarkedEnds, token_ids: Sequence[int]) -> MarkedEnds:
-        """Insert the strings of the control tokens that structure a reply into generated marked text."""
+        """Insert the strings of control tokens that structure a reply into its marked text."""
         if not self._hidden_markers.keys() & set(token_ids):
             return marked
         parts: list[str] = []
@@ -267,33 +247,28 @@ class Tokenizer:
 
     @cached_property
     def turn_ends(self) -> list[str]:
-        """Control tokens that may end a reply in a prompt: all but markers inside a reply."""
+        """Control tokens that may end a reply in a prompt, not markers inside it."""
         parts = {token.name for token in self.reply_format.tokens} - {"<|end|>", *HARMONY_ENDS}
         return [self._contents[token_id] for token_id in self.control_ids if self._contents[token_id] not in parts]
 
     @cached_property
     def controls(self) -> re.Pattern[str]:
-        """Pattern that finds every control token in marked text."""
         return any_of(self._contents[token_id] for token_id in self.control_ids)
 
     # Tokens
 
     def encode(self, marked_text: str, limit: WorkLimit = UNLIMITED) -> Encoding:
-        """Tokenise marked text. Adds no special tokens; a mark becomes plain pieces, never a control token.
-
-        Raises:
-            InvalidRequest: lone surrogates.
-        """
+        """Tokenise marked text; add no special tokens. Raises InvalidRequest for lone surrogates."""
         self.check_length(len(marked_text), limit)
         return self._encoder.encode(_without_surrogates(marked_text, None), limit)
 
     def check_length(self, num_chars: int, limit: WorkLimit) -> None:
-        """Refuse a text that is too long for the limit, however it tokenises."""
+        """Refuse a text that exceeds the limit however it tokenises."""
         if self._longest_token is not None:
             limit.check(num_chars // self._longest_token)
 
     def spell(self, token_ids: Sequence[int]) -> Spelling:
-        """Return the marked text of token ids that a client sent without text."""
+        """Return the marked text of token ids that came without text."""
         parts: list[str] = []
         ends: list[int] = []
         position, after = 0, None
@@ -312,16 +287,15 @@ class Tokenizer:
     def detokenizer(self, after: int | None = None) -> Detokenizer:
         """Return a new detokenizer for the text after token `after`; None at the start of a text.
 
-        It drops a leading space only if the tokenizer adds one there, so that the text encodes to the same tokens.
+        It drops a leading space that the tokenizer would add again.
         """
         return Detokenizer(self._token_bytes, self.control_ids | self.eos_ids, self._dummy_space(after))
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token; a control token's name."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Bytes of one token; a control token's name."""
+        """Return the bytes of one token; a control token's string."""
         return self._bytes_of(token_id)
 
     # Inside
@@ -331,7 +305,7 @@ class Tokenizer:
         return self.raw_prompt(lines + ("assistant:" if add_generation_prompt else ""), reserved_are_marks=True)
 
     def _probe_template(self, limit: WorkLimit, messages: Any, tools: Any, variables: Mapping[str, Any]) -> str:
-        """Render a short probe conversation, without the request's token limit; raises as `ChatTemplate.render`."""
+        # A probe ignores the request's token limit.
         work = WorkLimit(has_ended=limit.has_ended)
         if self._template.is_greedy(tools, work):
             raise InvalidRequest("the model's chat template takes too much for a few words", param="messages")
@@ -415,10 +389,7 @@ class Tokenizer:
 
 
 def _load_without_class(path: Path, error: Exception) -> TokenizerWrapper:
-    """Load from tokenizer.json alone if the folder's tokenizer class is not available.
-
-    MistralCommonBackend needs another package; other classes are code in the folder, which is never run.
-    """
+    """Load from tokenizer.json alone: the folder's class needs another package, or is code that is never run."""
     with TemporaryDirectory() as name:
         folder = Path(name)
         for file in path.iterdir():
@@ -426,7 +397,7 @@ def _load_without_class(path: Path, error: Exception) -> TokenizerWrapper:
                 (folder / file.name).symlink_to(file.resolve())
         config = folder / "tokenizer_config.json"
         try:
-            # An empty file is allowed. A truncated one is refused: its chat template would be missing.
+            # A truncated file is refused: its chat template would be missing.
             names = json.loads(config.read_bytes().strip() or b"{}") if config.exists() else {}
             config.unlink(missing_ok=True)
             names = {key: value for key, value in names.items() if key != "auto_map"} | {"tokenizer_class": _FAST_CLASS}
@@ -437,7 +408,7 @@ def _load_without_class(path: Path, error: Exception) -> TokenizerWrapper:
 
 
 def _is_control_name(content: str, reply_markers: Collection[str]) -> bool:
-    """Whether an added token is a control token by name, though not flagged special: DeepSeek's <｜User｜>."""
+    # DeepSeek's <｜User｜> is not flagged special.
     return _CONTROL_NAME.fullmatch(content) is not None and content not in reply_markers
 
 
@@ -490,7 +461,7 @@ def _write_replies(wrapper: TokenizerWrapper) -> list[WrittenReply]:
 
 
 def _runs(token_ids: Sequence[int], control_ids: frozenset[int]) -> Iterator[tuple[bool, Sequence[int]]]:
-    """Yield control tokens one by one and the runs between them, each with whether it is a control token."""
+    """Yield single control tokens (True) and the runs between them (False)."""
     first = 0
     for index, token_id in enumerate(token_ids):
         if token_id in control_ids:

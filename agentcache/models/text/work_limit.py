@@ -18,10 +18,9 @@ def _take_any(num_tokens: int) -> None:
 
 @dataclass(frozen=True)
 class WorkLimit:
-    """Conditions that stop the work on a prompt; none by default.
+    """Conditions that stop the work on a prompt.
 
     Args:
-        max_tokens: maximum number of tokens; None for no limit.
         refuse: callback that raises the error for a prompt with at least the given number of tokens.
         has_ended: whether the request has ended; called on the working thread.
     """
@@ -31,7 +30,7 @@ class WorkLimit:
     has_ended: Callable[[], bool] = _never
 
     def check(self, at_least: int) -> None:
-        """Call `refuse` if `at_least`, a lower bound of the prompt's tokens, exceeds the limit."""
+        """Refuse the prompt if `at_least`, a lower bound of its tokens, exceeds the limit."""
         if self.max_tokens is not None and at_least > self.max_tokens:
             self.refuse(at_least)
 

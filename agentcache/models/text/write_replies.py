@@ -1,4 +1,4 @@
-"""Renders sample replies with tool calls, from which the reply format is found."""
+"""Renders sample replies with tool calls, to find the reply format."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_BYTES = 1 << 20
 # Variables that some templates demand.
 DEFAULTS = {"bos_token": "", "eos_token": "", "functions": "", "datetime": ""}
 _THOUGHT = {"reasoning_content": THOUGHT, "thinking": THOUGHT, "reasoning": THOUGHT}
-# Templates accept different samples: one or two calls, thoughts or none, content "" or None, arguments as data or text.
+# Templates accept different samples.
 _WAYS: tuple[dict[str, Any], ...] = (
     call_message(2, content="", **_THOUGHT),
     call_message(2, content=""),
@@ -38,7 +38,7 @@ _WAYS: tuple[dict[str, Any], ...] = (
 
 @lru_cache(maxsize=64)
 def write_replies(template: str, special_tokens: tuple[tuple[str, str], ...]) -> tuple[WrittenReply, ...]:
-    """Return the first sample reply in which the template shows the calls, or else all that it accepts.
+    """Return the first sample in which the template shows the calls, or else all that it accepts.
 
     Renders in a confined process; empty on a limit.
     """
@@ -54,7 +54,7 @@ def write_replies(template: str, special_tokens: tuple[tuple[str, str], ...]) ->
 
 
 def write_in(work: ConfinedWork, template: str, variables: Mapping[str, Any]) -> tuple[WrittenReply, ...]:
-    """Like `write_replies`, in a given process; raises on a limit."""
+    """Like `write_replies`, but raises on a limit."""
     prompt = render_in(work, template, variables, [USER], TOOLS, add_generation_prompt=True)
     if prompt is None:
         return ()
@@ -78,7 +78,7 @@ def render_in(
     *,
     add_generation_prompt: bool,
 ) -> str | None:
-    """Render the conversation; None if the template refuses it."""
+    """Render; None if refused."""
     given = {
         **variables,
         "messages": [dict(message) for message in messages],

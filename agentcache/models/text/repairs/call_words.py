@@ -1,4 +1,4 @@
-"""Reinserts text beside calls into the rendered text, for templates that drop it."""
+"""Reinserts text beside calls that a template drops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def words_at_calls(work: Work) -> None:
     """
     if not work.repairs.words_at_calls:
         return
-    secret = secrets.token_hex(8)  # no client can write a mark
+    secret = secrets.token_hex(8)  # clients cannot write a mark
     for index, message in enumerate(work.messages):
         calls, words = message.get("tool_calls"), message.get("content")
         if calls and words:
@@ -27,23 +27,22 @@ def words_at_calls(work: Work) -> None:
 
 
 def _marked(calls: Sequence[Message], mark: str) -> list[Message]:
-    """Prefix the first call's name with a mark, and put the name before its arguments."""
+    """Prefix the first call's name with a mark, and put it before the arguments."""
     function = dict(calls[0].get("function") or {})
     name = function.pop("name", None)
     return [{**calls[0], "function": {"name": f"{mark}{'' if name is None else name}", **function}}, *calls[1:]]
 
 
 def with_words(text: str, words: Mapping[str, str], opening: str) -> str:
-    """Remove marks from rendered text and insert their words before the calls.
+    """Replace marks in rendered text by their words, before the calls.
 
     Args:
-        words: texts by mark.
         opening: marker before calls; the last one before a mark belongs to its call.
     """
     if not words:
         return text
     parts, done, missing = list[str](), 0, dict(words)
-    for found in any_of(words).finditer(text):  # a template may repeat a name, as with the result
+    for found in any_of(words).finditer(text):  # templates may repeat a name at the result
         place = text.rfind(opening, done, found.start()) if opening else -1
         if place >= 0:
             parts += [text[done:place], missing.pop(found[0], "")]

@@ -145,7 +145,7 @@ def one_call_a_message(work: Work) -> None:
 
 
 def _calls_with_results(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Yield runs: a message with its tool results, or one message."""
+    """Yield runs: one message, or a call with its results."""
     run: list[Message] = []
     for message in messages:
         if run and message.get("role") == "tool" and run[0].get("tool_calls"):

@@ -1,4 +1,4 @@
-"""Finds the repairs that a chat template needs by rendering conversations of marker words."""
+"""Finds the repairs that a chat template needs, by rendering marker words."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class _Probe:
     repairs: Repairs = field(default_factory=Repairs)
 
     def shows(self, messages: Sequence[Message], tools: Tools = None) -> bool:
-        """Whether the rendered text has every marker word of the messages and tools."""
+        """Whether the rendered text has every marker word."""
         text = self.text(messages, tools)
         return text is not None and _words([messages, tools]) <= set(_WORD.findall(text))
 
     def text(self, messages: Sequence[Message], tools: Tools = None) -> str | None:
-        """Render; None if the template refuses the messages."""
+        """Render; None if refused."""
         told = repaired(messages, tools, self.repairs, self.notation)
         try:
             return told.rendered(self.render)
@@ -48,7 +48,7 @@ class _Probe:
     def need(
         self, ways: str | Sequence[str | tuple[str, ...]], messages: Sequence[Message], tools: Tools = None
     ) -> None:
-        """If the template does not show the messages, add the first of `ways` with which it does."""
+        """If needed, add the first of `ways` with which the template shows the messages."""
         if self.shows(messages, tools):
             return
         for way in (ways,) if isinstance(ways, str) else ways:
@@ -62,12 +62,10 @@ class _Probe:
 
 
 def find_repairs(render: Render, notation: CallNotation) -> Repairs:
-    """Return the repairs that a chat template needs; `NO_TEMPLATE` if it refuses every chat.
-
-    On a time or memory limit, return those found so far.
+    """Return the repairs; `NO_TEMPLATE` if the template refuses every chat. A time or memory limit ends the search.
 
     Raises:
-        UnsupportedModel: the template has a syntax error.
+        UnsupportedModel: syntax error in the template.
     """
     probe = _Probe(render, notation)
     try:
@@ -126,7 +124,7 @@ def _find_calls(probe: _Probe) -> None:
 
 
 def _try_further(probe: _Probe) -> None:
-    """For each conversation still not shown, add the first repair that fixes it and breaks no other."""
+    """For each conversation still not shown, add a repair that fixes it and breaks no other."""
     shown = [each for each in _WHOLE if probe.shows(*each)]
     for each in _WHOLE:
         if each in shown:
@@ -199,7 +197,6 @@ def _result(word: str, index: int = 0) -> Message:
 
 
 def _words(value: Any) -> set[str]:
-    """Return the marker words in all strings and keys."""
     if isinstance(value, str):
         return set(_WORD.findall(value))
     if isinstance(value, Mapping):
@@ -227,7 +224,7 @@ _PART_OF_CALLS: list[list[Message]] = [
     [_USER, _CALL, _LATER, _result("Zqsleeps"), _AGAIN],
     [_USER, _CALL, _result(""), _AGAIN],
 ]
-# Typical conversations of clients.
+# Typical conversations.
 _WHOLE: list[tuple[list[Message], Tools]] = [
     ([_USER], None),
     ([_SYSTEM], None),

@@ -1,4 +1,4 @@
-"""The repairs that a chat template may need, and the state of a conversation under repair."""
+"""Data types of repairs for chat templates."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from agentcache.models.text.repairs.notation import CallNotation
 
 Message = dict[str, Any]
 
-PLACEHOLDER = "Hello."  # content of an inserted user message
-NO_ANSWER = "(no answer)"  # content of an empty reply
+PLACEHOLDER = "Hello."  # an inserted user message
+NO_ANSWER = "(no answer)"  # an empty reply
 GAP = "\n\n"  # between joined texts
 SYSTEM_ROLES = ("system", "developer")
 
@@ -28,7 +28,7 @@ class CallIds(Enum):
     """Form of call ids."""
 
     AS_SENT = "as sent"
-    NAMED = "functions.NAME:INDEX"  # Kimi K2: the template shows the id, not the name
+    NAMED = "functions.NAME:INDEX"  # Kimi K2 shows the id, not the name
 
 
 @dataclass(frozen=True)
@@ -36,32 +36,26 @@ class Repairs:
     """The repairs that a chat template needs.
 
     Attributes:
-        rename_developer: developer messages become system messages.
-        no_system_role: leading system messages become a marked part of the first user message.
-        join_systems: leading system messages become one.
-        move_later_systems: later system messages become marked user text in place.
-        user_first: a user message is inserted before a leading assistant message, or if there is none.
-        join_neighbours: consecutive user or assistant messages become one.
-        user_behind_result: user text after a tool result becomes part of the result.
-        one_call_a_message: parallel calls become one message each, followed by its result.
-        calls_without_words: text beside a call becomes a separate message before it.
-        words_at_calls: text beside a call is inserted before it in the rendered text.
-        worded_calls_as_text: calls with text become text, their results user text.
-        results_with_calls: results of unknown calls become user text.
-        calls_with_results: calls without a result get an empty one.
-        fill_answers: replies without text and calls get a short text.
-        plain_schemas: references, nullable types and constants in tool schemas are written out.
-        describe_enums: with `plain_schemas`, descriptions list enumeration values.
-        fill_tools: missing descriptions and parameters of tools become empty ones.
-        tools_as_text: the system message describes the tools.
-        calls_as_text: calls become text.
-        calls_as_text_without_tools: the same in requests without tools.
-        results_as_text: with calls as text, results become user text.
-        empty_tools: missing tools become an empty list.
-        empty_content: content of a call without text.
-        string_arguments: call arguments become JSON text.
-        call_ids: form of call ids.
-        offer_variables: the template gets variables for tools, date and missing special tokens.
+        no_system_role: leading system messages as marked part of the first user message.
+        move_later_systems: later system messages as marked user text in place.
+        user_first: an inserted user message before a leading assistant message, or in a chat without one.
+        join_neighbours: consecutive user or assistant messages as one.
+        user_behind_result: user text after a tool result as part of it.
+        one_call_a_message: parallel calls as one message each, followed by its result.
+        calls_without_words: text beside a call as a message before it.
+        words_at_calls: text beside a call before it in the rendered text.
+        worded_calls_as_text: calls beside text, with their results, as text.
+        results_with_calls: results of unknown calls as user text.
+        calls_with_results: empty results for calls without one.
+        fill_answers: a short text in empty replies.
+        plain_schemas: references, nullable types and constants in tool schemas written out.
+        describe_enums: with `plain_schemas`, enumeration values in descriptions.
+        fill_tools: empty descriptions and parameters where missing.
+        tools_as_text: tools in the system message.
+        calls_as_text_without_tools: `calls_as_text` in requests without tools.
+        results_as_text: with calls as text, results as user text.
+        empty_tools: an empty list for missing tools.
+        offer_variables: variables for tools, date and missing special tokens.
     """
 
     rename_developer: bool = False
@@ -93,7 +87,6 @@ class Repairs:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the active repairs."""
         return tuple(each.name for each in fields(self) if getattr(self, each.name) != each.default)
 
     def with_(self, *names: str) -> Repairs:
@@ -101,7 +94,7 @@ class Repairs:
         return replace(self, **switched)
 
 
-# Last resort for a refused conversation: alternating user and assistant text.
+# Last resort: alternating user and assistant text.
 PLAINEST = Repairs(
     rename_developer=True,
     no_system_role=True,
@@ -117,7 +110,7 @@ PLAINEST = Repairs(
     offer_variables=True,
 )
 
-# For a missing template, or one that refuses every chat: each message is a line with its role.
+# Without a usable template: each message is a line with its role.
 NO_TEMPLATE = Repairs(tools_as_text=True, calls_as_text=True)
 
 
@@ -140,5 +133,5 @@ class Work:
 
 
 def num_leading(messages: list[Message]) -> int:
-    """Return the number of leading system messages."""
+    """Count the leading system messages."""
     return next((i for i, message in enumerate(messages) if message.get("role") not in SYSTEM_ROLES), len(messages))

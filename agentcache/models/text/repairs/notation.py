@@ -17,17 +17,13 @@ _HARMONY_CALL = CallSyntax("<|channel|>commentary to=functions.NAME <|constrain|
 
 @dataclass(frozen=True)
 class CallNotation:
-    """Text form of calls, which the reader of the model's replies can parse.
-
-    Args:
-        opening: marker before calls in rendered text; may be empty.
-    """
+    """Text form of calls, readable by the reply reader. `opening` is the marker before calls or empty."""
 
     syntax: CallSyntax
     opening: str = ""
 
     def calls(self, calls: Sequence[Mapping[str, Any]]) -> str:
-        """Write one message's calls, given in OpenAI's form."""
+        """Write one message's calls, in OpenAI's form."""
         functions = [call.get("function") or {} for call in calls]
         return self._around([self._call(str(each.get("name")), each.get("arguments")) for each in functions])
 
@@ -57,7 +53,7 @@ class CallNotation:
 
 
 def call_notation(form: ReplyFormat, seal: Callable[[str], str]) -> CallNotation:
-    """Return the notation of a model's replies, with sealed control tokens; default `<tool_call>` with JSON."""
+    """Return the reply format's notation with sealed control tokens; default: `<tool_call>` with JSON."""
     if form.dialect == HARMONY:
         return CallNotation(_sealed(_HARMONY_CALL, seal), _HARMONY_CALL.marker)
     syntax = call_syntax(form)

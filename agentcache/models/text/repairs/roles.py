@@ -73,7 +73,7 @@ def user_first(work: Work) -> None:
 
 
 def fill_answers(work: Work) -> None:
-    # A model may give an empty reply, and the client keeps it; some templates refuse it.
+    # Some templates refuse empty replies, which clients keep in the history.
     if work.repairs.fill_answers:
         work.messages = [_filled(message, work) for message in work.messages]
 
@@ -115,7 +115,7 @@ def join_neighbours(work: Work) -> None:
 
 
 class _Joined:
-    """Joins consecutive messages in linear time: there may be thousands."""
+    """Joins consecutive messages in linear time."""
 
     def __init__(self) -> None:
         self._told: list[tuple[Message, list[str]]] = []

@@ -1,4 +1,4 @@
-"""Rewrites tool schemas with the few JSON Schema keywords that every chat template knows."""
+"""Rewrites tool schemas with JSON Schema keywords that every chat template knows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from agentcache.models.text.json_values import write_json
 from agentcache.models.text.repairs.kinds import Work
 
-_MOST_OBJECTS = 5_000  # after expansion of references, which may grow exponentially
+_MOST_OBJECTS = 5_000  # expanded references may grow exponentially
 _ALTERNATIVES = {"anyOf", "oneOf", "allOf"}
 _UNSAID = ("$defs", "definitions", "$schema", "$id")
 
@@ -36,12 +36,9 @@ def _with_plain_schema(tool: Mapping[str, Any], describes_enums: bool) -> dict[s
 
 
 def plain_schema(schema: Mapping[str, Any], describes_enums: bool = False) -> Schema:
-    """Expand references and give each value one type; return a copy of `schema` if the result is too large.
+    """Expand references and give each value one type; return `schema` unchanged if that is too large.
 
     Recursive references become plain objects, constants enumerations; null entries are dropped.
-
-    Args:
-        describes_enums: whether descriptions list enumeration values.
     """
     try:
         return _Writer(schema, describes_enums).plain(schema, frozenset())
@@ -55,7 +52,7 @@ class _Writer:
         self._left = _MOST_OBJECTS
 
     def plain(self, given: Mapping[str, Any], within: frozenset[str]) -> Schema:
-        """Expand a schema; `within` are the references being expanded."""
+        """Expand; `within` are the open references."""
         self._left -= 1
         if self._left < 0:
             raise _TooLarge

@@ -1,7 +1,6 @@
-"""Rewrites a conversation that a chat template would refuse or drop. Only the template sees the result.
+"""Applies repairs to a conversation. Only the template sees the result.
 
-A step's result at one place depends only on the template and on earlier messages. So a conversation's text is a
-prefix of a longer one's.
+A step depends only on the template and on earlier messages, so a conversation's text is a prefix of a longer one's.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from agentcache.models.text.repairs.notation import CallNotation
 # Renders messages and tools, with further variables.
 Render = Callable[[Sequence[Message], Sequence[Message] | None, Mapping[str, Any]], str]
 
-# The order matters; docs/server.md lists the steps for users.
+# In this order; docs/server.md lists the steps.
 _STEPS: tuple[Callable[[Work], None], ...] = (
     schemas.plain_schemas,
     calls.fill_tools,
@@ -49,10 +48,9 @@ class Repaired:
     """A conversation for the template.
 
     Args:
-        variables: further template variables.
         words, opening: arguments of `call_words.with_words`.
-        notes: descriptions of the changes, one per kind.
-        ends_with_placeholder: whether the last message is an inserted user message.
+        notes: descriptions of the changes.
+        ends_with_placeholder: whether the last message is inserted.
     """
 
     messages: list[Message]
