@@ -51,7 +51,7 @@ class ChatRenderer:
 
     @property
     def uses_template(self) -> bool:
-        """Whether there is a template that accepts chats."""
+        """Whether there is a template; False once it is found to refuse every chat."""
         return self._repairs is not NO_TEMPLATE
 
     def repairs(self, probe: Render) -> tuple[str, ...] | None:

@@ -70,7 +70,7 @@ class Detokenizer:
         return new_text
 
     def finish(self) -> str:
-        """Return the rest of the text."""
+        """End the text; return the rest."""
         new_text = self._decoder.decode(self._held_space, final=True)
         self._held_space = b""
         self._settle(new_text)

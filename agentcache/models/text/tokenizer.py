@@ -100,7 +100,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether a template renders chats; False if it refuses every chat."""
+        """Whether a template renders chats; False once it is found to refuse every chat."""
         return self._chat.uses_template
 
     @property
