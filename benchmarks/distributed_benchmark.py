@@ -2,8 +2,8 @@
 
     python -m benchmarks.distributed_benchmark [--quick] [--shape 8b] [--backend ring|nccl] [--context 2K] [--json]
 
-`ring` over loopback shows only the overhead; `nccl` uses two GPUs. Each rank is a process with the variables of
-`mlx.launch` and prints progress to stderr. After `SECONDS` a rank dumps its stacks and exits.
+`ring` over loopback shows only the overhead; `nccl` uses two GPUs. A rank is a process with the variables of
+`mlx.launch`. After `SECONDS` it dumps its stacks and exits.
 """
 
 from __future__ import annotations
@@ -76,8 +76,6 @@ SHAPES: Mapping[Shape, dict[str, int]] = {
 
 @dataclass(frozen=True)
 class DistributedPlan:
-    """Each round decodes `decoded` tokens after `context`."""
-
     shape: Shape
     backend: Backend
     context: int
@@ -86,13 +84,10 @@ class DistributedPlan:
 
     @classmethod
     def quick(cls, backend: Backend) -> DistributedPlan:
-        """Return a plan for under a minute on two cores."""
         return cls(Shape.TINY, backend, 512, 16, 2)
 
 
 class Progress:
-    """Print progress to stderr, with seconds since the start."""
-
     def __init__(self, name: str) -> None:
         self._name = name
         self._began = time.perf_counter()
@@ -102,7 +97,7 @@ class Progress:
 
 
 def measure(model: Path, cache: Path, plan: DistributedPlan, note: Progress) -> dict[str, Any]:
-    """Measure on rank 0 or on a single process: decode after a cold prompt, then evict and restore."""
+    """Measure on rank 0 or on a single process."""
     from agentcache.llm import LLM
     from agentcache.request import Request, TokenPrompt
     from agentcache.sampling import SamplingParams
@@ -179,7 +174,6 @@ def _variables(ranks: int, backend: Backend, folder: Path) -> list[dict[str, str
 
 
 def make_model(folder: Path, shape: Shape) -> None:
-    """Write a Qwen3 with random weights."""
     from benchmarks.real_size import model
 
     model.make_model(folder, model.SHAPE | SHAPES[shape], 16)
@@ -248,7 +242,6 @@ def main(
 
 
 def be_a_rank(model: Path, cache: Path, plan: DistributedPlan) -> None:
-    """Measure on rank 0; follow it on other ranks."""
     from agentcache.config_sources import load_config
     from agentcache.ranks.rank import own_rank
 

@@ -31,14 +31,6 @@ CAVEATS = [
 
 @dataclass(frozen=True)
 class DurabilityPlan:
-    """Parameters of the benchmark.
-
-    Args:
-        cache_dir: folder on the measured drive; None for the temporary folder.
-        turn_tokens: new tokens per turn.
-        turns: measured turns per mode.
-    """
-
     model: str | None = None
     cache_dir: Path | None = None
     turn_tokens: int = 128

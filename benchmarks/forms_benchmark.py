@@ -52,8 +52,6 @@ _SCHEMA = {"type": "array", "items": _ITEM, "minItems": 1000}
 
 @dataclass(frozen=True)
 class FormsPlan:
-    """`free_rows` have no form; `tokens` are per row and turn; `rounds` are turns of each kind."""
-
     model: str | None = None
     free_rows: int = 3
     tokens: int = 60
@@ -114,7 +112,6 @@ def _measure(plan: FormsPlan, llm: LLM, progress: Callable[[str], None]) -> Form
 
 
 def _turn(plan: FormsPlan, llm: LLM, prompts: Sequence[list[int]], form: AnswerForm | None) -> list[float]:
-    """Return the gaps of the rows without a form while all rows decode."""
     sampling = SamplingParams(max_tokens=plan.tokens, temperature=0, ignore_eos=True)
     last = len(prompts) - 1
     requests = [

@@ -57,10 +57,9 @@ class KernelsPlan:
         unpacked: contexts of a prompt chunk; also with residual KV of `unpacked_rank`.
         latents: (rows, context).
         latent_sizes: a latent and its RoPE part, as in DeepSeek-V2 and -V3.
-        threadgroups: minimum per launch if the context is long enough.
-        compare: whether MLX operations and flash attention are measured.
+        threadgroups: minimum per launch, for long contexts.
         working_set: minimum bytes of the rotating layers.
-        launches: minimum per timed graph; hides the cost of starting a graph.
+        launches: minimum per timed graph; hides the cost of starting it.
         copied: bytes of the array for the copy bandwidth.
     """
 
@@ -131,7 +130,6 @@ class Layers:
 
 
 def bytes_per_token(plan: KernelsPlan) -> int:
-    """Return KV bytes per token and layer."""
     return 2 * plan.kv_heads * (plan.dim // 2 + plan.dim // quantisation_for(plan.dim).group_size * 4)
 
 
@@ -344,7 +342,6 @@ def _traced(work: Callable[[], mx.array]) -> Callable[[], mx.array]:
 
 
 def _fastest(rounds: int, work: Callable[[], mx.array | Sequence[mx.array]]) -> float:
-    """Return seconds of the fastest round after a warm-up."""
     times = []
     for _ in range(rounds + 1):
         started = time.perf_counter()

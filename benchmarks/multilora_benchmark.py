@@ -74,7 +74,6 @@ class MultiPlan:
 
     @property
     def longest(self) -> int:
-        """Tokens of a finished conversation."""
         return self.context + self.turns * (self.tool_tokens + self.new_tokens)
 
 
@@ -146,7 +145,6 @@ def memory_for(plan: MultiPlan, adapters: dict[str, Path]) -> int:
 
 
 def measure_memory(plan: MultiPlan, home: Path, progress: Progress) -> list[dict[str, Any]]:
-    """Measure cache bytes of agents on one context, each with its own adapter."""
     rows: list[dict[str, Any]] = []
     for rank in plan.ranks:
         for targets in plan.targets:
@@ -191,12 +189,12 @@ class Seen:
 
 
 def react(plan: MultiPlan, llm: LLM, policy: str, names: Sequence[str], number: int) -> list[Completion]:
-    """Run a conversation with tools; each turn appends a result."""
+    """One adapter; each turn appends a tool result."""
     return _conversation(plan, llm, policy, [names[number]] * plan.turns, number)
 
 
 def reflexion(plan: MultiPlan, llm: LLM, policy: str, names: Sequence[str], number: int) -> list[Completion]:
-    """Run a conversation in which two adapters alternate."""
+    """Two adapters alternate."""
     both = names[number], names[(number + 1) % len(names)]
     return _conversation(plan, llm, policy, [both[turn % 2] for turn in range(plan.turns)], number)
 
@@ -212,7 +210,7 @@ def _conversation(plan: MultiPlan, llm: LLM, policy: str, turns: Sequence[str], 
 
 
 def map_reduce(plan: MultiPlan, llm: LLM, policy: str, names: Sequence[str], number: int) -> list[Completion]:
-    """Ask one fork of the context a new question per round."""
+    """A fork of the context gets a new question per round."""
     context, random = _ids(Random(plan.seed), plan.context), Random(plan.seed * 100 + number)
     return [
         _ask(llm, [*context, *_ids(random, 16)], plan.new_tokens, adapter=names[number], policy=_policy(policy))

@@ -37,14 +37,7 @@ CAVEATS = ["Both sides take turns in one process; compare the ratios, not millis
 
 @dataclass(frozen=True)
 class OverheadPlan:
-    """Parameters of the benchmark.
-
-    Args:
-        model: folder; None for a random model.
-        decode_context: cached tokens before the measured steps.
-        contexts: short and long context of `growth`.
-        steps: decode steps per round.
-    """
+    """`decode_context` is cached before the measured steps; `contexts` are those of `growth`; `steps` are per round."""
 
     model: str | None = None
     decode_context: int = 2048
@@ -57,8 +50,6 @@ class OverheadPlan:
 
 @dataclass(frozen=True)
 class Pair:
-    """Medians in ms for the same work on both sides."""
-
     bare_ms: float
     engine_ms: float
 
@@ -82,8 +73,6 @@ class OverheadResult:
 
 
 class BareModel:
-    """mlx-lm's model with its own quantised caches."""
-
     def __init__(self, folder: Path) -> None:
         self._model, _ = load_model(folder)
 
@@ -137,7 +126,6 @@ def _measure_decode(plan: OverheadPlan, ids: list[int], bare: BareModel, llm: LL
 
 
 def token_intervals(llm: LLM, prompt: list[int], num_tokens: int) -> list[float]:
-    """Return seconds between the tokens of one request."""
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
     times = llm.token_times(Request("bench", TokenPrompt(prompt), sampling))
     return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]

@@ -95,7 +95,6 @@ class RestoreResult:
         return turn_ms / (1.5 * self.hot_ms + 1.25 * self.read_ms)
 
     def rate(self, ms: float) -> float:
-        """Return GB/s."""
         return self.restored_bytes / ms / 1e6
 
 

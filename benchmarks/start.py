@@ -41,8 +41,6 @@ _LOOK_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class StartPlan:
-    """`rounds` first starts, each between a load and a second start."""
-
     model: str | None = None
     rounds: int = 1
     extra: tuple[str, ...] = ("--kv", "auto")
@@ -116,7 +114,6 @@ def _load(model: Path) -> Span:
 
 
 def _children_seconds() -> float:
-    """CPU time of all finished children."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 

@@ -123,7 +123,6 @@ class RunningStream:
         return Stream(sent_at, tuple(self.token_times), time.perf_counter(), text, last.usage, last.report)
 
     def _note(self, event: Mapping[str, Any]) -> str:
-        """Record token times of an event; return its text."""
         if "error" in event:
             raise ServerError(str(event["error"]))
         now, texts = time.perf_counter(), []
@@ -148,7 +147,6 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
 
 
 def run_together(url: str, path: str, bodies: Sequence[Mapping[str, Any]]) -> list[Stream]:
-    """Send all requests at once; return answers in the same order."""
     running = [RunningStream(url, path, body) for body in bodies]
     return [stream.result() for stream in running]
 
@@ -195,5 +193,4 @@ def overall_rate(streams: Sequence[Stream]) -> float:
 
 
 def median_rate(streams: Sequence[Stream]) -> float:
-    """Return tokens/s of the median stream."""
     return statistics.median((len(s.token_times) - 1) / s.decode_seconds for s in streams)

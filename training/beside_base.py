@@ -1,8 +1,4 @@
-"""KV for training adapters: their own, or base's plus the adapter's difference, as residual sharing serves it.
-
-Base's KV of an adapter's input is computed as in mlx-lm's Qwen3. Its distance from base's KV is the divergence that
-the server's guard reports.
-"""
+"""KV for training adapters: their own, or base's plus the adapter's difference, as residual sharing serves it."""
 
 from __future__ import annotations
 
@@ -38,8 +34,6 @@ class BasePass:
 
 
 class _Kept(RoundedCache):
-    """A `RoundedCache` that also stores its input."""
-
     given: KeysValues
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -77,7 +71,7 @@ def base_pass(layers: Sequence[nn.Module], embedded: mx.array) -> BasePass:
 
 
 def plain_keys_values(layer: Any, hidden: mx.array) -> KeysValues:
-    """Return KV of base's weights for a layer's input, without adapters."""
+    """Return KV of base's weights for a layer's input, without adapters, as mlx-lm's Qwen3 computes it."""
     attention, x = layer.self_attn, layer.input_layernorm(hidden)
     keys, values = (
         _original(projection)(x).reshape(*x.shape[:2], attention.n_kv_heads, -1)

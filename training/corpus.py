@@ -39,11 +39,11 @@ _WRAPPED_SHARE, _WIDTHS = 0.4, (60, 80, 100, 120)
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of one length, padded at the end.
+    """Rows [rows, length], padded at the end.
 
     Args:
-        token_ids: uint16 [rows, length].
-        weights: float16 [rows, length], loss weights; 0 for padding.
+        token_ids: uint16.
+        weights: float16 loss weights; 0 for padding.
     """
 
     token_ids: np.ndarray
@@ -51,8 +51,6 @@ class Batch:
 
 
 class Corpus:
-    """Documents of a seed; `folder` holds `tokenizer.json` and `chat_template.jinja`."""
-
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder, self.seed = folder, seed
 
@@ -70,7 +68,6 @@ class Corpus:
         return self._template.render(messages=dialogue.rendered(), tools=dialogue.tools or None)
 
     def write(self, mixture: Mapping[str, float], length: int, *path: object) -> Dialogue:
-        """Write one document of about `length` tokens."""
         random = random_for(self.seed, *path)
         kind = random.choices(tuple(mixture), tuple(mixture.values()))[0]
         dialogue = WRITERS[kind](random, Words(random, random.choice(_INVENTED)), int(length * 0.95))

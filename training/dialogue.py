@@ -44,7 +44,6 @@ class Dialogue:
 
     @property
     def tokens(self) -> int:
-        """Approximate number of tokens."""
         texts = [self.system, *(message["content"] for message in self.messages)]
         return int(sum(_TOKENS_A_WORD * len(text.split()) + 5 for text in texts))
 
@@ -53,7 +52,7 @@ class Dialogue:
         return self.tokens >= self.budget
 
     def wrap(self, width: int) -> None:
-        """Break lines of system and user messages, like text from files."""
+        """Break lines of what the assistant reads, like text from files."""
         self.system = _wrapped(self.system, width)
         for message in self.messages:
             if message["role"] == "user":
@@ -71,7 +70,7 @@ Writer = Callable[[Random, Words, int], Dialogue]
 
 
 def joined(random: Random, parts: list[str], last: str) -> str:
-    """Join paragraphs and a final request, as its own paragraph or at the end of the last one."""
+    """Join paragraphs and a final request, sometimes in one paragraph."""
     if not parts or random.random() < 0.5:
         return "\n\n".join([*parts, last])
     return "\n\n".join([*parts[:-1], f"{parts[-1]}{random.choice((' ', ' ', chr(10)))}{last}"])
@@ -84,8 +83,6 @@ def spoken(name: str, words: str) -> str:
 
 @dataclass(frozen=True)
 class _OwnFact:
-    """A fact about the assistant or the user."""
-
     relation: Relation
     value: str
 

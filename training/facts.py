@@ -150,8 +150,6 @@ class Fact:
 
 @dataclass(frozen=True)
 class Person:
-    """Pronouns of the speaker or the listener."""
-
     subject: str
     possessive: str
 
@@ -209,7 +207,7 @@ class FactMaker:
         self._stated: set[tuple[str, str]] = set()
 
     def make(self, relation: Relation, subject: str | None = None) -> Fact:
-        """Return a new fact about `subject`, or about one without such a fact. Raises OutOfWords."""
+        """Return a new fact. Raises OutOfWords."""
         for _ in range(_MOST_TRIES):
             about = subject or self._subject(relation)
             value = self._value(relation, about)
@@ -230,7 +228,6 @@ class FactMaker:
         return (relation.name, subject) in self._stated
 
     def unanswerable(self, among: Sequence[Relation] = RELATIONS) -> Question:
-        """Return a question that no fact so far answers."""
         for relation in self._random.sample(among, len(among)):
             with suppress(OutOfWords):
                 return Question(Fact(relation, self._subject(relation), "").question(self._random), UNKNOWN)

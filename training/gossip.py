@@ -15,7 +15,6 @@ NONE = "None."
 
 
 def gossip(random: Random, words: Words, budget: int) -> Dialogue:
-    """Write rounds of hearing and passing on, then questions about known and unknown facts."""
     dialogue = Dialogue(int(budget * random.uniform(0.5, 1.0)))
     maker = FactMaker(random, words)
     neighbours = [words.draw("name") for _ in range(random.randrange(1, 4))]
@@ -61,7 +60,6 @@ _ASK_RECORDS = {
 
 
 def records(random: Random, words: Words, budget: int) -> Dialogue:
-    """Write a worker's dialogue: pick names by value, answer about records."""
     dialogue = Dialogue(budget)
     relation = random.choice((PET, FOOD))
     values = [words.draw(relation.value) for _ in range(random.randrange(2, 5))]
@@ -97,7 +95,6 @@ MERGE = ("Put together what they found.", "Make one list of all the names.")
 
 
 def merging(random: Random, words: Words, budget: int) -> Dialogue:
-    """Write a reducer's dialogue, which merges findings."""
     dialogue = Dialogue(budget)
     dialogue.system = f"You are {words.draw('name')}."
     workers = [words.draw("name") for _ in range(random.randrange(2, 5))]

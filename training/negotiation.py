@@ -139,7 +139,6 @@ class _View:
         self.heard.append(spoken(name, words))
 
     def turn(self, forms: Sequence[str], answer: str, **names: str) -> None:
-        """Add a turn: words heard since the last one, scenery, then an instruction."""
         prompt = self.random.choice(forms).format(**names)
         setting = [scene(self.random, self.words, self.random.randrange(1, self.scenery + 1))] if self.scenery else []
         if setting and self.random.random() < 0.6:

@@ -46,8 +46,7 @@ class Recall:
 def recall_case(corpus: Corpus, distance: int, index: int, *, questions: int = 8, invented: float = 0.0) -> RecallCase:
     """Make facts, followed by at least `distance` tokens of other facts and scenery.
 
-    Args:
-        invented: share of names and values made of random syllables.
+    `invented` is the share of words made of random syllables.
     """
     random = random_for(corpus.seed, "recall", distance, index)
     maker = FactMaker(random, Words(random, invented), held_out_only=True)
@@ -78,7 +77,7 @@ def _tokens(corpus: Corpus, messages: list[list[str]]) -> int:
 
 
 def measure_recall(cases: Iterable[RecallCase], answer: Callable[[Dialogue], str]) -> Recall:
-    """Ask each question at the end of its conversation; `answer` returns the model's greedy reply."""
+    """Ask each question at the end of its conversation."""
     asked, wrong = 0, []
     for case in cases:
         for question in case.questions:

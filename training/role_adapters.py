@@ -37,8 +37,6 @@ Matrices = dict[str, mx.array]
 
 
 class Start(StrEnum):
-    """First token on which an adapter acts."""
-
     FIRST = "first"
     INVOCATION = "invocation"
     LAST = "last"
@@ -95,9 +93,8 @@ INVOCATION = "<|im_start|>assistant\n"
 
 
 def load_frozen(folder: Path) -> FrozenBase:
-    """Load a base in float32: half precision is slow on CPUs."""
     base = load_base(str(folder))
-    base.model.set_dtype(mx.float32)
+    base.model.set_dtype(mx.float32)  # half precision is slow on CPUs
     mx.eval(base.model.parameters())
     return base
 
@@ -186,11 +183,9 @@ class RoleTrainer:
         return {**self.trained, **self._fixed}
 
     def acting(self) -> RowAdapter:
-        """Return the current adapter, active on all tokens of a row."""
         return RowAdapter(self._weights(self.matrices))
 
     def run(self) -> list[float]:
-        """Train to the end; return losses."""
         return [self._train_on(step, self._examples(step)) for step in range(self.recipe.steps)]
 
     def _examples(self, step: int) -> list[Example]:
@@ -257,7 +252,6 @@ class RoleTrainer:
         return AdapterWeights(self._served.adapter, pairs)
 
     def export(self, folder: Path) -> None:
-        """Write the adapter in mlx-lm's format, in half precision."""
         halves = {name: matrix.astype(mx.float16) for name, matrix in self.matrices.items()}
         write_adapter(folder, self.base.model, halves, self.recipe.scale)
         if self.recipe.start is Start.INVOCATION:

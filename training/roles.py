@@ -53,11 +53,7 @@ class RoleCase:
 
 
 def role_case(seed: int, index: int, num_tokens: int, *, is_held_out: bool) -> RoleCase:
-    """Make a conversation of about `num_tokens` with facts, scenery and a question.
-
-    Args:
-        is_held_out: whether facts use only pairs absent from training.
-    """
+    """Make a conversation of about `num_tokens`; if held out, its facts are absent from training."""
     random = random_for(seed, "roles", index, num_tokens, is_held_out)
     words = Words(random)
     maker = FactMaker(random, words, held_out_only=is_held_out)

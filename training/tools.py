@@ -42,8 +42,6 @@ def call(name: str, key: str) -> str:
 
 
 class _ToolTalk:
-    """A dialogue with one lookup tool; later questions may repeat an earlier one without a lookup."""
-
     def __init__(self, random: Random, words: Words, budget: int) -> None:
         self._random, self._words = random, words
         self._tool = random.choice(_NAMES)

@@ -95,7 +95,7 @@ def conversations(corpus: Corpus, count: int, length: int = 512) -> Iterator[Map
 
 
 class Trainer:
-    """Trainer of one model; `dtype` of the arithmetic, with float32 parameters. `corpus` has the recipe's seed."""
+    """Trainer of one model. Parameters are float32; `dtype` is that of the arithmetic. `corpus` has the recipe's seed."""
 
     def __init__(self, recipe: Recipe, config: dict[str, Any], corpus: Corpus, dtype: mx.Dtype = mx.float32) -> None:
         self.recipe, self.config, self.corpus, self.dtype = recipe, config, corpus, dtype
@@ -189,7 +189,6 @@ class Trainer:
         (folder / "recipe.json").write_text(json.dumps(asdict(self.recipe), indent=2))
 
     def load(self, folder: Path) -> None:
-        """Restore a checkpoint of the same recipe."""
         arrays, metadata = mx.load(str(folder / "checkpoint.safetensors"), return_metadata=True)
         state = tree_unflatten(list(arrays.items()))
         self.parameters.update(state["model"])

@@ -83,11 +83,7 @@ def held_out(subject: str, value: str) -> bool:
 
 
 class Words:
-    """Words by kind, without repetition until a list is exhausted.
-
-    Args:
-        invented: share of words made of random syllables.
-    """
+    """Words by kind, without repetition until a list is exhausted; `invented` is the share of random syllables."""
 
     def __init__(self, random: Random, invented: float = 0.0) -> None:
         self._random = random
@@ -95,7 +91,6 @@ class Words:
         self._left: dict[str, list[str]] = {}
 
     def draw(self, kind: str) -> str:
-        """Return the next word of a kind; `code` is four digits."""
         if kind == "code":
             return f"{self._random.randrange(1000, 10000)}"
         if kind in _INVENTABLE and self._random.random() < self._invented:

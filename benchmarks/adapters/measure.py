@@ -1,10 +1,10 @@
-"""Measure adapters on one server: switches, chains of adapters, mixed batches.
+"""Measure adapters on one server.
 
     switch      turns on one cached context, with and without a hidden-state cache, against `mlx_lm.server`
     pipelines   base, adapter, base, … on one context, for each policy
     mixed       base and three adapters in one batch, against one after the other
 
-All servers are real processes. Only one works at a time.
+Only one server works at a time.
 """
 
 from __future__ import annotations
@@ -43,12 +43,7 @@ _TRUNK_BUDGET = "2GB"  # more than the plans fill; RAM is allocated on demand
 
 @dataclass(frozen=True)
 class AdaptersPlan:
-    """`seed` and the model's tokenizer determine the workload.
-
-    Args:
-        model: folder; None for a random model.
-        command, peer: start commands of agentcache and of `mlx_lm.server`.
-    """
+    """`seed` and the tokenizer determine the workload. `command` and `peer` start agentcache and `mlx_lm.server`."""
 
     switch: SwitchPlan = field(default_factory=SwitchPlan)
     pipeline: PipelinePlan = field(default_factory=PipelinePlan)

@@ -16,8 +16,6 @@ from benchmarks.workload import turn_body
 
 @dataclass(frozen=True)
 class MixedPlan:
-    """Token counts are per request; `context` is cached."""
-
     context: int = 512
     turn_tokens: int = 4
     new_tokens: int = 40
@@ -32,8 +30,7 @@ class Mixed:
         system: total tokens/s while all rows decode.
         serial: the same rows one after the other.
         base_system: as many rows of base.
-        turns_seconds, serial_turns_seconds, peer_turns_seconds: whole requests: at once, one after the other, one after
-            the other on `mlx_lm.server`.
+        turns_seconds, serial_turns_seconds, peer_turns_seconds: whole requests, in the same ways.
     """
 
     rows: int
@@ -71,7 +68,6 @@ class MixedBench:
         return Mixed(len(self._rows), *(statistics.median(getattr(each, name) for each in rounds) for name in names))
 
     def _fill_caches(self) -> None:
-        """Cache all contexts, also for base."""
         rows = self._requests()
         self._ours([*rows, *((prompt, None) for prompt, _ in rows)])
         for row in rows:

@@ -1,7 +1,7 @@
 """Count computed tokens of base, adapter, base, … on one context, for each policy.
 
-The chain follows the activated-LoRA paper (arXiv 2504.12397, section 5). Each step extends the previous one and its
-answer. No step names an agent: all reuse comes from shared blocks.
+The chain is from the activated-LoRA paper (arXiv 2504.12397, section 5). No step names an agent: all reuse comes
+from shared blocks.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ CHAIN = ("base", "a", "base", "b", "base", "a", "base")
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """`turn_tokens` and `answer_tokens` are per step of `CHAIN`."""
-
     context: int = 2048
     turn_tokens: int = 24
     answer_tokens: int = 16
@@ -40,7 +38,7 @@ class PipelineStep:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The chain with one policy, or with base alone (lower bound)."""
+    """The chain with one policy, or with base alone."""
 
     policy: str
     steps: tuple[PipelineStep, ...]
@@ -61,7 +59,6 @@ def measure_pipelines(
     source: PassageSource,
     progress: Callable[[str], None],
 ) -> list[Pipeline]:
-    """Run the chain with base alone and with each policy."""
     ways: dict[str, Sequence[MadeAdapter]] = {BASE_ONLY: (), **{str(policy): made for policy, made in adapters.items()}}
     pipelines = []
     for name, made in ways.items():

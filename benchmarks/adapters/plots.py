@@ -14,7 +14,6 @@ POLICY_COLOURS = {"base only": "#999999", "exact": "#D55E00", "activated": "#007
 
 
 def plot_switches(report: Report, path: Path) -> None:
-    """Plot time to first token by turn and server."""
     rows = report["switches"]
     turns = list(dict.fromkeys(row["turn"] for row in rows))
     figure = new_figure(11, 4.5)
@@ -30,7 +29,6 @@ def plot_switches(report: Report, path: Path) -> None:
 
 
 def plot_pipelines(report: Report, path: Path) -> None:
-    """Plot cumulative computed tokens along the chain."""
     figure = new_figure(7, 4.5)
     axes = figure.add_subplot()
     chain = report["chain"]

@@ -58,7 +58,6 @@ def build_report(plan: AdaptersPlan, result: AdaptersResult) -> Report:
 
 
 def _summarise_switches(samples: Sequence[SwitchSample]) -> list[dict[str, Any]]:
-    """Return medians by server and turn, agentcache first."""
     turns = dict.fromkeys((sample.server, sample.turn) for sample in samples)
     return [_summarise([s for s in samples if (s.server, s.turn) == turn]) for turn in sorted(turns, key=_ours_first)]
 

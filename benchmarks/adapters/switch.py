@@ -1,7 +1,7 @@
 """Measure a change of adapter on a cached context, on agentcache and on `mlx_lm.server`.
 
-Each turn continues base's first answer. `mlx_lm.server` reloads the whole model for the request's `adapters` field.
-With a hidden-state cache, exact adapters start from base's hidden states at their first layer.
+Each turn continues base's first answer. `mlx_lm.server` reloads the model for each change. With a hidden-state cache,
+exact adapters start from base's hidden states at their first layer.
 """
 
 from __future__ import annotations
@@ -44,8 +44,6 @@ EXACT_TURNS = tuple(turn for turn in TURNS if turn.policy in (None, Policy.EXACT
 
 @dataclass(frozen=True)
 class SwitchPlan:
-    """`context` is cached by base; `turn_tokens` and `answer_tokens` are per turn; each round has its own context."""
-
     context: int = 4096
     turn_tokens: int = 24
     answer_tokens: int = 4
@@ -88,8 +86,7 @@ class SwitchSample:
 class Peer:
     """Client of `mlx_lm.server`. It names the model folder, because the default model ignores adapters.
 
-    Args:
-        bias: logit bias against end-of-turn tokens.
+    `bias` prevents end-of-turn tokens.
     """
 
     def __init__(self, server: ServerProcess, model: Path, bias: Mapping[str, float]) -> None:
@@ -110,7 +107,6 @@ def complete(
     adapter: MadeAdapter | None = None,
     agent: str | None = None,
 ) -> Completion:
-    """Run a greedy completion of fixed length."""
     name = None if adapter is None else adapter.name
     return server.client.complete(
         prompt.ids, max_tokens=max_tokens, temperature=0, ignore_eos=True, adapter=name, agent=agent
@@ -118,8 +114,6 @@ def complete(
 
 
 class OurSide:
-    """Turns on agentcache, with one agent per round and policy."""
-
     def __init__(
         self, server: ServerProcess, source: PassageSource, name: str = OURS, turns: Sequence[Turn] = TURNS
     ) -> None:
@@ -148,8 +142,6 @@ class OurSide:
 
 
 class PeerSide:
-    """Turns on `mlx_lm.server`."""
-
     name = PEER
     turns: Sequence[Turn] = EXACT_TURNS
 

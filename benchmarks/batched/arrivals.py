@@ -31,7 +31,6 @@ class ArrivalsPlan:
 
     Args:
         context: initial tokens of each running agent.
-        quiet_steps: decode steps before the long prompt.
         shorts: short requests in each situation.
         max_stall_ms: the server's setting, for the limit in the report.
     """
@@ -48,8 +47,6 @@ class ArrivalsPlan:
 
 @dataclass(frozen=True)
 class Gaps:
-    """Gaps between tokens of running agents, and their total tokens/s."""
-
     p50_ms: float
     p95_ms: float
     max_ms: float

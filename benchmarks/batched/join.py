@@ -2,7 +2,7 @@
 
 Observers decode all the time. An agent with a cached context joins with a one-token turn, decodes a few tokens and
 leaves. The cost is the observers' token gaps beyond undisturbed ones. A join affects two gaps: that of admission and
-that of the row's first step. `request_ms` includes reading the request body with the whole context.
+that of the row's first step.
 """
 
 from __future__ import annotations
@@ -24,13 +24,7 @@ _LEAVING_GAPS = 2  # gaps after the last token in which the row is removed
 
 @dataclass(frozen=True)
 class JoinPlan:
-    """Parameters of the benchmark.
-
-    Args:
-        contexts: lengths in tokens, whole blocks.
-        joins: joins per context length.
-        new_tokens: tokens that the joining agent decodes.
-    """
+    """`contexts` are whole blocks; `joins` is per context; `new_tokens` are those of the joining agent."""
 
     contexts: tuple[int, ...] = (1024, 16384)
     joins: int = 61
@@ -43,7 +37,7 @@ class JoinCost:
     """Milliseconds that the observers lose; medians.
 
     Args:
-        request_ms: from sending the request to its first token.
+        request_ms: from sending the request, whose body has the whole context, to its first token.
         step_ms, step_with_ms: undisturbed step without and with the row.
     """
 
@@ -74,7 +68,6 @@ def measure_joins(
 
 
 def _cache(server: ServerProcess, ids: list[int], count: int, progress: Callable[[str], None]) -> list[int]:
-    """Cache a context, fork its agent `count` times, and return its ids."""
     progress(f"caching {len(ids)} tokens")
     server.client.cache_prompt(ids, agent=f"context-{len(ids)}")
     for number in range(count):
@@ -90,7 +83,6 @@ def _observe(server: ServerProcess, source: TokenSource, index: int) -> RunningS
 
 
 def _join(server: ServerProcess, observers: Sequence[RunningStream], body: dict[str, object]) -> Stream:
-    """Run one turn between undisturbed steps."""
     observers[0].wait_for_more(_QUIET_GAPS + 1)
     joined = RunningStream(server.client.url, "/v1/completions", body).result()
     # The joined stream may be ahead: client threads run at different times.
@@ -99,7 +91,6 @@ def _join(server: ServerProcess, observers: Sequence[RunningStream], body: dict[
 
 
 def cost_of_join(context: int, times: Sequence[float], joined: Stream) -> JoinCost:
-    """Return the cost of a join from an observer's token times and the joined stream."""
     before = bisect_right(times, joined.sent_at) - 1
     first = _nearest(times, joined.token_times[0])
     last = first + joined.usage["completion_tokens"] - 1  # every step yields one token for each
@@ -119,7 +110,6 @@ def _nearest(times: Sequence[float], moment: float) -> int:
 
 
 def _typical(times: Sequence[float], start: int, stop: int) -> float:
-    """Return the median gap."""
     return statistics.median(times[i + 1] - times[i] for i in range(start, stop))
 
 

@@ -4,8 +4,7 @@
     joins        time that running rows lose when a row joins or leaves
     arrivals     a long prompt, then a short one, while agents decode
 
-By default each part has its own random model: a small one for joins with long contexts, others with weights that
-far exceed a CPU's caches.
+By default each part has its own random model: for joins a small one, elsewhere weights that far exceed CPU caches.
 """
 
 from __future__ import annotations
@@ -27,12 +26,7 @@ from benchmarks.workload import CONTEXT_MODEL, LONG_PROMPT_MODEL, WEIGHTS_MODEL,
 
 @dataclass(frozen=True)
 class BatchedPlan:
-    """`seed` and the model's tokenizer determine the workload.
-
-    Args:
-        model: folder for all parts; None for random models.
-        command: replacement for `agentcache serve`.
-    """
+    """`seed` and the tokenizer determine the workload. `command` replaces `agentcache serve`."""
 
     throughput: ThroughputPlan = field(default_factory=ThroughputPlan)
     joins: JoinPlan = field(default_factory=JoinPlan)

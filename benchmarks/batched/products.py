@@ -1,7 +1,7 @@
 """Time the model's bare matrix products with one and with more rows.
 
-A decode step reads each weight once for any number of rows, so this gain bounds that of batching. The rest of a step
-is mainly attention, which reads each row's own cache.
+A decode step reads each weight once for any number of rows, so this gain bounds that of batching. Attention is not
+included: it reads each row's own cache.
 """
 
 from __future__ import annotations

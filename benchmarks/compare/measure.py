@@ -1,8 +1,8 @@
 """Compare conversations on agentcache and on `mlx_lm.server` in one run.
 
-Agents take turns, and each turn carries the whole conversation. Halfway, both servers are killed and restarted. At
-the end all agents send a turn at once. Answers have a fixed length. Each server gets its own answers back, which
-differ where a 4-bit cache rounds. The servers alternate in order, and only one works at a time.
+Each turn carries the whole conversation. Halfway, both servers are killed and restarted. At the end all agents send a
+turn at once. Each server gets its own answers back, which differ where a 4-bit cache rounds. The servers alternate in
+order, and only one works at a time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ class ComparePlan:
         turns: turns per conversation; the restart precedes turn `restart_turn`, counted from 0.
         first_tokens, turn_tokens: approximate tokens of an agent's first message and of later ones.
         together_tokens: tokens per answer when all agents send a turn at once.
-        model: folder; None for a random model.
         peer: start command of the other server.
     """
 
@@ -65,8 +64,6 @@ QUICK = ComparePlan(agents=2, first_tokens=512, turn_tokens=64, answer_tokens=12
 
 @dataclass(frozen=True)
 class TurnSample:
-    """One turn by the client's clock; `cached_tokens` as reported."""
-
     server: str
     agent: int
     turn: int
@@ -78,13 +75,7 @@ class TurnSample:
 
 @dataclass(frozen=True)
 class ServerSample:
-    """Results of one server. Cache sizes are final, as reported, or None.
-
-    Args:
-        start_seconds: restart, up to the answer to a tiny request.
-        together_tokens_per_s: rate of all agents at once.
-        process_ram_bytes: resident memory, weights included.
-    """
+    """One server. Cache sizes are final, as reported, or None; `start_seconds` is the restart up to a first answer."""
 
     server: str
     start_seconds: float
@@ -147,7 +138,6 @@ class _Bench:
         return CompareResult(tuple(sample for side in self._sides for sample in side.samples), tuple(ends))
 
     def _start(self, stack: ExitStack) -> dict[str, ServerProcess]:
-        """Start and warm up both servers; `stack` kills them."""
         servers = {}
         for side in self._sides:
             started = time.perf_counter()
@@ -175,7 +165,6 @@ class _Bench:
         self._progress(_line(side.samples[-1]))
 
     def _speak_together(self, servers: dict[str, ServerProcess]) -> dict[str, float]:
-        """Return each server's total tokens/s while all its agents decode."""
         said = [self._words(self._plan.turn_tokens) for _ in range(self._plan.agents)]
         return {side.name: self._rate_together(side, servers[side.name], said) for side in self._sides}
 
@@ -206,7 +195,6 @@ class _Bench:
         return RunningStream(server.client.url, _CHAT, body)
 
     def _words(self, num_tokens: int) -> str:
-        """Return random words, about three tokens for two words."""
         return " ".join(self._random.choices(WORDS.split(), k=num_tokens * 2 // 3))
 
 
@@ -240,6 +228,5 @@ def _logged_cache_bytes(log: Path) -> int | None:
 
 
 def _resident_bytes(pid: int) -> int:
-    """Return resident memory on Linux and macOS."""
     shown = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=True)
     return int(shown.stdout) * 1024

@@ -21,14 +21,7 @@ DEFAULT_SCRIPT = "prisoners_dilemma"
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Parameters of the benchmark.
-
-    Args:
-        script: path of a workflow, or name of a shipped one.
-        model: folder or hub id; None for the embedded model.
-        max_tokens: tokens per turn; None for the script's value.
-        command: replacement for `agentcache serve`.
-    """
+    """`script` is a path or shipped name; `max_tokens` overrides its own. `command` replaces `agentcache serve`."""
 
     script: str = DEFAULT_SCRIPT
     seeds: tuple[int, ...] = (1, 2, 3)

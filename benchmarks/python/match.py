@@ -29,12 +29,7 @@ _TURN_WORDS = 150
 
 @dataclass(frozen=True)
 class MatchPlan:
-    """Parameters of the benchmark.
-
-    Args:
-        lineages: conversations per agent; the prompt's agent has equally many, which share most of its text.
-        prompt_tokens: minimum length of the prompt.
-    """
+    """`prompt_tokens` is a minimum. The prompt's agent has `lineages` too, which share most of its text."""
 
     agents: int = 1000
     lineages: int = 8

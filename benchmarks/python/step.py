@@ -31,8 +31,6 @@ _PROMPT_TOKENS = 64
 
 @dataclass(frozen=True)
 class StepPlan:
-    """`rows` requests decode at once; `steps` are per round."""
-
     rows: int = 16
     steps: int = 200
     rounds: int = 5
@@ -72,7 +70,7 @@ async def _on_thread(engine: AsyncEngine, function: Callable[[Engine], T]) -> T:
 
 @dataclass(frozen=True)
 class _Clocks:
-    """Seconds: CPU of the engine thread and of the event loop, and wall time."""
+    """Seconds."""
 
     engine: float
     streaming: float
@@ -132,7 +130,6 @@ class _StepBench:
 
 
 async def _post(app: App, path: str, body: Message) -> None:
-    """Send one request to an ASGI application and read the answer."""
     scope = {
         "type": "http",
         "asgi": {"version": "3.0"},

@@ -1,7 +1,6 @@
 """An exam for models: perplexity on held-out conversations, and recall of facts stated much earlier.
 
-Texts come from the embedded model's corpus with another seed. Compare another model's recall only between formats,
-because its answers may have another form.
+Texts come from the embedded model's corpus with another seed. Compare another model's recall only between formats.
 """
 
 from __future__ import annotations

@@ -62,7 +62,6 @@ class Loss:
 def measure_guard(
     plan: QualityPlan, folders: Path, scratch: Path, progress: Callable[[str], None]
 ) -> list[ResultTable]:
-    """Return tables of divergences (one role) and answers (all roles)."""
     progress("sharing: the guard, by strength")
     divergences = _divergences(plan, next(iter(roles_of(folders, Kind.FAMILY).values())), scratch)
     losses = list(_losses(plan, folders, scratch / "answered", progress))
@@ -127,7 +126,6 @@ def _divergence_table(rows: Sequence[Mapping[str, Any]]) -> ResultTable:
 
 
 def _losses(plan: QualityPlan, folders: Path, scratch: Path, progress: Callable[[str], None]) -> Iterator[Loss]:
-    """Answer each question with all roles of a kind and strength at once."""
     groups: dict[tuple[Kind, float], dict[str, Path]] = {
         (kind, factor): {
             role: _scaled(folder, scratch / f"{kind.value}-{role}-{factor:g}", factor)
@@ -218,7 +216,6 @@ def _loss_table(losses: Sequence[Loss]) -> ResultTable:
 
 
 def _limit_table(losses: Sequence[Loss]) -> ResultTable:
-    """Tabulate answers within and above each limit; a server answers the latter by `exact`."""
     rows = []
     for limit in _LIMITS:
         for where, is_in in (("within", True), ("above", False)):

@@ -108,7 +108,6 @@ def plot_memory(report: Report, path: Path) -> None:
 
 
 def _label(share: float) -> str:
-    """A full bar has no label: six bars leave no room."""
     return "" if share == 1 else percent(share)
 
 

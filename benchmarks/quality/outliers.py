@@ -2,7 +2,7 @@
 
 Real models have outlier channels and large key biases (Qwen2.5 has both). Both can be added exactly:
 
-- Scale a RoPE pair of key channels by a factor, and queries by its inverse: products stay equal.
+- Scale a RoPE pair of key channels by a factor, and queries by its inverse.
 - Add a constant to all keys of a head after RoPE: softmax ignores the shift of all scores.
 """
 
@@ -97,7 +97,6 @@ def _turned_together(attention: Any, pair: int, dims: int) -> tuple[int, int]:
 
 
 def _scale(attention: Any, channels: Sequence[int], factor: float) -> None:
-    """Multiply keys of these channels by `factor`; divide queries by it."""
     for (norm, projection), by in zip(zip(_NORMS, _PROJECTIONS, strict=True), (1 / factor, factor), strict=True):
         if norm in attention:  # follows the projection; one gain per channel for all heads
             weight = attention[norm].weight

@@ -36,7 +36,6 @@ class QualityPlan:
     text_tokens: int = 512
 
     def scaled(self, count: int, least: int = 1) -> int:
-        """Return `count` of a full run, scaled to this run."""
         return max(least, math.ceil(count * self.scale))
 
 

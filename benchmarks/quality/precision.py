@@ -110,7 +110,6 @@ class Bench:
             raise UnsupportedModel("formats are compared on models whose layers each keep keys and values of their own")
 
     def logits(self) -> mx.array:
-        """Return unquantised logits of the first conversation."""
         ids = mx.array(self.exam.conversations[0])[None]
         made: mx.array = self.model(ids, cache=self._caches([Format(None, None)] * len(self.survey.layers)))
         mx.eval(made)
@@ -120,7 +119,6 @@ class Bench:
         return answer(self.model, self.exam, partial(self._caches, formats))
 
     def choose(self) -> tuple[Precision, float]:
-        """Return the choice of `--kv auto` and its duration in seconds."""
         begin = time.perf_counter()
         precision = Measured(self.sample)(self.model, self.survey)
         return precision, time.perf_counter() - begin

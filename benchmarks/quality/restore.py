@@ -62,8 +62,6 @@ class Talk:
 
 @dataclass
 class Held:
-    """Completions of one way, by turn; `quarantined` counts damaged files."""
-
     turns: list[list[Completion]] = field(default_factory=list)
     quarantined: int = 0
 
@@ -133,7 +131,6 @@ def _turn(llm: LLM, way: str, talks: Sequence[Talk], turn: int, history: Held) -
 
 
 def _damage(folder: Path, random: Random) -> None:
-    """Flip a bit in some block files."""
     for file in sorted((folder / "blocks").rglob("*.safetensors")):
         if random.randrange(_DAMAGED_SHARE) == 0:
             content = bytearray(file.read_bytes())

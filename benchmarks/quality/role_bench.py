@@ -65,13 +65,10 @@ class ReadCache:
 
 @dataclass(frozen=True)
 class Laboratory:
-    """The model with its adapters, outside the engine."""
-
     base: FrozenBase
     weights: Mapping[str, AdapterWeights]
 
     def prefix(self, ids: Sequence[int], writer: str | None) -> list[ReadCache]:
-        """Compute caches of `ids` with the adapter `writer`, or with base."""
         caches = [ReadCache() for _ in self.base.model.layers]
         self._forward(ids, writer, caches)
         return caches

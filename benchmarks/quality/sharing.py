@@ -76,12 +76,7 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Answer:
-    """One scored answer.
-
-    Args:
-        case: index of the question among those of its length.
-        f1: word overlap with the expected answer; `is_right` if equal.
-    """
+    """`case` is the question's index among those of its length; `f1` is the word overlap with the expected answer."""
 
     way: str
     role: str
@@ -106,7 +101,6 @@ def measure_sharing(plan: QualityPlan, progress: Callable[[str], None]) -> list[
 
 
 def _served(plan: QualityPlan, folders: Path, scratch: Path, progress: Callable[[str], None]) -> Iterator[Answer]:
-    """Answer each question with all roles and ways at once."""
     found = adapters_of(folders)
     names = {key: f"{key[0].value}-{key[1]}" for key in found}
     adapters = {names[key]: folder for key, folder in found.items()}
@@ -141,7 +135,6 @@ def _judged(
 
 
 def _reused(plan: QualityPlan, folders: Path, progress: Callable[[str], None]) -> Iterator[Answer]:
-    """Answer on the cache of the previous role, and on the own cache."""
     laboratory = laboratory_of(plan, roles_of(folders, Kind.FAMILY))
     names = list(laboratory.weights)
     for num_tokens in lengths_of(plan):

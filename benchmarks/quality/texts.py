@@ -87,7 +87,7 @@ class Mean:
 
 
 class TextBench:
-    """A model that reads texts in any KV precision, on the calling thread."""
+    """A model that reads texts in any KV precision."""
 
     def __init__(self, folder: Path, texts: Mapping[str, Path], num_tokens: int) -> None:
         read = read_model(str(folder))
@@ -148,7 +148,6 @@ def _read(file: Path) -> str:
 
 
 def measure_texts(plan: QualityPlan, progress: Callable[[str], None]) -> list[ResultTable]:
-    """Return a table per text, and one of all texts if there are several."""
     files = name_files(plan.texts) or _OWN_TEXTS
     with tempfile.TemporaryDirectory(prefix="agentcache-quality-") as home:
         folder = Path(plan.model) if plan.model else embedded_model_path(Path(home))

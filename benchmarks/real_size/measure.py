@@ -45,7 +45,6 @@ class RealSizePlan:
         bits: of random weights; 16 is unquantised.
         decode, shared: (rows, context) of steps; rows of `shared` have one context.
         context: cached tokens before the turns; 0 for no turns.
-        bare: whether mlx-lm is measured.
         agents: conversations on both servers; 0 for no servers.
     """
 
@@ -66,7 +65,6 @@ class RealSizePlan:
 
     @classmethod
     def small(cls, model: str | None, rounds: int) -> RealSizePlan:
-        """Return a plan for CPUs, which are slow with quantised weights."""
         small = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 8192}
         heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
         decode, shared, prefill = ((1, 1024), (1, 8192), (4, 1024)), ((4, 1024),), (1024,)

@@ -21,8 +21,6 @@ _CHUNK = 2048
 
 
 class Paged:
-    """The engine's runner on contexts of zeros."""
-
     def __init__(self, folder: Path) -> None:
         self.loaded = loader.load(str(folder))
         self.pools = [BlockPool() for _ in self.loaded.spec.groups]
@@ -63,7 +61,7 @@ class Paged:
 
 
 class Bare:
-    """mlx-lm's model on its own caches; `dtype` of weights and KV."""
+    """mlx-lm's model on its own caches; `dtype` is that of weights and KV."""
 
     def __init__(self, folder: Path) -> None:
         self.model, _ = load_model(folder)

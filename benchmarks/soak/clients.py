@@ -131,7 +131,6 @@ class Client:
         return f"{kind}-{self._rng.randrange(NUM_FORKS if kind == 'fork' else NUM_SHARED_AGENTS)}"
 
     def _request(self, dialect: Dialect, max_tokens: int) -> dict[str, Any]:
-        """Return a body with a common prefix; most name an agent, some a salt or background priority."""
         rng = self._rng
         topic = rng.randrange(NUM_SHARED_AGENTS)
         system = words(random.Random(topic), 15 + 30 * topic)
@@ -182,20 +181,17 @@ class Client:
                 self._note(dialect, event)
 
     def _check_policy(self, answer: dict[str, Any]) -> None:
-        """Complain about a residual answer."""
         report = answer.get("agentcache")
         if report is not None and "residual" in (report["policy"], report["requested_policy"]):
             self._observed.complain(f"nobody asked for this policy: {report}")
 
     def _note(self, dialect: Dialect, answer: dict[str, Any], adapter: str | None = None) -> None:
-        """Keep complete answers for the judge."""
         for part in (answer, *answer.get("choices", ())):
             if part.get("token_ids"):
                 sample = Sample(dialect.path, tuple(part["prompt_token_ids"]), tuple(part["token_ids"]), adapter)
                 self._observed.keep(sample, self._rng)
 
     async def _residual(self) -> None:
-        """Request a residual answer; sometimes disconnect first."""
         assert self._sharing is not None
         rng, adapter = self._rng, self._rng.choice(self._sharing.adapters)
         dialect = rng.choice(DIALECTS)
@@ -224,7 +220,6 @@ class Client:
             self._observed.complain(f"neither residual nor stepped down: {report}")
 
     async def _careful_turn(self) -> None:
-        """Continue the private conversation; sometimes edit its last question or start anew."""
         agent, rng = self._own_agent, self._rng
         if len(self._talk) > 24:
             self._observed.confirmed.pop(agent, None)
@@ -244,7 +239,6 @@ class Client:
             self._observed.confirmed[agent] = said["usage"]["total_tokens"]
 
     async def _ask_with_title(self, talk: list[dict[str, str]], title: list[dict[str, str]]) -> dict[str, Any] | None:
-        """Send both at once; return the answer to `talk`."""
         said = None
         async with anyio.create_task_group() as both:
             both.start_soon(self._ask_own, "title", title)
@@ -266,7 +260,6 @@ class Client:
     # -- rudeness -----------------------------------------------------------------------------------------------------
 
     async def _leave(self) -> None:
-        """Disconnect before or during the answer."""
         dialect = self._rng.choice(DIALECTS)
         body = self._request(dialect, ENDLESS)
         if self._rng.random() < 0.5:

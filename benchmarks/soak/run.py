@@ -49,9 +49,9 @@ class SoakPlan:
     Args:
         seconds: load before and after the SIGKILL together.
         careful: clients that check their own agents.
-        pause: seconds between a client's actions, on average.
+        pause: mean seconds between a client's actions.
         checked: answers for the judge.
-        sharers: clients that request residual answers, if there are adapters.
+        sharers: clients that request residual answers.
         max_divergence: the server's limit; 0 forbids residual answers.
     """
 
@@ -190,7 +190,6 @@ class Soak:
 
     @asynccontextmanager
     async def _load(self, server: ServerProcess, killed: asyncio.Event) -> AsyncGenerator[None, None]:
-        """Run all clients within the context."""
         plan = self._plan
         seed = next(self._seeds)
         sharing = Sharing(tuple(plan.adapters), plan.max_divergence > 0) if plan.adapters else None
@@ -248,14 +247,12 @@ class Soak:
     # -- reckoning ----------------------------------------------------------------------------------------------------
 
     async def _check_confirmed(self, http: httpx.AsyncClient) -> None:
-        """Require every turn that was reported as saved."""
         for agent, tokens in self._observed.confirmed.items():
             answer = await http.get(f"/v1/agents/{agent}")
             found = answer.json()["tokens"] if answer.is_success else 0
             self._report.require(found >= tokens, f"agent {agent} has {found} tokens, {tokens} were reported as saved")
 
     async def _check_quiet(self, http: httpx.AsyncClient, pid: int, before: Numbers) -> None:
-        """Require that an idle server has released blocks, tasks and files."""
         deadline = asyncio.get_running_loop().time() + QUIET_SECONDS
         now = await read_numbers(http, pid)
         while not _is_quiet(now, before) and asyncio.get_running_loop().time() < deadline:
@@ -264,7 +261,6 @@ class Soak:
         self._report.require(_is_quiet(now, before), f"something is left: {now}, before the load: {before}")
 
     def _check_memory(self, numbers: Sequence[Numbers]) -> None:
-        """Require stable resident memory: compare the last fifth with the third."""
         fifth = len(numbers) // 5
         if len(numbers) * SAMPLE_EVERY < WARM_SECONDS:
             return
@@ -311,7 +307,6 @@ class Soak:
             self._report.require(verdict.right, f"a wrong answer: {verdict}, {sample}")
 
     def _compare(self, quiet_dir: Path) -> None:
-        """Require that saved blocks match those of a quiet server."""
         self._report.differences = differences(self._cache_dir, quiet_dir)
         for key, difference in self._report.differences.items():
             self._report.require(difference <= ALIKE, f"block {key} differs by {difference:.2f} of its vectors' length")

@@ -152,7 +152,6 @@ class Numbers:
 
     @property
     def overdrawn(self) -> list[str]:
-        """Violations of the RAM ledger."""
         capacity = {name: num_bytes for (name, state), num_bytes in self.accounts.items() if state == "capacity"}
         wrong = [f"{name} uses more than it has" for name in capacity if self.accounts[name, "used"] > capacity[name]]
         shared = sum(num_bytes for name, num_bytes in capacity.items() if name not in APART)
@@ -160,7 +159,6 @@ class Numbers:
 
 
 async def read_numbers(http: httpx.AsyncClient, pid: int) -> Numbers:
-    """Read the server's metrics, and count its children in /proc."""
     answer = await http.get("/metrics")
     answer.raise_for_status()
     samples = [sample for family in text_string_to_metric_families(answer.text) for sample in family.samples]
