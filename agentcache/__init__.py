@@ -1,7 +1,6 @@
 """Durable LLM agents on one machine: a quantised KV cache that survives a restart.
 
-`LLM` is the offline interface; `agentcache serve` is the HTTP one. Exported names load on first use, so that importing
-the package does not import mlx.
+Exported names load on first use, so that importing the package does not import mlx.
 """
 
 from __future__ import annotations

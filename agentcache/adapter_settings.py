@@ -53,11 +53,7 @@ class AdapterFolder:
 
 
 def parse_adapters(value: Any) -> tuple[AdapterFolder, ...]:
-    """Parse the setting `adapters`.
-
-    Args:
-        value: a mapping of names to `PATH[:POLICY]`; or a list of `NAME=PATH[:POLICY]`, also as one text separated by
-            commas.
+    """Parse a mapping of names to `PATH[:POLICY]`, or a list (or comma-separated text) of `NAME=PATH[:POLICY]`.
 
     Raises:
         ConfigError: an invalid entry, or a duplicate name.

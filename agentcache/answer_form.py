@@ -17,7 +17,7 @@ class TextForm:
     """A constraint on all of the answer's text.
 
     Args:
-        definition: the JSON text of a schema, a regular expression, or a Lark grammar of llguidance.
+        definition: JSON text of a schema, regular expression, or Lark grammar of llguidance.
         param: request parameter named in errors.
     """
 
@@ -31,9 +31,8 @@ class CallableTool:
     """A tool that the answer may call.
 
     Args:
-        schema: JSON text of the schema of its arguments.
-        param: request parameter of the schema, named in errors.
-        name_param: request parameter of the name, named in errors.
+        schema: JSON text of the arguments' schema.
+        param, name_param: request parameters of schema and name, named in errors.
     """
 
     name: str

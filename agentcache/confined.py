@@ -1,7 +1,6 @@
-"""Child processes with time and memory limits, for untrusted work and for work that would hold the GIL.
+"""Child processes with time and memory limits, for work that is untrusted or would hold the GIL.
 
-The work is a module with a function `main`, which passes a function to `confined_child.serve`. It should import little,
-so that it starts quickly and stays small.
+Their module has a function `main`, which calls `confined_child.serve`. It should import little, to start quickly.
 """
 
 from __future__ import annotations
@@ -69,7 +68,6 @@ class ConfinedWork:
             self._idle.append(_Process(self._program))
 
     def close(self) -> None:
-        """End the idle processes."""
         _close_all(self._idle)
 
     def ask(
@@ -78,9 +76,9 @@ class ConfinedWork:
         """Send a request and return the reply's kind and content.
 
         Args:
-            request: parts of the request; emptied as they are sent, to free the memory of a large request.
+            request: parts; emptied as they are sent, to free memory.
             max_bytes: largest content.
-            go_on: called periodically during a long request; raises if the reply is not needed any more.
+            go_on: called periodically; raises if the reply is not needed any more.
 
         Raises:
             OverLimit: too much time or memory.

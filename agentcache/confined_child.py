@@ -1,7 +1,7 @@
 """Request loop of a child process under kernel-enforced limits of CPU time and memory.
 
-`confined.py` starts it, sends requests to standard input and reads replies from standard output. A request is a length
-(8 bytes, little-endian) and its bytes; a reply is a kind (1 byte), a length (8 bytes) and its bytes.
+Requests come from standard input: a length (8 bytes, little-endian) and its bytes. Replies go to standard output: a
+kind (1 byte), a length and its bytes. `confined.py` is the parent.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 
 from agentcache.malloc import give_back_freed
 
-CPU_SECONDS = 2.0  # per small request
-MOST_CPU_SECONDS = 20.0  # per large request
-# Memory limit of a request: the process's own at start, plus these.
+CPU_SECONDS = 2.0  # per request; more for each byte of it, up to:
+MOST_CPU_SECONDS = 20.0
+# Memory limit of a request: that of the process at start, plus the first, plus the second for each byte of it.
 MEMORY_BYTES = 96 << 20
 MEMORY_PER_BYTE = 8
 

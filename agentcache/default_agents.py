@@ -19,8 +19,7 @@ def parse_default_agents(value: Any) -> dict[str, str]:
     """Parse the setting into agents by lower-case client; `ANY_CLIENT` stands for every other client.
 
     Args:
-        value: a mapping of clients to agents; or a list of `NAME` (any client) and `CLIENT=NAME`, also as one text
-            separated by commas.
+        value: mapping of clients to agents, or list (or comma-separated text) of `NAME` (any client) and `CLIENT=NAME`.
 
     Raises:
         ConfigError: an invalid entry or agent id, or a duplicate client.

@@ -14,7 +14,7 @@ AgentCacheError
 │   ├── PayloadTooLarge          413
 │   ├── Overloaded               503  queue full or shutting down
 │   ├── AgentUnavailable         503  files of the agent cannot be read now; they stay
-│   └── RequestTimedOut          504  `request_timeout` is over
+│   └── RequestTimedOut          504  the request's time limit is over
 ├── ConfigError                  invalid flag, environment variable or config file entry
 ├── UnsupportedModel             the model cannot be served exactly
 ├── CacheFolderInUse             another process holds the cache folder

@@ -103,7 +103,6 @@ class LLM:
 
     @classmethod
     def from_config(cls, config: Config) -> LLM:
-        """An LLM with resolved settings."""
         llm = cls.__new__(cls)
         llm._start(config)
         return llm

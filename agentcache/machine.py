@@ -1,4 +1,4 @@
-"""Describe a benchmark's environment: machine, versions, commit. Does not import mlx into this process."""
+"""Describe a benchmark's machine, versions and commit. Does not import mlx into this process."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def describe_blas() -> str:
 
 
 def fast_blas() -> str:
-    """File of the fast BLAS in this process (Linux); empty if MLX uses its own, which is many times slower."""
+    """File of the fast BLAS in this process (Linux); empty if MLX uses its own, far slower one."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -61,7 +61,7 @@ def fast_blas() -> str:
 
 
 def installed_openblas() -> str:
-    """Library file of OpenBLAS in the usual places; empty if not found."""
+    """Library file in the usual places; empty if not found."""
     places = ("*/openblas-*/libopenblas.so.0", "*/libopenblas.so.0", "libopenblas.so.0")
     found = (file for root in _LIBRARIES for place in places for file in sorted(Path(root).glob(place)))
     return str(next(found, ""))
@@ -78,7 +78,7 @@ def describe_versions() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """The commit of this checkout, with "+changes" if files differ from it; None outside a checkout."""
+    """The commit, with "+changes" if files differ from it; None outside a checkout."""
     folder = Path(__file__).resolve().parent
     commit = _output(["git", "-C", str(folder), "rev-parse", "HEAD"])
     if not commit:

@@ -1,4 +1,4 @@
-"""Divide the device's memory between weights, cache, adapters, hidden states and temporaries.
+"""Divide the device's memory.
 
     limit = weights + ram_budget (cache and adapters) + trunk_budget + temporaries + rest
 
@@ -32,7 +32,7 @@ class DeviceMemory:
 
     @property
     def reserve(self) -> int:
-        """Memory for the system and other programs: an eighth; at least 1 GiB, if that is at most a quarter."""
+        """Memory for the system and other programs: an eighth, within 1 and 4 GiB, but at most a quarter."""
         return min(max(self.total // 8, GIB), 4 * GIB, self.total // 4)
 
     @property
@@ -91,7 +91,7 @@ def plan_memory(
         least_cache: bytes of cache for one short sequence.
 
     Raises:
-        ConfigError: too little memory, or contradictory settings; the message has the numbers and a remedy.
+        ConfigError: too little memory, or contradictory settings.
     """
     limit = _limit(device, wishes.memory_limit)
     beside = temporaries + (wishes.trunk_budget or 0)

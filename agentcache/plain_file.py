@@ -10,7 +10,7 @@ from pathlib import Path
 def open_plain(path: Path) -> int:
     """Open a regular file for reading, following links; return the descriptor.
 
-    Never blocks on a pipe, and never opens a device, since opening can have side effects.
+    Never blocks on a pipe or opens a device, since opening can have side effects.
 
     Raises:
         OSError: the file cannot be opened.

@@ -1,4 +1,4 @@
-"""Results of the engine: completions with their reports, and the state of agents, cache and model."""
+"""Results of the engine: completions and reports, and the state of agents, cache and model."""
 
 from __future__ import annotations
 
@@ -95,10 +95,10 @@ class Report:
 
     Args:
         lineage: conversation of the agent that this turn continued or began.
-        computed_tokens: prompt tokens computed by the model (at least 1), with the adapter under `residual`.
-        base_computed_tokens: prompt tokens computed without an adapter; under `residual` beside `computed_tokens`.
-        lost_tokens: tokens of the agent's conversation that were recomputed, since RAM and disk had lost them.
-        activated_at: first token on which an activated or prefill-share adapter acted; None if it did not act.
+        computed_tokens: prompt tokens computed (at least 1); under `residual`, with the adapter.
+        base_computed_tokens: prompt tokens computed without an adapter; under `residual` in addition.
+        lost_tokens: tokens of the agent's conversation that RAM and disk had lost, so that they were recomputed.
+        activated_at: first token on which an activated or prefill-share adapter acted.
         requested_policy: policy before a fallback.
         stepped_down: reason for the fallback; None if there was none.
         divergence: relative error of base's KV against the adapter's own; None if not measured.
@@ -179,8 +179,7 @@ class AgentInfo:
     """One agent as in `GET /v1/agents`. Bytes include shared blocks in full.
 
     Tokens, blocks and cache state are those of its longest lineage; bytes are those of all; `last_used` is the latest.
-    `residual_bytes` is the part of `ram_bytes` with residual KV; `residual_disk_bytes` likewise on disk. If
-    `unavailable` has a reason, files cannot be read now and other fields are unknown.
+    Residual bytes are parts of `ram_bytes` and `disk_bytes`. If `unavailable` has a reason, other fields are unknown.
     """
 
     id: str
@@ -234,13 +233,12 @@ class Traffic:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Counters since start, and the current state of RAM, disk and queues.
+    """Counters since start, and the current state of RAM, disk and queues. `/metrics` exports the annotated fields.
 
     The RAM budget is for `ram_bytes` and `adapter_ram_bytes`; `trunk_ram_bytes` has its own. All three are capacity;
-    `ram_accounts` has capacity and use by kind (`blocks/ledger.py`). Blocks are those of all caches, residual KV too.
-    `disk_bytes_by` is by content (`DiskUsage.by_kind`), `evicted_blocks` by kind of cache. Seconds are device time of
-    batches. `disk_budget_kind` is `explicit`, or `automatic`, which evicts nothing. `/metrics` exports the annotated
-    fields.
+    `ram_accounts` has capacity and use by kind (`blocks/ledger.py`). Blocks include residual KV. `disk_bytes_by` is by
+    content (`DiskUsage.by_kind`), `evicted_blocks` by kind of cache. Seconds are device time. `disk_budget_kind` is
+    `explicit`, or `automatic`, which evicts nothing.
     """
 
     ram_bytes: int
@@ -327,7 +325,7 @@ class CacheStats:
         }
 
     def _has(self, family: str) -> bool:
-        """Whether such a cache exists: residual KV with a loaded adapter that has it, states in recurrent models."""
+        """Whether such a cache exists: residual KV with adapters that have it, states in recurrent models."""
         return any(each.kind.partition(".")[0] == family for each in self.ram_accounts)
 
     def _held_by(self, family: str) -> int:
@@ -370,12 +368,10 @@ class ModelInfo:
     """The served model.
 
     Args:
-        thinking: variables of the chat template that control thinking.
         kv_bits: mean bits of a cached key or value; None without a KV cache.
-        kv_precision: precision by layers.
-        kv_divergence: measured error of that precision.
+        kv_precision, kv_divergence: precision by layers, and its measured error.
         ranks: processes that compute the model.
-        template_repairs: repairs applied for its chat template; None if the template is not used.
+        template_repairs: repairs for its chat template; None if the template is not used.
         forms_refusal: reason why answers cannot be constrained; empty if they can.
         sampling: defaults for requests.
     """

@@ -1,7 +1,4 @@
-"""A real `agentcache serve` process on a free loopback port, for the demo and benchmarks.
-
-It is stopped with its owner, and can be killed and restarted.
-"""
+"""A real `agentcache serve` process on a free loopback port, for the demo and benchmarks."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ _CHANCE = random.SystemRandom()  # not seedable: several processes must not choo
 
 
 class ServerNotStarted(AgentCacheError):
-    """The server process ended or was not ready in time. The message ends with the last lines of its log."""
+    """The server process ended or was not ready in time. The message ends with its last log lines."""
 
 
 class ServerProcess:
@@ -41,13 +38,13 @@ class ServerProcess:
     Args:
         log: file to which its output is appended.
         model: None for the embedded model.
-        extra: further arguments of `agentcache serve`.
+        extra: further arguments.
         command: replacement of `agentcache serve`.
         ready_seconds: time limit until `/health` answers 200.
         environment: further AGENTCACHE_* variables.
 
     Attributes:
-        started_at: `time.monotonic` of the last start of the process; infinite before the first one.
+        started_at: `time.monotonic` of the process's last start; infinite before the first one.
     """
 
     def __init__(
@@ -150,7 +147,7 @@ def free_port() -> int:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment without AGENTCACHE_* and the user's config file, with this package on the path."""
+    """This process's environment with this package, without AGENTCACHE_* and the user's config file."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("AGENTCACHE_")}
     paths = [str(PACKAGE_PARENT), *filter(None, [kept.get("PYTHONPATH")])]
     own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "AGENTCACHE_CONFIG": os.devnull}
@@ -159,7 +156,7 @@ def _environment() -> dict[str, str]:
 
 @contextmanager
 def ending_on_signals() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into SystemExit inside the block, so that context managers clean up."""
+    """Turn SIGTERM and SIGHUP into SystemExit, so that context managers clean up."""
     names = (signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(name, _exit) for name in names]
     try:

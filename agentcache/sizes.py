@@ -66,8 +66,7 @@ def parse_size(text: str | int, *, key: str, whole: Callable[[], int], auto: Cal
     Args:
         text: `8GB`, `512MB`, `1.5GiB`, `20%`, `auto`, or plain bytes.
         key: name of the setting, for errors.
-        whole: returns the bytes that are 100%; called only when needed.
-        auto: returns the bytes for `auto`.
+        whole, auto: functions for the bytes of 100% and of `auto`; called only when needed.
     """
     written = str(text).strip()
     if written.lower() == "auto":

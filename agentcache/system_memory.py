@@ -1,7 +1,7 @@
 """Read the operating system's memory: total, available, and pressure.
 
-Sources on Linux: /proc, cgroups (version 2) and resource limits, see proc(5), getrlimit(2) and the kernel's psi.rst and
-cgroup-v2.rst. On macOS: sysctl.
+Linux: /proc, cgroups (version 2) and resource limits; see proc(5), getrlimit(2), the kernel's psi.rst and
+cgroup-v2.rst. macOS: sysctl.
 """
 
 from __future__ import annotations

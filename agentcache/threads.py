@@ -1,7 +1,7 @@
 """Convert exceptions at thread boundaries, and let no thread end unnoticed.
 
-Libraries raise more than `Exception`: a Rust panic (pyo3's PanicException) is a `BaseException`, which `except
-Exception` and asyncio's tasks do not catch. A future rejects `StopIteration`.
+A Rust panic (pyo3's PanicException) is a `BaseException`, which `except Exception` and asyncio's tasks do not catch.
+A future rejects `StopIteration`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger("agentcache.threads")
 
 
 def as_exception(error: BaseException) -> Exception:
-    """Return `error`, or an `InternalError` caused by it if futures, tasks or handlers would not accept it."""
+    """Return `error`, or an `InternalError` caused by it if futures or tasks would not accept it."""
     if isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration)):
         return error
     wrapped = InternalError(f"{type(error).__name__}: {error}")

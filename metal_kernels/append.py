@@ -1,8 +1,8 @@
 """Quantise a step's new keys and values to 4 bits, and write them into the arenas: one launch per layer.
 
-The launch writes into its input arrays, without MLX's knowledge. Every reader of these arrays in the same graph must
-therefore take the launch's output `written` (a zero) as an input, so that the device orders them. The self-test checks
-this. Slice updates would take six launches per layer, and launches dominate small steps.
+The launch writes into its inputs, without MLX's knowledge. Every reader of these arrays in the same graph must take the
+output `written` (a zero) as an input, so that the device orders them; the self-test checks this. Slice updates would
+take six launches per layer, and launches dominate small steps.
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ def append(
     group_size: int,
     before: mx.array | None = None,
 ) -> mx.array:
-    """Quantise a step's keys and values, and write them into the arenas.
+    """Quantise a step's keys and values as `mx.quantize` in float32, and write them into the arenas.
 
-    Equals `mx.quantize` in float32; NaN becomes 0, and values saturate at 30,000.
+    NaN becomes 0, and values saturate at 30,000.
 
     Args:
         sides: keys, and values if any, [B, H_kv, n, D].

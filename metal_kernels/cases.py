@@ -1,7 +1,4 @@
-"""Test cases of the kernels: random block tables, with NaN in unread slots, and expected results.
-
-Used by the tests and by the self-test.
-"""
+"""Test cases of the kernels: random block tables, with NaN in unread slots, and expected results."""
 
 from __future__ import annotations
 
@@ -25,16 +22,11 @@ TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}
 
 @dataclass(frozen=True)
 class Case:
-    """A step.
+    """A step. Further fields as in `StepRows` and `HeadShape`.
 
     Args:
-        lengths: tokens of each row before the step.
-        num_tokens: queries per row.
         prefix: leading blocks shared by all rows that are long enough.
         group: quantisation group size; None for the largest that divides `dim`.
-        value_rank: rank of value residuals; 0 for none.
-        key_rank: rank of key residuals; 0 for none.
-        pairs, interleaved, normed: rope and norm of keys, as in `HeadShape`.
     """
 
     dim: int = 128

@@ -1,10 +1,9 @@
 """Compile kernels for CUDA, and cache the results across processes.
 
-`mx.fast.cuda_kernel` compiles every kernel again in each process, behind MLX's own large headers, which takes seconds
-at each start.
+`mx.fast.cuda_kernel` compiles every kernel again in each process, behind large headers, which takes seconds.
 
-The cached code is executed. So it is in a folder of its own, apart from models and agents' files, which may come from
-elsewhere. It is used only if no other user can write to that folder, and if its checksum is right.
+The cached code is executed. So it has a folder of its own, apart from models and agents' files, which may come from
+elsewhere. A file is used only if no other user can write to the folder and its checksum is right.
 """
 
 from __future__ import annotations

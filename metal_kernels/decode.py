@@ -3,15 +3,14 @@
 A **group** is a set of queries that read the same tokens of one block table: queries of one row, or of several rows
 with the same first blocks. A threadgroup computes one split of a group's tokens for one kv head and all its query
 heads, so that every packed byte is read once per group (flash-decoding, arXiv 2311.01282; shared prefixes as in
-Hydragen, arXiv 2402.05099). A second kernel merges the splits of up to two sets of groups, and adds the sinks. Sums are
-in float; 16-bit models multiply in half, whatever their dtype. Operands are exact there or rounded to 11 bits.
+Hydragen, arXiv 2402.05099). `merge` merges the splits of up to two sets of groups, and adds the sinks. Sums are in
+float; 16-bit models multiply in half, whatever their dtype. Operands are exact there or rounded to 11 bits.
 
 **Residuals.** Rows of an adapter that shares base's KV add (x·A)·B to it (ForkKV, arXiv 2604.06370;
 `models/residual_attention.py`). A token's x·A is staged behind its value, so that one product with the weights sums
-both. The merge multiplies the second sum with B, once per query and head: out = P·V + (P·x·A)·B. A key's residual
-R(x·A·B) is rebuilt where it is multiplied, for all query heads of a kv head at once (`rope_tables`). For normed keys,
-base's scores are divided by the norm factor without the adapter before that, and the sum is multiplied by the one with
-it.
+both; the merge multiplies the second sum with B: out = P·V + (P·x·A)·B. A key's residual R(x·A·B) is rebuilt where it
+is multiplied, for all query heads of a kv head at once (`rope_tables`). For normed keys, base's scores are divided by
+the norm factor without the adapter before that, and the sum is multiplied by the one with it.
 """
 
 from __future__ import annotations
@@ -62,8 +61,6 @@ def _constants(shape: HeadShape, tiling: Tiling, has_softcap: bool) -> Mapping[s
 
 
 class Launch(NamedTuple):
-    """Layout of one set of groups."""
-
     tiling: Tiling
     num_groups: int
     size: int

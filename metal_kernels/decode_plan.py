@@ -1,7 +1,6 @@
 """The tokens that each query of a step reads, as inputs of the decode kernel.
 
-A plan is built once per step, for all layers of a cache group. A **group** is a set of queries that read the same
-tokens of one block table: queries of one row, or of several rows with the same first blocks.
+A plan is built once per step, for all layers of a cache group. `decode` defines groups of queries.
 """
 
 from __future__ import annotations
@@ -89,8 +88,8 @@ class StepRows:
         block_ids: slots of each row.
         bases: position of each row's first token in its first block.
         lengths: tokens of each row before the step.
-        num_tokens: queries per row; they are its last tokens.
-        window: number of most recent tokens attended to; None for all.
+        num_tokens: queries per row, which are its last tokens.
+        window: most recent tokens attended to; None for all.
         residual_ids: slots of the residuals of the same blocks; empty without.
     """
 
@@ -157,8 +156,6 @@ def nothing_written() -> mx.array:
 
 @dataclass(frozen=True)
 class Prefix:
-    """Rows with the same first blocks."""
-
     rows: tuple[int, ...]
     num_blocks: int
 

@@ -20,11 +20,9 @@ _ROPE_SCALE = 0.5  # an arbitrary factor of rope queries
 
 @dataclass(frozen=True)
 class LatentCase:
-    """A step.
+    """A step. Further fields as in `StepRows` and `LatentShape`.
 
     Args:
-        lengths: tokens of each row before the step.
-        num_tokens: queries per row.
         group: quantisation group size; None for the largest that divides both sizes.
     """
 

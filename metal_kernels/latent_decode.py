@@ -1,9 +1,9 @@
 """Multi-head latent attention of few queries over packed latents, in place (DeepSeek-V2, arXiv 2405.04434).
 
 A latent is key and value of all query heads: scores use its `rank + rope` values, results its first `rank`. It is
-unpacked once for both. A threadgroup computes a split of one query's tokens for up to 16 heads; neighbours in the grid
-have the other heads, and read the same bytes from the device's cache. Its simdgroups divide the latents' columns: each
-multiplies its own, together they sum the scores, and each sums the values of its columns. `merge` merges the splits.
+unpacked once for both. A threadgroup computes a split of one query's tokens for up to 16 heads; its neighbours in the
+grid have the other heads, and read the same bytes from the device's cache. Simdgroups divide the latents' columns: each
+multiplies its own, all sum the scores together, and each sums the values of its columns. `merge` merges the splits.
 Sums are in float; 16-bit models multiply in half.
 """
 

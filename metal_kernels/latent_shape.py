@@ -52,8 +52,7 @@ class LatentTiling:
     """Layout of a threadgroup, which computes up to 16 query heads of one query.
 
     A simdgroup multiplies 64 columns of the latents and sums 64 values, so that a thread's registers do not depend on
-    the latent's size. They are about a hundred for 16 heads in half (estimated), which fits two threadgroups of 288
-    threads on an NVIDIA multiprocessor, and Apple's GPUs.
+    the latent's size: about a hundred for 16 heads in half (estimated).
     """
 
     shape: LatentShape

@@ -1,8 +1,7 @@
 """Small arrays of plain numbers in device memory.
 
-On CUDA, MLX allocates arrays made from Python in host memory, and keeps those of up to eight bytes there. Each
-threadgroup of each layer would read them over the bus. So they are copied once, into an array that is too large to
-reuse such a buffer.
+On CUDA, MLX allocates arrays made from Python in host memory, and keeps those of up to eight bytes there, so that each
+threadgroup would read them over the bus. So they are copied once, into an array too large to reuse such a buffer.
 """
 
 from __future__ import annotations
@@ -46,14 +45,11 @@ def one_a_thread(make: Make) -> Make:
 
 @one_a_thread
 def ints(values: tuple[Any, ...]) -> mx.array:
-    """An int32 array on the device, cached by its values.
-
-    Few of them change from step to step, and many groups of layers have the same; cached ones need no copy.
-    """
+    """An int32 array on the device, cached by its values: few change from step to step or between layers."""
     return on_device(mx.array(values, mx.int32))
 
 
 @one_a_thread
 def floats(*values: float) -> mx.array:
-    """A float32 array on the device, cached by its values: scale factors of layers, so there are few."""
+    """A float32 array on the device, cached by its values."""
     return on_device(mx.array(values, mx.float32))

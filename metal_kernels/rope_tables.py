@@ -1,7 +1,7 @@
 """Rope tables for kernels, which compute no sines or cosines themselves.
 
-The rotation of a key is that of its tile's first position, a multiple of 16, and that of the offset behind it. So two
-small tables cover all positions. Pairs, angles and a possible scale factor are measured on the layer's own rope.
+A key is rotated by its tile's first position, a multiple of 16, and by the offset behind it, so two small tables cover
+all positions. Pairs, angles and a possible scale factor are measured on the layer's own rope.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Check the kernels on this device in a child process before they are used.
 
-A kernel that does not compile, or reads out of bounds, can end the process. So a child computes steps of the given
-shape and compares them with their definition. `python -m agentcache.metal_kernels.self_test` reads a shape from stdin
-and prints one line.
+A kernel that does not compile, or reads out of bounds, can end the process. The child computes steps of a shape and
+compares them with their definition. Run as a program, the module reads a shape from stdin and prints one line.
 """
 
 from __future__ import annotations

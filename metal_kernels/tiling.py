@@ -19,11 +19,9 @@ class HeadShape:
     Args:
         dim: head dimension, a multiple of 32.
         queries_per_head: query heads per kv head.
-        group_size: quantisation group size.
+        group_size, bits: quantisation group size, and bits of a key or value.
         dtype: dtype of queries and results.
-        bits: bits of a key or value.
-        value_rank: rank of value residuals; 0 for none.
-        key_rank: rank of key residuals; 0 for none.
+        value_rank, key_rank: ranks of residuals; 0 for none.
         pairs: pairs of a key's values that rope rotates, a multiple of 8; only with key residuals.
         interleaved: whether a pair's values are neighbours, not half of the rotated values apart.
         normed: whether keys are normed per head.
@@ -59,7 +57,6 @@ class HeadShape:
 
     @property
     def padded_key_rank(self) -> int:
-        """Key rank padded to the matrix unit's 16."""
         return -(-self.key_rank // 16) * 16
 
     @property
@@ -68,8 +65,6 @@ class HeadShape:
 
 
 class ResidualKind(NamedTuple):
-    """The residual fields of `HeadShape`."""
-
     value_rank: int = 0
     key_rank: int = 0
     pairs: int = 0

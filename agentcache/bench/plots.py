@@ -72,7 +72,6 @@ def milliseconds(value: float) -> str:
 
 
 def token_label(number: int) -> str:
-    """A number of tokens as a label, such as 16K."""
     return f"{number // 1024}K" if number % 1024 == 0 else str(number)
 
 

@@ -89,12 +89,10 @@ class Reporter:
 
 
 def say(line: str) -> None:
-    """Print progress to stderr."""
     Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def write_json(report: Report, path: Path) -> None:
-    """Write a report, and create its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 

@@ -3,12 +3,12 @@
 For each length an agent gets a seeded context of that many tokens, then repeated short turns:
 
     cold            the whole prompt, in a new agent with its own salt: nothing is cached
-    warm, evicted   a fork of the agent, after all blocks were evicted from RAM; same process
+    warm, evicted   a fork of the agent, after eviction of all blocks from RAM; same process
     warm            a fork of the agent, in a new process after SIGKILL
     hot             another fork in that process, with its blocks in RAM
 
-Warm and hot turns alternate, so that other load on the machine affects both. Each repetition has its own fork and a
-different turn, so that none reuses another's.
+Warm and hot turns alternate, so that other load affects both. Each repetition has its own fork and a different turn, so
+that none reuses another's.
 """
 
 from __future__ import annotations

@@ -61,7 +61,6 @@ def _unexpected(results: Sequence[SizeResult]) -> list[str]:
 
 
 def summarise(result: SizeResult) -> dict[str, Any]:
-    """Medians and spreads of one length by kind, and sizes of its cache."""
     by_kind = {kind: [sample for sample in result.samples if sample.kind == kind] for kind in KINDS}
     summary: dict[str, Any] = {"context_tokens": result.context_tokens, "skipped": result.skipped}
     for kind, samples in by_kind.items():
@@ -86,7 +85,7 @@ def _summarise_kind(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def _summarise_cache(files: Files, warm: Sequence[Sample], hot: Sequence[Sample]) -> dict[str, Any]:
-    """Bytes and rates of restoring and saving; a turn's own KV bytes, and the bytes written for it."""
+    """Bytes and rates of restores and saves; a turn's own KV bytes, and the bytes written for it."""
     bytes_per_token = files.data_bytes / hot[0].context_tokens
     turn_tokens = statistics.median(s.prompt_tokens - s.context_tokens + s.completion_tokens for s in hot)
     written = [sample.written_bytes for sample in hot if sample.written_bytes is not None]

@@ -1,11 +1,11 @@
 """Run one workflow in four ways on real server processes, to measure the value of memory.
 
-    hot     all phases without interruption: the reference
+    hot     no interruption: the reference
     warm    SIGKILL at every phase border; a new process continues from disk
-    cold    the full text is sent each time, without any cache reuse
+    cold    the full text each time, without cache reuse
     none    as cold, and agents lose their history, except the system prompt, at every phase border
 
-Turns run one after the other without prefetch, so that their costs are comparable.
+Turns run sequentially without prefetch, so that their costs are comparable.
 """
 
 from __future__ import annotations
@@ -102,7 +102,6 @@ class Ways:
 
 
 def summarise(turns: Sequence[TurnRecord]) -> dict[str, Any]:
-    """Recall and cost of turns. Times are medians in milliseconds."""
     recall = recall_of(turns)
     return {
         "turns": len(turns),

@@ -1,8 +1,8 @@
 """Cache-conditioned fine-tuning (PrefillShare, arXiv 2602.12029): a LoRA decoder that reads the frozen base's cache.
 
-Under the policy `prefill-share`, an adapter acts from the prompt's last token on; the KV before that is base's, in 4
-bits. An adapter trained on its own KV performs badly there. So training works as serving does: base computes the
-prompt's KV, the decoder the prompt's last token and the answer, and the loss covers the answer.
+Under `prefill-share`, an adapter acts from the prompt's last token on; earlier KV is base's, in 4 bits. An adapter
+trained on its own KV performs badly there. So in training, too, base computes the prompt's KV, the decoder the rest;
+the loss covers the answer.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class DecoderRecipe:
 
     Args:
         rank, scale: the decoder adds scale * x @ a @ b to each projection.
-        num_layers: number of adapted layers, from the last one down.
+        num_layers: adapted layers, from the last one down.
         rows: examples per step.
-        learning_rate: peak, reached after a tenth of the steps; a cosine then decays it to a twentieth.
+        learning_rate: peak, after a tenth of the steps; a cosine decays it to a twentieth.
         seed: seed of the matrices and of the batches' order.
     """
 
@@ -106,7 +106,7 @@ class DecoderTrainer:
                 losses, tokens, since = [], 0, time.perf_counter()
 
     def train_on(self, batch: DecoderBatch) -> float:
-        """Run one step; return its loss."""
+        """Return the step's loss."""
         prompt = self.prefill(batch)
         loss, gradients = mx.value_and_grad(lambda parameters: self.loss(parameters, prompt, batch))(self.parameters)
         gradients, _ = optimizers.clip_grad_norm(gradients, self.recipe.max_norm)
@@ -116,13 +116,11 @@ class DecoderTrainer:
         return float(loss.item())
 
     def prefill(self, batch: DecoderBatch) -> list[PromptCache]:
-        """The base's KV of a batch's prompts."""
         prompt = self.base.prefill(mx.array(batch.prompts))
         mx.eval([(layer.keys, layer.values) for layer in prompt])
         return prompt
 
     def loss(self, parameters: Mapping[str, mx.array], prompt: Sequence[PromptCache], batch: DecoderBatch) -> mx.array:
-        """Mean cross entropy of the answers' tokens."""
         logits = self.logits(parameters, prompt, batch)
         losses = nn.losses.cross_entropy(logits, mx.array(batch.targets), reduction="none")
         weights = mx.array(batch.weights)

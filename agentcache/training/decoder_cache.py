@@ -1,7 +1,7 @@
-"""The two KV caches of decoder training, used by mlx-lm's models in place of their own.
+"""The two KV caches of decoder training, which mlx-lm's models use in place of their own.
 
-The frozen base's pass over the prompt fills a `PromptCache`. The decoder's pass over the prompt's last token and the
-answer reads it through a `DecoderCache`. Both quantise KV to 4 bits and back.
+Base's pass over the prompt fills a `PromptCache`, which the decoder's pass reads through a `DecoderCache`. Both
+quantise KV to 4 bits and back.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Rounding:
 
     Args:
         latent_dim: for MLA, the number of leading key values derived from the latent. `RoundedNorm` has rounded these
-            and all values already. None for other attention.
+            and all values. None for other attention.
     """
 
     quantisation: Quantisation

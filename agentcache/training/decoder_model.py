@@ -31,7 +31,6 @@ class FrozenBase:
     """A frozen model for training decoders.
 
     Args:
-        model: mlx-lm's model.
         current: the step being computed.
         adapters: adapters on its modules, with the restrictions of serving.
         roundings: one per layer.

@@ -1,5 +1,4 @@
 """Multi-phase workflows over agents.
 
-`parse` reads a script from TOML, with facts from `values` and lookup tables from `tools`. `run` and `turn` take its
-turns, `schedule` several at a time. `transcript` keeps each turn with its cost and its `checks`; `score` counts them.
+`parse` reads a script from TOML, `run` takes its turns (`schedule`: in parallel), and `transcript` keeps them.
 """

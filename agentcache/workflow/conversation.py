@@ -26,8 +26,7 @@ class Conversation:
     """The histories of all agents. Each only grows at its end.
 
     Statements of other agents since the speaker's last turn are part of its next user message, in script order, if the
-    turn sees them; otherwise never. All depends on positions in the script only, so independent turns may run in any
-    order.
+    turn sees them; otherwise never. This depends on positions only, so independent turns may run in any order.
     """
 
     def __init__(self, script: Script) -> None:

@@ -67,7 +67,7 @@ def read_script(path: Path | str, seed: int | None = None) -> Script:
     """Read a script from a file, or a shipped one by name (`prisoners_dilemma`).
 
     Args:
-        seed: seed of the script's values; None for the script's own.
+        seed: seed of the script's values; None for its own.
 
     Raises:
         ConfigError: missing file, invalid TOML or invalid script; the message begins with the path.
@@ -94,8 +94,6 @@ def _find(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class _Known:
-    """Definitions that texts and turns may refer to."""
-
     filler: Filler
     agents: tuple[str, ...] = ()
     tools: tuple[str, ...] = ()

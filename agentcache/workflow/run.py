@@ -1,7 +1,4 @@
-"""Run a script turn by turn over a `Chat`.
-
-`WorkflowRun` owns the progress. `schedule.take_all` runs independent turns in parallel.
-"""
+"""Run a script turn by turn over a `Chat`. `schedule.take_all` runs independent turns in parallel."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ ONE_BY_ONE = Schedule(parallel=1, prefetch=False)  # makes the costs of turns co
 def take_all(run: WorkflowRun, steps: Sequence[Step], pace: Schedule) -> Iterator[TurnRecord]:
     """Take the steps, in parallel where possible; yield their records in script order.
 
-    The messages are the same as in sequential order. If a turn fails, parallel turns are awaited and discarded; on a
-    retry their prompts are cached.
+    Messages are the same as in sequential order. If a turn fails, parallel turns are awaited and discarded; on a retry
+    their prompts are cached.
 
     Args:
         run: the workflow, used exclusively.

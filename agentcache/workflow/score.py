@@ -62,7 +62,6 @@ def recall_of(turns: Iterable[TurnRecord]) -> Recall:
 
 
 def _grouped(turns: Sequence[TurnRecord], key: Callable[[TurnRecord], K]) -> dict[K, Recall]:
-    """Recall by key, of keys with expectations."""
     keys = dict.fromkeys(key(record) for record in turns if record.checks)
     return {each: recall_of(record for record in turns if key(record) == each) for each in keys}
 

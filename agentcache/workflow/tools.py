@@ -56,7 +56,6 @@ class ToolCall:
         return json.dumps({"name": self.name, "arguments": dict(self.arguments)}, ensure_ascii=False)
 
     def same_as(self, other: ToolCall) -> bool:
-        """Whether both calls are equal, ignoring case and white space."""
         return self.name == other.name and _folded_values(self.arguments) == _folded_values(other.arguments)
 
 

@@ -26,8 +26,8 @@ class ToolRound:
 class TurnRecord:
     """One finished turn. Times in milliseconds, sizes in bytes.
 
-    A turn with tool calls has several answers. Match, cache state, prompt tokens, cached tokens, times to first token
-    and restores are of the first; other costs are sums.
+    A turn with tool calls has several answers. Match, cache state, prompt and cached tokens, times to first token and
+    restores are of the first; other costs are sums.
 
     Args:
         phase, turn: position in the script, from 1.
@@ -36,14 +36,11 @@ class TurnRecord:
         text: the final answer.
         token_ids: all generated tokens, calls included.
         match: relation of the prompt to the agent's cached tokens.
-        cached_tokens: prompt tokens that were not computed.
         ttft_ms, server_ttft_ms: time to first token, measured by the caller and by the server.
         total_ms: time to the end of the answer, saving included.
-        restored_bytes, restore_ms: reads from disk within the turn.
-        written_bytes, saved: None if the server did not report it.
+        written_bytes, saved: None if not reported.
         tool_rounds: answers with calls, before the final one.
-        prefetched: whether the agent was restored during another turn.
-        prefetch_ms: duration of that; not part of the turn's times.
+        prefetched, prefetch_ms: whether a restore ran during another turn, and its duration, which is not in the times.
     """
 
     phase: int

@@ -15,8 +15,6 @@ from agentcache.workflow.transcript import ToolRound, TurnRecord
 
 @dataclass(frozen=True)
 class OpenTurn:
-    """A turn to take: its first question and its tools."""
-
     step: Step
     question: Question
     tables: tuple[LookupTable, ...]

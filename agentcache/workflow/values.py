@@ -50,7 +50,6 @@ class Filler:
         return _BRACES.sub(lambda found: self._replace(found, where), text)
 
     def check_all_used(self) -> None:
-        """Raise ConfigError for a value that no text uses, which may be a misspelling."""
         unused = [name for name in self._known if name not in self._used]
         if unused:
             raise ConfigError(f'the value "{unused[0]}" is used nowhere; write {{{unused[0]}}} where it belongs')
@@ -159,7 +158,6 @@ def _names_in(rule: _Rule) -> set[str]:
 
 
 def _apply(rule: _Rule, filler: Filler) -> None:
-    """Set the rule's values if its conditions hold for the current values."""
     wanted = {name: filler.fill(text, f'{rule.where}: key "if"') for name, text in rule.conditions.items()}
     if all(filler.values.get(name) == text for name, text in wanted.items()):
         at = f'{rule.where}: key "then"'
