@@ -231,7 +231,7 @@ def _residuals(
 
 
 def _latent_sample(plan: KernelsPlan, rows: int, context: int) -> Sample:
-    """Flash attention has no heads of this size."""
+    """Time decode over latents; flash attention lacks heads of this size."""
     blocks = -(-context // BLOCK_SIZE)
     layers = Layers(plan, rows * blocks, latents=True)
     order = np.random.default_rng(0).permutation(rows * blocks)

@@ -1,4 +1,4 @@
-"""Start `mlx_lm.server` with the options of `agentcache serve`, without `--cache-dir`."""
+"""Start `mlx_lm.server` with the options of `agentcache serve`, without `--cache-dir`: its cache is in RAM only."""
 
 from __future__ import annotations
 

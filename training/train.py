@@ -95,7 +95,7 @@ def conversations(corpus: Corpus, count: int, length: int = 512) -> Iterator[Map
 
 
 class Trainer:
-    """Trainer of one model. Parameters are float32; `dtype` is that of the arithmetic. `corpus` has the recipe's seed."""
+    """Trainer of one model, with float32 parameters and arithmetic in `dtype`. `corpus` has the recipe's seed."""
 
     def __init__(self, recipe: Recipe, config: dict[str, Any], corpus: Corpus, dtype: mx.Dtype = mx.float32) -> None:
         self.recipe, self.config, self.corpus, self.dtype = recipe, config, corpus, dtype

@@ -29,8 +29,9 @@ class Mixed:
     Args:
         system: total tokens/s while all rows decode.
         serial: the same rows one after the other.
-        base_system: as many rows of base.
-        turns_seconds, serial_turns_seconds, peer_turns_seconds: whole requests, in the same ways.
+        base_system: as many rows of base at once.
+        turns_seconds, serial_turns_seconds, peer_turns_seconds: whole requests: at once, one after the other, one after
+            the other on `mlx_lm.server`.
     """
 
     rows: int

@@ -20,7 +20,7 @@ from agentcache.kv.packing import PARTS, Quantisation
 from agentcache.store.manifest import Manifest, SavedCache, decode_manifest
 from agentcache.store.transcript_log import parse_log
 
-ALIKE = 0.5  # of a vector's length
+ALIKE = 0.5  # allowed difference, relative to a vector's length
 _VALUES_A_WORD = 8  # 4-bit values per 32-bit word
 
 

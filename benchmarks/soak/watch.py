@@ -74,7 +74,7 @@ class Health:
 
 
 class HealthWatch:
-    """Poll /health within the context, in a separate process; `seen` is set on exit."""
+    """Poll /health within the context, in a separate process because the load's own is busy; `seen` is set on exit."""
 
     seen: Health
 
