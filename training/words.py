@@ -83,7 +83,10 @@ def held_out(subject: str, value: str) -> bool:
 
 
 class Words:
-    """Words by kind, without repetition until a list is exhausted; `invented` is the share of random syllables."""
+    """Words by kind, without repetition until a list is exhausted.
+
+    `invented` is the share of words made of random syllables.
+    """
 
     def __init__(self, random: Random, invented: float = 0.0) -> None:
         self._random = random
