@@ -27,7 +27,7 @@ _PROGRAM = (
 
 
 class OverLimit(Exception):
-    """`what` is like "longer than 2 s"."""
+    """The work took `what`, such as "longer than 2 s"."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"it took {what}")

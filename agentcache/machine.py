@@ -99,7 +99,6 @@ def _cpu_name() -> str:
 
 
 def _output(command: list[str]) -> str:
-    """The command's output; empty on failure."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):

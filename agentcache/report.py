@@ -102,7 +102,7 @@ class Report:
         requested_policy: policy before a fallback.
         stepped_down: reason for the fallback; None if there was none.
         divergence: relative error of base's KV against the adapter's own; None if not measured.
-        saved: False if the agent's turn could not be written.
+        saved: False if the agent's turn could not be written, for the reason `save_error`.
         notes: changes made to the chat before its template was applied.
     """
 

@@ -20,7 +20,6 @@ _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%", re.ASCII)
 
 
 def total_ram() -> int:
-    """Bytes of RAM that this process may use."""
     return SystemMemory().total()
 
 

@@ -198,7 +198,6 @@ def prepare(
     has_sinks: bool,
     threadgroups: int = THREADGROUPS,
 ) -> PreparedDecode:
-    """Prepare `decode` for layers with this head shape."""
     num_tokens, kv_heads = plan.rows.num_tokens, shape.kv_heads
     own = Launch.of(plan.own, own_tiling(shape, num_tokens), kv_heads, threadgroups)
     shared = None if plan.shared is None else Launch.of(plan.shared, shared_tiling(shape), kv_heads, threadgroups)

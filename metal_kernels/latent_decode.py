@@ -101,7 +101,6 @@ class PreparedLatents(NamedTuple):
 def prepare_latents(
     plan: LatentPlan, shape: LatentShape, scale: float, rope_scale: float, threadgroups: int = THREADGROUPS
 ) -> PreparedLatents:
-    """Prepare `latent_decode` for layers of this shape."""
     splits = plan.groups.splits(LatentTiling(shape).head_groups, _LEAST_TOKENS, threadgroups)
     num_tokens = plan.rows.num_tokens
     arrays = [

@@ -37,7 +37,6 @@ def can_plot() -> bool:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """A matplotlib figure, in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -47,7 +46,6 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save_figure(figure: Any, axes: Any, title: str, path: Path) -> None:
-    """Add title, grid and legend, and write the PNG file."""
     axes.set_title(title, fontsize=10)
     _draw_grid(axes)
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
@@ -143,7 +141,6 @@ class Panel:
 
 
 def plot_by_phase(phases: Sequence[str], panels: Sequence[Panel], title: str, path: Path) -> None:
-    """Draw panels below each other, with the same phases."""
     figure = new_figure(max(7.0, 1.9 * len(phases)), 0.9 + 2.4 * len(panels))
     all_axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
     for axes, panel in zip(all_axes, panels, strict=True):

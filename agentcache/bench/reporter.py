@@ -121,10 +121,8 @@ def clearly_more(one: float, other: float) -> bool:
 
 
 def kilobytes(count: float | None) -> str:
-    """Bytes in kB; "-" for None."""
     return "-" if count is None else f"{count / 1000:,.0f} kB"
 
 
 def megabytes(count: float | None) -> str:
-    """Bytes in MB; "-" for None."""
     return "-" if count is None else f"{count / 1e6:,.0f} MB"

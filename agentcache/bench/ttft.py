@@ -116,8 +116,6 @@ def _measure_size(plan: Plan, size: int, folder: Path, progress: Callable[[str],
 
 
 class _SizeBench:
-    """One length: its cache folder, server processes and samples."""
-
     def __init__(self, plan: Plan, size: int, folder: Path, progress: Callable[[str], None]) -> None:
         self._plan = plan
         self._size = size

@@ -163,7 +163,6 @@ def _rate(bytes_per_s: float | None) -> str:
 
 
 def plot_ttft(report: Report, path: Path) -> None:
-    """Plot time to first token over context length, one line per kind."""
     series: dict[str, dict[int, list[float]]] = {kind: {} for kind in KINDS}
     for sample in report["samples"]:
         series[sample["kind"]].setdefault(sample["context_tokens"], []).append(sample["ttft_ms"])

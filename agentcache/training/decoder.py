@@ -106,7 +106,6 @@ class DecoderTrainer:
                 losses, tokens, since = [], 0, time.perf_counter()
 
     def train_on(self, batch: DecoderBatch) -> float:
-        """Return the step's loss."""
         prompt = self.prefill(batch)
         loss, gradients = mx.value_and_grad(lambda parameters: self.loss(parameters, prompt, batch))(self.parameters)
         gradients, _ = optimizers.clip_grad_norm(gradients, self.recipe.max_norm)

@@ -59,7 +59,6 @@ class Conversation:
         return [*([message("system", system)] if system else []), *said]
 
     def add(self, step: Step, exchange: Exchange) -> None:
-        """Record a finished turn."""
         self._exchanges[step.index] = exchange
 
     def _own(self, step: Step) -> list[Step]:

@@ -71,7 +71,6 @@ def check_unique(values: Iterable[str], where: str) -> None:
 
 
 def check_known(value: Any, known: Iterable[str], what: str, where: str) -> str:
-    """Return `value`, which must be one of `known`."""
     names = list(known)
     if value not in names:
         there = f"{what}s are {', '.join(names)}" if names else f"there are no {what}s"

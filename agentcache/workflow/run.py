@@ -50,7 +50,6 @@ class WorkflowRun:
             self._replay(index, record)
 
     def transcript(self, turns: Sequence[TurnRecord] = ()) -> WorkflowTranscript:
-        """This run's transcript with `turns`."""
         script = self._script
         names = {agent.id: agent.name for agent in script.agents}
         about = (script.name, script.title, self._settings.session, script.seed)

@@ -21,7 +21,6 @@ def as_json(transcript: WorkflowTranscript) -> dict[str, Any]:
 
 
 def score_json(result: Score) -> dict[str, Any]:
-    """A score as plain data, with strings as keys."""
     return {
         **asdict(result.recall),
         "share": result.recall.share,
