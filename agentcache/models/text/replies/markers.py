@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from agentcache.models.text.json_values import json_string
 from agentcache.models.text.marks import any_of
 
-_FIRST = 0x10F000  # private use; `Marks` uses the code points above this range
+_FIRST = 0x10F000  # private use; `Marks` begins above this range, unless it has over 2,046 tokens
 _ANY = re.compile(f"[{chr(_FIRST)}-{chr(_FIRST + 0x7FF)}]")
 
 Placed = tuple[int, str]
