@@ -126,7 +126,6 @@ def resident(server: ServerProcess) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(max(900, BODIES))
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells a process's memory")
-@pytest.mark.alone
 @in_rounds
 def test_others_notice_nothing(live_model: Path, tmp_path: Path) -> None:
     """FUZZ_BODIES of them, of FUZZ_SEED: /health, a short request, memory, and the end of the server."""
