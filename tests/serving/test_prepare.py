@@ -99,7 +99,8 @@ def test_both_what_was_thought_and_ids_may_be_too_much(tmp_path: Path) -> None:
     messages = called("call_1")
     messages[1] |= {"content": "I look.", "reasoning_content": "hm"}
     assert '"name": "look"' in text_of(messages, tokenizer)
-    assert "blue\n</tool_response>\n\na\n\nb[/INST]" in text_of([*messages, user("a"), user("b")], tokenizer)
+    behind = text_of([*messages, user("a"), user("b")], tokenizer)
+    assert '"content": blue\n\n<user>\na\n</user>\n\n<user>\nb\n</user>' in behind and "I look." in behind
 
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import marshal
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from agentcache.confined import ChildBroke, ConfinedWork, OverLimit, ReplyTooLong
@@ -82,11 +83,14 @@ class ChatTemplate:
 
     def __init__(self, wrapper: TokenizerWrapper, marks: Marks) -> None:
         self._wrapper = wrapper
-        self._by_code = renders_by_code(wrapper)
         self._marks = marks
         self._work = ConfinedWork("agentcache.models.text.template_child", seconds_per_byte=SECONDS_PER_BYTE)
         self._sealed: dict[str, bool] = {}  # by template
         self._greedy: set[str] = set()  # templates that hit a limit on `_HARMLESS`
+
+    @cached_property
+    def _by_code(self) -> bool:
+        return renders_by_code(self._wrapper)
 
     def start(self) -> None:
         if not self._by_code:
