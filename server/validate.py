@@ -16,6 +16,7 @@ MAX_NAME = 256  # of a tool's name
 MAX_NUMBER = 1e300
 # Parsing cost depends on the number of values: 0.1 s for this many. Only long or many prompts need more.
 MANY_VALUES = 2**20
+_CALLS = ("tool_use", "tool_result")
 _VALUES_PER_TOKEN = 4
 _MOST_LISTS = 256  # of token ids in a prompt
 _LONGEST_HINT = 80  # of names compared with known ones
@@ -65,7 +66,7 @@ def refuse_many_values(raw: bytes, max_context: int) -> None:
 
 
 def refuse_long_lists(body: dict[str, Any], max_context: int) -> None:
-    """Refuse messages, token ids or tool results that outnumber the context's tokens.
+    """Refuse messages, token ids, tool calls or results that outnumber the context's tokens.
 
     Raises:
         ContextLengthExceeded: with the list's name.
@@ -75,11 +76,19 @@ def refuse_long_lists(body: dict[str, Any], max_context: int) -> None:
         if isinstance(items, list):
             _refuse_long(f"{param} has {len(items)} items", len(items), max_context, param)
     messages = body.get("messages")
-    for message in messages if isinstance(messages, list) else ():
-        blocks = message.get("content") if isinstance(message, dict) else None
-        if isinstance(blocks, list) and len(blocks) > max_context:
-            count = sum(isinstance(block, dict) and block.get("type") == "tool_result" for block in blocks)
-            _refuse_long(f"a message has {count} tool results", count, max_context, "messages")
+    count = sum(map(_num_calls, messages)) if isinstance(messages, list) else 0
+    _refuse_long(f"the messages have {count} tool calls and results", count, max_context, "messages")
+
+
+def _num_calls(message: Any) -> int:
+    """Return the number of tool calls and results in a message; each is a token at least."""
+    if not isinstance(message, dict):
+        return 0
+    calls, blocks = message.get("tool_calls"), message.get("content")
+    num_calls = len(calls) if isinstance(calls, list) else 0
+    if not isinstance(blocks, list):
+        return num_calls
+    return num_calls + sum(isinstance(block, dict) and block.get("type") in _CALLS for block in blocks)
 
 
 def _refuse_long(what: str, count: int, max_context: int, param: str) -> None:

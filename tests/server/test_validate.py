@@ -95,7 +95,21 @@ def test_tool_results_are_messages() -> None:
     refuse_long_lists(body("text", 101), 100)
     with pytest.raises(ContextLengthExceeded) as refused:
         refuse_long_lists(body("tool_result", 101), 100)
-    assert refused.value.param == "messages" and "101 tool results" in refused.value.message
+    assert refused.value.param == "messages" and "101 tool calls and results" in refused.value.message
+
+
+def test_tool_calls_are_tokens() -> None:
+    """However short they are, and whatever the template shows of them."""
+
+    def body(calls: int, blocks: int) -> dict[str, Any]:
+        uses = [{"type": "tool_use"}] * blocks
+        return {"messages": [{"role": "assistant", "tool_calls": [{}] * calls}, {"role": "assistant", "content": uses}]}
+
+    refuse_long_lists(body(60, 40), 100)
+    refuse_long_lists({"messages": [{"tool_calls": 7}, {"content": 7}, 7]}, 100)
+    for calls, blocks in ((101, 0), (0, 101), (60, 41)):
+        with pytest.raises(ContextLengthExceeded, match="101 tool calls"):
+            refuse_long_lists(body(calls, blocks), 100)
 
 
 @pytest.mark.parametrize("value", ["a", "A.b_c-9", "x" * 64, "...", ".a"])
