@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 FILE = Path(__file__).with_suffix(".json")
 ADVICE = "A ceiling may be lowered and is never bent: `python -m tests.budgets` lists all, `--set` needs a reason."
 
-# By how much two runs of one traced case differ: the quicker thread does a piece of work, and the poll of memory pressure,
-# once a second, falls into a case or between two.
+# By how much two runs of one traced case differ: the quicker thread does a piece of work, and memory pressure is polled
+# once a second, in a case or between two.
 NOISE = {
     f"{case}: {kind}": number
     for case, functions in {"turn": 14, "restart": 18, "residual turn": 14}.items()
