@@ -1,7 +1,7 @@
-"""Allocates block slots and resizes the pools within the ledger's budget.
+"""Allocates block slots and resizes pools within the ledger's budget.
 
-The groups of one attention kind grow together and share one account. Its floor covers one short request in base's
-cache; residual caches have no floor. Before a pool shrinks, the block in its last slot moves to an earlier one.
+Groups of one attention kind grow together and share an account. Base's floor covers one short request; residual caches
+have none. Before a pool shrinks, the block in its last slot moves to an earlier one.
 """
 
 from __future__ import annotations
@@ -28,12 +28,10 @@ def window_blocks(window: int, at_once: int = BLOCK_SIZE) -> int:
 
 
 def min_blocks(group: Group) -> int:
-    """Minimum slots of a group for one request."""
     return 4 if group.window is None else window_blocks(group.window)
 
 
 def windows_bytes(groups: Sequence[Group], at_once: int = BLOCK_SIZE) -> int:
-    """Bytes of all windows of one long request, if a step computes `at_once` tokens."""
     return sum(window_blocks(each.window, at_once) * each.bytes_per_block for each in groups if each.window is not None)
 
 
@@ -48,7 +46,7 @@ class _Kind:
 
 
 class BlockAllocator:
-    """Allocates slots of all cache groups within the ledger's budget.
+    """The pools of one cache.
 
     Attributes:
         readers: block tables of all running requests.
@@ -66,7 +64,7 @@ class BlockAllocator:
         self._bytes = [group.bytes_per_block for group in slots.groups]
         self._eviction = eviction
         self._ledger = ledger
-        # Slots that are never released.
+        # Never released.
         self._least = [min_blocks(group) if name == BASE else 0 for group in slots.groups]
         windows = [group.window for group in slots.groups]
         kinds = {window: self._open(window) for window in dict.fromkeys(windows)}
@@ -83,10 +81,8 @@ class BlockAllocator:
         )
         return _Kind(members, account)
 
-    # -- allocation ---------------------------------------------------------------------------------------------------
-
     def allocate(self, index: int) -> int:
-        """Return a slot of group `index`: free, new, or evicted.
+        """Return a slot: free, new, or evicted.
 
         Raises:
             OutOfBlocks: running requests use the whole budget.
@@ -107,7 +103,7 @@ class BlockAllocator:
         return self._eviction.free_one(index) or self._grow_at_others_expense(index)
 
     def _has_share(self, index: int) -> bool:
-        """Whether the cache's share of the budget has room for a slot, even if lent to another account."""
+        """True even if the room is lent out."""
         account = self._kinds[index].account
         return account.family in self._ledger.shares and account.share_left >= self._cost(index, 1)
 
@@ -117,9 +113,9 @@ class BlockAllocator:
             continue
 
     def make_room(self, num_tokens: int) -> None:
-        """Grow for one request of `num_tokens` tokens.
+        """Grow for a request of `num_tokens` tokens.
 
-        Takes memory from other attention kinds, so call it only while no other request runs.
+        Takes memory from other attention kinds, so no other request may run.
         """
         for index, group in enumerate(self.slots.groups):
             needed = -(-num_tokens // BLOCK_SIZE)
@@ -128,19 +124,16 @@ class BlockAllocator:
             self.grow_to(index, needed)
 
     def grow_to(self, index: int, capacity: int) -> bool:
-        """Grow group `index` to `capacity` slots, at other accounts' expense; False on failure."""
         pool = self._pools[index]
         while pool.capacity < capacity and (self._grow(index) or self._grow_at_others_expense(index)):
             continue
         return pool.capacity >= capacity
 
-    # -- growth -------------------------------------------------------------------------------------------------------
-
     def _grow(self, index: int) -> bool:
         kind, capacity = self._kinds[index], self._pools[index].capacity
         wanted = _MIN_GROWTH_BLOCKS if self.is_sparing else max(_MIN_GROWTH_BLOCKS, int(capacity * _GROWTH))
         if kind.account.family in self._ledger.shares:
-            wanted = 1  # spare slots would take memory from the family
+            wanted = 1  # spare slots would cost the family memory
         added = min(wanted, self._growth_within(min(kind.account.room, self._machine_room(kind)), index))
         if added < 1:
             return False
@@ -153,12 +146,12 @@ class BlockAllocator:
         return self._kinds[index].account.ask(self._cost(index, 1)) and self._grow(index)
 
     def _cost(self, index: int, added: int) -> int:
-        """Bytes to add slots to group `index` and bring its attention kind level."""
+        """Includes bringing its attention kind level."""
         capacity = self._pools[index].capacity + added
         return sum(max(0, capacity - self._pools[i].capacity) * self._bytes[i] for i in self._kinds[index].members)
 
     def _machine_room(self, kind: _Kind) -> int:
-        """Bytes that the machine can provide; at least the rest of the floor, which was checked at start."""
+        """At least the rest of the floor, which was checked at start."""
         return max(self.headroom(), kind.account.floor - kind.account.claimed)
 
     def _growth_within(self, num_bytes: int, index: int) -> int:
@@ -166,7 +159,7 @@ class BlockAllocator:
         return bisect_right(range(1, most + 1), num_bytes, key=lambda added: self._cost(index, added))
 
     def affordable_growth(self, index: int, beside: int = 0) -> int:
-        """Slots by which group `index` can grow if all loans return; negative if it must shrink.
+        """Slots to grow by if all loans return; negative if it must shrink.
 
         Args:
             beside: bytes reserved for other groups.
@@ -176,19 +169,19 @@ class BlockAllocator:
         return self._growth_within(room, index) if room >= 0 else room // sum(self._bytes[i] for i in kind.members)
 
     def note_use(self) -> None:
-        """Mark the cache as used: caches with the same share release memory before it."""
+        """Have caches with the same share release memory before this one."""
         for kind in dict.fromkeys(self._kinds):
             self._ledger.note_use(kind.account)
 
     def _give_way(self, num_bytes: int, asker: Account) -> None:
-        """Release slots above the floors, free ones first, then unread ones, except of the asking attention kind."""
+        """Release slots above the floors, not of the asking kind: free ones first, then unread ones."""
         freed, is_own = 0, any(kind.account is asker for kind in self._kinds)
-        # Only an account with a reserved share may move blocks that are being read. This cache itself may not: copies
-        # of a request that is being opened name slots.
+        # Only an account with a reserved share may move blocks that are read. This cache may not: while it opens a
+        # request, copies name slots.
         moves_read = asker.family in self._ledger.shares and not is_own
         while freed < num_bytes:
             donors = [i for i, kind in enumerate(self._kinds) if kind.account is not asker]
-            if not is_own:  # shrink evenly; an own kind needs one slot only
+            if not is_own:  # shrink evenly; its own need is one slot
                 donors.sort(key=lambda i: -self._pools[i].capacity)
             donor = next((i for i in donors if self._free_last(i, moves_read=moves_read)), None)
             if donor is None:
@@ -198,7 +191,7 @@ class BlockAllocator:
             freed += self._bytes[donor]
 
     def _free_last(self, index: int, *, moves_read: bool) -> bool:
-        """Free a group's last slot, moving its block; False if it must stay.
+        """Free the last slot, moving its block; False if it must stay.
 
         Args:
             moves_read: whether a block may move while requests read it.
@@ -216,22 +209,18 @@ class BlockAllocator:
         return True
 
     def _is_still(self, block_id: int, index: int) -> bool:
-        """Whether no load into the slot is pending."""
         return not any(
             load.group == index and load.block_id == block_id for sequence in self.readers for load in sequence.loads
         )
 
-    # -- giving memory back -------------------------------------------------------------------------------------------
-
     def gather(self) -> list[Copy]:
         """Move blocks that only the tree lists out of the last slots.
 
-        The caller executes the copies before any other write and before `give_back`.
+        Execute the copies before any other write and before `give_back`.
         """
         return [copy for index in range(len(self._pools)) for copy in self.slots.gather(index)]
 
     def give_back(self) -> int:
-        """Drop unused slots at pool ends; return the freed bytes."""
         freed = 0
         for index, (pool, kind) in enumerate(zip(self._pools, self._kinds, strict=True)):
             capacity = max(pool.last_in_use + 1, min(self._least[index], pool.capacity))
@@ -246,14 +235,11 @@ class BlockAllocator:
             kind.account.release(kind.account.claimed)
             self._ledger.close(kind.account)
 
-    # -- sizes --------------------------------------------------------------------------------------------------------
-
     @property
     def capacity_bytes(self) -> int:
         return sum(pool.capacity * size for pool, size in zip(self._pools, self._bytes, strict=True))
 
     def max_tokens(self) -> int:
-        """Length of the longest request that fits the budget."""
         if not self._unbounded_bytes:
             return _UNBOUNDED
         left = self._ledger.left_for(self._kinds[0].account.family)

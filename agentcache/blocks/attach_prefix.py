@@ -21,10 +21,10 @@ class _TailSlot:
 def attach_prefix(sequence: CacheSequence, prefix: CachedPrefix, allocator: BlockAllocator) -> None:
     """Fill the empty block tables with the slots of `prefix`; adds due `loads` and `copies`.
 
-    Raises OutOfBlocks: the tables are then partly filled, and idle blocks may be evicted.
+    Raises OutOfBlocks: the tables are then partly filled.
     """
     slots = allocator.slots
-    # Retain existing slots first: allocation may evict.
+    # Allocation may evict.
     for lane in prefix.lanes:
         _share(sequence, lane, slots)
     sources = [source for lane in prefix.lanes for source in _sources(lane)]
@@ -37,13 +37,13 @@ def attach_prefix(sequence: CacheSequence, prefix: CachedPrefix, allocator: Bloc
                 if lane.tail is not None:
                     _allocate_tail(sequence, lane, lane.tail, index, allocator)
     finally:
-        # The engine copies before its next allocation, so sources need no reference.
+        # The engine copies before its next allocation.
         for source in sources:
             slots.pools[source.index].release(source.block_id)
 
 
 def _share(sequence: CacheSequence, lane: LanePrefix, slots: Slots) -> None:
-    """Add the slots in RAM to the tables, and -1 for other blocks."""
+    """-1 stands for blocks that are not in RAM."""
     for index in lane.groups:
         table = sequence.tables[index]
         table.first_block = min(lane.first_block_read(slots.groups[index]), len(lane.nodes))
@@ -72,7 +72,6 @@ def _allocate_tail(
 ) -> None:
     table, source = sequence.tables[index], tail.block_ids.get(index)
     if source is not None and lane.ends_with_a_block and _may_write_behind(tail, index, source, allocator.slots):
-        # The request writes after the node's tokens only.
         allocator.slots.pools[index].retain(source)
         table.block_ids.append(source)
         return
@@ -85,9 +84,8 @@ def _allocate_tail(
 
 
 def _may_write_behind(tail: Node, index: int, block_id: int, slots: Slots) -> bool:
-    """Whether no request reads the tail's slot and no longer node lists it."""
     if slots.num_readers(index, block_id) > 1:  # one is `attach_prefix`
         return False
-    assert tail.parent is not None  # a tail is no root
+    assert tail.parent is not None
     here = (node for node in tail.parent.children if node.block_ids.get(index) == block_id)
     return all(node.num_tokens <= tail.num_tokens for node in here)

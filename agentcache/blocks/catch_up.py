@@ -12,9 +12,7 @@ from agentcache.blocks.slots import Slots
 
 
 def nodes_ahead(tree: RadixTree, sequence: CacheSequence, token_ids: Sequence[int], end: int) -> list[list[Node]]:
-    """Return full blocks in RAM after the request's end, up to token `end`: per block, one node per origin path.
-
-    Changes nothing.
+    """Return full blocks in RAM after the request's end: per block, one node per origin path.
 
     Args:
         token_ids: all tokens of the request.
@@ -43,7 +41,7 @@ def _in_ram(node: Node, lane: Lane) -> bool:
 
 
 def append_nodes(slots: Slots, sequence: CacheSequence, nodes: Sequence[Node]) -> None:
-    """Append one block of `nodes_ahead`; a slot reserved for it becomes free."""
+    """Append one block; frees a slot reserved for it."""
     position = sequence.num_tokens // BLOCK_SIZE
     for lane, node in zip(sequence.lanes, nodes, strict=True):
         lane.nodes.append(node)

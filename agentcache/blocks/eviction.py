@@ -14,7 +14,6 @@ class EvictionOrder:
         self._tree = tree
 
     def free_one(self, index: int) -> bool:
-        """Free a slot of group `index`; False if all are read."""
         while not self._slots.pools[index].num_free:
             if (victim := self._victim(index)) is not None:
                 self._slots.free(victim, list(victim.block_ids))
@@ -25,18 +24,16 @@ class EvictionOrder:
         return True
 
     def _victim(self, index: int) -> Node | None:
-        """Node to evict; one with a pending write only as a last resort."""
+        """Nodes with a pending write come last."""
         settled = (node for node in self._candidates(index) if self._is_idle(node) and not node.pending)
         # A pending write has its own copy of the bytes.
         return next(settled, None) or next(filter(self._is_idle, self._candidates(index)), None)
 
     def _unread_holder(self, index: int) -> Node | None:
-        """Node with an unread slot, though its other groups or descendants are read."""
         holders = (node for node in self._tree.residents if index in node.block_ids)
         return next((node for node in holders if not self._slots.is_read(index, node.block_ids[index])), None)
 
     def _candidates(self, index: int) -> Iterator[Node]:
-        """Nodes with a slot of group `index`, then leaves below them."""
         holders = [node for node in self._tree.residents if index in node.block_ids]
         yield from holders
         yield from (_resident_leaf(node) for node in holders if not self._slots.is_read(index, node.block_ids[index]))

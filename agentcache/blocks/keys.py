@@ -1,7 +1,7 @@
 """Content addresses of cache blocks.
 
-A key is the blake2b digest of a tagged, length-prefixed encoding, so different inputs never share an encoding. A
-block's key covers all tokens before it. An adapter's weights enter the keys, never its name.
+A key is a digest of tagged, length-prefixed fields, so different inputs never share an encoding. It covers all tokens
+before the block, and adapter weights, never their name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FORMAT_VERSION = 2
 BASE_PRODUCER = "base"
 BASE_CACHE = "base"
 RESIDUAL = "residual"
-STATE_GROUP = "recurrent"  # last cache group, in models with recurrent layers
+STATE_GROUP = "recurrent"  # last cache group of recurrent models
 _DIGEST_BYTES = 20
 
 
@@ -31,7 +31,6 @@ def _digest(tag: str, *fields: bytes) -> str:
 
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
-    """Encode as little-endian uint32."""
     return array("I", token_ids).tobytes()
 
 
@@ -41,9 +40,8 @@ class Namespace:
 
     Args:
         model: fingerprint of weights, config and tokenizer.
-        spec: digest of the cache spec (tensors, quantisation, groups, rope).
-        salt: the request's salt.
-        cache: `base` for the model's KV, else a text that covers the owner's content (`residual_cache`).
+        spec: digest of tensors, quantisation, groups and rope.
+        cache: `base`, or a text that covers the owner's content (`residual_cache`).
     """
 
     model: str
@@ -53,13 +51,11 @@ class Namespace:
 
     @cached_property
     def root(self) -> str:
-        """Chain key before the first block."""
         parts = (str(FORMAT_VERSION), self.model, self.spec, self.salt, self.cache)
         return _digest("agentcache.root", *(part.encode() for part in parts))
 
 
 def root_of_version_1(model: str, spec: str, salt: str) -> str:
-    """Root in files of version 1, to verify them."""
     return _digest("agentcache.root", b"1", model.encode(), spec.encode(), salt.encode())
 
 
@@ -70,7 +66,7 @@ class Producer:
     Only requests of the same origin share its blocks: another start gives other KV (Activated LoRA, arXiv 2504.12397).
 
     Args:
-        key: the adapter's digest over weights and effective scale.
+        key: digest over weights and effective scale.
         start: first position it acts on; 0 for a plain LoRA.
         groups: cache groups whose KV can differ from base's, by index in this process; files use names.
     """
@@ -81,18 +77,17 @@ class Producer:
 
     @property
     def text(self) -> str:
-        """The origin in keys and files."""
         return f"{self.key}@{self.start}"
 
 
 def chain_key(parent: str, token_ids: Sequence[int], producer: str = BASE_PRODUCER) -> str:
-    """Address of the tokens after `parent`: 40 hex digits. `producer` is `base` or a `Producer.text`."""
+    """Address of the tokens after `parent`. `producer` is `base` or a `Producer.text`."""
     return _digest("agentcache.chain", parent.encode(), pack_token_ids(token_ids), producer.encode())
 
 
-@lru_cache(maxsize=1 << 14)  # every turn needs all keys of its conversation
+@lru_cache(maxsize=1 << 14)
 def block_key(chain: str, group: str) -> str:
-    """Address and file name of one cache group's part of a block: 40 hex digits."""
+    """Address and file name of one group's part of a block."""
     return _digest("agentcache.block", chain.encode(), group.encode())
 
 
@@ -101,12 +96,12 @@ def residual_cache(adapter_digest: str) -> str:
 
 
 def kind_of(cache: str) -> str:
-    """Kind of a cache: `base` or `residual`."""
+    """`base` or `residual`."""
     return cache.partition(".")[0]
 
 
 class BlockName(NamedTuple):
-    """One cache group's part of a block, with the group's index. Files use its name (`block_key`)."""
+    """Files use the group's name (`block_key`)."""
 
     chain: str
     group: int

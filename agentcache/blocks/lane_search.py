@@ -1,5 +1,3 @@
-"""Finds the longest cached prefix of a prompt, on every origin path."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +11,7 @@ from agentcache.blocks.siblings import BYTES_PER_TOKEN, Nearest, pack
 from agentcache.blocks.slots import Group
 from agentcache.blocks.snapshots import Snapshots
 
-MIN_TAIL_TOKENS = 16  # fewer cost less to compute than to copy
+MIN_TAIL_TOKENS = 16  # fewer are cheaper to compute than to copy
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class LanePrefix:
         return len(self.nodes) * BLOCK_SIZE + self.tail_tokens
 
     def first_block_read(self, group: Group) -> int:
-        """Number of a group's first block that is read, possibly after the last."""
+        """May come after the last block."""
         num_tokens = self.num_tokens
         if self.read_from is not None and self.read_from < num_tokens:
             num_tokens = self.read_from
@@ -64,7 +62,7 @@ class CachedPrefix:
 
     Args:
         snapshot: node at its end with a checkpoint of recurrent state; None at position 0, or without such state.
-        known_tokens: tokens with cached KV, with or without a checkpoint after them; for recurrent models only.
+        known_tokens: tokens with cached KV, even without a checkpoint after them; for recurrent models only.
     """
 
     producer: Producer | None
@@ -92,8 +90,6 @@ def match_prefix(
 ) -> CachedPrefix:
     """Return the longest prefix of at most `limit` tokens that every origin path has in RAM or on disk.
 
-    Changes nothing.
-
     Args:
         snapshots: checkpoints of a recurrent model; the prefix ends at one.
         read_from: first token computed with the prefix, if before its end.
@@ -112,7 +108,7 @@ def match_prefix(
         if ends is None:
             if is_even:
                 return CachedPrefix(producer, lanes)
-            # Cut to this, a longer path may lack older blocks of a window, or have too short a tail.
+            # Cut, a path may lack older blocks of a window, or have too short a tail.
             limit = shortest
             continue
         known = shortest if known is None else known
@@ -123,10 +119,10 @@ def match_prefix(
 
 
 class LaneSearch:
-    """Searches one origin path of a prompt. Valid until the tree changes.
+    """Longest cached prefix on one origin path. Valid until the tree changes.
 
     Args:
-        packed: tokens of the prompt (`siblings.pack`).
+        packed: the prompt's tokens (`siblings.pack`).
         least: minimum tokens of a partly used block.
     """
 
@@ -147,7 +143,7 @@ class LaneSearch:
         self._layout = layout
         self._all = frozenset(layout.groups)
         self._windows = {index: groups[index] for index in layout.groups if groups[index].window is not None}
-        # All later tokens read a full-attention group, so a path ends at a block without it.
+        # All later tokens read a full-attention group.
         unbounded = self._all - self._windows.keys()
         usable = partial(_has, unbounded)
         self._nodes = tree.match_prefix(root, packed, usable, layout.producer_of)
@@ -165,7 +161,7 @@ class LaneSearch:
             count = missing  # later blocks need it; a sibling may be the tail
 
     def _missing(self, prefix: LanePrefix) -> int | None:
-        """Number of the last block that a window needs and the cache lacks."""
+        """Last block that a window needs and the cache lacks."""
         missing = (
             position
             for index, group in self._windows.items()
@@ -186,7 +182,7 @@ class LaneSearch:
     def _nearest(self, count: int, limit: int, kind: BlockKind) -> Nearest[Node]:
         """Nodes that share at least `least` tokens; else a shorter tail that is used completely.
 
-        Fewer tokens are usually template text; a whole tail is the end of some agent's context.
+        Fewer tokens are usually template text; a whole tail ends some agent's context.
         """
         parent = self._nodes[count - 1] if count else self._root
         rest = self._packed[count * BLOCK_SIZE * BYTES_PER_TOKEN : min(limit, kind.end) * BYTES_PER_TOKEN]
@@ -206,7 +202,7 @@ class LaneSearch:
 
 
 class SnapshotSearch:
-    """Finds the checkpoints along a prompt. Valid until the tree changes."""
+    """Checkpoints along a prompt. Valid until the tree changes."""
 
     def __init__(
         self, tree: RadixTree, root: str, packed: bytes, layouts: Iterable[LaneLayout], snapshots: Snapshots
@@ -225,7 +221,7 @@ class SnapshotSearch:
         return next(self.ends(limit), None)
 
     def ends(self, limit: int) -> Iterator[Node]:
-        """Nodes with a checkpoint within the first `limit` tokens, last first."""
+        """Last first."""
         for node in reversed(self._path[: limit // BLOCK_SIZE + 1]):
             tails = [tail for tail in node.children if self._is_usable_tail(tail, limit)]
             yield from sorted(tails, key=lambda tail: tail.num_tokens, reverse=True)

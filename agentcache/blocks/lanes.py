@@ -1,7 +1,7 @@
 """Layout of a request's blocks by KV origin, the same in RAM, files and manifests.
 
-An origin path is a chain of blocks with some of the cache groups. Base's path has the groups that no adapter changes;
-the adapter's path has the rest, and shares base's blocks up to the block with the adapter's start:
+An origin path is a chain of blocks with some cache groups. Base's path has the groups that no adapter changes; the
+adapter's has the rest, and shares base's blocks up to the block with the adapter's start:
 
     tokens          0 .. 255    256 .. 511    512 .. 600          start = 300
     base path       base        base          base                lower groups
@@ -39,11 +39,11 @@ class LaneLayout:
     has_state: bool = False
 
     def producer_of(self, end: int) -> str:
-        """KV origin, as text, of the block that ends before token `end`."""
+        """Origin of the block that ends before token `end`."""
         return BASE_PRODUCER if self.producer is None or end <= self.producer.start else self.producer.text
 
     def usable_kinds(self, position: int) -> list[BlockKind]:
-        """Kinds of blocks that may provide tokens of block number `position`."""
+        """Kinds that may provide tokens of block `position`."""
         begin, end = position * BLOCK_SIZE, (position + 1) * BLOCK_SIZE
         if self.producer is None or end <= self.producer.start:
             return [BlockKind(BASE_PRODUCER, end)]
@@ -52,10 +52,9 @@ class LaneLayout:
 
 
 def lay_out(producer: Producer | None, num_groups: int, *, has_state: bool = False) -> tuple[LaneLayout, ...]:
-    """Return a request's non-empty origin paths: base's, then the adapter's.
+    """Return the non-empty origin paths: base's, then the adapter's.
 
     Args:
-        num_groups: number of KV groups.
         has_state: whether the model has recurrent layers, as group `num_groups`.
     """
     own = frozenset[int]() if producer is None else producer.groups
@@ -68,14 +67,13 @@ def lay_out(producer: Producer | None, num_groups: int, *, has_state: bool = Fal
 
 
 def has_base_tail(producer: Producer | None, num_tokens: int) -> bool:
-    """Whether the adapter starts inside a block whose first tokens base has computed."""
     if producer is None or not producer.groups:
         return False
     return producer.start % BLOCK_SIZE > 0 and producer.start < num_tokens
 
 
 def agreed_tokens(left: Producer | None, right: Producer | None, num_tokens: int) -> int:
-    """Number of leading tokens with the same KV under both origins."""
+    """Leading tokens with the same KV under both origins."""
     if left == right:
         return num_tokens
     return min(num_tokens, *(producer.start for producer in (left, right) if producer is not None))
@@ -83,7 +81,7 @@ def agreed_tokens(left: Producer | None, right: Producer | None, num_tokens: int
 
 @dataclass(frozen=True)
 class BlockSpan:
-    """One block of an origin path: tokens ``begin … end - 1``.
+    """Tokens ``begin … end - 1`` of an origin path.
 
     Args:
         parent: index of the preceding span; None for the first.
@@ -97,7 +95,7 @@ class BlockSpan:
 
 
 def spans(num_tokens: int, producer: Producer | None, num_groups: int, *, has_state: bool = False) -> list[BlockSpan]:
-    """Return all blocks of a request: path by path, then the base tail. Arguments as in `lay_out`."""
+    """Path by path, then the base tail."""
     result: list[BlockSpan] = []
     for lane in lay_out(producer, num_groups, has_state=has_state):
         first = len(result)
@@ -121,8 +119,6 @@ def chain_keys(root: str, token_ids: Sequence[int], blocks: Iterable[BlockSpan])
 
 
 class NamedBlock(NamedTuple):
-    """A block's address, and the cache groups in use there."""
-
     chain: str
     groups: tuple[int, ...]
     cache: str = BASE_CACHE
@@ -133,7 +129,7 @@ class NamedBlock(NamedTuple):
 
 
 class NamedSnapshot(NamedTuple):
-    """A checkpoint of recurrent state, by the chain key of the block that ends there."""
+    """Addressed by the chain key of the block that ends there."""
 
     num_tokens: int
     chain: str
@@ -158,7 +154,7 @@ def state_chains(
 
 
 class StateBlock(NamedTuple):
-    """Block of a checkpoint: tokens ``begin … end - 1`` after the chain `parent`."""
+    """Tokens ``begin … end - 1`` after the chain `parent`."""
 
     begin: int
     end: int

@@ -1,7 +1,6 @@
 """RAM accounts: claims, floors, and which account releases memory for which.
 
-A floor is reserved for its account, claimed or not. An account without room asks other families, in the order of
-`GIVES_WAY`. Claimed bytes are allocated; used bytes hold data.
+A floor is reserved, claimed or not. Claimed bytes are allocated; used bytes hold data.
 
     base.KIND     slots of base's cache, by attention kind; floor: one short request
     residual.ADAPTER.KIND   slots of one adapter's residual KV; all adapters have one share, lent to base while unused
@@ -29,7 +28,7 @@ _NO_SHARES: Mapping[str, int] = {}
 
 # By asking family: families to ask, in order. Adapter weights leave only when no request needs them.
 GIVES_WAY: Mapping[str, tuple[str, ...]] = {
-    BASE: (BASE, STACKS),  # unread slots of another attention kind
+    BASE: (BASE, STACKS),  # another attention kind
     RESIDUAL: (BASE, STACKS, RESIDUAL),  # base may hold the residual share
     ADAPTERS: (BASE, STACKS, RESIDUAL),
     STACKS: (BASE,),
@@ -50,11 +49,10 @@ class Account:
 
     Args:
         kind: `family` or `family.part`.
-        floor: bytes reserved for it.
         apart: bytes of a separate budget; None to share the ledger's.
         on_loan: whether all of it returns when another account asks.
         measure: function that returns the used bytes; None if all are.
-        give_way: function that releases `num_bytes`, or as many as possible. It must neither claim nor ask.
+        give_way: function that releases up to `num_bytes`. It must neither claim nor ask.
     """
 
     ledger: Ledger
@@ -79,7 +77,7 @@ class Account:
 
     @property
     def room(self) -> int:
-        """Bytes that it can claim without asking."""
+        """Without asking."""
         if self.apart is not None:
             return self.apart - self.claimed
         return min(self._common_room, self.share_left)
@@ -101,7 +99,7 @@ class Account:
         return self.room + (0 if self.apart is not None else sum(each.claimed for each in loans))
 
     def claim(self, num_bytes: int) -> None:
-        """Take bytes. Raises BrokenInvariant without room."""
+        """Raises BrokenInvariant without room."""
         if num_bytes > self.room:
             raise BrokenInvariant(f"{self.kind} claims {num_bytes} bytes and has room for {self.room}")
         self.claimed += num_bytes
@@ -112,21 +110,20 @@ class Account:
         self.claimed -= num_bytes
 
     def settle(self, num_bytes: int) -> None:
-        """Set the claim to `num_bytes`."""
         if num_bytes > self.claimed:
             self.claim(num_bytes - self.claimed)
         else:
             self.release(self.claimed - num_bytes)
 
     def borrow(self, num_bytes: int) -> None:
-        """Set the claim to `num_bytes`, or to less if other accounts cannot release enough."""
+        """Set the claim to `num_bytes`, or less if other accounts cannot release enough."""
         missing = num_bytes - self.claimed
         if missing > 0 and not self.ask(missing):
             num_bytes = self.claimed + max(0, self.room)
         self.settle(num_bytes)
 
     def ask(self, num_bytes: int) -> bool:
-        """Have other accounts release memory until there is room; False if that is not enough."""
+        """Have other accounts release memory; return whether that was enough."""
         # Only its own family can help if the family's share is too small.
         self._have_give_way((self.family,), lambda: num_bytes - self.share_left)
         if self.share_left >= num_bytes:
@@ -190,13 +187,12 @@ class Ledger:
             self.sharing.remove(account)
 
     def note_use(self, account: Account) -> None:
-        """In a family with a share, ask this account for memory last."""
+        """In a family with a share, ask this account last."""
         if account.family in self.shares:
             self.accounts.remove(account)
             self.accounts.append(account)
 
     def share_left(self, family: str) -> int:
-        """Unclaimed bytes of a family's share; `UNBOUNDED` without one."""
         if family not in self.shares:
             return UNBOUNDED
         return self.shares[family] - sum(each.claimed for each in self.accounts if each.family == family)
@@ -210,7 +206,7 @@ class Ledger:
         return sum(account.floor for account in self.sharing)
 
     def left_for(self, family: str) -> int:
-        """Bytes that a family may claim if all loans returned."""
+        """Room of a family if all loans returned."""
         if family in self.shares:
             return self.shares[family]
         return self.budget - sum(each.held for each in self.sharing if each.family != family and not each.on_loan)

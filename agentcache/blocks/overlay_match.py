@@ -1,5 +1,3 @@
-"""Prefix match of a residual request, in base's cache and the adapter's."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -11,12 +9,12 @@ from agentcache.blocks.prefix_cache import PrefixCache
 
 @dataclass(frozen=True)
 class OverlayMatch:
-    """Cached prefixes in two caches. Valid until one of them changes.
+    """Prefixes of a residual request. Valid until one of the caches changes.
 
     Args:
         base: base's prefix, with the windows read from the end of `residuals` on.
         residuals: the adapter's prefix, not longer than base's.
-        found: tokens in the adapter's cache, whether or not base has them.
+        found: tokens in the adapter's cache, even where base lacks them.
     """
 
     base: CachedPrefix
@@ -27,7 +25,7 @@ class OverlayMatch:
 def match_overlay(
     base: PrefixCache, root: str, residuals: PrefixCache, residual_root: str, token_ids: Sequence[int], limit: int
 ) -> OverlayMatch:
-    """Return the longest prefixes of at most `limit` tokens that an adapter can continue. Changes nothing.
+    """Return the longest prefixes of at most `limit` tokens that an adapter can continue.
 
     The adapter reads base's windows from the shorter end on. Where a window lacks a block, both prefixes end.
     """

@@ -1,8 +1,3 @@
-"""Reference counts of one cache group's slots, and block tables.
-
-The radix tree and requests reference slots. A slot that only the tree references can be evicted.
-"""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -11,7 +6,10 @@ from agentcache.errors import BrokenInvariant, OutOfBlocks
 
 
 class BlockPool:
-    """Reference counts of slots `0 … capacity-1` in one group's arena."""
+    """Reference counts of one group's slots `0 … capacity-1`.
+
+    The radix tree and requests reference slots. A slot that only the tree references can be evicted.
+    """
 
     def __init__(self, capacity: int = 0) -> None:
         self._ref_cnt: list[int] = []
@@ -34,18 +32,18 @@ class BlockPool:
 
     @property
     def last_in_use(self) -> int:
-        """The last referenced slot, or -1."""
+        """-1 if none is."""
         return next((slot for slot in range(self.capacity - 1, -1, -1) if self._ref_cnt[slot]), -1)
 
     def shrink(self, capacity: int) -> None:
-        """Drop the slots from `capacity` on, which must be free."""
+        """The dropped slots must be free."""
         if any(self._ref_cnt[capacity:]):
             raise BrokenInvariant("a slot in use cannot be dropped")
         del self._ref_cnt[capacity:]
         self._free = [block_id for block_id in self._free if block_id < capacity]
 
     def allocate(self) -> int:
-        """Return a free slot, with one reference. Raises OutOfBlocks."""
+        """The slot has one reference. Raises OutOfBlocks."""
         if not self._free:
             raise OutOfBlocks(f"all {self.capacity} blocks are in use")
         block_id = self._free.pop()
@@ -53,7 +51,7 @@ class BlockPool:
         return block_id
 
     def allocate_before(self, block_id: int) -> int | None:
-        """Return the first free slot, with one reference, if below `block_id`."""
+        """Return the first free slot if below `block_id`, with one reference."""
         first = min(self._free, default=block_id)
         if first >= block_id:
             return None
@@ -62,7 +60,7 @@ class BlockPool:
         return first
 
     def note_move(self, source: int, target: int) -> None:
-        """Record that slot `target` replaces `source`; bytes follow later."""
+        """Record that `target` replaces `source`; bytes follow later."""
         self._moves.append((source, target))
 
     def take_moves(self) -> list[tuple[int, int]]:
@@ -95,7 +93,7 @@ class BlockPool:
 
 @dataclass
 class BlockTable:
-    """Slots of one request in one group: block `i` holds tokens `256*i … 256*i+255`.
+    """One request's slots in one group: block `i` holds tokens `256*i … 256*i+255`.
 
     Blocks that leave the window are dropped: `block_ids[0]` is block number `first_block`.
     """

@@ -1,16 +1,12 @@
 """Prefix cache: which cached blocks a prompt uses, and where its new tokens go.
 
-References to a slot:
+The tree has one reference per node that lists a slot, a request one per slot in its block tables. Tokens in the tree
+are immutable. A request writes only after its own tokens: in private slots, or in the slot of a tail that no other
+request extends. A full block is published once computed, a partial one when the request is closed. A longer node may
+list the same slot as the tail that it extends.
 
-    tree        one per node that lists the slot
-    request     one per slot in its block tables, shared or private
-
-Tokens in the tree are immutable. A request writes only after its own tokens: in private slots, or in the slot of a tail
-that no other request extends. A full block is published in the tree once computed, a partial one when the request is
-closed. A longer node may list the same slot as the tail that it extends.
-
-Each cache group of a request is published on one origin path (`lanes`) only, so base nodes never list KV of an adapter.
-If an adapter starts inside a block, the base tail lists its slots too, for the tokens before the start.
+Each group is published on one origin path (`lanes`) only, so base nodes never list KV of an adapter. If an adapter
+starts inside a block, the base tail lists its slots too, for the tokens before the start.
 """
 
 from __future__ import annotations
@@ -44,7 +40,6 @@ class PrefixCache:
 
     Args:
         groups: KV cache groups; none without attention.
-        state: cache group of the recurrent state, if any.
         state_budget: bytes for recurrent state of rows and checkpoints.
 
     Attributes:
@@ -77,8 +72,6 @@ class PrefixCache:
         self.allocator.readers = self._sequences
         self._windowed = {index for index, group in enumerate(self.groups) if group.window is not None}
 
-    # -- matching ---------------------------------------------------------------------------------------------------
-
     def match_prefix(
         self,
         root: str,
@@ -89,7 +82,7 @@ class PrefixCache:
     ) -> CachedPrefix:
         """Return the longest prefix of at most `limit` tokens whose needed blocks are in RAM or on disk.
 
-        Changes nothing. A few tokens of a longer block do not count.
+        A few tokens of a longer block do not count.
 
         Args:
             producer: KV origin of the rest, whose blocks match after its start; None for base.
@@ -102,12 +95,10 @@ class PrefixCache:
     def in_ram(self, prefix: CachedPrefix) -> bool:
         return lane_search.in_ram(prefix, self.groups)
 
-    # -- a sequence's life ------------------------------------------------------------------------------------------
-
     def open(self, root: str, prefix: CachedPrefix) -> CacheSequence:
-        """Return a request's block tables, filled with `prefix`; its `loads` and `copies` are due.
+        """Return block tables filled with `prefix`; their `loads` and `copies` are due.
 
-        Raises OutOfBlocks, after no more than the eviction of idle blocks.
+        Raises OutOfBlocks; idle blocks may be evicted then.
         """
         if self.snapshots is not None and prefix.snapshot is not None:
             self.snapshots.touch(prefix.snapshot)
@@ -126,7 +117,7 @@ class PrefixCache:
             self.tree.touch(lane.all_nodes)
 
     def _enter(self, root: str, prefix: CachedPrefix) -> CacheSequence:
-        """Create block tables without slots, which keep the prefix's nodes in the tree."""
+        """The tables have no slots yet; they keep the prefix's nodes in the tree."""
         # Unpack once: a long prompt has many blocks.
         token_ids = unpack(b"".join(node.packed for node in prefix.lanes[-1].all_nodes))[: prefix.num_tokens]
         tables = [BlockTable() for _ in self.groups]
@@ -148,7 +139,7 @@ class PrefixCache:
         return sequence
 
     def loaded(self, sequence: CacheSequence, load: Load) -> None:
-        """Finish a load: the tree lists whole blocks, for other requests."""
+        """Finish a load: the tree lists whole blocks for other requests."""
         node = load.node
         if self.snapshots is not None and load.group == self.snapshots.index:
             if not sequence.closed:
@@ -159,10 +150,10 @@ class PrefixCache:
             self.slots.list_in(node, load.group, load.block_id)
 
     def reserve(self, sequence: CacheSequence, num_tokens: int) -> None:
-        """Allocate slots for `num_tokens` further tokens. Raises OutOfBlocks, keeping those it got."""
+        """Allocate slots for further tokens. Raises OutOfBlocks, keeping those it got."""
         end = -(-(sequence.num_tokens + num_tokens) // BLOCK_SIZE)
         if end == -(-sequence.num_tokens // BLOCK_SIZE):
-            return  # fits in the last block
+            return
         for index, table in enumerate(sequence.tables):
             while table.end_block < end:
                 table.block_ids.append(self.allocator.allocate(index))
@@ -192,7 +183,7 @@ class PrefixCache:
         return published
 
     def share_tail(self, sequence: CacheSequence, end: int) -> None:
-        """Publish the first `end` tokens, including part of the block that is being filled.
+        """Publish the first `end` tokens, including part of an unfinished block.
 
         The request continues in its own slots, other requests in copies.
         """
@@ -223,9 +214,9 @@ class PrefixCache:
                 self.slots.take_from(node, index)
 
     def close(self, sequence: CacheSequence, keep: int | None = None) -> list[LaneBlock]:
-        """End a request, keep its first `keep` tokens (default: all), return its blocks in the order of `spans`.
+        """End a request and return its blocks in the order of `spans`. `keep`: tokens to keep, default all.
 
-        If `keep` lies inside a published block, the tail lists that block's slots.
+        If it lies inside a published block, the tail lists that block's slots.
         """
         keep = sequence.num_tokens if keep is None else keep
         blocks = [block for lane in sequence.lanes for block in self._keep(sequence, lane, keep)]
@@ -244,7 +235,7 @@ class PrefixCache:
         return [LaneBlock(node, lane.groups) for node in nodes]
 
     def abandon(self, sequence: CacheSequence) -> None:
-        """End a request without its unfinished block; published blocks stay."""
+        """Published blocks stay."""
         self._discard(sequence)
 
     def _discard(self, sequence: CacheSequence) -> None:
@@ -253,7 +244,7 @@ class PrefixCache:
         sequence.closed = True
         self._sequences.discard(sequence)
         for index, table in enumerate(sequence.tables):
-            # Last slot first: the next request gets ascending slots, and restores them in one run.
+            # Last slot first: the next request gets ascending slots, restored in one run.
             for block_id in reversed(table.block_ids):
                 if block_id >= 0:
                     self.slots.pools[index].release(block_id)
@@ -266,10 +257,8 @@ class PrefixCache:
             self.state_taken(sequence)
             self.snapshots.leave()
 
-    # -- recurrent state ----------------------------------------------------------------------------------------------
-
     def state_taken(self, sequence: CacheSequence) -> None:
-        """Release the checkpoint slot that the request's row has copied."""
+        """Release the checkpoint slot that the row has copied."""
         slot, sequence.state = sequence.state, None
         if slot is not None:
             assert self.snapshots is not None
@@ -330,7 +319,7 @@ class PrefixCache:
         )
 
     def snapshot_node(self, root: str, token_ids: Sequence[int], num_tokens: int, producer: Producer | None) -> Node:
-        """Node of a checkpoint after the first `num_tokens` tokens, created if missing."""
+        """Node of a checkpoint, created if missing."""
         layout = lay_out(producer, len(self.groups), has_state=True)
         lane, node = next(each for each in layout if each.has_state), self.tree.root(root)
         for begin in range(0, num_tokens, BLOCK_SIZE):
@@ -338,14 +327,12 @@ class PrefixCache:
             node = self.tree.insert(node, token_ids[begin:end], lane.producer_of(end))
         return node
 
-    # -- files ------------------------------------------------------------------------------------------------------
-
     def mark_stored(self, node: Node, group: int) -> None:
         node.pending.discard(group)
         node.stored.add(group)
 
     def mark_missing(self, node: Node, group: int) -> None:
-        """Record that the node's file is not on disk; a pending write stays pending."""
+        """A pending write stays pending."""
         node.stored.discard(group)
         self.slots.prune(node)
 

@@ -17,8 +17,6 @@ _FIRST_WINDOW = 256  # characters
 
 
 class Match(StrEnum):
-    """Relation of a prompt to its agent's transcript."""
-
     EXACT = "EXACT"
     EXTEND = "EXTEND"
     PARTIAL = "PARTIAL"
@@ -28,7 +26,7 @@ class Match(StrEnum):
 
 @dataclass(frozen=True)
 class PromptMatch:
-    """A prompt as tokens, and its relation to the old transcript.
+    """A prompt as tokens.
 
     Args:
         transcript: the whole prompt.
@@ -46,7 +44,7 @@ def match_text(
     """Tokenise a prompt, keeping the transcript's tokens that still hold.
 
     The ids equal `encode(text)`, except that generated text keeps its ids. Only text after the last common control
-    token is encoded, as its tokens do not depend on text before.
+    token is encoded: its tokens do not depend on text before.
 
     Args:
         text: the whole prompt, as marked text.
@@ -72,7 +70,6 @@ def match_tokens(
     New ids count as "generated": they may differ from a tokeniser's, and are kept if their text returns.
 
     Args:
-        token_ids: the whole prompt.
         spell: function from ids to text; called at most once.
     """
     ids = array("I", token_ids)
@@ -98,7 +95,7 @@ def len_common_prefix(left: Sequence[object], right: Sequence[object]) -> int:
 
 
 def shared_until(left: str, right: str, left_at: int, right_at: int) -> int:
-    """Offset in `left` up to which it equals `right`, each from its own offset. Reads no further."""
+    """Offset in `left` up to which it equals `right`, each from its own offset."""
     at, size = left_at, _FIRST_WINDOW
     while True:
         other = right_at + at - left_at
@@ -117,10 +114,10 @@ def _label(num_cached: int, num_new: int, num_shared: int) -> Match:
 
 @dataclass(frozen=True)
 class _Start:
-    """A new encoding of the prompt's end, aligned with the transcript.
+    """A new encoding of the prompt's end.
 
-    Both agree up to the token boundary `offset`; then come tokens from index `kept` on, or `ids`. `ends` count from the
-    text's beginning.
+    It agrees with the transcript up to token boundary `offset`; then come the transcript's tokens from index `kept` on,
+    or `ids`. `ends` count from the text's beginning.
     """
 
     offset: int
@@ -141,7 +138,6 @@ def _find_start(
 
 
 def _anchors(transcript: Transcript, num_inside: int, control_ids: Set[int]) -> Iterator[int]:
-    """Indices of control tokens with text, last first; generated ones have none."""
     ids, ends = transcript.ids, transcript.ends
     for index in range(num_inside - 1, -1, -1):
         if ids[index] in control_ids and ends[index] > (ends[index - 1] if index else 0):
@@ -149,7 +145,7 @@ def _anchors(transcript: Transcript, num_inside: int, control_ids: Set[int]) -> 
 
 
 def _start_at(transcript: Transcript, text: str, index: int, encode: Callable[[str], Encoding]) -> _Start | None:
-    """Encode from the control token at `index`; None if that token has changed, as with new spaces."""
+    """None if the control token at `index` has changed, as with new spaces."""
     begin, end = transcript.ends[index - 1] if index else 0, transcript.ends[index]
     fresh = encode(text[begin:])
     ends = [begin + fresh_end for fresh_end in fresh.ends]
@@ -160,7 +156,6 @@ def _start_at(transcript: Transcript, text: str, index: int, encode: Callable[[s
 
 
 def _last_agreed_boundary(transcript: Transcript, num_inside: int, start: _Start) -> int:
-    """Last common token boundary up to which tokens agree, apart from generated text."""
     common = sorted(set(transcript.ends[start.kept : num_inside]).intersection(start.ends))
     generated = b"".join(count * bytes([kind == "generated"]) for kind, count in transcript.spans)
     agreed, kept, first = start.offset, start.kept, 0
@@ -174,7 +169,7 @@ def _last_agreed_boundary(transcript: Transcript, num_inside: int, start: _Start
 
 
 def _agrees(transcript: Transcript, generated: bytes, segment: range, fresh_ids: Sequence[int]) -> bool:
-    """Whether the tokens of `segment` may stand for `fresh_ids`. Generated tokens without text are ignored."""
+    """Generated text counts as agreed. Generated tokens without text are ignored."""
     ids, ends = transcript.ids, transcript.ends
     if any(generated[index] and ends[index] > (ends[index - 1] if index else 0) for index in segment):
         return True
@@ -200,7 +195,7 @@ def _without_stray_tokens(transcript: Transcript, kept: int, control_ids: Set[in
 
 
 def _generated_span(spans: tuple[Span, ...], num_tokens: int) -> tuple[int, int]:
-    """Token range of the generated span with token `num_tokens - 1`, or an empty one."""
+    """Range of the span with token `num_tokens - 1`; empty if it is not generated."""
     begin = 0
     for kind, count in spans:
         if begin < num_tokens <= begin + count and kind == "generated":

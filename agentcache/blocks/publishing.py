@@ -9,14 +9,11 @@ from agentcache.blocks.slots import Slots
 
 
 class Publisher:
-    """Creates nodes that list the slots of requests."""
-
     def __init__(self, tree: RadixTree, slots: Slots) -> None:
         self._tree = tree
         self._slots = slots
 
     def publish_full(self, sequence: CacheSequence, lane: Lane) -> list[LaneBlock]:
-        """Publish and return a path's blocks that have become full."""
         published = []
         while (len(lane.nodes) + 1) * BLOCK_SIZE <= sequence.num_tokens:
             node = self.publish(sequence, lane, (len(lane.nodes) + 1) * BLOCK_SIZE)
@@ -39,17 +36,14 @@ class Publisher:
         return node
 
     def list_slots(self, sequence: CacheSequence, lane: Lane, end: int) -> Node:
-        """Return the path's node, with the request's slots in groups without data."""
+        """List the request's slots in groups without data."""
         node = self.node_of(sequence, lane, end)
         for index in lane.groups:
             self._offer(sequence, node, index)
         return node
 
     def publish_base_tail(self, sequence: CacheSequence) -> LaneBlock:
-        """Publish base's tokens of the block in which the adapter starts, with slots of all groups.
-
-        The request keeps its own slots.
-        """
+        """Publish base's tokens of the block in which the adapter starts, with slots of all groups."""
         assert sequence.producer is not None
         start = sequence.producer.start
         position = start // BLOCK_SIZE
@@ -61,7 +55,7 @@ class Publisher:
         return LaneBlock(tail, groups)
 
     def node_of(self, sequence: CacheSequence, lane: Lane, end: int) -> Node:
-        """Return the path's node that ends before token `end`, created without data if missing."""
+        """Return the node that ends before token `end`, created without data if missing."""
         position = (end - 1) // BLOCK_SIZE
         parent = lane.parent_of(position, self._tree.root(sequence.root))
         tokens = sequence.token_ids[position * BLOCK_SIZE : end]

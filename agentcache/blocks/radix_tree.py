@@ -1,7 +1,7 @@
 """Radix tree of token blocks by content address: the prefixes cached in RAM or on disk.
 
-A node is one block of one KV origin: 256 tokens, or fewer for a tail, always a leaf. A node with a checkpoint of
-recurrent state (`snapshots`) stays even without KV. The tree holds no data and counts no references.
+A node is one block of one KV origin: 256 tokens, or fewer for a tail, always a leaf. A node with a checkpoint
+(`snapshots`) stays even without KV. The tree holds no data and counts no references.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Node:
         return not self._families
 
     def available(self, group: int) -> bool:
-        """Whether the data of `group` is in RAM or on disk."""
+        """In RAM or on disk."""
         return group in self.block_ids or group in self.stored
 
     def all_available(self, groups: frozenset[int]) -> bool:
@@ -100,7 +100,7 @@ class Node:
     def nearest(
         self, packed: bytes, usable: Callable[[Node], bool], *, least: int = 1, producer: str = BASE_PRODUCER
     ) -> Nearest[Node]:
-        """The usable children that share the longest prefix of at least `least` tokens."""
+        """The usable children that share the longest prefix."""
         family = self._families.get(producer)
         return Nearest([], 0) if family is None else family.nearest(packed, usable, least)
 
@@ -128,7 +128,7 @@ class RadixTree:
         return self._roots[chain]
 
     def peek(self, chain: str) -> Node:
-        """Root of a namespace; unknown ones are not added."""
+        """Adds no root."""
         return self._roots.get(chain) or Node(None, b"", chain)
 
     def match_prefix(
@@ -210,23 +210,22 @@ class RadixTree:
         return block_id
 
     def touch(self, nodes: Sequence[Node]) -> None:
-        """Mark a path as just used; children count as older than parents, so leaves are evicted first."""
+        """Mark as just used; children count as older, so leaves are evicted first."""
         for node in reversed(nodes):
             if node in self._residents:
                 self._residents.move_to_end(node)
 
     def expire(self, node: Node) -> None:
-        """Mark a node as least recently used."""
         if node in self._residents:
             self._residents.move_to_end(node, last=False)
 
     @property
     def residents(self) -> Iterator[Node]:
-        """Nodes with data in RAM, least recently used first."""
+        """Least recently used first."""
         return iter(self._residents)
 
     def walk(self) -> Iterator[Node]:
-        """All nodes but roots, parents first."""
+        """Without roots, parents first."""
         pending = list(self._roots.values())
         while pending:
             node = pending.pop()

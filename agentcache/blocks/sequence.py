@@ -1,5 +1,3 @@
-"""Block tables of one running request."""
-
 from __future__ import annotations
 
 from array import array
@@ -14,7 +12,7 @@ from agentcache.blocks.radix_tree import Node
 
 @dataclass(frozen=True)
 class Load:
-    """A read of `node`'s first `num_tokens` tokens from disk into a slot."""
+    """A read of `node`'s first tokens from disk into a slot."""
 
     node: Node
     group: int
@@ -24,7 +22,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Copy:
-    """A block copy in RAM between slots of `group`."""
+    """A copy in RAM."""
 
     group: int
     source: int
@@ -32,8 +30,6 @@ class Copy:
 
 
 class LaneBlock(NamedTuple):
-    """A block of an origin path: its node and cache groups."""
-
     node: Node
     groups: tuple[int, ...]
 
@@ -66,7 +62,7 @@ class Lane:
 
     @property
     def read_nodes(self) -> list[Node]:
-        """All nodes that the path keeps in the tree, last first."""
+        """Nodes that the path keeps in the tree, last first."""
         return [*([] if self.tail is None else [self.tail]), *reversed(self.ahead), *reversed(self.nodes)]
 
     @property

@@ -1,5 +1,3 @@
-"""Integrity checks over all block tables of a cache."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -12,7 +10,7 @@ from agentcache.errors import BrokenInvariant
 
 
 def check_sequences(sequences: Collection[CacheSequence], tree: RadixTree, *, has_state: bool) -> None:
-    """Raise BrokenInvariant unless nodes count their readers right and requests follow the tree."""
+    """Raise BrokenInvariant if reader counts are wrong or requests do not follow the tree."""
     _check_readers(sequences, tree)
     for sequence in sequences:
         _check_lanes(sequence, tree, has_state)

@@ -11,11 +11,11 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 BYTES_PER_TOKEN = 4
-_NEIGHBOURS = 8  # maximum candidates with equal prefixes
+_NEIGHBOURS = 8  # candidates with equal prefixes
 
 
 def pack(token_ids: Sequence[int]) -> bytes:
-    """Encode as big-endian uint32, so that bytes sort like tokens."""
+    """Big-endian uint32: bytes sort like tokens."""
     packed = array("I", token_ids)
     packed.byteswap()
     return packed.tobytes()
@@ -41,15 +41,13 @@ def _common_tokens(left: bytes, right: bytes) -> int:
 
 @dataclass(frozen=True)
 class Nearest(Generic[T]):
-    """Items with the same number of common tokens, 0 if there are no items."""
+    """Items with equally many common tokens; 0 without items."""
 
     items: list[T]
     num_tokens: int
 
 
 class Siblings(Generic[T]):
-    """Items by packed token ids."""
-
     __slots__ = ("_items", "_order")
 
     def __init__(self) -> None:
@@ -78,7 +76,7 @@ class Siblings(Generic[T]):
         del self._order[bisect_left(self._order, packed)]
 
     def nearest(self, packed: bytes, usable: Callable[[T], bool], least: int) -> Nearest[T]:
-        """The usable items that share the longest prefix, of at least `least` (>= 1) tokens."""
+        """`least` is at least 1."""
         start = bisect_left(self._order, packed)
         best: list[T] = []
         for indices in (range(start, len(self._order)), range(start - 1, -1, -1)):

@@ -18,7 +18,7 @@ from agentcache.errors import BrokenInvariant
 
 
 class Group(Protocol):
-    """Interface of a cache group (`kv/spec.py`)."""
+    """A cache group (`kv/spec.py`)."""
 
     @property
     def name(self) -> str: ...
@@ -42,8 +42,6 @@ class BlockCounts:
 
 
 class Slots:
-    """RAM slots of one cache, and the nodes that list them."""
-
     def __init__(self, groups: Sequence[Group], tree: RadixTree) -> None:
         self.groups = tuple(groups)
         self.pools = [BlockPool() for _ in self.groups]
@@ -59,7 +57,7 @@ class Slots:
         return self.pools[index].ref_cnt(block_id) - self._listed[index][block_id]
 
     def list_in(self, node: Node, index: int, block_id: int, *, instead_of: int | None = None) -> None:
-        """List a slot as the node's data, and no longer the slot `instead_of`."""
+        """List a slot, and no longer `instead_of`."""
         if instead_of is not None:
             self._listed[index][instead_of] -= 1
             self.pools[index].release(instead_of)
@@ -73,7 +71,7 @@ class Slots:
         self.pools[index].release(block_id)
 
     def evict(self, node: Node, groups: Collection[int] | None = None) -> bool:
-        """Free the node's slots (of `groups`) in RAM; False if read or being written.
+        """Free the node's slots (of `groups`); False if read or being written.
 
         A node with descendants in RAM stays: they need it.
         """
@@ -84,7 +82,7 @@ class Slots:
         return True
 
     def free(self, node: Node, groups: Collection[int]) -> None:
-        """Free the node's slots, without checks."""
+        """Makes no checks."""
         for index in groups:
             self.take_from(node, index)
             self.evicted_blocks += 1
@@ -97,7 +95,7 @@ class Slots:
         self.prune(node)
 
     def vacate_last(self, index: int, tables: Iterable[BlockTable]) -> None:
-        """Move the block in a group's last slot to an earlier free slot, which must exist.
+        """Move the block in the last slot to an earlier free slot, which must exist.
 
         Args:
             tables: tables of all requests that may read it.
@@ -118,7 +116,7 @@ class Slots:
         pool.note_move(last, target)
 
     def gather(self, index: int) -> list[Copy]:
-        """Move blocks that only the tree lists from the last slots to earlier free ones.
+        """Move blocks that only the tree lists to earlier free slots.
 
         Stops at a read slot, as pools shrink from the end.
         """
@@ -139,7 +137,7 @@ class Slots:
         return copies
 
     def prune(self, node: Node) -> None:
-        """Remove a node without RAM or disk data, and ancestors kept only for it."""
+        """Remove a node without data, and ancestors kept only for it."""
         if node.is_leaf and not node.block_ids:
             self._tree.remove(node)
 

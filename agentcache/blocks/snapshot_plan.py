@@ -43,7 +43,7 @@ class SnapshotPlan:
     Args:
         every: interval in tokens.
         borders: block borders, the adapter's start, and the end of what the next prompt repeats.
-        lasting: the border where other conversations probably start; 0 for none.
+        lasting: border where other conversations probably start; 0 for none.
     """
 
     every: int
@@ -95,11 +95,11 @@ def choose_saved(
     returns: Collection[int] = (),
     final: bool = False,
 ) -> list[int]:
-    """Choose a lineage's checkpoints to keep on disk, by position: at most `MOST_SAVED`.
+    """Choose at most `MOST_SAVED` of a lineage's checkpoints to keep on disk, by position.
 
     Args:
-        found: checkpoints in RAM or on disk.
-        saved: checkpoints on disk.
+        found: in RAM or on disk.
+        saved: on disk.
         lasting: position after the system prompt; 0 for none.
         every: tokens that may be recomputed after a crash.
         returns: other positions where the next prompt may leave the lineage: before text that the template does not
@@ -123,5 +123,4 @@ def choose_saved(
 
 
 def _last(positions: Iterable[int], end: int) -> int:
-    """Last position up to `end`, or 0."""
     return max((position for position in positions if position <= end), default=0)

@@ -1,10 +1,7 @@
 """Checkpoints of recurrent state in RAM, and the budget that they share with running requests.
 
-A checkpoint is the state of all recurrent layers after one token, and belongs to the tree node that ends there. A
-request starts at one, or at position 0. References to a slot:
-
-    node        one for the slot that it lists
-    request     one for the slot that it starts from, until copied to its row
+A checkpoint is the state of all recurrent layers after one token, and belongs to the tree node that ends there. That
+node has one reference to its slot. A request has one to the slot that it starts from, until copied to its row.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from agentcache.blocks.slots import Group
 from agentcache.blocks.snapshot_plan import DEFAULT_INTERVAL
 from agentcache.errors import BrokenInvariant, OutOfBlocks
 
-# States of a row: the current step's input and result, and the next one's result.
+# The current step's input and result, and the next one's result.
 ROW_STATES = 3
 # One request also starts from a checkpoint and creates one.
 _LEAST_SLOTS = 2
@@ -65,22 +62,18 @@ class Snapshots:
         self._account = ledger.open(STATE, floor=budget)
         self._prune = prune
 
-    # -- lookup -------------------------------------------------------------------------------------------------------
-
     def has(self, node: Node) -> bool:
         return node.state is not None or self.index in node.stored
 
     @property
     def nodes(self) -> Iterator[Node]:
-        """Nodes with a checkpoint in RAM, in eviction order."""
+        """In eviction order."""
         yield from self._spent
         yield from self._fresh
 
     @property
     def num_slots(self) -> int:
         return self._pool.capacity - self._pool.num_free
-
-    # -- rows ---------------------------------------------------------------------------------------------------------
 
     def enter(self, start: Node | None) -> int | None:
         """Reserve room for a row that starts from the node's checkpoint, if any. Raises OutOfBlocks.
@@ -104,10 +97,8 @@ class Snapshots:
         self._rows -= 1
         self._settle()
 
-    # -- slots --------------------------------------------------------------------------------------------------------
-
     def allocate(self) -> int:
-        """Return a slot, with one reference. Raises OutOfBlocks."""
+        """The slot has one reference. Raises OutOfBlocks."""
         self._make_room(1)
         if not self._pool.num_free:
             self._pool.grow(self._pool.capacity + 1)
@@ -126,7 +117,7 @@ class Snapshots:
         self._settle()
 
     def list_in(self, node: Node, slot: int) -> None:
-        """List a slot; the node takes over the caller's reference. An existing checkpoint stays."""
+        """The node takes over the caller's reference. An existing checkpoint stays."""
         if node.state is not None:
             self.release(slot)
         else:
@@ -139,7 +130,7 @@ class Snapshots:
             self._fresh[node] = None
 
     def expire(self, node: Node) -> None:
-        """Mark a checkpoint as superseded: evicted first."""
+        """Mark as superseded: evicted first."""
         if node in self._fresh:
             self._drop(node)
             self._spent[node] = None
@@ -153,7 +144,7 @@ class Snapshots:
         if not self._is_idle(node):
             return False
         slot, node.state = node.state, None
-        assert slot is not None  # it is idle
+        assert slot is not None
         self._drop(node)
         self.release(slot)
         self._prune(node)
@@ -163,7 +154,7 @@ class Snapshots:
         return node.state is not None and self._pool.ref_cnt(node.state) == 1
 
     def _make_room(self, count: int) -> None:
-        """Evict until `count` more states fit. Raises OutOfBlocks without evicting any."""
+        """Raises OutOfBlocks without evicting any."""
         short = self._states + count - self._most
         idle = [node for node in self.nodes if self._is_idle(node)][: max(0, short)]
         if len(idle) < short:
@@ -178,7 +169,6 @@ class Snapshots:
         self._account.settle(self._states * self._bytes)
 
     def check_integrity(self, rows: int, started: Iterable[int], nodes: Iterable[Node]) -> None:
-        """Raise BrokenInvariant unless references are those of nodes and `started` requests."""
         self._pool.check_integrity()
         listed = {node: node.state for node in nodes if node.state is not None}
         if Counter(listed.keys()) != Counter(self.nodes):

@@ -1,5 +1,3 @@
-"""An agent's transcript, as text and as exact tokens."""
-
 from __future__ import annotations
 
 import sys
@@ -20,8 +18,8 @@ class Encoding:
     """Tokens of a text.
 
     Args:
-        ends: character offset at which each token ends, up to the text's length. A token that ends inside a character
-            has the next clean end, so text and tokens can be cut at any of `ends`.
+        ends: character offset at which each token ends. A token that ends inside a character has the next clean end, so
+            text and tokens can be cut at any of `ends`.
     """
 
     ids: Sequence[int]
@@ -30,7 +28,7 @@ class Encoding:
 
 @dataclass(frozen=True)
 class Spelling:
-    """Marked text of given token ids, and where each ends."""
+    """Marked text of given token ids."""
 
     text: str
     ends: Sequence[int]
@@ -38,7 +36,7 @@ class Spelling:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class TranscriptContent:
-    """Content of a `Transcript`, with the same arguments."""
+    """Arguments as of `Transcript`."""
 
     text: str
     ids: array[int]
@@ -47,7 +45,6 @@ class TranscriptContent:
 
     @property
     def num_bytes(self) -> int:
-        """Approximate bytes of RAM."""
         return sys.getsizeof(self.text) + sys.getsizeof(self.ids) + sys.getsizeof(self.ends) + 128 * len(self.spans)
 
 
@@ -103,8 +100,6 @@ class Transcript:
     def spans(self) -> tuple[Span, ...]:
         return self.content().spans
 
-    # -- in RAM or not, from any thread -------------------------------------------------------------------------------
-
     @property
     def is_in_ram(self) -> bool:
         """Whether the content is readable without the log."""
@@ -120,14 +115,14 @@ class Transcript:
         return self._read is not None
 
     def content(self) -> TranscriptContent:
-        """Return the content, which stays in RAM while referenced.
+        """Return the content, which stays in RAM while referenced. Any thread.
 
         Raises:
             StoreError: it is not in RAM and its log cannot be read.
         """
         content = self._content or self._unowned()
         if content is None:
-            assert self._read is not None  # else it would not have left RAM
+            assert self._read is not None
             content = self._read()
             self._unowned = weakref.ref(content)
         return content
@@ -144,27 +139,25 @@ class Transcript:
             self._content = None
 
     def copy(self) -> Transcript:
-        """Return a transcript for another log, with the same content in RAM."""
+        """Return a transcript for another log, with the same content."""
         copy = Transcript.__new__(Transcript)
         for name in Transcript.__slots__:
             setattr(copy, name, getattr(self, name))
         return copy
-
-    # -- derived transcripts ------------------------------------------------------------------------------------------
 
     @classmethod
     def empty(cls) -> Transcript:
         return cls("", array("I"), array("I"), ())
 
     def cut(self, num_tokens: int) -> Transcript:
-        """Return the first `num_tokens` tokens and their text. Never cut between tokens with the same end."""
+        """Never cut between tokens with the same end."""
         content = self.content()
         ends = content.ends[:num_tokens]
         text = content.text[: ends[-1]] if ends else ""
         return Transcript(text, content.ids[:num_tokens], ends, _cut_spans(content.spans, num_tokens))
 
     def extended(self, text: str, ids: Iterable[int], ends: Iterable[int], kind: Kind) -> Transcript:
-        """Return this transcript with `text` appended; `ends` are offsets into `text`."""
+        """Append `text`; `ends` are offsets into it."""
         content = self.content()
         offset = len(content.text)
         more_ids = array("I", ids)
@@ -173,7 +166,7 @@ class Transcript:
         return Transcript(content.text + text, content.ids + more_ids, content.ends + more_ends, spans)
 
     def generated_ranges(self) -> list[tuple[int, int]]:
-        """Character ranges of generated text."""
+        """In characters."""
         content = self.content()
         ranges, first, ends = list[tuple[int, int]](), 0, content.ends
         for kind, count in content.spans:

@@ -1,10 +1,8 @@
 """Hidden-state cache, shared by base and all adapters that begin at the same layer.
 
 A block holds the input of layer `cut` for the 256 tokens of a base block. With base's KV below the cut, a request skips
-those layers; missing blocks are computed. References to a slot:
-
-    cache       one per listed block
-    request     one per slot that it reads (`TrunkReader`) or fills (`TrunkFiller`)
+those layers; missing blocks are computed. The cache has one reference to a listed slot, a request one to each slot that
+it reads or fills.
 """
 
 from __future__ import annotations
@@ -74,7 +72,7 @@ class TrunkCache:
         return len(self._slots)
 
     def match(self, names: Iterable[TrunkName]) -> int:
-        """Number of leading names cached without a gap."""
+        """Leading names cached without a gap."""
         count = 0
         for name in names:
             if name not in self._slots:
@@ -83,7 +81,7 @@ class TrunkCache:
         return count
 
     def lock(self, names: Sequence[TrunkName]) -> list[int]:
-        """Pin cached blocks until `release`, mark them as just used, return their slots."""
+        """Pin cached blocks until `release` and mark them as just used."""
         self.touch(names)
         slots = [self._slots[name] for name in names]
         for slot in slots:
@@ -95,7 +93,7 @@ class TrunkCache:
             self._pool.release(slot)
 
     def touch(self, names: Sequence[TrunkName]) -> None:
-        """Mark a path as just used; a block counts as older than its predecessor."""
+        """A block counts as older than its predecessor."""
         for name in reversed(names):
             if name in self._slots:
                 self._slots[name] = self._slots.pop(name)
@@ -125,7 +123,7 @@ class TrunkCache:
         return victim is not None
 
     def publish(self, name: TrunkName, slot: int) -> None:
-        """List a filled slot; the cache takes over or drops the caller's reference."""
+        """The cache takes over or drops the caller's reference."""
         if name in self._slots:
             self._pool.release(slot)
         else:
@@ -171,7 +169,7 @@ class TrunkReader:
 
 
 class TrunkFiller:
-    """Adds a request's hidden states at one layer, as whole blocks of consecutive tokens."""
+    """Adds a request's hidden states at one layer, as whole blocks."""
 
     def __init__(self, cache: TrunkCache, cut: int) -> None:
         self._cache = cache
@@ -214,7 +212,7 @@ class TrunkFiller:
 
 @dataclass(frozen=True)
 class _Block:
-    """Tokens `start … stop - 1` of a step, in block number `position` from its `offset` on."""
+    """Tokens `start … stop - 1` of a step, at `offset` in block number `position`."""
 
     position: int
     offset: int

@@ -1,5 +1,3 @@
-"""Extends a prefix by base blocks and cached hidden states."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -47,7 +45,7 @@ def match_trunk(
     *,
     durable: bool = False,
 ) -> TrunkMatch | None:
-    """Return the hidden states that extend `prefix`, or None. Changes nothing.
+    """Return the hidden states that extend `prefix`.
 
     Args:
         cut: first layer of the adapter.
@@ -69,7 +67,6 @@ def match_trunk(
 
 
 def _whole_blocks(search: LaneSearch, limit: int) -> LanePrefix:
-    """Longest usable prefix that ends with a full block."""
     while (lane := search.longest(limit)).tail is not None:
         limit = len(lane.nodes) * BLOCK_SIZE
     return lane

@@ -18,8 +18,6 @@ log = logging.getLogger(__name__)
 
 
 class Adopted:
-    """A backing that grows in place, over the front of one memory mapping."""
-
     def __init__(self, spec: TensorSpec, most: int, adopt: Callable[[Array], mx.array] | None = None) -> None:
         self.most = most
         self._spec = spec
@@ -27,7 +25,7 @@ class Adopted:
         self._pages = _pages(most * spec.slot_bytes)
 
     def resized(self, array: mx.array, used: int, capacity: int) -> mx.array:
-        """See `Backing`. Shrinking copies, to free memory."""
+        """Shrinking copies, to free memory."""
         mx.eval(array)
         kept = min(used, capacity) * self._spec.slot_bytes
         pages = self._pages if capacity >= used else _pages(self.most * self._spec.slot_bytes)
@@ -39,7 +37,7 @@ class Adopted:
         return self._front(capacity)
 
     def _front(self, capacity: int) -> mx.array:
-        """The first `capacity` blocks. Metal needs memory that ends on a page boundary."""
+        """Metal needs memory that ends on a page boundary."""
         num_bytes = to_page_end(capacity * self._spec.slot_bytes)
         return as_blocks(self._adopt(self._pages[:num_bytes].view(self._spec.numpy_dtype)), self._spec, capacity)
 
@@ -72,7 +70,7 @@ def adopts() -> bool:
             content = np.array(array)
             if address_of(array) != address or (content[2] != capacity).any() or content[3:].any():
                 return False
-    except Exception as error:  # any failure: use `Exact`
+    except Exception as error:  # use `Exact`
         log.info("arenas are copied when they grow: %s", error)
         return False
     return True

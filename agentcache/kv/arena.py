@@ -24,7 +24,7 @@ _ALL = slice(None)
 
 @dataclass(frozen=True)
 class Slot:
-    """A run of tokens inside one block: tokens `start … stop-1` of a step go to `offset …` of slot `block_id`."""
+    """Tokens `start … stop-1` of a step, which go to `offset …` of slot `block_id`."""
 
     block_id: int
     offset: int
@@ -50,7 +50,6 @@ class SideArena:
         self.written: mx.array | None = None  # zero, from the last kernel that wrote in place
 
     def made_of(self, arrays: Iterator[mx.array]) -> SideArena:
-        """See `LayerArena.made_of`."""
         made = copy.copy(self)
         made._arenas = tuple(cast(TensorArena, _Traced(next(arrays))) for _ in self._arenas)
         return made
@@ -75,10 +74,11 @@ class SideArena:
                 part.assign((slot.block_id, _ALL, slice(slot.offset, end)), new[0, heads, slot.start : slot.stop])
 
     def write_scattered(self, packed: Packed, block_ids: mx.array, offsets: mx.array, head: int = 0) -> None:
-        """Write tokens of `packed` to `block_ids` and `offsets`, both [B*n].
+        """Like `write_slots`, token by token.
 
         Args:
-            packed: [B, at least `head` + H, n, ·]; see `write_slots`.
+            packed: [B, at least `head` + H, n, ·].
+            block_ids, offsets: [B*n] each.
         """
         heads = slice(head, head + self.num_heads)
         for part, new in zip(self._arenas, packed.parts, strict=True):
@@ -97,14 +97,13 @@ class SideArena:
 
     def _behind_writes(self, block_ids: mx.array) -> mx.array:
         """`block_ids`, read by the device only after the last in-place write."""
-        return block_ids if self.written is None else block_ids + self.written  # adds zero
+        return block_ids if self.written is None else block_ids + self.written
 
     def copy(self, source: int, target: int) -> None:
-        """See `copy_block`."""
         copy_block(self._arenas, source, target)
 
     def arrays(self) -> list[mx.array]:
-        """The arrays, for evaluation. Do not keep them: a held reference turns every write into a copy."""
+        """Do not keep them: a held reference turns every write into a copy."""
         return [part.array for part in self._arenas]
 
 
@@ -130,13 +129,12 @@ class LayerArena:
 
     @cached_property
     def is_alike(self) -> bool:
-        """Whether keys and values have one dimension and packing."""
         keys, values = self.keys, self.values
         return values is not None and (keys.dim, keys.quantisation) == (values.dim, values.quantisation)
 
     @property
     def sides(self) -> list[tuple[str, SideArena]]:
-        """(name in files, arena) of each side."""
+        """(name in files, arena)."""
         keys = [("key_cache", self.keys)]
         return keys if self.values is None else [*keys, ("value_cache", self.values)]
 
@@ -150,9 +148,9 @@ class LayerArena:
         return [array for _, side in self.sides for array in side.arrays()]
 
     def made_of(self, arrays: Iterator[mx.array]) -> LayerArena:
-        """A copy over the next `arrays`, for tracing; kernels can write to it.
+        """A copy over the next `arrays`, for tracing: `arrays()`, then the result of `append`.
 
-        Order: `arrays()`, then the result of `append`.
+        Kernels can write to it.
         """
         made = copy.copy(self)
         made.keys = self.keys.made_of(arrays)
@@ -171,6 +169,5 @@ class LayerArena:
         self._is_due = True
 
     def take_written(self) -> mx.array | None:
-        """The last in-place write's result, unless already taken."""
         due, self._is_due = self._is_due, False
         return self.keys.written if due else None

@@ -1,4 +1,4 @@
-"""The memory behind an arena's array, and how it grows without a copy if possible.
+"""The memory behind an arena's array. It grows without a copy if possible.
 
 Most systems allocate a page at first touch, so reserving the largest size costs only addresses:
 
@@ -29,7 +29,7 @@ ARRAY_DTYPES = {
     "BF16": mx.uint16,  # raw bits: the buffer protocol has no bfloat16
     "U8": mx.uint8,
 }
-_MOST_ELEMENTS = 2**31 - 1 - ALIGNMENT  # limit of one axis, less the alignment offset
+_MOST_ELEMENTS = 2**31 - 1 - ALIGNMENT  # of one axis
 
 
 class Backing(Protocol):
@@ -50,7 +50,6 @@ class Exact:
     most = sys.maxsize
 
     def resized(self, array: mx.array, used: int, capacity: int) -> mx.array:
-        """See `Backing`."""
         if capacity <= used:
             return mx.contiguous(array[:capacity])
         # Assigning into zeros touches each new page once; concatenating would need a second array.

@@ -1,7 +1,7 @@
 """mlx-lm's cache contract over a Q4 arena, for any number of sequences.
 
-A batch is a list of block tables: rows join and leave without padding or copies of KV. mlx-lm models gather
-(`update_and_fetch`); paged attention reads in place (`update`). The engine uses `StepCache` and reserves blocks itself.
+Rows join and leave without padding or copies of KV. mlx-lm models gather (`update_and_fetch`); paged attention reads in
+place (`update`). The engine uses `StepCache` and reserves blocks itself.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ class BatchQuantizedKVCache:
     def empty_rows(cls, arena: LayerArena, pool: BlockPool, batch_size: int = 1) -> BatchQuantizedKVCache:
         return cls(arena, pool, [BlockTable() for _ in range(batch_size)], [0] * batch_size)
 
-    # -- writing and reading ----------------------------------------------------------------------------------------
-
     def update(self, keys: mx.array, values: mx.array | None) -> PagedKV:
         """Quantise and append keys [B, H_kv, n, D_k] and values [B, H_kv, n, D_v] (None for MLA)."""
         num_tokens = keys.shape[2]
@@ -51,7 +49,7 @@ class BatchQuantizedKVCache:
         return PagedKV(self.arena, reads)
 
     def _copy_shared(self, num_tokens: int) -> None:
-        """Copy-on-write of shared blocks."""
+        """Copy-on-write."""
         for table, length in zip(self.tables, self.lengths, strict=True):
             end = min(-(-(length + num_tokens) // BLOCK_SIZE), table.end_block)
             for position in range(length // BLOCK_SIZE, end):
@@ -88,14 +86,14 @@ class BatchQuantizedKVCache:
         return tuple(tuple(_rows(part) for part in side.gather(reads.block_ids).parts) for _, side in self.arena.sides)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-        """Mask for the next `N` tokens, bool [B, 1, N, T]."""
+        """Bool [B, 1, N, T]."""
         check_window(self.arena, window_size)
         self._reserve(N)
         return self._reads(N).mask[:, None]
 
     @property
     def offset(self) -> int | mx.array:
-        """Tokens in the row (int), or in each row (int32 [B])."""
+        """Tokens in the row, or in each row (int32 [B])."""
         return self.lengths[0] if len(self.lengths) == 1 else mx.array(self.lengths)
 
     @property
@@ -108,13 +106,11 @@ class BatchQuantizedKVCache:
 
     @property
     def _quantisation(self) -> Quantisation:
-        """The quantisation of both sides; mlx-lm supports only one."""
+        """mlx-lm supports only one for both sides."""
         made = self.arena.keys.quantisation
         if not isinstance(made, Quantisation) or {side.quantisation for _, side in self.arena.sides} != {made}:
             raise BrokenInvariant("mlx-lm reads keys and values that are quantised in one way")
         return made
-
-    # -- rows join and leave ----------------------------------------------------------------------------------------
 
     @classmethod
     def merge(cls, caches: Sequence[BatchQuantizedKVCache]) -> BatchQuantizedKVCache:
@@ -161,11 +157,8 @@ class BatchQuantizedKVCache:
             self.lengths = [n - padding for n, padding in zip(self.lengths, self._right_padding, strict=True)]
             self._right_padding = None
 
-    # -- the rest of the contract -----------------------------------------------------------------------------------
-
     @property
     def state(self) -> tuple[tuple[mx.array, ...], ...]:
-        """The current result of `update_and_fetch`."""
         if self.empty():
             return ()
         return self._gather(self._reads(0))
@@ -193,7 +186,7 @@ class BatchQuantizedKVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slots in use, counting shared slots once."""
+        """Counts shared slots once."""
         slots = {block_id for table in self.tables for block_id in table.block_ids}
         per_token = sum(side.num_heads * side.dim for _, side in self.arena.sides)
         return len(slots) * BLOCK_SIZE * (per_token * self.bits // 8 + per_token // self.group_size * 4)

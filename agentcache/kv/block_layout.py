@@ -21,7 +21,7 @@ ALIGNMENT = 64
 
 
 class BlockTensor(NamedTuple):
-    """One tensor of a block of `num_tokens` tokens: bytes `begin` to `end - 1`."""
+    """One tensor of a block: bytes `begin` to `end - 1`."""
 
     spec: TensorSpec
     num_tokens: int
@@ -53,7 +53,7 @@ Slots: TypeAlias = "tuple[memoryview, int]"  # memory of one tensor's slots, byt
 
 
 class RestBuffer:
-    """Buffer for the bytes of a full block from its first float on, also split by tensor."""
+    """Buffer for a full block's bytes from the first float on, also split by tensor."""
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
         self.sizes = sizes
@@ -63,7 +63,7 @@ class RestBuffer:
 
 
 class Place:
-    """The memory of one slot, as a target for reading a full block.
+    """One slot's memory, for reading a full block into it.
 
     Attributes:
         integers: targets for the bytes before the first float; contents are arbitrary until a step reads the block.
@@ -111,7 +111,7 @@ class GroupMemory:
 
 
 def aligned(num_bytes: int) -> Array:
-    """Uninitialised uint8 [num_bytes], aligned to `ALIGNMENT`."""
+    """Uninitialised uint8 [num_bytes]."""
     room = np.empty(num_bytes + ALIGNMENT, np.uint8)
     begin = -room.ctypes.data % ALIGNMENT
     return room[begin : begin + num_bytes]

@@ -41,18 +41,17 @@ class GroupArena:
         return next(iter(self._tensors.values())).capacity
 
     def grow(self, capacity: int) -> None:
-        """Follow the pool upwards; new slots hold zeros."""
+        """New slots hold zeros."""
         resize([tensor for tensor in self._tensors.values() if tensor.capacity < capacity], capacity)
 
     def shrink(self, capacity: int) -> None:
         resize([tensor for tensor in self._tensors.values() if tensor.capacity > capacity], capacity)
 
     def copy(self, source: int, target: int) -> None:
-        """See `copy_block`."""
         copy_block(self._tensors.values(), source, target)
 
     def snapshot(self, block_id: int, num_tokens: int) -> Array:
-        """Copy a block's first `num_tokens` tokens, uint8 [n] as in `block_layout`, between steps."""
+        """Copy a block's first tokens, uint8 [n] as in `block_layout`, between steps."""
         if not shares_memory():
             return self._download(block_id, num_tokens)
         block = aligned(self.spec.bytes_of(num_tokens))
@@ -97,7 +96,7 @@ class GroupArena:
             self._upload([block_ids[index] for index in indices], [blocks[index] for index in indices])
 
     def _put_in_place(self, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
-        """Copy each tensor's bytes into its slot; zeros fill a partial block."""
+        """Zeros fill a partial block."""
         layouts = [block_tensors(self.spec, self.spec.tokens_in(block.nbytes)) for block in blocks]
         sources = [block.data for block in blocks]
         for index, arena in enumerate(self._tensors.values()):  # in block byte order
@@ -122,7 +121,6 @@ class GroupArena:
         return self._tensors.values()
 
     def take_written(self) -> list[mx.array]:
-        """Results of in-place kernel writes, to be evaluated."""
         return [written for layer in self.layers if (written := layer.take_written()) is not None]
 
 
@@ -135,5 +133,4 @@ def _joined(blocks: Sequence[Array]) -> Array:
 
 
 def make_arenas(spec: CacheSpec, room: int = 0) -> list[GroupArena]:
-    """One empty arena per group, each for `room` bytes."""
     return [GroupArena(group, room) for group in spec.groups]

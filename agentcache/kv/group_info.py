@@ -39,7 +39,7 @@ class CacheGroupInfo:
     packing: str = ""
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Bytes of a sequence: whole blocks, or one checkpoint."""
+        """Whole blocks, or one checkpoint."""
         blocks = -(-num_tokens // BLOCK_SIZE)
         if self.kind is GroupKind.STATE:
             return self.bytes_per_block

@@ -1,7 +1,7 @@
 """Optional measurements per cached token, which attention does not read.
 
 RAM has each token's, so that part of a block can be separated. Files have a block's sum (`store/block_extras.py`),
-rounded so that files stay equal despite differences in a float's last bit.
+rounded so that they stay equal despite differences in a float's last bit.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from agentcache.kv.block_layout import Array
 from agentcache.kv.spec import TensorSpec
 from agentcache.kv.tensor_arena import TensorArena, copy_block, resize
 
-Extras: TypeAlias = "Mapping[str, str | Array]"  # as in `store/block_extras.py`
+Extras: TypeAlias = "Mapping[str, str | Array]"
 
 _KEPT_BITS = 11
 
 
 class TokenMeasures:
-    """`width` numbers per token for all slots of a cache group; NaN if unknown. `name` is the sum's in files."""
+    """`width` numbers per token of a cache group; NaN if unknown. `name` is the sum's in files."""
 
     def __init__(self, name: str, width: int) -> None:
         self.name = name
@@ -36,11 +36,10 @@ class TokenMeasures:
             resize([self.tokens], capacity)
 
     def copy(self, source: int, target: int) -> None:
-        """See `copy_block`."""
         copy_block([self.tokens], source, target)
 
     def extras(self, block_id: int, num_tokens: int) -> dict[str, Array]:
-        """Sum over a block's tokens for its file, float32 [width]; empty if unknown."""
+        """A block's sum for its file, float32 [width]; empty if unknown."""
         total = np.array(self.tokens.array[block_id, :num_tokens].sum(axis=0))
         if not np.isfinite(total).all():
             return {}
@@ -51,12 +50,12 @@ class TokenMeasures:
         """Give each token an equal share of the sum from a block's file."""
         total = extras.get(self.name)
         if isinstance(total, str) or (total is not None and total.shape != (self._width,)):
-            total = None  # the writer measured something else
+            total = None  # of another measurement
         each = np.full(self._width, np.nan, np.float32) if total is None else total / np.float32(num_tokens)
         self.tokens.assign((block_id, slice(num_tokens)), mx.array(each))
 
     def sums(self, table: BlockTable, num_tokens: int, begin: int = 0) -> tuple[np.ndarray, int]:
-        """Sum over the known tokens `begin … num_tokens-1` in `table`, and their number."""
+        """Sum over the known tokens `begin … num_tokens-1`, and their number."""
         first = max(begin // BLOCK_SIZE, table.first_block)
         count = num_tokens - first * BLOCK_SIZE
         ids: Sequence[int] = table.block_ids[first - table.first_block :][: -(-count // BLOCK_SIZE)]

@@ -16,7 +16,7 @@ def load(shape: tuple[int, ...], dtype: np.dtype[Any], content: Array | None = N
     """An evaluated array on the default device.
 
     Args:
-        content: its bytes, uint8 [n]; None leaves the memory untouched.
+        content: uint8 [n]; None leaves the memory untouched.
     """
     array = mx.load(_NpyFile(shape, dtype, content), format="npy", stream=mx.default_device())
     assert isinstance(array, mx.array)
@@ -35,14 +35,14 @@ class _NpyFile:
         self._position = 0
 
     def seek(self, offset: int, whence: int) -> None:
-        """Absolute positions only, as MLX uses it."""
+        """MLX seeks absolute positions only."""
         self._position = offset
 
     def tell(self) -> int:
         return self._position
 
     def readinto(self, buffer: memoryview) -> int:
-        """Fill `buffer`, unless content is missing. No read crosses the header's end."""
+        """No read crosses the header's end."""
         begin = self._position
         self._position += len(buffer)
         if begin < self._header.size:

@@ -1,6 +1,6 @@
 """Quantisation of cached values, and its inverse.
 
-The format is that of `mx.quantize`: value = q * scale + bias, low nibble first; or unquantised 16-bit floats.
+As in `mx.quantize`: value = q * scale + bias, low nibble first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Pack = Callable[[mx.array, Packing], Packed]
 
 
 def quantise(x: mx.array, quantisation: Packing) -> Packed:
-    """Quantise [..., D] of any float dtype along the last axis, in float32; scales and biases become float16.
+    """Quantise [..., D] of any float dtype along the last axis, in float32.
 
     NaN becomes 0 and values saturate, because masked reads by other rows would spread NaN and infinity.
     """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from agentcache.errors import UnsupportedModel
 from agentcache.kv.precision import UNQUANTISED_BITS, LayerBits
 
-PARTS = ("data", "scales", "biases")  # of `mx.quantize`'s result, in block byte order
+PARTS = ("data", "scales", "biases")  # in block byte order
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class LayerPacking:
 
 
 def quantisation_for(*dims: int, bits: int = 4) -> Quantisation:
-    """Quantisation with the widest groups (64, else 32) that divide all head dimensions.
+    """The widest groups (64, else 32) that divide all head dimensions.
 
     Raises UnsupportedModel if a dimension is not a multiple of 32.
     """

@@ -15,7 +15,7 @@ _KEPT = (4, 8, UNQUANTISED_BITS)
 
 @dataclass(frozen=True, order=True)
 class LayerBits:
-    """Bits of a layer's cached keys and values: 4, 8, or 16 (unquantised)."""
+    """4, 8, or 16 (unquantised)."""
 
     keys: int = 4
     values: int = 4

@@ -1,6 +1,6 @@
 """Arrays of maximum size whose memory is allocated with their slots. For CPUs under Linux.
 
-MLX counts untouched pages, which are addresses without memory. This module corrects its count and limit.
+MLX counts untouched pages. This module corrects its count and limit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from agentcache.kv.spec import TensorSpec
 
 log = logging.getLogger(__name__)
 
-# See madvise(2) on Linux.
+# madvise(2)
 _MADV_DONTNEED, _MADV_NOHUGEPAGE, _MADV_POPULATE_WRITE = 4, 15, 23
 
 
@@ -100,7 +100,6 @@ def set_memory_limit(limit: int) -> int:
 
 
 def note_resized() -> None:
-    """Adjust MLX's limit after a resize of arenas."""
     if _addresses.num_bytes != _addresses.apart:
         _addresses.set_limit()
 
@@ -136,7 +135,7 @@ class Reserved:
         _addresses.note(self, (self.most - capacity) * self._slot_bytes)
 
     def resized(self, array: mx.array, used: int, capacity: int) -> mx.array:
-        """See `Backing`. Returns the same array."""
+        """Returns the same array."""
         mx.eval(array)
         if address_of(array) != self._address:
             # A reference held during a write made MLX copy the array.
@@ -177,7 +176,7 @@ def _pages_within(begin: int, end: int) -> tuple[int, int]:
 
 
 def _populate(begin: int, num_bytes: int) -> None:
-    """Allocate pages, keeping contents. Linux before 5.14 allocates them on write."""
+    """Keeps contents. Linux before 5.14 allocates pages on write."""
     first, end = begin // mmap.PAGESIZE * mmap.PAGESIZE, begin + num_bytes
     _madvise()(first, end - first, _MADV_POPULATE_WRITE)
 

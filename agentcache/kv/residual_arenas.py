@@ -1,7 +1,4 @@
-"""RAM for the residual KV of an adapter or adapter family, with `ModelRunner`'s interface for blocks.
-
-Each has its own object, because LoRA ranks differ.
-"""
+"""RAM for the residual KV of an adapter or adapter family, with `ModelRunner`'s interface for blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +23,6 @@ class ResidualArenas:
     """Arenas of one residual KV cache, for the thread that runs the model.
 
     Args:
-        pools: slots of each group.
         wait: waits until the device has finished the last step.
         evaluate: finishes all pending writes, including these arenas'.
         room: expected maximum bytes per group.
@@ -64,7 +60,7 @@ class ResidualArenas:
         }
 
     def tensor(self, name: str) -> tuple[int, TensorArena]:
-        """(group index, tensor) by name; raises KeyError."""
+        """(group index, tensor); raises KeyError."""
         return self._tensors[name]
 
     def has(self, name: str) -> bool:
@@ -97,7 +93,7 @@ class ResidualArenas:
             self._copy(Copy(group, source, target) for source, target in moves if source < arena.capacity)
 
     def copy_blocks(self, copies: Iterable[Copy]) -> None:
-        """Copy-on-write, in order with the surrounding steps."""
+        """In order with the surrounding steps."""
         self.fit()
         self._copy(copies)
 
@@ -120,13 +116,13 @@ class ResidualArenas:
         self._arenas[group].put(block_ids, blocks)
 
     def memory(self, group: int) -> GroupMemory | None:
-        """Memory of the slots (`GroupArena.memory`). Compute nothing while it is in use."""
+        """See `GroupArena.memory`. Compute nothing while it is in use."""
         self.fit()
         self._wait()
         return self._arenas[group].memory()
 
     def snapshot(self, group: int, block_id: int, num_tokens: int) -> Array:
-        """Copy a block's bytes for the writer: uint8 [n]."""
+        """A block's bytes for the writer, uint8 [n]."""
         self.fit()
         self._wait()
         return self._arenas[group].snapshot(block_id, num_tokens)

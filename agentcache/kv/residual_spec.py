@@ -50,7 +50,6 @@ def key_a_name(layer: int) -> str:
 
 
 def value_a_name(layer: int) -> str:
-    """Like `key_a_name`, for values."""
     return f"residual.layers.{layer}.value_a.{POSITION}"
 
 
@@ -63,7 +62,7 @@ def key_norms_name(layer: int) -> str:
 
 
 def residual_spec(base: CacheSpec, shape: ResidualShape) -> CacheSpec:
-    """The residual spec beside `base`, with names and windows of base's groups.
+    """Names and windows are those of base's groups.
 
     The digest covers base's spec, the dtype of x, and whether x is base's.
     """

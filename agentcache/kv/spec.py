@@ -27,7 +27,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype("<u2"),  # raw bits: NumPy has no bfloat16
     "U8": np.dtype("u1"),
 }
-# Dtypes of recurrent state: MLX name to safetensors name.
+# Recurrent state: MLX name to safetensors name.
 STATE_DTYPES = {
     "float32": "F32",
     "float16": "F16",
@@ -85,7 +85,7 @@ class RecurrentSpec:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a group's blocks, as arenas and files know it.
+    """One tensor of a group's blocks, in arenas and files.
 
     Args:
         name: name in files, with `POSITION` for the block's index.
@@ -104,7 +104,7 @@ class TensorSpec:
 
     @cached_property
     def own_bytes(self) -> int:
-        """Bytes of one token, or of the block if `token_axis` is None."""
+        """Of one token, or of the block if `token_axis` is None."""
         return math.prod(self.shape) * self.numpy_dtype.itemsize
 
     @cached_property
@@ -168,7 +168,6 @@ class GroupSpec:
 
     @property
     def is_state(self) -> bool:
-        """Whether its blocks are checkpoints of recurrent state at block ends."""
         return self.name == STATE_GROUP
 
     @cached_property
@@ -179,7 +178,7 @@ class GroupSpec:
         return self._bytes_once + num_tokens * self.bytes_per_token
 
     def tokens_in(self, num_bytes: int) -> int:
-        """Tokens of a block of `num_bytes`; a full block's if its size is fixed."""
+        """A full block's tokens if its size is fixed."""
         return (num_bytes - self._bytes_once) // self.bytes_per_token if self.bytes_per_token else BLOCK_SIZE
 
     @cached_property
@@ -191,7 +190,7 @@ class GroupSpec:
         return self.bytes_of(BLOCK_SIZE)
 
     def first_block_needed(self, num_tokens: int) -> int:
-        """Index of the first block that the token at position `num_tokens` attends to."""
+        """First block that the token at position `num_tokens` attends to."""
         if self.window is None:
             return 0
         return max(0, num_tokens - self.window + 1) // BLOCK_SIZE
@@ -228,7 +227,7 @@ class CacheSpec:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of all fields; part of every key."""
+        """Covers all fields; part of every key."""
         fields = asdict(self, dict_factory=_without_new_defaults)
         return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16).hexdigest()
 
@@ -242,7 +241,7 @@ class CacheSpec:
 
     @cached_property
     def state_group(self) -> GroupSpec | None:
-        """Group of recurrent-state checkpoints, one per block."""
+        """Checkpoints of recurrent state, one per block."""
         if not self.recurrent:
             return None
         tensors = [
@@ -281,7 +280,7 @@ class CacheSpec:
         return int(mean) if mean.is_integer() else round(mean, 2)
 
     def group(self, name: str) -> GroupSpec:
-        """The named group; raises KeyError."""
+        """Raises KeyError."""
         return self._groups_by_name[name]
 
     @cached_property
@@ -325,8 +324,8 @@ def sides(layer: LayerSpec) -> Iterator[tuple[str, int]]:
 def packed_tensors(layer: LayerSpec, side: str, dim: int, packing: Packing) -> dict[str, TensorSpec]:
     """Tensors by part, for blocks of k tokens.
 
-    Quantised: data uint32 [H_kv, k, D * bits / 32], scales, biases float16 [H_kv, k, D / group_size]; else data
-    [H_kv, k, D].
+    Quantised: data uint32 [H_kv, k, D * bits / 32], scales, biases float16 [H_kv, k, D / group_size]; else data [H_kv,
+    k, D].
     """
     return {
         part: TensorSpec(tensor_name(layer, side, part), dtype, (layer.num_kv_heads, width), token_axis=1)
@@ -335,17 +334,17 @@ def packed_tensors(layer: LayerSpec, side: str, dim: int, packing: Packing) -> d
 
 
 def attention_group(name: str, layers: Sequence[LayerSpec], keys: Packing, values: Packing | None = None) -> GroupSpec:
-    """The group of these layers' KV; `values` defaults to `keys`."""
+    """`values` defaults to `keys`."""
     packing = LayerPacking(keys, values or keys)
     made = [packed_tensors(layer, side, dim, packing.side(side)) for layer in layers for side, dim in sides(layer)]
     tensors = tuple(side[part] for part in PARTS for side in made if part in side)
-    # Widest dtypes first, for alignment.
+    # For alignment.
     tensors = tuple(sorted(tensors, key=lambda tensor: -tensor.numpy_dtype.itemsize))
     return GroupSpec(name, tensors, layers[0].window, tuple(layers), keys, None if packing.values == keys else values)
 
 
 def make_groups(layers: Sequence[LayerSpec], packings: Packing | Sequence[LayerPacking]) -> tuple[GroupSpec, ...]:
-    """Split `layers` by depth (quarters; halves under 8 layers), attention window and packing."""
+    """Split by depth (quarters; halves under 8 layers), attention window and packing."""
     if isinstance(packings, Packing):
         packings = [LayerPacking(packings, packings)] * len(layers)
     num_spans = 2 if len(layers) < 8 else 4

@@ -70,10 +70,8 @@ class StateArena:
         for slot in [slot for slot in self._slots if self._snapshots.is_free(slot)]:
             del self._slots[slot]
 
-    # -- to and from files --------------------------------------------------------------------------------------------
-
     def is_finite(self, slot: int) -> bool:
-        """Whether all values are finite, as files require."""
+        """Files require finite values."""
         floats = [array for arrays in self._slots[slot] for array in arrays if array.dtype in _FLOATS]
         return bool(mx.all(mx.stack([mx.all(mx.isfinite(array)) for array in floats]))) if floats else True
 

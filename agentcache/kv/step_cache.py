@@ -1,6 +1,6 @@
 """The cache of one layer during one step, as a model sees it.
 
-The step's builder owns rows and blocks; nothing is allocated here. `BatchQuantizedKVCache` owns its blocks.
+The step's builder owns rows and blocks; nothing is allocated here.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from agentcache.errors import BrokenInvariant
 from agentcache.kv.arena import LayerArena
 from agentcache.kv.step_plan import Reads, Writes
 
-# Lazily quantises and writes keys and values (None for MLA), as `Writes.put`.
+# Lazily quantises and writes keys and values (None for MLA).
 Put = Callable[[Writes, LayerArena, mx.array, mx.array | None], None]
 
 
 class PagedKV(NamedTuple):
-    """Keys and values for attention: an arena, and which blocks to read.
+    """Keys and values for attention.
 
     Args:
         overlay: residual KV of some rows, a `LayerOverlay`, or None.
@@ -47,7 +47,7 @@ class Handle:
     projections: Any = None
 
     def astype(self, dtype: mx.Dtype) -> Handle:
-        """Return itself: attention answers in the queries' dtype."""
+        """Attention answers in the queries' dtype."""
         return self
 
 
@@ -84,8 +84,8 @@ class StepCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """mlx-lm's contract, with handles. MLA's latent and rope part, one head each, are stored as one key.
 
-        MLA multiplies its queries' rope part by the cached part's transpose before attention. It gets the identity
-        [1, 1, D_rope, D_rope], so that attention receives the rope part unchanged.
+        MLA multiplies its queries' rope part by the cached part's transpose before attention. It gets the identity [1,
+        1, D_rope, D_rope], so that attention receives the rope part unchanged.
         """
         if self.arena.values is None:
             kv = self.update(mx.concatenate([keys, values], axis=-1), None)
@@ -102,11 +102,10 @@ class StepCache:
         return self._written
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
-        """No mask: attention masks according to the step's reads."""
+        """Attention masks according to the step's reads."""
         check_window(self.arena, window_size)
 
 
 def check_window(arena: LayerArena, window_size: int | None) -> None:
-    """Raise BrokenInvariant if the model's window is not the layer's."""
     if window_size not in (None, arena.layer.window):
         raise BrokenInvariant(f"this cache's window is {arena.layer.window}, the model asks for {window_size}")

@@ -20,7 +20,7 @@ from agentcache.kv.arena import LayerArena, SideArena, Slot
 from agentcache.kv.packed import Pack, Packed, quantise
 from agentcache.kv.tensor_arena import TensorArena
 
-_MAX_SLICES = 16  # beyond this many runs one scatter is cheaper than slice assignments
+_MAX_SLICES = 16  # with more runs, one scatter is cheaper than slice assignments
 
 
 class RaggedBlocks:
@@ -56,11 +56,11 @@ class RaggedBlocks:
         return mx.broadcast_to(x, (self.rows.size, *x.shape[1:])) if len(self._counts) == 1 else x[self.rows]
 
     def max(self, x: mx.array) -> mx.array:
-        """Maximum per row: [num_blocks, ...] to [B, ...]."""
+        """Per row: [num_blocks, ...] to [B, ...]."""
         return x.max(axis=0, keepdims=True) if len(self._counts) == 1 else x[self._indices].max(axis=1)
 
     def sum(self, x: mx.array) -> mx.array:
-        """Sum per row: [num_blocks, ...] to [B, ...]. Deterministic: no atomics."""
+        """Per row: [num_blocks, ...] to [B, ...]. Deterministic: no atomics."""
         if len(self._counts) == 1:
             return x.sum(axis=0, keepdims=True)
         real = self._real.reshape(*self._real.shape, *[1] * (x.ndim - 1))
@@ -69,7 +69,12 @@ class RaggedBlocks:
 
 @dataclass(frozen=True)
 class RowReads:
-    """Reads of one row: slots, position of the first token read, and tokens in the row before the step."""
+    """Reads of one row.
+
+    Args:
+        base: position of the first token read.
+        length: tokens in the row before the step.
+    """
 
     block_ids: Sequence[int]
     base: int
@@ -95,7 +100,7 @@ class Reads:
         self.begins_early = False
         self.num_tokens = num_tokens
         self.window = window
-        self.prepared: dict[Any, Any] = {}  # derived by kernels, for all layers
+        self.prepared: dict[Any, Any] = {}  # by kernels, for all layers
         self._lengths = lengths
         # Plain lists for speed: this runs for every row of every step.
         firsts = [table.first_block for table in tables]
@@ -129,25 +134,25 @@ class Reads:
 
     @cached_property
     def num_blocks(self) -> int:
-        """Most blocks of a row; shorter rows get masked padding."""
+        """Shorter rows get masked padding."""
         return max(len(ids) for ids in self._ids)
 
     @cached_property
     def block_ids(self) -> mx.array:
-        """Slots to read, int32 [B, num_blocks]."""
+        """Int32 [B, num_blocks]."""
         # A row without tokens has no block to repeat.
         rows = [ids + [ids[0] if ids else 0] * (self.num_blocks - len(ids)) for ids in self._ids]
         return mx.array(rows, dtype=mx.int32)
 
     @cached_property
     def blocks(self) -> RaggedBlocks:
-        """The same blocks, row after row, unpadded."""
+        """Unpadded."""
         firsts = zip(self._firsts, self._ids, strict=True)
         return RaggedBlocks(self._ids, [(first + i) * BLOCK_SIZE for first, ids in firsts for i in range(len(ids))])
 
     @cached_property
     def block_mask(self) -> mx.array:
-        """`mask` for each of `blocks`, bool [num_blocks, num_tokens, 256]."""
+        """Bool [num_blocks, num_tokens, 256]."""
         starts, rows = mx.array(self.blocks.starts)[:, None, None], self.blocks.rows
         keys = starts + mx.arange(BLOCK_SIZE)[None, None, :]
         queries = (mx.array(self._lengths)[rows][:, None] + mx.arange(self.num_tokens)[None, :])[:, :, None]
@@ -156,7 +161,7 @@ class Reads:
 
     @cached_property
     def block_bias(self) -> mx.array:
-        """`block_mask` as 0 or -inf, float32 [num_blocks, 1, 1, num_tokens, 256]."""
+        """0 or -inf, float32 [num_blocks, 1, 1, num_tokens, 256]."""
         return mx.where(self.block_mask, 0.0, -mx.inf)[:, None, None]
 
     @property
@@ -187,7 +192,7 @@ class Writes:
 
     def __init__(self, tables: Sequence[BlockTable], lengths: Sequence[int], num_tokens: int) -> None:
         self.num_tokens = num_tokens
-        self.prepared: dict[Any, Any] = {}  # derived by kernels, for all layers
+        self.prepared: dict[Any, Any] = {}  # by kernels, for all layers
         self._by_runs = len(lengths) == 1 and num_tokens <= _MAX_SLICES * BLOCK_SIZE
         self._offsets = [length % BLOCK_SIZE for length in lengths]  # of each row's first new token
         firsts = [length // BLOCK_SIZE for length in lengths]
@@ -216,7 +221,7 @@ class Writes:
 
     @cached_property
     def slots_and_offsets(self) -> tuple[mx.array, mx.array]:
-        """Slot and offset of every token, int32 [B * num_tokens] each."""
+        """Of every token, int32 [B * num_tokens] each."""
         ends = [
             (ids, range(offset, offset + self.num_tokens)) for ids, offset in zip(self._ids, self._offsets, strict=True)
         ]
@@ -242,7 +247,7 @@ class Writes:
     def put(self, arena: LayerArena, keys: mx.array, values: mx.array | None, pack: Pack = quantise) -> None:
         """Quantise and write keys [B, H_kv, n, D_k] and values [B, H_kv, n, D_v] (None for MLA). Lazy."""
         (_, first), *rest = arena.sides
-        if values is not None and values.shape == keys.shape and arena.is_alike:  # one call halves the operations
+        if values is not None and values.shape == keys.shape and arena.is_alike:  # halves the operations
             packed = pack(mx.concatenate([keys, values], axis=1), first.quantisation)
             self._write(first, packed)
             self._write(rest[0][1], packed, first.num_heads)

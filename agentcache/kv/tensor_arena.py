@@ -19,9 +19,7 @@ _RESIZED_AT_ONCE = 128 << 20  # bytes duplicated during a resize
 
 
 class TensorArena:
-    """One tensor of a group's blocks: `array` [at least `capacity`, *block shape].
-
-    Do not keep `array`: a held reference turns every write into a copy.
+    """`array`: [at least `capacity`, *block shape]. A kept reference to it turns every write into a copy.
 
     Args:
         most: expected maximum of blocks, up to which growth copies nothing if the device allows (`kv/backing.py`).
@@ -49,7 +47,7 @@ class TensorArena:
         self.is_due = True
 
     def tokens(self, block_id: int, num_tokens: int) -> mx.array:
-        """A block's first `num_tokens` tokens; lazy."""
+        """Lazy."""
         axis = self.spec.token_axis
         # One index expression: indexing the block first would copy it.
         return self.array[block_id] if axis is None else self.array[block_id, *(_ALL,) * axis, :num_tokens]

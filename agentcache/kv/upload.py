@@ -1,5 +1,3 @@
-"""Transfer of bytes to a device with separate memory."""
-
 from __future__ import annotations
 
 import mlx.core as mx
