@@ -12,5 +12,5 @@
     cases            test cases; `latent_cases` for latents
     self_test        runs the kernels in a child process before they are used
 
-`agentcache.models.fused` decides which kernels replace MLX's operations.
+`agentcache.models.fused` decides which kernels are used.
 """

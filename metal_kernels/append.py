@@ -1,8 +1,8 @@
 """Quantise a step's new keys and values to 4 bits, and write them into the arenas: one launch per layer.
 
 The launch writes into its inputs, without MLX's knowledge. Every reader of these arrays in the same graph must take the
-output `written` (a zero) as an input, so that the device orders them; the self-test checks this. Slice updates would
-take six launches per layer, and launches dominate small steps.
+output `written` (a zero) as an input, so that the device orders them. Slice updates would take six launches per layer,
+and launches dominate small steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _THREADS = 256
 _MOST_TRACED = 32  # tokens per row; longer chunks vary in length and are rare
 
 # One thread per word of eight values. The threads of a quantisation group are neighbours in a simdgroup and compute the
-# group's range together. The arithmetic is mx.quantize's in float32; NaN becomes 0, and values saturate.
+# group's range together. The arithmetic is mx.quantize's in float32.
 _BODY = """
     const int i = int(thread_position_in_grid.x);
     const int lane = int(thread_index_in_simdgroup);
@@ -121,7 +121,7 @@ def append(
 
 
 def packed_alone(x: mx.array, group_size: int) -> PackedArrays:
-    """Pack x [B, H, n, D] into new arrays with `append`: data, scales, biases [B, H, n, ·]. Evaluates."""
+    """Pack x [B, H, n, D] into new, evaluated arrays: data, scales, biases [B, H, n, ·]."""
     batch, heads, num_tokens, dim = x.shape
     count = batch * num_tokens
     slots = -(-count // BLOCK_SIZE)

@@ -1,4 +1,4 @@
-"""Test cases of the kernels: random block tables, with NaN in unread slots, and expected results."""
+"""Test cases of the kernels: random block tables, with NaN in unread slots."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentcache.metal_kernels.rope_tables import NEAR, STEP, RopeTables, laid_ou
 from agentcache.metal_kernels.tiling import HeadShape, ResidualKind
 from agentcache.metal_kernels.unpack_residual import LowRankSide, unpack_residual
 
-#: Largest accepted difference, for values of about 1.
+# Largest accepted difference, for values of about 1.
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}
 
 
@@ -63,12 +63,6 @@ class Case:
 
 @dataclass
 class Arenas:
-    """A case's arrays in numpy.
-
-    Attributes:
-        block_ids: block table of each row, with random slots.
-    """
-
     case: Case
     block_ids: list[list[int]]
     bases: list[int]
@@ -193,7 +187,7 @@ class Arenas:
 
 
 def as_computed(x: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
-    """float64 values after rounding to the model's dtype."""
+    """float64, after rounding to the model's dtype."""
     return np.array(mx.array(x.astype(np.float32)).astype(dtype).astype(mx.float32)).astype(np.float64)
 
 
@@ -216,14 +210,14 @@ def as_key_residuals(residuals: LowRankKeys, case: Case) -> KeyResiduals:
 
 
 def turns_of(angles: np.ndarray, num_positions: int, dtype: mx.Dtype, interleaved: bool = False) -> RopeTables:
-    """Tables of a rope with plain angles."""
+    """With plain angles."""
     near, far = np.arange(NEAR)[:, None] * angles, np.arange(0, num_positions + STEP, STEP)[:, None] * angles
     tables = [laid_out(mx.array(np.cos(at)), mx.array(np.sin(at)), dtype) for at in (near, far)]
     return RopeTables(tables[0], tables[1], interleaved)
 
 
 def error(actual: mx.array, expected: np.ndarray) -> float:
-    """Largest difference; infinite if a value is NaN."""
+    """Infinite if a value is NaN."""
     difference = np.abs(np.array(actual.astype(mx.float32)).astype(np.float64) - expected)
     return float(np.where(np.isnan(difference), np.inf, difference).max())
 
@@ -254,7 +248,7 @@ class _Beside:
         return cls(case, random, ids, used)
 
     def low_rank(self, rank: int, size: float = 0.3) -> LowRank:
-        """Random low-rank residuals whose products with B are about `size`."""
+        """Products with B are about `size`."""
         low_rank = np.full((*self.used.shape, rank), np.nan, np.float16)
         low_rank[self.used] = self.random.standard_normal((self.used.sum(), rank))
         matrix = self.random.standard_normal((self.case.kv_heads, rank, self.case.dim)) * size * rank**-0.5
@@ -271,7 +265,7 @@ class _Beside:
 
 
 def _packed(case: Case, used: np.ndarray, random: np.random.Generator) -> PackedNumpy:
-    """Random nibbles with roughly normal values; NaN in scales and biases of unused places."""
+    """Roughly normal values; NaN in scales and biases of unused places."""
     slots = used.shape[0]
     shape = (slots, case.kv_heads, BLOCK_SIZE)
     data = random.integers(0, 2**32, (*shape, case.dim // 8), dtype=np.uint32)

@@ -1,9 +1,8 @@
 """Compile kernels for CUDA, and cache the results across processes.
 
-`mx.fast.cuda_kernel` compiles every kernel again in each process, behind large headers, which takes seconds.
-
-The cached code is executed. So it has a folder of its own, apart from models and agents' files, which may come from
-elsewhere. A file is used only if no other user can write to the folder and its checksum is right.
+`mx.fast.cuda_kernel` compiles every kernel again in each process, behind large headers, which takes seconds. The cached
+code is executed. So it has a folder of its own, apart from models and agents' files, which may come from elsewhere. A
+file is used only if no other user can write to the folder and its checksum is right.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from agentcache.private_file import write_private
 log = logging.getLogger("agentcache.kernels")
 
 _DIGEST_BYTES = 32
-_UNUSED_SECONDS = 90 * 86_400  # older files are of other versions, and are deleted
+_UNUSED_SECONDS = 90 * 86_400  # files of older versions
 _OTHERS_MAY_WRITE = 0o022
 
 
@@ -33,10 +32,7 @@ def default_folder() -> Path:
 
 
 class CompiledKernels:
-    """A folder of compiled kernels.
-
-    A file is a checksum and a cubin. Its name is a hash of everything that the cubin depends on.
-    """
+    """A file is a checksum and a cubin. Its name is a hash of everything that the cubin depends on."""
 
     def __init__(self, folder: Path, compiler: Compiler) -> None:
         self._compiler = compiler
@@ -63,7 +59,7 @@ class CompiledKernels:
 
 
 def _read(file: Path) -> bytes | None:
-    """The cubin in a file; None if the file is missing, damaged or of another kernel."""
+    """None if the file is missing, damaged or of another kernel."""
     with suppress(OSError):
         data = file.read_bytes()
         digest, cubin = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
@@ -74,7 +70,7 @@ def _read(file: Path) -> bytes | None:
 
 
 def cubin_of(text: str) -> bytes | None:
-    """The cubin of a text for this process's device; None if MLX must compile it, or report the error."""
+    """The cubin for this process's device; None if MLX must compile it, or report the error."""
     try:
         return _kernels_here().get(text)
     except (NoCompiler, DoesNotCompile) as error:
@@ -112,7 +108,6 @@ def _is_private(folder: Path) -> bool:
 
 
 def _remove_unused(folder: Path) -> None:
-    """Delete old files, including incomplete ones."""
     before = time.time() - _UNUSED_SECONDS
     for file in folder.iterdir():
         if file.stat().st_mtime < before:

@@ -4,13 +4,13 @@ A **group** is a set of queries that read the same tokens of one block table: qu
 with the same first blocks. A threadgroup computes one split of a group's tokens for one kv head and all its query
 heads, so that every packed byte is read once per group (flash-decoding, arXiv 2311.01282; shared prefixes as in
 Hydragen, arXiv 2402.05099). `merge` merges the splits of up to two sets of groups, and adds the sinks. Sums are in
-float; 16-bit models multiply in half, whatever their dtype. Operands are exact there or rounded to 11 bits.
+float; 16-bit models multiply in half, whatever their dtype.
 
-**Residuals.** Rows of an adapter that shares base's KV add (x·A)·B to it (ForkKV, arXiv 2604.06370;
-`models/residual_attention.py`). A token's x·A is staged behind its value, so that one product with the weights sums
-both; the merge multiplies the second sum with B: out = P·V + (P·x·A)·B. A key's residual R(x·A·B) is rebuilt where it
-is multiplied, for all query heads of a kv head at once (`rope_tables`). For normed keys, base's scores are divided by
-the norm factor without the adapter before that, and the sum is multiplied by the one with it.
+**Residuals.** Rows of an adapter that shares base's KV add (x·A)·B to it (ForkKV, arXiv 2604.06370). A token's x·A is
+staged behind its value, so that one product with the weights sums both; the merge multiplies the second sum with B: out
+= P·V + (P·x·A)·B. A key's residual R(x·A·B) is rebuilt where it is multiplied, for all query heads of a kv head at once
+(`rope_tables`). For normed keys, base's scores are divided by the norm factor without the adapter before that, and the
+sum is multiplied by the one with it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from agentcache.metal_kernels.numbers import floats, ints, one_a_thread
 from agentcache.metal_kernels.rope_tables import RopeTables
 from agentcache.metal_kernels.tiling import TILE, HeadShape, ResidualKind, Tiling, own_tiling, shared_tiling
 
-#: data uint32 [slots, H_kv, 256, D/8], scales and biases float16 [slots, H_kv, 256, D/group_size]
+# data uint32 [slots, H_kv, 256, D/8], scales and biases float16 [slots, H_kv, 256, D/group_size]
 PackedArrays = tuple[mx.array, mx.array, mx.array]
 
 THREADGROUPS = 1024  # best on an H100, for 1 row and for 32
@@ -103,7 +103,6 @@ class KeyResiduals(NamedTuple):
         low_rank: x·A, float16 [slots, 256, r].
         norms: factors of each head's norm without and with the adapter, float16 [slots, 256, H_kv, 2], or None.
         b: result of `packed_b`.
-        turns: rope tables.
     """
 
     low_rank: mx.array
@@ -127,7 +126,7 @@ class Residuals(NamedTuple):
         return ResidualKind(value_rank, low_rank.shape[2], turns.pairs, turns.interleaved, norms is not None)
 
     def arrays(self, shape: HeadShape) -> Sequence[mx.array]:
-        """Inputs of `_compute`, with placeholders for missing arrays."""
+        """Placeholders stand for missing arrays."""
         none, nothing = no_residuals(shape.staged), no_residuals(mx.float16)
         values = (nothing, no_residuals(mx.float32)) if self.values is None else self.values
         if self.keys is None:
@@ -169,7 +168,7 @@ def decode(
 
 
 class PreparedDecode(NamedTuple):
-    """A traced step for all layers of a group, with the arrays of its plan."""
+    """A traced step for all layers of a group."""
 
     compute: Callable[..., mx.array]
     shape: HeadShape
@@ -220,7 +219,6 @@ def prepare(
 
 @one_a_thread
 def no_residuals(dtype: mx.Dtype) -> mx.array:
-    """Placeholder input for missing residuals."""
     return mx.zeros(8, dtype)  # Metal passes arrays of fewer than 8 elements as constants
 
 

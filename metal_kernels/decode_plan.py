@@ -1,7 +1,4 @@
-"""The tokens that each query of a step reads, as inputs of the decode kernel.
-
-A plan is built once per step, for all layers of a cache group. `decode` defines groups of queries.
-"""
+"""The tokens that each query of a step reads, as inputs of the decode kernel."""
 
 from __future__ import annotations
 
@@ -75,7 +72,7 @@ class Groups:
         return places
 
     def splits(self, kv_heads: int, tokens_a_round: int, threadgroups: int) -> int:
-        """Number of splits of the tokens: enough to fill the device, each of a minimum size."""
+        """Enough to fill the device, each of a minimum size."""
         wanted = -(-threadgroups // (len(self.spans) * kv_heads))
         return max(1, min(wanted, MAX_SPLITS, -(-self.longest // tokens_a_round)))
 
@@ -105,7 +102,7 @@ class StepRows:
 
 
 class DecodePlan:
-    """Reads of a step's queries, for all layers of one cache group.
+    """Reads of a step's queries, for all layers of one cache group. Built once per step.
 
     Args:
         shape: head shape; also valid for shapes with the same `Tiling`s.
@@ -131,7 +128,7 @@ class DecodePlan:
 
     @cached_property
     def positions(self) -> mx.array:
-        """Position of each query, int32 [rows * num_tokens]."""
+        """int32 [rows * num_tokens]."""
         return ints(tuple(length + token for length in self.rows.lengths for token in range(self.rows.num_tokens)))
 
     @cached_property
@@ -144,13 +141,11 @@ class DecodePlan:
 
 @one_a_thread
 def no_sinks() -> mx.array:
-    """Placeholder input for missing sinks."""
     return mx.zeros(1)
 
 
 @one_a_thread
 def nothing_written() -> mx.array:
-    """Placeholder input if no `append` is in the same graph."""
     return mx.zeros(1, mx.int32)
 
 

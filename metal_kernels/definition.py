@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from agentcache.blocks.keys import BLOCK_SIZE
 
 Array = NDArray[np.float64]
-#: data uint32 [slots, H_kv, 256, D/8], scales and biases float16 [slots, H_kv, 256, D/group_size]
+# data uint32 [slots, H_kv, 256, D/8], scales and biases float16 [slots, H_kv, 256, D/group_size]
 PackedNumpy = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def unpacked(packed: PackedNumpy, bits: int = 4) -> Array:
-    """Unpack to [..., D]: value = q * scale + bias, lowest bits first."""
+    """To [..., D]: value = q * scale + bias, lowest bits first."""
     data, scales, biases = packed
     codes = (data[..., None] >> np.arange(0, 32, bits, dtype=np.uint32)) & (2**bits - 1)
     values = codes.reshape(*data.shape[:-1], scales.shape[-1], -1).astype(np.float64)
@@ -63,11 +63,7 @@ def attention(
     residuals: LowRank | None = None,
     key_residuals: LowRankKeys | None = None,
 ) -> Array:
-    """Attention of the queries [B, H_q, n, D] over rows of `lengths` earlier tokens; [B, H_q, n, D].
-
-    Args:
-        residuals, key_residuals: residuals of values and of keys.
-    """
+    """Attention of the queries [B, H_q, n, D] over rows of `lengths` earlier tokens; [B, H_q, n, D]."""
     rows = []
     for row, (query, ids, base, length) in enumerate(zip(queries, block_ids, bases, lengths, strict=True)):
         held = length + query.shape[1] - base

@@ -4,12 +4,11 @@ A kernel's body uses the common subset of Metal and CUDA. A prelude for each sup
 and address spaces, on both the tile primitive, products of small matrices by a whole simdgroup.
 
 **Tiles.** `Sums<Q>` holds 8Q x 8 float sums, `Left<S, Q>` an 8Q x 16 left operand of type S (half or float); rows are
-queries. A lane has two neighbouring elements of a row: row `tile_row(lane)` of each eight, columns
-`tile_column(lane)` and the next. `simd_shuffle_xor` with `ROW_PEER_1` and `ROW_PEER_2` reaches a row's four lanes.
-`add_product_rows` multiplies with 8 rows of 16 values in threadgroup memory (keys), transposed; `add_product_columns`
-with K rows of 8 (values). K is 16; in float it may be 8, which uses the left operand's first 8 columns. Metal has
-`simdgroup_matrix`; CUDA has `mma.m16n8k16` for half, and plain sums for float, since its matrix units round float to 10
-bits.
+queries. A lane has two neighbouring elements of a row: row `tile_row(lane)` of each eight, columns `tile_column(lane)`
+and the next. `simd_shuffle_xor` with `ROW_PEER_1` and `ROW_PEER_2` reaches a row's four lanes. `add_product_rows`
+multiplies with 8 rows of 16 values in threadgroup memory (keys), transposed; `add_product_columns` with K rows of 8
+(values). K is 16; in float it may be 8, which uses the left operand's first 8 columns. Metal has `simdgroup_matrix`;
+CUDA has `mma.m16n8k16` for half, and plain sums for float, since its matrix units round float to 10 bits.
 
 **Keys made on chip.** `rebuild` computes 8 values of 16 keys from 16 low-rank ones; `turn` and `keep` convert them to a
 right operand in registers. On CUDA a lane has two neighbouring values of a token; on Metal, one value of two
@@ -48,12 +47,11 @@ _CUDA_TYPES = {
 }
 _CUDA_HEADERS = "#include <cuda_fp16.h>\n#include <cuda_bf16.h>\n"
 
-#: Result of `device()` if neither back end is available.
 NO_DEVICE = "none"
 
 
 def device() -> str:
-    """ "metal", "cuda", or `NO_DEVICE`: the back end of the default device."""
+    """The default device's back end: "metal", "cuda", or `NO_DEVICE`."""
     if mx.default_device() != mx.gpu:
         return NO_DEVICE
     return "metal" if mx.metal.is_available() else "cuda" if mx.cuda.is_available() else NO_DEVICE
@@ -77,7 +75,7 @@ def traced(compute: Callable[..., mx.array], kind: Hashable) -> Callable[..., mx
 
 @dataclass(frozen=True)
 class KernelText:
-    """A kernel's source: body, names of its arrays, and functions.
+    """A kernel's source.
 
     Args:
         changed: inputs that it writes to.
@@ -114,11 +112,8 @@ class KernelText:
         """Complete CUDA source for arrays of these dtypes, similar to that of `mx.fast.cuda_kernel`.
 
         Args:
-            inputs, outputs: dtypes of all arrays: float32, float16, bfloat16, int32 or uint32.
+            inputs, outputs: float32, float16, bfloat16, int32 or uint32; else KeyError.
             constants: dtypes, integers and booleans by name.
-
-        Raises:
-            KeyError: another dtype.
         """
         taken = [f"const {_CUDA_TYPES[dtype]}* {name}" for name, dtype in zip(self.inputs, inputs, strict=True)]
         made = [f"{_CUDA_TYPES[dtype]}* {name}" for name, dtype in zip(self.outputs, outputs, strict=True)]

@@ -15,7 +15,7 @@ from agentcache.metal_kernels.definition import PackedNumpy, latent_attention
 from agentcache.metal_kernels.latent_decode import LatentPlan, latent_decode
 from agentcache.metal_kernels.latent_shape import LatentShape
 
-_ROPE_SCALE = 0.5  # an arbitrary factor of rope queries
+_ROPE_SCALE = 0.5  # arbitrary
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,6 @@ class Latents:
     """A case's arrays in numpy.
 
     Attributes:
-        block_ids: block table of each row, with random slots.
         packed: latents, with NaN in unread places.
         queries: float32 [B, H, n, rank + rope].
     """
@@ -119,7 +118,7 @@ class Latents:
 
 
 def _packed(shape: LatentShape, used: np.ndarray, random: np.random.Generator) -> PackedNumpy:
-    """Random codes with roughly normal values; NaN in scales and biases of unused places."""
+    """Roughly normal values; NaN in scales and biases of unused places."""
     sizes = (used.shape[0], 1, BLOCK_SIZE)
     most = 2**shape.bits - 1
     data = random.integers(0, 2**32, (*sizes, shape.dim * shape.bits // 32), dtype=np.uint32)

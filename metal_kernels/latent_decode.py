@@ -86,7 +86,7 @@ def latent_decode(
 
 
 class PreparedLatents(NamedTuple):
-    """A traced step for all layers of a group, with the arrays of its plan."""
+    """A traced step for all layers of a group."""
 
     compute: Callable[..., mx.array]
     arrays: Sequence[mx.array]

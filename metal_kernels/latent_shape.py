@@ -22,7 +22,7 @@ class LatentShape:
         heads: query heads.
         group_size: quantisation group size; divides `rank` and `rank + rope`.
         dtype: dtype of results.
-        bits: bits of a value, 4 or 8.
+        bits: 4 or 8.
     """
 
     rank: int
@@ -52,19 +52,19 @@ class LatentTiling:
     """Layout of a threadgroup, which computes up to 16 query heads of one query.
 
     A simdgroup multiplies 64 columns of the latents and sums 64 values, so that a thread's registers do not depend on
-    the latent's size: about a hundred for 16 heads in half (estimated).
+    the latent's size.
     """
 
     shape: LatentShape
 
     @cached_property
     def tiles(self) -> int:
-        """Tiles of eight query heads."""
+        """Of eight query heads."""
         return min(-(-self.shape.heads // 8), _MAX_HEADS // 8)
 
     @cached_property
     def head_groups(self) -> int:
-        """Number of threadgroups for different heads of the same latents."""
+        """Threadgroups for different heads of the same latents."""
         return -(-self.shape.heads // (8 * self.tiles))
 
     @cached_property
@@ -78,12 +78,12 @@ class LatentTiling:
 
     @property
     def fits(self) -> bool:
-        """Whether threadgroup memory suffices; in half, `tokens` must be 16 for CUDA."""
+        """In half, `tokens` must be 16 for CUDA."""
         return self._bytes(self.tokens) <= _THREADGROUP_BYTES and (self.tokens == 16 or self.shape.staged == mx.float32)
 
     @property
     def pool_size(self) -> int:
-        """Threadgroup memory in float4, for alignment: unpacked tokens, or first a part of the queries."""
+        """In float4, for alignment: unpacked tokens, or first a part of the queries."""
         return self._pool_bytes(self.tokens) // 16
 
     def _pool_bytes(self, tokens: int) -> int:
@@ -91,14 +91,14 @@ class LatentTiling:
         return max(tokens * self.shape.row_width, queries) * self.shape.staged.size
 
     def _bytes(self, tokens: int) -> int:
-        """Threadgroup memory: pool, scores by simdgroup, probabilities, and rescaling factors."""
+        """Pool, scores by simdgroup, probabilities, and rescaling factors."""
         rows = 8 * self.tiles
         scores = self.simdgroups * rows * tokens * 4
         return self._pool_bytes(tokens) + scores + rows * 16 * self.shape.staged.size + rows * 4
 
 
 def partial_bytes(num_queries: int, heads: int, dim: int, threadgroups: int) -> int:
-    """Upper bound of the bytes of partial results of a launch, for any context: 16 heads' sums per threadgroup.
+    """Upper bound of a launch's partial results, for any context: 16 heads' sums per threadgroup.
 
     Args:
         threadgroups: target of a launch; it has at least one per query and group of heads.

@@ -1,7 +1,7 @@
 """Small arrays of plain numbers in device memory.
 
-On CUDA, MLX allocates arrays made from Python in host memory, and keeps those of up to eight bytes there, so that each
-threadgroup would read them over the bus. So they are copied once, into an array too large to reuse such a buffer.
+On CUDA, MLX keeps small arrays made from Python in host memory, which each threadgroup would read over the bus. So they
+are copied once, into an array too large to reuse such a buffer.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ class _Made(threading.local):
 
 
 def one_a_thread(make: Make) -> Make:
-    """Cache results by thread and arguments. An unevaluated array can be computed only by the thread that made it,
-    even after that thread has ended."""
+    """Cache results by thread and arguments: only the thread that made an unevaluated array can compute it, even after
+    that thread has ended.
+    """
     made = _Made(make)
 
     @wraps(make)
@@ -45,11 +46,11 @@ def one_a_thread(make: Make) -> Make:
 
 @one_a_thread
 def ints(values: tuple[Any, ...]) -> mx.array:
-    """An int32 array on the device, cached by its values: few change from step to step or between layers."""
+    """int32, cached by its values: few change from step to step or between layers."""
     return on_device(mx.array(values, mx.int32))
 
 
 @one_a_thread
 def floats(*values: float) -> mx.array:
-    """A float32 array on the device, cached by its values."""
+    """float32, cached by its values."""
     return on_device(mx.array(values, mx.float32))

@@ -36,11 +36,7 @@ class Compiler:
 
     @classmethod
     def of_library(cls, library: Path, architecture: str) -> Compiler:
-        """Load the compiler from a file.
-
-        Raises:
-            NoCompiler: it cannot be loaded, or its headers are missing.
-        """
+        """Raises NoCompiler."""
         try:
             return cls(ctypes.CDLL(str(library)), _headers_of(library), architecture)
         except OSError as error:
@@ -53,11 +49,7 @@ class Compiler:
         return major.value, minor.value
 
     def compile(self, text: str) -> bytes:
-        """Compile to a cubin.
-
-        Raises:
-            DoesNotCompile: with the compiler's log.
-        """
+        """Compile to a cubin. Raises DoesNotCompile, with the compiler's log."""
         program = ctypes.c_void_p()
         self._call("nvrtcCreateProgram", ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None)
         try:
@@ -82,11 +74,7 @@ class Compiler:
 
 
 def loaded_library() -> Path:
-    """Path of the NVRTC library loaded in this process.
-
-    Raises:
-        NoCompiler: none is loaded.
-    """
+    """The NVRTC library loaded in this process. Raises NoCompiler."""
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -106,7 +94,7 @@ def _headers_of(library: Path) -> Path:
 
 
 def _header_folders(library: Path) -> Iterator[Path]:
-    """Candidates: beside the library (toolkit, packages for CUDA 13), or in another package (CUDA 12)."""
+    """Beside the library (toolkit, packages for CUDA 13), or in another package (CUDA 12)."""
     yield library.parent.parent / "include"
     yield library.parent.parent.parent / "cuda_runtime" / "include"
     for variable in ("CUDA_HOME", "CUDA_PATH"):

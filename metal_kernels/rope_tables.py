@@ -1,7 +1,7 @@
 """Rope tables for kernels, which compute no sines or cosines themselves.
 
 A key is rotated by its tile's first position, a multiple of 16, and by the offset behind it, so two small tables cover
-all positions. Pairs, angles and a possible scale factor are measured on the layer's own rope.
+all positions.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class RopeTables(NamedTuple):
     """Rope tables of a layer.
 
     Args:
-        near: positions 0 … 31, [32, 2 * pairs] in the layout of `laid_out` and the dtype of products, with rope's
-            scale factor.
+        near: positions 0 … 31, [32, 2 * pairs] in the layout of `laid_out` and the dtype of products, with rope's scale
+            factor.
         far: every sixteenth position, [n, 2 * pairs], without that factor.
         interleaved: whether a pair's values are neighbours.
     """
@@ -41,7 +41,6 @@ def laid_out(cosines: mx.array, sines: mx.array, dtype: mx.Dtype) -> mx.array:
 
 
 def no_rope(dtype: mx.Dtype) -> RopeTables:
-    """Placeholder tables for keys without rope."""
     return RopeTables(mx.zeros(8, dtype), mx.zeros(8, dtype), False)
 
 

@@ -37,14 +37,11 @@ _SHAPES: dict[str, type[Shape]] = {kind.__name__: kind for kind in (HeadShape, L
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether kernels may be used, or the reason why not."""
-
     right: bool
     reason: str = ""
 
 
 def try_kernels(shape: Shape, command: Sequence[str] = _COMMAND) -> Verdict:
-    """Check every kind of step of this shape in a child process."""
     asked = json.dumps({"of": type(shape).__name__, **vars(shape), "dtype": str(shape.dtype)})
     try:
         done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=_SECONDS, check=False)
@@ -61,12 +58,10 @@ def try_kernels(shape: Shape, command: Sequence[str] = _COMMAND) -> Verdict:
 
 
 def wrong_steps(shape: Shape) -> list[str]:
-    """Kinds of steps with wrong results on this process's device."""
     return [f"{name} (off by {off:.2g})" for name, off in differences(shape) if not off <= TOLERANCE[shape.dtype]]
 
 
 def differences(shape: Shape) -> Iterator[tuple[str, float]]:
-    """Largest difference from the definition, by kind of step."""
     return _of_latents(shape) if isinstance(shape, LatentShape) else _of_heads(shape)
 
 
@@ -89,7 +84,7 @@ def _of_heads(shape: HeadShape) -> Iterator[tuple[str, float]]:
 
 
 def _pack_error(shape: HeadShape) -> float:
-    """Largest difference of packed values from the definition, except for ties between two codes."""
+    """Except for ties between two codes."""
     x = as_computed(np.random.default_rng(0).standard_normal((2, shape.kv_heads, 5, shape.dim)), shape.dtype)
     made = packed_alone(mx.array(x.astype(np.float32)).astype(shape.dtype), shape.group_size)
     words, *factors = (np.array(part) for part in made)
@@ -148,7 +143,7 @@ def _of_latents(shape: LatentShape) -> Iterator[tuple[str, float]]:
 
 
 def latent_steps(shape: LatentShape) -> dict[str, LatentCase]:
-    """As `steps`. The first compiles all kernels; the second has another grid."""
+    """The first compiles all kernels; the second has another grid."""
     return {
         "latent decode": _latent_case(shape, lengths=(300, 17)),
         "latent decode of several tokens": _latent_case(shape, lengths=(40,), num_tokens=3),

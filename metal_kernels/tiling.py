@@ -94,7 +94,7 @@ class Tiling:
     cooperative: bool
 
     def pool_size(self, shape: HeadShape) -> int:
-        """Threadgroup memory in float4, for alignment: unpacked tokens; first queries, last sums."""
+        """In float4, for alignment: unpacked tokens; first queries, last sums."""
         rows = self.tiles * 8 * (self.simdgroups if self.cooperative else 1)
         queries = rows * shape.row_width * shape.staged.size
         sums = 0 if self.cooperative else rows * shape.value_width * 4

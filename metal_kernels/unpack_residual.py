@@ -1,7 +1,4 @@
-"""Unpack one row's blocks with residual KV into contiguous keys or values of the model's dtype.
-
-Writes out what the decode kernel builds on chip, for flash attention of a prompt's chunk.
-"""
+"""Unpack one row's blocks with residual KV into contiguous keys or values, for flash attention of a prompt's chunk."""
 
 from __future__ import annotations
 
@@ -160,7 +157,7 @@ def unpack_residual(
     base: int = 0,
     written: mx.array | None = None,
 ) -> mx.array:
-    """The first `num_tokens` tokens of the blocks `block_ids`, int32 [n], as [1, H_kv, num_tokens, D].
+    """As `unpack`, with residuals.
 
     Args:
         base: position of the first token.

@@ -44,12 +44,12 @@ class AdapterUse:
 
     @property
     def is_residual(self) -> bool:
-        """Whether it keeps residual KV beside base's."""
+        """It keeps residual KV beside base's."""
         return self.policy in LOSSY
 
     @property
     def is_family(self) -> bool:
-        """Whether its family shares its residual KV."""
+        """Its family shares its residual KV."""
         return self.policy is Policy.RESIDUAL_SHARED_A
 
     @property
@@ -73,7 +73,6 @@ class AdapterUse:
         return replace(self, policy=Policy.EXACT, stepped_from=self.requested_policy)
 
     def settled(self, policy: Policy) -> AdapterUse:
-        """The same use with its final policy."""
         return replace(self, policy=policy, may_share=False)
 
 
@@ -143,7 +142,7 @@ def _invocation(adapter: ServedAdapter, request: Request, token_ids: Sequence[in
 
 
 def find_last(token_ids: Sequence[int], wanted: Sequence[int]) -> int | None:
-    """Index of the last occurrence of `wanted` (not empty), also an overlapping one."""
+    """Last occurrence of `wanted` (not empty), also an overlapping one."""
     text, pattern = pack_token_ids(token_ids), pack_token_ids(wanted)
     found = text.rfind(pattern)
     while found % _TOKEN_BYTES and found >= 0:  # not at a token boundary

@@ -16,7 +16,7 @@ _REVIEW_STEPS = 256  # by then every row has needed a block
 
 
 class StackLoan:
-    """Decides which adapters are stacked, and borrows the bytes. Engine thread only.
+    """Decides which adapters are stacked. Engine thread only.
 
     Every `_REVIEW_STEPS` steps, a review drops stacks with an unused adapter and returns unused bytes. A loan that was
     too small is kept until then.
@@ -66,13 +66,13 @@ class StackLoan:
         return self._account.claimed >= nbytes
 
     def _give_way(self, num_bytes: int, asker: Account) -> None:
-        """Release everything: partial stacks are useless."""
+        """Partial stacks are useless."""
         self._refused = self._stacks.adapters or self._refused
         self._stacks.clear()
         self._account.settle(0)
 
     def forget(self, weights: AdapterWeights) -> None:
-        """Drop references to an adapter. The loan stays until the next review."""
+        """The loan stays until the next review."""
         if weights in self._stacks.adapters:
             self._stacks.clear()
         self._used.discard(weights)

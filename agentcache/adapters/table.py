@@ -56,7 +56,7 @@ class ServedAdapter:
 
     @property
     def is_decoder(self) -> bool:
-        """Whether it is a whole model, whose steps have no other rows."""
+        """A whole model, whose steps have no other rows."""
         return _is_decoder(self.source)
 
 
@@ -65,11 +65,7 @@ def _is_decoder(source: AdapterSource) -> bool:
 
 
 def check_adapter_name(name: str) -> str:
-    """Return a valid name. It appears in URLs and after `<model>:`, and is never a path.
-
-    Raises:
-        InvalidRequest: the name is not valid.
-    """
+    """Return a valid name; else raise InvalidRequest. It appears in URLs and after `<model>:`, and is never a path."""
     if not is_name(name):
         raise InvalidRequest(f"{name!r:.80} is no adapter name: use {RULE}", param="name")
     return name
@@ -78,13 +74,10 @@ def check_adapter_name(name: str) -> str:
 def settle_policy(
     policy: Policy, source: AdapterSource, residual_refusal: str = RESIDUAL_IS_OFF, *, param: str = "policy"
 ) -> Policy:
-    """Resolve `auto` and check the policy.
+    """Resolve `auto`. Raises InvalidRequest if the adapter does not support the policy.
 
     Args:
         param: field name for errors.
-
-    Raises:
-        InvalidRequest: the adapter does not support it.
     """
     if policy in LOSSY and residual_refusal:
         raise InvalidRequest(residual_refusal, param=param, code="policy_unsupported")
@@ -98,9 +91,7 @@ def settle_policy(
 
 
 class AdapterTable:
-    """Adapters by name, their users, and which weights are on the device.
-
-    Weights are counted by digest: one copy for all names.
+    """Adapters by name, their users, and which weights are on the device, by digest.
 
     Args:
         budget: bytes for all weights on the device.
@@ -112,8 +103,6 @@ class AdapterTable:
         self._users: Counter[str] = Counter()
         self._resident: dict[str, int] = {}  # bytes by digest, least recently used first
 
-    # -- names --------------------------------------------------------------------------------------------------------
-
     def __iter__(self) -> Iterator[ServedAdapter]:
         return iter(sorted(self._adapters.values(), key=lambda adapter: adapter.name))
 
@@ -123,14 +112,13 @@ class AdapterTable:
         return self._adapters[name]
 
     def put(self, adapter: ServedAdapter) -> None:
-        """Set the meaning of a name; running requests keep the old one."""
+        """Running requests keep the old meaning."""
         self._adapters[adapter.name] = adapter
 
     def remove(self, name: str) -> None:
         del self._adapters[self.get(name, "name").name]
 
     def with_family(self, adapter: ServedAdapter) -> ServedAdapter:
-        """The adapter with its current `is_member`."""
         others = (each for each in self._adapters.values() if each.digest != adapter.digest)
         return replace(adapter, is_member=any(each.family == adapter.family != "" for each in others))
 
@@ -151,8 +139,6 @@ class AdapterTable:
             created=adapter.created,
         )
 
-    # -- users --------------------------------------------------------------------------------------------------------
-
     def claim(self, adapter: ServedAdapter) -> None:
         """Add a user, for whom the weights stay on the device."""
         self._users[adapter.digest] += 1
@@ -160,12 +146,9 @@ class AdapterTable:
             self._resident[adapter.digest] = self._resident.pop(adapter.digest)
 
     def release(self, adapter: ServedAdapter) -> None:
-        """Undo one `claim`."""
         self._users[adapter.digest] -= 1
         if self._users[adapter.digest] <= 0:
             del self._users[adapter.digest]
-
-    # -- weights ------------------------------------------------------------------------------------------------------
 
     def is_resident(self, digest: str) -> bool:
         return digest in self._resident

@@ -1,5 +1,3 @@
-"""Weights of adapters on the device, within the cache's RAM budget."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +29,10 @@ class _Arrival:
 
 
 class AdapterWeightSet:
-    """Weights by digest. Engine thread only; `AdapterTable` decides which to drop."""
+    """Weights on the device, by digest, within the cache's RAM budget. Engine thread only.
+
+    `AdapterTable` decides which to drop.
+    """
 
     def __init__(self, loaded: LoadedModel, runner: ModelRunner, ledger: Ledger) -> None:
         self._loaded = loaded
@@ -50,7 +51,7 @@ class AdapterWeightSet:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device, including stacks."""
+        """Includes stacks."""
         return self._weight_bytes + self._adapters.stacks.nbytes
 
     @property
@@ -62,7 +63,7 @@ class AdapterWeightSet:
         """Load an adapter, or a decoder's next piece; True when complete.
 
         Raises:
-            OutOfBlocks: the cache cannot make room, because running requests hold it.
+            OutOfBlocks: running requests hold the memory.
             UnsupportedAdapter: the decoder does not fit the base model.
         """
         try:
@@ -108,13 +109,13 @@ class AdapterWeightSet:
         self._account.settle(self._weight_bytes)
 
     def rows(self, uses: Sequence[AdapterUse | None]) -> list[RowAdapter | None]:
-        """LoRA of each row of the next step, stacked if possible."""
+        """Stacked if possible."""
         rows = [self.row(use) for use in uses]
         self._loan.prepare(rows)
         return rows
 
     def row(self, use: AdapterUse | None) -> RowAdapter | None:
-        """LoRA of a request's row; None if none acts."""
+        """None if no LoRA acts."""
         if use is None or use.start is None or use.is_decoder:
             return None
         return RowAdapter(self._weights[use.digest], use.start)

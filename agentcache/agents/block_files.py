@@ -1,5 +1,3 @@
-"""Maps block names to block files."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -10,16 +8,16 @@ from agentcache.kv.spec import CacheSpec, GroupSpec
 from agentcache.store.manifest import AgentRecord, ResidualBlocks
 from agentcache.store.store import Store
 
-_HEADER_BYTES = 1536  # header with tokens, estimated
+_HEADER_BYTES = 1536  # with tokens; estimated
 
 
 class BlockFiles:
-    """Knows the cache groups of every cache. Thread-safe; does not touch files."""
+    """Maps block names to block files. Thread-safe; does not touch files."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._group_names = {BASE_CACHE: [group.name for group in store.groups]}  # by cache
-        self._residuals: dict[str, CacheSpec] = {}  # by cache; includes caches closed since start
+        self._residuals: dict[str, CacheSpec] = {}  # includes caches closed since start
 
     def know_cache(self, name: str, spec: CacheSpec) -> None:
         self._store.know_cache(name, spec)
@@ -36,7 +34,7 @@ class BlockFiles:
         )
 
     def key(self, name: BlockName) -> str:
-        """Key of the block's file. A group that the cache lacks gets a key without a file."""
+        """A group that the cache lacks gets a key without a file."""
         names = self._group_names[name.cache]
         return block_key(name.chain, names[name.group] if name.group < len(names) else f"unknown.{name.group}")
 
@@ -47,7 +45,7 @@ class BlockFiles:
         return self._store.block_bytes(map(self.key, names))
 
     def estimate(self, record: AgentRecord, num_tokens: int) -> int:
-        """Bytes of a lineage with `num_tokens` tokens saved. A slight overestimate."""
+        """A slight overestimate of a lineage with `num_tokens` tokens saved."""
         blocks = _bytes_of((group for group in self._store.groups if not group.is_state), num_tokens)
         snapshots = sum(self._store.groups[each.group].bytes_per_block + _HEADER_BYTES for each in record.snapshots)
         return blocks + snapshots + sum(map(self._residual_bytes, record.residuals))

@@ -1,5 +1,3 @@
-"""Reads blocks into a fixed set of buffers while the engine computes, and copies them to slots between steps."""
-
 from __future__ import annotations
 
 import logging
@@ -27,8 +25,8 @@ from agentcache.store.store import Store
 
 log = logging.getLogger("agentcache.restore")
 
-# Buffers cover the reads during one step and the copies before the next. They are reused last in, first out, to stay in
-# the processor's caches.
+# For the reads during one step and the copies before the next. Reused last in, first out, to stay in the processor's
+# caches.
 _BUFFERS_BYTES = 64 << 20
 _BATCH_BLOCKS = 16  # copied to their slots at once
 # All buffers fit a processor's caches. Where blocks are uploaded, fewer and larger transfers are better.
@@ -49,7 +47,9 @@ class _Batch:
 
 
 class BufferedReads:
-    """Reads batches of files as buffers become free. Engine thread only, unless noted.
+    """Reads blocks into a fixed set of buffers while the engine computes, and copies them to slots between steps.
+
+    Engine thread only, unless noted.
 
     Args:
         base: cache that sets the buffer size.
@@ -99,7 +99,6 @@ class BufferedReads:
         return max(1, min(_BATCH_BLOCKS, self._batch_bytes // group.bytes_per_block))
 
     def cease(self) -> None:
-        """Start no further reads."""
         with self._lock:
             self._due.clear()
 
@@ -118,7 +117,7 @@ class BufferedReads:
             self._begin_reads()
 
     def _begin_reads(self) -> None:
-        """Start queued reads while buffers are free. Any thread, under the lock."""
+        """Any thread, under the lock."""
         while self._due and self._buffers and self._begun < self._most_begun:
             batch, buffer = self._due.popleft(), self._buffers.pop()
             self._begun += 1
@@ -129,7 +128,7 @@ class BufferedReads:
     def _read_batch(self, batch: _Batch, buffer: Array) -> list[Read]:
         try:
             return self._read_files(batch, buffer)
-        except BaseException:  # these blocks are computed instead
+        except BaseException:  # computed instead
             log.exception("blocks could not be read")
             return [Read(load, None) for load in batch.loads]
 
@@ -165,7 +164,7 @@ class BufferedReads:
             block_ids, blocks = zip(*good, strict=True)
             try:
                 batch.restore.cache.arenas.put_blocks(batch.group, block_ids, blocks)
-            except BaseException:  # these blocks are computed instead
+            except BaseException:  # computed instead
                 log.exception("blocks could not be put into the cache")
                 return [Read(load, None) for load in batch.loads]
         return reads

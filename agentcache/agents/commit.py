@@ -41,7 +41,7 @@ class CachePart:
 
     @property
     def needed(self) -> list[tuple[Node, BlockName]]:
-        """Blocks that later attention reads, so must be on disk."""
+        """Blocks that later attention reads."""
         # A partly filled block before the last ends where an adapter begins. Only other conversations continue from it;
         # this one reads the adapter's block with the same tokens.
         groups = self.cache.prefix.groups
@@ -83,5 +83,5 @@ class Commit:
 
 
 def is_wanted(node: Node, index: int) -> bool:
-    """Whether the file is neither on disk nor being written."""
+    """Neither on disk nor being written."""
     return index not in node.stored and index not in node.pending

@@ -92,21 +92,19 @@ class Disk:
         for record in records:
             self._put(record)
 
-    # -- any thread -------------------------------------------------------------------------------------------------
-
     def needs(self, name: BlockName) -> bool:
-        """Whether a durable lineage names the block or an unsaved turn pins it."""
+        """Whether a durable lineage names the block or an unsaved turn pins it. Any thread."""
         return self._lineages.is_named(name) or self._in_use.has_block(name)
 
     def fits(self, record: AgentRecord, num_tokens: int) -> bool:
-        """Whether the budget can hold the lineage after every permitted eviction."""
+        """Whether the budget can hold the lineage after every permitted eviction. Any thread."""
         usage = self._store.usage
         if not usage.evicts:
             return usage.has_room(self._bytes_added(record, num_tokens))
         return self._bytes_with(record, num_tokens) <= usage.budget
 
     def _bytes_with(self, record: AgentRecord, num_tokens: int) -> int:
-        """Upper bound of bytes on disk with this lineage and all transcripts, which always stay."""
+        """Upper bound, with all transcripts, which always stay."""
         log_bytes = self._log_bytes(record, num_tokens)
         return self._store.usage.bytes_of(AGENTS) + self.files.estimate(record, num_tokens) + log_bytes
 
@@ -118,8 +116,6 @@ class Disk:
         known = self._lineages.find(record.name)
         logged = 0 if known is None else len(known.transcript)
         return max(0, num_tokens - logged) * _LOG_BYTES_PER_TOKEN + _MANIFEST_BYTES
-
-    # -- jobs -------------------------------------------------------------------------------------------------------
 
     def tidy(self) -> Committed:
         def work(done: Committed) -> None:
@@ -186,7 +182,7 @@ class Disk:
         return self._run(work)
 
     def _take_back(self, record: AgentRecord, done: Committed) -> None:
-        """Remove a lineage of a failed import. An error is logged, so that the next ones are removed too."""
+        """An error is logged, so that the next ones are removed too."""
         try:
             self._remove(record, done)
         except StoreError as error:
@@ -232,7 +228,7 @@ class Disk:
     def _run(
         self, work: Callable[[Committed], None], *, held: Sequence[BlockName] = (), written: Sequence[BlockName] = ()
     ) -> Committed:
-        """Run a job; exceptions become part of the outcome.
+        """Exceptions become part of the outcome.
 
         Args:
             held: blocks to unpin at the end.
@@ -257,8 +253,6 @@ class Disk:
         except StoreError as error:  # the next start repairs it
             log.error("the cache folder is not tidy: %s", error)
         return done
-
-    # -- writing ----------------------------------------------------------------------------------------------------
 
     def _require_budget(self, turn: SavedTurn) -> None:
         """Raise StoreError before evicting other lineages for a turn that cannot fit."""
@@ -292,8 +286,6 @@ class Disk:
             except DiskBudgetExceeded as error:
                 if not (is_wanted() and self._could_hold(error.num_bytes) and self._make_room(done)):
                     raise
-
-    # -- making room ------------------------------------------------------------------------------------------------
 
     def _could_hold(self, num_bytes: int) -> bool:
         """Whether `num_bytes` fit after every permitted eviction."""
@@ -354,8 +346,6 @@ class Disk:
         self._behind.add(reduced.after.name)
         self._delete(self._put(reduced.after), done, for_room=True)
 
-    # -- state ------------------------------------------------------------------------------------------------------
-
     def _catch_up(self) -> None:
         failed: StoreError | None = None
         for name in sorted(self._behind):
@@ -375,12 +365,12 @@ class Disk:
         self._delete(self._lineages.remove(record.name), done, for_room=for_room)
 
     def _put(self, record: AgentRecord) -> list[BlockName]:
-        """Record a lineage; returns the blocks that it no longer names."""
+        """Returns the blocks that the lineage no longer names."""
         self.files.learn_names(record)
         return self._lineages.put(record)
 
     def _delete(self, names: Iterable[BlockName], done: Committed, *, for_room: bool = False) -> None:
-        """Delete the unneeded ones of these blocks. `for_room`: as in `Store.delete_blocks`."""
+        """Only unneeded ones. `for_room`: as in `Store.delete_blocks`."""
         unneeded = [name for name in names if not self.needs(name)]
         if unneeded:
             self._store.delete_blocks(map(self.files.key, unneeded), for_room=for_room)

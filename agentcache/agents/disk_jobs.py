@@ -1,5 +1,3 @@
-"""Jobs for the writer thread, and their effects in RAM."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -19,7 +17,9 @@ from agentcache.store.writer import Writer
 
 
 class DiskJobs:
-    """Queues jobs and applies their outcomes to the prefix trees and the agent table. Engine thread only.
+    """Queues jobs for the writer thread, and applies their outcomes to the prefix trees and the agent table.
+
+    Engine thread only.
 
     Args:
         post: schedules a callback on the engine thread; callable from any thread.
@@ -91,8 +91,6 @@ class DiskJobs:
         self._writer.submit(lambda: None, lambda result: settled.set_result(None))
         settled.result()
 
-    # -- outcomes ---------------------------------------------------------------------------------------------------
-
     def apply(self, outcome: Committed, targets: Sequence[BlockToWrite] = ()) -> None:
         """Apply a job's writes, evictions and deletions in RAM."""
         for target in targets:
@@ -111,7 +109,7 @@ class DiskJobs:
                 self.evict(removed, outcome)
 
     def _same(self, dropped: AgentRecord) -> AgentRecord | None:
-        """The current record; None if deleted or replaced since."""
+        """None if deleted or replaced since."""
         known = self._agents.find(dropped.name)
         return known if known is not None and known.held == dropped.held else None
 
@@ -148,7 +146,7 @@ class DiskJobs:
 
 
 def _not_pending(targets: Sequence[BlockToWrite]) -> None:
-    """Clear the marks, so that the next turn that needs these blocks writes them."""
+    """The next turn that needs these blocks writes them."""
     for target in targets:
         target.node.pending.discard(target.group)
 

@@ -1,5 +1,3 @@
-"""Index of lineages on disk: their blocks, and the order of eviction. Does not touch files."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -23,7 +21,10 @@ class Reduced:
 
 
 class DurableLineages:
-    """Durable lineages and reference counts of their blocks. Writer thread only, except `is_named`."""
+    """Durable lineages, reference counts of their blocks, and the order of eviction. Does not touch files.
+
+    Writer thread only, except `is_named`.
+    """
 
     def __init__(self, in_use: InUse, is_open: Callable[[str], bool]) -> None:
         self._in_use = in_use
@@ -45,7 +46,7 @@ class DurableLineages:
         return self._recount(record.id, set(known.held) if known else set(), set(record.held))
 
     def remove(self, name: str) -> list[BlockName]:
-        """Remove a lineage if present; returns the blocks that it named."""
+        """Returns the blocks that the lineage named."""
         known = self._lineages.find(name)
         if known is None:
             return []
@@ -59,15 +60,13 @@ class DurableLineages:
         subtract(self._references, given_up)
         return given_up
 
-    # -- eviction order ---------------------------------------------------------------------------------------------
-
     def protected_blocks(self) -> set[BlockName]:
         """Pinned blocks, and blocks of pinned lineages."""
         busy = (record for record in self._lineages if self._in_use.has_lineage(record.name))
         return self._in_use.blocks().union(*(record.block_names for record in busy))
 
     def latest_use(self) -> float:
-        """Time of the last use of any lineage, in seconds since 1970; 0 if empty."""
+        """Seconds since 1970; 0 if empty."""
         return max((record.last_used for record in self._lineages), default=0.0)
 
     def stalest(self, now: float) -> AgentRecord | None:
@@ -87,7 +86,7 @@ class DurableLineages:
         return record is self._lineages.get(record.id)
 
     def first_with_orphans(self) -> Reduced | None:
-        """The least recently used unpinned lineage with residuals of unloaded adapters, and its reduced form.
+        """The least recently used unpinned lineage with residuals of unloaded adapters.
 
         They stay while there is room: the adapter may be loaded again.
         """

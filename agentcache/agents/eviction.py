@@ -1,5 +1,3 @@
-"""Frees RAM of one agent on request, or of all under memory pressure."""
-
 from __future__ import annotations
 
 import math
@@ -17,7 +15,7 @@ from agentcache.store.manifest import AgentRecord
 
 
 class Eviction:
-    """Evicts unused blocks and checkpoints. Engine thread only."""
+    """Frees RAM of one agent on request, or of all under memory pressure. Engine thread only."""
 
     def __init__(self, caches: KeptCaches, agents: AgentTable, persistence: Persistence) -> None:
         self._caches = caches
@@ -51,7 +49,7 @@ class Eviction:
         self._persistence.jobs.when_settled(evict)
 
     def evict_unread(self, share: float) -> int:
-        """Evict a share of the unread blocks, least recently used first; returns their number. Unsaved blocks stay."""
+        """Evict a share of the unread saved blocks, least recently used first; returns their number."""
         unsaved = self._unsaved()
         return sum(_evict_unread(cache.prefix, share, unsaved) for cache in self._caches)
 
@@ -83,7 +81,7 @@ class Eviction:
         return tuple(self._cache.find_snapshots(root, ids, len(ids), record.producer))
 
     def _evict_snapshots(self, records: Iterable[AgentRecord]) -> None:
-        """Evict all checkpoints of these lineages, even unsaved ones."""
+        """Even unsaved ones."""
         for record in records:
             for node in self._snapshots_of(record):
                 assert self._cache.snapshots is not None  # `_snapshots_of` returned some

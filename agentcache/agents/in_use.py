@@ -1,5 +1,3 @@
-"""Pins that keep files on disk."""
-
 from __future__ import annotations
 
 import threading
@@ -13,7 +11,7 @@ T = TypeVar("T")
 
 
 class InUse:
-    """Thread-safe counts of pins on lineages in use and on blocks of unsaved turns.
+    """Thread-safe pins that keep files of lineages in use, and blocks of unsaved turns, on disk.
 
     The engine thread pins and unpins. The writer thread reads pins, unpins a finished job's blocks, and pins lineages
     that it has read again.
@@ -25,7 +23,7 @@ class InUse:
         self._lock = threading.Lock()
 
     def hold_lineage(self, name: str) -> None:
-        """Pin a lineage, which need not exist yet."""
+        """The lineage need not exist yet."""
         with self._lock:
             self._lineages[name] += 1
 
@@ -59,7 +57,7 @@ class InUse:
 
 
 def subtract(counts: Counter[T], names: Iterable[T]) -> None:
-    """Subtract one from each count; drop counts of 0."""
+    """Drops counts of 0."""
     for name in names:
         counts[name] -= 1
         if counts[name] <= 0:

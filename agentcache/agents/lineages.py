@@ -74,17 +74,14 @@ class PlainPrompt:
         return transcript.text if isinstance(self.content, str) else transcript.ids
 
     def shared_with(self, transcript: Transcript) -> int:
-        """Number of leading characters, or tokens, shared with a transcript."""
+        """Number of first characters, or tokens, shared with a transcript."""
         return len_common_prefix(self._same_of(transcript), self.content)
 
     def extends(self, transcript: Transcript) -> bool:
         return self.shared_with(transcript) == len(self._same_of(transcript))
 
     def goes_on_from(self, transcript: Transcript) -> bool:
-        """Whether it continues the transcript, except for omitted generated text.
-
-        Many chat templates omit earlier thoughts.
-        """
+        """Whether it continues the transcript, apart from generated text: templates may omit earlier thoughts."""
         if self.extends(transcript) or any(transcript is told for told in self.retells):
             return True
         return isinstance(self.content, str) and _leaves_out_generated_text_only(self.content, transcript)
@@ -125,7 +122,7 @@ def _leaves_out_generated_text_only(text: str, transcript: Transcript) -> bool:
 
 
 def _resumed_at(old: str, start: int, end: int, following: str) -> int | None:
-    """Position in old[start:end] where `following` resumes."""
+    """Where in old[start:end] `following` resumes."""
     if following and (found := old.find(following, start, end + len(following))) >= 0:
         return found
     if end < len(old):
@@ -171,7 +168,7 @@ def _tokens_within(transcript: Transcript, prompt: PlainPrompt, shared: int) -> 
 
 
 def _shared_blocks(one: AgentRecord, other: AgentRecord) -> int:
-    """Number of leading blocks that both name. Binary search, as a block's chain covers all before it."""
+    """Binary search, as a block's chain covers all before it."""
     pairs = range(min(len(one.blocks), len(other.blocks)))
     return bisect_left(pairs, True, key=lambda index: one.blocks[index].chain != other.blocks[index].chain)
 

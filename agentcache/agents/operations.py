@@ -1,5 +1,3 @@
-"""Operations on agents between their turns."""
-
 from __future__ import annotations
 
 import time
@@ -53,7 +51,7 @@ class AgentOperations:
         ]
 
     def info(self, agent_id: str) -> AgentInfo:
-        """Describe an agent. Raises NotFound."""
+        """Raises NotFound."""
         lineages, record = self._agents.lineages(agent_id), self._agents.get(agent_id)
         prefixes = {each.name: self._caches.prefix_of(each) for each in lineages}
         longest, residuals = prefixes[record.name], self._residual_prefixes(lineages)
@@ -85,7 +83,7 @@ class AgentOperations:
         )
 
     def _disk_bytes(self, block: NamedBlock) -> int:
-        """Bytes of files that the manifest names; the tree may know longer tails."""
+        """Of files that the manifest names; the tree may know longer tails."""
         cache = self._caches.find(block.cache)
         if cache is None:
             return self._persistence.file_bytes(block)
@@ -203,7 +201,7 @@ class AgentOperations:
             self._cache.slots.prune(block.node)  # remove empty nodes that `blocks_of` inserted
 
     def _residual_turn(self, record: AgentRecord, cache: KeptCache) -> ResidualTurn | None:
-        """A lineage's residuals in one cache; None unless more are computed than saved."""
+        """None unless more residuals are computed than saved."""
         prefix, saved = self._caches.prefix_of(record, cache), record.residual_of(cache.name)
         num_tokens = prefix.num_tokens
         if not all(lane.ends_with_a_block for lane in prefix.lanes):
@@ -221,7 +219,7 @@ class AgentOperations:
     ) -> None:
         """Load an agent's (or one lineage's) blocks into RAM, skipping unreadable ones. Raises NotFound.
 
-        The longest lineage comes last, so that shorter ones give way.
+        The longest lineage comes last, so that shorter ones are evicted first.
         """
         started, restored_bytes = time.perf_counter(), 0
         lineages = sorted(
@@ -290,7 +288,7 @@ def _is_used(cache: KeptCache, record: AgentRecord) -> bool:
 
 
 def _set_to(record: AgentRecord, adapter: str | None, policy: str | None) -> AgentRecord:
-    """The record with another adapter or policy; None keeps the current one."""
+    """None keeps the current one."""
     residuals = record.residuals if adapter in (None, record.adapter) else ()
     return replace(record, adapter=adapter or record.adapter, policy=policy or record.policy, residuals=residuals)
 

@@ -1,5 +1,3 @@
-"""Saves, imports and deletes lineages through disk jobs."""
-
 from __future__ import annotations
 
 import logging
@@ -42,7 +40,7 @@ T = TypeVar("T")
 
 
 class Persistence:
-    """Saves turns to disk. Engine thread only.
+    """Saves, imports and deletes lineages through disk jobs. Engine thread only.
 
     Args:
         post: schedules a callback on the engine thread; callable from any thread.
@@ -86,8 +84,6 @@ class Persistence:
         self.jobs.close()
         self._store.close()
 
-    # -- start ------------------------------------------------------------------------------------------------------
-
     def tidy(self) -> None:
         """Delete surplus lineages and orphaned files; evict down to the disk budget."""
         for agent_id in self._agents.ids:
@@ -102,14 +98,12 @@ class Persistence:
             index_residuals(self._caches, cache, record, self._disk.files.has)
 
     def close_cache(self, name: str) -> None:
-        """Remove a cache without open sequences from RAM; its files stay."""
+        """The cache must have no open sequences; its files stay."""
         self._caches.close(name)
 
     def blocks_of(self, record: AgentRecord, num_tokens: int) -> list[LaneBlock]:
         """Base's blocks of a lineage's first tokens, in the order of `spans`. Inserts missing nodes."""
         return lay_out(self._caches, self._caches.base, record, num_tokens)
-
-    # -- saving -----------------------------------------------------------------------------------------------------
 
     def fits(self, record: AgentRecord, num_tokens: int) -> bool:
         """As `Disk.fits`."""
@@ -235,7 +229,7 @@ class Persistence:
         )
 
     def _try_to_commit(self, commit: Commit) -> None:
-        """Queue the turn; retry up to `MOST_TRIES` times if files disappear while RAM has the blocks."""
+        """Retry up to `MOST_TRIES` times if files disappear while RAM has the blocks."""
         commit.tries += 1
         targets = [target for part in commit.parts for target in part.targets]
         for snapshot in commit.record.snapshots:
@@ -408,8 +402,6 @@ class Persistence:
                 self._disk.files.learn_names(record)
             self.jobs.submit(partial(self._disk.bring_in, archive), settle=settle)
 
-    # -- deleting ---------------------------------------------------------------------------------------------------
-
     def keep_bound(self, latest: AgentRecord) -> None:
         """Delete idle lineages while the agent has too many.
 
@@ -448,10 +440,8 @@ class Persistence:
         self.jobs.evict(record, outcome)
         done(Saved(error=outcome.error))
 
-    # -- numbers ----------------------------------------------------------------------------------------------------
-
     def file_bytes(self, block: NamedBlock) -> int:
-        """Bytes of a block's files, including headers."""
+        """Includes headers."""
         return self._disk.files.bytes_of(block.names)
 
     @property
@@ -464,7 +454,7 @@ class Persistence:
 
 
 def _note_removal(record: AgentRecord, saved: Saved) -> None:
-    """Log a failed removal: no request waits for it, and the lineage reappears after a restart."""
+    """No request waits for a removal. If it fails, the lineage reappears after a restart."""
     if saved.error is not None:
         log.error("lineage %s could not be removed from disk: %s", record.name, saved.error)
 

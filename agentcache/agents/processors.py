@@ -13,10 +13,7 @@ from contextlib import contextmanager, suppress
 
 
 def share_processors(helpers: int) -> tuple[Collection[int], Collection[int]]:
-    """Split the usable processors between this thread and `helpers` more threads.
-
-    Both are empty if there is no choice.
-    """
+    """Split the usable processors between this thread and `helpers` more threads; both empty without a choice."""
     if sys.platform != "linux":
         return (), ()
     usable = sorted(os.sched_getaffinity(0))
@@ -26,7 +23,7 @@ def share_processors(helpers: int) -> tuple[Collection[int], Collection[int]]:
 
 @contextmanager
 def kept_to(processors: Collection[int]) -> Iterator[None]:
-    """Run this thread on these processors inside the block; on any if empty."""
+    """On any if empty."""
     if sys.platform != "linux" or not processors:
         yield
         return

@@ -74,7 +74,7 @@ class ReadsInPlace:
         return self._ended
 
     def _read_next(self, blocks: BlockFolder) -> bool:
-        """Read one queued block; False if the queue is empty."""
+        """False if the queue is empty."""
         with suppress(Empty):
             job = self._due.get_nowait()
             assert job is not None
@@ -97,7 +97,7 @@ class ReadsInPlace:
             self._buffers.append(rest)
         except (BlockMissing, BlockRejected, StoreError):  # logged and counted by the store
             pass
-        except BaseException:  # the block is computed instead
+        except BaseException:  # computed instead
             extras = None
             log.exception("a block could not be read")
         finally:

@@ -1,5 +1,3 @@
-"""Keeps recently used transcripts in RAM, within a budget."""
-
 from __future__ import annotations
 
 from collections import OrderedDict
@@ -17,7 +15,7 @@ def transcript_budget(ram_budget: int) -> int:
 
 
 class ResidentTranscripts:
-    """Counts bytes of transcripts and evicts the least recently used. Engine thread only.
+    """Keeps recently used transcripts in RAM, within a budget. Engine thread only.
 
     Unsaved transcripts stay. Requests own the copies of evicted ones that they read.
     """

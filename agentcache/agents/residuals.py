@@ -1,5 +1,3 @@
-"""Residual KV of a lineage."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

@@ -61,7 +61,6 @@ class Restorer:
         self.buffered = BufferedReads(caches.base, store, self._readers, _READS_BEGUN, post)
 
     def cease(self) -> None:
-        """Start no further reads."""
         self._whole.clear()
         self.buffered.cease()
 
@@ -86,8 +85,6 @@ class Restorer:
         if not loads:
             done(Restored(0, 0.0, complete=True))
 
-    # -- in place -----------------------------------------------------------------------------------------------------
-
     def _go_on(self) -> None:
         """Read in place for a while; once a request computes, use buffers."""
         reads = self._whole and self._is_idle() and self._read_in_place()
@@ -100,7 +97,7 @@ class Restorer:
             self.buffered.read(restore, loads)
 
     def _read_in_place(self) -> bool:
-        """Read and publish the next blocks; returns whether any was read or passed to buffers."""
+        """Returns whether any block was read or passed to buffers."""
         others: list[tuple[Restoring, Load]] = []
         memories = self._memories()
         try:

@@ -1,5 +1,3 @@
-"""The state of one restore."""
-
 from __future__ import annotations
 
 import time

@@ -1,5 +1,3 @@
-"""Outcomes of saving."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

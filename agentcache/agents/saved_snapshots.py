@@ -1,5 +1,3 @@
-"""Selects checkpoints of recurrent state to save."""
-
 from __future__ import annotations
 
 import time
@@ -30,7 +28,7 @@ class _Unsaved:
 
 
 class SavedSnapshots:
-    """Selects checkpoints, and tracks lineages whose last one is only in RAM. Engine thread only.
+    """Selects checkpoints to save, and tracks lineages whose last one is only in RAM. Engine thread only.
 
     Args:
         fits: as `Disk.fits`.
@@ -111,5 +109,5 @@ class SavedSnapshots:
 
     @property
     def unsaved_since(self) -> float | None:
-        """End of the earliest turn whose last checkpoint is only in RAM, or None."""
+        """End of the earliest turn whose last checkpoint is only in RAM."""
         return next((unsaved.since for unsaved in self._unsaved.values()), None)

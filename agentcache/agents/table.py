@@ -1,5 +1,3 @@
-"""Tables of agents and their lineages."""
-
 from __future__ import annotations
 
 import secrets
@@ -45,11 +43,11 @@ class Agents:
 
     @property
     def ids(self) -> list[str]:
-        """All ids, sorted."""
+        """Sorted."""
         return sorted(self._lineages)
 
     def known(self, agent_id: str | None) -> tuple[AgentRecord, ...]:
-        """The agent's lineages; empty if unknown. Raises AgentUnavailable."""
+        """Empty if unknown. Raises AgentUnavailable."""
         if agent_id is None:
             return ()
         self.require_available(agent_id)
@@ -164,7 +162,7 @@ class AgentTable(Lineages):
         return lineages
 
     def note_unavailable(self, agent_id: str, reason: str | None) -> None:
-        """Set the reason why an agent is unavailable; None if it is available."""
+        """`reason`: None if it is available."""
         others = {each: why for each, why in self.unavailable.items() if each != agent_id}
         self.unavailable = others if reason is None else others | {agent_id: reason}
         self._view = None
@@ -188,7 +186,7 @@ class AgentTable(Lineages):
         return self._latest_use
 
     def as_used_now(self, records: Sequence[AgentRecord]) -> list[AgentRecord]:
-        """The lineages with times shifted so that the latest is now."""
+        """Shift the times so that the latest is now."""
         now, latest = self.time_of_use(), max(record.last_used for record in records)
         # Subtract first: adding a distant year would lose microseconds.
         return [replace(record, last_used=as_time(now - (latest - record.last_used))) for record in records]
@@ -288,10 +286,9 @@ def emptied(record: AgentRecord) -> AgentRecord:
 
 
 def names_of(blocks: Iterable[NamedBlock]) -> list[BlockName]:
-    """Names of these blocks' files, one per cache group."""
     return [name for block in blocks for name in block.names]
 
 
 def blocks_of(records: Sequence[AgentRecord]) -> set[NamedBlock]:
-    """All blocks that these lineages name, including checkpoints."""
+    """Including checkpoints."""
     return {block for record in records for block in record.held}

@@ -11,7 +11,7 @@ _STEP = 1e-6  # seconds; about four units of a float's resolution today
 
 
 def time_now() -> float:
-    """System time in seconds since 1970, within a manifest's limits."""
+    """In seconds since 1970, within a manifest's limits."""
     return as_time(time.time())
 
 
@@ -21,5 +21,5 @@ def time_after(latest: float) -> float:
 
 
 def shown_time(last_used: float) -> float:
-    """`last_used`, but never ahead of the clock."""
+    """Never ahead of the clock."""
     return min(last_used, time_now())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Colours that are distinct for colour-blind readers (Okabe & Ito).
+# Distinct for colour-blind readers (Okabe & Ito).
 COLOURS = {
     "cold": "#0072B2",
     "warm": "#D55E00",
@@ -79,7 +79,7 @@ def draw_bars(
     colours: Mapping[str, str] = COLOURS,
     label: Callable[[float], str] = milliseconds,
 ) -> None:
-    """Draw grouped bars, one per series in each group; None draws no bar. `label` formats a value."""
+    """One bar per series in each group; None draws no bar. `label` formats a value."""
     width = 0.84 / len(series)
     for index, (name, values) in enumerate(series.items()):
         shown = [(group, value) for group, value in enumerate(values) if value is not None]
@@ -92,7 +92,7 @@ def draw_bars(
 
 
 def plot_ttft_by_size(series: Mapping[str, Mapping[int, Sequence[float]]], title: str, path: Path) -> None:
-    """Plot time to first token over context length, both logarithmic: lines of medians, dots of samples.
+    """Both axes are logarithmic; lines of medians, dots of samples.
 
     Args:
         series: by kind (cold, warm, …): context length in tokens → samples in milliseconds.
@@ -129,7 +129,6 @@ class Panel:
     """A group of bars for each phase.
 
     Args:
-        title: quantity of the bars.
         series: by way: one value per phase; None draws no bar.
         top: upper limit of the axis.
     """

@@ -105,7 +105,7 @@ def draw(plot: Callable[[Report, Path], None], report: Report, path: Path) -> bo
 
 
 def number_table(title: str, headings: Sequence[str], *, named: bool = False, no_wrap: bool = False) -> Table:
-    """An empty table of right-aligned columns; with `named` the first is left-aligned."""
+    """Columns are right-aligned; with `named`, not the first."""
     table = Table(title=title)
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="left" if named and index == 0 else "right", no_wrap=no_wrap)

@@ -37,7 +37,7 @@ WORDS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """Parameters of the benchmark. The workload depends on `seed` and the model's tokenizer.
+    """The workload depends on `seed` and the model's tokenizer.
 
     Args:
         sizes: context lengths in tokens.
@@ -90,7 +90,7 @@ class Files:
 
 @dataclass(frozen=True)
 class SizeResult:
-    """All samples at one length. `skipped` is the reason if there are none."""
+    """`skipped` is the reason if there are no samples."""
 
     context_tokens: int
     samples: tuple[Sample, ...] = ()
@@ -99,7 +99,7 @@ class SizeResult:
 
 
 def measure(plan: Plan, progress: Callable[[str], None]) -> list[SizeResult]:
-    """Run the plan; one result per length. Server processes and cache folders are cleaned up, also on errors."""
+    """Server processes and cache folders are cleaned up, also on errors."""
     with tempfile.TemporaryDirectory(prefix="agentcache-bench-") as folder:
         return [_measure_size(plan, size, Path(folder) / str(size), progress) for size in plan.sizes]
 
@@ -144,7 +144,7 @@ class _SizeBench:
         )
 
     def _make_workload(self, client: Client) -> None:
-        """Draw token ids of ordinary words with the seed: exact lengths, no special tokens."""
+        """Ordinary words: exact lengths, no special tokens."""
         rng = random.Random(f"{self._plan.seed}/{self._size}")
         vocabulary = sorted(set(client.token_ids(WORDS, salt="workload")))
         self._context = rng.choices(vocabulary, k=self._size)
@@ -159,7 +159,7 @@ class _SizeBench:
             client.request("DELETE", f"/v1/agents/{agent}")
 
     def _cache_context(self, client: Client) -> list[Path]:
-        """Cache the context for the agent to fork; return the files written."""
+        """Return the files written for the agent to fork."""
         before = _block_files(self._cache_dir)
         client.cache_prompt(self._context, agent="context")
         return sorted(_block_files(self._cache_dir) - before)
@@ -223,7 +223,7 @@ def _sample(kind: str, size: int, repeat: int, done: Completion) -> Sample:
 
 
 def _evict_all(client: Client) -> None:
-    """Evict every agent: forks share blocks, which stay in RAM while one agent keeps them."""
+    """Forks share blocks, which stay in RAM while one agent keeps them."""
     for agent in client.request("GET", "/v1/agents")["data"]:
         client.request("POST", f"/v1/agents/{agent['id']}/evict")
 
@@ -255,7 +255,7 @@ def _header(path: Path) -> tuple[int, dict[str, str]]:
 
 
 def _read_rate(paths: Sequence[Path], rounds: int = 3) -> float:
-    """Bytes per second of sequential reads; the best of some rounds after a warm-up."""
+    """Sequential reads; the best of some rounds after a warm-up."""
     rates = [_read_all(paths) for _ in range(rounds + 1)]
     return max(rates[1:])
 

@@ -32,7 +32,7 @@ WARM_UP = [{"role": "user", "content": "Good morning."}]
 
 
 class ColdChat:
-    """A `Chat` without memory: every question goes to a new agent with its own salt, which is then deleted."""
+    """Every question goes to a new agent with its own salt, which is then deleted."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -116,7 +116,7 @@ def summarise(turns: Sequence[TurnRecord]) -> dict[str, Any]:
 
 
 def first_difference(one: WorkflowTranscript, other: WorkflowTranscript) -> str | None:
-    """Describe the first turn in which two runs differ; None if they are equal."""
+    """Describe the first turn in which two runs differ."""
     if len(one.turns) != len(other.turns):
         return f"{len(one.turns)} turns in one run, {len(other.turns)} in the other"
     pairs = zip(one.turns, other.turns, strict=True)
@@ -134,7 +134,6 @@ def _difference(one: TurnRecord, other: TurnRecord) -> str:
 
 
 def same_words(one: TurnRecord, other: TurnRecord) -> bool:
-    """Whether two turns have the same text and token ids."""
     return one.text == other.text and one.token_ids == other.token_ids
 
 

@@ -73,7 +73,7 @@ def has_base_tail(producer: Producer | None, num_tokens: int) -> bool:
 
 
 def agreed_tokens(left: Producer | None, right: Producer | None, num_tokens: int) -> int:
-    """Leading tokens with the same KV under both origins."""
+    """Number of first tokens with the same KV under both origins."""
     if left == right:
         return num_tokens
     return min(num_tokens, *(producer.start for producer in (left, right) if producer is not None))

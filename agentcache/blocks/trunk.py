@@ -72,7 +72,7 @@ class TrunkCache:
         return len(self._slots)
 
     def match(self, names: Iterable[TrunkName]) -> int:
-        """Leading names cached without a gap."""
+        """Number of first names cached without a gap."""
         count = 0
         for name in names:
             if name not in self._slots:

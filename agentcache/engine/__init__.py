@@ -1,1 +1,1 @@
-"""The engine: one thread that computes requests, one step at a time. Only messages and views reach other threads."""
+"""The engine: one thread that computes requests. Only messages and views reach other threads."""

@@ -62,10 +62,7 @@ class Admission:
         self._residual_cache = residual_cache
         self._fail = fail
 
-    # -- in -----------------------------------------------------------------------------------------------------------
-
     def admit(self) -> None:
-        """Admit waiting requests in order while they fit."""
         while (generation := self._scheduler.next_to_admit()) is not None:
             busy = bool(self._requests.running or self._requests.loading)
             try:
@@ -123,7 +120,7 @@ class Admission:
         prefix = self._usable_prefix(generation, root)
         num_tokens = len(generation.token_ids) + 1
         allocator = self._cache.allocator
-        # Residuals could not evict blocks that are being read, so their free share stays free.
+        # Residuals cannot evict blocks that are read, so their free share stays free.
         kept = self._cache.ledger.share_left(RESIDUAL)
         fits = has_room(allocator, self._base_growth(), prefix, num_tokens, evicts=False, beside=kept)
         if not fits or self._residual_tokens(generation, use, root) > prefix.num_tokens:
@@ -188,7 +185,7 @@ class Admission:
         )
 
     def _begin_state(self, generation: Generation, sequence: CacheSequence) -> None:
-        """Load the matched checkpoint. Arrays are values, so its slot is then free."""
+        """Arrays are values, so the checkpoint's slot is free once loaded."""
         if sequence.state is not None:
             generation.begin_state(self._device.row_state(sequence.state))
             self._cache.state_taken(sequence)
@@ -228,7 +225,7 @@ class Admission:
         return [Growth(overlay.residuals.tables, count) for overlay, count in overlays if overlay.cache is cache]
 
     def _check_overlay_room(self, generation: Generation, cache: KeptCache, match: OverlayMatch) -> None:
-        """As `_check_room`. All residual caches share one part of the budget."""
+        """All residual caches share one part of the budget."""
         lacking, spare = self._lacking_residuals(cache, match.residuals, len(generation.token_ids) + 1)
         left = self._cache.ledger.share_left(RESIDUAL)
         if lacking > left + spare:
@@ -254,7 +251,7 @@ class Admission:
         return lacking, spare
 
     def _make_residual_room(self, generation: Generation, cache: KeptCache, prefix: CachedPrefix) -> bool:
-        """Grow the cache. Returns False if running requests hold the memory."""
+        """False if running requests hold the memory."""
         allocator, running = cache.prefix.allocator, self._residual_growth(cache)
         num_tokens = len(generation.token_ids) + 1
         for index in range(len(allocator.slots.groups)):
@@ -294,8 +291,6 @@ class Admission:
         else:
             self._begin_state(generation, sequence)
         self._requests.move(generation, State.RUNNING if restored.complete else State.WAITING)
-
-    # -- blocks -------------------------------------------------------------------------------------------------------
 
     def reserve(self, generation: Generation, num_tokens: int) -> int:
         """Reserve blocks for the next tokens, halving a chunk until it fits.
@@ -341,14 +336,12 @@ class Admission:
             self._end_with_what_there_is(generation, _too_large(generation, error))
 
     def give_up(self, generation: Generation) -> None:
-        """End a request if memory does not suffice for one more token."""
+        """Memory does not suffice for one more token."""
         text = f"the machine has not enough free memory to go on behind {generation.num_launched} tokens"
         self._end_with_what_there_is(generation, Overloaded(text, code="insufficient_memory"))
 
     def _end_with_what_there_is(self, generation: Generation, error: AgentCacheError) -> None:
         self._end(generation, FinishReason.LENGTH if generation.num_generated else error)
-
-    # -- out ----------------------------------------------------------------------------------------------------------
 
     def preempt(self, generation: Generation) -> None:
         """Queue a running request again. Tokens without cached blocks are recomputed."""
@@ -356,7 +349,7 @@ class Admission:
         self._scheduler.preempt(generation)
 
     def abandon_sequence(self, generation: Generation) -> None:
-        """Close the block tables, if open. Their blocks are free at once."""
+        """The blocks are free at once."""
         if generation.sequence is not None:
             if generation.overlay is not None:
                 generation.overlay.cache.prefix.abandon(generation.overlay.residuals)
@@ -365,14 +358,14 @@ class Admission:
 
 
 def _first_half(start: int, num_tokens: int) -> int:
-    """Return half of a chunk, cut at a block boundary if possible."""
+    """Cut at a block boundary if possible."""
     half = num_tokens // 2
     to_boundary = half - (start + half) % BLOCK_SIZE
     return to_boundary if to_boundary > 0 else half
 
 
 def _note_cached(generation: Generation, prefix: CachedPrefix, match: OverlayMatch | None = None) -> None:
-    """Record cached and computed tokens. With a `match`, `prefix` is that of the residual cache."""
+    """With a `match`, `prefix` is that of the residual cache."""
     own = min(generation.own_tokens, prefix.num_tokens)
     generation.lost_tokens = _lost(generation, prefix, match)
     found = None if match is None else match.found
@@ -387,7 +380,7 @@ def _note_cached(generation: Generation, prefix: CachedPrefix, match: OverlayMat
 
 
 def _lost(generation: Generation, prefix: CachedPrefix, match: OverlayMatch | None) -> int:
-    """Return how many cached tokens the conversation has lost."""
+    """Cached tokens that the conversation has lost."""
     if match is None:
         # Not lost: tokens that only lack a checkpoint to start from.
         return max(0, generation.expected_tokens - max(prefix.num_tokens, prefix.known_tokens))

@@ -1,7 +1,7 @@
 """A batch: the device's work for one step.
 
-A batch is built and started while the device computes the previous one, whose tokens may be its inputs. Batches that
-write by kernels queue on the device; otherwise `ModelRunner.start` waits.
+It is built and started while the device computes the previous one, whose tokens may be its inputs. Batches that write
+by kernels queue on the device; otherwise `ModelRunner.start` waits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class BatchRow:
 
     @classmethod
     def of(cls, generation: Generation, left: int, num_tokens: int) -> BatchRow:
-        """Make the row for the next tokens of a request that has `left` to launch."""
+        """`left`: tokens that the request has to launch."""
         work = generation.current
         return cls(generation, work, work.end is None and left <= num_tokens)
 
@@ -44,7 +44,7 @@ class BatchRow:
         return self.work.writes.closed
 
     def sampler_row(self, end: int) -> Row:
-        """Return the sampler's input for the token after `end` tokens."""
+        """For the token after `end` tokens."""
         generation, sampler = self.generation, self.generation.sampler
         assert sampler is not None  # made by `prepare`
         recent = generation.token_ids[max(0, end - REPETITION_CONTEXT) : end - 1] if sampler.penalty != 1.0 else ()
@@ -124,7 +124,6 @@ class Choice:
         return (self.tokens, *self.scores.arrays) if self.scores is not None else (self.tokens,)
 
     def make(self, masks: Mapping[int, np.ndarray] | None = None) -> None:
-        """Choose the tokens; `masks` are as in `sampler.masked`."""
         rows = [row.sampler_row(end) for row, end in zip(self.rows, self._ends, strict=True)]
         self.tokens = choose(rows, masked(self._logits, masks) if masks else self._logits, self._last)
         if self.scored:
@@ -134,7 +133,7 @@ class Choice:
         self._logits = None  # lets MLX reuse its memory
 
     def masks(self) -> dict[int, np.ndarray]:
-        """Return the masks by row. A finished grammar has none, as its token is not used."""
+        """By row. A finished grammar has none, as its token is not used."""
         masks: dict[int, np.ndarray] = {}
         for place, row in enumerate(self.rows):
             following = row.generation.following
@@ -145,7 +144,7 @@ class Choice:
         return masks
 
     def read(self) -> dict[Generation, tuple[int, TokenScore | None]]:
-        """Return tokens and scores by request. Waits for the device."""
+        """Waits for the device."""
         if self.tokens is None:
             return {}
         tokens: list[int] = self.tokens.tolist()
@@ -180,7 +179,7 @@ class LateToken:
         self._runner.follow(*self._choice.arrays)
 
     def result(self) -> Result:
-        """Return the token. Waits for the device."""
+        """Waits for the device."""
         token, score = self._choice.read()[self.row.generation]
         return Result(self.row, token, score, [])
 
@@ -232,7 +231,7 @@ class Batch:
 
     @property
     def began_at(self) -> float:
-        """Time when the device could begin. Valid after `start`."""
+        """When the device could begin. Valid after `start`."""
         assert self._started is not None
         return self._started.began_at
 

@@ -20,8 +20,6 @@ from agentcache.models.step import StepInputs
 
 
 class BatchBuilder:
-    """Builds the device's batches."""
-
     def __init__(self, runner: ModelRunner, adapters: AdapterWeightSet, trunk: Trunk, eos_ids: Collection[int]) -> None:
         self._runner = runner
         self._eos_ids = eos_ids
@@ -83,7 +81,6 @@ class BatchBuilder:
         return batch
 
     def at_fault(self, rows: Sequence[Generation], num_tokens: int) -> list[Generation]:
-        """As `Device.at_fault`."""
         return [generation for generation in rows if not self._can_be_built(generation, num_tokens)]
 
     def _can_be_built(self, generation: Generation, num_tokens: int) -> bool:
@@ -162,7 +159,7 @@ class BatchBuilder:
     def _inputs(
         self, rows: Sequence[Generation], left: Sequence[int], num_tokens: int, before: Batch | None
     ) -> mx.array:
-        """Return token ids [B, num_tokens]. Rows with nothing `left` take the token that `before` chooses."""
+        """Int32 [B, num_tokens]. Rows with nothing `left` take the token that `before` chooses."""
         if all(left):
             return mx.array([g.token_ids[g.num_launched : g.num_launched + num_tokens] for g in rows], mx.int32)
         choice = None if before is None else before.choice
@@ -176,7 +173,7 @@ class BatchBuilder:
         return mx.concatenate([choice.tokens, mx.array(known, mx.int32)])[mx.array(order)][:, None]
 
     def _choose(self, rows: Sequence[BatchRow], ends: Sequence[int], logits: mx.array, last: mx.array) -> Choice:
-        """Choose tokens now, or later if a row has a grammar."""
+        """Later if a row has a grammar."""
         scored = [
             i for i, row in enumerate(rows) if row.is_complete and row.generation.request.sampling.logprobs is not None
         ]
@@ -188,7 +185,7 @@ class BatchBuilder:
 
 
 def _score_prompt(generation: Generation, logits: mx.array) -> Scores | None:
-    """Return scores of the prompt tokens that `logits` [n, vocabulary] predict."""
+    """`logits`: [n, vocabulary], which predict the scored prompt tokens."""
     start = generation.num_launched + 1
     targets = generation.token_ids[start : start + logits.shape[0]]
     if not targets:

@@ -14,8 +14,6 @@ from agentcache.engine.requests import Requests
 
 
 class CatchUp:
-    """Shares blocks between running prompts."""
-
     def __init__(self, requests: Requests, base: KeptCache) -> None:
         self._requests = requests
         self._base = base

@@ -15,7 +15,7 @@ from agentcache.models.runner import ModelRunner
 
 
 class Step(Protocol):
-    """Work for the device; see `Batch`."""
+    """See `Batch`."""
 
     @property
     def rows(self) -> Sequence[BatchRow]: ...
@@ -72,7 +72,7 @@ class Device(Protocol):
         """Return the rows of a failed build that fail alone too."""
 
     def copy_blocks(self, copies: Iterable[Copy]) -> None:
-        """Copy blocks before any later step reads them."""
+        """Copy before any later step reads the blocks."""
 
     def row_state(self, slot: int) -> RowState:
         """Return the recurrent state of a checkpoint."""

@@ -79,7 +79,7 @@ class Parts:
 
 
 class Engine:
-    """A model, its cache and the requests on it."""
+    """A model, its cache and the requests on it. For the thread that owns MLX."""
 
     def __init__(self, parts: Parts) -> None:
         self.loaded = parts.loaded
@@ -135,8 +135,6 @@ class Engine:
             self._limits.restore()
             self.restorer.close()
             self.persistence.close()
-
-    # -- the life of a request ----------------------------------------------------------------------------------------
 
     def add(self, generation: Generation) -> None:
         """Queue a request's turn. Errors go to the request."""
@@ -212,7 +210,7 @@ class Engine:
             self.end(generation, failure)
 
     def cancel(self, generation: Generation) -> None:
-        """Cancel a request. Its agent is unchanged."""
+        """The request's agent is unchanged."""
         if generation.state in LIVE:
             self.counters.cancelled += 1
             self.end(generation, RequestCancelled("the request was cancelled"))
@@ -235,7 +233,6 @@ class Engine:
             self.turns.use(generation, use)
 
     def drop_all(self, error: AgentCacheError) -> None:
-        """Fail all incomplete requests."""
         for generation in list(self.requests):
             self.end(generation, error)
 
@@ -246,10 +243,7 @@ class Engine:
 
     @property
     def is_writing(self) -> bool:
-        """Whether writes are pending."""
         return self.persistence.jobs.is_writing
-
-    # -- one step ---------------------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
@@ -300,7 +294,7 @@ class Engine:
             self._late[0].wait(_NOTHING_ELSE)
 
     def _fail_steps(self, error: BaseException, *steps: Step | None) -> None:
-        """Fail the requests of these steps. Their blocks are not published."""
+        """Their blocks are not published."""
         if self.served.ranks > 1:  # other ranks may have computed another part
             _stop("a step has failed, and the other ranks are out of step", error)
         rows = [row for step in steps if step is not None for row in step.rows if not row.is_void]
@@ -377,7 +371,7 @@ class Engine:
             self._take(generation, result.token, result.score)
 
     def _is_too_far(self, generation: Generation) -> bool:
-        """Whether the divergence is too high. The request then restarts as exact."""
+        """The request then restarts as exact."""
         if generation.num_generated or not self.residuals.is_too_far(generation):
             return False
         self._step_down(generation, StepDown.DIVERGENCE)
@@ -390,10 +384,8 @@ class Engine:
         if reason is not None:
             self.end(generation, reason)
 
-    # -- late tokens: grammar masks that are not ready ----------------------------------------------------------------
-
     def _patience(self, batch: Step) -> float:
-        """Return seconds to wait for masks: no row waits longer than for its logits."""
+        """Seconds to wait for masks: no row waits longer than for its logits."""
         if len(self.scheduler.running) == 1:
             return _NOTHING_ELSE
         return max(0.0, batch.began_at + _OF_A_STEP * self.scheduler.pace.step_seconds - time.perf_counter())
@@ -450,7 +442,7 @@ class Engine:
                 self.device.keep_state(slot, generation.row_state)
 
     def seconds_to_rest(self) -> float | None:
-        """Return seconds until `rest` has work; None for never."""
+        """Seconds until `rest` has work; None for never."""
         since = self.persistence.unsaved_since
         return None if since is None else max(0.0, since + self._idle_seconds - time.monotonic())
 
@@ -458,10 +450,8 @@ class Engine:
         """Write the last checkpoints of idle agents; with `for_good`, of all agents."""
         self.persistence.save_snapshots(time.monotonic(), 0.0 if for_good else self._idle_seconds)
 
-    # -- the whole ----------------------------------------------------------------------------------------------------
-
     def view(self) -> EngineView:
-        """Return the state for other threads. It changes only between steps."""
+        """The state for other threads. It changes only between steps."""
         return EngineView(self.served, self.agents.view(), self.cache.allocator.max_tokens(), self.relief.level)
 
     def clear(self) -> None:
@@ -525,7 +515,7 @@ class Engine:
 
 
 def _stop(why: str, error: BaseException) -> NoReturn:
-    """Stop the engine. A lost rank is reported as such."""
+    """A lost rank is reported as such."""
     lost = lost_rank(error)
     if lost is not None:
         raise lost

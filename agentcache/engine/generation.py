@@ -1,5 +1,3 @@
-"""One running request."""
-
 from __future__ import annotations
 
 import time
@@ -151,12 +149,12 @@ class Generation:
 
     @property
     def current(self) -> Pass:
-        """The current pass. Tokens in flight are not done."""
+        """Tokens in flight are not done."""
         return self.passes[0]
 
     @property
     def last_for_adapter(self) -> int:
-        """First token whose logits the adapter must compute: the last known one, or 0 for prompt logprobs."""
+        """First token whose logits the adapter must compute."""
         return 0 if self.wants_prompt_logprobs else len(self.token_ids) - 1
 
     @property
@@ -247,7 +245,7 @@ class Generation:
             self.shown_state = self.num_computed, state
 
     def lose_sequence(self) -> None:
-        """Clear the block tables. Results on the device become void."""
+        """Results on the device become void."""
         self.sequence = self.overlay = None
         self.in_flight = 0
         self.is_late = False
@@ -273,7 +271,7 @@ class Generation:
 
     @property
     def ignores_eos(self) -> bool:
-        """Whether end tokens are ignored. With a grammar they are not."""
+        """With a grammar, end tokens are not ignored."""
         return self.request.sampling.ignore_eos and self.following is None
 
     @property
@@ -294,7 +292,7 @@ class Generation:
 
 
 def make_report(generation: Generation, saved: Saved | None) -> Report:
-    """Return the report; `saved` is None without an agent."""
+    """`saved` is None without an agent."""
     cached, adapter, now = generation.cached, generation.adapter, time.perf_counter()
     policy = Policy.EXACT if adapter is None else adapter.policy
     found = CacheState.WARM if generation.restored_bytes else CacheState.HOT

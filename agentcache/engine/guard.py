@@ -1,5 +1,3 @@
-"""Limits steps to free memory."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -17,7 +15,7 @@ _UNBOUNDED = 2**62
 
 
 class MemoryGuard:
-    """Compares the estimated memory of steps with free memory.
+    """Limits steps to free memory, by their estimated memory.
 
     Args:
         ledger: ledger whose `temporaries` are the last estimate.
@@ -46,7 +44,7 @@ class MemoryGuard:
         self.spare = spare
 
     def headroom(self) -> int:
-        """Return the bytes by which the cache may grow."""
+        """Bytes by which the cache may grow."""
         return int(_SHARE * self.spare()) - self._reserve
 
     def limit(self, plan: dict[Generation, int]) -> dict[Generation, int]:

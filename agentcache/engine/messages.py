@@ -144,7 +144,7 @@ class RestoreAgent:
 
 @dataclass(frozen=True)
 class EvictAgent:
-    """Evict an agent's RAM, of all caches or of one `kind` (`keys.kind_of`). Reply: None."""
+    """Evict RAM of all caches or of one `kind` (`keys.kind_of`). Reply: None."""
 
     agent_id: str
     lineage: str | None
@@ -160,7 +160,7 @@ class PutAdapter:
 
 @dataclass(frozen=True)
 class DropAdapter:
-    """Drop an unused adapter's weights. Reply: None."""
+    """Drop unused weights. Reply: None."""
 
     digest: str
 

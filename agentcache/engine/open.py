@@ -1,5 +1,3 @@
-"""Opens an engine on a model and a cache folder."""
-
 from __future__ import annotations
 
 import logging
@@ -240,7 +238,7 @@ def check_weights(wishes: Wishes, weights: int) -> None:
 
 
 def plan_for(wishes: Wishes, loaded: LoadedModel, footprint: Footprint, chunk: int) -> MemoryPlan:
-    """Return the memory plan. Raises ConfigError if the model does not fit."""
+    """Raises ConfigError if the model does not fit."""
     return plan_memory(
         device_memory(),
         wishes,
@@ -270,7 +268,7 @@ def _pace(
     ram_budget: int,
     token_seconds: float,
 ) -> Pace:
-    """Make the token budget. `token_seconds` of this process never decides where a prompt is cut."""
+    """`token_seconds` of this process never decides where a prompt is cut."""
     max_stall, idle = config.max_stall_ms / 1e3, config.prefill_chunk
     # Larger chunks slow a CPU: without fused attention it computes masked scores too.
     if device_kind() != NO_DEVICE:

@@ -1,5 +1,3 @@
-"""The text of a running request."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -48,7 +46,6 @@ class Output:
     """The text of one running request, at constant cost per token.
 
     Args:
-        detokenizer: fresh detokenizer.
         stops: search for stop strings, which are not sent.
         min_tokens: number of first tokens that are not searched.
     """
@@ -77,7 +74,7 @@ class Output:
 
     @property
     def holds_back(self) -> bool:
-        """Whether text is held back as a possible stop string."""
+        """As a possible stop string."""
         return bool(self._held)
 
     def add(self, token_id: int) -> Shown:
@@ -140,7 +137,7 @@ class Output:
         return tuple(shown)
 
     def generated(self) -> Generated:
-        """Return text and tokens for the transcript: none that reach into a stop string."""
+        """Text and tokens for the transcript: none that reach into a stop string."""
         text, ends = self._detokenizer.text, self._detokenizer.ends
         if self._end is None:
             return Generated(text, self._ids, ends)

@@ -30,7 +30,7 @@ class _Rate:
     context: int
 
     def at(self, context: int) -> float:
-        """Return the rate at another depth: it grows at most linearly and never shrinks."""
+        """The rate grows at most linearly with depth and never shrinks."""
         return self.seconds * max(1.0, (context + _DEPTH_UNIT) / (self.context + _DEPTH_UNIT))
 
 
@@ -43,7 +43,7 @@ def idle_chunk(chunk: int, *, max_stall: float, token_seconds: float) -> int:
 
 
 class Pace:
-    """The token budget: measured rates and the decode deficit.
+    """Measured rates and the decode deficit.
 
     Args:
         max_stall: longest chunk, in seconds, while requests decode.
@@ -72,7 +72,7 @@ class Pace:
 
     @property
     def step_seconds(self) -> float:
-        """Recent seconds per decode step; 0.0 before a measurement."""
+        """Recent; 0.0 before a measurement."""
         return self._step_seconds
 
     @property
@@ -100,7 +100,7 @@ class Pace:
         return num_tokens * (self._token_seconds(context) or self._assumed_seconds)
 
     def chunk_tokens(self, context: int, *, contended: bool) -> int:
-        """Return the size of the next chunk; `contended` if requests decode."""
+        """`contended`: whether requests decode."""
         if not contended:
             return self._idle_chunk
         seconds = self._token_seconds(context)
@@ -108,7 +108,7 @@ class Pace:
         return smallest if seconds is None else max(smallest, int(min(self.max_stall / seconds, self._chunk)))
 
     def _token_seconds(self, context: int) -> float | None:
-        """Return the rate of the deepest measurement up to `context`, else of the shallowest."""
+        """The rate of the deepest measurement up to `context`, else of the shallowest."""
         if not self._rates:
             return None
         depth = _depth(context)
@@ -136,7 +136,7 @@ class Pace:
         self._rates[depth] = _Rate(measured, middle)
 
     def step_took(self, seconds: float, *, contended: bool = False) -> None:
-        """Record a decode step, `contended` if it went before a due chunk."""
+        """`contended`: whether it went before a due chunk."""
         least = -self._patience if contended or self._owed < 0 else 0.0
         self._owed = max(least, self._owed - seconds)
         self._step_seconds = _average(seconds, self._step_seconds or seconds)

@@ -42,11 +42,10 @@ class Overlay:
     is_family: bool = False
 
     def is_paired(self, position: int) -> bool:
-        """Whether one step writes the token's residuals and base KV."""
         return position >= self.paired_from
 
     def written(self, base: KeptCache) -> list[tuple[KeptCache, CacheSequence]]:
-        """Return what the next step writes: residuals, and base's KV if paired."""
+        """What the next step writes: residuals, and base's KV if paired."""
         written = [(self.cache, self.residuals)]
         if self.is_paired(self.residuals.num_tokens):
             written.append((base, self.base))
@@ -112,7 +111,7 @@ def plan_passes(
 
 
 def _residual_passes(use: AdapterUse | None, overlay: Overlay, at_once: int) -> Iterator[Pass]:
-    """Plan base, then the adapter.
+    """Base, then the adapter.
 
     With sliding windows they alternate, so that the adapter reads base's window blocks before base drops them.
     """
@@ -127,7 +126,7 @@ def _residual_passes(use: AdapterUse | None, overlay: Overlay, at_once: int) -> 
 
 
 def _family_passes(use: AdapterUse | None, overlay: Overlay, last: int) -> Iterator[Pass]:
-    """Plan base over missing family residuals, tokens with base KV first; then the adapter."""
+    """Base over missing family residuals, tokens with base KV first; then the adapter."""
     yield Pass(None, min(overlay.base.num_tokens, last), overlay.residuals, overlay=overlay)
     yield Pass(None, last, overlay.residuals, overlay=overlay)
     yield Pass(use, None, overlay.residuals, overlay=overlay)

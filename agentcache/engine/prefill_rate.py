@@ -39,7 +39,7 @@ def settled_token_seconds(
 
 
 def measured_token_seconds(cache: PrefixCache, runner: ModelRunner, num_tokens: int) -> float:
-    """Measure a prompt chunk, after one run that compiles kernels."""
+    """After one run that compiles kernels."""
     runs: list[float] = []
     with scratch_sequence(cache, runner, num_tokens) as sequence:
         compute(runner, sequence, 0, num_tokens)

@@ -21,7 +21,7 @@ _SHARES = {Level.WARNING: 0.5, Level.CRITICAL: 1.0}  # of unread blocks and chec
 
 
 class MemoryRelief:
-    """Holds the memory pressure level and frees memory for it.
+    """The memory pressure level, and frees memory for it.
 
     Attributes:
         evicted_blocks: number of evicted blocks and checkpoints.

@@ -40,11 +40,11 @@ class Requests:
         }
 
     def __iter__(self) -> Iterator[Generation]:
-        """Iterate over requests that can still be ended."""
+        """Requests that can still be ended."""
         yield from (*self.running, *self.loading, *self.waiting)
 
     def move(self, generation: Generation, state: State) -> None:
-        """Change a state. Raises BrokenInvariant for an invalid transition."""
+        """Raises BrokenInvariant for an invalid transition."""
         if state not in _NEXT[generation.state]:
             raise BrokenInvariant(f"request {generation.request.request_id}: {generation.state} before {state}")
         if generation.state in self._lists:

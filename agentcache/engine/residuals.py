@@ -1,5 +1,3 @@
-"""Residual caches, and requests that must not use them."""
-
 from __future__ import annotations
 
 from collections import OrderedDict
@@ -26,7 +24,7 @@ _MOST_REMEMBERED = 256
 
 
 class Residuals:
-    """Opens and closes residual caches with the adapters' weights.
+    """Opens and closes residual caches with the adapters' weights, and knows which requests must not use them.
 
     Args:
         support: adapters that can have residuals; None without lossy policies.
@@ -54,8 +52,6 @@ class Residuals:
         self._members: dict[str, dict[str, Adapter]] = {}
         # Divergences above the limit, by adapter, cache, salt and first tokens; most recently used last.
         self._too_far: OrderedDict[tuple[str, str, str, bytes], float] = OrderedDict()
-
-    # -- caches -------------------------------------------------------------------------------------------------------
 
     def open_for(self, adapter: Adapter) -> None:
         """Open the residual cache of a loaded adapter. A family's second member also opens the family's."""
@@ -112,10 +108,8 @@ class Residuals:
 
     @property
     def saturated(self) -> int:
-        """Number of residual values that were NaN or too large for float16."""
+        """Residual values that were NaN or too large for float16."""
         return self._runner.saturated_residuals
-
-    # -- steps --------------------------------------------------------------------------------------------------------
 
     def advance(self, generation: Generation, overlay: Overlay, token_ids: Sequence[int]) -> bool:
         """Publish computed residuals and paired base KV. Returns whether a block is full."""
@@ -132,10 +126,8 @@ class Residuals:
         overlay.cache.prefix.leave_window(overlay.residuals)
         self._caches.base.prefix.leave_window(overlay.base, overlay.residuals.num_tokens)
 
-    # -- divergence ---------------------------------------------------------------------------------------------------
-
     def known_divergence(self, generation: Generation, use: AdapterUse) -> float | None:
-        """Return the recorded divergence of this beginning; None without."""
+        """The recorded divergence of this beginning."""
         cached_as = _cached_as(generation, use)
         packed = pack_token_ids(generation.token_ids[:BLOCK_SIZE])
         for key in self._too_far:

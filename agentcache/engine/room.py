@@ -75,7 +75,7 @@ def slots_needed(
     prefix: CachedPrefix | None = None,
     num_tokens: int = 0,
 ) -> int:
-    """Return the slots of a group that `running` and one more request need."""
+    """Slots of a group that `running` and one more request need."""
     group, read = allocator.slots.groups[index], {slot for g in running for slot in g.tables[index].block_ids}
     # Blocks that running requests read cost nothing more.
     shared = 0 if prefix is None else sum(node.block_ids.get(index) in read for node in prefix.lane(index).nodes)
@@ -88,6 +88,6 @@ def _promised(group: Group, index: int, running: Sequence[Growth]) -> int:
 
 
 def _most_blocks(group: Group, num_tokens: int) -> int:
-    """Return the most blocks that a request holds at once."""
+    """The most that a request holds at once."""
     blocks = -(-num_tokens // BLOCK_SIZE)
     return blocks if group.window is None else min(blocks, min_blocks(group))

@@ -1,5 +1,3 @@
-"""Chooses the next request to admit, and the tokens of the next step."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +16,7 @@ _BACKGROUND_PATIENCE = 8
 
 
 class Scheduler:
-    """Orders requests and plans steps.
+    """Chooses the next request to admit, and the tokens of the next step.
 
     Attributes:
         stalled: whether the next request waits for blocks of running ones.
@@ -53,8 +51,6 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.running or (self.next_to_admit() and not (self.stalled and self.loading)))
 
-    # -- queues -------------------------------------------------------------------------------------------------------
-
     def next_to_admit(self) -> Generation | None:
         """Return the next request to admit, if the batch has room.
 
@@ -76,7 +72,7 @@ class Scheduler:
         self.stalled = False
 
     def victim(self, *, residual: bool = False) -> Generation | None:
-        """Return the request to preempt: background first, then the youngest. The oldest always completes.
+        """The request to preempt: background first, then the youngest. The oldest always completes.
 
         Args:
             residual: whether it must have residual blocks.
@@ -89,8 +85,6 @@ class Scheduler:
         self._requests.move(generation, State.WAITING)
         generation.background = False
         self.preemptions += 1
-
-    # -- the plan -----------------------------------------------------------------------------------------------------
 
     def schedule(self) -> dict[Generation, int]:
         """Return tokens per request for the next step; empty if all wait for the step under way.
@@ -145,7 +139,7 @@ class Scheduler:
         return not prompt.background and self.pace.is_short(whole) and self.pace.may_borrow(left, prompt.num_launched)
 
     def _next_to_decode(self, decoding: Sequence[Generation]) -> list[Generation]:
-        """Return the requests of the model that has waited longest."""
+        """The requests of the model that has waited longest."""
         if not decoding:
             return []
         decoder = min(decoding, key=lambda generation: generation.decoded_at).current.decoder
@@ -156,10 +150,7 @@ class Scheduler:
         return together
 
     def _chunk_for(self, prompt: Generation, *, contended: bool) -> int:
-        """Return the size of the next chunk.
-
-        A chunk that crosses a block boundary ends on one, or with the prompt. It also ends at the next checkpoint.
-        """
+        """A chunk that crosses a block boundary ends on one, or with the prompt; also at the next checkpoint."""
         largest = self.pace.chunk_tokens(prompt.num_launched, contended=contended)
         left, to_boundary = prompt.num_to_prefill, BLOCK_SIZE - prompt.num_launched % BLOCK_SIZE
         if prompt.snapshots is not None:
@@ -172,7 +163,7 @@ class Scheduler:
 
 
 def _equal_part(num_tokens: int, largest: int) -> int:
-    """Return the first of the fewest equal parts: a short last one would cost nearly as much."""
+    """The first of the fewest equal parts: a short last one would cost nearly as much."""
     parts = -(-num_tokens // largest)
     return -(-num_tokens // parts)
 

@@ -37,7 +37,7 @@ class Trunk:
 
     Args:
         adapters: loaded adapters, which decide the cached layers.
-        num_slots: number of slots; 0 for no cache.
+        num_slots: 0 for no cache.
     """
 
     def __init__(
@@ -47,8 +47,6 @@ class Trunk:
         self._cache = cache
         self._adapters = adapters
         self._runs: dict[CacheSequence, _Run] = {}
-
-    # -- in and out ---------------------------------------------------------------------------------------------------
 
     def match(self, generation: Generation, root: str, prefix: CachedPrefix) -> TrunkMatch | None:
         """Return hidden states that extend `prefix`, if cached.
@@ -70,10 +68,8 @@ class Trunk:
         for sequence in [sequence for sequence in self._runs if sequence.closed]:
             self.blocks.release(self._runs.pop(sequence).slots)
 
-    # -- steps --------------------------------------------------------------------------------------------------------
-
     def plan(self, rows: Sequence[Generation], num_tokens: int) -> TrunkPlan:
-        """Plan the reads and writes of the next step; only chunks have any."""
+        """Only chunks read or write."""
         generation = rows[0]
         cut, start = generation.current.cut, generation.num_launched
         cuts = []
@@ -98,7 +94,7 @@ class Trunk:
         return {cut: pieces for cut, pieces in writes.items() if pieces}
 
     def _base_end(self, generation: Generation, cut: int) -> int:
-        """Return the number of tokens whose input to layer `cut` is base's."""
+        """Tokens whose input to layer `cut` is base's."""
         producer = generation.producer
         if producer is None or cut <= self._adapters.cut(generation.adapter):
             return len(generation.token_ids)
@@ -114,8 +110,6 @@ class Trunk:
         if run.reader is not None and run.reader.end <= sequence.num_tokens:
             self.blocks.release(run.reader.slots)
             run.reader = None
-
-    # -- the whole ----------------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
         """Raise BrokenInvariant unless every slot is accounted for."""

@@ -1,5 +1,3 @@
-"""The output processor: from chosen tokens to updates and saved turns."""
-
 from __future__ import annotations
 
 import logging
@@ -33,7 +31,7 @@ log = logging.getLogger("agentcache.engine")
 
 
 class Turns:
-    """Begins and ends turns, with or without an agent."""
+    """The output processor: from chosen tokens to updates and saved turns, with or without an agent."""
 
     def __init__(
         self,
@@ -91,7 +89,7 @@ class Turns:
             generation.saved_residuals = []
 
     def _extended(self, generation: Generation) -> AgentRecord | None:
-        """Return the lineage that the turn replaces, if unchanged since the match.
+        """The lineage that the turn replaces, if unchanged since the match.
 
         An edit becomes a new lineage, so that the old one stays available.
         """
@@ -210,7 +208,6 @@ class Turns:
             self._cache.expect_no_start(generation.open_sequence)
 
     def _keep_state(self, generation: Generation, num_tokens: int) -> None:
-        """Keep a checkpoint for the next turn."""
         # A stop string may end the text before the computed tokens.
         last = (generation.num_computed, generation.row_state) if generation.num_computed <= num_tokens else None
         end, state = last or generation.shown_state or (0, None)
@@ -278,7 +275,7 @@ class Turns:
 
 
 def _end_of_form(generation: Generation) -> Outcome | None:
-    """Return the outcome if the grammar has ended or failed."""
+    """None while the grammar goes on."""
     following = generation.following
     assert following is not None
     if following.failure is not None:

@@ -69,7 +69,7 @@ class EngineView:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Longest prompt, with one token to generate."""
+        """With one token to generate."""
         return min(self.model.max_context, self.max_cached_tokens) - 1
 
     def check(self, num_prompt_tokens: int, param: str = "prompt", *, counted: bool = True) -> None:

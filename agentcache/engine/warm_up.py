@@ -1,5 +1,3 @@
-"""Warms up a process before its first request."""
-
 from __future__ import annotations
 
 import math
@@ -22,9 +20,8 @@ _STEPS_OF_CUDA = (*_STEPS, (2, 1), (1, 256))
 def warm_up(cache: PrefixCache, runner: ModelRunner, restorer: Restorer, max_context: int) -> float:
     """Restore blocks of zeros and compute steps after them, in existing slots, up to 16K tokens.
 
-    Otherwise the first long turn pays for the page faults.
-
-    Returns seconds per token of a short turn; inf if not measured.
+    Otherwise the first long turn pays for the page faults. Returns seconds per token of a short turn; inf if not
+    measured.
     """
     capacity = BLOCK_SIZE * min((pool.capacity for pool in cache.slots.pools), default=1)
     num_tokens = min(_MOST_TOKENS, capacity, max_context)

@@ -45,7 +45,5 @@ class LoadAdapter:
 
 @dataclass(frozen=True)
 class DropAdapter(Numbers):
-    """Free an adapter's memory."""
-
     code: ClassVar = 11
     number: int

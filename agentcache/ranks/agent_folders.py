@@ -1,5 +1,3 @@
-"""Folders of an agent, for one process or several ranks."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -33,7 +31,7 @@ def folders_of_agent(cache_dir: Path, agent_id: str, size: int | None = None) ->
 
 
 def _worlds(cache_dir: Path) -> Iterator[list[Path]]:
-    """Folders for each number of ranks, including absent ones."""
+    """For each number of ranks, including absent folders."""
     yield [cache_dir]
     for size in sorted({int(folder.name.rpartition("-")[2]) for folder in rank_folders(cache_dir)} - {0, 1}):
         yield [rank_folder(cache_dir, rank, size) for rank in range(size)]

@@ -15,8 +15,6 @@ from agentcache.ranks.words import Numbers, WordReader, WordWriter
 
 @dataclass(frozen=True)
 class GiveBack(Numbers):
-    """Return free memory to the system."""
-
     code: ClassVar = 4
 
 
@@ -81,8 +79,6 @@ class PutBytes:
 
 @dataclass(frozen=True)
 class Forget:
-    """Drop the bytes under these tickets."""
-
     code: ClassVar = 9
     tickets: Sequence[int]
 

@@ -23,7 +23,7 @@ _CUT = select.POLLHUP | select.POLLERR | select.POLLNVAL | getattr(select, "POLL
 
 
 class Connections:
-    """Connections to neighbour ranks. Only polls: MLX owns the sockets until the process ends.
+    """Only polls: MLX owns the sockets until the process ends.
 
     Args:
         sockets: descriptors; empty for other back ends, whose losses are not detected.

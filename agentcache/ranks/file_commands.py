@@ -17,7 +17,7 @@ _KEY_BYTES = 20
 
 @dataclass(frozen=True)
 class Block:
-    """A block's header, and the ticket of its bytes."""
+    """`ticket`: of the block's bytes."""
 
     ticket: int
     header: BlockHeader
@@ -122,10 +122,9 @@ Question = WriteBlocks | ReadBlocks | Require | TakeStock
 
 
 def pack_keys(keys: Sequence[str]) -> bytes:
-    """Encode block keys as 20 bytes each."""
+    """20 bytes each."""
     return bytes.fromhex("".join(keys))
 
 
 def unpack_keys(data: bytes) -> Iterator[str]:
-    """Inverse of `pack_keys`."""
     return (data[start : start + _KEY_BYTES].hex() for start in range(0, len(data), _KEY_BYTES))

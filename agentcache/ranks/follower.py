@@ -1,5 +1,3 @@
-"""Workers: each executes rank 0's commands on its own arenas and files."""
-
 from __future__ import annotations
 
 import logging
@@ -57,7 +55,7 @@ class Slots:
 
     @staticmethod
     def take_moves() -> list[tuple[int, int]]:
-        """Empty: rank 0 sends moves as commands."""
+        """Rank 0 sends moves as commands."""
         return []
 
 
@@ -88,7 +86,7 @@ class Answers:
 
 
 class Follower:
-    """One worker's model, arenas and files, for the thread that computes."""
+    """A worker: executes rank 0's commands on its own model, arenas and files, for the thread that computes."""
 
     def __init__(
         self, wire: Wire, loaded: LoadedModel, runner: ModelRunner, slots: Sequence[Slots], store: Store
@@ -269,7 +267,7 @@ class FollowerFiles:
         self.answers.give(number, bytes(count) if error is not None else read.result())
 
     def data_of(self, ticket: int) -> Array:
-        """Bytes read under a ticket, which rank 0 knows to be valid."""
+        """Rank 0 knows these bytes to be valid."""
         with self._lock:
             if ticket not in self._read:
                 raise BrokenInvariant(f"nothing was read under ticket {ticket}")

@@ -43,7 +43,7 @@ class _Asked:
 
 
 class Leader:
-    """Sends commands and questions to workers. `tell` and `ask` are thread-safe; the rest needs the engine thread.
+    """`tell` and `ask` are thread-safe; the rest needs the engine thread.
 
     Args:
         post: schedules a function on the engine thread. Thread-safe.
@@ -77,14 +77,12 @@ class Leader:
         self.is_computing: Callable[[], bool] = lambda: False
         self._watch = start_thread("agentcache-ranks", self._look, self._died)
 
-    # -- from any thread --------------------------------------------------------------------------------------------
-
     def tell(self, command: Command) -> None:
-        """Queue a command."""
+        """Any thread."""
         self._outbox.append(command)
 
     def ask(self, question: Callable[[int], Question]) -> Future[list[bytes]]:
-        """A future of the workers' answers, by rank. It raises `RankLost` if a rank is lost.
+        """A future of the workers' answers, by rank. It raises `RankLost` if a rank is lost. Any thread.
 
         Args:
             question: makes the question from its number.
@@ -105,8 +103,6 @@ class Leader:
             is_posted, self._is_posted = self._is_posted, True
         if not is_posted:
             self._post(self._out_of_turn)
-
-    # -- on the engine's thread -------------------------------------------------------------------------------------
 
     def exchange(self) -> None:
         """Send queued commands and receive ready answers. Raises RankLost."""
@@ -178,10 +174,8 @@ class Leader:
             self.tell(Stop())
             self.exchange()
 
-    # -- the watch's own thread -------------------------------------------------------------------------------------
-
     def _look(self) -> None:
-        """Watchdog: sends messages regularly, detects ranks that hang or are gone."""
+        """Watchdog: sends messages regularly, detects ranks that hang or are gone. Runs on its own thread."""
         cut_at = math.inf
         while not self._ended.wait(LOOK_SECONDS):
             since, now = self._waits_since, time.monotonic()
@@ -202,6 +196,6 @@ class Leader:
         self._leave_alone(RankLost(f"the watch over the other processes has failed: {error}"))
 
     def _leave_alone(self, lost: RankLost) -> None:
-        """Abandon the engine thread, stuck in MLX."""
+        """The engine thread is stuck in MLX."""
         self._fail(lost)
         self._give_up(lost)

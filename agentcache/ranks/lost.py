@@ -1,5 +1,3 @@
-"""Recognition of lost ranks in errors."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -10,7 +8,7 @@ _BACK_ENDS: Sequence[str] = ("ring", "jaccl", "nccl", "mpi")
 
 
 def lost_rank(error: BaseException) -> RankLost | None:
-    """The `RankLost` behind `error`, or None.
+    """The `RankLost` behind `error`.
 
     Connection errors of `mx.distributed` back ends count, also inside an UnsupportedModel from a model's proof.
     """

@@ -1,5 +1,3 @@
-"""Watchdog of a worker, whose thread may be stuck in MLX."""
-
 from __future__ import annotations
 
 import logging
@@ -19,7 +17,7 @@ CUT_SECONDS = 1.0  # after a cut, for MLX to raise an error in the waiting threa
 
 
 class Patience:
-    """Context that ends the process if a connection is cut, or after `seconds` of silence.
+    """Ends a worker, whose thread may be stuck in MLX, if a connection is cut or after `seconds` of silence.
 
     Args:
         close: called before; completes running writes.

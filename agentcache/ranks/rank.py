@@ -1,5 +1,3 @@
-"""This process's rank, and the folders of ranks."""
-
 from __future__ import annotations
 
 import os
@@ -10,18 +8,17 @@ RANK_FOLDER = re.compile(r"rank-\d+-of-\d+")
 
 
 def own_rank() -> int | None:
-    """The rank in `MLX_RANK`, set by `mlx.launch`; None for a single process."""
+    """From `MLX_RANK`, set by `mlx.launch`; None for a single process."""
     rank = os.environ.get("MLX_RANK", "")
     return int(rank) if rank.isdigit() else None
 
 
 def rank_folder(cache_dir: Path, rank: int, size: int) -> Path:
-    """Folder of a rank's blocks; rank 0's also has the agents."""
+    """A rank's blocks; rank 0's also has the agents."""
     return cache_dir / f"rank-{rank}-of-{size}"
 
 
 def rank_folders(cache_dir: Path) -> list[Path]:
-    """Existing rank folders in a cache folder."""
     if not cache_dir.is_dir():
         return []
     return sorted(path for path in cache_dir.iterdir() if path.is_dir() and RANK_FOLDER.fullmatch(path.name))

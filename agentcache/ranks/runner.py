@@ -1,5 +1,3 @@
-"""Rank 0's `ModelRunner`, whose operations workers repeat."""
-
 from __future__ import annotations
 
 import weakref
@@ -43,12 +41,11 @@ class LeadingAdapters(ShardedAdapters):
         return weights
 
     def number_of(self, weights: AdapterWeights) -> int:
-        """The adapter's number on workers."""
         return self._numbers[weights]
 
 
 class LeadingRunner(ModelRunner):
-    """A `ModelRunner` that also sends its operations to workers."""
+    """Rank 0's `ModelRunner`, which also sends its operations to workers."""
 
     def __init__(
         self,
@@ -123,7 +120,7 @@ class LeadingRunner(ModelRunner):
         super().put_blocks(group, block_ids, blocks)
 
     def memory(self, group: int) -> None:
-        """None: a block that is invalid on another rank must not be in its slot here."""
+        """A block that is invalid on another rank must not be in its slot here."""
         return None
 
     def snapshot(self, group: int, block_id: int, num_tokens: int) -> Array:

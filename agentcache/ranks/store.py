@@ -1,5 +1,3 @@
-"""Rank 0's `Store`: a block exists if every rank has its part."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -79,7 +77,7 @@ class LeadingStore(Store):
         return written
 
     def _ticket_of(self, block: BlockWrite) -> int:
-        """Ticket of bytes that workers have, or get now."""
+        """Of bytes that workers have, or get now."""
         ticket = self._tickets.of(block.data)
         if not ticket and block.others:
             ticket = self._tickets.new()

@@ -1,5 +1,3 @@
-"""Tickets: numbers for block bytes of which every rank has a part."""
-
 from __future__ import annotations
 
 import weakref
@@ -13,7 +11,7 @@ from agentcache.ranks.leader import Leader
 
 
 class Tickets:
-    """Tickets of rank 0's arrays. Workers drop their parts once the array is freed. Thread-safe."""
+    """Numbers of rank 0's arrays of block bytes. Workers drop their parts once the array is freed. Thread-safe."""
 
     def __init__(self, leader: Leader) -> None:
         self._leader = leader
@@ -36,5 +34,5 @@ class Tickets:
         self._leader.tell(Forget([ticket]))
 
     def of(self, data: Array) -> int:
-        """The array's ticket, or 0."""
+        """0 without a ticket."""
         return self._by_id.get(id(data), 0)

@@ -1,5 +1,3 @@
-"""Message exchange between ranks over `mx.distributed`."""
-
 from __future__ import annotations
 
 from collections import deque
@@ -18,7 +16,7 @@ _MOST_REMEMBERED = 1 << 16  # bytes, enough for steps; adapters and imported blo
 
 
 class Wire:
-    """Exchanges messages on the thread that computes, ordered with the model's reductions.
+    """Exchanges messages between ranks on the thread that computes, ordered with the model's reductions.
 
     A message is one `all_gather` of equally many int32 words per rank. Recent messages determine the number; longer
     ones need a second gather.

@@ -37,7 +37,7 @@ _FOLLOWERS_PATIENCE = 5  # times rank 0's, which sends nothing while it starts o
 
 
 class World(Protocol):
-    """An executor: makes an engine's parts, on the engine thread."""
+    """Makes an engine's parts, on the engine thread."""
 
     def settings(self, config: Config) -> Config:
         """Settings that apply here. Raises ConfigError."""
@@ -58,8 +58,6 @@ class World(Protocol):
 
 
 class Alone:
-    """Local executor of the whole model."""
-
     def settings(self, config: Config) -> Config:
         return config
 
@@ -134,7 +132,7 @@ class Leading:
 
 
 def join(config: Config, post: Post, give_up: Callable[[RankLost], None]) -> World:
-    """This process's executor. Raises ConfigError if other ranks are unreachable."""
+    """Raises ConfigError if other ranks are unreachable."""
     if own_rank() is None:
         return Alone()
     return Leading(join_group(), post, give_up, config.rank_timeout)
@@ -149,7 +147,7 @@ def join_group() -> mx.distributed.Group:
 
 
 def rank_settings(config: Config, shards: Shards) -> Config:
-    """One rank's settings. Raises ConfigError for what several ranks do not support."""
+    """Raises ConfigError for settings that several ranks do not support."""
     if config.max_divergence:
         raise ConfigError("max_divergence: adapters cannot share base's keys and values where ranks share the model")
     if config.trunk_budget:

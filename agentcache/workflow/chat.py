@@ -1,5 +1,3 @@
-"""The interface `Chat` of workflows to an engine, in this process or over HTTP."""
-
 from __future__ import annotations
 
 import time
@@ -60,7 +58,10 @@ class Restored:
 
 
 class Chat(Protocol):
-    """Interface to an engine. Both methods may run on several threads, for different agents."""
+    """Interface to an engine, in this process or over HTTP.
+
+    Both methods may run on several threads, for different agents.
+    """
 
     def chat(self, question: Question) -> Reply:
         """Return the answer after the turn is saved."""
@@ -72,7 +73,7 @@ class Chat(Protocol):
 
 
 class LLMChat:
-    """`Chat` over an `agentcache.llm.LLM`. The caller opens and closes it."""
+    """The caller opens and closes the `LLM`."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -97,7 +98,7 @@ class LLMChat:
 
 
 class HttpChat:
-    """`Chat` over a server. A `salt` isolates its requests from other cached prompts."""
+    """A `salt` isolates its requests from other cached prompts."""
 
     def __init__(self, client: Client, salt: str | None = None) -> None:
         self._client = client

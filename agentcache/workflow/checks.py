@@ -1,5 +1,3 @@
-"""Compare a turn's answer and calls with the script's expectations."""
-
 from __future__ import annotations
 
 import re
@@ -19,7 +17,7 @@ class Check:
 
 
 def pattern_of(words: str) -> re.Pattern[str]:
-    """A pattern of whole words, ignoring case and the kind of white space."""
+    """Whole words, ignoring case and the kind of white space."""
     inside = r"\s+".join(re.escape(word) for word in words.split())
     return re.compile(rf"(?<!\w){inside}(?!\w)", re.IGNORECASE)
 

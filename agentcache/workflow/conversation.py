@@ -1,5 +1,3 @@
-"""Histories of the agents, independent of the order in which turns end."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -39,9 +37,8 @@ class Conversation:
         return frozenset(self._exchanges)
 
     def needs(self, step: Step) -> frozenset[int]:
-        """Steps that must end before this one.
-
-        These are all steps of earlier phases, and of its own phase those that it hears or that its speaker took.
+        """Steps that must end before this one: all of earlier phases, and of its own those that it hears or that its
+        speaker took.
         """
         before = (other for other in self._steps[: step.index] if other.phase_number < step.phase_number)
         return frozenset(other.index for other in (*before, *self._own(step), *self._heard(step)))
@@ -52,7 +49,7 @@ class Conversation:
         return message("user", "\n\n".join([*heard, step.turn.prompt]))
 
     def history(self, step: Step, *, this_phase_only: bool = False) -> list[Message]:
-        """The speaker's messages before this turn, optionally without those of earlier phases."""
+        """The speaker's messages before this turn."""
         own = [other for other in self._own(step) if not this_phase_only or other.phase_number == step.phase_number]
         said = [each for other in own for each in self._exchanges[other.index].messages]
         system = self._script.agent(step.turn.speaker).system

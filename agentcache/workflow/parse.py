@@ -99,7 +99,7 @@ class _Known:
     tools: tuple[str, ...] = ()
 
     def text(self, values: Mapping[str, Any], key: str, where: str) -> str:
-        """The text of that key, filled and stripped; empty without the key."""
+        """Filled and stripped; empty without the key."""
         return self.filler.fill(values.get(key, ""), f'{where}: key "{key}"').strip()
 
     def words(self, values: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:

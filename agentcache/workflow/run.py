@@ -1,5 +1,3 @@
-"""Run a script turn by turn over a `Chat`. `schedule.take_all` runs independent turns in parallel."""
-
 from __future__ import annotations
 
 import re
@@ -31,7 +29,7 @@ class Settings:
 
 
 class WorkflowRun:
-    """A script in progress. Take `pending` steps in order, or all `ready` ones in parallel.
+    """A script in progress. Take `pending` steps in order, or all `ready` ones in parallel (`schedule.take_all`).
 
     Not thread-safe; only `speak` may run on other threads.
 
@@ -123,11 +121,7 @@ class WorkflowRun:
 
 
 def server_agent_id(session: str, agent: str) -> str:
-    """The agent's id on the server.
-
-    Raises:
-        ConfigError: session and id form an invalid agent id.
-    """
+    """Raises ConfigError if session and id form an invalid agent id."""
     joined = f"{session}.{agent}"
     if not is_name(joined):
         raise ConfigError(f'"{joined}" is no valid agent id: {RULE} (choose another session)')
@@ -135,11 +129,7 @@ def server_agent_id(session: str, agent: str) -> str:
 
 
 def parse_phases(text: str, script: Script) -> range:
-    """Parse `"3"` or `"1-3"` into phase numbers, from 1.
-
-    Raises:
-        ConfigError: invalid text, or no phases of the script.
-    """
+    """Parse `"3"` or `"1-3"` into phase numbers, from 1. Raises ConfigError."""
     found = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
     if not found:
         raise ConfigError(f'phases must look like "3" or "1-3", not "{text}"')

@@ -112,12 +112,12 @@ class _Prefetcher:
                 self._restores[agent] = self._pool.submit(self._restore, agent)
 
     def speaks(self, agent: str) -> None:
-        """The agent's turn begins: cancel a restore that has not started."""
+        """Cancel a restore that has not started."""
         if agent in self._restores and self._restores[agent].cancel():
             del self._restores[agent]
 
     def restored(self, agent: str) -> Restored | None:
-        """The agent's turn is over: return the result of its restore."""
+        """Return the result of the agent's restore."""
         future = self._restores.pop(agent, None)
         return future.result() if future else None
 

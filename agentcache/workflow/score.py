@@ -18,7 +18,7 @@ class Recall:
 
     @property
     def share(self) -> float:
-        """Between 0 and 1; 1 if nothing was expected."""
+        """1 if nothing was expected."""
         return self.found / self.total if self.total else 1.0
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class Miss:
 
 @dataclass(frozen=True)
 class Score:
-    """A run's recall: total, by phase number, by agent id, and the misses."""
+    """By phase number and agent id."""
 
     recall: Recall
     by_phase: dict[int, Recall]

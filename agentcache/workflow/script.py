@@ -17,7 +17,6 @@ class Agent:
     """One speaker.
 
     Args:
-        id: id in the script.
         name: name in front of its statements.
         adapter: the server's name of its adapter.
     """
@@ -64,7 +63,7 @@ class Phase:
 class Script:
     """A whole workflow, validated by `parse`.
 
-    Its texts are filled in: `seed` determines `values`, and also seeds sampled turns.
+    `seed` determines `values`, which its texts contain, and also seeds sampled turns.
     """
 
     name: str

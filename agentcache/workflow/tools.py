@@ -1,6 +1,6 @@
 """Lookup tables, the tools of workflow scripts.
 
-The chat template lists them. The model calls one anywhere in its answer (the format of Qwen and Hermes) with
+The model calls one anywhere in its answer (the format of Qwen and Hermes) with
 
     <tool_call>
     {"name": "lookup", "arguments": {"key": "Cedar"}}
@@ -31,7 +31,7 @@ class LookupTable:
     key: str = "key"
 
     def definition(self) -> dict[str, Any]:
-        """The tool's definition for chat templates and the chat API."""
+        """For chat templates and the chat API."""
         parameters = {"type": "object", "properties": {self.key: {"type": "string"}}, "required": [self.key]}
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
@@ -60,12 +60,12 @@ class ToolCall:
 
 
 def find_calls(answer: str) -> list[ToolCall | None]:
-    """The calls in an answer, in order; None for an unreadable one."""
+    """In order; None for an unreadable call."""
     return [_read_call(found[1]) for found in _CALL.finditer(answer)]
 
 
 def run_call(call: ToolCall | None, tables: Iterable[LookupTable]) -> str:
-    """The result of a call, as text for the agent; never raises."""
+    """As text for the agent; never raises."""
     table = next((table for table in tables if call is not None and table.name == call.name), None)
     return NO_CALL if table is None or call is None else table.look_up(call.arguments)
 

@@ -93,11 +93,7 @@ class WorkflowTranscript:
 
 
 def from_json(data: Any) -> WorkflowTranscript:
-    """Read a transcript from the data of `transcript_files.as_json`.
-
-    Raises:
-        ConfigError: no transcript, or another format.
-    """
+    """Inverse of `transcript_files.as_json`. Raises ConfigError for another format."""
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ConfigError(f"this is not a workflow transcript of format {FORMAT}")
     try:
@@ -118,11 +114,7 @@ def _turn_from_json(turn: Mapping[str, Any]) -> TurnRecord:
 
 
 def read_transcript(path: Path) -> WorkflowTranscript:
-    """Read a transcript from a file.
-
-    Raises:
-        ConfigError: a missing or invalid file; the message begins with the path.
-    """
+    """Raises ConfigError: a missing or invalid file; the message begins with the path."""
     try:
         return from_json(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, ConfigError) as error:
