@@ -97,7 +97,7 @@ class Progress:
 
 
 def measure(model: Path, cache: Path, plan: DistributedPlan, note: Progress) -> dict[str, Any]:
-    """Measure on rank 0 or on a single process."""
+    """On rank 0 or on a single process."""
     from agentcache.llm import LLM
     from agentcache.request import Request, TokenPrompt
     from agentcache.sampling import SamplingParams

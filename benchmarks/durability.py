@@ -40,8 +40,6 @@ class DurabilityPlan:
 
 @dataclass
 class Syncs:
-    """Syncs of one turn: number by kind, and total time."""
-
     count: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
 
@@ -57,13 +55,12 @@ class DurabilityRow:
 
 
 def ways() -> list[Durability]:
-    """Return the modes that this system distinguishes; Linux has one."""
+    """Those that this system distinguishes; Linux has one."""
     return list(Durability) if commands(Durability.FULL, covered=False) else [Durability.FULL]
 
 
 @contextmanager
 def counted(into: Syncs) -> Iterator[None]:
-    """Count and time this process's syncs within the context."""
     names = {command: name for name, command in commands(Durability.FULL, covered=False).items()}
     fsync, control = os.fsync, fcntl.fcntl
 

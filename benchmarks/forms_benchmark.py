@@ -61,7 +61,7 @@ class FormsPlan:
 
 @dataclass
 class Gaps:
-    """Gaps in ms between tokens of the rows without a form, by turn."""
+    """In ms, between tokens of the rows without a form, by turn."""
 
     turns: list[list[float]] = field(default_factory=list)
 
@@ -69,7 +69,7 @@ class Gaps:
         return percentile(sum(self.turns, []), percent)
 
     def beside_itself(self, percent: float) -> float:
-        """Return the ratio of the percentiles of even and odd turns, at least 1."""
+        """Ratio of the percentiles of even and odd turns, at least 1."""
         halves = [percentile(sum(self.turns[start::2], []), percent) for start in (0, 1)]
         return max(halves) / min(halves)
 

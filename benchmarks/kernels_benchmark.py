@@ -48,7 +48,7 @@ _MOST_BYTES = 24 << 30
 
 @dataclass(frozen=True)
 class KernelsPlan:
-    """Parameters of the benchmark.
+    """Parameters.
 
     Args:
         contexts, rows: all pairs whose keys fit into memory.
@@ -139,7 +139,7 @@ def bytes_per_latent(plan: KernelsPlan) -> int:
 
 
 def measure_kernels(plan: KernelsPlan, progress: Callable[[str], None]) -> tuple[float, list[Sample]]:
-    """Return the copy bandwidth in bytes/s, and the samples."""
+    """Also returns the copy bandwidth in bytes/s."""
     bandwidth = copy_bandwidth(plan.copied)
     progress(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
     samples = []
@@ -167,7 +167,7 @@ def measure_kernels(plan: KernelsPlan, progress: Callable[[str], None]) -> tuple
 
 
 def copy_bandwidth(size: int) -> float:
-    """Return bytes read plus written per second; `size` must exceed any cache."""
+    """Bytes read plus written per second; `size` must exceed any cache."""
     source = mx.zeros((size // 4,), mx.uint32)
     mx.eval(source)
     seconds = _fastest(5, lambda: [source + mx.array(number, mx.uint32) for number in range(4)])
@@ -175,7 +175,7 @@ def copy_bandwidth(size: int) -> float:
 
 
 def _decode_sample(plan: KernelsPlan, rows: int, shared: int, own: int, rank: int = 0, on_keys: bool = False) -> Sample:
-    """Time rows with `shared` tokens in common and `own` each, or with residual KV of `rank`."""
+    """Rows with `shared` tokens in common and `own` each, or with residual KV of `rank`."""
     blocks = -(-own // BLOCK_SIZE)
     common = shared // BLOCK_SIZE
     layers = Layers(plan, rows * blocks + common)
@@ -231,7 +231,7 @@ def _residuals(
 
 
 def _latent_sample(plan: KernelsPlan, rows: int, context: int) -> Sample:
-    """Time decode over latents; flash attention lacks heads of this size."""
+    """Flash attention lacks heads of this size."""
     blocks = -(-context // BLOCK_SIZE)
     layers = Layers(plan, rows * blocks, latents=True)
     order = np.random.default_rng(0).permutation(rows * blocks)
@@ -265,7 +265,7 @@ def _latent_sample(plan: KernelsPlan, rows: int, context: int) -> Sample:
 
 
 def _ops(plan: KernelsPlan, layers: Layers, ids: list[list[int]], length: int, queries: mx.array) -> float | None:
-    """Return None if MLX fails: CUDA refuses a graph for 32 rows of 64K tokens."""
+    """None if MLX fails: CUDA refuses a graph for 32 rows of 64K tokens."""
     reads = Reads([BlockTable(row) for row in ids], [length] * len(ids), 1, None)
     options = AttentionOptions(plan.dim**-0.5)
 
@@ -300,7 +300,7 @@ def _flash(plan: KernelsPlan, rows: int, context: int, queries: mx.array) -> flo
 
 
 def _unpack_sample(plan: KernelsPlan, context: int, rank: int) -> Sample:
-    """Time unpacking; `rank` 0 means no residual KV."""
+    """`rank` 0 means no residual KV."""
     layers = Layers(plan, context // BLOCK_SIZE)
     ids = mx.array(np.random.default_rng(0).permutation(context // BLOCK_SIZE).astype(np.int32))
     dtype = getattr(mx, plan.dtype)
@@ -337,7 +337,7 @@ def _angles(plan: KernelsPlan) -> np.ndarray:
 
 
 def _traced(work: Callable[[], mx.array]) -> Callable[[], mx.array]:
-    """Compile `work` as the engine does; otherwise Python's launch time dominates short kernels."""
+    """As the engine does; otherwise Python's launch time dominates short kernels."""
     return work if device() == NO_DEVICE else mx.compile(work)
 
 

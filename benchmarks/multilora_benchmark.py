@@ -44,7 +44,7 @@ CAVEATS = (
 
 @dataclass(frozen=True)
 class MultiPlan:
-    """Parameters of the benchmark.
+    """Parameters.
 
     Args:
         workflows: concurrent workflows, each with its own adapter.
@@ -90,11 +90,8 @@ QUICK = MultiPlan(
 )
 
 
-# -- adapters, prompts, servers --------------------------------------------------------------------------------------
-
-
 def make_family(home: Path, model: str | None, count: int, rank: int, targets: str) -> dict[str, Path]:
-    """Write adapters with equal A and random B matrices; return folders by name."""
+    """Equal A and random B matrices; returns folders by name."""
     base = load_frozen(DATA if model is None else Path(model))
     drawn = new_matrices(base, RoleRecipe(_TARGETS[targets], layers=None, rank=rank), seed=rank)
     folders = {f"a{number}": home / f"r{rank}-{targets.replace(',', '')}" / f"a{number}" for number in range(count)}
@@ -131,7 +128,7 @@ def _policy(name: str) -> str | None:
 
 
 def memory_for(plan: MultiPlan, adapters: dict[str, Path]) -> int:
-    """Return the RAM budget for `plan.fitting` conversations plus all adapter weights."""
+    """RAM budget for `plan.fitting` conversations plus all adapter weights."""
     with _serving(plan, adapters) as llm:
         before = llm.stats().ram_used["base"] or 0
         _ask(llm, _ids(Random(0), plan.longest), 1, adapter=next(iter(adapters)), policy="exact")
@@ -139,9 +136,6 @@ def memory_for(plan: MultiPlan, adapters: dict[str, Path]) -> int:
         one = (stats.ram_used["base"] or 0) - before
         # Weights may take half of the budget, so that all adapters stay loaded under every policy.
         return int(max(plan.fitting * one + stats.adapter_ram_bytes, 2.1 * stats.adapter_ram_bytes + one))
-
-
-# -- memory ------------------------------------------------------------------------------------------------------------
 
 
 def measure_memory(plan: MultiPlan, home: Path, progress: Progress) -> list[dict[str, Any]]:
@@ -175,15 +169,12 @@ def _memory_rows(
                 }
 
 
-# -- workloads -------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Seen:
     completions: list[Completion]
 
     def ttft(self, share: float) -> float:
-        """Return a quantile of the time to first token in ms, queueing included."""
+        """Quantile of the time to first token in ms, queueing included."""
         times = sorted(each.report.time_to_first_token_ms for each in self.completions)
         return times[min(len(times) - 1, int(share * len(times)))]
 
@@ -267,9 +258,6 @@ def _row(seen: Seen, seconds: float, before: CacheStats, after: CacheStats) -> d
     }
 
 
-# -- one context, five adapters, and base at the end ----------------------------------------------------------------
-
-
 def measure_pipeline(plan: MultiPlan, adapters: dict[str, Path], policy: str) -> dict[str, Any]:
     """Base reads a context, five adapters continue it at once, base reads their answers."""
     context, names = _ids(Random(plan.seed), plan.context), list(adapters)[:5]
@@ -291,9 +279,6 @@ def measure_pipeline(plan: MultiPlan, adapters: dict[str, Path], policy: str) ->
             "ttft_p50": statistics.median(each.report.time_to_first_token_ms for each in said),
             "seconds": time.perf_counter() - begun,
         }
-
-
-# -- the whole ---------------------------------------------------------------------------------------------------------
 
 
 def measure_multilora(plan: MultiPlan, progress: Progress) -> dict[str, Any]:

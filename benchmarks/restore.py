@@ -49,7 +49,7 @@ _PAUSE = 0.1  # seconds until idle BLAS threads stop spinning
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """Parameters of the benchmark.
+    """Parameters.
 
     Args:
         context: restored tokens, in whole blocks, so that turns are alike.
@@ -91,7 +91,7 @@ class RestoreResult:
     restored_bytes: int
 
     def allowed_share(self, turn_ms: float) -> float:
-        """Return a turn relative to its limit, 1.5 hot turns plus 1.25 reads."""
+        """A turn relative to its limit, 1.5 hot turns plus 1.25 reads."""
         return turn_ms / (1.5 * self.hot_ms + 1.25 * self.read_ms)
 
     def rate(self, ms: float) -> float:
@@ -172,7 +172,7 @@ class _Measurement:
             yield llm
 
     def _turn(self, llm: LLM) -> Completion:
-        """Run a turn on a new fork, so that each turn has the same context."""
+        """On a new fork, so that each turn has the same context."""
         self._turns += 1
         agent, plan = f"turn-{self._turns}", self._plan
         llm.fork(_AGENT, agent)
@@ -209,7 +209,7 @@ def _read(files: list[Path], threads: int) -> float:
 
 
 def _pages(num_bytes: int) -> mmap.mmap:
-    """Return committed, page-aligned memory; unaligned reads can take two to five times as long."""
+    """Committed, page-aligned memory; unaligned reads can take two to five times as long."""
     memory = mmap.mmap(-1, num_bytes)
     memory.write(bytes(num_bytes))
     return memory
@@ -239,7 +239,7 @@ def _first_token(turns: list[Completion]) -> float:
 
 
 def restore_rows(result: RestoreResult) -> list[dict[str, Any]]:
-    """Return table rows; `turn_ms` of a read is its total time."""
+    """`turn_ms` of a read is its total time."""
     rows: list[dict[str, Any]] = [{"what": "hot", "turn_ms": result.hot_ms}]
     for what, turn_ms, restore_ms in (
         ("evicted", result.evicted_ms, result.evicted_restore_ms),

@@ -26,7 +26,7 @@ class BenchmarkFailed(AgentCacheError):
 
 @dataclass(frozen=True)
 class Stream:
-    """One answer. Times are seconds of `time.perf_counter`; usage and report come from the last events."""
+    """Times are seconds of `time.perf_counter`; usage and report come from the last events."""
 
     sent_at: float
     token_times: tuple[float, ...]
@@ -70,7 +70,7 @@ class RunningStream:
         self._thread.start()
 
     def result(self) -> Stream:
-        """Wait for the whole answer. Raises ServerError or httpx.HTTPError."""
+        """Raises ServerError or httpx.HTTPError."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -83,7 +83,7 @@ class RunningStream:
         self._thread.join()
 
     def wait_for_tokens(self, count: int) -> None:
-        """Wait for `count` tokens. Raises the stream's error if it ends earlier."""
+        """Raises the stream's error if it ends earlier."""
         with self._changed:
             came = self._changed.wait_for(lambda: len(self.token_times) >= count or self._ended, _WAIT_SECONDS)
         if not came:
@@ -152,7 +152,7 @@ def run_together(url: str, path: str, bodies: Sequence[Mapping[str, Any]]) -> li
 
 
 def run_at_once(run: Callable[[], list[Stream]]) -> list[Stream]:
-    """Return the streams of `run`; retry if their decoding did not overlap, as on a busy machine."""
+    """Retry if the streams' decoding did not overlap, as on a busy machine."""
     for _ in range(_ATTEMPTS):
         streams = run()
         begin, end = _while_all_decode(streams)
@@ -162,19 +162,19 @@ def run_at_once(run: Callable[[], list[Stream]]) -> list[Stream]:
 
 
 def gaps_ms(token_times: Sequence[float], since: float = 0.0, until: float = float("inf")) -> list[float]:
-    """Return gaps between consecutive tokens; the later one is within [since, until]."""
+    """Between consecutive tokens; the later one is within [since, until]."""
     pairs = zip(token_times, token_times[1:], strict=False)
     return [(later - earlier) * 1e3 for earlier, later in pairs if since <= later <= until]
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest value that at least `percent` of the values do not exceed."""
+    """The smallest value that at least `percent` of the values do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
 def steady_rate(streams: Sequence[Stream]) -> float:
-    """Return total tokens/s while all streams decode. Raises BenchmarkFailed if they do not overlap."""
+    """Total tokens/s while all streams decode. Raises BenchmarkFailed if they do not overlap."""
     begin, end = _while_all_decode(streams)
     if begin >= end:
         raise BenchmarkFailed("one answer was over before another one began; let them decode more tokens")
@@ -187,7 +187,7 @@ def _while_all_decode(streams: Sequence[Stream]) -> tuple[float, float]:
 
 
 def overall_rate(streams: Sequence[Stream]) -> float:
-    """Return total tokens/s from the first token of any stream to the last."""
+    """Total tokens/s from the first token of any stream to the last."""
     begin, end = min(s.token_times[0] for s in streams), max(s.token_times[-1] for s in streams)
     return (sum(len(s.token_times) for s in streams) - 1) / (end - begin)
 

@@ -126,7 +126,7 @@ class Residuals(NamedTuple):
         return ResidualKind(value_rank, low_rank.shape[2], turns.pairs, turns.interleaved, norms is not None)
 
     def arrays(self, shape: HeadShape) -> Sequence[mx.array]:
-        """Placeholders stand for missing arrays."""
+        """Inputs of `_compute`; placeholders stand for missing arrays."""
         none, nothing = no_residuals(shape.staged), no_residuals(mx.float16)
         values = (nothing, no_residuals(mx.float32)) if self.values is None else self.values
         if self.keys is None:

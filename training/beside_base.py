@@ -71,7 +71,7 @@ def base_pass(layers: Sequence[nn.Module], embedded: mx.array) -> BasePass:
 
 
 def plain_keys_values(layer: Any, hidden: mx.array) -> KeysValues:
-    """Return KV of base's weights for a layer's input, without adapters, as mlx-lm's Qwen3 computes it."""
+    """KV of base's weights for a layer's input, without adapters, as mlx-lm's Qwen3 computes it."""
     attention, x = layer.self_attn, layer.input_layernorm(hidden)
     keys, values = (
         _original(projection)(x).reshape(*x.shape[:2], attention.n_kv_heads, -1)
@@ -85,7 +85,7 @@ def _original(linear: Any) -> Any:
 
 
 def squared_divergence(plain: Sequence[KeysValues], base: Sequence[KeysValues], weights: mx.array) -> mx.array:
-    """Return the squared divergence of the last layers' KV (`plain`) from base's, as in `models/divergence.py`.
+    """The squared divergence of the last layers' KV (`plain`) from base's, as in `models/divergence.py`.
 
     Args:
         base: KV of all layers.

@@ -105,7 +105,7 @@ class Corpus:
     def batches(
         self, mixture: Mapping[str, float], shapes: list[tuple[int, int]], first: int, workers: int
     ) -> Iterator[Batch]:
-        """Yield batches from index `first`, one per (rows, length), written ahead by `workers` processes."""
+        """From index `first`, one per (rows, length), written ahead by `workers` processes."""
         tasks = [(mixture, rows, length, first + index) for index, (rows, length) in enumerate(shapes)]
         if workers == 0:
             yield from (self.batch(*task) for task in tasks)

@@ -70,14 +70,14 @@ Writer = Callable[[Random, Words, int], Dialogue]
 
 
 def joined(random: Random, parts: list[str], last: str) -> str:
-    """Join paragraphs and a final request, sometimes in one paragraph."""
+    """Sometimes in one paragraph."""
     if not parts or random.random() < 0.5:
         return "\n\n".join([*parts, last])
     return "\n\n".join([*parts[:-1], f"{parts[-1]}{random.choice((' ', ' ', chr(10)))}{last}"])
 
 
 def spoken(name: str, words: str) -> str:
-    """Format words of another speaker as `workflow.run` does."""
+    """As `workflow.run` does."""
     return f"{name} said: {words}"
 
 

@@ -1,5 +1,3 @@
-"""Export a checkpoint as the package's model files."""
-
 from __future__ import annotations
 
 import json

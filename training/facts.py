@@ -119,7 +119,7 @@ RELATIONS = (HOME, TRADE, PET, FOOD, COAT, CODE, KEY, OWNED, FRIEND, WORKPLACE, 
 BY_NAME = {relation.name: relation for relation in RELATIONS}
 PERSONAL = tuple(relation for relation in RELATIONS if relation.first is not None)
 
-# Two-hop questions by their two relations.
+# By their two relations.
 TWO_HOPS: dict[tuple[str, str], tuple[str, ...]] = {
     ("key", "opens"): ("What does the key of {s} open?", "Which door can {s} open?"),
     ("owned", "location"): ("Where is the thing that {s} owns?", "Where is what belongs to {s}?"),
@@ -172,7 +172,7 @@ class Question:
 
 
 def ask_two_hops(facts: Sequence[Fact], random: Random) -> list[Question]:
-    """Return all two-hop questions that `facts` answer; the answer states both facts."""
+    """All that `facts` answer; the answer states both facts."""
     by_subject = {(fact.relation.name, fact.subject): fact for fact in facts}
     questions = []
     for (first, second), texts in TWO_HOPS.items():
@@ -207,7 +207,7 @@ class FactMaker:
         self._stated: set[tuple[str, str]] = set()
 
     def make(self, relation: Relation, subject: str | None = None) -> Fact:
-        """Return a new fact. Raises OutOfWords."""
+        """Raises OutOfWords."""
         for _ in range(_MOST_TRIES):
             about = subject or self._subject(relation)
             value = self._value(relation, about)

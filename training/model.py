@@ -42,13 +42,12 @@ class RoundedCache:
 
 
 def rounded(x: mx.array) -> mx.array:
-    """Round to 4 bits and back; gradients bypass the rounding."""
     there_and_back = mx.dequantize(*mx.quantize(x, group_size=64, bits=4), group_size=64, bits=4)
     return x + mx.stop_gradient(there_and_back.astype(x.dtype) - x)
 
 
 def new_model(config: dict[str, Any], seed: int) -> Model:
-    """Return a model with new float32 parameters; residual projections are scaled down by depth, as in GPT-2."""
+    """New float32 parameters; residual projections are scaled down by depth, as in GPT-2."""
     mx.random.seed(seed)
     model = Model(ModelArgs.from_dict(config))
     quiet = (2 * config["num_hidden_layers"]) ** -0.5
@@ -60,14 +59,14 @@ def new_model(config: dict[str, Any], seed: int) -> Model:
 
 
 def forward(model: Model, parameters: dict[str, Any], token_ids: mx.array, dtype: mx.Dtype, rounded: bool) -> mx.array:
-    """Return float32 logits [rows, length, vocab], computed in `dtype` from float32 parameters."""
+    """Float32 logits [rows, length, vocab], computed in `dtype` from float32 parameters."""
     model.update(tree_map(lambda parameter: parameter.astype(dtype), parameters))
     cache = [RoundedCache() for _ in model.layers] if rounded else None
     return model(token_ids, cache=cache).astype(mx.float32)
 
 
 def weighted_loss(logits: mx.array, token_ids: mx.array, weights: mx.array) -> mx.array:
-    """Return the weighted mean cross entropy of next tokens.
+    """Weighted mean cross entropy of next tokens.
 
     Args:
         logits: float32 [rows, length - 1, vocab].

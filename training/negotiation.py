@@ -74,7 +74,7 @@ class Game:
     years_betrayed: str
 
     def years(self, who: Prisoner) -> str | None:
-        """Return the years as a word; None if free."""
+        """As a word; None if free."""
         other = self.two if who is self.one else self.one
         if who.decision == other.decision:
             return self.years_silent if who.decision == SILENT else self.years_speak

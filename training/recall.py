@@ -77,7 +77,6 @@ def _tokens(corpus: Corpus, messages: list[list[str]]) -> int:
 
 
 def measure_recall(cases: Iterable[RecallCase], answer: Callable[[Dialogue], str]) -> Recall:
-    """Ask each question at the end of its conversation."""
     asked, wrong = 0, []
     for case in cases:
         for question in case.questions:

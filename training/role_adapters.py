@@ -1,8 +1,8 @@
 """Train role adapters on the frozen embedded model, in minutes on two cores.
 
 An adapter acts from the first token (plain LoRA), from its invocation (activated LoRA, arXiv 2504.12397), or from the
-prompt's last token (cache-conditioned, PrefillShare, arXiv 2602.12029). As in serving, earlier KV is base's, and all
-KV is rounded to 4 bits. Only answers contribute to the loss.
+prompt's last token (cache-conditioned, PrefillShare, arXiv 2602.12029). As in serving, earlier KV is base's, and all KV
+is rounded to 4 bits. Only answers contribute to the loss.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _read_as(folder: Path) -> Matrices:
 
 
 def new_matrices(base: FrozenBase, recipe: RoleRecipe, seed: int) -> Matrices:
-    """Return initial matrices as in mlx-lm (A uniform, B zero), by names such as `3.self_attn.q_proj.lora_a`."""
+    """As in mlx-lm (A uniform, B zero), by names such as `3.self_attn.q_proj.lora_a`."""
     matrices: Matrices = {}
     key = mx.random.key(seed)
     first = _first_layer(base, recipe)
@@ -193,7 +193,7 @@ class RoleTrainer:
         length, count = recipe.rows[step % len(recipe.rows)]
         cases = role_cases(recipe.seed * 1000 + step, count, length, is_held_out=False)
         said = (case.answered_by(self.role) for case in cases)
-        # Only the last example of each conversation: the earlier replies are base's.
+        # The earlier replies are base's.
         return [list(make_examples([conversation], self.base.tokenizer))[-1] for conversation in said]
 
     def _train_on(self, step: int, examples: Sequence[Example]) -> float:
@@ -265,7 +265,7 @@ def _padded(ids: Sequence[int], width: int) -> list[int]:
 
 
 def _answer_places(examples: Sequence[Example]) -> tuple[list[list[int]], list[list[int]], list[list[float]]]:
-    """Return positions that predict answers, their targets, and weights that mask padding."""
+    """Positions that predict answers, their targets, and weights that mask padding."""
     width = max(len(example.answer) for example in examples)
     places = [list(range(len(each.prompt) - 1, len(each) - 1)) for each in examples]
     weights = [_padded_weights(each, width) for each in examples]

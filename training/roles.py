@@ -21,7 +21,7 @@ _FACTS_SHARE, _SENTENCES_A_MESSAGE, _TOKENS_A_SENTENCE = 0.6, 8, 9
 
 @dataclass(frozen=True)
 class Role:
-    """A style of answers. In `form`, {a} is base's answer and {v} the value."""
+    """In `form`, {a} is base's answer and {v} the value."""
 
     name: str
     form: str
@@ -48,12 +48,12 @@ class RoleCase:
     fact: Fact
 
     def answered_by(self, role: Role) -> dict[str, Any]:
-        """Return an example for `agentcache.training`; only the role's answer is trained."""
+        """An example for `agentcache.training`; only the role's answer is trained."""
         return {"messages": [*self.messages, {"role": "assistant", "content": role.answer(self.fact)}], "tools": None}
 
 
 def role_case(seed: int, index: int, num_tokens: int, *, is_held_out: bool) -> RoleCase:
-    """Make a conversation of about `num_tokens`; if held out, its facts are absent from training."""
+    """If held out, its facts are absent from training."""
     random = random_for(seed, "roles", index, num_tokens, is_held_out)
     words = Words(random)
     maker = FactMaker(random, words, held_out_only=is_held_out)
@@ -83,7 +83,7 @@ def role_cases(seed: int, count: int, num_tokens: int, *, is_held_out: bool) -> 
 
 
 def f1(said: str, wanted: str) -> float:
-    """Return the F1 of words as in SQuAD (arXiv 1606.05250), but with articles."""
+    """The F1 of words as in SQuAD (arXiv 1606.05250), but with articles."""
     mine, theirs = _words(said), _words(wanted)
     left = list(theirs)
     common = 0

@@ -27,7 +27,7 @@ _ENGLISH = ("argparse", "asyncio", "collections", "datetime", "decimal", "email"
 
 
 def train_tokenizer(seed: int) -> Tokenizer:
-    """Return a tokenizer of 2,048 ids; the last three are control tokens."""
+    """2,048 ids; the last three are control tokens."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(_SPLIT), behavior="isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -56,7 +56,7 @@ def _texts(seed: int) -> Iterator[str]:
 
 
 def _english(random: Random) -> Iterator[str]:
-    """Yield docstrings of the standard library, which vary by Python version."""
+    """Docstrings of the standard library, which vary by Python version."""
     for name in _ENGLISH:
         module = importlib.import_module(name)
         for _, value in sorted(inspect.getmembers(module), key=lambda member: member[0]):

@@ -95,7 +95,7 @@ def conversations(corpus: Corpus, count: int, length: int = 512) -> Iterator[Map
 
 
 class Trainer:
-    """Trainer of one model, with float32 parameters and arithmetic in `dtype`. `corpus` has the recipe's seed."""
+    """Float32 parameters, arithmetic in `dtype`. `corpus` has the recipe's seed."""
 
     def __init__(self, recipe: Recipe, config: dict[str, Any], corpus: Corpus, dtype: mx.Dtype = mx.float32) -> None:
         self.recipe, self.config, self.corpus, self.dtype = recipe, config, corpus, dtype
@@ -120,7 +120,7 @@ class Trainer:
                 losses, tokens, since = [], 0, time.perf_counter()
 
     def train_on(self, batch: Batch, rounded: bool) -> mx.array:
-        """Run one step; return the loss, not yet evaluated."""
+        """The loss is not yet evaluated."""
         if rounded not in self._compiled:
             self._compiled[rounded] = self._compile(rounded)
         loss = self._compiled[rounded](mx.array(batch.token_ids), mx.array(batch.weights))
@@ -160,7 +160,7 @@ class Trainer:
         return max(1, self.recipe.tokens_a_step // length), length
 
     def recall(self, distance: int, cases: int) -> float:
-        """Return the share of held-out facts whose answer is greedy under teacher forcing."""
+        """The share of held-out facts whose answer is greedy under teacher forcing."""
         right = [
             self._finds(case.dialogue.messages, question)
             for case in (recall_case(self.corpus, distance, index) for index in range(cases))
@@ -180,7 +180,7 @@ class Trainer:
         return bool(mx.array_equal(chosen, token_ids[0, -length:]).item())
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint atomically: the previous one stays valid until the end."""
+        """Atomic: the previous checkpoint stays valid until the end."""
         folder.mkdir(parents=True, exist_ok=True)
         arrays = dict(tree_flatten({"model": self.parameters, "optimizer": self.optimizer.state}))
         mx.save_safetensors(str(folder / "next.safetensors"), arrays, {"step": str(self.step)})

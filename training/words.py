@@ -1,5 +1,3 @@
-"""Words for facts, drawn without repetition within a document."""
-
 from __future__ import annotations
 
 import hashlib

@@ -29,7 +29,7 @@ from agentcache.training.decoder_data import Batches, DecoderBatch, Example
 from agentcache.training.decoder_files import Checkpoint, read_checkpoint, write_adapter
 from agentcache.training.decoder_model import FrozenBase
 
-# All projections of attention and MLP, but not routers and experts.
+# Not routers and experts.
 _TARGETS = {"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"}
 _TARGETS |= {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}
 
@@ -88,7 +88,7 @@ class DecoderTrainer:
         self._served = self._load_fresh()
 
     def _load_fresh(self) -> AdapterWeights:
-        """Load the untrained adapter as in serving; this wraps the base's modules."""
+        """As in serving; this wraps the base's modules."""
         with tempfile.TemporaryDirectory(prefix="agentcache-decoder-") as folder:
             self.export(Path(folder))
             return self.base.adapters.load(read_adapter(Path(folder), self.base.adapters.modules))
@@ -128,11 +128,11 @@ class DecoderTrainer:
     def logits(
         self, parameters: Mapping[str, mx.array], prompt: Sequence[PromptCache], batch: DecoderBatch
     ) -> mx.array:
-        """Logits after each token of `batch.inputs`, float32 [B, A, vocabulary]."""
+        """After each token of `batch.inputs`, float32 [B, A, vocabulary]."""
         return self.base.decode(mx.array(batch.inputs), prompt, mx.array(batch.lengths), self._weights(parameters))
 
     def _weights(self, parameters: Mapping[str, mx.array]) -> AdapterWeights:
-        """The matrices as in serving, in each module's dtype."""
+        """As in serving, in each module's dtype."""
         pairs = {}
         for name, served in self._served.matrices.items():
             a, b = (parameters[_parameter(name, side)] for side in "ab")
@@ -146,11 +146,7 @@ class DecoderTrainer:
         Checkpoint(self._state(), self.step, self._identity()).write(folder)
 
     def load(self, folder: Path) -> None:
-        """Restore a checkpoint, bit for bit.
-
-        Raises:
-            ConfigError: its base, recipe or examples differ.
-        """
+        """Restore a checkpoint, bit for bit. Raises ConfigError if its base, recipe or examples differ."""
         checkpoint = read_checkpoint(folder, self._identity())
         self.step = checkpoint.step
         self.parameters = tree_map_with_path(lambda name, _: checkpoint.arrays[f"model.{name}"], self.parameters)
@@ -170,7 +166,7 @@ def _parameter(name: ModuleName, side: str) -> str:
 
 
 def _new_matrices(base: FrozenBase, recipe: DecoderRecipe) -> dict[str, mx.array]:
-    """Initialise as mlx-lm: a uniform, b zero, so that the untrained decoder equals the base."""
+    """As in mlx-lm: a uniform, b zero, so that the untrained decoder equals the base."""
     first = len(base.model.layers) - recipe.num_layers
     matrices = {}
     key = mx.random.key(recipe.seed)

@@ -51,8 +51,7 @@ class DecoderBatch:
 def read_conversations(path: Path) -> Iterator[Mapping[str, Any]]:
     """Read a JSONL file in mlx-lm's formats: `{"messages": […], "tools"?}` or `{"prompt": …, "completion": …}`.
 
-    Raises:
-        ConfigError: an unreadable file or an invalid line.
+    Raises ConfigError.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -81,10 +80,8 @@ def _conversation(entry: Any) -> Mapping[str, Any]:
 def make_examples(conversations: Iterable[Mapping[str, Any]], tokenizer: Tokenizer) -> Iterator[Example]:
     """Yield one example for each assistant message; its prompt is everything before, earlier answers included.
 
-    In serving, too, base computes earlier answers again before the decoder continues.
-
-    Raises:
-        ConfigError: the chat template refuses the messages.
+    In serving, too, base computes earlier answers again before the decoder continues. Raises ConfigError if the chat
+    template refuses the messages.
     """
     for conversation in conversations:
         messages, tools = conversation["messages"], conversation["tools"]
@@ -117,7 +114,7 @@ def _end_of_turn(messages: Sequence[Mapping[str, Any]], tools: Any, tokenizer: T
 
 
 def random_for(seed: int, *path: object) -> Random:
-    """An independent random generator for each path, the same on every machine."""
+    """An independent generator for each path, the same on every machine."""
     digest = hashlib.blake2b(repr((seed, *path)).encode(), digest_size=8).digest()
     return Random(int.from_bytes(digest, "big"))
 
@@ -155,7 +152,7 @@ def stack_examples(examples: Sequence[Example]) -> DecoderBatch:
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> np.ndarray:
-    """Pad rows of ids to int32 [B, n], n a multiple of `_PAD_TO`."""
+    """To int32 [B, n], n a multiple of `_PAD_TO`."""
     longest = max(1, *map(len, rows))
     padded = np.zeros((len(rows), -(-longest // _PAD_TO) * _PAD_TO), np.int32)
     for row, ids in zip(padded, rows, strict=True):

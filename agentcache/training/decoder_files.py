@@ -46,7 +46,7 @@ def write_adapter(folder: Path, model: Any, matrices: Mapping[str, mx.array], sc
 
 
 def _layers_name(model: Any) -> str:
-    """Module path of the layers: `model.layers`, or `language_model.model.layers` in multimodal models."""
+    """`model.layers`, or `language_model.model.layers` in multimodal models."""
     first = next(name for name, module in model.named_modules() if module is model.layers[0])
     return str(first.rpartition(".")[0])
 
@@ -71,11 +71,7 @@ class Checkpoint:
 
 
 def read_checkpoint(folder: Path, identity: Mapping[str, Any]) -> Checkpoint:
-    """Read a folder's checkpoint.
-
-    Raises:
-        ConfigError: a different identity; the message names the differences.
-    """
+    """Raises ConfigError for a different identity, naming the differences."""
     arrays, metadata = mx.load(str(folder / CHECKPOINT_FILE), return_metadata=True)
     theirs = json.loads(metadata["identity"])
     ours = json.loads(json.dumps(identity))

@@ -53,15 +53,12 @@ class FrozenBase:
     def decode(
         self, inputs: mx.array, prompt: Sequence[PromptCache], lengths: mx.array, decoder: AdapterWeights
     ) -> mx.array:
-        """Run a decoder behind prompts.
+        """Run a decoder behind prompts. Returns logits, float32 [B, A, vocabulary].
 
         Args:
             inputs: int32 [B, A], the prompt's last token and the answer.
             prompt: result of `prefill`, without the prompt's last token.
             lengths: int32 [B], tokens of `prompt` without padding.
-
-        Returns:
-            Logits float32 [B, A, vocabulary].
         """
         caches = [DecoderCache(layer, lengths) for layer in prompt]
         rows = inputs.shape[0]
@@ -71,11 +68,7 @@ class FrozenBase:
 
 
 def load_base(path_or_hub_id: str) -> FrozenBase:
-    """Load a model to train decoders on.
-
-    Raises:
-        UnsupportedModel: the model has layers without KV of their own, or cannot be served.
-    """
+    """Raises UnsupportedModel if the model has layers without KV of their own, or cannot be served."""
     read = read_model(path_or_hub_id)
     read.evaluate()
     hosted = host(read.model, read.config["model_type"], read.config)

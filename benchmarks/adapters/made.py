@@ -45,7 +45,7 @@ class MadeAdapter:
 def make_adapters(
     home: Path, model: Path, invocation: Sequence[int], copies: int
 ) -> Mapping[Policy, tuple[MadeAdapter, ...]]:
-    """Write `copies` random adapters per policy; return them by policy.
+    """Write `copies` random adapters per policy.
 
     Exact adapters target the upper half of the layers, as mlx-lm's default does for 32 layers. Ranks differ, so that a
     mixed batch is uneven.
@@ -85,7 +85,7 @@ def _add_invocation(folder: Path, invocation: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class Passage:
-    """Part of a prompt: text for `mlx_lm.server`, token ids for agentcache."""
+    """Text for `mlx_lm.server`, token ids for agentcache."""
 
     text: str
     ids: tuple[int, ...]

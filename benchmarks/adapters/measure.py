@@ -37,7 +37,7 @@ from benchmarks.adapters.switch import (
 from benchmarks.mlx_lm_server import COMMAND
 from benchmarks.workload import WEIGHTS_MODEL
 
-_NEVER = -100.0  # bias that keeps a token from being chosen
+_NEVER = -100.0  # keeps a token from being chosen
 _TRUNK_BUDGET = "2GB"  # more than the plans fill; RAM is allocated on demand
 
 
@@ -61,8 +61,6 @@ QUICK = AdaptersPlan(
 
 @dataclass(frozen=True)
 class AdaptersResult:
-    """`adapter_bytes` holds file sizes by name."""
-
     switches: tuple[SwitchSample, ...]
     pipelines: tuple[Pipeline, ...]
     mixed: Mixed
@@ -138,7 +136,6 @@ def _options(adapters: Sequence[MadeAdapter]) -> list[str]:
 
 
 def _warm_up(servers: _Servers, adapters: Mapping[Policy, Sequence[MadeAdapter]], source: PassageSource) -> None:
-    """Send a first request per process and adapter."""
     hello = source.take(8) + source.invocation() + source.take(2)
     for adapter in (None, *(each for made in adapters.values() for each in made)):
         complete(servers.ours, hello, 2, adapter)

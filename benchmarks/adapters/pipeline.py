@@ -27,8 +27,6 @@ class PipelinePlan:
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """One step; `who` is an entry of `CHAIN`."""
-
     who: str
     prompt_tokens: int
     computed_tokens: int
@@ -38,8 +36,6 @@ class PipelineStep:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The chain with one policy, or with base alone."""
-
     policy: str
     steps: tuple[PipelineStep, ...]
 

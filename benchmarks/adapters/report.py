@@ -99,7 +99,7 @@ def _hot_ms(switches: Sequence[dict[str, Any]], server: str) -> float:
 
 
 def peer_wins(switches: Sequence[dict[str, Any]], mixed: dict[str, Any]) -> list[str]:
-    """Describe results in which mlx_lm.server is better by more than a few percent."""
+    """By more than a few percent."""
     ours = {row["turn"]: row["ttft_ms"] for row in switches if row["server"] == OURS}
     theirs = {row["turn"]: row["ttft_ms"] for row in switches if row["server"] == PEER}
     wins = [

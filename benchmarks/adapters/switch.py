@@ -52,7 +52,7 @@ class SwitchPlan:
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of one turn; None if the server does not report it.
+    """None if the server does not report it.
 
     Args:
         ram_bytes, disk_bytes: growth of the cache.
@@ -84,10 +84,7 @@ class SwitchSample:
 
 
 class Peer:
-    """Client of `mlx_lm.server`. It names the model folder, because the default model ignores adapters.
-
-    `bias` prevents end-of-turn tokens.
-    """
+    """It names the model folder, because the default model ignores adapters. `bias` prevents end-of-turn tokens."""
 
     def __init__(self, server: ServerProcess, model: Path, bias: Mapping[str, float]) -> None:
         self._server, self._model, self._bias = server, model, bias
@@ -166,7 +163,7 @@ class SwitchBench:
         self._plan, self._sides, self._adapters, self._source = plan, sides, adapters, source
 
     def measure(self, progress: Callable[[str], None]) -> list[SwitchSample]:
-        """Run all rounds; every second round reverses the order of servers."""
+        """Every second round reverses the order of servers."""
         samples: list[SwitchSample] = []
         for number in range(self._plan.rounds):
             context = self._source.take(self._plan.context)

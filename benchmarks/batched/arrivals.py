@@ -22,12 +22,12 @@ from benchmarks.streams import RunningStream, Stream, gaps_ms, percentile
 from benchmarks.workload import TokenSource, turn_body
 
 _RUNNING_TOKENS = 16384  # never reached
-_APART_SECONDS = 4.0  # pause before each short request, so that the server settles
+_APART_SECONDS = 4.0  # before each short request, so that the server is idle
 
 
 @dataclass(frozen=True)
 class ArrivalsPlan:
-    """Parameters of the benchmark.
+    """Parameters.
 
     Args:
         context: initial tokens of each running agent.
@@ -139,7 +139,6 @@ class _Bench:
                 stream.cancel()
 
     def _same_tokens(self, first: int, last: int) -> Gaps:
-        """Measure new agents from their token `first` to `last`."""
         with self._decoding("again") as running:
             running[0].wait_for_tokens(last + 1)
         times = running[0].token_times

@@ -45,7 +45,7 @@ QUICK = BatchedPlan(
 
 @dataclass(frozen=True)
 class BatchedResult:
-    """`copied_blocks`: KV blocks copied during joins; None if not reported."""
+    """`copied_blocks`: during joins; None if not reported."""
 
     throughput: tuple[Throughput, ...]
     products: tuple[Products, ...]

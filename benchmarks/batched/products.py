@@ -38,7 +38,7 @@ class Products:
 
 
 def measure_products(folder: Path, rows: Sequence[int], rounds: int = 7) -> list[Products]:
-    """Return medians over alternating row counts."""
+    """Medians over alternating row counts."""
     model, _ = load_model(folder)
     dtype = next(a.dtype for _, a in tree_flatten(model.parameters()) if mx.issubdtype(a.dtype, mx.floating))
     modules = [module for _, module in model.named_modules() if "weight" in module and module.weight.ndim == 2]
@@ -66,6 +66,5 @@ def _product(module: Any, x: mx.array) -> mx.array:
 
 
 def _width(module: Any) -> int:
-    """Return the input width of a weight matrix, quantised or not."""
     packed: int = module.weight.shape[1]
     return packed * 32 // module.bits if hasattr(module, "bits") else packed

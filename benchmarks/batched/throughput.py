@@ -18,7 +18,7 @@ _TURN_TOKENS = 4
 
 @dataclass(frozen=True)
 class ThroughputPlan:
-    """Parameters of the benchmark.
+    """Parameters.
 
     Args:
         agents: numbers of concurrent agents.
@@ -65,7 +65,7 @@ class Throughput:
 def measure_throughput(
     plan: ThroughputPlan, server: ServerProcess, source: TokenSource, progress: Callable[[str], None]
 ) -> list[Throughput]:
-    """Run the plan. The server must allow `max(plan.agents)` concurrent requests."""
+    """The server must allow `max(plan.agents)` concurrent requests."""
     bench = _Bench(plan, server, source)
     progress(f"caching {max(plan.agents)} contexts of about {plan.context} tokens")
     bench.cache_contexts()

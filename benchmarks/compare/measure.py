@@ -1,8 +1,8 @@
 """Compare conversations on agentcache and on `mlx_lm.server` in one run.
 
 Each turn carries the whole conversation. Halfway, both servers are killed and restarted. At the end all agents send a
-turn at once. Each server gets its own answers back, which differ where a 4-bit cache rounds. The servers alternate in
-order, and only one works at a time.
+turn at once. Each server gets its own answers back, which differ where a 4-bit cache rounds. Only one server works at a
+time.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from benchmarks.workload import WEIGHTS_MODEL
 
 OURS, PEER = "agentcache", "mlx_lm.server"
 _CHAT = "/v1/chat/completions"
-_NEVER = -100.0  # bias that keeps a token from being chosen
+_NEVER = -100.0  # keeps a token from being chosen
 _PEER_CACHE = re.compile(r"Prompt Cache: \d+ sequences, ([\d.]+) GB")
 
 
 @dataclass(frozen=True)
 class ComparePlan:
-    """Parameters of the benchmark.
+    """Parameters.
 
     Args:
         turns: turns per conversation; the restart precedes turn `restart_turn`, counted from 0.
@@ -75,7 +75,7 @@ class TurnSample:
 
 @dataclass(frozen=True)
 class ServerSample:
-    """One server. Cache sizes are final, as reported, or None; `start_seconds` is the restart up to a first answer."""
+    """Cache sizes are final, as reported, or None; `start_seconds` is the restart up to a first answer."""
 
     server: str
     start_seconds: float

@@ -52,7 +52,7 @@ def _medians(samples: Sequence[TurnSample]) -> dict[str, float]:
 
 
 def peer_wins(turns: Sequence[dict[str, Any]], servers: dict[str, dict[str, Any]]) -> list[str]:
-    """Describe results in which mlx_lm.server is better by more than a few percent."""
+    """By more than a few percent."""
     wins = []
     for turn in turns:
         name = f"turn {turn['turn'] + 1} ({turn['kind']})"

@@ -41,7 +41,7 @@ class PythonCost:
 
 
 def measure_python(plan: PythonPlan, progress: Callable[[str], None]) -> PythonCost:
-    """Run the plan in this process on a random model."""
+    """In this process, on a random model."""
     with tempfile.TemporaryDirectory(prefix="agentcache-bench-") as folder:
         home = Path(folder)
         settings = {"model": str(random_model_path(home)), "max_concurrent_requests": plan.step.rows, "kv": "4"}
@@ -64,7 +64,7 @@ async def _measure(plan: PythonPlan, config: Config, progress: Callable[[str], N
 
 
 def python_rows(plan: PythonPlan, cost: PythonCost) -> list[dict[str, Any]]:
-    """Return table rows; `limit_ms` is None without a limit."""
+    """`limit_ms` is None without a limit."""
     step, match = cost.step, cost.match
     prompt, rows = (
         f"{match.prompt_tokens} tokens, {plan.match.agents} agents x {plan.match.lineages}",

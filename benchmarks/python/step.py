@@ -57,7 +57,7 @@ async def measure_step(plan: StepPlan, engine: AsyncEngine, app: App) -> StepCos
 
 
 async def _on_thread(engine: AsyncEngine, function: Callable[[Engine], T]) -> T:
-    """Call `function` on the engine thread between two steps."""
+    """Between two steps."""
     thread, result = engine._thread, Future[T]()
 
     def run() -> None:

@@ -16,7 +16,7 @@ from agentcache.kv.packed import dequantise, quantise
 from agentcache.kv.packing import Packing, Plain, Quantisation
 from agentcache.kv.precision import UNQUANTISED_BITS, LayerBits
 
-_CENTRED_TOKENS = 256  # tokens of a first block
+_CENTRED_TOKENS = 256  # of a first block
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Format:
         return cls(bits.keys, bits.values)
 
     def bits_a_value(self, full: int = 32) -> float:
-        """Return average bits per value, scales and biases included; `full` replaces None."""
+        """Average, scales and biases included; `full` replaces None."""
         return (self._bits(self.keys, full) + self._bits(self.values, full)) / 2
 
     def _bits(self, bits: int | None, full: int) -> float:
@@ -54,7 +54,6 @@ class Format:
         return Quantisation(bits, next(size for size in (self.group_size, 32) if dim % size == 0))
 
     def round(self, x: mx.array, bits: int | None) -> mx.array:
-        """Round [..., D] to the format and back."""
         if bits is None:
             return x
         packing = self.packing(bits, x.shape[-1])
@@ -62,7 +61,7 @@ class Format:
 
 
 class EmulatedCache:
-    """One layer's cache, with the interface of mlx-lm's."""
+    """With the interface of mlx-lm's cache of one layer."""
 
     def __init__(self, format: Format, window: int | None = None) -> None:
         self.format = format
@@ -95,7 +94,7 @@ class EmulatedCache:
         return create_causal_mask(N, self.offset, window_size=self._window)
 
     def spread(self, rows: int) -> EmulatedCache:
-        """Return a copy for `rows` rows that share the cached beginning."""
+        """A copy for `rows` rows that share the cached beginning."""
         made = EmulatedCache(self.format, self._window)
         assert self._held is not None
         keys, values = (mx.broadcast_to(each, (rows, *each.shape[1:])) for each in self._held)

@@ -23,7 +23,7 @@ from training.recall import recall_case
 
 # The training mixture without tools, which some templates reject.
 _MIXTURE = {"facts": 0.35, "negotiation": 0.2, "gossip": 0.1, "records": 0.25, "merging": 0.1}
-_COMPARED_EACH = 4  # every n-th position is compared
+_COMPARED_EACH = 4  # every n-th position
 _QUESTIONS = 24  # per conversation; asked one at a time
 
 Message = Mapping[str, str]
@@ -52,7 +52,6 @@ class Exam:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that perplexity covers."""
         return sum(len(each) - 1 for each in self.conversations)
 
     @property
@@ -61,7 +60,7 @@ class Exam:
 
 
 def write_exam(tokenizer: Tokenizer, seed: int, *, conversations: int, tasks: int, tokens: int) -> Exam:
-    """Write an exam; `tokens` is the length, and the distance from a fact to its question."""
+    """`tokens` is the length, and the distance from a fact to its question."""
     corpus = Corpus(DATA, seed)  # its tokenizer only measures lengths
     spoken = [corpus.write(_MIXTURE, tokens, "quality", index).rendered() for index in range(conversations)]
     cases = [recall_case(corpus, tokens, index, questions=_QUESTIONS) for index in range(tasks)]
@@ -113,13 +112,13 @@ class Answers:
         return float(self.found.mean())
 
     def divergence(self, reference: Answers) -> float:
-        """Return the mean KL divergence in nats."""
+        """Mean KL divergence in nats."""
         ours, theirs = self.logprobs, reference.logprobs
         return max(0.0, float((mx.exp(theirs) * (theirs - ours)).sum(axis=-1).mean().item()))
 
 
 def answer(model: nn.Module, exam: Exam, caches: Any) -> Answers:
-    """Run the exam on an mlx-lm model; `caches` returns empty caches, one per layer."""
+    """On an mlx-lm model; `caches` returns empty caches, one per layer."""
     losses, logprobs = zip(*(_read(model, each, caches()) for each in exam.conversations), strict=True)
     found = [found for task in exam.tasks for found in _find(model, task, caches())]
     return Answers(np.concatenate(losses), np.array(found), mx.concatenate(logprobs))
@@ -136,7 +135,7 @@ def _read(model: nn.Module, token_ids: Ids, caches: list[EmulatedCache]) -> tupl
 
 
 def _find(model: nn.Module, task: RecallTask, caches: list[EmulatedCache]) -> Iterator[bool]:
-    """Check answers by teacher forcing, which is equivalent to greedy decoding here."""
+    """By teacher forcing, which is equivalent to greedy decoding here."""
     model(mx.array(task.beginning)[None], cache=caches)
     longest = max(map(len, task.rows))
     padded = np.zeros((len(task.rows), longest), np.int64)

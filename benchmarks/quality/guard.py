@@ -83,9 +83,6 @@ def _open(plan: QualityPlan, cache_dir: Path, adapters: Mapping[str, Path], bits
         yield llm
 
 
-# -- divergences ----------------------------------------------------------------------------------------------------
-
-
 def _divergences(plan: QualityPlan, source: Path, scratch: Path) -> list[dict[str, Any]]:
     """Measure prompts in 4 and 8 bits, then the first prompt from the cache and after a restart."""
     made = {f"s{index}": _scaled(source, scratch / f"s{index}", factor) for index, factor in enumerate(_MEASURED)}
@@ -120,9 +117,6 @@ def _divergence_table(rows: Sequence[Mapping[str, Any]]) -> ResultTable:
     }
     formats = dict.fromkeys(("divergence", "truth", "first", "hit", "restarted"), ".4f")
     return ResultTable("sharing_guard", "What the guard says", columns, list(map(dict, rows)), formats)
-
-
-# -- answers --------------------------------------------------------------------------------------------------------
 
 
 def _losses(plan: QualityPlan, folders: Path, scratch: Path, progress: Callable[[str], None]) -> Iterator[Loss]:

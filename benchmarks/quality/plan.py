@@ -15,7 +15,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class QualityPlan:
-    """Parameters of a run.
+    """Parameters.
 
     Args:
         parts: names of `PARTS`.
@@ -41,7 +41,7 @@ class QualityPlan:
 
 @dataclass(frozen=True)
 class Part:
-    """One part; `plots` by suffix of the file name."""
+    """`plots` by suffix of the file name."""
 
     measure: Callable[[QualityPlan, Progress], list[ResultTable]]
     plots: dict[str, Callable[[Report, Path], None]] = field(default_factory=dict)

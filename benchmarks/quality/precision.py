@@ -144,7 +144,7 @@ def measure_precision(plan: QualityPlan, progress: Callable[[str], None]) -> lis
 
 
 def _copies(model: nn.Module) -> Mapping[str, Callable[[], None]]:
-    """Return functions that turn each copy into the next one, in place."""
+    """Functions that turn each copy into the next one, in place."""
     return {
         PLAIN: lambda: None,
         OUTLIERS: partial(add_outliers, model),

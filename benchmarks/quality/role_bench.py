@@ -31,7 +31,7 @@ UNLIMITED = 1e6  # no fallback to exact
 
 
 def roles_folder(plan: QualityPlan) -> Path:
-    """Return the folder of KIND/ROLE adapters; by default those of `python -m training roles`."""
+    """KIND/ROLE adapters; by default those of `python -m training roles`."""
     return Path(plan.adapters[0]) if plan.adapters else TRAINED
 
 
@@ -77,7 +77,7 @@ class Laboratory:
         return list(self.base.tokenizer.encode(self.base.tokenizer.render_chat(list(messages))).ids)
 
     def reply(self, messages: Sequence[dict[str, str]], writer: str | None, reader: str) -> str:
-        """Return the answer of `reader` on the cache of `writer`; `reader` computes the last prompt token."""
+        """The answer of `reader` on the cache of `writer`; `reader` computes the last prompt token."""
         ids = self.prompt(messages)
         caches, said = self.prefix(ids[:-1], writer), [ids[-1]]
         while len(said) <= MAX_TOKENS:

@@ -97,9 +97,6 @@ def measure_sharing(plan: QualityPlan, progress: Callable[[str], None]) -> list[
         return [_by_way(answers), _by_role(answers), *guard, _similarity(plan, folders)]
 
 
-# -- through the server -------------------------------------------------------------------------------------------
-
-
 def _served(plan: QualityPlan, folders: Path, scratch: Path, progress: Callable[[str], None]) -> Iterator[Answer]:
     found = adapters_of(folders)
     names = {key: f"{key[0].value}-{key[1]}" for key in found}
@@ -118,7 +115,7 @@ def _served(plan: QualityPlan, folders: Path, scratch: Path, progress: Callable[
         for num_tokens in lengths_of(plan):
             progress(f"sharing: conversations of about {num_tokens} tokens")
             for index, case in enumerate(cases_of(plan, num_tokens)):
-                own = llm.chat(list(case.messages), GREEDY).text  # base's answer is the same for all roles
+                own = llm.chat(list(case.messages), GREEDY).text  # the same for all roles
                 yield from (_judged(BASE, role, num_tokens, (index, case), own) for role in roles)
                 progress(f"  question {index + 1}")
                 pairs = [(way, role) for way, role in asked if index % way.every == 0]
@@ -146,9 +143,6 @@ def _reused(plan: QualityPlan, folders: Path, progress: Callable[[str], None]) -
                     answer = _judged(way, BY_NAME[name], num_tokens, (number, case), said)
                     progress(f"  {way}, {name}: F1 {answer.f1:.0%} {answer.text!r}")
                     yield answer
-
-
-# -- tables ---------------------------------------------------------------------------------------------------------
 
 
 def _by_way(answers: Sequence[Answer]) -> ResultTable:
@@ -186,7 +180,7 @@ def _by_way(answers: Sequence[Answer]) -> ResultTable:
 
 
 def _changes(mine: Sequence[Answer], theirs: Sequence[Answer]) -> list[float]:
-    """Return the change of F1 per question, averaged over roles."""
+    """Change of F1 per question, averaged over roles."""
     before = {(answer.num_tokens, answer.case, answer.role): answer.f1 for answer in theirs}
     by_question: dict[tuple[int, int], list[float]] = defaultdict(list)
     for answer in mine:
@@ -207,7 +201,7 @@ def _by_role(answers: Sequence[Answer]) -> ResultTable:
 
 
 def _similarity(plan: QualityPlan, folders: Path) -> ResultTable:
-    """Return cosines of roles' and base's KV and hidden states by layer, as in ForkKV and LRAgent."""
+    """Cosines of roles' and base's KV and hidden states by layer, as in ForkKV and LRAgent."""
     laboratory = laboratory_of(plan, roles_of(folders, Kind.FAMILY))
     ids = laboratory.prompt(cases_of(plan, lengths_of(plan)[-1])[0].messages)
 

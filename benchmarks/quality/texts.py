@@ -57,7 +57,7 @@ _NOTES = (
 
 
 def read_formats(names: str) -> tuple[str, ...]:
-    """Parse comma-separated `--kv` settings. Raises ConfigError."""
+    """Raises ConfigError."""
     formats = tuple(name.strip() for name in names.split(","))
     known = (*BITS, AUTO)
     if unknown := set(formats) - set(known):
@@ -67,7 +67,7 @@ def read_formats(names: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Reading:
-    """One text in one format, in nats: losses after the first token, divergences from 16 bits at all positions."""
+    """In nats: losses after the first token, divergences from 16 bits at all positions."""
 
     losses: np.ndarray
     divergences: np.ndarray
@@ -87,8 +87,6 @@ class Mean:
 
 
 class TextBench:
-    """A model that reads texts in any KV precision."""
-
     def __init__(self, folder: Path, texts: Mapping[str, Path], num_tokens: int) -> None:
         read = read_model(str(folder))
         read.evaluate()
@@ -115,13 +113,13 @@ class TextBench:
         return Measured(self._sample)(self._model, self._survey)
 
     def size(self, precision: Precision) -> tuple[float, int]:
-        """Return bits per value, scales and biases included, and bytes per token."""
+        """Bits per value, scales and biases included, and bytes per token."""
         spec = self._survey.kept_in(precision).spec(self._config["model_type"], self._config)
         values = sum(each.num_kv_heads * (each.key_dim + each.value_dim) for each in self._survey.layers)
         return 8 * spec.bytes_per_token / values, spec.bytes_per_token
 
     def read(self, formats: Sequence[str]) -> Iterator[tuple[str, str, Precision, Reading]]:
-        """Yield text, format, precision and reading; 16 bits come first for each text."""
+        """16 bits come first for each text."""
         for text, ids in self.texts.items():
             expected: mx.array | None = None
             for name in dict.fromkeys((_REFERENCE, *formats)):
@@ -135,7 +133,7 @@ class TextBench:
 
 
 def name_files(files: Sequence[str]) -> dict[str, Path]:
-    """Map names to files; files with equal names are named by path."""
+    """Files with equal names are named by path."""
     names = Counter(Path(file).name for file in dict.fromkeys(files))
     return {Path(file).name if names[Path(file).name] == 1 else file: Path(file) for file in files}
 

@@ -38,7 +38,7 @@ _WARM_UP = 4
 
 @dataclass(frozen=True)
 class RealSizePlan:
-    """Parameters of the benchmark.
+    """Parameters.
 
     Args:
         shape: changes to the embedded model's config for random weights.

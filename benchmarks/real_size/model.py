@@ -57,7 +57,7 @@ def make_model(folder: Path, shape: dict[str, Any], bits: int) -> None:
 
 
 def _is_word(vocab_size: int) -> mx.array:
-    """Return 1 for each word with a leading space, else 0."""
+    """1 for each word with a leading space, else 0."""
     vocabulary = json.loads(embedded_file("tokenizer.json"))["model"]["vocab"]
     words = [number for token, number in vocabulary.items() if token[:1] == "Ġ" and token[1:].isalpha()]
     return mx.zeros(vocab_size).at[mx.array(words)].add(1.0)

@@ -29,7 +29,7 @@ class Paged:
         self.context = 0
 
     def fill(self, rows: int, context: int, room: int, shared: bool = False) -> None:
-        """Allocate rows of `context` tokens plus `room`; `shared` rows have all full context blocks in common."""
+        """Rows of `context` tokens plus `room`; `shared` rows have all full context blocks in common."""
         common = context // BLOCK_SIZE if shared else 0
         own = -(-(context + room) // BLOCK_SIZE) - common
         for pool in self.pools:
@@ -42,7 +42,7 @@ class Paged:
         self.runner.evaluate()
 
     def steps(self, count: int) -> Iterator[None]:
-        """Run steps; like the engine, start each before reading the previous token."""
+        """Like the engine, start each step before reading the previous token."""
         token, started = mx.zeros((len(self.tables), 1), mx.int32), self.runner.start()
         for length in range(self.context, self.context + count):
             lengths = [length] * len(self.tables)
@@ -81,7 +81,7 @@ class Bare:
         mx.eval([cache.state[:2] for cache in self.caches])
 
     def steps(self, count: int) -> Iterator[None]:
-        """Run steps as `mlx_lm.generate` does."""
+        """As `mlx_lm.generate` does."""
         token = mx.zeros((self.rows, 1), mx.int32)
         for _ in range(count):
             before, token = token, mx.argmax(self.model(token, cache=self.caches)[:, -1:], axis=-1).astype(mx.int32)

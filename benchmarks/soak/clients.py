@@ -62,7 +62,7 @@ def words(rng: random.Random, count: int) -> str:
 
 @dataclass(frozen=True)
 class Sharing:
-    """Residual sharing; `allowed` if `--max-divergence` is above 0."""
+    """`allowed` if `--max-divergence` is above 0."""
 
     adapters: tuple[str, ...]
     allowed: bool
@@ -123,8 +123,6 @@ class Client:
         }
         [action] = self._rng.choices(list(actions), list(actions.values()))
         return action
-
-    # -- turns --------------------------------------------------------------------------------------------------------
 
     def _agent(self) -> str:
         kind = "fork" if self._rng.random() < 0.3 else "shared"
@@ -246,7 +244,7 @@ class Client:
         return said
 
     async def _ask_own(self, what: str, messages: list[dict[str, str]]) -> dict[str, Any] | None:
-        """Send a request of its own agent. A side request is another lineage and must not evict the first."""
+        """A side request is another lineage and must not evict the first."""
         body = {"messages": messages, "agent": self._own_agent, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
         body["agentcache"] = {"return_token_ids": True}
         answer = await self._http.post("/v1/chat/completions", json=body)
@@ -256,8 +254,6 @@ class Client:
         self._check_policy(said)
         self._note(DIALECTS[0], said)
         return said
-
-    # -- rudeness -----------------------------------------------------------------------------------------------------
 
     async def _leave(self) -> None:
         dialect = self._rng.choice(DIALECTS)
@@ -292,8 +288,6 @@ class Client:
         answer = await self._http.post("/v1/completions", json=broken)
         self._allowed("blunder", answer, {(400, "invalid_request")} | _BUSY)
 
-    # -- agents -------------------------------------------------------------------------------------------------------
-
     async def _fork(self) -> None:
         source, copy = self._agent(), f"fork-{self._rng.randrange(NUM_FORKS)}"
         answer = await self._http.post(f"/v1/agents/{source}/fork", json={"id": copy})
@@ -317,10 +311,8 @@ class Client:
         path = self._rng.choice(("/v1/agents", "/v1/cache/stats", "/metrics", "/v1/models"))
         self._allowed("look", await self._http.get(path), {(200, "")})
 
-    # -- what came back -----------------------------------------------------------------------------------------------
-
     def _allowed(self, what: str, answer: httpx.Response, allowed: set[tuple[int, str]]) -> bool:
-        """Return whether the answer is a success; complain if its status is not allowed."""
+        """Whether the answer is a success; complain if its status is not allowed."""
         code = "" if answer.is_success else _code_of(answer)
         self._count(what, answer.status_code, code, allowed)
         return answer.is_success

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.soak.watch import Sample
 
 NEARLY = 0.1  # allowed gap in log probability to the likeliest token
-MAX_WAYS = 64  # ways to cut a prompt
+MAX_WAYS = 64  # to cut a prompt
 _MAX_CUTS = 6
 _TOP = 20
 
@@ -41,7 +41,7 @@ class Verdict:
 
 
 class Judge:
-    """Judge of samples on a server without other load; `max_ways` cuts are tried before an answer is wrong."""
+    """On a server without other load; `max_ways` cuts are tried before an answer is wrong."""
 
     def __init__(self, ask: Ask, seed: int = 0, max_ways: int = MAX_WAYS) -> None:
         self._ask = ask
@@ -67,7 +67,7 @@ class Judge:
         return max(max(top.values()) - one for one, top in zip(chosen, tops, strict=True)), texts
 
     def _in_pieces(self, sample: Sample, texts: Sequence[str], limit: float) -> float:
-        """Return the gap after a random cut, token by token; stop once it reaches `limit`."""
+        """After a random cut, token by token; stops once the gap reaches `limit`."""
         self._num_salts += 1
         # A new salt prevents reuse of cached blocks.
         cache = {"agentcache": {"salt": f"cut {self._num_salts}"}, **sample.asked}

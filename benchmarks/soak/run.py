@@ -44,7 +44,7 @@ GROWTH = 1.05
 
 @dataclass(frozen=True)
 class SoakPlan:
-    """Parameters of a soak.
+    """Parameters.
 
     Args:
         seconds: load before and after the SIGKILL together.
@@ -77,7 +77,7 @@ class SoakPlan:
 
 @dataclass
 class SoakReport:
-    """Results; `failures` is empty on success."""
+    """`failures` is empty on success."""
 
     failures: list[str] = field(default_factory=list)
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -117,7 +117,7 @@ _Half = Callable[[ServerProcess, float], Awaitable[bool]]  # returns whether it 
 
 
 class Soak:
-    """One soak in its own folder; call `run` once."""
+    """In its own folder; call `run` once."""
 
     def __init__(self, plan: SoakPlan, folder: Path) -> None:
         self._plan = plan
@@ -154,10 +154,8 @@ class Soak:
         options = [*budgets, "--kv", self._plan.kv, *self._plan.sharing_options]
         return ServerProcess(cache_dir, self._folder / "server.log", model=self._plan.model, extra=options)
 
-    # -- load ---------------------------------------------------------------------------------------------------------
-
     def _run_beside(self, server: ServerProcess, half: _Half, seconds: float) -> None:
-        """Run one half with a health watch, on a low-priority thread."""
+        """With a health watch, on a low-priority thread."""
         with HealthWatch(httpx.URL(server.client.url).port or 80) as watch, start_blocking_portal() as portal:
             portal.call(_yield_the_processor)
             killed = portal.call(half, server, seconds)
@@ -244,8 +242,6 @@ class Soak:
         lossy = numbers.policies["residual"]
         self._report.require(bool(self._plan.max_divergence) or not lossy, f"{lossy} answers were lossy")
 
-    # -- reckoning ----------------------------------------------------------------------------------------------------
-
     async def _check_confirmed(self, http: httpx.AsyncClient) -> None:
         for agent, tokens in self._observed.confirmed.items():
             answer = await http.get(f"/v1/agents/{agent}")
@@ -313,7 +309,7 @@ class Soak:
 
 
 async def _yield_the_processor() -> None:
-    """Lower the priority of this thread (Linux); clients on the server's cores would dominate the times."""
+    """Linux only. Clients on the server's cores would dominate the times."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
