@@ -37,12 +37,19 @@ from agentcache.store.manifest import (
     valid_lineage,
 )
 from agentcache.store.rebuild import Rebuilt, read_hint, rebuild
-from agentcache.store.transcript_log import Content, LogEnd, extend_log, least_bytes, parse_log, start_log
+from agentcache.store.transcript_log import (
+    MAX_LOG_BYTES,
+    Content,
+    LogEnd,
+    extend_log,
+    least_bytes,
+    parse_log,
+    start_log,
+)
 
 logger = logging.getLogger("agentcache.store")
 
 _LOG_NAME = re.compile(r"(.+)\.([0-9]+)\.log")
-_MAX_LOG_BYTES = 1 << 32
 
 
 @dataclass(frozen=True)
@@ -171,7 +178,10 @@ class AgentFolder:
         """Read all lineages, once. Unavailable files are not touched.
 
         Damaged lineages of the served model are rebuilt or, if nothing is provable, quarantined.
-        Logs without a manifest are removed. The callback may release the transcript from RAM.
+        Logs whose manifest is neither here nor in quarantine are removed.
+
+        Args:
+            take: callback for each; may release the transcript from RAM.
         """
         if self._loaded:
             return
@@ -180,7 +190,8 @@ class AgentFolder:
             self._load(name)
             if name in self._agents:
                 take(self._agents[name])
-        for name in self._agents.keys() | (self._generations.keys() - listed):
+        quarantined = {name.removesuffix(".json") for _, name in self._usage.quarantined_files()}
+        for name in self._agents.keys() | (self._generations.keys() - listed - quarantined):
             self._remove_logs(name)
         self._loaded = True
 
@@ -229,7 +240,7 @@ class AgentFolder:
     def _read_content(self, manifest: Manifest) -> Content:
         path = self._log_path(manifest.name, manifest.log.generation)
         try:
-            log = self._read_whole(path, _MAX_LOG_BYTES)
+            log = self._read_whole(path, MAX_LOG_BYTES)
         except NotAFile as error:  # the log may return
             raise FileUnavailable(self._files.describe(path, error)) from error
         with _unless_short_of_memory(manifest.name):
@@ -290,7 +301,7 @@ class AgentFolder:
 
     def _read_log(self, name: str, generation: int) -> bytes | None:
         with suppress(WrongFile, FileNotFoundError):
-            return self._read_whole(self._log_path(name, generation), _MAX_LOG_BYTES)
+            return self._read_whole(self._log_path(name, generation), MAX_LOG_BYTES)
         return None
 
     def _last_change(self, name: str) -> float:

@@ -19,8 +19,8 @@ from agentcache.store.atomic import TEMP_SUFFIX, replace_file
 from agentcache.store.cache_files import CacheFiles, WrongFile
 from agentcache.store.disk_budget import HINT, DiskBudget, automatic_budget, explicit_budget
 
-AGENTS = "agents"
-_BLOCKS, _QUARANTINE = "blocks", "quarantine"
+AGENTS, QUARANTINE = "agents", "quarantine"
+_BLOCKS = "blocks"
 
 logger = logging.getLogger("agentcache.store")
 
@@ -47,7 +47,7 @@ class DiskUsage:
         self.read = 0
         self.quarantined = 0
         self._files = files
-        self._quarantine = files.root / _QUARANTINE
+        self._quarantine = files.root / QUARANTINE
         self._sizes: dict[str, int] = {}
         self._kinds: dict[str, str] = {}  # of blocks other than base KV
         self._by_kind: Counter[str] = Counter()
@@ -113,7 +113,7 @@ class DiskUsage:
 
     @property
     def by_kind(self) -> dict[str, int]:
-        return {kind: self._by_kind[kind] for kind in (BASE_CACHE, RESIDUAL, STATE, AGENTS, _QUARANTINE)}
+        return {kind: self._by_kind[kind] for kind in (BASE_CACHE, RESIDUAL, STATE, AGENTS, QUARANTINE)}
 
     def bytes_of(self, kind: str) -> int:
         return self._by_kind[kind]
@@ -150,6 +150,12 @@ class DiskUsage:
         """Delete a file; return its size."""
         self._files.remove(path)
         return self.forget(path)
+
+    def move(self, source: Path, target: Path) -> None:
+        """Rename a file; not durable yet. Raises OSError."""
+        self._files.rename(source, target)
+        self.forget(source)
+        self.refresh(target)
 
     def forget(self, path: Path | str) -> int:
         """Record that a file is gone; return its size."""
@@ -220,21 +226,24 @@ class DiskUsage:
         if moved:
             self._count(reason, moved[0])
 
+    def quarantined_files(self) -> list[tuple[str, str]]:
+        """Paths in quarantine with the files' original names."""
+        return [(path, os.path.basename(path).rpartition(".")[0]) for path in self.paths(self._quarantine)]
+
     def has_quarantined(self, *suffixes: str) -> bool:
-        names = (path.rpartition(".")[0] for path in self.paths(self._quarantine))
-        return any(name.endswith(suffixes) for name in names)
+        return any(name.endswith(suffixes) for _, name in self.quarantined_files())
 
     def remove_quarantined(self, is_meant: Callable[[str], bool]) -> None:
         """Delete quarantined files by original name. Raises OSError."""
-        for path in list(self.paths(self._quarantine)):
-            if is_meant(path.rpartition("/")[2].rpartition(".")[0]):
+        for path, name in self.quarantined_files():
+            if is_meant(name):
                 self.remove(path)
 
     def empty_quarantine(self) -> int:
         """Delete all quarantined files; return the bytes freed."""
-        before = self.bytes_of(_QUARANTINE)
+        before = self.bytes_of(QUARANTINE)
         self._empty_quarantine()
-        return before - self.bytes_of(_QUARANTINE)
+        return before - self.bytes_of(QUARANTINE)
 
     def quarantine_copy(self, reason: str, path: Path, max_bytes: int) -> None:
         """Copy a file to quarantine, since it must stay until replaced; move an irregular one. Raises OSError."""

@@ -15,8 +15,8 @@ from agentcache.store.archive import ArchiveWriter, block_kind
 from agentcache.store.cache_files import CacheFiles
 from agentcache.store.manifest import MAX_MANIFEST_BYTES, agent_of, decode_manifest
 from agentcache.store.model_names import folder_of, identity_of
-from agentcache.store.transcript_log import parse_log
-from agentcache.store.verify import MAX_BLOCK_BYTES, MAX_LOG_BYTES, examine_block
+from agentcache.store.transcript_log import MAX_LOG_BYTES, parse_log
+from agentcache.store.verify import MAX_BLOCK_BYTES, examine_block
 
 _TRIES = 5  # a server may be changing the agent
 

@@ -19,7 +19,7 @@ from agentcache.errors import BrokenInvariant
 from agentcache.names import is_name
 from agentcache.store.atomic import Fault, replace_file
 from agentcache.store.cache_files import CacheFiles
-from agentcache.store.disk_usage import AGENTS
+from agentcache.store.disk_usage import AGENTS, QUARANTINE
 
 LABEL = "model"  # earlier versions read *.json as manifests
 _VERSION = 1
@@ -140,7 +140,11 @@ def _folders(files: CacheFiles) -> Sequence[str]:
 
 def _has_agents(files: CacheFiles, name: str) -> bool:
     try:
-        return any(entry.endswith(".json") for entry, _ in files.list_folder(files.root / AGENTS / folder_of(name)))
+        entries = files.list_folder(files.root / AGENTS / folder_of(name))
+        if any(entry.endswith(".json") for entry, _ in entries):
+            return True
+        # An earlier release may have quarantined them all.
+        return any(".json." in entry for entry, _ in files.list_folder(files.root / QUARANTINE))
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:  # opening the store reports it

@@ -205,9 +205,7 @@ class ResponseFiles:
             source, target = folder / f"{agent}{SUFFIX}", self._path(agent)
             if agent.casefold() not in known:
                 with suppress(OSError):  # the next start retries
-                    self._files.rename(source, target)
-                    self._usage.forget(source)
-                    self._usage.refresh(target)
+                    self._usage.move(source, target)
                     self._know(agent)
                     known.add(agent.casefold())
 

@@ -38,6 +38,7 @@ from agentcache.store.lineage_check import ServedCache
 from agentcache.store.lock import FolderLock
 from agentcache.store.manifest import AgentRecord, agent_of
 from agentcache.store.model_names import ModelNames, folder_of, write_labels
+from agentcache.store.quarantined_agents import QuarantinedAgents
 from agentcache.store.response_files import ResponseFiles
 from agentcache.store.saved_agents import SavedAgents
 
@@ -109,12 +110,12 @@ class Store:
             )
             self._lock = FolderLock(self._files)
             try:
-                self._take_stock()
+                self._take_stock(restores=True)
             except BaseException:
                 self._lock.release()
                 raise
 
-    def _take_stock(self) -> None:
+    def _take_stock(self, *, restores: bool = False) -> None:
         for folder in (self._block_dir, self._agent_dir.parent, self._agent_dir):
             self._files.make_folder(folder)
         write_labels(self._files, self._names, self._fault)
@@ -125,6 +126,8 @@ class Store:
         models, self._unavailable_models = self.usage.adopt_agents(self._agent_dir.parent)
         if (reason := self._unavailable_models.get(self._agent_dir.name)) is not None:
             raise StoreError(f"the agents of the served model cannot be read: {self._agent_dir.parent}: {reason}")
+        if restores:
+            QuarantinedAgents(self._files, self.usage, models, self._served_by).restore()
         folders = {path.name: self._agent_folder(path) for path in models}
         self.usage.measure()
         self._agents = SavedAgents(folders, self._model, self._spec.digest, self._blocks)
@@ -141,9 +144,12 @@ class Store:
         self._folders = self._identities()
 
     def _agent_folder(self, path: Path) -> AgentFolder:
-        is_served = path.name in map(folder_of, (self._names.current, *self._names.former))
-        served = self._served if is_served else None
-        return AgentFolder(self._files, path, self.usage, self._fault, served)
+        return AgentFolder(self._files, path, self.usage, self._fault, self._served_by(path))
+
+    def _served_by(self, folder: Path) -> ServedCache | None:
+        """The served cache if the folder is of the served model."""
+        is_served = folder.name in map(folder_of, (self._names.current, *self._names.former))
+        return self._served if is_served else None
 
     # --- folders that are removed while in use ---
 

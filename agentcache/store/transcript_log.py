@@ -23,6 +23,7 @@ from agentcache.blocks.keys import BASE_CACHE, FORMAT_VERSION
 from agentcache.blocks.transcript import Transcript
 from agentcache.errors import BlockRejected, FileUnavailable
 
+MAX_LOG_BYTES = 1 << 32
 _CHECKSUM_CHARS = 32
 _EMPTY = Transcript("", array("I"), array("I"), ())
 

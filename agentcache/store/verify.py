@@ -28,12 +28,11 @@ from agentcache.store.block_file import refuse_newer
 from agentcache.store.cache_files import CacheFiles, IsLink
 from agentcache.store.lineage_check import check_lineage
 from agentcache.store.manifest import MAX_MANIFEST_BYTES, Manifest, SavedCache, decode_manifest
-from agentcache.store.transcript_log import parse_log
+from agentcache.store.transcript_log import MAX_LOG_BYTES, parse_log
 
 T = TypeVar("T")
 
 MAX_BLOCK_BYTES = 1 << 30
-MAX_LOG_BYTES = 1 << 32
 MAX_HEADER_BYTES = 1 << 20
 
 _CHECKSUM = '"checksum":"{}"'
