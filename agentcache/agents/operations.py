@@ -131,8 +131,6 @@ class AgentOperations:
             _set_to(self._as_far_as_saved(copy), adapter, policy)
             for copy in self._agents.fork(agent_id, new_id, lineage)
         ]
-        for name in sources:
-            self._in_use.hold_lineage(name)
 
         def settle(saved: Saved) -> None:
             for name in sources:
@@ -143,8 +141,9 @@ class AgentOperations:
             done(saved)
 
         saved_all = when_all(len(copies), settle)
-        for copy in copies:
-            self._persistence.save_record(copy, saved_all)
+        with self._persistence.holding(sources):
+            for copy in copies:
+                self._persistence.save_record(copy, saved_all)
 
     def _as_far_as_saved(self, record: AgentRecord) -> AgentRecord:
         """Drop blocks outside the transcript, which an unsaved turn may have changed."""

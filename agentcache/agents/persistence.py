@@ -132,13 +132,13 @@ class Persistence:
             for index in block.groups
             if is_wanted(block.node, index) and sequence.tables[index].has(block.node.position)
         ]
-        with self._holding(blocks=_names(blocks, cache)):
+        with self.holding(blocks=_names(blocks, cache)):
             if targets:
                 write = partial(self._disk.write, self.jobs.copy_out(targets), [target.name for target in targets])
                 self.jobs.submit(write, targets, lambda outcome: written(outcome.num_bytes))
 
     @contextmanager
-    def _holding(self, lineages: Sequence[str] = (), blocks: Sequence[BlockName] = ()) -> Iterator[None]:
+    def holding(self, lineages: Sequence[str] = (), blocks: Sequence[BlockName] = ()) -> Iterator[None]:
         """Pin for a job queued inside, which unpins at its end; an exception unpins at once."""
         for name in lineages:
             self._in_use.hold_lineage(name)
@@ -374,7 +374,7 @@ class Persistence:
             self._in_use.let_lineage_go(record.name)
             done(self._saved(record, outcome))
 
-        with self._holding(lineages=[record.name]):
+        with self.holding(lineages=[record.name]):
             self.jobs.submit(partial(self._disk.commit, SavedTurn(record)), settle=settle)
 
     def bring_in(self, archive: ArchivedAgent, done: Callable[[Saved], None]) -> None:
@@ -397,7 +397,7 @@ class Persistence:
                 self.keep_bound(max(archive.records, key=lambda record: record.last_used))
             done(Saved(outcome.num_bytes, outcome.error))
 
-        with self._holding([record.name for record in archive.records], archive.names):
+        with self.holding([record.name for record in archive.records], archive.names):
             for record in archive.records:
                 self._disk.files.learn_names(record)
             self.jobs.submit(partial(self._disk.bring_in, archive), settle=settle)

@@ -147,6 +147,31 @@ def test_who_reads_moves_out_of_the_others_share() -> None:
     caches.check()
 
 
+def test_a_slot_that_a_file_is_being_read_into_stays_where_it_is() -> None:
+    """The reader knows the slot by its number: moved, the file would overwrite what comes to lie there."""
+    caches = Caches()
+    *running, last = [each for seed in range(9) if (each := run(caches.base, 3, seed)) is not None]
+    assert caches.base.allocator.capacity_bytes > BUDGET - SHARE
+    ids = list(last.token_ids)
+    for block in caches.base.close(last):
+        for index in tuple(block.node.block_ids):
+            caches.base.mark_stored(block.node, index)
+        caches.base.slots.evict(block.node)
+    loading = caches.base.open(ROOT, caches.base.match_prefix(ROOT, ids, len(ids)))
+    slots = {(load.group, load.node): load.block_id for load in loading.loads}
+    assert max(slots.values()) > max(slot for each in running for slot in each.tables[0].block_ids)
+    for sequence in running:
+        caches.base.close(sequence)
+    for seed in range(8):  # which may find too little room
+        if (sequence := run(caches.adapters[0], 6, seed)) is not None:
+            caches.adapters[0].close(sequence)
+    for (index, node), slot in slots.items():
+        assert loading.tables[index].block_id(node.position) == slot
+        assert slot < caches.base.slots.pools[index].capacity
+    caches.base.abandon(loading)
+    caches.check()
+
+
 def test_what_was_used_least_recently_makes_room_wherever_it_lies() -> None:
     caches = Caches()
     fill(caches.base, 9, 3)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from agentcache.agents.disk import Committed, Disk, SavedTurn
+from agentcache.agents.durable_lineages import DurableLineages
 from agentcache.agents.in_use import InUse
 from agentcache.blocks.keys import BASE_CACHE, BlockName, block_key, residual_cache
 from agentcache.store.archived_agent import read_archive
@@ -408,3 +409,31 @@ def test_what_another_lineage_still_names_is_not_deleted(tmp_path: Path) -> None
         disk.clean_up()
         assert outcome.error is None and outcome.deleted == []
         assert all(map(disk.files.has, second.block_names))
+
+
+def test_room_is_made_of_a_newer_lineage_while_a_turn_extends_the_older_one(ram_path: Path) -> None:
+    old = make_record("a", make_transcript(600, seed=1), last_used=2.0)
+    new = make_record("b", make_transcript(600, seed=2), last_used=3.0)
+    with open_store(ram_path) as store:
+        for record in (old, new):
+            store.write_blocks(make_turn(record))
+            store.save_agent(record)
+    with open_store(ram_path, disk_budget=size_on_disk(ram_path) - 1) as store:
+        in_use = InUse()
+        in_use.hold_lineage("a")
+        outcome = Disk(store, store.load_agents(), in_use, lambda cache: False).tidy()
+        assert outcome.error is None and store.usage.free >= 0
+        assert [reduced.before.name for reduced in outcome.reduced] == ["b"]
+
+
+def test_a_conversation_that_has_grown_is_no_longer_the_first_to_go() -> None:
+    lineages = DurableLineages(InUse(), lambda cache: False)
+    main = make_record("a", make_transcript(300), last_used=1.0)
+    side = make_record("a", make_transcript(900, seed=1), lineage="a1", last_used=2.0)
+    for record in (main, side):
+        lineages.put(record)
+    assert lineages.stalest(now=5.0) is main
+    lineages.put(make_record("a", make_transcript(900), last_used=3.0))
+    assert lineages.stalest(now=5.0) is side
+    lineages.remove(side.name)
+    assert lineages.staleness(main, now=5.0) == 4.0

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agentcache.agents.block_files import BlockFiles
 from agentcache.agents.commit import is_wanted
+from agentcache.agents.disk import Committed
+from agentcache.agents.durable_lineages import Reduced
 from agentcache.agents.index import lay_out
 from agentcache.agents.residuals import ResidualTurn
 from agentcache.agents.saved import Saved
-from agentcache.blocks.keys import BASE_CACHE, BlockName, block_key
+from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, BlockName, block_key
 from agentcache.store.archive import ArchiveRejected
 from agentcache.store.archived_agent import read_archive
 from agentcache.store.export import export_agent
 from agentcache.store.model_names import ModelNames
 from agentcache.store.verify import verify_folder
+from agentcache.store.writer import Writer
 from tests.kv.forge import Forgery
 from tests.kv.store_cases import MODEL, RESIDUAL_SPEC, SPEC, open_store
 from tests.serving.residual_damage import RESIDUAL_DAMAGE, damage_residuals
@@ -396,6 +400,88 @@ def test_a_turn_that_cannot_be_queued_has_not_happened(ram_path: Path, monkeypat
                     made.turn(agent, ids)
                 made.in_use.let_lineage_go(agent)  # as the turn's own end does
         assert made.record("alice") == before and made.agents.known("bob") == ()
+
+
+@pytest.mark.parametrize("job", ["early blocks", "fork"])
+def test_a_job_that_cannot_be_queued_pins_nothing_and_is_written_later(
+    job: str, ram_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the disk keeps what no agent needs, and later turns name blocks that are never written."""
+    with desk(ram_path) as made:
+        made.turn("alice", IDS, None)
+
+        submit = Writer.submit
+
+        def fail(writer: Writer, run: Any, done: Any, num_bytes: int = 0) -> None:
+            if job == "fork" or num_bytes:
+                raise RuntimeError("no memory")
+            submit(writer, run, done)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Writer, "submit", fail)
+            with pytest.raises(RuntimeError, match="no memory"):
+                if job == "fork":
+                    made.operations.fork("alice", "bob", lambda saved: None)
+                else:
+                    made._compute(made.caches.base, make_ids(300, seed=8))
+        made.check_nothing_is_held()
+        assert not made.persistence.jobs.is_writing
+        assert made.turn("carl", make_ids(300, seed=8), None).error is None
+    assert verify_folder(ram_path).missing_blocks == 0
+
+
+def test_a_saved_turn_leaves_the_pins_of_other_work_on_its_lineage(ram_path: Path) -> None:
+    """A fork of the agent that is still under way counts on the blocks."""
+    with desk(ram_path) as made:
+        made.turn("alice", IDS, None)
+        made.in_use.hold_lineage("alice")
+        made.turn("alice", LONGER, None)
+        assert made.in_use.has_lineage("alice")
+        made.in_use.let_lineage_go("alice")
+
+
+def test_a_lineage_that_was_saved_again_survives_the_news_that_the_old_one_was_dropped(ram_path: Path) -> None:
+    with desk(ram_path) as made:
+        made.turn("alice", IDS, None)
+        old = made.record("alice")
+        made.turn("alice", LONGER, None)
+        new = made.record("alice")
+        made.persistence.jobs.apply(Committed(reduced=[Reduced(old, old.without_blocks())]))
+        made.persistence.jobs.apply(Committed(removed=[old]))
+        assert made.record("alice") == new
+        assert made.info("alice").cache_state == "hot"
+
+
+def test_a_block_that_is_written_again_stays_in_ram_when_its_old_file_goes(ram_path: Path) -> None:
+    """A longer conversation has outgrown this tail, and another one ends with it."""
+    with desk(ram_path) as made:
+        made.turn("alice", LONGER, None)
+        made.turn("bob", IDS, None)
+        tail = next(node for node in made.caches.base.prefix.tree.walk() if node.num_tokens == 600 % BLOCK_SIZE)
+        before = dict(tail.block_ids)
+        tail.pending.update(before)
+        made.persistence.jobs.apply(Committed(deleted=[BlockName(tail.chain, group) for group in before]))
+        tail.pending.clear()
+        assert before and tail.block_ids == before
+
+
+def test_an_agent_is_saved_up_to_the_block_whose_end_only_another_agent_has(ram_path: Path) -> None:
+    """Its own tail is lost. The longer tail of the other agent holds the same tokens, but under another address."""
+    with desk(ram_path) as made:
+        made.turn("alice", IDS, None)
+        made.turn("bob", LONGER, None)
+        tree, record = made.caches.base.prefix.tree, made.record("alice")
+        tail = tree.node(record.blocks[-1].chain)
+        assert tail is not None
+        for group in tuple(tail.block_ids):
+            made.caches.base.prefix.mark_missing(tail, group)
+        made.caches.base.prefix.slots.evict(tail)
+        assert made.cached(BASE_CACHE, IDS) == 600
+        saved: list[Saved] = []
+        made.operations.save("alice", saved.append)
+        made.settle(lambda: bool(saved))
+        assert (saved[0].error, made.record("alice").num_saved) == (None, 512)
+    assert verify_folder(ram_path).missing_blocks == 0
 
 
 def test_blocks_that_are_being_written_are_not_written_again(ram_path: Path) -> None:
