@@ -47,7 +47,7 @@ class Bug:
         was: text that occurs once in it.
         now: what stands there instead.
         idea: what goes wrong.
-        tests: files of which one is to fail.
+        tests: files, or tests in files by pytest's names, of which one is to fail.
     """
 
     name: str
@@ -139,7 +139,9 @@ def _test(root: Path, bug: Bug) -> Outcome:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         return Outcome("hung", seconds=SECONDS)
-    failed = [line.split(" - ")[0] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    failed = [
+        line.split(" - ")[0] for line in output.splitlines() if line.startswith(("FAILED tests/", "ERROR tests/"))
+    ]
     by = failed[0].split(" ", 1)[1] if failed else ""
     result = {0: "missed", 1: "caught"}.get(process.returncode, "caught" if by else "broken")
     if result == "broken":
@@ -161,6 +163,13 @@ def write_results(outcomes: dict[str, Outcome]) -> None:
     fresh.replace(RESULTS)
 
 
+def _exists(test: str) -> bool:
+    """Whether there is the file, and the function in it if `test` names one."""
+    name, _, function = test.partition("::")
+    path = ROOT / name
+    return path.is_file() and f"def {function.partition('[')[0]}" in path.read_text()
+
+
 def misplaced() -> list[str]:
     """What is wrong with entries that the source has left behind: a sentence each."""
     said, names = [], set[str]()
@@ -172,5 +181,5 @@ def misplaced() -> list[str]:
             bug.planted_in((ROOT / bug.file).read_text())
         except (ValueError, OSError) as error:
             said.append(str(error))
-        said += [f"{bug.name}: there is no {test}" for test in bug.tests if not (ROOT / test).is_file()]
+        said += [f"{bug.name}: there is no {test}" for test in bug.tests if not _exists(test)]
     return said

@@ -25,6 +25,7 @@ from agentcache.models.text.work_limit import UNLIMITED
 from agentcache.report import Report, Update
 from agentcache.request import Request, TokenPrompt
 from agentcache.sampling import SamplingParams
+from agentcache.store.manifest import AgentRecord
 from agentcache.store.verify import verify_folder
 from tests.serving import inside
 from tests.serving.conversation import DISK_BUDGET, RAM_BUDGET
@@ -68,11 +69,15 @@ class ByHand:
         producer: Producer | None = None,
         adapter: AdapterUse | None = None,
         form: AnswerForm | None = None,
+        *,
+        salt: str = "",
+        found: AgentRecord | None = None,
     ) -> Receiver:
+        """A request. `found` is the lineage that its prompt was matched with, if not the best one now."""
         engine, tokenizer = self.engine, inside.tokenizer(self.engine)
-        request = Request(uuid.uuid4().hex, TokenPrompt(list(ids)), sampling, agent, form=form)
+        request = Request(uuid.uuid4().hex, TokenPrompt(list(ids)), sampling, agent, form=form, salt=salt)
         prompt = read_prompt(request.prompt, None, tokenizer)
-        found = choose_lineage(request, prompt, inside.agent_table(engine))
+        found = found or choose_lineage(request, prompt, inside.agent_table(engine))
         matched = match(prompt, held_by(request, found), tokenizer)
         grammar = None if form is None else make_grammar(request, matched.transcript, tokenizer, UNLIMITED)
         search = StopSearch(stop_strings(sampling.stop), None) if sampling.stop else None

@@ -341,6 +341,15 @@ def cached_bytes(engine: Engine, ids: Sequence[int], num_tokens: int) -> list[np
     return arrays
 
 
+def change_blocks(engine: Engine) -> None:
+    """Change a bit of each of base's blocks in RAM."""
+    for node in resident_nodes(engine):
+        for group, slot in node.block_ids.items():
+            data = block_bytes(engine, group, slot, node.num_tokens)
+            data[0] ^= 1
+            _device(engine).runner.put_blocks(group, [slot], [data])
+
+
 # -- agents -----------------------------------------------------------------------------------------------------------
 
 

@@ -284,7 +284,12 @@ class Simulation:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def submit(
-        self, num_tokens: int, wanted: int, priority: Priority | None = None, token: int | None = None
+        self,
+        num_tokens: int,
+        wanted: int,
+        priority: Priority | None = None,
+        token: int | None = None,
+        system_tokens: int = 0,
     ) -> Client:
         token = next(self._tokens) if token is None else token
         generation = make_generation(
@@ -295,6 +300,7 @@ class Simulation:
             priority=priority,
             emit=lambda update: self._take(client, update),
         )
+        generation.system_tokens = system_tokens
         client = self.clients[generation] = Client(generation, wanted, self.now)
         self.engine.add(generation)
         return client

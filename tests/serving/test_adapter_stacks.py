@@ -231,6 +231,18 @@ def test_a_model_of_sixteen_bits(base: Path, folders: dict[str, Path], tmp_path:
         assert inside.copies_built(inside.engine_of(llm)) == 0 or mx.default_device() != mx.cpu
 
 
+def test_copies_go_with_an_adapter_that_goes(qwen3: Path, folders: dict[str, Path], tmp_path: Path) -> None:
+    two = {name: folders[name] for name in ("wide", "mlp")}
+    with open_adapters(qwen3, tmp_path / "cache", two, max_stall_ms=1e6, decode_share=1e-6) as llm:
+        inside.let_prompts_go_first(inside.engine_of(llm))
+        inside.hold_until(llm, 2)
+        together(llm, ("wide", "mlp"), tokens=4)
+        assert inside.copied_adapter_bytes(inside.engine_of(llm)) > 0
+        llm.unload_adapter("mlp")
+        llm.stats()  # answered when the adapter has gone
+        assert inside.copied_adapter_bytes(inside.engine_of(llm)) == 0
+
+
 # -- when the cache is asked, without a model --------------------------------------------------------------------------
 
 

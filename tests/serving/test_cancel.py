@@ -76,7 +76,27 @@ def test_blocks_are_free_at_once(state: Callable[[ByHand], Receiver], model: Pat
         hand.run(following)
         assert len(receiver.updates) == seen, "nothing comes after a cancel"
         assert inside.record(hand.engine, "alice").transcript.ids == before.transcript.ids
-        assert hand.engine.stats().cancelled == 1
+        stats = hand.engine.stats()
+        assert (stats.cancelled, stats.failed) == (1, 0), "nor does it fail when its files have been read"
+
+
+def test_a_request_without_room_is_admitted_when_one_leaves_while_another_is_read(model: Path, tmp_path: Path) -> None:
+    """The disk may take long: the room that a client leaves must not stay empty until its answer."""
+    with by_hand(model, tmp_path, ram_budget=10 * BLOCK_BYTES) as hand:
+        prompts = {name: make_ids(700, seed=seed) for seed, name in enumerate(("alice", "bob"))}
+        for name, ids in prompts.items():
+            hand.run(hand.submit(ids, greedy(1), name))
+            hand.evict(name)
+        read = [hand.submit(ids, greedy(1), name) for name, ids in prompts.items()]
+        waits = hand.submit(make_ids(1200, seed=2), greedy(1))
+        hand.engine.step()
+        assert all(inside.is_loading(hand.engine, each.generation) for each in read)
+        assert inside.is_waiting(hand.engine, waits.generation) and not hand.engine.has_work
+        hand.engine.cancel(read[0].generation)
+        assert hand.engine.has_work
+        hand.engine.step()
+        assert not inside.is_waiting(hand.engine, waits.generation)
+        hand.run(read[1], waits)
 
 
 @pytest.mark.slow

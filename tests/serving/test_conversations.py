@@ -16,6 +16,7 @@ from agentcache.request import ChatPrompt, Request
 from agentcache.store.verify import verify_folder
 from tests.marks import slow
 from tests.serving import inside
+from tests.serving.by_hand import by_hand
 from tests.serving.conversation import (
     Chat,
     Stream,
@@ -124,6 +125,7 @@ def test_a_rewrite_keeps_what_it_shares(model: Path, tmp_path: Path) -> None:
         chat.turn(llm, make_text(300))
         report = llm.chat(chat.messages[:-1], greedy(9), agent="alice").report
         assert report.computed_tokens == 1 and report.cached_tokens.own == report.prompt_tokens - 1
+        assert (report.cached_tokens.shared, report.lost_tokens) == (0, 0)
         assert report.match in ("PARTIAL", "DIVERGE")
 
 
@@ -259,6 +261,39 @@ def test_one_lineage_takes_one_request_at_a_time(model: Path, tmp_path: Path) ->
             assert all(report.saved and report.computed_tokens <= 21 for report in reports if report)
 
         inside.on_loop(llm, run())
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_a_turn_that_was_matched_before_another_one_began_overwrites_nothing(
+    is_done: bool, model: Path, tmp_path: Path
+) -> None:
+    """Both go on from the same state of the agent: the later one becomes a lineage of its own."""
+    with by_hand(model, tmp_path) as hand:
+        begun = hand.submit(make_ids(40), greedy(3), "alice")
+        hand.run(begun)
+        held, before = [*make_ids(40), *begun.token_ids], inside.record(hand.engine, "alice")
+        first = hand.submit([*held, 11], greedy(3), "alice", found=before)
+        if is_done:
+            hand.run(first)
+        second = hand.submit([*held, 12], greedy(3), "alice", found=before)
+        hand.run(first, second)
+        kept = [record.transcript.ids.tolist() for record in inside.records(hand.engine, "alice")]
+        assert kept == [[*held, 11, *first.token_ids], [*held, 12, *second.token_ids]]
+        assert (first.report.lineage == before.lineage) != (second.report.lineage == before.lineage)
+
+
+def test_a_conversation_with_a_salt_goes_on_where_it_was_saved(model: Path, tmp_path: Path) -> None:
+    ids = make_ids(40)
+    with by_hand(model, tmp_path) as hand:
+        first = hand.submit(ids, greedy(3), "alice", salt="s")
+        hand.run(first)
+    with by_hand(model, tmp_path) as hand:
+        again = hand.submit([*ids, *first.token_ids, 9], greedy(3), "alice", salt="s")
+        hand.run(again)
+        assert (again.report.lineage, again.report.computed_tokens) == (first.report.lineage, 2)
+        other = hand.submit([*ids, *first.token_ids, 9], greedy(3), "alice")
+        hand.run(other)
+        assert other.report.lineage != first.report.lineage and other.report.computed_tokens == 44
 
 
 @pytest.mark.slow

@@ -204,6 +204,30 @@ def test_who_is_late_and_leaves(ends: str, model: Path, tmp_path: Path, monkeypa
             assert formed.token_ids == alone.token_ids
 
 
+def test_a_row_whose_mask_was_late_once_keeps_pace_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes part in each step, as the row beside it, not in every second one."""
+    monkeypatch.setattr(compiler, "GRACE", 0.0)
+    with by_hand(model, tmp_path / "cache") as hand:
+        held = inside.tokenizer(hand.engine).grammars._finders = Held()
+        formed = hand.submit(make_ids(30), greedy(40), form=text_form(Notation.REGEX, "[a-f ]{300}"))
+        other = hand.submit(make_ids(30, seed=1), greedy(60))
+        while len(formed.token_ids) < 3:
+            hand.step()
+        held.holds = True
+        while not formed.generation.is_late or formed.generation.in_flight:
+            hand.step()
+        held.let_go()
+        hand.step()
+        before = len(formed.token_ids), len(other.token_ids)
+        for _ in range(12):
+            hand.step()
+        assert len(formed.token_ids) - before[0] >= len(other.token_ids) - before[1] - 2
+        for receiver in (formed, other):
+            hand.engine.cancel(receiver.generation)
+
+
 @pytest.mark.slow
 def test_a_grammar_that_takes_longer_than_many_steps(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -10,7 +10,8 @@ import pytest
 from agentcache.blocks.snapshot_plan import MOST_SAVED
 from tests.marks import slow
 from tests.serving import inside
-from tests.serving.conversation import make_ids, open_llm
+from tests.serving.by_hand import by_hand
+from tests.serving.conversation import greedy, make_ids, open_llm
 from tests.serving.hybrids import EVERY, answer, check_same, more, snapshot_files, write_hybrid
 
 
@@ -84,6 +85,18 @@ def test_many_turns_write_few_snapshots(num_turns: int, qwen: Path, tmp_path: Pa
         assert spec.state_group is not None
         assert snapshots * spec.state_group.bytes_per_block <= 2 * keys_and_values
     assert written <= 3 * keys_and_values, "headers, manifests and logs of this thin model included"
+
+
+def test_an_idle_agent_whose_last_snapshot_is_saved_is_not_saved_again(qwen: Path, tmp_path: Path) -> None:
+    """A short turn leaves its snapshot to the time of rest; a long one writes its own."""
+    with by_hand(qwen, tmp_path, snapshot_tokens=256) as hand:
+        ids = make_ids(100)
+        short = hand.submit(ids, greedy(1), "alice")
+        hand.run(short)
+        assert hand.engine.seconds_to_rest() is not None
+        hand.run(hand.submit([*ids, *short.token_ids, *make_ids(300, seed=1)], greedy(1), "alice"))
+        assert len(snapshot_files(tmp_path)) == 1
+        assert hand.engine.seconds_to_rest() is None
 
 
 def test_a_disk_that_is_too_small_for_snapshots_holds_the_turns(qwen: Path, tmp_path: Path) -> None:

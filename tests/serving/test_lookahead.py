@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -9,12 +10,28 @@ from pathlib import Path
 
 import pytest
 
+from agentcache.blocks.sequence import CacheSequence
+from agentcache.engine.batch import BatchRow
 from agentcache.engine.generation import Generation
 from agentcache.llm import LLM, Completion
+from agentcache.models.sampler import Sampler
+from agentcache.sampling import SamplingParams
 from tests.conftest import ModelFolder
 from tests.marks import slow
 from tests.serving import inside
 from tests.serving.conversation import BLOCK_BYTES, TokenTalk, greedy, make_ids, open_llm, outcome
+from tests.serving.simulation import make_generation
+
+
+def test_a_penalty_counts_each_token_once() -> None:
+    """The step itself adds the last token, which may not be known when the row is made."""
+    generation = make_generation(5, wanted=9)
+    generation.sampler = Sampler(SamplingParams(frequency_penalty=1.0))
+    generation.take_sequence(CacheSequence("root", None, array("I", generation.token_ids), [], []))
+    for token, counts in ((7, {}), (7, {7: 1}), (8, {7: 2}), (7, {7: 2, 8: 1})):
+        generation.token_ids.append(token)
+        row = BatchRow.of(generation, 1, 1).sampler_row(len(generation.token_ids))
+        assert dict(row.counts) == counts
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from agentcache.adapter_settings import Policy
@@ -35,6 +36,11 @@ def two(small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path
     return residual_folders(tmp_path_factory.mktemp("two"), small, ("ann", "bob"))
 
 
+@pytest.fixture(scope="module")
+def family(small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return residual_folders(tmp_path_factory.mktemp("family"), small, ("ann", "bob"), rank=3, family=77)
+
+
 class Hand:
     """An engine by hand, with two adapters."""
 
@@ -43,12 +49,18 @@ class Hand:
         self.engine = hand.engine
 
     def say(
-        self, name: str, ids: list[int], tokens: int, agent: str | None = None, policy: Policy = Policy.RESIDUAL
+        self,
+        name: str,
+        ids: list[int],
+        tokens: int,
+        agent: str | None = None,
+        policy: Policy = Policy.RESIDUAL,
+        salt: str = "",
     ) -> Receiver:
         adapter = self.contents[name].adapter
         groups = producer_groups(adapter, inside.loaded_model(self.engine).spec)
-        use = AdapterUse(name, adapter.digest, policy, 0, groups)
-        return self.hand.submit(ids, greedy(tokens), agent, adapter=use)
+        use = AdapterUse(name, adapter.digest, policy, 0, groups, family=adapter.family)
+        return self.hand.submit(ids, greedy(tokens), agent, adapter=use, salt=salt)
 
     def run(self, *receivers: Receiver) -> None:
         self.hand.run(*receivers)
@@ -117,6 +129,7 @@ def test_who_loses_its_place_goes_on_where_it_was(hand: Hand, steps: int) -> Non
     assert not preempted.is_done
     if preempted.generation in inside.running(hand.engine):
         inside.preempt(hand.engine, preempted.generation)
+        assert not preempted.generation.in_flight, "what the device computes for it is void"
     hand.engine.check_integrity()
     hand.run(preempted)
     assert preempted.token_ids == alone.token_ids
@@ -144,6 +157,41 @@ def test_all_kinds_in_one_batch_each_as_alone(hand: Hand) -> None:
         alone = ask(which)
         hand.run(alone)
         assert said.token_ids == alone.token_ids, which
+
+
+def test_members_of_a_family_beside_base_say_what_they_say_alone(
+    small: Path, family: dict[str, Path], tmp_path: Path
+) -> None:
+    """Base's rows make their residuals; rows without one stand in between."""
+    with opened(small, tmp_path / "cache", family) as hand:
+
+        def ask(which: int) -> Receiver:
+            ids = make_ids(30 + 10 * which, seed=which)
+            if which % 2 == 0:
+                return hand.hand.submit(ids, greedy(12))
+            return hand.say(["ann", "bob"][which // 2], ids, 12, policy=Policy.RESIDUAL_SHARED_A)
+
+        together = [ask(which) for which in range(4)]
+        hand.run(*together)
+        for cache in hand.engine.caches:
+            inside.evict_all(cache.prefix)
+        for which, said in enumerate(together):
+            alone = ask(which)
+            hand.run(alone)
+            assert said.token_ids == alone.token_ids
+
+
+def test_a_familys_residuals_are_made_without_a_write_to_bases_blocks(
+    small: Path, family: dict[str, Path], tmp_path: Path
+) -> None:
+    """Other requests read them meanwhile. The block is changed first, so that the same values would show."""
+    with opened(small, tmp_path / "cache", family) as hand:
+        hand.run(hand.hand.submit(PROMPT, greedy(1)))
+        inside.change_blocks(hand.engine)
+        before = inside.cached_bytes(hand.engine, PROMPT, 256)
+        hand.run(hand.say("ann", PROMPT, 1, policy=Policy.RESIDUAL_SHARED_A))
+        after = inside.cached_bytes(hand.engine, PROMPT, 256)
+        assert all(map(np.array_equal, before, after))
 
 
 @pytest.mark.slow
@@ -197,6 +245,30 @@ def test_too_far_from_base_is_answered_exactly_and_remembered(
         other = hand.say("ann", make_ids(40, seed=5), 2)
         hand.run(other)
         assert other.report.divergence not in (None, report.divergence), "another beginning is measured anew"
+        before = hand.engine.stats().computed_tokens
+        hand.run(hand.say("ann", PROMPT, 1, salt="s"))
+        assert hand.engine.stats().computed_tokens - before >= 3 * len(PROMPT), "nor do salts tell of one another"
+
+
+@pytest.mark.parametrize("steps_down", [False, True])
+def test_who_leaves_lets_go_once_of_residuals_that_it_wrote_early(
+    steps_down: bool, small: Path, two: dict[str, Path], tmp_path: Path
+) -> None:
+    """Another turn, still to be saved, counts on the same files."""
+    with opened(small, tmp_path / "cache", two, max_divergence=1e-3 if steps_down else UNLIMITED) as hand:
+        left = hand.say("ann", PROMPT, 6, agent="alice")
+        while not left.generation.saved_residuals:
+            hand.hand.step()
+        blocks, cache = list(left.generation.saved_residuals), hand.engine.caches.further[0].name
+        names = [name for block in blocks for name in block.named_in(cache).names]
+        in_use = hand.engine.persistence._in_use
+        in_use.hold_blocks(names)
+        while steps_down and left.generation.stepped_down is None:
+            hand.hand.step()
+        hand.engine.cancel(left.generation)
+        assert names and all(map(in_use.has_block, names))
+        hand.engine.persistence.release(blocks, cache)
+        assert inside.pinned(hand.engine) == []
 
 
 def test_base_from_before_residuals_were_allowed_is_measured_too(

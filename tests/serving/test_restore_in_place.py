@@ -258,22 +258,28 @@ def test_where_tensors_lie_is_found_out_once_unless_somebody_waits(
     assert calls == {group: (group + 1) * FULL if is_awaited else 1 for group in range(len(SPEC.groups))}
 
 
-def test_slots_of_a_request_that_has_left_are_not_touched(saved: Desk, moved: Moved) -> None:
-    """They are others' by the time that its files would be read."""
+@pytest.mark.parametrize("beside", [False, True])
+def test_slots_of_a_request_that_has_left_are_not_touched(beside: bool, saved: Desk, moved: Moved) -> None:
+    """They are others' by the time that its files would be read, with those of a request `beside` that stays."""
     base = saved.caches.base
     root = saved.caches.root(base, "")
     sequence = base.prefix.open(root, base.prefix.match_prefix(root, IDS, len(IDS)))
     base.arenas.fit()
     done: list[Restored] = []
     saved.restorer.restore(sequence, done.append)
+    stays = base.prefix.open(root, base.prefix.match_prefix(root, IDS[:256], 256)) if beside else None
+    if stays is not None:
+        saved.restorer.restore(stays, done.append)
     slots = [(load.group, load.block_id) for load in sequence.loads]
     base.prefix.abandon(sequence)
     theirs = [expected(SPEC, f"{number:032x}", group, 256) for number, (group, _) in enumerate(slots)]
     for (group, slot), data in zip(slots, theirs, strict=True):
         base.arenas.put_blocks(group, [slot], [data])
     before = moved.from_buffers
-    saved.settle(lambda: bool(done))
-    assert moved == Moved(from_buffers=before)
+    saved.settle(lambda: len(done) == 1 + beside)
+    assert moved.from_buffers == before
+    if stays is not None:
+        base.prefix.abandon(stays)
     for (group, slot), data in zip(slots, theirs, strict=True):
         assert np.array_equal(base.arenas.snapshot(group, slot, 256), data)
 

@@ -75,6 +75,9 @@ def test_behind_one_members_prompt_the_others_compute_a_token_and_keep_nothing(l
     assert residual_bytes(llm) == held
     check_same(say(llm, PROMPT, "ann", 1), first)
     assert computed(ask(llm, PROMPT)) == (1, 1), "base goes on from what it has computed for them"
+    for name in MEMBERS:
+        llm.unload_adapter(name)
+    assert residual_bytes(llm) == inside.residual_arrays(inside.engine_of(llm)) == 0, "they go with the last member"
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.snapshots import ROW_STATES
 from agentcache.engine.pace import PATIENCE, SMALLEST_CHUNK
 from agentcache.request import Priority
 from tests.examples import examples
@@ -326,6 +327,35 @@ def test_in_any_traffic_everybody_gets_done_and_no_block_is_lost(
         assert client.failed is None
         assert number in gone or len(client.token_times) == client.wanted
     assert simulation.cache.count_blocks().live == 0
+
+
+def test_equal_prompts_that_end_with_a_block_are_both_answered() -> None:
+    """The second one takes over what the first has computed, but for the block whose last token chooses its own."""
+    simulation = Simulation()
+    clients = [simulation.submit(2 * BLOCK_SIZE, 3, token=1) for _ in range(2)]
+    simulation.run()
+    assert [len(client.token_times) for client in clients] == [3, 3]
+
+
+def test_a_snapshot_makes_room_as_soon_as_the_request_that_began_from_it_runs() -> None:
+    """Room for two rows and nothing else: the third request need not wait for the answer of the first."""
+    simulation = Simulation(num_states=2 * ROW_STATES, check_integrity=True)
+    simulation.submit(512, 1, token=1)
+    simulation.run()
+    first, second = simulation.submit(513, 200, token=1), simulation.submit(300, 2, token=2)
+    simulation.run()
+    assert first.generation.cached.shared == 512
+    assert second.done_at is not None and first.done_at is not None and second.done_at < first.done_at
+
+
+def test_the_state_behind_a_system_prompt_outlives_those_within_a_conversation() -> None:
+    """With room for few states, another conversation of the same system prompt still begins behind it."""
+    simulation = Simulation(num_states=ROW_STATES + 3)
+    simulation.submit(3000, 1, token=1, system_tokens=512)
+    simulation.run()
+    other = simulation.submit(600, 1, token=1)
+    simulation.run()
+    assert other.generation.cached.shared == 512
 
 
 @pytest.mark.parametrize("num_running", [2, 3, 4])
