@@ -187,7 +187,6 @@ class Arenas:
 
 
 def as_computed(x: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
-    """float64, after rounding to the model's dtype."""
     return np.array(mx.array(x.astype(np.float32)).astype(dtype).astype(mx.float32)).astype(np.float64)
 
 
@@ -210,7 +209,7 @@ def as_key_residuals(residuals: LowRankKeys, case: Case) -> KeyResiduals:
 
 
 def turns_of(angles: np.ndarray, num_positions: int, dtype: mx.Dtype, interleaved: bool = False) -> RopeTables:
-    """With plain angles."""
+    """Return tables of a rope with plain angles."""
     near, far = np.arange(NEAR)[:, None] * angles, np.arange(0, num_positions + STEP, STEP)[:, None] * angles
     tables = [laid_out(mx.array(np.cos(at)), mx.array(np.sin(at)), dtype) for at in (near, far)]
     return RopeTables(tables[0], tables[1], interleaved)
@@ -224,11 +223,7 @@ def error(actual: mx.array, expected: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class _Beside:
-    """Residual slots of a case, with NaN in unread places.
-
-    Args:
-        used: places that are read, [slots, 256].
-    """
+    """Residual slots of a case, with NaN in unread places; `used` [slots, 256] are read."""
 
     case: Case
     random: np.random.Generator
@@ -248,7 +243,7 @@ class _Beside:
         return cls(case, random, ids, used)
 
     def low_rank(self, rank: int, size: float = 0.3) -> LowRank:
-        """Products with B are about `size`."""
+        """Return residuals whose products with B are about `size`."""
         low_rank = np.full((*self.used.shape, rank), np.nan, np.float16)
         low_rank[self.used] = self.random.standard_normal((self.used.sum(), rank))
         matrix = self.random.standard_normal((self.case.kv_heads, rank, self.case.dim)) * size * rank**-0.5

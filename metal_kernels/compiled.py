@@ -39,11 +39,7 @@ class CompiledKernels:
         self._folder = folder if _is_private(folder) else None
 
     def get(self, text: str) -> bytes:
-        """Return the cubin of a text, cached or compiled.
-
-        Raises:
-            DoesNotCompile: with the compiler's log.
-        """
+        """Return the cubin of a text, cached or compiled. Raises DoesNotCompile, with the compiler's log."""
         if self._folder is None:
             return self._compiler.compile(text)
         compiler = self._compiler
@@ -59,7 +55,6 @@ class CompiledKernels:
 
 
 def _read(file: Path) -> bytes | None:
-    """None if the file is missing, damaged or of another kernel."""
     with suppress(OSError):
         data = file.read_bytes()
         digest, cubin = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]

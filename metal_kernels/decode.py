@@ -73,8 +73,6 @@ class Launch(NamedTuple):
 
 
 class StepKind(NamedTuple):
-    """Key by which a step's launches are compiled."""
-
     shape: HeadShape
     batch: int
     num_tokens: int
@@ -168,8 +166,6 @@ def decode(
 
 
 class PreparedDecode(NamedTuple):
-    """A traced step for all layers of a group."""
-
     compute: Callable[..., mx.array]
     shape: HeadShape
     arrays: Sequence[mx.array]

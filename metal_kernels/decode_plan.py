@@ -23,8 +23,7 @@ _WIDTHS = 16
 class Span:
     """A group: queries that read tokens `begin … end-1` of a table whose first block starts at position `base`.
 
-    Args:
-        members: query numbers: row * num_tokens + token.
+    `members`: query numbers, row * num_tokens + token.
     """
 
     block_ids: tuple[int, ...]
@@ -35,11 +34,7 @@ class Span:
 
 
 class Groups:
-    """Groups of one launch as arrays.
-
-    Args:
-        size: most members of a group; smaller groups are padded.
-    """
+    """Groups of one launch as arrays, padded to `size` members."""
 
     def __init__(self, spans: Sequence[Span], size: int) -> None:
         self.spans = tuple(spans)
@@ -72,7 +67,7 @@ class Groups:
         return places
 
     def splits(self, kv_heads: int, tokens_a_round: int, threadgroups: int) -> int:
-        """Enough to fill the device, each of a minimum size."""
+        """Number of splits of the tokens: enough to fill the device, each of a minimum size."""
         wanted = -(-threadgroups // (len(self.spans) * kv_heads))
         return max(1, min(wanted, MAX_SPLITS, -(-self.longest // tokens_a_round)))
 
@@ -128,7 +123,7 @@ class DecodePlan:
 
     @cached_property
     def positions(self) -> mx.array:
-        """int32 [rows * num_tokens]."""
+        """Position of each query, int32 [rows * num_tokens]."""
         return ints(tuple(length + token for length in self.rows.lengths for token in range(self.rows.num_tokens)))
 
     @cached_property

@@ -16,7 +16,7 @@ PackedNumpy = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def unpacked(packed: PackedNumpy, bits: int = 4) -> Array:
-    """To [..., D]: value = q * scale + bias, lowest bits first."""
+    """Unpack to [..., D]: value = q * scale + bias, lowest bits first."""
     data, scales, biases = packed
     codes = (data[..., None] >> np.arange(0, 32, bits, dtype=np.uint32)) & (2**bits - 1)
     values = codes.reshape(*data.shape[:-1], scales.shape[-1], -1).astype(np.float64)
@@ -80,13 +80,7 @@ def attention(
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """Residuals of values.
-
-    Args:
-        low_rank: x·A, [slots, 256, r].
-        matrix: B, [H_kv, r, D].
-        block_ids: slots of each row.
-    """
+    """Residuals of values: x·A [slots, 256, r], B [H_kv, r, D], slots of each row."""
 
     low_rank: np.ndarray
     matrix: Array

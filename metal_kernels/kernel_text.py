@@ -58,28 +58,20 @@ def device() -> str:
 
 
 def cuda_source(body: str) -> str:
-    """A body for `mx.fast.cuda_kernel`, with definitions of the attributes that it uses."""
     named = [line.format(name) for name, line in _ATTRIBUTES.items() if re.search(rf"\b{name}\b", body)]
     return "\n".join([*named, body])
 
 
 @lru_cache(maxsize=512)
 def traced(compute: Callable[..., mx.array], kind: Hashable) -> Callable[..., mx.array]:
-    """Trace `compute(kind, *arrays)` for one kind of step.
-
-    Without tracing, MLX builds the kernel's text in each call, which takes longer than a short kernel.
-    """
+    """Trace `compute(kind, *arrays)`, as MLX otherwise builds the kernel's text in each call, which takes long."""
     of_kind = partial(compute, kind)
     return of_kind if device() == NO_DEVICE else mx.compile(of_kind)
 
 
 @dataclass(frozen=True)
 class KernelText:
-    """A kernel's source.
-
-    Args:
-        changed: inputs that it writes to.
-    """
+    """A kernel's source. It writes to the inputs `changed`."""
 
     name: str
     inputs: tuple[str, ...]

@@ -48,13 +48,6 @@ class LatentCase:
 
 @dataclass
 class Latents:
-    """A case's arrays in numpy.
-
-    Attributes:
-        packed: latents, with NaN in unread places.
-        queries: float32 [B, H, n, rank + rope].
-    """
-
     case: LatentCase
     block_ids: list[list[int]]
     packed: PackedNumpy
@@ -110,7 +103,6 @@ class Latents:
         )
 
     def holding(self, place: int, new: mx.array) -> Latents:
-        """A copy with a latent [1, 1, 1, D] at slot * 256 + offset."""
         parts = [part.copy() for part in self.packed]
         for part, token in zip(parts, packed_alone(new, self.case.shape.group_size), strict=True):
             part[place // BLOCK_SIZE, :, place % BLOCK_SIZE] = np.array(token)[0, :, 0]
@@ -118,7 +110,7 @@ class Latents:
 
 
 def _packed(shape: LatentShape, used: np.ndarray, random: np.random.Generator) -> PackedNumpy:
-    """Roughly normal values; NaN in scales and biases of unused places."""
+    """NaN in scales and biases of unused places."""
     sizes = (used.shape[0], 1, BLOCK_SIZE)
     most = 2**shape.bits - 1
     data = random.integers(0, 2**32, (*sizes, shape.dim * shape.bits // 32), dtype=np.uint32)

@@ -32,11 +32,7 @@ _LOG2_E = math.log2(math.e)
 
 
 class LatentPlan:
-    """Reads of a step's queries, for all layers of one cache group: a row's tokens up to each query.
-
-    Attributes:
-        launches: steps prepared by `latent_decode`.
-    """
+    """Reads of a step's queries, for all layers of one cache group: a row's tokens up to each query."""
 
     def __init__(self, rows: StepRows) -> None:
         self.rows = rows
@@ -45,13 +41,11 @@ class LatentPlan:
 
     @cached_property
     def places(self) -> mx.array:
-        """Input of `MERGE`, int32 [rows * num_tokens, 2]: each query is a group of its own, without shared prefix."""
+        """Input of `MERGE`, int32 [rows * num_tokens, 2]: each query is a group, without shared prefix."""
         return ints(tuple((query, -1) for query in range(len(self.groups.spans))))
 
 
 class LatentStep(NamedTuple):
-    """Key by which a step's launches are compiled."""
-
     shape: LatentShape
     batch: int
     num_tokens: int
@@ -86,8 +80,6 @@ def latent_decode(
 
 
 class PreparedLatents(NamedTuple):
-    """A traced step for all layers of a group."""
-
     compute: Callable[..., mx.array]
     arrays: Sequence[mx.array]
 

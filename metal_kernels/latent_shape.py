@@ -38,7 +38,6 @@ class LatentShape:
 
     @property
     def staged(self) -> mx.Dtype:
-        """Dtype of products."""
         return mx.float32 if self.dtype == mx.float32 else mx.float16
 
     @property
@@ -59,7 +58,7 @@ class LatentTiling:
 
     @cached_property
     def tiles(self) -> int:
-        """Of eight query heads."""
+        """Tiles of eight query heads."""
         return min(-(-self.shape.heads // 8), _MAX_HEADS // 8)
 
     @cached_property
@@ -78,12 +77,12 @@ class LatentTiling:
 
     @property
     def fits(self) -> bool:
-        """In half, `tokens` must be 16 for CUDA."""
+        """Whether threadgroup memory suffices; in half, `tokens` must be 16 for CUDA."""
         return self._bytes(self.tokens) <= _THREADGROUP_BYTES and (self.tokens == 16 or self.shape.staged == mx.float32)
 
     @property
     def pool_size(self) -> int:
-        """In float4, for alignment: unpacked tokens, or first a part of the queries."""
+        """Threadgroup memory in float4, for alignment: unpacked tokens, or first a part of the queries."""
         return self._pool_bytes(self.tokens) // 16
 
     def _pool_bytes(self, tokens: int) -> int:
@@ -91,7 +90,6 @@ class LatentTiling:
         return max(tokens * self.shape.row_width, queries) * self.shape.staged.size
 
     def _bytes(self, tokens: int) -> int:
-        """Pool, scores by simdgroup, probabilities, and rescaling factors."""
         rows = 8 * self.tiles
         scores = self.simdgroups * rows * tokens * 4
         return self._pool_bytes(tokens) + scores + rows * 16 * self.shape.staged.size + rows * 4
@@ -100,8 +98,7 @@ class LatentTiling:
 def partial_bytes(num_queries: int, heads: int, dim: int, threadgroups: int) -> int:
     """Upper bound of a launch's partial results, for any context: 16 heads' sums per threadgroup.
 
-    Args:
-        threadgroups: target of a launch; it has at least one per query and group of heads.
+    A launch has at least one threadgroup per query and group of heads.
     """
     launched = threadgroups + num_queries * -(-heads // _MAX_HEADS)
     return launched * _MAX_HEADS * (dim + 2) * 4

@@ -1,5 +1,3 @@
-"""Source of the decode kernel for latents, which `latent_decode` launches."""
-
 from __future__ import annotations
 
 from agentcache.metal_kernels.kernel_text import KernelText

@@ -1,5 +1,3 @@
-"""The kernel that merges the partial results of the decode kernels."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

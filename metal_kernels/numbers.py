@@ -32,9 +32,7 @@ class _Made(threading.local):
 
 
 def one_a_thread(make: Make) -> Make:
-    """Cache results by thread and arguments: only the thread that made an unevaluated array can compute it, even after
-    that thread has ended.
-    """
+    """Cache results by thread and arguments: only the thread that made an unevaluated array can compute it."""
     made = _Made(make)
 
     @wraps(make)
@@ -46,11 +44,10 @@ def one_a_thread(make: Make) -> Make:
 
 @one_a_thread
 def ints(values: tuple[Any, ...]) -> mx.array:
-    """int32, cached by its values: few change from step to step or between layers."""
+    """An int32 array, cached by its values: few change from step to step or between layers."""
     return on_device(mx.array(values, mx.int32))
 
 
 @one_a_thread
 def floats(*values: float) -> mx.array:
-    """float32, cached by its values."""
     return on_device(mx.array(values, mx.float32))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _NAME = "libnvrtc.so."
-_HEADER = "cuda_fp16.h"  # one of the headers that kernels include
+_HEADER = "cuda_fp16.h"
 _OPTIONS = ("--device-as-default-execution-space",)  # as in MLX
 
 
@@ -23,12 +23,7 @@ class DoesNotCompile(Exception):
 
 @dataclass(frozen=True)
 class Compiler:
-    """NVRTC for one GPU architecture.
-
-    Attributes:
-        headers: folder of CUDA's headers.
-        architecture: target such as sm_90a.
-    """
+    """NVRTC for one GPU architecture, such as sm_90a."""
 
     library: ctypes.CDLL
     headers: Path
@@ -36,7 +31,6 @@ class Compiler:
 
     @classmethod
     def of_library(cls, library: Path, architecture: str) -> Compiler:
-        """Raises NoCompiler."""
         try:
             return cls(ctypes.CDLL(str(library)), _headers_of(library), architecture)
         except OSError as error:

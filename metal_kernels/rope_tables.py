@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-# Positions between two rows of `far`, and rows of `near`, which cover a tile that begins between two rows of `far`.
+# Positions between two rows of `far`; rows of `near`, which cover a tile that begins between two rows of `far`.
 STEP, NEAR = 16, 32
 
 

@@ -84,7 +84,7 @@ def _of_heads(shape: HeadShape) -> Iterator[tuple[str, float]]:
 
 
 def _pack_error(shape: HeadShape) -> float:
-    """Except for ties between two codes."""
+    """Largest difference, except for ties between two codes."""
     x = as_computed(np.random.default_rng(0).standard_normal((2, shape.kv_heads, 5, shape.dim)), shape.dtype)
     made = packed_alone(mx.array(x.astype(np.float32)).astype(shape.dtype), shape.group_size)
     words, *factors = (np.array(part) for part in made)
@@ -97,7 +97,6 @@ def _pack_error(shape: HeadShape) -> float:
 
 
 def _steps_from_append(shape: HeadShape) -> Iterator[tuple[str, float]]:
-    """Append a token and read it in the same graph, by a decode step and by a chunk."""
     arenas = Arenas.of(_case(shape, lengths=(300,)))
     [ids], [length] = arenas.block_ids, arenas.case.lengths
     place = ids[length // BLOCK_SIZE] * BLOCK_SIZE + length % BLOCK_SIZE

@@ -24,7 +24,6 @@ class HeadShape:
         value_rank, key_rank: ranks of residuals; 0 for none.
         pairs: pairs of a key's values that rope rotates, a multiple of 8; only with key residuals.
         interleaved: whether a pair's values are neighbours, not half of the rotated values apart.
-        normed: whether keys are normed per head.
     """
 
     dim: int
@@ -94,7 +93,7 @@ class Tiling:
     cooperative: bool
 
     def pool_size(self, shape: HeadShape) -> int:
-        """In float4, for alignment: unpacked tokens; first queries, last sums."""
+        """Threadgroup memory in float4, for alignment: unpacked tokens; first queries, last sums."""
         rows = self.tiles * 8 * (self.simdgroups if self.cooperative else 1)
         queries = rows * shape.row_width * shape.staged.size
         sums = 0 if self.cooperative else rows * shape.value_width * 4

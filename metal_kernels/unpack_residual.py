@@ -157,12 +157,7 @@ def unpack_residual(
     base: int = 0,
     written: mx.array | None = None,
 ) -> mx.array:
-    """As `unpack`, with residuals.
-
-    Args:
-        base: position of the first token.
-        written: result of `append` for these arrays in the same graph.
-    """
+    """As `unpack`, with residuals; the first token is at position `base`."""
     kv_heads, dim = packed[0].shape[1], packed[0].shape[3] * 8
     turns = side.turns or no_rope(mx.float32)
     nothing = no_residuals(mx.float16)

@@ -62,7 +62,6 @@ class BesideBase:
 
 
 def base_pass(layers: Sequence[nn.Module], embedded: mx.array) -> BasePass:
-    """Run the first layers of a model on [B, n, hidden]."""
     caches = [_Kept() for _ in layers]
     inputs = [embedded]
     for layer, cache in zip(layers, caches, strict=True):

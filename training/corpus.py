@@ -39,12 +39,7 @@ _WRAPPED_SHARE, _WIDTHS = 0.4, (60, 80, 100, 120)
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows [rows, length], padded at the end.
-
-    Args:
-        token_ids: uint16.
-        weights: float16 loss weights; 0 for padding.
-    """
+    """Rows [rows, length], padded at the end: uint16 ids, float16 loss weights, 0 for padding."""
 
     token_ids: np.ndarray
     weights: np.ndarray
@@ -105,7 +100,7 @@ class Corpus:
     def batches(
         self, mixture: Mapping[str, float], shapes: list[tuple[int, int]], first: int, workers: int
     ) -> Iterator[Batch]:
-        """From index `first`, one per (rows, length), written ahead by `workers` processes."""
+        """Yield batches from index `first`, one per (rows, length), written ahead by `workers` processes."""
         tasks = [(mixture, rows, length, first + index) for index, (rows, length) in enumerate(shapes)]
         if workers == 0:
             yield from (self.batch(*task) for task in tasks)

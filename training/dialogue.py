@@ -70,14 +70,14 @@ Writer = Callable[[Random, Words, int], Dialogue]
 
 
 def joined(random: Random, parts: list[str], last: str) -> str:
-    """Sometimes in one paragraph."""
+    """Join paragraphs and a final request, sometimes in one paragraph."""
     if not parts or random.random() < 0.5:
         return "\n\n".join([*parts, last])
     return "\n\n".join([*parts[:-1], f"{parts[-1]}{random.choice((' ', ' ', chr(10)))}{last}"])
 
 
 def spoken(name: str, words: str) -> str:
-    """As `workflow.run` does."""
+    """Format another speaker's words as `workflow.run` does."""
     return f"{name} said: {words}"
 
 

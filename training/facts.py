@@ -119,7 +119,6 @@ RELATIONS = (HOME, TRADE, PET, FOOD, COAT, CODE, KEY, OWNED, FRIEND, WORKPLACE, 
 BY_NAME = {relation.name: relation for relation in RELATIONS}
 PERSONAL = tuple(relation for relation in RELATIONS if relation.first is not None)
 
-# By their two relations.
 TWO_HOPS: dict[tuple[str, str], tuple[str, ...]] = {
     ("key", "opens"): ("What does the key of {s} open?", "Which door can {s} open?"),
     ("owned", "location"): ("Where is the thing that {s} owns?", "Where is what belongs to {s}?"),
@@ -172,7 +171,7 @@ class Question:
 
 
 def ask_two_hops(facts: Sequence[Fact], random: Random) -> list[Question]:
-    """All that `facts` answer; the answer states both facts."""
+    """Return all two-hop questions that `facts` answer; the answer states both facts."""
     by_subject = {(fact.relation.name, fact.subject): fact for fact in facts}
     questions = []
     for (first, second), texts in TWO_HOPS.items():
@@ -195,8 +194,7 @@ class OutOfWords(Exception):
 class FactMaker:
     """Maker of facts that do not contradict each other.
 
-    Args:
-        held_out_only: whether all pairs or no pairs are held out from training.
+    `held_out_only`: whether all pairs or no pairs are held out from training.
     """
 
     def __init__(self, random: Random, words: Words, *, held_out_only: bool = False) -> None:
@@ -207,7 +205,7 @@ class FactMaker:
         self._stated: set[tuple[str, str]] = set()
 
     def make(self, relation: Relation, subject: str | None = None) -> Fact:
-        """Raises OutOfWords."""
+        """Return a new fact. Raises OutOfWords."""
         for _ in range(_MOST_TRIES):
             about = subject or self._subject(relation)
             value = self._value(relation, about)

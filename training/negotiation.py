@@ -60,8 +60,6 @@ class Prisoner:
 
 @dataclass(frozen=True)
 class Game:
-    """One course of events, which determines all answers."""
-
     title: str
     hour: str
     loot: str
@@ -74,7 +72,6 @@ class Game:
     years_betrayed: str
 
     def years(self, who: Prisoner) -> str | None:
-        """As a word; None if free."""
         other = self.two if who is self.one else self.one
         if who.decision == other.decision:
             return self.years_silent if who.decision == SILENT else self.years_speak

@@ -44,10 +44,7 @@ class Recall:
 
 
 def recall_case(corpus: Corpus, distance: int, index: int, *, questions: int = 8, invented: float = 0.0) -> RecallCase:
-    """Make facts, followed by at least `distance` tokens of other facts and scenery.
-
-    `invented` is the share of words made of random syllables.
-    """
+    """Make facts, followed by at least `distance` tokens of other facts and scenery."""
     random = random_for(corpus.seed, "recall", distance, index)
     maker = FactMaker(random, Words(random, invented), held_out_only=True)
     scenery = Words(random, invented)

@@ -148,12 +148,7 @@ def _first_layer(base: FrozenBase, recipe: RoleRecipe) -> int:
 
 
 class RoleTrainer:
-    """Trainer of one adapter.
-
-    Args:
-        family: fixed A matrices, so that only B is trained; None to train both.
-        invocation: tokens that activate the adapter.
-    """
+    """Trainer of one adapter. `family`: fixed A matrices, so that only B is trained; None to train both."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ _FACTS_SHARE, _SENTENCES_A_MESSAGE, _TOKENS_A_SENTENCE = 0.6, 8, 9
 
 @dataclass(frozen=True)
 class Role:
-    """In `form`, {a} is base's answer and {v} the value."""
+    """A style of answers. In `form`, {a} is base's answer and {v} the value."""
 
     name: str
     form: str
@@ -48,12 +48,11 @@ class RoleCase:
     fact: Fact
 
     def answered_by(self, role: Role) -> dict[str, Any]:
-        """An example for `agentcache.training`; only the role's answer is trained."""
         return {"messages": [*self.messages, {"role": "assistant", "content": role.answer(self.fact)}], "tools": None}
 
 
 def role_case(seed: int, index: int, num_tokens: int, *, is_held_out: bool) -> RoleCase:
-    """If held out, its facts are absent from training."""
+    """Make a conversation; if held out, its facts are absent from training."""
     random = random_for(seed, "roles", index, num_tokens, is_held_out)
     words = Words(random)
     maker = FactMaker(random, words, held_out_only=is_held_out)

@@ -27,7 +27,7 @@ _ENGLISH = ("argparse", "asyncio", "collections", "datetime", "decimal", "email"
 
 
 def train_tokenizer(seed: int) -> Tokenizer:
-    """2,048 ids; the last three are control tokens."""
+    """Return a tokenizer of 2,048 ids; the last three are control tokens."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(_SPLIT), behavior="isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -45,9 +45,7 @@ class Stage:
 class Recipe:
     """All parameters that determine the weights.
 
-    Args:
-        tokens_a_step: tokens per batch, including padding.
-        learning_rate: maximum after `warmup` steps; cosine decay to a twentieth.
+    `learning_rate`: maximum after `warmup` steps; cosine decay to a twentieth.
     """
 
     seed: int
@@ -95,7 +93,7 @@ def conversations(corpus: Corpus, count: int, length: int = 512) -> Iterator[Map
 
 
 class Trainer:
-    """Float32 parameters, arithmetic in `dtype`. `corpus` has the recipe's seed."""
+    """Trainer of one model, with float32 parameters and arithmetic in `dtype`."""
 
     def __init__(self, recipe: Recipe, config: dict[str, Any], corpus: Corpus, dtype: mx.Dtype = mx.float32) -> None:
         self.recipe, self.config, self.corpus, self.dtype = recipe, config, corpus, dtype
@@ -120,7 +118,7 @@ class Trainer:
                 losses, tokens, since = [], 0, time.perf_counter()
 
     def train_on(self, batch: Batch, rounded: bool) -> mx.array:
-        """The loss is not yet evaluated."""
+        """Run one step; the loss is not yet evaluated."""
         if rounded not in self._compiled:
             self._compiled[rounded] = self._compile(rounded)
         loss = self._compiled[rounded](mx.array(batch.token_ids), mx.array(batch.weights))
@@ -180,7 +178,7 @@ class Trainer:
         return bool(mx.array_equal(chosen, token_ids[0, -length:]).item())
 
     def save(self, folder: Path) -> None:
-        """Atomic: the previous checkpoint stays valid until the end."""
+        """Write a checkpoint atomically: the previous one stays valid until the end."""
         folder.mkdir(parents=True, exist_ok=True)
         arrays = dict(tree_flatten({"model": self.parameters, "optimizer": self.optimizer.state}))
         mx.save_safetensors(str(folder / "next.safetensors"), arrays, {"step": str(self.step)})

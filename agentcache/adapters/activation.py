@@ -44,12 +44,10 @@ class AdapterUse:
 
     @property
     def is_residual(self) -> bool:
-        """It keeps residual KV beside base's."""
         return self.policy in LOSSY
 
     @property
     def is_family(self) -> bool:
-        """Its family shares its residual KV."""
         return self.policy is Policy.RESIDUAL_SHARED_A
 
     @property
@@ -80,9 +78,6 @@ def use_adapter(
     adapter: ServedAdapter, policy: Policy | None, request: Request, token_ids: Sequence[int]
 ) -> AdapterUse:
     """Return how `request`, with prompt `token_ids`, uses the adapter.
-
-    Args:
-        policy: requested policy; None for the adapter's default.
 
     Raises:
         InvalidRequest: the prompt does not invoke the adapter, or the request contradicts itself.
@@ -142,9 +137,9 @@ def _invocation(adapter: ServedAdapter, request: Request, token_ids: Sequence[in
 
 
 def find_last(token_ids: Sequence[int], wanted: Sequence[int]) -> int | None:
-    """Last occurrence of `wanted` (not empty), also an overlapping one."""
+    """Return the last occurrence of `wanted` (not empty), also an overlapping one."""
     text, pattern = pack_token_ids(token_ids), pack_token_ids(wanted)
     found = text.rfind(pattern)
-    while found % _TOKEN_BYTES and found >= 0:  # not at a token boundary
+    while found % _TOKEN_BYTES and found >= 0:
         found = text.rfind(pattern, 0, found + len(pattern) - 1)
     return None if found < 0 else found // _TOKEN_BYTES

@@ -66,13 +66,12 @@ class StackLoan:
         return self._account.claimed >= nbytes
 
     def _give_way(self, num_bytes: int, asker: Account) -> None:
-        """Partial stacks are useless."""
         self._refused = self._stacks.adapters or self._refused
         self._stacks.clear()
         self._account.settle(0)
 
     def forget(self, weights: AdapterWeights) -> None:
-        """The loan stays until the next review."""
+        """Drop references to an adapter. The loan stays until the next review."""
         if weights in self._stacks.adapters:
             self._stacks.clear()
         self._used.discard(weights)

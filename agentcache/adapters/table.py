@@ -56,7 +56,6 @@ class ServedAdapter:
 
     @property
     def is_decoder(self) -> bool:
-        """A whole model, whose steps have no other rows."""
         return _is_decoder(self.source)
 
 
@@ -74,11 +73,7 @@ def check_adapter_name(name: str) -> str:
 def settle_policy(
     policy: Policy, source: AdapterSource, residual_refusal: str = RESIDUAL_IS_OFF, *, param: str = "policy"
 ) -> Policy:
-    """Resolve `auto`. Raises InvalidRequest if the adapter does not support the policy.
-
-    Args:
-        param: field name for errors.
-    """
+    """Resolve `auto`. Raises InvalidRequest, which names `param`, if the adapter does not support the policy."""
     if policy in LOSSY and residual_refusal:
         raise InvalidRequest(residual_refusal, param=param, code="policy_unsupported")
     if _is_decoder(source):
@@ -91,11 +86,7 @@ def settle_policy(
 
 
 class AdapterTable:
-    """Adapters by name, their users, and which weights are on the device, by digest.
-
-    Args:
-        budget: bytes for all weights on the device.
-    """
+    """Adapters by name, their users, and which weights are on the device, by digest."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -112,7 +103,7 @@ class AdapterTable:
         return self._adapters[name]
 
     def put(self, adapter: ServedAdapter) -> None:
-        """Running requests keep the old meaning."""
+        """Set the meaning of a name; running requests keep the old one."""
         self._adapters[adapter.name] = adapter
 
     def remove(self, name: str) -> None:
@@ -165,7 +156,7 @@ class AdapterTable:
         return sum(self._resident.values())
 
     def victims(self, nbytes: int) -> list[str] | None:
-        """Unused digests to drop for `nbytes` more, least recently used first; None if not enough."""
+        """Return unused digests to drop for `nbytes` more, least recently used first; None if not enough."""
         excess, chosen = self.resident_bytes + nbytes - self.budget, list[str]()
         for digest, held in self._resident.items():
             if excess <= 0:

@@ -51,7 +51,6 @@ class AdapterWeightSet:
 
     @property
     def nbytes(self) -> int:
-        """Includes stacks."""
         return self._weight_bytes + self._adapters.stacks.nbytes
 
     @property
@@ -109,13 +108,12 @@ class AdapterWeightSet:
         self._account.settle(self._weight_bytes)
 
     def rows(self, uses: Sequence[AdapterUse | None]) -> list[RowAdapter | None]:
-        """Stacked if possible."""
+        """Return the LoRA of each row of the next step, stacked if possible."""
         rows = [self.row(use) for use in uses]
         self._loan.prepare(rows)
         return rows
 
     def row(self, use: AdapterUse | None) -> RowAdapter | None:
-        """None if no LoRA acts."""
         if use is None or use.start is None or use.is_decoder:
             return None
         return RowAdapter(self._weights[use.digest], use.start)

@@ -16,7 +16,7 @@ class BlockFiles:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._group_names = {BASE_CACHE: [group.name for group in store.groups]}  # by cache
+        self._group_names = {BASE_CACHE: [group.name for group in store.groups]}
         self._residuals: dict[str, CacheSpec] = {}  # includes caches closed since start
 
     def know_cache(self, name: str, spec: CacheSpec) -> None:
@@ -34,7 +34,7 @@ class BlockFiles:
         )
 
     def key(self, name: BlockName) -> str:
-        """A group that the cache lacks gets a key without a file."""
+        """Return the key of a block's file. A group that the cache lacks gets a key without a file."""
         names = self._group_names[name.cache]
         return block_key(name.chain, names[name.group] if name.group < len(names) else f"unknown.{name.group}")
 
@@ -45,7 +45,7 @@ class BlockFiles:
         return self._store.block_bytes(map(self.key, names))
 
     def estimate(self, record: AgentRecord, num_tokens: int) -> int:
-        """A slight overestimate of a lineage with `num_tokens` tokens saved."""
+        """Slightly overestimate the bytes of a lineage with `num_tokens` tokens saved."""
         blocks = _bytes_of((group for group in self._store.groups if not group.is_state), num_tokens)
         snapshots = sum(self._store.groups[each.group].bytes_per_block + _HEADER_BYTES for each in record.snapshots)
         return blocks + snapshots + sum(map(self._residual_bytes, record.residuals))

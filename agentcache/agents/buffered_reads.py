@@ -28,15 +28,13 @@ log = logging.getLogger("agentcache.restore")
 # For the reads during one step and the copies before the next. Reused last in, first out, to stay in the processor's
 # caches.
 _BUFFERS_BYTES = 64 << 20
-_BATCH_BLOCKS = 16  # copied to their slots at once
+_BATCH_BLOCKS = 16
 # All buffers fit a processor's caches. Where blocks are uploaded, fewer and larger transfers are better.
 _BATCH_BYTES, _UPLOAD_BYTES = 2 << 20, 16 << 20
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Blocks of one group that are read together."""
-
     restore: Restoring
     loads: Sequence[Load]
     headers: Sequence[BlockHeader]
@@ -80,7 +78,7 @@ class BufferedReads:
         self._begun = 0
 
     def warm_up(self, tables: Sequence[BlockTable]) -> None:
-        """Fill base's slots of `tables` (one per group) with zero blocks, along the path of real ones."""
+        """Fill base's slots of `tables` with zero blocks, along the path of real ones."""
         base = self._base
         for index, table in enumerate(tables):
             group = base.prefix.groups[index]

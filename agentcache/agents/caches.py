@@ -1,5 +1,3 @@
-"""The caches whose blocks move between RAM and disk."""
-
 from __future__ import annotations
 
 from array import array
@@ -74,7 +72,6 @@ class KeptCaches:
         self._evicted_from_closed = 0
 
     def __iter__(self) -> Iterator[KeptCache]:
-        """Base first."""
         yield self.base
         yield from list(self._further.values())
 
@@ -83,7 +80,7 @@ class KeptCaches:
         return list(self._further.values())
 
     def find(self, name: str) -> KeptCache | None:
-        """None if not open, as when its adapter is not loaded."""
+        """Return a cache; None if not open, as when its adapter is not loaded."""
         return self.base if name == BASE_CACHE else self._further.get(name)
 
     def get(self, name: str) -> KeptCache:
@@ -96,20 +93,19 @@ class KeptCaches:
         return self.find(name) is not None
 
     def root(self, cache: KeptCache, salt: str) -> str:
-        """Chain key before the first block of sequences with this salt."""
+        """Chain key before the first block."""
         namespace = self.namespace(salt)
         if cache is self.base:
             return namespace.root
         return replace(namespace, spec=cache.spec.digest, cache=cache.name).root
 
     def prefix_of(self, record: AgentRecord, cache: KeptCache | None = None) -> CachedPrefix:
-        """Of a lineage, by default in base."""
         cache, ids = cache or self.base, self.ids_of(record)
         producer = record.producer if cache is self.base else None
         return cache.prefix.match_prefix(self.root(cache, record.salt), ids, len(ids), producer)
 
     def ids_of(self, record: AgentRecord) -> Sequence[int]:
-        """Without the transcript in RAM, only those of saved blocks."""
+        """Return the lineage's token ids; without its transcript in RAM, only those of saved blocks."""
         if record.transcript.is_in_ram:
             return record.transcript.ids
         ids, tree = array("I"), self.base.prefix.tree
@@ -125,13 +121,13 @@ class KeptCaches:
         self._further[cache.name] = cache
 
     def close(self, name: str) -> None:
-        """Its files stay."""
+        """Remove a cache from RAM; its files stay."""
         closed = self._further.pop(name)
         self._evicted_from_closed += closed.prefix.slots.evicted_blocks
 
     @property
     def evicted_blocks(self) -> dict[str, int]:
-        """Since start, by kind of cache; includes checkpoints."""
+        """Blocks evicted since start, by kind of cache; includes checkpoints."""
         residual = self._evicted_from_closed + sum(each.prefix.slots.evicted_blocks for each in self.further)
         evicted, snapshots = {BASE_CACHE: self.base.prefix.slots.evicted_blocks}, self.base.prefix.snapshots
         return {**evicted, RESIDUAL: residual, **({STATE: snapshots.evicted} if snapshots is not None else {})}

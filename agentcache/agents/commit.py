@@ -15,8 +15,6 @@ from agentcache.store.manifest import AgentRecord
 
 @dataclass(frozen=True)
 class BlockToWrite:
-    """One group's part of a node, and its slot."""
-
     cache: KeptCache
     node: Node
     group: int
@@ -33,8 +31,6 @@ class BlockToWrite:
 
 @dataclass(frozen=True)
 class CachePart:
-    """A turn's blocks in one cache."""
-
     cache: KeptCache
     blocks: Sequence[LaneBlock]
     num_tokens: int
@@ -55,7 +51,6 @@ class CachePart:
 
     @property
     def targets(self) -> list[BlockToWrite]:
-        """Blocks in RAM that are not on disk."""
         return [
             BlockToWrite(self.cache, block.node, index, block.node.block_ids[index])
             for block in self.blocks
@@ -83,5 +78,4 @@ class Commit:
 
 
 def is_wanted(node: Node, index: int) -> bool:
-    """Neither on disk nor being written."""
     return index not in node.stored and index not in node.pending

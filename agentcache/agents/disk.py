@@ -218,7 +218,6 @@ class Disk:
         return self._run(work)
 
     def delete(self, record: AgentRecord) -> Committed:
-        """Remove a lineage and the blocks that no other lineage needs."""
         return self._run(lambda done: self._remove(record, done))
 
     def sweep(self, names: Sequence[BlockName]) -> Committed:
@@ -228,7 +227,7 @@ class Disk:
     def _run(
         self, work: Callable[[Committed], None], *, held: Sequence[BlockName] = (), written: Sequence[BlockName] = ()
     ) -> Committed:
-        """Exceptions become part of the outcome.
+        """Run a job; exceptions become part of the outcome.
 
         Args:
             held: blocks to unpin at the end.
@@ -288,7 +287,6 @@ class Disk:
                     raise
 
     def _could_hold(self, num_bytes: int) -> bool:
-        """Whether `num_bytes` fit after every permitted eviction."""
         if not self._store.usage.evicts:
             return self._store.usage.has_room(num_bytes)
         blocks = self.files.bytes_of(self._lineages.protected_blocks())
@@ -365,12 +363,10 @@ class Disk:
         self._delete(self._lineages.remove(record.name), done, for_room=for_room)
 
     def _put(self, record: AgentRecord) -> list[BlockName]:
-        """Returns the blocks that the lineage no longer names."""
         self.files.learn_names(record)
         return self._lineages.put(record)
 
     def _delete(self, names: Iterable[BlockName], done: Committed, *, for_room: bool = False) -> None:
-        """Only unneeded ones. `for_room`: as in `Store.delete_blocks`."""
         unneeded = [name for name in names if not self.needs(name)]
         if unneeded:
             self._store.delete_blocks(map(self.files.key, unneeded), for_room=for_room)

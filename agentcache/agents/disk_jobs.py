@@ -78,7 +78,6 @@ class DiskJobs:
             raise
 
     def when_settled(self, done: Callable[[], None]) -> None:
-        """Call `done` once all jobs queued so far are applied."""
         self.submit(Committed, settle=lambda outcome: done())
 
     @property
@@ -109,7 +108,6 @@ class DiskJobs:
                 self.evict(removed, outcome)
 
     def _same(self, dropped: AgentRecord) -> AgentRecord | None:
-        """None if deleted or replaced since."""
         known = self._agents.find(dropped.name)
         return known if known is not None and known.held == dropped.held else None
 
@@ -146,7 +144,6 @@ class DiskJobs:
 
 
 def _not_pending(targets: Sequence[BlockToWrite]) -> None:
-    """The next turn that needs these blocks writes them."""
     for target in targets:
         target.node.pending.discard(target.group)
 

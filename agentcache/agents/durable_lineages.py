@@ -14,8 +14,6 @@ from agentcache.store.manifest import AgentRecord
 
 @dataclass(frozen=True)
 class Reduced:
-    """A lineage before and after some of its blocks were dropped."""
-
     before: AgentRecord
     after: AgentRecord
 
@@ -31,7 +29,7 @@ class DurableLineages:
         self._is_open = is_open
         self._lineages = Lineages()
         self._references: Counter[BlockName] = Counter()
-        self._unshared: dict[str, Mapping[str, int]] = {}  # `unshared_tokens`, by agent
+        self._unshared: dict[str, Mapping[str, int]] = {}
 
     def find(self, name: str) -> AgentRecord | None:
         return self._lineages.find(name)
@@ -46,7 +44,7 @@ class DurableLineages:
         return self._recount(record.id, set(known.held) if known else set(), set(record.held))
 
     def remove(self, name: str) -> list[BlockName]:
-        """Returns the blocks that the lineage named."""
+        """Remove a lineage; returns the blocks that it named."""
         known = self._lineages.find(name)
         if known is None:
             return []
@@ -61,12 +59,10 @@ class DurableLineages:
         return given_up
 
     def protected_blocks(self) -> set[BlockName]:
-        """Pinned blocks, and blocks of pinned lineages."""
         busy = (record for record in self._lineages if self._in_use.has_lineage(record.name))
         return self._in_use.blocks().union(*(record.block_names for record in busy))
 
     def latest_use(self) -> float:
-        """Seconds since 1970; 0 if empty."""
         return max((record.last_used for record in self._lineages), default=0.0)
 
     def stalest(self, now: float) -> AgentRecord | None:
@@ -76,7 +72,6 @@ class DurableLineages:
         return max(idle, key=lambda record: self.staleness(record, now), default=None)
 
     def staleness(self, record: AgentRecord, now: float) -> float:
-        """Eviction priority at `now`, a time after every use (`use_time`)."""
         if record.id not in self._unshared:
             self._unshared[record.id] = unshared_tokens(self._lineages.lineages(record.id))
         return staleness(record, self._unshared[record.id], now)

@@ -54,7 +54,6 @@ class Eviction:
         return sum(_evict_unread(cache.prefix, share, unsaved) for cache in self._caches)
 
     def _unsaved(self) -> set[Node]:
-        """Nodes in RAM but not completely on disk."""
         # A turn's last token is generated but not computed.
         behind = [each for each in self._agents if each.num_saved < len(each.transcript) - 1]
         prefixes = [self._caches.prefix_of(each) for each in behind]
@@ -81,10 +80,9 @@ class Eviction:
         return tuple(self._cache.find_snapshots(root, ids, len(ids), record.producer))
 
     def _evict_snapshots(self, records: Iterable[AgentRecord]) -> None:
-        """Even unsaved ones."""
         for record in records:
             for node in self._snapshots_of(record):
-                assert self._cache.snapshots is not None  # `_snapshots_of` returned some
+                assert self._cache.snapshots is not None
                 self._cache.snapshots.evict(node)
 
 

@@ -23,7 +23,7 @@ class InUse:
         self._lock = threading.Lock()
 
     def hold_lineage(self, name: str) -> None:
-        """The lineage need not exist yet."""
+        """Pin a lineage, which need not exist yet."""
         with self._lock:
             self._lineages[name] += 1
 
@@ -57,7 +57,6 @@ class InUse:
 
 
 def subtract(counts: Counter[T], names: Iterable[T]) -> None:
-    """Drops counts of 0."""
     for name in names:
         counts[name] -= 1
         if counts[name] <= 0:

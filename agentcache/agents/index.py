@@ -59,7 +59,7 @@ def index_residuals(caches: KeptCaches, cache: KeptCache, record: AgentRecord, h
 
 
 def lay_out(caches: KeptCaches, cache: KeptCache, record: AgentRecord, num_tokens: int) -> list[LaneBlock]:
-    """In the order of `spans`. Inserts missing nodes."""
+    """Return a lineage's blocks in the order of `spans`. Inserts missing nodes."""
     tree, blocks = cache.prefix.tree, list[LaneBlock]()
     root, has_state = tree.root(caches.root(cache, record.salt)), cache.prefix.snapshots is not None
     producer = record.producer if cache.name == BASE_CACHE else None

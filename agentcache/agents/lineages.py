@@ -38,7 +38,6 @@ class ReadTranscripts:
         self._contents = [content for each in transcripts if (content := _content_of(each)) is not None]
 
     def covers(self, transcript: Transcript) -> bool:
-        """Whether the transcript is in RAM or could not be read."""
         return transcript.is_in_ram or any(transcript is tried for tried in self._tried)
 
 
@@ -74,7 +73,6 @@ class PlainPrompt:
         return transcript.text if isinstance(self.content, str) else transcript.ids
 
     def shared_with(self, transcript: Transcript) -> int:
-        """Number of first characters, or tokens, shared with a transcript."""
         return len_common_prefix(self._same_of(transcript), self.content)
 
     def extends(self, transcript: Transcript) -> bool:
@@ -122,7 +120,6 @@ def _leaves_out_generated_text_only(text: str, transcript: Transcript) -> bool:
 
 
 def _resumed_at(old: str, start: int, end: int, following: str) -> int | None:
-    """Where in old[start:end] `following` resumes."""
     if following and (found := old.find(following, start, end + len(following))) >= 0:
         return found
     if end < len(old):
@@ -187,11 +184,7 @@ def unshared_tokens(lineages: Sequence[AgentRecord]) -> dict[str, int]:
 def staleness(record: AgentRecord, unshared: Mapping[str, int], now: float) -> float:
     """Eviction priority: seconds since last use, times the agent's largest unshared size over the lineage's.
 
-    Source: Blankstein et al. 2017, Hyperbolic Caching.
-
-    Args:
-        unshared: `unshared_tokens` of the agent's lineages.
-        now: time after every use (`use_time.time_after`).
+    Source: Blankstein et al. 2017, Hyperbolic Caching. `now` is after every use (`use_time.time_after`).
     """
     age = max(now - record.last_used, 1e-6)
     return age * max(1, *unshared.values()) / max(1, unshared[record.name])

@@ -51,7 +51,7 @@ class AgentOperations:
         ]
 
     def info(self, agent_id: str) -> AgentInfo:
-        """Raises NotFound."""
+        """Describe an agent. Raises NotFound."""
         lineages, record = self._agents.lineages(agent_id), self._agents.get(agent_id)
         prefixes = {each.name: self._caches.prefix_of(each) for each in lineages}
         longest, residuals = prefixes[record.name], self._residual_prefixes(lineages)
@@ -83,7 +83,7 @@ class AgentOperations:
         )
 
     def _disk_bytes(self, block: NamedBlock) -> int:
-        """Of files that the manifest names; the tree may know longer tails."""
+        """Bytes of files that the manifest names; the tree may know longer tails."""
         cache = self._caches.find(block.cache)
         if cache is None:
             return self._persistence.file_bytes(block)
@@ -200,7 +200,7 @@ class AgentOperations:
             self._cache.slots.prune(block.node)  # remove empty nodes that `blocks_of` inserted
 
     def _residual_turn(self, record: AgentRecord, cache: KeptCache) -> ResidualTurn | None:
-        """None unless more residuals are computed than saved."""
+        """Return a lineage's residuals; None unless more are computed than saved."""
         prefix, saved = self._caches.prefix_of(record, cache), record.residual_of(cache.name)
         num_tokens = prefix.num_tokens
         if not all(lane.ends_with_a_block for lane in prefix.lanes):
@@ -287,7 +287,6 @@ def _is_used(cache: KeptCache, record: AgentRecord) -> bool:
 
 
 def _set_to(record: AgentRecord, adapter: str | None, policy: str | None) -> AgentRecord:
-    """None keeps the current one."""
     residuals = record.residuals if adapter in (None, record.adapter) else ()
     return replace(record, adapter=adapter or record.adapter, policy=policy or record.policy, residuals=residuals)
 

@@ -98,11 +98,11 @@ class Persistence:
             index_residuals(self._caches, cache, record, self._disk.files.has)
 
     def close_cache(self, name: str) -> None:
-        """The cache must have no open sequences; its files stay."""
+        """Remove a cache without open sequences from RAM; its files stay."""
         self._caches.close(name)
 
     def blocks_of(self, record: AgentRecord, num_tokens: int) -> list[LaneBlock]:
-        """Base's blocks of a lineage's first tokens, in the order of `spans`. Inserts missing nodes."""
+        """Return base's blocks of a lineage's first tokens, in the order of `spans`. Inserts missing nodes."""
         return lay_out(self._caches, self._caches.base, record, num_tokens)
 
     def fits(self, record: AgentRecord, num_tokens: int) -> bool:
@@ -122,8 +122,7 @@ class Persistence:
     ) -> None:
         """Write blocks that a running request has filled, and pin them until `commit` or `release`, which must follow.
 
-        Args:
-            written: gets the number of bytes, before the commit.
+        `written` gets the number of bytes, before the commit.
         """
         blocks, kept = list(blocks), self._caches.get(cache)
         targets = [
@@ -229,7 +228,7 @@ class Persistence:
         )
 
     def _try_to_commit(self, commit: Commit) -> None:
-        """Retry up to `MOST_TRIES` times if files disappear while RAM has the blocks."""
+        """Retries up to `MOST_TRIES` times if files disappear while RAM has the blocks."""
         commit.tries += 1
         targets = [target for part in commit.parts for target in part.targets]
         for snapshot in commit.record.snapshots:
@@ -359,7 +358,6 @@ class Persistence:
             self._in_use.let_lineage_go(record.name)
 
     def use_responses(self, work: Callable[[ResponseFiles], T], done: Callable[[T | StoreError], None]) -> None:
-        """Run `work` on the writer thread; `done` gets its result or error."""
         results: list[T] = []
 
         def settle(outcome: Committed) -> None:
@@ -380,8 +378,7 @@ class Persistence:
     def bring_in(self, archive: ArchivedAgent, done: Callable[[Saved], None]) -> None:
         """Save an imported agent with an unused id, then add it to the table.
 
-        Raises:
-            ArchiveRejected: its residuals have other cache groups than here.
+        Raises ArchiveRejected: its residuals have other cache groups than here.
         """
         if any(map(self._disk.files.disagrees_with, archive.records)):
             raise ArchiveRejected("it has other groups of residuals than the adapter has here", param="path")
@@ -405,8 +402,7 @@ class Persistence:
     def keep_bound(self, latest: AgentRecord) -> None:
         """Delete idle lineages while the agent has too many.
 
-        Args:
-            latest: lineage used last. It stays, or if unsaved, is deleted instead of a saved one.
+        `latest` was used last. It stays, or if unsaved, is deleted instead of a saved one.
         """
         if not self._store.has_agent(latest.name):
             self._give_up_unsaved(latest)
@@ -441,7 +437,6 @@ class Persistence:
         done(Saved(error=outcome.error))
 
     def file_bytes(self, block: NamedBlock) -> int:
-        """Includes headers."""
         return self._disk.files.bytes_of(block.names)
 
     @property

@@ -23,7 +23,6 @@ def share_processors(helpers: int) -> tuple[Collection[int], Collection[int]]:
 
 @contextmanager
 def kept_to(processors: Collection[int]) -> Iterator[None]:
-    """On any if empty."""
     if sys.platform != "linux" or not processors:
         yield
         return

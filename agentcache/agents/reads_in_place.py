@@ -33,11 +33,7 @@ class Job:
 
 
 class ReadsInPlace:
-    """Runs read jobs while the engine thread does nothing else.
-
-    Args:
-        count: number of threads of `readers`.
-    """
+    """Runs read jobs while the engine thread does nothing else. `count`: threads of `readers`."""
 
     def __init__(self, store: Store, readers: Executor, count: int) -> None:
         self._store = store
@@ -74,7 +70,6 @@ class ReadsInPlace:
         return self._ended
 
     def _read_next(self, blocks: BlockFolder) -> bool:
-        """False if the queue is empty."""
         with suppress(Empty):
             job = self._due.get_nowait()
             assert job is not None

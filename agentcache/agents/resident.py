@@ -23,7 +23,7 @@ class ResidentTranscripts:
     def __init__(self, ledger: Ledger, budget: int) -> None:
         self._budget = budget
         self._account = ledger.open(TRANSCRIPTS, apart=UNBOUNDED, floor=budget)
-        self._kept: OrderedDict[str, tuple[Transcript, int]] = OrderedDict()  # by lineage, with bytes
+        self._kept: OrderedDict[str, tuple[Transcript, int]] = OrderedDict()
 
     def keep(self, name: str, transcript: Transcript) -> None:
         known, num_bytes = self._kept.get(name, (None, 0))

@@ -15,7 +15,6 @@ class ResidualTurn:
 
     Args:
         cache: `keys.residual_cache` of the adapter.
-        num_tokens: number of tokens in `blocks`.
         blocks: all of the lineage's, in the order of `spans`.
         early: blocks passed to `Persistence.save_blocks`, perhaps including surplus ones.
     """
@@ -27,10 +26,8 @@ class ResidualTurn:
 
 
 def root_of(namespace: Namespace, residual: ResidualBlocks) -> str:
-    """Chain key before a lineage's residuals, even of unloaded adapters.
-
-    Args:
-        namespace: base's, with the lineage's salt.
+    """Chain key before a lineage's residuals, even of unloaded adapters. `namespace` is base's, with the lineage's
+    salt.
     """
     return replace(namespace, spec=residual.spec, cache=residual.cache).root
 

@@ -56,7 +56,6 @@ class Restorer:
         sizes = [group.bytes_per_block for group in caches.base.prefix.all_groups]
         readers = READERS if max(sizes) >= _LARGE_BLOCK_BYTES else 1
         self._readers = ThreadPoolExecutor(readers, thread_name_prefix="agentcache-reader")
-        # The engine thread is one more reader.
         self._in_place = ReadsInPlace(store, self._readers, readers - 1)
         self.buffered = BufferedReads(caches.base, store, self._readers, _READS_BEGUN, post)
 
@@ -97,7 +96,6 @@ class Restorer:
             self.buffered.read(restore, loads)
 
     def _read_in_place(self) -> bool:
-        """Returns whether any block was read or passed to buffers."""
         others: list[tuple[Restoring, Load]] = []
         memories = self._memories()
         try:
@@ -116,10 +114,7 @@ class Restorer:
         return bool(others or ended)
 
     def _memories(self) -> dict[tuple[str, int], GroupMemory | None]:
-        """Memory of each group with queued blocks.
-
-        Called before readers start: MLX releases the GIL per tensor and would wait to get it back.
-        """
+        """Called before readers start: MLX releases the GIL per tensor and would wait to get it back."""
         awaited = ((restore.cache, load) for restore, load in self._whole if not restore.sequence.closed)
         due = {(cache.name, load.group): cache for cache, load in awaited}
         return {(name, group): cache.arenas.memory(group) for (name, group), cache in due.items()}
@@ -127,10 +122,9 @@ class Restorer:
     def _jobs(
         self, memories: Mapping[tuple[str, int], GroupMemory | None], others: list[tuple[Restoring, Load]]
     ) -> Iterator[Job]:
-        """Jobs for queued blocks, until time is up and a message waits.
+        """Yield jobs for queued blocks, until time is up and a message waits.
 
-        Args:
-            others: receives blocks of closed sequences or without a place.
+        `others` receives blocks of closed sequences or without a place.
         """
         may_end_at = time.perf_counter() + _LEAST_AT_ONCE
         while self._whole:

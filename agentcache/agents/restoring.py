@@ -14,7 +14,6 @@ from agentcache.store.block_file import BlockHeader
 
 
 def header_of(node: Node, index: int, cache: KeptCache) -> BlockHeader:
-    """The header that a block's file must have."""
     assert node.parent is not None
     group = cache.prefix.all_groups[index].name
     return BlockHeader(
@@ -76,7 +75,6 @@ class Restoring:
         return header_of(load.node, load.group, self.cache)
 
     def settle(self, reads: Sequence[Read]) -> None:
-        """Publish blocks that were read; mark missing ones."""
         cache = self.cache
         for read in reads:
             load = read.load
@@ -91,7 +89,6 @@ class Restoring:
         self.drop(len(reads))
 
     def drop(self, num_blocks: int) -> None:
-        """Note finished blocks; report the outcome after the last one."""
         self.blocks_due -= num_blocks
         if not self.blocks_due:
             self.done(Restored(self.num_bytes, time.perf_counter() - self.started_at, self.complete))

@@ -6,14 +6,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Saved:
-    """Bytes written, or the error."""
-
     written_bytes: int = 0
     error: str | None = None
 
 
 def when_all(count: int, done: Callable[[Saved], None]) -> Callable[[Saved], None]:
-    """Combine `count` outcomes into one: total bytes and first error."""
+    """Combine `count` outcomes into one."""
     outcomes: list[Saved] = []
 
     def take(saved: Saved) -> None:

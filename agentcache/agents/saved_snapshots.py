@@ -17,11 +17,7 @@ from agentcache.store.manifest import AgentRecord
 
 @dataclass(frozen=True)
 class _Unsaved:
-    """A lineage whose last checkpoint is only in RAM.
-
-    Args:
-        since: end of its last turn, by `time.monotonic`.
-    """
+    """A lineage whose last checkpoint is only in RAM; `since` by `time.monotonic`."""
 
     since: float
     repeated: int
@@ -49,7 +45,7 @@ class SavedSnapshots:
         self._unsaved: dict[str, _Unsaved] = {}  # oldest first
 
     def choose(self, record: AgentRecord, lasting: int, repeated: int, *, final: bool) -> AgentRecord:
-        """The record with the checkpoints to save; without new ones if the disk budget cannot hold them.
+        """Return the record with the checkpoints to save; without new ones if the disk budget cannot hold them.
 
         Args:
             lasting: position after the system prompt; 0 if unknown.
@@ -104,10 +100,8 @@ class SavedSnapshots:
         self._unsaved.pop(name, None)
 
     def idle(self, now: float, idle: float) -> list[str]:
-        """Lineages whose last turn ended at least `idle` seconds before `now`."""
         return [name for name, unsaved in self._unsaved.items() if now - unsaved.since >= idle]
 
     @property
     def unsaved_since(self) -> float | None:
-        """End of the earliest turn whose last checkpoint is only in RAM."""
         return next((unsaved.since for unsaved in self._unsaved.values()), None)

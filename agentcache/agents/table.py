@@ -43,11 +43,10 @@ class Agents:
 
     @property
     def ids(self) -> list[str]:
-        """Sorted."""
         return sorted(self._lineages)
 
     def known(self, agent_id: str | None) -> tuple[AgentRecord, ...]:
-        """Empty if unknown. Raises AgentUnavailable."""
+        """Return the agent's lineages; empty if unknown. Raises AgentUnavailable."""
         if agent_id is None:
             return ()
         self.require_available(agent_id)
@@ -59,7 +58,7 @@ class Agents:
             raise AgentUnavailable(agent_id, reason, param=param)
 
     def lineages(self, agent_id: str, lineage: str | None = None) -> tuple[AgentRecord, ...]:
-        """The agent's lineages, or the one with this id. Raises NotFound, AgentUnavailable."""
+        """Return the agent's lineages, or the one with this id. Raises NotFound, AgentUnavailable."""
         found = self.known(agent_id)
         if not found:
             raise NotFound(f"there is no agent {agent_id!r}", param="agent", code="agent_not_found")
@@ -116,7 +115,6 @@ class AgentTable(Lineages):
     """The agents as of their last turns, saved or not. Engine thread only; other threads get a `view`.
 
     Args:
-        model: fingerprint of the served model.
         transcripts: None keeps all in RAM.
 
     Attributes:
@@ -162,7 +160,6 @@ class AgentTable(Lineages):
         return lineages
 
     def note_unavailable(self, agent_id: str, reason: str | None) -> None:
-        """`reason`: None if it is available."""
         others = {each: why for each, why in self.unavailable.items() if each != agent_id}
         self.unavailable = others if reason is None else others | {agent_id: reason}
         self._view = None
@@ -171,13 +168,11 @@ class AgentTable(Lineages):
         return self._in_use.has_lineage(name) or self.must_stay(name)
 
     def view(self) -> Agents:
-        """An immutable copy of the current state."""
         if self._view is None:
             self._view = Agents(dict(self._lineages), self.unavailable)
         return self._view
 
     def note_use(self, last_used: float) -> None:
-        """Make later times of use follow this one."""
         self._latest_use = max(self._latest_use, last_used)
 
     def time_of_use(self) -> float:
@@ -220,7 +215,6 @@ class AgentTable(Lineages):
         )
 
     def _clash(self, agent_id: str) -> str | None:
-        """An id, existing or pinned, that differs only by case."""
         others = (*self._lineages, *self.unavailable, *map(agent_of, self._in_use.lineages()))
         return next((other for other in others if other != agent_id and other.casefold() == agent_id.casefold()), None)
 
@@ -274,7 +268,7 @@ class AgentTable(Lineages):
 
 
 def reasons_by_agent(lineages: Mapping[str, str]) -> dict[str, str]:
-    """Reasons by agent id. One unreadable lineage suffices, lest a turn restart a conversation."""
+    """One unreadable lineage suffices, lest a turn restart a conversation."""
     reasons: dict[str, str] = {}
     for name, reason in lineages.items():
         reasons.setdefault(agent_of(name), reason)
@@ -290,5 +284,4 @@ def names_of(blocks: Iterable[NamedBlock]) -> list[BlockName]:
 
 
 def blocks_of(records: Sequence[AgentRecord]) -> set[NamedBlock]:
-    """Including checkpoints."""
     return {block for record in records for block in record.held}

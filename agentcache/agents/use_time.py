@@ -11,7 +11,6 @@ _STEP = 1e-6  # seconds; about four units of a float's resolution today
 
 
 def time_now() -> float:
-    """In seconds since 1970, within a manifest's limits."""
     return as_time(time.time())
 
 
@@ -21,5 +20,5 @@ def time_after(latest: float) -> float:
 
 
 def shown_time(last_used: float) -> float:
-    """Never ahead of the clock."""
+    """Return `last_used`, but never a future time."""
     return min(last_used, time_now())

@@ -79,7 +79,7 @@ def draw_bars(
     colours: Mapping[str, str] = COLOURS,
     label: Callable[[float], str] = milliseconds,
 ) -> None:
-    """One bar per series in each group; None draws no bar. `label` formats a value."""
+    """Draw grouped bars, one per series in each group; None draws no bar."""
     width = 0.84 / len(series)
     for index, (name, values) in enumerate(series.items()):
         shown = [(group, value) for group, value in enumerate(values) if value is not None]
@@ -92,10 +92,9 @@ def draw_bars(
 
 
 def plot_ttft_by_size(series: Mapping[str, Mapping[int, Sequence[float]]], title: str, path: Path) -> None:
-    """Both axes are logarithmic; lines of medians, dots of samples.
+    """Plot medians as lines and samples as dots; both axes are logarithmic.
 
-    Args:
-        series: by kind (cold, warm, …): context length in tokens → samples in milliseconds.
+    `series`: by kind (cold, warm, …): context length in tokens → samples in milliseconds.
     """
     from matplotlib.ticker import FuncFormatter, LogLocator
 
@@ -126,12 +125,7 @@ def _draw_series(axes: Any, name: str, by_size: Mapping[int, Sequence[float]]) -
 
 @dataclass(frozen=True)
 class Panel:
-    """A group of bars for each phase.
-
-    Args:
-        series: by way: one value per phase; None draws no bar.
-        top: upper limit of the axis.
-    """
+    """A group of bars for each phase. `series`: by way, one value per phase; None draws no bar."""
 
     title: str
     series: Mapping[str, Sequence[float | None]]
@@ -155,7 +149,7 @@ def plot_by_phase(phases: Sequence[str], panels: Sequence[Panel], title: str, pa
 
 def _draw_panel(axes: Any, panel: Panel) -> None:
     draw_bars(axes, panel.series, label=panel.label)
-    axes.set_ylim(0, panel.top and panel.top * 1.15)  # room for the labels
+    axes.set_ylim(0, panel.top and panel.top * 1.15)  # room for labels
     axes.set_title(panel.title, fontsize=9, loc="left")
     _draw_grid(axes)
     axes.spines[["top", "right"]].set_visible(False)

@@ -28,10 +28,7 @@ Report = dict[str, Any]
 class Reporter:
     """Writes and prints the reports of one benchmark.
 
-    Args:
-        name: base name of its files.
-        title: measured quantity.
-        plots: functions that draw NAME_KEY.png, or NAME.png for an empty key.
+    `plots`: functions that draw NAME_KEY.png, or NAME.png for an empty key.
     """
 
     name: str
@@ -44,10 +41,7 @@ class Reporter:
     ) -> Report:
         """Build a run's report as plain data.
 
-        Args:
-            plan: dataclass with the parameters.
-            caveats: limits of the results.
-            peer_wins: quantities in which another server is better; None without a comparison.
+        `peer_wins`: quantities in which another server is better; None without a comparison.
         """
         return {
             "caveats": list(caveats),
@@ -59,7 +53,6 @@ class Reporter:
         }
 
     def write(self, report: Report, folder: Path) -> list[Path]:
-        """Write the JSON file and the plots; return their paths."""
         data = folder / f"{self.name}.json"
         write_json(report, data)
         written = [data]
@@ -105,7 +98,7 @@ def draw(plot: Callable[[Report, Path], None], report: Report, path: Path) -> bo
 
 
 def number_table(title: str, headings: Sequence[str], *, named: bool = False, no_wrap: bool = False) -> Table:
-    """Columns are right-aligned; with `named`, not the first."""
+    """Make an empty table of right-aligned columns, but for the first if `named`."""
     table = Table(title=title)
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="left" if named and index == 0 else "right", no_wrap=no_wrap)

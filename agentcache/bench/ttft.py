@@ -37,10 +37,9 @@ WORDS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """The workload depends on `seed` and the model's tokenizer.
+    """Parameters of the benchmark.
 
     Args:
-        sizes: context lengths in tokens.
         repeats: samples of each kind and length; at most COLD cold ones, which take longest and vary least.
         model: None for the embedded model.
         turn_tokens, new_tokens: tokens of the turn behind the context, and of its answer.
@@ -90,8 +89,6 @@ class Files:
 
 @dataclass(frozen=True)
 class SizeResult:
-    """`skipped` is the reason if there are no samples."""
-
     context_tokens: int
     samples: tuple[Sample, ...] = ()
     files: Files | None = None
@@ -159,7 +156,6 @@ class _SizeBench:
             client.request("DELETE", f"/v1/agents/{agent}")
 
     def _cache_context(self, client: Client) -> list[Path]:
-        """Return the files written for the agent to fork."""
         before = _block_files(self._cache_dir)
         client.cache_prompt(self._context, agent="context")
         return sorted(_block_files(self._cache_dir) - before)
@@ -229,7 +225,7 @@ def _evict_all(client: Client) -> None:
 
 
 def _restore(client: Client, agent: str) -> None:
-    """Load an agent's own last block into RAM; errors show in the next turn."""
+    """Errors show in the next turn."""
     with suppress(ServerError):
         client.request("POST", f"/v1/agents/{agent}/restore")
 
@@ -247,7 +243,6 @@ def _read_files(paths: Sequence[Path]) -> Files:
 
 
 def _header(path: Path) -> tuple[int, dict[str, str]]:
-    """Length in bytes of a safetensors header, and its metadata."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(length))
@@ -255,7 +250,7 @@ def _header(path: Path) -> tuple[int, dict[str, str]]:
 
 
 def _read_rate(paths: Sequence[Path], rounds: int = 3) -> float:
-    """Sequential reads; the best of some rounds after a warm-up."""
+    """Best of some sequential reads after a warm-up."""
     rates = [_read_all(paths) for _ in range(rounds + 1)]
     return max(rates[1:])
 

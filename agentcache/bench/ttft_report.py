@@ -50,7 +50,6 @@ def _caveats(plan: Plan, results: Sequence[SizeResult]) -> list[str]:
 
 
 def _unexpected(results: Sequence[SizeResult]) -> list[str]:
-    """Samples whose reported cache state is not the intended one."""
     odd = [
         f"{sample.kind} at {sample.context_tokens} was reported {sample.cache_state}"
         for result in results
@@ -85,7 +84,6 @@ def _summarise_kind(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def _summarise_cache(files: Files, warm: Sequence[Sample], hot: Sequence[Sample]) -> dict[str, Any]:
-    """Bytes and rates of restores and saves; a turn's own KV bytes, and the bytes written for it."""
     bytes_per_token = files.data_bytes / hot[0].context_tokens
     turn_tokens = statistics.median(s.prompt_tokens - s.context_tokens + s.completion_tokens for s in hot)
     written = [sample.written_bytes for sample in hot if sample.written_bytes is not None]

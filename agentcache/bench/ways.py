@@ -32,7 +32,7 @@ WARM_UP = [{"role": "user", "content": "Good morning."}]
 
 
 class ColdChat:
-    """Every question goes to a new agent with its own salt, which is then deleted."""
+    """Sends every question to a new agent with its own salt, which is then deleted."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -52,11 +52,7 @@ class ColdChat:
 class Ways:
     """Runs a script in several ways. Server processes end with each run, also on errors.
 
-    Args:
-        caches: parent of each way's cache folder.
-        watch: called with the way's name and each turn.
-        model: None for the embedded model.
-        max_tokens: tokens per turn; None for the script's.
+    `caches`: parent of each way's cache folder.
     """
 
     script: Script
@@ -116,7 +112,6 @@ def summarise(turns: Sequence[TurnRecord]) -> dict[str, Any]:
 
 
 def first_difference(one: WorkflowTranscript, other: WorkflowTranscript) -> str | None:
-    """Describe the first turn in which two runs differ."""
     if len(one.turns) != len(other.turns):
         return f"{len(one.turns)} turns in one run, {len(other.turns)} in the other"
     pairs = zip(one.turns, other.turns, strict=True)

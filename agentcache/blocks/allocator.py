@@ -1,7 +1,7 @@
 """Allocates block slots and resizes pools within the ledger's budget.
 
 Groups of one attention kind grow together and share an account. Base's floor covers one short request; residual caches
-have none. Before a pool shrinks, the block in its last slot moves to an earlier one.
+have none.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class BlockAllocator:
     Attributes:
         readers: block tables of all running requests.
         headroom: function that returns the bytes the machine can still provide.
-        is_sparing: True while memory is short: evict unread blocks before growing.
+        is_sparing: evict unread blocks before growing, as memory is short.
     """
 
     def __init__(self, slots: Slots, eviction: EvictionOrder, ledger: Ledger, name: str = BASE) -> None:
@@ -64,7 +64,7 @@ class BlockAllocator:
         self._bytes = [group.bytes_per_block for group in slots.groups]
         self._eviction = eviction
         self._ledger = ledger
-        # Never released.
+        # Minimum by group.
         self._least = [min_blocks(group) if name == BASE else 0 for group in slots.groups]
         windows = [group.window for group in slots.groups]
         kinds = {window: self._open(window) for window in dict.fromkeys(windows)}
@@ -103,7 +103,7 @@ class BlockAllocator:
         return self._eviction.free_one(index) or self._grow_at_others_expense(index)
 
     def _has_share(self, index: int) -> bool:
-        """True even if the room is lent out."""
+        """Whether the cache's share has room for a slot, even if lent out."""
         account = self._kinds[index].account
         return account.family in self._ledger.shares and account.share_left >= self._cost(index, 1)
 
@@ -133,7 +133,7 @@ class BlockAllocator:
         kind, capacity = self._kinds[index], self._pools[index].capacity
         wanted = _MIN_GROWTH_BLOCKS if self.is_sparing else max(_MIN_GROWTH_BLOCKS, int(capacity * _GROWTH))
         if kind.account.family in self._ledger.shares:
-            wanted = 1  # spare slots would cost the family memory
+            wanted = 1  # a spare slot would cost the family memory
         added = min(wanted, self._growth_within(min(kind.account.room, self._machine_room(kind)), index))
         if added < 1:
             return False
@@ -146,12 +146,10 @@ class BlockAllocator:
         return self._kinds[index].account.ask(self._cost(index, 1)) and self._grow(index)
 
     def _cost(self, index: int, added: int) -> int:
-        """Includes bringing its attention kind level."""
         capacity = self._pools[index].capacity + added
         return sum(max(0, capacity - self._pools[i].capacity) * self._bytes[i] for i in self._kinds[index].members)
 
     def _machine_room(self, kind: _Kind) -> int:
-        """At least the rest of the floor, which was checked at start."""
         return max(self.headroom(), kind.account.floor - kind.account.claimed)
 
     def _growth_within(self, num_bytes: int, index: int) -> int:
@@ -159,11 +157,7 @@ class BlockAllocator:
         return bisect_right(range(1, most + 1), num_bytes, key=lambda added: self._cost(index, added))
 
     def affordable_growth(self, index: int, beside: int = 0) -> int:
-        """Slots to grow by if all loans return; negative if it must shrink.
-
-        Args:
-            beside: bytes reserved for other groups.
-        """
+        """Slots to grow by if all loans return; negative if it must shrink. `beside`: bytes for other groups."""
         kind = self._kinds[index]
         room = min(kind.account.room_without_loans - beside, self._machine_room(kind))
         return self._growth_within(room, index) if room >= 0 else room // sum(self._bytes[i] for i in kind.members)
@@ -174,7 +168,7 @@ class BlockAllocator:
             self._ledger.note_use(kind.account)
 
     def _give_way(self, num_bytes: int, asker: Account) -> None:
-        """Release slots above the floors, not of the asking kind: free ones first, then unread ones."""
+        """Release slots of other kinds above the floors: free ones first, then unread ones."""
         freed, is_own = 0, any(kind.account is asker for kind in self._kinds)
         # Only an account with a reserved share may move blocks that are read. This cache may not: while it opens a
         # request, copies name slots.
@@ -191,11 +185,7 @@ class BlockAllocator:
             freed += self._bytes[donor]
 
     def _free_last(self, index: int, *, moves_read: bool) -> bool:
-        """Free the last slot, moving its block; False if it must stay.
-
-        Args:
-            moves_read: whether a block may move while requests read it.
-        """
+        """Free the last slot, moving its block; False if it must stay."""
         pool = self._pools[index]
         last = pool.capacity - 1
         if last < self._least[index] or (

@@ -1,5 +1,3 @@
-"""Fills a new request's block tables with shared and new slots."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -43,7 +41,6 @@ def attach_prefix(sequence: CacheSequence, prefix: CachedPrefix, allocator: Bloc
 
 
 def _share(sequence: CacheSequence, lane: LanePrefix, slots: Slots) -> None:
-    """-1 stands for blocks that are not in RAM."""
     for index in lane.groups:
         table = sequence.tables[index]
         table.first_block = min(lane.first_block_read(slots.groups[index]), len(lane.nodes))

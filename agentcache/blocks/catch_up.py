@@ -12,11 +12,7 @@ from agentcache.blocks.slots import Slots
 
 
 def nodes_ahead(tree: RadixTree, sequence: CacheSequence, token_ids: Sequence[int], end: int) -> list[list[Node]]:
-    """Return full blocks in RAM after the request's end: per block, one node per origin path.
-
-    Args:
-        token_ids: all tokens of the request.
-    """
+    """Return full blocks in RAM after the request's end: per block, one node per origin path."""
     if sequence.num_tokens % BLOCK_SIZE or any(lane.ahead for lane in sequence.lanes):
         return []
     found: list[list[Node]] = []

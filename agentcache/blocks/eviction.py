@@ -24,9 +24,8 @@ class EvictionOrder:
         return True
 
     def _victim(self, index: int) -> Node | None:
-        """Nodes with a pending write come last."""
         settled = (node for node in self._candidates(index) if self._is_idle(node) and not node.pending)
-        # A pending write has its own copy of the bytes.
+        # Last resort: a node with a pending write, which has its own copy of the bytes.
         return next(settled, None) or next(filter(self._is_idle, self._candidates(index)), None)
 
     def _unread_holder(self, index: int) -> Node | None:

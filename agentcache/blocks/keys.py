@@ -18,7 +18,7 @@ FORMAT_VERSION = 2
 BASE_PRODUCER = "base"
 BASE_CACHE = "base"
 RESIDUAL = "residual"
-STATE_GROUP = "recurrent"  # last cache group of recurrent models
+STATE_GROUP = "recurrent"
 _DIGEST_BYTES = 20
 
 
@@ -81,7 +81,7 @@ class Producer:
 
 
 def chain_key(parent: str, token_ids: Sequence[int], producer: str = BASE_PRODUCER) -> str:
-    """Address of the tokens after `parent`. `producer` is `base` or a `Producer.text`."""
+    """Return the address of the tokens after `parent`. `producer` is `base` or a `Producer.text`."""
     return _digest("agentcache.chain", parent.encode(), pack_token_ids(token_ids), producer.encode())
 
 
@@ -96,12 +96,11 @@ def residual_cache(adapter_digest: str) -> str:
 
 
 def kind_of(cache: str) -> str:
-    """`base` or `residual`."""
     return cache.partition(".")[0]
 
 
 class BlockName(NamedTuple):
-    """Files use the group's name (`block_key`)."""
+    """One group's part of a block. Files use the group's name (`block_key`)."""
 
     chain: str
     group: int

@@ -39,7 +39,6 @@ class LanePrefix:
         return len(self.nodes) * BLOCK_SIZE + self.tail_tokens
 
     def first_block_read(self, group: Group) -> int:
-        """May come after the last block."""
         num_tokens = self.num_tokens
         if self.read_from is not None and self.read_from < num_tokens:
             num_tokens = self.read_from
@@ -122,7 +121,6 @@ class LaneSearch:
     """Longest cached prefix on one origin path. Valid until the tree changes.
 
     Args:
-        packed: the prompt's tokens (`siblings.pack`).
         least: minimum tokens of a partly used block.
     """
 
@@ -161,7 +159,6 @@ class LaneSearch:
             count = missing  # later blocks need it; a sibling may be the tail
 
     def _missing(self, prefix: LanePrefix) -> int | None:
-        """Last block that a window needs and the cache lacks."""
         missing = (
             position
             for index, group in self._windows.items()
@@ -221,7 +218,6 @@ class SnapshotSearch:
         return next(self.ends(limit), None)
 
     def ends(self, limit: int) -> Iterator[Node]:
-        """Last first."""
         for node in reversed(self._path[: limit // BLOCK_SIZE + 1]):
             tails = [tail for tail in node.children if self._is_usable_tail(tail, limit)]
             yield from sorted(tails, key=lambda tail: tail.num_tokens, reverse=True)

@@ -28,22 +28,17 @@ class BlockKind:
 
 @dataclass(frozen=True)
 class LaneLayout:
-    """An origin path without its blocks.
-
-    Args:
-        has_state: whether its nodes carry checkpoints of recurrent state; `groups` may then be empty.
-    """
+    """An origin path without its blocks. With `has_state` its nodes carry checkpoints; `groups` may then be empty."""
 
     groups: tuple[int, ...]
     producer: Producer | None
     has_state: bool = False
 
     def producer_of(self, end: int) -> str:
-        """Origin of the block that ends before token `end`."""
         return BASE_PRODUCER if self.producer is None or end <= self.producer.start else self.producer.text
 
     def usable_kinds(self, position: int) -> list[BlockKind]:
-        """Kinds that may provide tokens of block `position`."""
+        """Return the kinds that may provide tokens of a block."""
         begin, end = position * BLOCK_SIZE, (position + 1) * BLOCK_SIZE
         if self.producer is None or end <= self.producer.start:
             return [BlockKind(BASE_PRODUCER, end)]
@@ -52,11 +47,7 @@ class LaneLayout:
 
 
 def lay_out(producer: Producer | None, num_groups: int, *, has_state: bool = False) -> tuple[LaneLayout, ...]:
-    """Return the non-empty origin paths: base's, then the adapter's.
-
-    Args:
-        has_state: whether the model has recurrent layers, as group `num_groups`.
-    """
+    """Return the non-empty origin paths: base's, then the adapter's. Recurrent state is group `num_groups`."""
     own = frozenset[int]() if producer is None else producer.groups
     keys_and_values = range(num_groups)
     lanes = (
@@ -81,11 +72,7 @@ def agreed_tokens(left: Producer | None, right: Producer | None, num_tokens: int
 
 @dataclass(frozen=True)
 class BlockSpan:
-    """Tokens ``begin … end - 1`` of an origin path.
-
-    Args:
-        parent: index of the preceding span; None for the first.
-    """
+    """Tokens ``begin … end - 1`` of an origin path. `parent`: index of the preceding span."""
 
     begin: int
     end: int
@@ -95,7 +82,7 @@ class BlockSpan:
 
 
 def spans(num_tokens: int, producer: Producer | None, num_groups: int, *, has_state: bool = False) -> list[BlockSpan]:
-    """Path by path, then the base tail."""
+    """Return all blocks of a request: path by path, then the base tail."""
     result: list[BlockSpan] = []
     for lane in lay_out(producer, num_groups, has_state=has_state):
         first = len(result)
@@ -129,7 +116,7 @@ class NamedBlock(NamedTuple):
 
 
 class NamedSnapshot(NamedTuple):
-    """Addressed by the chain key of the block that ends there."""
+    """A checkpoint, addressed by the chain key of the block that ends there."""
 
     num_tokens: int
     chain: str
@@ -154,7 +141,7 @@ def state_chains(
 
 
 class StateBlock(NamedTuple):
-    """Tokens ``begin … end - 1`` after the chain `parent`."""
+    """A checkpoint's block: tokens ``begin … end - 1`` after the chain `parent`."""
 
     begin: int
     end: int
@@ -165,7 +152,7 @@ class StateBlock(NamedTuple):
 def state_blocks(
     root: str, token_ids: Sequence[int], ends: Sequence[int], producer: Producer | None, num_groups: int
 ) -> Iterator[StateBlock]:
-    """Blocks that end after each of `ends` tokens (1 or more), on the path with recurrent state."""
+    """Yield the blocks that end after each of `ends` tokens, on the path with recurrent state."""
     lane = next(lane for lane in lay_out(producer, num_groups, has_state=True) if lane.has_state)
     parents = [root]
     for end in range(BLOCK_SIZE, max(ends, default=0), BLOCK_SIZE):

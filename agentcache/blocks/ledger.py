@@ -28,7 +28,7 @@ _NO_SHARES: Mapping[str, int] = {}
 
 # By asking family: families to ask, in order. Adapter weights leave only when no request needs them.
 GIVES_WAY: Mapping[str, tuple[str, ...]] = {
-    BASE: (BASE, STACKS),  # another attention kind
+    BASE: (BASE, STACKS),
     RESIDUAL: (BASE, STACKS, RESIDUAL),  # base may hold the residual share
     ADAPTERS: (BASE, STACKS, RESIDUAL),
     STACKS: (BASE,),
@@ -77,7 +77,7 @@ class Account:
 
     @property
     def room(self) -> int:
-        """Without asking."""
+        """Bytes that can be claimed without asking."""
         if self.apart is not None:
             return self.apart - self.claimed
         return min(self._common_room, self.share_left)
@@ -92,14 +92,13 @@ class Account:
 
     @property
     def room_without_loans(self) -> int:
-        """Room if all loans, of the budget or of its share, returned."""
+        """Room if all loans returned."""
         if self.family in self.ledger.shares:
             return self.share_left
         loans = (each for each in self.ledger.sharing if each.on_loan and each is not self)
         return self.room + (0 if self.apart is not None else sum(each.claimed for each in loans))
 
     def claim(self, num_bytes: int) -> None:
-        """Raises BrokenInvariant without room."""
         if num_bytes > self.room:
             raise BrokenInvariant(f"{self.kind} claims {num_bytes} bytes and has room for {self.room}")
         self.claimed += num_bytes
@@ -187,7 +186,6 @@ class Ledger:
             self.sharing.remove(account)
 
     def note_use(self, account: Account) -> None:
-        """In a family with a share, ask this account last."""
         if account.family in self.shares:
             self.accounts.remove(account)
             self.accounts.append(account)
@@ -206,7 +204,6 @@ class Ledger:
         return sum(account.floor for account in self.sharing)
 
     def left_for(self, family: str) -> int:
-        """Room of a family if all loans returned."""
         if family in self.shares:
             return self.shares[family]
         return self.budget - sum(each.held for each in self.sharing if each.family != family and not each.on_loan)

@@ -25,7 +25,7 @@ class OverlayMatch:
 def match_overlay(
     base: PrefixCache, root: str, residuals: PrefixCache, residual_root: str, token_ids: Sequence[int], limit: int
 ) -> OverlayMatch:
-    """Return the longest prefixes of at most `limit` tokens that an adapter can continue.
+    """Return the longest prefixes that an adapter can continue.
 
     The adapter reads base's windows from the shorter end on. Where a window lacks a block, both prefixes end.
     """

@@ -32,18 +32,17 @@ class BlockPool:
 
     @property
     def last_in_use(self) -> int:
-        """-1 if none is."""
+        """The last referenced slot, or -1."""
         return next((slot for slot in range(self.capacity - 1, -1, -1) if self._ref_cnt[slot]), -1)
 
     def shrink(self, capacity: int) -> None:
-        """The dropped slots must be free."""
         if any(self._ref_cnt[capacity:]):
             raise BrokenInvariant("a slot in use cannot be dropped")
         del self._ref_cnt[capacity:]
         self._free = [block_id for block_id in self._free if block_id < capacity]
 
     def allocate(self) -> int:
-        """The slot has one reference. Raises OutOfBlocks."""
+        """Return a free slot, with one reference."""
         if not self._free:
             raise OutOfBlocks(f"all {self.capacity} blocks are in use")
         block_id = self._free.pop()

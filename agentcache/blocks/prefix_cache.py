@@ -41,9 +41,6 @@ class PrefixCache:
     Args:
         groups: KV cache groups; none without attention.
         state_budget: bytes for recurrent state of rows and checkpoints.
-
-    Attributes:
-        all_groups: KV groups, then the state's group.
     """
 
     def __init__(
@@ -82,8 +79,6 @@ class PrefixCache:
     ) -> CachedPrefix:
         """Return the longest prefix of at most `limit` tokens whose needed blocks are in RAM or on disk.
 
-        A few tokens of a longer block do not count.
-
         Args:
             producer: KV origin of the rest, whose blocks match after its start; None for base.
             read_from: first token computed with the prefix, if before its end.
@@ -96,10 +91,7 @@ class PrefixCache:
         return lane_search.in_ram(prefix, self.groups)
 
     def open(self, root: str, prefix: CachedPrefix) -> CacheSequence:
-        """Return block tables filled with `prefix`; their `loads` and `copies` are due.
-
-        Raises OutOfBlocks; idle blocks may be evicted then.
-        """
+        """Return block tables filled with `prefix`; their `loads` and `copies` are due. Raises OutOfBlocks."""
         if self.snapshots is not None and prefix.snapshot is not None:
             self.snapshots.touch(prefix.snapshot)
         sequence = self._enter(root, prefix)
@@ -117,7 +109,6 @@ class PrefixCache:
             self.tree.touch(lane.all_nodes)
 
     def _enter(self, root: str, prefix: CachedPrefix) -> CacheSequence:
-        """The tables have no slots yet; they keep the prefix's nodes in the tree."""
         # Unpack once: a long prompt has many blocks.
         token_ids = unpack(b"".join(node.packed for node in prefix.lanes[-1].all_nodes))[: prefix.num_tokens]
         tables = [BlockTable() for _ in self.groups]
@@ -139,7 +130,6 @@ class PrefixCache:
         return sequence
 
     def loaded(self, sequence: CacheSequence, load: Load) -> None:
-        """Finish a load: the tree lists whole blocks for other requests."""
         node = load.node
         if self.snapshots is not None and load.group == self.snapshots.index:
             if not sequence.closed:
@@ -214,9 +204,9 @@ class PrefixCache:
                 self.slots.take_from(node, index)
 
     def close(self, sequence: CacheSequence, keep: int | None = None) -> list[LaneBlock]:
-        """End a request and return its blocks in the order of `spans`. `keep`: tokens to keep, default all.
+        """End a request, keep its first `keep` tokens, return its blocks in the order of `spans`.
 
-        If it lies inside a published block, the tail lists that block's slots.
+        If `keep` lies inside a published block, the tail lists that block's slots.
         """
         keep = sequence.num_tokens if keep is None else keep
         blocks = [block for lane in sequence.lanes for block in self._keep(sequence, lane, keep)]
@@ -235,7 +225,7 @@ class PrefixCache:
         return [LaneBlock(node, lane.groups) for node in nodes]
 
     def abandon(self, sequence: CacheSequence) -> None:
-        """Published blocks stay."""
+        """End a request without its unfinished block."""
         self._discard(sequence)
 
     def _discard(self, sequence: CacheSequence) -> None:
@@ -319,7 +309,6 @@ class PrefixCache:
         )
 
     def snapshot_node(self, root: str, token_ids: Sequence[int], num_tokens: int, producer: Producer | None) -> Node:
-        """Node of a checkpoint, created if missing."""
         layout = lay_out(producer, len(self.groups), has_state=True)
         lane, node = next(each for each in layout if each.has_state), self.tree.root(root)
         for begin in range(0, num_tokens, BLOCK_SIZE):
@@ -332,7 +321,7 @@ class PrefixCache:
         node.stored.add(group)
 
     def mark_missing(self, node: Node, group: int) -> None:
-        """A pending write stays pending."""
+        """Record that the node's file is not on disk; a pending write stays pending."""
         node.stored.discard(group)
         self.slots.prune(node)
 

@@ -26,12 +26,7 @@ class Match(StrEnum):
 
 @dataclass(frozen=True)
 class PromptMatch:
-    """A prompt as tokens.
-
-    Args:
-        transcript: the whole prompt.
-        kept: number of leading tokens from the old transcript.
-    """
+    """A prompt as tokens, of which the first `kept` are the old transcript's."""
 
     match: Match
     transcript: Transcript
@@ -68,9 +63,6 @@ def match_tokens(
     """Match a prompt given as token ids, which stay as they are.
 
     New ids count as "generated": they may differ from a tokeniser's, and are kept if their text returns.
-
-    Args:
-        spell: function from ids to text; called at most once.
     """
     ids = array("I", token_ids)
     kept = len_common_prefix(transcript.ids, ids)
@@ -145,7 +137,6 @@ def _anchors(transcript: Transcript, num_inside: int, control_ids: Set[int]) -> 
 
 
 def _start_at(transcript: Transcript, text: str, index: int, encode: Callable[[str], Encoding]) -> _Start | None:
-    """None if the control token at `index` has changed, as with new spaces."""
     begin, end = transcript.ends[index - 1] if index else 0, transcript.ends[index]
     fresh = encode(text[begin:])
     ends = [begin + fresh_end for fresh_end in fresh.ends]
@@ -169,7 +160,6 @@ def _last_agreed_boundary(transcript: Transcript, num_inside: int, start: _Start
 
 
 def _agrees(transcript: Transcript, generated: bytes, segment: range, fresh_ids: Sequence[int]) -> bool:
-    """Generated text counts as agreed. Generated tokens without text are ignored."""
     ids, ends = transcript.ids, transcript.ends
     if any(generated[index] and ends[index] > (ends[index - 1] if index else 0) for index in segment):
         return True
@@ -195,7 +185,6 @@ def _without_stray_tokens(transcript: Transcript, kept: int, control_ids: Set[in
 
 
 def _generated_span(spans: tuple[Span, ...], num_tokens: int) -> tuple[int, int]:
-    """Range of the span with token `num_tokens - 1`; empty if it is not generated."""
     begin = 0
     for kind, count in spans:
         if begin < num_tokens <= begin + count and kind == "generated":
@@ -205,7 +194,6 @@ def _generated_span(spans: tuple[Span, ...], num_tokens: int) -> tuple[int, int]
 
 
 def _clean_cut(transcript: Transcript, num_tokens: int) -> int:
-    """Last position up to `num_tokens` where the text can be cut."""
     ends = transcript.ends
     while 0 < num_tokens < len(ends) and ends[num_tokens - 1] == ends[num_tokens]:
         num_tokens -= 1

@@ -36,7 +36,7 @@ class Publisher:
         return node
 
     def list_slots(self, sequence: CacheSequence, lane: Lane, end: int) -> Node:
-        """List the request's slots in groups without data."""
+        """Return the path's node, with the request's slots in groups without data."""
         node = self.node_of(sequence, lane, end)
         for index in lane.groups:
             self._offer(sequence, node, index)
@@ -55,7 +55,6 @@ class Publisher:
         return LaneBlock(tail, groups)
 
     def node_of(self, sequence: CacheSequence, lane: Lane, end: int) -> Node:
-        """Return the node that ends before token `end`, created without data if missing."""
         position = (end - 1) // BLOCK_SIZE
         parent = lane.parent_of(position, self._tree.root(sequence.root))
         tokens = sequence.token_ids[position * BLOCK_SIZE : end]

@@ -87,7 +87,6 @@ class Node:
         return not self._families
 
     def available(self, group: int) -> bool:
-        """In RAM or on disk."""
         return group in self.block_ids or group in self.stored
 
     def all_available(self, groups: frozenset[int]) -> bool:
@@ -100,7 +99,6 @@ class Node:
     def nearest(
         self, packed: bytes, usable: Callable[[Node], bool], *, least: int = 1, producer: str = BASE_PRODUCER
     ) -> Nearest[Node]:
-        """The usable children that share the longest prefix."""
         family = self._families.get(producer)
         return Nearest([], 0) if family is None else family.nearest(packed, usable, least)
 
@@ -115,8 +113,6 @@ class Node:
 
 
 class RadixTree:
-    """Nodes by content, with one root per namespace."""
-
     def __init__(self) -> None:
         self._roots: dict[str, Node] = {}
         self._residents: OrderedDict[Node, None] = OrderedDict()
@@ -128,7 +124,7 @@ class RadixTree:
         return self._roots[chain]
 
     def peek(self, chain: str) -> Node:
-        """Adds no root."""
+        """Return a namespace's root; unknown ones are not added."""
         return self._roots.get(chain) or Node(None, b"", chain)
 
     def match_prefix(
@@ -221,11 +217,11 @@ class RadixTree:
 
     @property
     def residents(self) -> Iterator[Node]:
-        """Least recently used first."""
+        """Nodes with data in RAM, least recently used first."""
         return iter(self._residents)
 
     def walk(self) -> Iterator[Node]:
-        """Without roots, parents first."""
+        """All nodes but roots, parents first."""
         pending = list(self._roots.values())
         while pending:
             node = pending.pop()

@@ -12,7 +12,7 @@ from agentcache.blocks.radix_tree import Node
 
 @dataclass(frozen=True)
 class Load:
-    """A read of `node`'s first tokens from disk into a slot."""
+    """A pending read of `node`'s first tokens from disk."""
 
     node: Node
     group: int
@@ -22,8 +22,6 @@ class Load:
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy in RAM."""
-
     group: int
     source: int
     target: int
@@ -62,7 +60,6 @@ class Lane:
 
     @property
     def read_nodes(self) -> list[Node]:
-        """Nodes that the path keeps in the tree, last first."""
         return [*([] if self.tail is None else [self.tail]), *reversed(self.ahead), *reversed(self.nodes)]
 
     @property
@@ -82,7 +79,6 @@ class CacheSequence:
         state: slot of its first checkpoint, until the row has copied it.
         snapshots: last nodes whose checkpoints it started from or created.
         next_start: the one where the next prompt probably starts.
-        token_ids: tokens with KV.
         loads, copies: due before the first step, then removed.
     """
 

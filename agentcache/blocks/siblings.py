@@ -15,7 +15,7 @@ _NEIGHBOURS = 8  # candidates with equal prefixes
 
 
 def pack(token_ids: Sequence[int]) -> bytes:
-    """Big-endian uint32: bytes sort like tokens."""
+    """Encode as big-endian uint32, so that bytes sort like tokens."""
     packed = array("I", token_ids)
     packed.byteswap()
     return packed.tobytes()
@@ -76,7 +76,6 @@ class Siblings(Generic[T]):
         del self._order[bisect_left(self._order, packed)]
 
     def nearest(self, packed: bytes, usable: Callable[[T], bool], least: int) -> Nearest[T]:
-        """`least` is at least 1."""
         start = bisect_left(self._order, packed)
         best: list[T] = []
         for indices in (range(start, len(self._order)), range(start - 1, -1, -1)):

@@ -47,13 +47,12 @@ class Slots:
         self.pools = [BlockPool() for _ in self.groups]
         self.evicted_blocks = 0
         self._tree = tree
-        self._listed: list[Counter[int]] = [Counter() for _ in self.groups]  # number of nodes by slot
+        self._listed: list[Counter[int]] = [Counter() for _ in self.groups]  # nodes by slot
 
     def is_read(self, index: int, block_id: int) -> bool:
         return self.num_readers(index, block_id) > 0
 
     def num_readers(self, index: int, block_id: int) -> int:
-        """References other than those of nodes."""
         return self.pools[index].ref_cnt(block_id) - self._listed[index][block_id]
 
     def list_in(self, node: Node, index: int, block_id: int, *, instead_of: int | None = None) -> None:
@@ -82,7 +81,7 @@ class Slots:
         return True
 
     def free(self, node: Node, groups: Collection[int]) -> None:
-        """Makes no checks."""
+        """Free the node's slots, even if read."""
         for index in groups:
             self.take_from(node, index)
             self.evicted_blocks += 1
@@ -95,11 +94,7 @@ class Slots:
         self.prune(node)
 
     def vacate_last(self, index: int, tables: Iterable[BlockTable]) -> None:
-        """Move the block in the last slot to an earlier free slot, which must exist.
-
-        Args:
-            tables: tables of all requests that may read it.
-        """
+        """Move the block in the last slot to an earlier free slot, which must exist, also in `tables`."""
         pool = self.pools[index]
         last = pool.capacity - 1
         target = pool.allocate_before(last)
@@ -132,7 +127,7 @@ class Slots:
                 break
             for node in listing[source]:
                 self.list_in(node, index, target, instead_of=source)
-            pool.release(target)  # nodes hold their own
+            pool.release(target)
             copies.append(Copy(index, source, target))
         return copies
 

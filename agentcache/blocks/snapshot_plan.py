@@ -21,11 +21,7 @@ _COST = 2 / 1.25
 
 
 def interval_for(state_bytes: int, bytes_per_token: int) -> int:
-    """Return a model's checkpoint interval in tokens, whole blocks.
-
-    Args:
-        bytes_per_token: bytes of KV; 0 without attention.
-    """
+    """Return a model's checkpoint interval in tokens, whole blocks. `bytes_per_token` is 0 without attention."""
     if not bytes_per_token:
         return _INTERVAL_WITHOUT_ATTENTION
     tokens = math.ceil(state_bytes / (_COST * bytes_per_token))
@@ -64,7 +60,6 @@ class SnapshotPlan:
         """Return the plan for a prompt that is computed from `start` on.
 
         Args:
-            system_tokens: length of system prompt and tools.
             known_tokens: tokens with cached KV. Another conversation probably branches there.
             base_tokens: tokens before the adapter's start, which base and other adapters can continue, or 0.
             repeated_tokens: tokens that the next prompt repeats, if it changes the reply; else 0.

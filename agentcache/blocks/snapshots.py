@@ -34,7 +34,6 @@ class Snapshots:
     Args:
         index: index of the state's group, after the KV groups.
         budget: bytes for checkpoints and rows.
-        prune: function that removes an unused node.
         every: tokens between two checkpoints.
     """
 
@@ -67,7 +66,6 @@ class Snapshots:
 
     @property
     def nodes(self) -> Iterator[Node]:
-        """In eviction order."""
         yield from self._spent
         yield from self._fresh
 
@@ -98,7 +96,6 @@ class Snapshots:
         self._settle()
 
     def allocate(self) -> int:
-        """The slot has one reference. Raises OutOfBlocks."""
         self._make_room(1)
         if not self._pool.num_free:
             self._pool.grow(self._pool.capacity + 1)
@@ -117,7 +114,7 @@ class Snapshots:
         self._settle()
 
     def list_in(self, node: Node, slot: int) -> None:
-        """The node takes over the caller's reference. An existing checkpoint stays."""
+        """List a slot; the node takes over the caller's reference. An existing checkpoint stays."""
         if node.state is not None:
             self.release(slot)
         else:
@@ -130,7 +127,6 @@ class Snapshots:
             self._fresh[node] = None
 
     def expire(self, node: Node) -> None:
-        """Mark as superseded: evicted first."""
         if node in self._fresh:
             self._drop(node)
             self._spent[node] = None

@@ -28,15 +28,13 @@ class Encoding:
 
 @dataclass(frozen=True)
 class Spelling:
-    """Marked text of given token ids."""
-
     text: str
     ends: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class TranscriptContent:
-    """Arguments as of `Transcript`."""
+    """The content of a `Transcript`."""
 
     text: str
     ids: array[int]
@@ -102,7 +100,6 @@ class Transcript:
 
     @property
     def is_in_ram(self) -> bool:
-        """Whether the content is readable without the log."""
         return self._content is not None or self._unowned() is not None
 
     @property
@@ -115,11 +112,7 @@ class Transcript:
         return self._read is not None
 
     def content(self) -> TranscriptContent:
-        """Return the content, which stays in RAM while referenced. Any thread.
-
-        Raises:
-            StoreError: it is not in RAM and its log cannot be read.
-        """
+        """Return the content, which stays in RAM while referenced. Any thread. Raises StoreError."""
         content = self._content or self._unowned()
         if content is None:
             assert self._read is not None
@@ -139,7 +132,6 @@ class Transcript:
             self._content = None
 
     def copy(self) -> Transcript:
-        """Return a transcript for another log, with the same content."""
         copy = Transcript.__new__(Transcript)
         for name in Transcript.__slots__:
             setattr(copy, name, getattr(self, name))
@@ -150,14 +142,14 @@ class Transcript:
         return cls("", array("I"), array("I"), ())
 
     def cut(self, num_tokens: int) -> Transcript:
-        """Never cut between tokens with the same end."""
+        """Return the first tokens and their text. Never cut between tokens with the same end."""
         content = self.content()
         ends = content.ends[:num_tokens]
         text = content.text[: ends[-1]] if ends else ""
         return Transcript(text, content.ids[:num_tokens], ends, _cut_spans(content.spans, num_tokens))
 
     def extended(self, text: str, ids: Iterable[int], ends: Iterable[int], kind: Kind) -> Transcript:
-        """Append `text`; `ends` are offsets into it."""
+        """Return this transcript with `text` appended; `ends` are offsets into it."""
         content = self.content()
         offset = len(content.text)
         more_ids = array("I", ids)
@@ -166,7 +158,7 @@ class Transcript:
         return Transcript(content.text + text, content.ids + more_ids, content.ends + more_ends, spans)
 
     def generated_ranges(self) -> list[tuple[int, int]]:
-        """In characters."""
+        """Character ranges of generated text."""
         content = self.content()
         ranges, first, ends = list[tuple[int, int]](), 0, content.ends
         for kind, count in content.spans:

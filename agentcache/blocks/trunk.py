@@ -1,8 +1,7 @@
 """Hidden-state cache, shared by base and all adapters that begin at the same layer.
 
 A block holds the input of layer `cut` for the 256 tokens of a base block. With base's KV below the cut, a request skips
-those layers; missing blocks are computed. The cache has one reference to a listed slot, a request one to each slot that
-it reads or fills.
+those layers; missing blocks are computed.
 """
 
 from __future__ import annotations
@@ -51,11 +50,7 @@ class TrunkPlan:
 
 
 class TrunkCache:
-    """Slots under a separate budget, evicted least recently used first.
-
-    Args:
-        num_slots: maximum; memory is claimed on first use and kept.
-    """
+    """Slots under a separate budget, evicted least recently used first. Claimed on first use and kept."""
 
     def __init__(self, num_slots: int, block_bytes: int, ledger: Ledger) -> None:
         self.num_slots = num_slots
@@ -72,7 +67,6 @@ class TrunkCache:
         return len(self._slots)
 
     def match(self, names: Iterable[TrunkName]) -> int:
-        """Number of first names cached without a gap."""
         count = 0
         for name in names:
             if name not in self._slots:
@@ -93,17 +87,13 @@ class TrunkCache:
             self._pool.release(slot)
 
     def touch(self, names: Sequence[TrunkName]) -> None:
-        """A block counts as older than its predecessor."""
+        """Mark a path as just used; a block counts as older than its predecessor."""
         for name in reversed(names):
             if name in self._slots:
                 self._slots[name] = self._slots.pop(name)
 
     def allocate(self, spare: Collection[TrunkName] = ()) -> int | None:
-        """Return a slot to fill, with one reference; None if all are in use.
-
-        Args:
-            spare: preceding blocks, not to be evicted.
-        """
+        """Return a slot to fill, with one reference; None if all are in use. `spare` is not evicted."""
         if not self._pool.num_free and not self._grow() and not self._evict(spare):
             return None
         return self._pool.allocate()
@@ -123,7 +113,7 @@ class TrunkCache:
         return victim is not None
 
     def publish(self, name: TrunkName, slot: int) -> None:
-        """The cache takes over or drops the caller's reference."""
+        """List a filled slot; the cache takes over or drops the caller's reference."""
         if name in self._slots:
             self._pool.release(slot)
         else:
@@ -151,10 +141,7 @@ class TrunkCache:
 
 
 class TrunkReader:
-    """A request's cached hidden states, from block number `first` on.
-
-    Its tokens before `end` skip the layers below the cut.
-    """
+    """A request's cached hidden states, from block number `first` on."""
 
     def __init__(self, first: int, slots: Sequence[int]) -> None:
         self.end = (first + len(slots)) * BLOCK_SIZE

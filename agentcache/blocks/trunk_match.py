@@ -48,7 +48,6 @@ def match_trunk(
     """Return the hidden states that extend `prefix`.
 
     Args:
-        cut: first layer of the adapter.
         durable: whether an agent keeps all blocks, including those before a window.
     """
     base, *own = prefix.lanes

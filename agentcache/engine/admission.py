@@ -1,5 +1,3 @@
-"""Admission of requests to the cache: block tables, restores, preemption."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
@@ -28,7 +26,7 @@ from agentcache.report import CachedTokens, FinishReason, StepDown
 
 
 class Admission:
-    """Gives requests their block tables and blocks.
+    """Admits requests to the cache: block tables, restores, preemption.
 
     Args:
         step_down: callback that switches a waiting request from `residual` to `exact`.
@@ -204,8 +202,7 @@ class Admission:
     def _check_room(self, generation: Generation, prefix: CachedPrefix, beside: int | None = None) -> None:
         """Raise OutOfBlocks unless the known tokens of this and all admitted requests fit.
 
-        Args:
-            beside: bytes for residual KV; None for what admitted requests lack.
+        `beside`: bytes for residual KV; None for what admitted requests lack.
         """
         if beside is None:
             beside = self._lacking_residuals()[0]
@@ -237,8 +234,7 @@ class Admission:
     ) -> tuple[int, int]:
         """Return bytes of residual slots that admitted requests lack, and spare bytes.
 
-        Args:
-            joins: cache of a further request, which has `prefix` cached.
+        `joins`: cache of a further request, which has `prefix` cached.
         """
         lacking = spare = 0
         for cache in self._caches.further:
@@ -251,7 +247,7 @@ class Admission:
         return lacking, spare
 
     def _make_residual_room(self, generation: Generation, cache: KeptCache, prefix: CachedPrefix) -> bool:
-        """False if running requests hold the memory."""
+        """Grow the cache; False if running requests hold the memory."""
         allocator, running = cache.prefix.allocator, self._residual_growth(cache)
         num_tokens = len(generation.token_ids) + 1
         for index in range(len(allocator.slots.groups)):
@@ -336,7 +332,7 @@ class Admission:
             self._end_with_what_there_is(generation, _too_large(generation, error))
 
     def give_up(self, generation: Generation) -> None:
-        """Memory does not suffice for one more token."""
+        """End a request if memory does not suffice for one more token."""
         text = f"the machine has not enough free memory to go on behind {generation.num_launched} tokens"
         self._end_with_what_there_is(generation, Overloaded(text, code="insufficient_memory"))
 
@@ -349,7 +345,6 @@ class Admission:
         self._scheduler.preempt(generation)
 
     def abandon_sequence(self, generation: Generation) -> None:
-        """The blocks are free at once."""
         if generation.sequence is not None:
             if generation.overlay is not None:
                 generation.overlay.cache.prefix.abandon(generation.overlay.residuals)
@@ -358,7 +353,6 @@ class Admission:
 
 
 def _first_half(start: int, num_tokens: int) -> int:
-    """Cut at a block boundary if possible."""
     half = num_tokens // 2
     to_boundary = half - (start + half) % BLOCK_SIZE
     return to_boundary if to_boundary > 0 else half
@@ -380,7 +374,6 @@ def _note_cached(generation: Generation, prefix: CachedPrefix, match: OverlayMat
 
 
 def _lost(generation: Generation, prefix: CachedPrefix, match: OverlayMatch | None) -> int:
-    """Cached tokens that the conversation has lost."""
     if match is None:
         # Not lost: tokens that only lack a checkpoint to start from.
         return max(0, generation.expected_tokens - max(prefix.num_tokens, prefix.known_tokens))

@@ -22,11 +22,7 @@ from agentcache.models.sampler import REPETITION_CONTEXT, Row, Scores, TokenScor
 
 @dataclass(frozen=True)
 class BatchRow:
-    """One row of a batch.
-
-    Args:
-        is_complete: whether the row computes the last known token, so that the next one is chosen.
-    """
+    """One row of a batch. `is_complete`: it computes the last known token, so that the next one is chosen."""
 
     generation: Generation
     work: Pass
@@ -34,7 +30,6 @@ class BatchRow:
 
     @classmethod
     def of(cls, generation: Generation, left: int, num_tokens: int) -> BatchRow:
-        """`left`: tokens that the request has to launch."""
         work = generation.current
         return cls(generation, work, work.end is None and left <= num_tokens)
 
@@ -44,7 +39,6 @@ class BatchRow:
         return self.work.writes.closed
 
     def sampler_row(self, end: int) -> Row:
-        """For the token after `end` tokens."""
         generation, sampler = self.generation, self.generation.sampler
         assert sampler is not None  # made by `prepare`
         recent = generation.token_ids[max(0, end - REPETITION_CONTEXT) : end - 1] if sampler.penalty != 1.0 else ()
@@ -85,7 +79,7 @@ class Choice:
 
     Attributes:
         tokens: int32 [B]; None before `make`.
-        scores: scores of the `scored` rows; None before `make`.
+        scores: of the `scored` rows; None before `make`.
     """
 
     def __init__(
@@ -133,7 +127,7 @@ class Choice:
         self._logits = None  # lets MLX reuse its memory
 
     def masks(self) -> dict[int, np.ndarray]:
-        """By row. A finished grammar has none, as its token is not used."""
+        """Return masks by row. A finished grammar has none, as its token is not used."""
         masks: dict[int, np.ndarray] = {}
         for place, row in enumerate(self.rows):
             following = row.generation.following
@@ -144,7 +138,7 @@ class Choice:
         return masks
 
     def read(self) -> dict[Generation, tuple[int, TokenScore | None]]:
-        """Waits for the device."""
+        """Wait for the device; return tokens and scores by request."""
         if self.tokens is None:
             return {}
         tokens: list[int] = self.tokens.tolist()
@@ -153,11 +147,7 @@ class Choice:
 
 
 class LateToken:
-    """A token whose grammar mask was not ready in time.
-
-    Args:
-        choice: choice of one row.
-    """
+    """A token whose grammar mask was not ready in time."""
 
     def __init__(self, runner: ModelRunner, choice: Choice) -> None:
         self._runner = runner
@@ -167,7 +157,6 @@ class LateToken:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can be chosen now or is void."""
         following = self.row.generation.following
         return following is None or self.row.is_void or following.is_ready
 
@@ -179,7 +168,7 @@ class LateToken:
         self._runner.follow(*self._choice.arrays)
 
     def result(self) -> Result:
-        """Waits for the device."""
+        """Wait for the device; return the token."""
         token, score = self._choice.read()[self.row.generation]
         return Result(self.row, token, score, [])
 
@@ -189,7 +178,7 @@ class Batch:
 
     Args:
         context: computed tokens of the first row.
-        prompt_scores: prompt scores of the only row.
+        prompt_scores: of the only row.
         states: recurrent state of each row after the batch.
 
     Attributes:

@@ -32,8 +32,7 @@ class BatchBuilder:
     def build(self, rows: Sequence[Generation], num_tokens: int, before: Batch | None, *, contended: bool) -> Batch:
         """Build, but do not start, a batch of rows whose blocks are reserved. Advances their `in_flight`.
 
-        Args:
-            before: batch under way, whose tokens may be inputs.
+        `before`: batch under way, whose tokens may be inputs.
         """
         starts = [generation.num_launched for generation in rows]
         left = [generation.num_to_launch for generation in rows]
@@ -137,11 +136,7 @@ class BatchBuilder:
     def _residual_row(
         self, row: BatchRow, overlay: Overlay, place: int, start: int, companion: int | None
     ) -> ResidualRow:
-        """Make the row that writes residual KV: the adapter's, or base's for its family.
-
-        Args:
-            companion: index of the base row beside it.
-        """
+        """The adapter's row, or base's for its family. `companion`: index of the base row beside it."""
         adapter = self._adapters.row(row.generation.adapter)
         assert adapter is not None  # residuals imply a LoRA active from the first token
         is_read = row.work.computes is not None
@@ -159,7 +154,7 @@ class BatchBuilder:
     def _inputs(
         self, rows: Sequence[Generation], left: Sequence[int], num_tokens: int, before: Batch | None
     ) -> mx.array:
-        """Int32 [B, num_tokens]. Rows with nothing `left` take the token that `before` chooses."""
+        """Return ids [B, num_tokens]. Rows with nothing `left` take the token that `before` chooses."""
         if all(left):
             return mx.array([g.token_ids[g.num_launched : g.num_launched + num_tokens] for g in rows], mx.int32)
         choice = None if before is None else before.choice
@@ -173,7 +168,7 @@ class BatchBuilder:
         return mx.concatenate([choice.tokens, mx.array(known, mx.int32)])[mx.array(order)][:, None]
 
     def _choose(self, rows: Sequence[BatchRow], ends: Sequence[int], logits: mx.array, last: mx.array) -> Choice:
-        """Later if a row has a grammar."""
+        """Choose tokens now, or later if a row has a grammar."""
         scored = [
             i for i, row in enumerate(rows) if row.is_complete and row.generation.request.sampling.logprobs is not None
         ]
@@ -185,7 +180,6 @@ class BatchBuilder:
 
 
 def _score_prompt(generation: Generation, logits: mx.array) -> Scores | None:
-    """`logits`: [n, vocabulary], which predict the scored prompt tokens."""
     start = generation.num_launched + 1
     targets = generation.token_ids[start : start + logits.shape[0]]
     if not targets:

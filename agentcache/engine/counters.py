@@ -1,5 +1,3 @@
-"""Totals and statistics of the engine."""
-
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass

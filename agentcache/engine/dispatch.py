@@ -1,5 +1,3 @@
-"""Handles messages from other threads."""
-
 from __future__ import annotations
 
 from agentcache.engine.engine import Engine

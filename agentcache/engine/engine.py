@@ -1,5 +1,3 @@
-"""The engine: requests in, updates out, on the thread that owns MLX."""
-
 from __future__ import annotations
 
 import logging
@@ -50,12 +48,7 @@ _NOTHING_ELSE = 0.05  # seconds to wait for a mask if idle, before reading messa
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of an engine, made by `open_engine`.
-
-    Args:
-        traffic: source of message counts between ranks.
-        keep_precision: writer of a chosen precision.
-    """
+    """The parts of an engine, made by `open_engine`."""
 
     loaded: LoadedModel
     caches: KeptCaches
@@ -162,8 +155,7 @@ class Engine:
     def end(self, generation: Generation, outcome: Outcome) -> None:
         """Complete or fail a live request.
 
-        Args:
-            outcome: reason, and its results are kept; or error, and its agent is unchanged.
+        `outcome`: a reason keeps its results; an error leaves its agent unchanged.
         """
         if generation.state not in LIVE:
             return
@@ -210,7 +202,7 @@ class Engine:
             self.end(generation, failure)
 
     def cancel(self, generation: Generation) -> None:
-        """The request's agent is unchanged."""
+        """Cancel a request. Its agent is unchanged."""
         if generation.state in LIVE:
             self.counters.cancelled += 1
             self.end(generation, RequestCancelled("the request was cancelled"))
@@ -294,7 +286,7 @@ class Engine:
             self._late[0].wait(_NOTHING_ELSE)
 
     def _fail_steps(self, error: BaseException, *steps: Step | None) -> None:
-        """Their blocks are not published."""
+        """Fail the requests of these steps. Their blocks are not published."""
         if self.served.ranks > 1:  # other ranks may have computed another part
             _stop("a step has failed, and the other ranks are out of step", error)
         rows = [row for step in steps if step is not None for row in step.rows if not row.is_void]
@@ -371,7 +363,6 @@ class Engine:
             self._take(generation, result.token, result.score)
 
     def _is_too_far(self, generation: Generation) -> bool:
-        """The request then restarts as exact."""
         if generation.num_generated or not self.residuals.is_too_far(generation):
             return False
         self._step_down(generation, StepDown.DIVERGENCE)
@@ -391,7 +382,6 @@ class Engine:
         return max(0.0, batch.began_at + _OF_A_STEP * self.scheduler.pace.step_seconds - time.perf_counter())
 
     def _choose_late(self) -> list[LateToken]:
-        """Start the choice of tokens whose masks are ready."""
         self._late = [token for token in self._late if not token.row.is_void]
         ready = [token for token in self._late if not token.row.generation.in_flight and token.is_ready]
         return [token for token in ready if self._start_late(token)]
@@ -451,7 +441,6 @@ class Engine:
         self.persistence.save_snapshots(time.monotonic(), 0.0 if for_good else self._idle_seconds)
 
     def view(self) -> EngineView:
-        """The state for other threads. It changes only between steps."""
         return EngineView(self.served, self.agents.view(), self.cache.allocator.max_tokens(), self.relief.level)
 
     def clear(self) -> None:
@@ -486,7 +475,6 @@ class Engine:
         return search.measuring
 
     def check_integrity(self) -> None:
-        """Raise BrokenInvariant unless every block is accounted for."""
         for cache in self.caches:
             cache.prefix.check_integrity()
         self.trunk.check_integrity()
@@ -515,7 +503,6 @@ class Engine:
 
 
 def _stop(why: str, error: BaseException) -> NoReturn:
-    """A lost rank is reported as such."""
     lost = lost_rank(error)
     if lost is not None:
         raise lost

@@ -63,7 +63,7 @@ class Generation:
         emit: callback for updates, on the engine thread; the last one has a report or is an error.
         token_ids: prompt, then generated tokens.
         sequence: block tables in base's cache; None while waiting.
-        stepped_down: reason for the fallback from `residual`; None if there was none.
+        stepped_down: reason for the fallback from `residual`.
         divergence: relative error of base's KV against the adapter's own; None if not measured.
         saved_early, saved_residuals: blocks sent to disk before the turn's end.
         in_flight: tokens on the device.
@@ -71,15 +71,15 @@ class Generation:
         background: whether other requests go first.
         passed_over: number of times that another request went first.
         decoded_at: number of its last decode step.
-        found: lineage that the prompt was matched with; None for a new one.
+        found: lineage that the prompt was matched with.
         goes_on, repeated_tokens: as in `Submit`.
         record: lineage of this turn, before the turn.
         producer: KV origin; None for base.
         computed_base_tokens: prompt tokens that base computes.
-        own_tokens: leading prompt tokens that `found` contains.
+        own_tokens: prompt tokens that `found` contains.
         expected_tokens: those of them with KV after the last turn.
         lost_tokens: those of them neither in RAM nor on disk.
-        system_tokens: leading prompt tokens that other conversations may share.
+        system_tokens: prompt tokens that other conversations may share.
         row_state, launched_state: recurrent state after `num_computed`, `num_launched` tokens.
         shown_state: last recurrent state whose text is sent and thus final, with its token count.
         shown_tokens: number of tokens whose text is sent.
@@ -149,7 +149,6 @@ class Generation:
 
     @property
     def current(self) -> Pass:
-        """Tokens in flight are not done."""
         return self.passes[0]
 
     @property
@@ -159,7 +158,6 @@ class Generation:
 
     @property
     def num_computed(self) -> int:
-        """Tokens in the current pass's block tables."""
         return self.passes[0].writes.num_tokens if self.passes else 0
 
     @property
@@ -196,7 +194,6 @@ class Generation:
 
     @property
     def will_decode(self) -> bool:
-        """Whether it can decode after the step under way."""
         return bool(self.in_flight) and self.num_to_launch == 0 and self.num_generated < self.max_tokens - 1
 
     def take_sequence(
@@ -206,12 +203,7 @@ class Generation:
         overlay: Overlay | None = None,
         at_once: int = BLOCK_SIZE,
     ) -> None:
-        """Set the block tables and plan the passes.
-
-        Args:
-            ahead: match in the hidden-state cache.
-            at_once: largest chunk in tokens.
-        """
+        """Set the block tables and plan the passes. `at_once`: largest chunk in tokens."""
         self.sequence, self.overlay = sequence, overlay
         self.passes = plan_passes(self.adapter, sequence, ahead, overlay, self.last_for_adapter, at_once)
         self.drop_passes()
@@ -245,7 +237,7 @@ class Generation:
             self.shown_state = self.num_computed, state
 
     def lose_sequence(self) -> None:
-        """Results on the device become void."""
+        """Clear the block tables. Results on the device become void."""
         self.sequence = self.overlay = None
         self.in_flight = 0
         self.is_late = False
@@ -259,7 +251,6 @@ class Generation:
 
     @property
     def saved_residual_tokens(self) -> int:
-        """Tokens with saved residuals in the continued conversation."""
         if self.found is None or self.adapter is None:
             return 0
         residual = self.found.residual_of(self.adapter.residual_cache)
@@ -271,7 +262,7 @@ class Generation:
 
     @property
     def ignores_eos(self) -> bool:
-        """With a grammar, end tokens are not ignored."""
+        """Whether end tokens are ignored. With a grammar they are not."""
         return self.request.sampling.ignore_eos and self.following is None
 
     @property
@@ -292,7 +283,6 @@ class Generation:
 
 
 def make_report(generation: Generation, saved: Saved | None) -> Report:
-    """`saved` is None without an agent."""
     cached, adapter, now = generation.cached, generation.adapter, time.perf_counter()
     policy = Policy.EXACT if adapter is None else adapter.policy
     found = CacheState.WARM if generation.restored_bytes else CacheState.HOT

@@ -22,9 +22,6 @@ class MemoryGuard:
         free: source of bytes that a step can allocate.
         spare: source of bytes that can be taken permanently.
         reserve: bytes kept free for steps.
-
-    Attributes:
-        has_residuals: whether residual rows can occur.
     """
 
     def __init__(
@@ -44,7 +41,6 @@ class MemoryGuard:
         self.spare = spare
 
     def headroom(self) -> int:
-        """Bytes by which the cache may grow."""
         return int(_SHARE * self.spare()) - self._reserve
 
     def limit(self, plan: dict[Generation, int]) -> dict[Generation, int]:

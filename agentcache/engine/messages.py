@@ -35,7 +35,6 @@ class Submit:
         system_tokens: tokens of the system prompt and tools, as far as known.
         repeated_tokens: prompt tokens that the next prompt repeats, if it does not repeat the reply; else 0. For models
             with recurrent layers.
-        stops: automaton of the stop strings.
     """
 
     request: Request

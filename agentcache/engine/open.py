@@ -81,7 +81,6 @@ def open_engine(
         model_path: folder or hub id.
         post: function, for any thread, that runs a callable on this thread soon.
         is_awaited: check for pending posted functions; true if unknown.
-        warm: whether to warm up the process.
         give_up: callback, on its own thread, when a rank is lost.
         measure_seconds: time limit of the precision search.
 
@@ -238,7 +237,7 @@ def check_weights(wishes: Wishes, weights: int) -> None:
 
 
 def plan_for(wishes: Wishes, loaded: LoadedModel, footprint: Footprint, chunk: int) -> MemoryPlan:
-    """Raises ConfigError if the model does not fit."""
+    """Return the memory plan. Raises ConfigError if the model does not fit."""
     return plan_memory(
         device_memory(),
         wishes,

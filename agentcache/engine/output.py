@@ -63,7 +63,7 @@ class Output:
         self._placed: list[tuple[int, MarkerToken]] = []  # not sent yet, with positions in the text
         self._stops = stops
         self._ids: list[int] = []
-        self._length = 0  # of the text
+        self._length = 0
         self._held = ""  # not sent yet
         self._end: int | None = None
         self.stop_string: str | None = None
@@ -74,7 +74,7 @@ class Output:
 
     @property
     def holds_back(self) -> bool:
-        """As a possible stop string."""
+        """Whether text is held back as a possible stop string."""
         return bool(self._held)
 
     def add(self, token_id: int) -> Shown:
@@ -137,7 +137,7 @@ class Output:
         return tuple(shown)
 
     def generated(self) -> Generated:
-        """Text and tokens for the transcript: none that reach into a stop string."""
+        """Return text and tokens for the transcript: none that reach into a stop string."""
         text, ends = self._detokenizer.text, self._detokenizer.ends
         if self._end is None:
             return Generated(text, self._ids, ends)

@@ -24,8 +24,6 @@ _WEIGHT = 0.5  # of the newest measurement
 
 @dataclass(frozen=True)
 class _Rate:
-    """Seconds per token in a chunk centred at depth `context`."""
-
     seconds: float
     context: int
 
@@ -72,7 +70,6 @@ class Pace:
 
     @property
     def step_seconds(self) -> float:
-        """Recent; 0.0 before a measurement."""
         return self._step_seconds
 
     @property
@@ -89,18 +86,15 @@ class Pace:
         return num_steps * self._step_seconds < self._estimate(num_tokens, context)
 
     def may_borrow(self, num_tokens: int, context: int) -> bool:
-        """Whether a prompt's tokens may go before their turn."""
         return self._owed / self._ratio + self._estimate(num_tokens, context) <= self._patience
 
     def is_short(self, num_tokens: int) -> bool:
-        """Whether a prompt fits the time limit."""
         return self._estimate(num_tokens, num_tokens // 2) <= self._patience
 
     def _estimate(self, num_tokens: int, context: int) -> float:
         return num_tokens * (self._token_seconds(context) or self._assumed_seconds)
 
     def chunk_tokens(self, context: int, *, contended: bool) -> int:
-        """`contended`: whether requests decode."""
         if not contended:
             return self._idle_chunk
         seconds = self._token_seconds(context)
@@ -108,7 +102,6 @@ class Pace:
         return smallest if seconds is None else max(smallest, int(min(self.max_stall / seconds, self._chunk)))
 
     def _token_seconds(self, context: int) -> float | None:
-        """The rate of the deepest measurement up to `context`, else of the shallowest."""
         if not self._rates:
             return None
         depth = _depth(context)
@@ -136,7 +129,7 @@ class Pace:
         self._rates[depth] = _Rate(measured, middle)
 
     def step_took(self, seconds: float, *, contended: bool = False) -> None:
-        """`contended`: whether it went before a due chunk."""
+        """Record a decode step, `contended` if it went before a due chunk."""
         least = -self._patience if contended or self._owed < 0 else 0.0
         self._owed = max(least, self._owed - seconds)
         self._step_seconds = _average(seconds, self._step_seconds or seconds)

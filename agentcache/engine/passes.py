@@ -28,8 +28,7 @@ class Overlay:
     """Residual KV on top of base's KV.
 
     Args:
-        residuals: block tables in the residual cache.
-        base: block tables in base's cache.
+        residuals, base: block tables in the two caches.
         paired_from: first token whose base KV is written in the same step as its residuals.
         is_family: whether base's rows write the residuals, for the adapter's family.
     """
@@ -45,7 +44,6 @@ class Overlay:
         return position >= self.paired_from
 
     def written(self, base: KeptCache) -> list[tuple[KeptCache, CacheSequence]]:
-        """What the next step writes: residuals, and base's KV if paired."""
         written = [(self.cache, self.residuals)]
         if self.is_paired(self.residuals.num_tokens):
             written.append((base, self.base))
@@ -93,7 +91,6 @@ def plan_passes(
     """Plan the passes of a request.
 
     Args:
-        ahead: match in the hidden-state cache.
         last: first token that the adapter must compute.
         at_once: largest chunk in tokens.
     """
@@ -111,10 +108,7 @@ def plan_passes(
 
 
 def _residual_passes(use: AdapterUse | None, overlay: Overlay, at_once: int) -> Iterator[Pass]:
-    """Base, then the adapter.
-
-    With sliding windows they alternate, so that the adapter reads base's window blocks before base drops them.
-    """
+    """With sliding windows, base and adapter alternate, so that the adapter reads base's window blocks in time."""
     if any(group.window is not None for group in overlay.cache.spec.groups):
         start = min(overlay.base.num_tokens, overlay.residuals.num_tokens)
         ahead = -(-at_once // BLOCK_SIZE) * BLOCK_SIZE

@@ -23,11 +23,7 @@ _MOST_RUNS, _SECONDS = 5, 0.5  # best of these runs, or of fewer within the time
 def settled_token_seconds(
     file: Path, fingerprint: str, cache: PrefixCache, runner: ModelRunner, num_tokens: int
 ) -> float:
-    """Return the kept rate, or measure and keep it.
-
-    Args:
-        file: file of kept rates; the caller holds the folder's lock.
-    """
+    """Return the kept rate, or measure and keep it. The caller holds the folder's lock."""
     num_tokens = min(num_tokens, BLOCK_SIZE)
     known = read_memo(file)
     key = f"{fingerprint}, {num_tokens} tokens, {mx.device_info()['device_name']}, mlx {mx.__version__}"
@@ -39,7 +35,7 @@ def settled_token_seconds(
 
 
 def measured_token_seconds(cache: PrefixCache, runner: ModelRunner, num_tokens: int) -> float:
-    """After one run that compiles kernels."""
+    """Compiles kernels in a run before."""
     runs: list[float] = []
     with scratch_sequence(cache, runner, num_tokens) as sequence:
         compute(runner, sequence, 0, num_tokens)

@@ -21,11 +21,7 @@ _SHARES = {Level.WARNING: 0.5, Level.CRITICAL: 1.0}  # of unread blocks and chec
 
 
 class MemoryRelief:
-    """The memory pressure level, and frees memory for it.
-
-    Attributes:
-        evicted_blocks: number of evicted blocks and checkpoints.
-    """
+    """The memory pressure level, and frees memory for it."""
 
     def __init__(
         self,

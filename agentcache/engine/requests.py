@@ -22,7 +22,7 @@ class Requests:
     """Lists of requests by state.
 
     Attributes:
-        waiting: requests in order of arrival; preempted ones last.
+        waiting: in order of arrival; preempted ones last.
         loading: admitted requests whose blocks are being read from disk.
         saving: complete requests whose turns are being written.
     """
@@ -44,7 +44,7 @@ class Requests:
         yield from (*self.running, *self.loading, *self.waiting)
 
     def move(self, generation: Generation, state: State) -> None:
-        """Raises BrokenInvariant for an invalid transition."""
+        """Change a state. Raises BrokenInvariant for an invalid transition."""
         if state not in _NEXT[generation.state]:
             raise BrokenInvariant(f"request {generation.request.request_id}: {generation.state} before {state}")
         if generation.state in self._lists:

@@ -73,7 +73,7 @@ class Residuals:
         return self._caches.get(use.residual_cache)
 
     def _open_family(self, member: Adapter) -> None:
-        assert self._support is not None  # a family implies residuals
+        assert self._support is not None
         self._open(residual_cache(member.family), self._support.shape_of(member, is_family=True))
 
     def _open(self, name: str, shape: ResidualShape) -> None:
@@ -108,7 +108,6 @@ class Residuals:
 
     @property
     def saturated(self) -> int:
-        """Residual values that were NaN or too large for float16."""
         return self._runner.saturated_residuals
 
     def advance(self, generation: Generation, overlay: Overlay, token_ids: Sequence[int]) -> bool:
@@ -122,12 +121,10 @@ class Residuals:
         return has_filled
 
     def leave_windows(self, overlay: Overlay) -> None:
-        """Drop window blocks that the adapter no longer reads."""
         overlay.cache.prefix.leave_window(overlay.residuals)
         self._caches.base.prefix.leave_window(overlay.base, overlay.residuals.num_tokens)
 
     def known_divergence(self, generation: Generation, use: AdapterUse) -> float | None:
-        """The recorded divergence of this beginning."""
         cached_as = _cached_as(generation, use)
         packed = pack_token_ids(generation.token_ids[:BLOCK_SIZE])
         for key in self._too_far:

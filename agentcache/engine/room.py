@@ -1,5 +1,3 @@
-"""Checks whether one more request fits in the cache."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -14,8 +12,6 @@ from agentcache.blocks.slots import Group
 
 @dataclass(frozen=True)
 class Growth:
-    """Block tables of an admitted request, by group, and its token count."""
-
     tables: Sequence[BlockTable]
     num_tokens: int
 
@@ -75,7 +71,6 @@ def slots_needed(
     prefix: CachedPrefix | None = None,
     num_tokens: int = 0,
 ) -> int:
-    """Slots of a group that `running` and one more request need."""
     group, read = allocator.slots.groups[index], {slot for g in running for slot in g.tables[index].block_ids}
     # Blocks that running requests read cost nothing more.
     shared = 0 if prefix is None else sum(node.block_ids.get(index) in read for node in prefix.lane(index).nodes)
@@ -88,6 +83,5 @@ def _promised(group: Group, index: int, running: Sequence[Growth]) -> int:
 
 
 def _most_blocks(group: Group, num_tokens: int) -> int:
-    """The most that a request holds at once."""
     blocks = -(-num_tokens // BLOCK_SIZE)
     return blocks if group.window is None else min(blocks, min_blocks(group))

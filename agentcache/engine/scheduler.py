@@ -72,10 +72,9 @@ class Scheduler:
         self.stalled = False
 
     def victim(self, *, residual: bool = False) -> Generation | None:
-        """The request to preempt: background first, then the youngest. The oldest always completes.
+        """Return the request to preempt: background first, then the youngest. The oldest always completes.
 
-        Args:
-            residual: whether it must have residual blocks.
+        `residual`: whether it must have residual blocks.
         """
         running = [each for each in self.running if each.overlay is not None] if residual else self.running
         return max(running, key=_rank) if len(running) > 1 else None
@@ -133,13 +132,11 @@ class Scheduler:
         return all(self.pace.is_sooner_done(first, each.num_to_launch, each.num_launched) for each in awaited)
 
     def _may_borrow(self, prompt: Generation) -> bool:
-        """Whether a short interactive prompt may go early."""
         left = prompt.num_to_launch
         whole = max(prompt.computed_prompt_tokens, left)
         return not prompt.background and self.pace.is_short(whole) and self.pace.may_borrow(left, prompt.num_launched)
 
     def _next_to_decode(self, decoding: Sequence[Generation]) -> list[Generation]:
-        """The requests of the model that has waited longest."""
         if not decoding:
             return []
         decoder = min(decoding, key=lambda generation: generation.decoded_at).current.decoder
@@ -169,7 +166,6 @@ def _equal_part(num_tokens: int, largest: int) -> int:
 
 
 def _rank(generation: Generation) -> tuple[bool, float]:
-    """Order of admission; preemption takes the last."""
     return generation.background, generation.submitted_at
 
 

@@ -16,12 +16,7 @@ from agentcache.engine.generation import Generation
 
 @dataclass
 class _Run:
-    """One request's use of the hidden-state cache.
-
-    Attributes:
-        reader: blocks to read; None once read.
-        fillers: blocks to fill, by layer.
-    """
+    """One request's use: blocks to read, until read, and blocks to fill, by layer."""
 
     reader: TrunkReader | None = None
     fillers: dict[int, TrunkFiller] = field(default_factory=dict)
@@ -33,12 +28,7 @@ class _Run:
 
 
 class Trunk:
-    """Plans reads and writes of the hidden-state cache.
-
-    Args:
-        adapters: loaded adapters, which decide the cached layers.
-        num_slots: 0 for no cache.
-    """
+    """Plans reads and writes of the hidden-state cache. Loaded adapters decide the cached layers."""
 
     def __init__(
         self, cache: PrefixCache, adapters: AdapterWeightSet, num_slots: int = 0, block_bytes: int = 0
@@ -64,12 +54,11 @@ class Trunk:
         self._runs[generation.open_sequence] = _Run(TrunkReader(match.first, slots))
 
     def sweep(self) -> None:
-        """Release the blocks of ended requests."""
         for sequence in [sequence for sequence in self._runs if sequence.closed]:
             self.blocks.release(self._runs.pop(sequence).slots)
 
     def plan(self, rows: Sequence[Generation], num_tokens: int) -> TrunkPlan:
-        """Only chunks read or write."""
+        """Plan the reads and writes of the next step; only chunks have any."""
         generation = rows[0]
         cut, start = generation.current.cut, generation.num_launched
         cuts = []
@@ -112,5 +101,4 @@ class Trunk:
             run.reader = None
 
     def check_integrity(self) -> None:
-        """Raise BrokenInvariant unless every slot is accounted for."""
         self.blocks.check_integrity(slot for run in self._runs.values() for slot in run.slots)

@@ -78,7 +78,6 @@ class Turns:
         self.use(generation, generation.adapter.stepped_down())
 
     def use(self, generation: Generation, adapter: AdapterUse) -> None:
-        """Change the adapter use, while no block tables are held."""
         generation.adapter, generation.producer = adapter, adapter.producer
         self._note_own(generation)
 
@@ -89,7 +88,7 @@ class Turns:
             generation.saved_residuals = []
 
     def _extended(self, generation: Generation) -> AgentRecord | None:
-        """The lineage that the turn replaces, if unchanged since the match.
+        """Return the lineage that the turn replaces, if unchanged since the match.
 
         An edit becomes a new lineage, so that the old one stays available.
         """
@@ -254,7 +253,6 @@ class Turns:
         )
 
     def _end(self, generation: Generation, saved: Saved | None) -> None:
-        """Send the last update once the turn's write has ended."""
         self._requests.move(generation, State.DONE)
         self._let_lineage_go(generation)
         try:
@@ -275,7 +273,7 @@ class Turns:
 
 
 def _end_of_form(generation: Generation) -> Outcome | None:
-    """None while the grammar goes on."""
+    """Return the outcome if the grammar has ended or failed."""
     following = generation.following
     assert following is not None
     if following.failure is not None:

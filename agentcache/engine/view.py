@@ -1,5 +1,3 @@
-"""The engine's state for other threads: immutable."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -19,13 +17,13 @@ from agentcache.store.model_names import ModelNames
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Constants of the served model.
+    """Constants of the served model, for any thread.
 
     Args:
         names: fingerprint and accepted names.
         max_context: context length in tokens.
         num_token_ids: bound of the token ids; None if unknown.
-        num_embeddings: number of embeddings; None if unknown.
+        num_embeddings: None if unknown.
         modules: modules that adapters can change.
         adapter_budget: bytes for all adapters' weights.
         residuals: adapters that can have residuals; None without lossy policies.
@@ -50,13 +48,12 @@ class ServedModel:
 
     @property
     def fingerprint(self) -> str:
-        """The model's name, by its content."""
         return self.names.current
 
 
 @dataclass(frozen=True)
 class EngineView:
-    """The state between two steps.
+    """The engine's state between two steps, immutable, for any thread.
 
     Args:
         max_cached_tokens: longest context that fits in RAM.
@@ -69,7 +66,7 @@ class EngineView:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """With one token to generate."""
+        """Longest prompt, with one token to generate."""
         return min(self.model.max_context, self.max_cached_tokens) - 1
 
     def check(self, num_prompt_tokens: int, param: str = "prompt", *, counted: bool = True) -> None:

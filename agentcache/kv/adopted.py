@@ -25,7 +25,6 @@ class Adopted:
         self._pages = _pages(most * spec.slot_bytes)
 
     def resized(self, array: mx.array, used: int, capacity: int) -> mx.array:
-        """Shrinking copies, to free memory."""
         mx.eval(array)
         kept = min(used, capacity) * self._spec.slot_bytes
         pages = self._pages if capacity >= used else _pages(self.most * self._spec.slot_bytes)
@@ -37,13 +36,11 @@ class Adopted:
         return self._front(capacity)
 
     def _front(self, capacity: int) -> mx.array:
-        """Metal needs memory that ends on a page boundary."""
         num_bytes = to_page_end(capacity * self._spec.slot_bytes)
         return as_blocks(self._adopt(self._pages[:num_bytes].view(self._spec.numpy_dtype)), self._spec, capacity)
 
 
 def _pages(num_bytes: int) -> Array:
-    """Zeroed uint8 memory of whole pages, allocated at first touch."""
     return np.frombuffer(
         mmap.mmap(-1, max(1, to_page_end(num_bytes)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8
     )

@@ -39,8 +39,6 @@ class _Traced(NamedTuple):
 
 
 class SideArena:
-    """Keys or values of one layer."""
-
     def __init__(self, num_heads: int, dim: int, quantisation: Packing, parts: Mapping[str, TensorArena]) -> None:
         self.num_heads = num_heads
         self.dim = dim
@@ -74,12 +72,7 @@ class SideArena:
                 part.assign((slot.block_id, _ALL, slice(slot.offset, end)), new[0, heads, slot.start : slot.stop])
 
     def write_scattered(self, packed: Packed, block_ids: mx.array, offsets: mx.array, head: int = 0) -> None:
-        """Like `write_slots`, token by token.
-
-        Args:
-            packed: [B, at least `head` + H, n, ·].
-            block_ids, offsets: [B*n] each.
-        """
+        """Write tokens of `packed` [B, at least `head` + H, n, ·] to `block_ids` and `offsets`, both [B*n]."""
         heads = slice(head, head + self.num_heads)
         for part, new in zip(self._arenas, packed.parts, strict=True):
             tokens = new[:, heads].swapaxes(1, 2).reshape(-1, self.num_heads, new.shape[-1])
@@ -96,23 +89,19 @@ class SideArena:
         return Packed(*[part.array[block_ids, :, offsets] for part in self._arenas])
 
     def _behind_writes(self, block_ids: mx.array) -> mx.array:
-        """`block_ids`, read by the device only after the last in-place write."""
+        """Make the device read `block_ids` only after the last in-place write."""
         return block_ids if self.written is None else block_ids + self.written
 
     def copy(self, source: int, target: int) -> None:
         copy_block(self._arenas, source, target)
 
     def arrays(self) -> list[mx.array]:
-        """Do not keep them: a held reference turns every write into a copy."""
+        """Return the arrays. Do not keep them: a held reference turns every write into a copy."""
         return [part.array for part in self._arenas]
 
 
 class LayerArena:
-    """Keys and, except for MLA, values of one layer.
-
-    Args:
-        tensors: the group's tensors by name; None creates separate ones.
-    """
+    """Keys and, except for MLA, values of one layer. `tensors`: the group's, by name; None creates separate ones."""
 
     def __init__(
         self, layer: LayerSpec, packing: Packing | LayerPacking, tensors: Mapping[str, TensorArena] | None = None
@@ -134,7 +123,6 @@ class LayerArena:
 
     @property
     def sides(self) -> list[tuple[str, SideArena]]:
-        """(name in files, arena)."""
         keys = [("key_cache", self.keys)]
         return keys if self.values is None else [*keys, ("value_cache", self.values)]
 

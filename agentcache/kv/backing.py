@@ -29,7 +29,7 @@ ARRAY_DTYPES = {
     "BF16": mx.uint16,  # raw bits: the buffer protocol has no bfloat16
     "U8": mx.uint8,
 }
-_MOST_ELEMENTS = 2**31 - 1 - ALIGNMENT  # of one axis
+_MOST_ELEMENTS = 2**31 - 1 - ALIGNMENT
 
 
 class Backing(Protocol):
@@ -60,7 +60,7 @@ class Exact:
 
 
 def make_backing(spec: TensorSpec, most: int) -> tuple[Backing, mx.array]:
-    """A backing for up to `most` blocks, and an array without usable blocks."""
+    """Return a backing for up to `most` blocks, and an array without usable blocks."""
     most = min(most, _MOST_ELEMENTS * spec.numpy_dtype.itemsize // max(1, spec.slot_bytes))
     if most and adopts():
         return Adopted(spec, most), _empty(spec)

@@ -21,8 +21,6 @@ from agentcache.kv.step_plan import Reads, Writes
 
 
 class BatchQuantizedKVCache:
-    """One layer's cache of `len(lengths)` rows; `arena` grows with `pool`."""
-
     def __init__(
         self, arena: LayerArena, pool: BlockPool, tables: Sequence[BlockTable], lengths: Sequence[int]
     ) -> None:
@@ -86,7 +84,7 @@ class BatchQuantizedKVCache:
         return tuple(tuple(_rows(part) for part in side.gather(reads.block_ids).parts) for _, side in self.arena.sides)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-        """Bool [B, 1, N, T]."""
+        """Mask for the next `N` tokens, bool [B, 1, N, T]."""
         check_window(self.arena, window_size)
         self._reserve(N)
         return self._reads(N).mask[:, None]
@@ -106,7 +104,6 @@ class BatchQuantizedKVCache:
 
     @property
     def _quantisation(self) -> Quantisation:
-        """mlx-lm supports only one for both sides."""
         made = self.arena.keys.quantisation
         if not isinstance(made, Quantisation) or {side.quantisation for _, side in self.arena.sides} != {made}:
             raise BrokenInvariant("mlx-lm reads keys and values that are quantised in one way")
@@ -129,7 +126,7 @@ class BatchQuantizedKVCache:
         self.lengths = self.lengths + other.lengths
 
     def extract(self, index: int) -> BatchQuantizedKVCache:
-        """Row `index` as a separate cache; slots are shared until one cache writes to them."""
+        """Return a row as a separate cache; slots are shared until one cache writes to them."""
         table = self.tables[index]
         for block_id in table.block_ids:
             self.pool.retain(block_id)
@@ -173,7 +170,6 @@ class BatchQuantizedKVCache:
         return True
 
     def trim(self, n: int) -> int:
-        """Drop up to `n` tokens of every row; return the number."""
         n = min([n, *self.lengths])
         self.lengths = [length - n for length in self.lengths]
         return n
@@ -186,7 +182,6 @@ class BatchQuantizedKVCache:
 
     @property
     def nbytes(self) -> int:
-        """Counts shared slots once."""
         slots = {block_id for table in self.tables for block_id in table.block_ids}
         per_token = sum(side.num_heads * side.dim for _, side in self.arena.sides)
         return len(slots) * BLOCK_SIZE * (per_token * self.bits // 8 + per_token // self.group_size * 4)

@@ -21,8 +21,6 @@ ALIGNMENT = 64
 
 
 class BlockTensor(NamedTuple):
-    """One tensor of a block: bytes `begin` to `end - 1`."""
-
     spec: TensorSpec
     num_tokens: int
     begin: int
@@ -49,7 +47,7 @@ class BlockTensor(NamedTuple):
             there, own = there + stride, own + length
 
 
-Slots: TypeAlias = "tuple[memoryview, int]"  # memory of one tensor's slots, bytes per slot
+Slots: TypeAlias = "tuple[memoryview, int]"  # memory, bytes per slot
 
 
 class RestBuffer:
@@ -91,11 +89,7 @@ class Place:
 
 
 class GroupMemory:
-    """The memory of all slots of a group.
-
-    Args:
-        tensors: in block byte order; the first `num_integers` precede the first float.
-    """
+    """The memory of all slots of a group, in block byte order."""
 
     def __init__(self, tensors: Sequence[Slots], num_integers: int) -> None:
         self.integers, self.rest = tensors[:num_integers], tensors[num_integers:]
@@ -111,7 +105,6 @@ class GroupMemory:
 
 
 def aligned(num_bytes: int) -> Array:
-    """Uninitialised uint8 [num_bytes]."""
     room = np.empty(num_bytes + ALIGNMENT, np.uint8)
     begin = -room.ctypes.data % ALIGNMENT
     return room[begin : begin + num_bytes]
@@ -147,13 +140,13 @@ def first_float(group: GroupSpec, num_tokens: int) -> int:
 
 
 def header_entries(group: GroupSpec, position: int, num_tokens: int) -> bytes:
-    """A safetensors header's members for the block's tensors: JSON without outer braces."""
+    """Members of a safetensors header for the block's tensors: JSON without outer braces."""
     return str(position).encode().join(_around_position(group, num_tokens))
 
 
 @lru_cache(maxsize=256)
 def _around_position(group: GroupSpec, num_tokens: int) -> tuple[bytes, ...]:
-    """The text split at `POSITION`. Cached: building it dominates the read of a small block."""
+    """Cached: building it dominates the read of a small block."""
     entries = {
         tensor.spec.name: {
             "dtype": tensor.spec.dtype,

@@ -41,7 +41,6 @@ class GroupArena:
         return next(iter(self._tensors.values())).capacity
 
     def grow(self, capacity: int) -> None:
-        """New slots hold zeros."""
         resize([tensor for tensor in self._tensors.values() if tensor.capacity < capacity], capacity)
 
     def shrink(self, capacity: int) -> None:
@@ -96,7 +95,6 @@ class GroupArena:
             self._upload([block_ids[index] for index in indices], [blocks[index] for index in indices])
 
     def _put_in_place(self, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
-        """Zeros fill a partial block."""
         layouts = [block_tensors(self.spec, self.spec.tokens_in(block.nbytes)) for block in blocks]
         sources = [block.data for block in blocks]
         for index, arena in enumerate(self._tensors.values()):  # in block byte order

@@ -39,7 +39,6 @@ class CacheGroupInfo:
     packing: str = ""
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Whole blocks, or one checkpoint."""
         blocks = -(-num_tokens // BLOCK_SIZE)
         if self.kind is GroupKind.STATE:
             return self.bytes_per_block
@@ -47,8 +46,6 @@ class CacheGroupInfo:
 
 
 def tokens_within(groups: Sequence[CacheGroupInfo], num_bytes: int, most: int) -> int:
-    """Tokens that fit into `num_bytes` in whole blocks, at most `most`."""
-
     def needed(blocks: int) -> int:
         return sum(group.bytes_for(blocks * BLOCK_SIZE) for group in groups)
 

@@ -50,7 +50,7 @@ class TokenMeasures:
         """Give each token an equal share of the sum from a block's file."""
         total = extras.get(self.name)
         if isinstance(total, str) or (total is not None and total.shape != (self._width,)):
-            total = None  # of another measurement
+            total = None
         each = np.full(self._width, np.nan, np.float32) if total is None else total / np.float32(num_tokens)
         self.tokens.assign((block_id, slice(num_tokens)), mx.array(each))
 

@@ -13,11 +13,7 @@ from agentcache.kv.block_layout import Array
 
 
 def load(shape: tuple[int, ...], dtype: np.dtype[Any], content: Array | None = None) -> mx.array:
-    """An evaluated array on the default device.
-
-    Args:
-        content: uint8 [n]; None leaves the memory untouched.
-    """
+    """Return an evaluated array on the default device. `content`: uint8 [n]; None leaves the memory untouched."""
     array = mx.load(_NpyFile(shape, dtype, content), format="npy", stream=mx.default_device())
     assert isinstance(array, mx.array)
     mx.eval(array)
@@ -35,7 +31,6 @@ class _NpyFile:
         self._position = 0
 
     def seek(self, offset: int, whence: int) -> None:
-        """MLX seeks absolute positions only."""
         self._position = offset
 
     def tell(self) -> int:

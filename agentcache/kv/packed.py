@@ -34,7 +34,6 @@ class Packed(NamedTuple):
         return tuple(part for part in self if part is not None)
 
 
-# Packs [..., D] along the last axis.
 Pack = Callable[[mx.array, Packing], Packed]
 
 

@@ -63,10 +63,7 @@ class LayerPacking:
 
 
 def quantisation_for(*dims: int, bits: int = 4) -> Quantisation:
-    """The widest groups (64, else 32) that divide all head dimensions.
-
-    Raises UnsupportedModel if a dimension is not a multiple of 32.
-    """
+    """Return the widest groups (64, else 32) that divide all head dimensions. Raises UnsupportedModel."""
     for group_size in (64, 32):
         if all(dim % group_size == 0 for dim in dims):
             return Quantisation(bits, group_size)

@@ -15,7 +15,7 @@ _KEPT = (4, 8, UNQUANTISED_BITS)
 
 @dataclass(frozen=True, order=True)
 class LayerBits:
-    """4, 8, or 16 (unquantised)."""
+    """Bits of a layer's keys and values: 4, 8, or 16 (unquantised)."""
 
     keys: int = 4
     values: int = 4
@@ -71,7 +71,6 @@ class Precision:
 
 
 def _ranges(indices: Sequence[int]) -> str:
-    """`0-1, 7` for 0, 1 and 7."""
     runs = groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0])
     spans = [[index for _, index in run] for _, run in runs]
     return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)

@@ -48,7 +48,7 @@ def addresses_are_free() -> bool:
 
 
 class _Addresses:
-    """Counts reserved addresses without memory (`num_bytes`), and raises MLX's limit by as much (`apart`).
+    """Counts reserved addresses without memory, and raises MLX's limit by as much.
 
     MLX stops computing ahead above its limit.
     """
@@ -95,7 +95,6 @@ def allocated_bytes() -> int:
 
 
 def set_memory_limit(limit: int) -> int:
-    """`mx.set_memory_limit`, in terms of `allocated_bytes`."""
     return _addresses.set_limit(limit)
 
 
@@ -117,7 +116,7 @@ class Reserved:
 
     @classmethod
     def make(cls, spec: TensorSpec, most: int) -> tuple[Reserved, mx.array] | None:
-        """None if the system refuses the addresses or does not take pages back."""
+        """Return None if the system refuses the addresses or does not take pages back."""
         itemsize = spec.numpy_dtype.itemsize
         room = npy_file.load(((most * spec.slot_bytes + ALIGNMENT) // itemsize,), spec.numpy_dtype)
         begin = address_of(room)
@@ -135,7 +134,6 @@ class Reserved:
         _addresses.note(self, (self.most - capacity) * self._slot_bytes)
 
     def resized(self, array: mx.array, used: int, capacity: int) -> mx.array:
-        """Returns the same array."""
         mx.eval(array)
         if address_of(array) != self._address:
             # A reference held during a write made MLX copy the array.
@@ -170,7 +168,6 @@ def _take_pages(begin: int, num_bytes: int) -> bool:
 
 
 def _pages_within(begin: int, end: int) -> tuple[int, int]:
-    """Bounds of the whole pages in a range; both `end` if none."""
     first, last = to_page_end(begin), end // mmap.PAGESIZE * mmap.PAGESIZE
     return (first, last) if first < last else (end, end)
 
@@ -187,6 +184,5 @@ def _populator() -> ThreadPoolExecutor:
 
 
 def wait_for_pages() -> None:
-    """Wait until all slots have memory."""
     if _populator.cache_info().currsize:
         _populator().submit(int).result()

@@ -60,7 +60,7 @@ class ResidualArenas:
         }
 
     def tensor(self, name: str) -> tuple[int, TensorArena]:
-        """(group index, tensor); raises KeyError."""
+        """Return (group index, tensor); raises KeyError."""
         return self._tensors[name]
 
     def has(self, name: str) -> bool:
@@ -93,13 +93,13 @@ class ResidualArenas:
             self._copy(Copy(group, source, target) for source, target in moves if source < arena.capacity)
 
     def copy_blocks(self, copies: Iterable[Copy]) -> None:
-        """In order with the surrounding steps."""
+        """Copy-on-write, in order with the surrounding steps."""
         self.fit()
         self._copy(copies)
 
     def move_blocks(self, moves: Iterable[Copy]) -> None:
         """Copy blocks to their new slots, before `fit` follows the pools."""
-        self._follow_moves()  # earlier moves
+        self._follow_moves()
         self._copy(moves)
 
     def _copy(self, copies: Iterable[Copy]) -> None:
@@ -150,6 +150,5 @@ class ResidualArenas:
 
     @property
     def tensors(self) -> list[TensorArena]:
-        """All tensors that steps write to."""
         measures = [] if self.measures is None else [self.measures.tokens]
         return [*measures, *(tensor for _, tensor in self._tensors.values())]

@@ -62,7 +62,7 @@ def key_norms_name(layer: int) -> str:
 
 
 def residual_spec(base: CacheSpec, shape: ResidualShape) -> CacheSpec:
-    """Names and windows are those of base's groups.
+    """Return the residual spec beside `base`, with its names and windows.
 
     The digest covers base's spec, the dtype of x, and whether x is base's.
     """

@@ -17,7 +17,6 @@ from agentcache.errors import BrokenInvariant
 from agentcache.kv.packing import PARTS, LayerPacking, Packing
 
 POSITION = "@"
-# By safetensors name.
 DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
     "U32": np.dtype("<u4"),
@@ -60,12 +59,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One array of a recurrent layer's state, for one row.
-
-    Args:
-        shape: without the batch axis.
-        dtype: MLX's name, such as `float32`.
-    """
+    """One array of a recurrent layer's state, for one row: `shape` without the batch axis, MLX's `dtype`."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -104,12 +98,11 @@ class TensorSpec:
 
     @cached_property
     def own_bytes(self) -> int:
-        """Of one token, or of the block if `token_axis` is None."""
+        """Bytes of one token, or of the block if `token_axis` is None."""
         return math.prod(self.shape) * self.numpy_dtype.itemsize
 
     @cached_property
     def slot_bytes(self) -> int:
-        """Bytes of a full block."""
         return self.own_bytes if self.token_axis is None else self.own_bytes * BLOCK_SIZE
 
     @cached_property
@@ -178,7 +171,7 @@ class GroupSpec:
         return self._bytes_once + num_tokens * self.bytes_per_token
 
     def tokens_in(self, num_bytes: int) -> int:
-        """A full block's tokens if its size is fixed."""
+        """Tokens of a block of `num_bytes`; a full block's if its size is fixed."""
         return (num_bytes - self._bytes_once) // self.bytes_per_token if self.bytes_per_token else BLOCK_SIZE
 
     @cached_property
@@ -219,7 +212,7 @@ class CacheSpec:
     rank: str = ""
     sources: str = ""
 
-    def __eq__(self, other: object) -> bool:  # as of `GroupSpec`
+    def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, CacheSpec) and self.digest == other.digest)
 
     def __hash__(self) -> int:
@@ -233,7 +226,6 @@ class CacheSpec:
 
     @property
     def by_rank(self) -> tuple[CacheSpec, ...]:
-        """The spec of every rank, or this one alone."""
         if not self.rank:
             return (self,)
         size = int(self.rank.rpartition(" ")[2])
@@ -280,7 +272,6 @@ class CacheSpec:
         return int(mean) if mean.is_integer() else round(mean, 2)
 
     def group(self, name: str) -> GroupSpec:
-        """Raises KeyError."""
         return self._groups_by_name[name]
 
     @cached_property
@@ -315,7 +306,7 @@ def state_name(cache: int, number: int) -> str:
 
 
 def sides(layer: LayerSpec) -> Iterator[tuple[str, int]]:
-    """(name in files, dimension) of each cached side."""
+    """Yield (name in files, dimension) of each cached side."""
     yield "key_cache", layer.key_dim
     if layer.value_dim:
         yield "value_cache", layer.value_dim
@@ -334,7 +325,6 @@ def packed_tensors(layer: LayerSpec, side: str, dim: int, packing: Packing) -> d
 
 
 def attention_group(name: str, layers: Sequence[LayerSpec], keys: Packing, values: Packing | None = None) -> GroupSpec:
-    """`values` defaults to `keys`."""
     packing = LayerPacking(keys, values or keys)
     made = [packed_tensors(layer, side, dim, packing.side(side)) for layer in layers for side, dim in sides(layer)]
     tensors = tuple(side[part] for part in PARTS for side in made if part in side)
@@ -344,7 +334,7 @@ def attention_group(name: str, layers: Sequence[LayerSpec], keys: Packing, value
 
 
 def make_groups(layers: Sequence[LayerSpec], packings: Packing | Sequence[LayerPacking]) -> tuple[GroupSpec, ...]:
-    """Split by depth (quarters; halves under 8 layers), attention window and packing."""
+    """Split layers by depth (quarters; halves under 8 layers), attention window and packing."""
     if isinstance(packings, Packing):
         packings = [LayerPacking(packings, packings)] * len(layers)
     num_spans = 2 if len(layers) < 8 else 4

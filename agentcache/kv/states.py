@@ -71,7 +71,6 @@ class StateArena:
             del self._slots[slot]
 
     def is_finite(self, slot: int) -> bool:
-        """Files require finite values."""
         floats = [array for arrays in self._slots[slot] for array in arrays if array.dtype in _FLOATS]
         return bool(mx.all(mx.stack([mx.all(mx.isfinite(array)) for array in floats]))) if floats else True
 

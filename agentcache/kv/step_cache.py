@@ -20,11 +20,7 @@ Put = Callable[[Writes, LayerArena, mx.array, mx.array | None], None]
 
 
 class PagedKV(NamedTuple):
-    """Keys and values for attention.
-
-    Args:
-        overlay: residual KV of some rows, a `LayerOverlay`, or None.
-    """
+    """Keys and values for attention. `overlay`: a `LayerOverlay` of some rows, or None."""
 
     arena: LayerArena
     reads: Reads
@@ -47,7 +43,6 @@ class Handle:
     projections: Any = None
 
     def astype(self, dtype: mx.Dtype) -> Handle:
-        """Attention answers in the queries' dtype."""
         return self
 
 
@@ -96,13 +91,13 @@ class StepCache:
         return self._written
 
     def keys_and_values(self) -> tuple[Any, Any]:
-        """The last update's result, for layers that share this KV."""
+        """Return the last update's result, for layers that share this KV."""
         if self._written is None:
             raise BrokenInvariant(f"layer {self.arena.layer.index} is read before it is written")
         return self._written
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
-        """Attention masks according to the step's reads."""
+        """No mask: attention masks according to the step's reads."""
         check_window(self.arena, window_size)
 
 

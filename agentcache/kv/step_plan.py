@@ -48,7 +48,6 @@ class RaggedBlocks:
 
     @cached_property
     def _real(self) -> mx.array:
-        """Which `_indices` are not padding, bool [B, longest row]."""
         return mx.arange(max(self._counts))[None] < mx.array(self._counts)[:, None]
 
     def spread(self, x: mx.array) -> mx.array:
@@ -56,11 +55,11 @@ class RaggedBlocks:
         return mx.broadcast_to(x, (self.rows.size, *x.shape[1:])) if len(self._counts) == 1 else x[self.rows]
 
     def max(self, x: mx.array) -> mx.array:
-        """Per row: [num_blocks, ...] to [B, ...]."""
+        """Maximum per row: [num_blocks, ...] to [B, ...]."""
         return x.max(axis=0, keepdims=True) if len(self._counts) == 1 else x[self._indices].max(axis=1)
 
     def sum(self, x: mx.array) -> mx.array:
-        """Per row: [num_blocks, ...] to [B, ...]. Deterministic: no atomics."""
+        """Sum per row: [num_blocks, ...] to [B, ...]. Deterministic: no atomics."""
         if len(self._counts) == 1:
             return x.sum(axis=0, keepdims=True)
         real = self._real.reshape(*self._real.shape, *[1] * (x.ndim - 1))
@@ -69,12 +68,7 @@ class RaggedBlocks:
 
 @dataclass(frozen=True)
 class RowReads:
-    """Reads of one row.
-
-    Args:
-        base: position of the first token read.
-        length: tokens in the row before the step.
-    """
+    """Reads of one row: `base` is the position of the first token read, `length` the tokens before the step."""
 
     block_ids: Sequence[int]
     base: int
@@ -134,25 +128,24 @@ class Reads:
 
     @cached_property
     def num_blocks(self) -> int:
-        """Shorter rows get masked padding."""
+        """Most blocks of a row; shorter rows get masked padding."""
         return max(len(ids) for ids in self._ids)
 
     @cached_property
     def block_ids(self) -> mx.array:
-        """Int32 [B, num_blocks]."""
+        """Slots to read, int32 [B, num_blocks]."""
         # A row without tokens has no block to repeat.
         rows = [ids + [ids[0] if ids else 0] * (self.num_blocks - len(ids)) for ids in self._ids]
         return mx.array(rows, dtype=mx.int32)
 
     @cached_property
     def blocks(self) -> RaggedBlocks:
-        """Unpadded."""
         firsts = zip(self._firsts, self._ids, strict=True)
         return RaggedBlocks(self._ids, [(first + i) * BLOCK_SIZE for first, ids in firsts for i in range(len(ids))])
 
     @cached_property
     def block_mask(self) -> mx.array:
-        """Bool [num_blocks, num_tokens, 256]."""
+        """`mask` for each of `blocks`, bool [num_blocks, num_tokens, 256]."""
         starts, rows = mx.array(self.blocks.starts)[:, None, None], self.blocks.rows
         keys = starts + mx.arange(BLOCK_SIZE)[None, None, :]
         queries = (mx.array(self._lengths)[rows][:, None] + mx.arange(self.num_tokens)[None, :])[:, :, None]
@@ -161,7 +154,7 @@ class Reads:
 
     @cached_property
     def block_bias(self) -> mx.array:
-        """0 or -inf, float32 [num_blocks, 1, 1, num_tokens, 256]."""
+        """`block_mask` as 0 or -inf, float32 [num_blocks, 1, 1, num_tokens, 256]."""
         return mx.where(self.block_mask, 0.0, -mx.inf)[:, None, None]
 
     @property
@@ -192,7 +185,7 @@ class Writes:
 
     def __init__(self, tables: Sequence[BlockTable], lengths: Sequence[int], num_tokens: int) -> None:
         self.num_tokens = num_tokens
-        self.prepared: dict[Any, Any] = {}  # by kernels, for all layers
+        self.prepared: dict[Any, Any] = {}
         self._by_runs = len(lengths) == 1 and num_tokens <= _MAX_SLICES * BLOCK_SIZE
         self._offsets = [length % BLOCK_SIZE for length in lengths]  # of each row's first new token
         firsts = [length // BLOCK_SIZE for length in lengths]
@@ -211,7 +204,6 @@ class Writes:
 
     @cached_property
     def runs(self) -> list[Slot]:
-        """The first row's runs inside single blocks."""
         runs, done, offset = [], 0, self._offsets[0]
         for block_id in self._ids[0]:
             count = min(BLOCK_SIZE - offset, self.num_tokens - done)
@@ -221,7 +213,7 @@ class Writes:
 
     @cached_property
     def slots_and_offsets(self) -> tuple[mx.array, mx.array]:
-        """Of every token, int32 [B * num_tokens] each."""
+        """Slot and offset of every token, int32 [B * num_tokens] each."""
         ends = [
             (ids, range(offset, offset + self.num_tokens)) for ids, offset in zip(self._ids, self._offsets, strict=True)
         ]

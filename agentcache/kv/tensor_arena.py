@@ -19,7 +19,9 @@ _RESIZED_AT_ONCE = 128 << 20  # bytes duplicated during a resize
 
 
 class TensorArena:
-    """`array`: [at least `capacity`, *block shape]. A kept reference to it turns every write into a copy.
+    """One tensor of a group's blocks: `array` [at least `capacity`, *block shape].
+
+    A kept reference to `array` turns every write into a copy.
 
     Args:
         most: expected maximum of blocks, up to which growth copies nothing if the device allows (`kv/backing.py`).
@@ -47,7 +49,7 @@ class TensorArena:
         self.is_due = True
 
     def tokens(self, block_id: int, num_tokens: int) -> mx.array:
-        """Lazy."""
+        """Return a block's first tokens; lazy."""
         axis = self.spec.token_axis
         # One index expression: indexing the block first would copy it.
         return self.array[block_id] if axis is None else self.array[block_id, *(_ALL,) * axis, :num_tokens]
@@ -109,7 +111,7 @@ def has_due(tensors: Iterable[TensorArena]) -> bool:
 
 
 def take_due(tensors: Iterable[TensorArena]) -> list[mx.array]:
-    """Arrays with assignments since the last call, to evaluate. Do not keep them."""
+    """Return arrays with assignments since the last call, to evaluate. Do not keep them."""
     due = [tensor for tensor in tensors if tensor.is_due]
     for tensor in due:
         tensor.is_due = False

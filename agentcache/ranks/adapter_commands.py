@@ -1,5 +1,3 @@
-"""Commands from rank 0 about adapters."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

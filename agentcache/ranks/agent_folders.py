@@ -9,7 +9,7 @@ from agentcache.store.export import manifests_of
 
 
 def folders_of_agent(cache_dir: Path, agent_id: str, size: int | None = None) -> list[Path]:
-    """The folders with the agent's blocks: the cache folder itself, or each rank's.
+    """Return the folders with the agent's blocks: the cache folder itself, or each rank's.
 
     Args:
         size: number of ranks, 1 for a single process; None for any.
@@ -31,7 +31,6 @@ def folders_of_agent(cache_dir: Path, agent_id: str, size: int | None = None) ->
 
 
 def _worlds(cache_dir: Path) -> Iterator[list[Path]]:
-    """For each number of ranks, including absent folders."""
     yield [cache_dir]
     for size in sorted({int(folder.name.rpartition("-")[2]) for folder in rank_folders(cache_dir)} - {0, 1}):
         yield [rank_folder(cache_dir, rank, size) for rank in range(size)]

@@ -20,8 +20,6 @@ class GiveBack(Numbers):
 
 @dataclass(frozen=True)
 class Fit:
-    """Resize to these numbers of slots, by group."""
-
     code: ClassVar = 5
     capacities: Sequence[int]
 
@@ -92,11 +90,7 @@ class Forget:
 
 @dataclass(frozen=True)
 class BringBytes:
-    """Keep an imported block's bytes.
-
-    Args:
-        parts: uint8 [n] of ranks 1, 2, …; each keeps its own.
-    """
+    """Keep an imported block's bytes: uint8 [n] of ranks 1, 2, …; each keeps its own."""
 
     code: ClassVar = 18
     ticket: int

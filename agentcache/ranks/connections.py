@@ -23,10 +23,9 @@ _CUT = select.POLLHUP | select.POLLERR | select.POLLNVAL | getattr(select, "POLL
 
 
 class Connections:
-    """Only polls: MLX owns the sockets until the process ends.
+    """Polls the connections to neighbour ranks. MLX owns the sockets until the process ends.
 
-    Args:
-        sockets: descriptors; empty for other back ends, whose losses are not detected.
+    `sockets` is empty for other back ends, whose losses are not detected.
     """
 
     def __init__(self, sockets: Sequence[int] = ()) -> None:
@@ -53,7 +52,6 @@ def _address(text: str) -> Address:
 
 
 def _connected() -> Iterator[tuple[int, Address, Address]]:
-    """Descriptor and addresses of each TCP connection."""
     for descriptor in map(int, os.listdir("/dev/fd")):
         with suppress(OSError):  # already closed, or not connected
             if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):

@@ -17,7 +17,7 @@ _KEY_BYTES = 20
 
 @dataclass(frozen=True)
 class Block:
-    """`ticket`: of the block's bytes."""
+    """A block's header, and the ticket of its bytes."""
 
     ticket: int
     header: BlockHeader
@@ -71,7 +71,7 @@ class ReadBlocks(_OfBlocks):
 
 @dataclass(frozen=True)
 class Require:
-    """Answer: those keys whose blocks are not on disk."""
+    """Ask which of these blocks are not on disk. Answer: their keys."""
 
     code: ClassVar = 14
     number: int
@@ -88,7 +88,7 @@ class Require:
 
 @dataclass(frozen=True)
 class TakeStock(Numbers):
-    """Answer: keys of all blocks on disk."""
+    """Ask for the keys of all blocks on disk."""
 
     code: ClassVar = 15
     number: int
@@ -122,7 +122,7 @@ Question = WriteBlocks | ReadBlocks | Require | TakeStock
 
 
 def pack_keys(keys: Sequence[str]) -> bytes:
-    """20 bytes each."""
+    """Encode keys as 20 bytes each."""
     return bytes.fromhex("".join(keys))
 
 

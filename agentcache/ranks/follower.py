@@ -78,7 +78,7 @@ class Answers:
             self._changed.notify_all()
 
     def take(self, seconds: float) -> dict[int, bytes]:
-        """Ready answers. Waits up to `seconds` if some are due but none is ready."""
+        """Return ready answers. Waits up to `seconds` if some are due but none is ready."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._ready) or not self._due, seconds)
             ready, self._ready = self._ready, {}
@@ -267,7 +267,7 @@ class FollowerFiles:
         self.answers.give(number, bytes(count) if error is not None else read.result())
 
     def data_of(self, ticket: int) -> Array:
-        """Rank 0 knows these bytes to be valid."""
+        """Return bytes read under a ticket, which rank 0 knows to be valid."""
         with self._lock:
             if ticket not in self._read:
                 raise BrokenInvariant(f"nothing was read under ticket {ticket}")

@@ -29,8 +29,6 @@ Post = Callable[[Callable[[], None]], None]
 
 
 class _Asked:
-    """A question with its answers so far, by rank."""
-
     def __init__(self, ranks: int) -> None:
         self.answers: dict[int, bytes] = {}
         self.future: Future[list[bytes]] = Future()
@@ -43,7 +41,7 @@ class _Asked:
 
 
 class Leader:
-    """`tell` and `ask` are thread-safe; the rest needs the engine thread.
+    """Sends commands and questions to workers. `tell` and `ask` are thread-safe; the rest needs the engine thread.
 
     Args:
         post: schedules a function on the engine thread. Thread-safe.
@@ -78,15 +76,10 @@ class Leader:
         self._watch = start_thread("agentcache-ranks", self._look, self._died)
 
     def tell(self, command: Command) -> None:
-        """Any thread."""
         self._outbox.append(command)
 
     def ask(self, question: Callable[[int], Question]) -> Future[list[bytes]]:
-        """A future of the workers' answers, by rank. It raises `RankLost` if a rank is lost. Any thread.
-
-        Args:
-            question: makes the question from its number.
-        """
+        """Return a future of the workers' answers, by rank. It raises `RankLost` if a rank is lost."""
         asked = _Asked(self.wire.size - 1)
         with self._lock:
             if self._lost is not None:
@@ -128,7 +121,6 @@ class Leader:
         return future.result()
 
     def _out_of_turn(self) -> None:
-        """Send a message between steps, and more while answers are due."""
         with self._lock:
             self._is_posted = False
         if self._lost is None and not self.is_computing():  # else the message would wait for the step
@@ -142,11 +134,7 @@ class Leader:
 
     @contextmanager
     def waiting(self, seconds: float | None = None) -> Iterator[None]:
-        """Context in which this thread waits for other ranks, under the watchdog.
-
-        Args:
-            seconds: time limit; by default `patience`.
-        """
+        """Wait for other ranks inside, under the watchdog, for up to `seconds` (default: `patience`)."""
         self._waits_for = self._patience if seconds is None else seconds
         self._waits_since = time.monotonic()
         try:
@@ -196,6 +184,5 @@ class Leader:
         self._leave_alone(RankLost(f"the watch over the other processes has failed: {error}"))
 
     def _leave_alone(self, lost: RankLost) -> None:
-        """The engine thread is stuck in MLX."""
         self._fail(lost)
         self._give_up(lost)

@@ -8,7 +8,7 @@ _BACK_ENDS: Sequence[str] = ("ring", "jaccl", "nccl", "mpi")
 
 
 def lost_rank(error: BaseException) -> RankLost | None:
-    """The `RankLost` behind `error`.
+    """Return the `RankLost` behind `error`.
 
     Connection errors of `mx.distributed` back ends count, also inside an UnsupportedModel from a model's proof.
     """

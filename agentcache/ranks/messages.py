@@ -55,7 +55,6 @@ def read_commands(message: bytes) -> Iterator[Command]:
 
 
 def write_answers(answers: Mapping[int, bytes]) -> bytes:
-    """By question number."""
     words = WordWriter()
     for number, answer in answers.items():
         words.put(number)

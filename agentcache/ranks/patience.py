@@ -19,8 +19,7 @@ CUT_SECONDS = 1.0  # after a cut, for MLX to raise an error in the waiting threa
 class Patience:
     """Ends a worker, whose thread may be stuck in MLX, if a connection is cut or after `seconds` of silence.
 
-    Args:
-        close: called before; completes running writes.
+    `close` is called before; it completes running writes.
     """
 
     def __init__(self, seconds: float, connections: Connections, close: Callable[[], None] = lambda: None) -> None:

@@ -8,13 +8,13 @@ RANK_FOLDER = re.compile(r"rank-\d+-of-\d+")
 
 
 def own_rank() -> int | None:
-    """From `MLX_RANK`, set by `mlx.launch`; None for a single process."""
+    """The rank in `MLX_RANK`, set by `mlx.launch`; None for a single process."""
     rank = os.environ.get("MLX_RANK", "")
     return int(rank) if rank.isdigit() else None
 
 
 def rank_folder(cache_dir: Path, rank: int, size: int) -> Path:
-    """A rank's blocks; rank 0's also has the agents."""
+    """The folder of a rank's blocks; rank 0's also has the agents."""
     return cache_dir / f"rank-{rank}-of-{size}"
 
 

@@ -1,5 +1,3 @@
-"""Commands about steps: rows, block tables and adapters."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -69,7 +67,7 @@ class Forward:
 
     @classmethod
     def of(cls, step: StepInputs, uses: Sequence[RowUse | None]) -> Forward:
-        """For a step without a decoder, hidden states, recurrent states and residuals."""
+        """The command for a step without a decoder, hidden states, recurrent states and residuals."""
         if step.model is not None or step.trunk.cut or step.trunk.writes or step.states or step.residual is not None:
             raise BrokenInvariant("a step with what only one process has")
         return cls(
@@ -119,8 +117,7 @@ def _written_rows(writes: Writes | None, lengths: Sequence[int]) -> Rows:
 class Start(Numbers):
     """Start the device on the preceding commands.
 
-    Args:
-        whole: whether logits are needed. If not, no rank computes what KV does not need: it contains reductions.
+    `whole`: whether logits are needed. If not, no rank computes what KV does not need: it contains reductions.
     """
 
     code: ClassVar = 2

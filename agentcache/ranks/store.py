@@ -77,7 +77,6 @@ class LeadingStore(Store):
         return written
 
     def _ticket_of(self, block: BlockWrite) -> int:
-        """Of bytes that workers have, or get now."""
         ticket = self._tickets.of(block.data)
         if not ticket and block.others:
             ticket = self._tickets.new()

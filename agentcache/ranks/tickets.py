@@ -34,5 +34,4 @@ class Tickets:
         self._leader.tell(Forget([ticket]))
 
     def of(self, data: Array) -> int:
-        """0 without a ticket."""
         return self._by_id.get(id(data), 0)

@@ -20,10 +20,6 @@ class Wire:
 
     A message is one `all_gather` of equally many int32 words per rank. Recent messages determine the number; longer
     ones need a second gather.
-
-    Attributes:
-        messages: number of gathers.
-        sent_bytes: sent by this rank.
     """
 
     def __init__(self, group: mx.distributed.Group) -> None:
@@ -70,7 +66,6 @@ def _words_for(num_bytes: int) -> int:
 
 @contextmanager
 def naming_the_lost() -> Iterator[None]:
-    """Turn connection errors inside into `RankLost` (`lost_rank`)."""
     try:
         yield
     except (RuntimeError, UnsupportedModel) as error:

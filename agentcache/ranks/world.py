@@ -132,7 +132,7 @@ class Leading:
 
 
 def join(config: Config, post: Post, give_up: Callable[[RankLost], None]) -> World:
-    """Raises ConfigError if other ranks are unreachable."""
+    """Return this process's executor. Raises ConfigError if other ranks are unreachable."""
     if own_rank() is None:
         return Alone()
     return Leading(join_group(), post, give_up, config.rank_timeout)
@@ -147,7 +147,7 @@ def join_group() -> mx.distributed.Group:
 
 
 def rank_settings(config: Config, shards: Shards) -> Config:
-    """Raises ConfigError for settings that several ranks do not support."""
+    """Return one rank's settings. Raises ConfigError for those that several ranks do not support."""
     if config.max_divergence:
         raise ConfigError("max_divergence: adapters cannot share base's keys and values where ranks share the model")
     if config.trunk_budget:

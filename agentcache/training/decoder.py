@@ -51,9 +51,7 @@ class DecoderRecipe:
     Args:
         rank, scale: the decoder adds scale * x @ a @ b to each projection.
         num_layers: adapted layers, from the last one down.
-        rows: examples per step.
         learning_rate: peak, after a tenth of the steps; a cosine decays it to a twentieth.
-        seed: seed of the matrices and of the batches' order.
     """
 
     rank: int = 16
@@ -67,14 +65,9 @@ class DecoderRecipe:
 
 
 class DecoderTrainer:
-    """Trains one decoder.
+    """Trains one decoder. Raises UnsupportedAdapter if agentcache cannot serve it.
 
-    Attributes:
-        parameters: float32 a [in, r] and b [r, out], by names such as `3.self_attn.q_proj.lora_a`.
-        step: number of finished steps.
-
-    Raises:
-        UnsupportedAdapter: agentcache cannot serve such an adapter.
+    `parameters`: float32 a [in, r] and b [r, out], by names such as `3.self_attn.q_proj.lora_a`.
     """
 
     def __init__(self, base: FrozenBase, recipe: DecoderRecipe, examples: Sequence[Example]) -> None:
@@ -128,11 +121,10 @@ class DecoderTrainer:
     def logits(
         self, parameters: Mapping[str, mx.array], prompt: Sequence[PromptCache], batch: DecoderBatch
     ) -> mx.array:
-        """After each token of `batch.inputs`, float32 [B, A, vocabulary]."""
+        """Return logits after each token of `batch.inputs`, float32 [B, A, vocabulary]."""
         return self.base.decode(mx.array(batch.inputs), prompt, mx.array(batch.lengths), self._weights(parameters))
 
     def _weights(self, parameters: Mapping[str, mx.array]) -> AdapterWeights:
-        """As in serving, in each module's dtype."""
         pairs = {}
         for name, served in self._served.matrices.items():
             a, b = (parameters[_parameter(name, side)] for side in "ab")

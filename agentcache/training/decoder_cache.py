@@ -90,7 +90,7 @@ class DecoderCache:
         )
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-        """Bool [B, 1, N, P + N]: causal, without padding, within the window if any."""
+        """Attention mask, bool [B, 1, N, P + N]: causal, without padding, within the window if any."""
         assert self._prompt.keys is not None  # filled by the first pass
         lengths, own = self.offset[:, None], mx.arange(N)[None]
         prompt = mx.broadcast_to(

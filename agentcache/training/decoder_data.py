@@ -108,23 +108,18 @@ def _tokenise(messages: Sequence[Mapping[str, Any]], tools: Any, tokenizer: Toke
 
 
 def _end_of_turn(messages: Sequence[Mapping[str, Any]], tools: Any, tokenizer: Tokenizer) -> int:
-    """The token behind an answer in the chat template, or else the tokenizer's end token."""
     whole = tokenizer.encode(tokenizer.render_chat(messages, tools, add_generation_prompt=False)).ids
     return next((token for token in reversed(whole) if token in tokenizer.eos_ids), min(tokenizer.eos_ids))
 
 
 def random_for(seed: int, *path: object) -> Random:
-    """An independent generator for each path, the same on every machine."""
+    """Return an independent generator for each path, the same on every machine."""
     digest = hashlib.blake2b(repr((seed, *path)).encode(), digest_size=8).digest()
     return Random(int.from_bytes(digest, "big"))
 
 
 class Batches:
-    """Batches of examples of similar length, in a different order each epoch.
-
-    Args:
-        rows: examples in a batch; the last batch may have fewer.
-    """
+    """Batches of `rows` examples of similar length, in a different order each epoch."""
 
     def __init__(self, examples: Sequence[Example], rows: int, seed: int) -> None:
         if not examples:
@@ -152,7 +147,6 @@ def stack_examples(examples: Sequence[Example]) -> DecoderBatch:
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> np.ndarray:
-    """To int32 [B, n], n a multiple of `_PAD_TO`."""
     longest = max(1, *map(len, rows))
     padded = np.zeros((len(rows), -(-longest // _PAD_TO) * _PAD_TO), np.int32)
     for row, ids in zip(padded, rows, strict=True):

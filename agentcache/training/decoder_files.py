@@ -21,10 +21,7 @@ WEIGHTS_FILE, CHECKPOINT_FILE = "adapters.safetensors", "checkpoint.safetensors"
 def write_adapter(folder: Path, model: Any, matrices: Mapping[str, mx.array], scale: float) -> None:
     """Write an adapter in the format of `mlx_lm.lora`.
 
-    Args:
-        model: mlx-lm's model, which defines the tensors' names.
-        matrices: a [in, r] and b [r, out] without the scale, by names such as `3.self_attn.q_proj.lora_a`.
-        scale: factor on x @ a @ b.
+    `matrices`: a [in, r] and b [r, out] without the scale, by names such as `3.self_attn.q_proj.lora_a`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     prefix = _layers_name(model)
@@ -53,25 +50,20 @@ def _layers_name(model: Any) -> str:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a training.
-
-    Args:
-        identity: JSON data that must be equal for resuming.
-    """
+    """The state of a training. `identity`: JSON data that must be equal for resuming."""
 
     arrays: Mapping[str, mx.array]
     step: int
     identity: Mapping[str, Any]
 
     def write(self, folder: Path) -> None:
-        """Replace the folder's checkpoint atomically."""
         folder.mkdir(parents=True, exist_ok=True)
         metadata = {"step": str(self.step), "identity": json.dumps(self.identity, sort_keys=True)}
         _save(folder / CHECKPOINT_FILE, self.arrays, metadata)
 
 
 def read_checkpoint(folder: Path, identity: Mapping[str, Any]) -> Checkpoint:
-    """Raises ConfigError for a different identity, naming the differences."""
+    """Read a checkpoint. Raises ConfigError for a different identity, naming the differences."""
     arrays, metadata = mx.load(str(folder / CHECKPOINT_FILE), return_metadata=True)
     theirs = json.loads(metadata["identity"])
     ours = json.loads(json.dumps(identity))

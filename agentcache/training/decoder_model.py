@@ -33,8 +33,6 @@ class FrozenBase:
     Args:
         current: the step being computed.
         adapters: adapters on its modules, with the restrictions of serving.
-        roundings: one per layer.
-        fingerprint: hash of weights, config and tokenizer.
     """
 
     model: Any
@@ -68,7 +66,7 @@ class FrozenBase:
 
 
 def load_base(path_or_hub_id: str) -> FrozenBase:
-    """Raises UnsupportedModel if the model has layers without KV of their own, or cannot be served."""
+    """Load a model. Raises UnsupportedModel if it has layers without KV of their own, or cannot be served."""
     read = read_model(path_or_hub_id)
     read.evaluate()
     hosted = host(read.model, read.config["model_type"], read.config)

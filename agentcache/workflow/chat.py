@@ -17,7 +17,6 @@ class Question:
     """One question to an agent.
 
     Args:
-        agent: id on the server.
         messages: complete history and the new message.
         seed: None for random samples.
         adapter: None for the agent's own, or base.
@@ -51,8 +50,6 @@ class Reply:
 
 @dataclass(frozen=True)
 class Restored:
-    """Cost of restoring an agent before its turn."""
-
     restored_bytes: int
     restore_ms: float
 
@@ -73,7 +70,7 @@ class Chat(Protocol):
 
 
 class LLMChat:
-    """The caller opens and closes the `LLM`."""
+    """Asks an `LLM`, which the caller opens and closes."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -98,7 +95,7 @@ class LLMChat:
 
 
 class HttpChat:
-    """A `salt` isolates its requests from other cached prompts."""
+    """Asks a server. A `salt` isolates its requests from other cached prompts."""
 
     def __init__(self, client: Client, salt: str | None = None) -> None:
         self._client = client

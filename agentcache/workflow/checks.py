@@ -17,7 +17,7 @@ class Check:
 
 
 def pattern_of(words: str) -> re.Pattern[str]:
-    """Whole words, ignoring case and the kind of white space."""
+    """A pattern of whole words, ignoring case and the kind of white space."""
     inside = r"\s+".join(re.escape(word) for word in words.split())
     return re.compile(rf"(?<!\w){inside}(?!\w)", re.IGNORECASE)
 

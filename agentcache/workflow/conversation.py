@@ -9,12 +9,7 @@ from agentcache.workflow.script import Script, Step, steps_of
 
 @dataclass(frozen=True)
 class Exchange:
-    """Messages that a turn adds to the speaker's history.
-
-    Args:
-        messages: from the opening user message to the final answer.
-        text: the final answer, which other agents hear.
-    """
+    """Messages that a turn adds to the speaker's history, and its final answer, which other agents hear."""
 
     messages: tuple[Message, ...]
     text: str
@@ -30,15 +25,16 @@ class Conversation:
     def __init__(self, script: Script) -> None:
         self._script = script
         self._steps = steps_of(script)
-        self._exchanges: dict[int, Exchange] = {}  # by index of the step
+        self._exchanges: dict[int, Exchange] = {}
 
     @property
     def done(self) -> frozenset[int]:
         return frozenset(self._exchanges)
 
     def needs(self, step: Step) -> frozenset[int]:
-        """Steps that must end before this one: all of earlier phases, and of its own those that it hears or that its
-        speaker took.
+        """Steps that must end before this one.
+
+        All of earlier phases, and of its own those that it hears or that its speaker took.
         """
         before = (other for other in self._steps[: step.index] if other.phase_number < step.phase_number)
         return frozenset(other.index for other in (*before, *self._own(step), *self._heard(step)))
@@ -49,7 +45,6 @@ class Conversation:
         return message("user", "\n\n".join([*heard, step.turn.prompt]))
 
     def history(self, step: Step, *, this_phase_only: bool = False) -> list[Message]:
-        """The speaker's messages before this turn."""
         own = [other for other in self._own(step) if not this_phase_only or other.phase_number == step.phase_number]
         said = [each for other in own for each in self._exchanges[other.index].messages]
         system = self._script.agent(step.turn.speaker).system

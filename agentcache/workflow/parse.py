@@ -99,7 +99,6 @@ class _Known:
     tools: tuple[str, ...] = ()
 
     def text(self, values: Mapping[str, Any], key: str, where: str) -> str:
-        """Filled and stripped; empty without the key."""
         return self.filler.fill(values.get(key, ""), f'{where}: key "{key}"').strip()
 
     def words(self, values: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
@@ -108,11 +107,7 @@ class _Known:
 
 
 def parse_script(data: Mapping[str, Any], seed: int | None = None) -> Script:
-    """Build a script from parsed TOML.
-
-    Raises:
-        ConfigError: the place (agent, phase, turn) and the error.
-    """
+    """Build a script from parsed TOML. Raises ConfigError: the place (agent, phase, turn) and the error."""
     top = read_table(
         data,
         "the script",

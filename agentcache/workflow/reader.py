@@ -15,7 +15,6 @@ Kind = type | tuple[type, ...]
 def read_table(
     table: Any, where: str, *, required: Mapping[str, Kind], optional: Mapping[str, Kind] | None = None
 ) -> dict[str, Any]:
-    """Return `table` after checking its keys and their types."""
     if not isinstance(table, dict):
         raise ConfigError(f"{where} must be a table, not {_type_name(type(table))}")
     kinds = {**required, **(optional or {})}
@@ -30,7 +29,7 @@ def read_table(
 
 
 def read_words(values: Any, where: str) -> list[str]:
-    """Distinct, non-empty strings."""
+    """Return a list of distinct, non-empty strings."""
     if not isinstance(values, list):
         raise ConfigError(f"{where} must be a list, not {_type_name(type(values))}")
     for value in values:
@@ -50,7 +49,7 @@ def read_strings(table: Any, where: str) -> dict[str, str]:
 
 
 def read_count(values: Mapping[str, Any], key: str, where: str) -> int | None:
-    """At least 1, or None without the key."""
+    """Return an integer of at least 1, or None without the key."""
     value: int | None = values.get(key)
     if value is not None and value < 1:
         raise ConfigError(f'{where}: key "{key}" is {value}; it must be 1 or more')
@@ -79,13 +78,13 @@ def check_known(value: Any, known: Iterable[str], what: str, where: str) -> str:
 
 
 def hint(word: Any, known: Iterable[str]) -> str:
-    """` (did you mean "…"?)` with the closest known word, or an empty text."""
+    """Return ` (did you mean "…"?)` with the closest known word, or an empty text."""
     nearest = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
     return f' (did you mean "{nearest[0]}"?)' if nearest else ""
 
 
 def place_of(what: str, number: int, entry: Any, key: str) -> str:
-    """Such as `phase 2 ("night")`."""
+    """Name a list's entry, such as `phase 2 ("night")`."""
     label = entry.get(key) if isinstance(entry, dict) else None
     return f'{what} {number} ("{label}")' if isinstance(label, str) else f"{what} {number}"
 

@@ -31,10 +31,8 @@ class Settings:
 class WorkflowRun:
     """A script in progress. Take `pending` steps in order, or all `ready` ones in parallel (`schedule.take_all`).
 
-    Not thread-safe; only `speak` may run on other threads.
-
-    Raises:
-        ConfigError: `done` is not the beginning of this script, or the session makes invalid agent ids.
+    Not thread-safe; only `speak` may run on other threads. Raises ConfigError: `done` is not the beginning of this
+    script, or the session makes invalid agent ids.
     """
 
     def __init__(self, script: Script, chat: Chat, settings: Settings, done: Iterable[TurnRecord] = ()) -> None:
@@ -54,10 +52,9 @@ class WorkflowRun:
         return WorkflowTranscript(*about, names, script.values, tuple(turns))
 
     def pending(self, phases: range | None = None) -> list[Step]:
-        """The steps still to take, optionally of some phases.
+        """Return the steps still to take, optionally of some phases.
 
-        Raises:
-            ConfigError: steps of an earlier phase are missing, without which histories are incomplete.
+        Raises ConfigError: steps of an earlier phase are missing, without which histories are incomplete.
         """
         left = [step for step in self._steps if step.index not in self._conversation.done]
         if phases is None:
@@ -71,7 +68,7 @@ class WorkflowRun:
         return chosen
 
     def ready(self, steps: Iterable[Step], after: Iterable[Step] = ()) -> list[Step]:
-        """The steps whose predecessors are done, assuming that the steps `after` end."""
+        """Return the steps whose predecessors are done, assuming that the steps `after` end."""
         done = self._conversation.done.union(step.index for step in after)
         return [step for step in steps if self._conversation.needs(step) <= done]
 
@@ -121,7 +118,7 @@ class WorkflowRun:
 
 
 def server_agent_id(session: str, agent: str) -> str:
-    """Raises ConfigError if session and id form an invalid agent id."""
+    """Return the id on the server. Raises ConfigError if session and id form an invalid one."""
     joined = f"{session}.{agent}"
     if not is_name(joined):
         raise ConfigError(f'"{joined}" is no valid agent id: {RULE} (choose another session)')

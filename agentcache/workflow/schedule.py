@@ -19,11 +19,9 @@ PREFETCHES = 2  # parallel restores; they share a disk
 
 @dataclass(frozen=True)
 class Schedule:
-    """Order of execution.
+    """Order of execution: at most `parallel` turns at a time.
 
-    Args:
-        parallel: most turns at a time.
-        prefetch: whether to restore the next speakers during running turns.
+    `prefetch`: whether to restore the next speakers during running turns.
     """
 
     parallel: int = PARALLEL
@@ -37,11 +35,7 @@ def take_all(run: WorkflowRun, steps: Sequence[Step], pace: Schedule) -> Iterato
     """Take the steps, in parallel where possible; yield their records in script order.
 
     Messages are the same as in sequential order. If a turn fails, parallel turns are awaited and discarded; on a retry
-    their prompts are cached.
-
-    Args:
-        run: the workflow, used exclusively.
-        steps: the run's pending steps, or the first of them.
+    their prompts are cached. `steps` are the run's pending steps, or the first of them.
     """
     with ThreadPoolExecutor(pace.parallel) as pool, ThreadPoolExecutor(PREFETCHES) as disk_pool:
         prefetcher = _Prefetcher(run.chat, disk_pool) if pace.prefetch else None
@@ -117,7 +111,6 @@ class _Prefetcher:
             del self._restores[agent]
 
     def restored(self, agent: str) -> Restored | None:
-        """Return the result of the agent's restore."""
         future = self._restores.pop(agent, None)
         return future.result() if future else None
 

@@ -18,7 +18,7 @@ class Recall:
 
     @property
     def share(self) -> float:
-        """1 if nothing was expected."""
+        """Share of found points; 1 if nothing was expected."""
         return self.found / self.total if self.total else 1.0
 
     def __str__(self) -> str:
@@ -27,8 +27,6 @@ class Recall:
 
 @dataclass(frozen=True)
 class Miss:
-    """A point that was not found, with the agent's answer."""
-
     phase: int
     turn: int
     speaker: str
@@ -38,8 +36,6 @@ class Miss:
 
 @dataclass(frozen=True)
 class Score:
-    """By phase number and agent id."""
-
     recall: Recall
     by_phase: dict[int, Recall]
     by_agent: dict[str, Recall]

@@ -14,12 +14,7 @@ DEFAULT_SEED = 1
 
 @dataclass(frozen=True)
 class Agent:
-    """One speaker.
-
-    Args:
-        name: name in front of its statements.
-        adapter: the server's name of its adapter.
-    """
+    """One speaker. `name` stands in front of its statements; `adapter` is the server's name."""
 
     id: str
     name: str

@@ -31,13 +31,11 @@ class LookupTable:
     key: str = "key"
 
     def definition(self) -> dict[str, Any]:
-        """For chat templates and the chat API."""
         parameters = {"type": "object", "properties": {self.key: {"type": "string"}}, "required": [self.key]}
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
 
     def look_up(self, arguments: Mapping[str, Any]) -> str:
-        """The entry, or a text that there is none."""
         key = arguments.get(self.key)
         if not isinstance(key, str) or len(arguments) != 1:
             return NO_CALL
@@ -60,12 +58,12 @@ class ToolCall:
 
 
 def find_calls(answer: str) -> list[ToolCall | None]:
-    """In order; None for an unreadable call."""
+    """Return the calls in order; None for an unreadable one."""
     return [_read_call(found[1]) for found in _CALL.finditer(answer)]
 
 
 def run_call(call: ToolCall | None, tables: Iterable[LookupTable]) -> str:
-    """As text for the agent; never raises."""
+    """Return the result as text for the agent; never raises."""
     table = next((table for table in tables if call is not None and table.name == call.name), None)
     return NO_CALL if table is None or call is None else table.look_up(call.arguments)
 

@@ -16,8 +16,6 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class ToolRound:
-    """An unmodified answer with calls, and their results."""
-
     text: str
     observations: tuple[str, ...]
 
@@ -72,12 +70,9 @@ class TurnRecord:
 
 @dataclass(frozen=True)
 class WorkflowTranscript:
-    """A complete or partial run.
+    """A complete or partial run: records in script order, without gaps.
 
-    Args:
-        session: prefix of the agents' ids on the server.
-        names: names of the speakers by id.
-        turns: records in script order, without gaps.
+    `session`: prefix of the agents' ids on the server.
     """
 
     workflow: str
@@ -114,7 +109,7 @@ def _turn_from_json(turn: Mapping[str, Any]) -> TurnRecord:
 
 
 def read_transcript(path: Path) -> WorkflowTranscript:
-    """Raises ConfigError: a missing or invalid file; the message begins with the path."""
+    """Read a transcript. Raises ConfigError, whose message begins with the path."""
     try:
         return from_json(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, ConfigError) as error:

@@ -37,7 +37,7 @@ class SpokenTurn:
 
 
 def speak(chat: Chat, turn: OpenTurn) -> SpokenTurn:
-    """Changes only the engine's cache, so that it can be retried."""
+    """Take the turn. Changes only the engine's cache, so that it can be retried."""
     question = turn.question
     replies: list[Reply] = []
     rounds: list[ToolRound] = []
@@ -52,7 +52,7 @@ def speak(chat: Chat, turn: OpenTurn) -> SpokenTurn:
 
 
 def exchange_of(opening: Message, rounds: Sequence[ToolRound], text: str) -> Exchange:
-    """Answers and calls stay unmodified, so that later prompts extend the cached one."""
+    """Return a turn's messages. Answers and calls stay unmodified, so that later prompts extend the cached one."""
     between = [each for tool_round in rounds for each in _messages_of(tool_round)]
     return Exchange((opening, *between, message("assistant", text)), text)
 

@@ -44,8 +44,7 @@ class Filler:
     def fill(self, text: str, where: str) -> str:
         """Replace each `{name}` by its value, and `{{` and `}}` by single braces.
 
-        Raises:
-            ConfigError: an unknown name, a name without a value, or a single brace.
+        Raises ConfigError: an unknown name, a name without a value, or a single brace.
         """
         return _BRACES.sub(lambda found: self._replace(found, where), text)
 
@@ -73,22 +72,13 @@ class Filler:
 
 @dataclass(frozen=True)
 class _Rule:
-    """One `[[when]]`: sets `values` if all `conditions` hold."""
-
     where: str
     conditions: Mapping[str, str]
     values: Mapping[str, str]
 
 
 def read_values(draws: Mapping[str, Any], rules: list[Any], seed: int) -> Filler:
-    """Draw and derive a script's values.
-
-    Args:
-        draws, rules: the script's `draw` and `when`, as parsed TOML.
-
-    Raises:
-        ConfigError: the place and the error.
-    """
+    """Draw and derive a script's values. Raises ConfigError."""
     drawn = dict(_draw_all(draws, seed))
     parsed = [_read_rule(entry, number) for number, entry in enumerate(rules, 1)]
     names = list(dict.fromkeys([*drawn, *(name for rule in parsed for name in rule.values)]))
