@@ -123,7 +123,7 @@ def listen(config: Config) -> socket.socket:
 
 
 def warn_if_open(config: Config) -> None:
-    from agentcache.server.middleware import is_loopback
+    from agentcache.server.hosts import is_loopback
 
     if config.api_key is None and not is_loopback(config.host):
         typer.echo(

@@ -25,17 +25,10 @@ from agentcache.server.body import BodyLimit, WholeBody
 from agentcache.server.context import SERVER_NAME, Context, context_of, engine_of
 from agentcache.server.engine import Engine
 from agentcache.server.errors import ErrorResponses, http_error
+from agentcache.server.hosts import is_loopback, own_names
 from agentcache.server.large_bodies import LargeBodies
 from agentcache.server.metrics import Measure
-from agentcache.server.middleware import (
-    AgentHeader,
-    ApiKey,
-    HostGuard,
-    OriginGuard,
-    RequestLimit,
-    is_loopback,
-    own_names,
-)
+from agentcache.server.middleware import AgentHeader, ApiKey, HostGuard, OriginGuard, RequestLimit
 from agentcache.server.model_names import adapter_in
 from agentcache.server.page import page, wants_page
 from agentcache.server.paths import MeantPaths
@@ -140,7 +133,7 @@ def _middleware(context: Context) -> list[Middleware]:
         Middleware(OriginGuard, allowed=config.cors_origins, local=local),
     ]
     if config.api_key is None:
-        names = own_names() | hosts_of(config.cors_origins) | {config.host.lower()}
+        names = own_names(config.host) | hosts_of(config.cors_origins)
         layers.append(Middleware(HostGuard, names=names, addresses=not local))
     if config.cors_origins:
         # Preflights carry no key. The inner `ErrorResponses` gives errors CORS headers.

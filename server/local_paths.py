@@ -7,7 +7,8 @@ from pathlib import PurePath
 from starlette.requests import Request as HttpRequest
 
 from agentcache.server.context import context_of
-from agentcache.server.middleware import Forbidden, is_loopback
+from agentcache.server.hosts import is_loopback
+from agentcache.server.middleware import Forbidden
 from agentcache.server.validate import Reader
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
-import socket
 from collections.abc import Sequence
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentcache.errors import Overloaded, RequestError, Unauthorized
 from agentcache.origins import ANY_ORIGIN, is_same_origin
+from agentcache.server.hosts import host_of, is_address, is_local
 from agentcache.server.page import wants_page
 
 OPEN_PATHS = ("/health", "/metrics")  # supervisors and Prometheus have no key
@@ -21,39 +19,6 @@ OPEN_PATHS = ("/health", "/metrics")  # supervisors and Prometheus have no key
 class Forbidden(RequestError):
     status = 403
     code = "forbidden"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host` always means this machine."""
-    name = host.strip("[]").rstrip(".").lower()
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
-
-
-def is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
-def own_names() -> frozenset[str]:
-    name = socket.gethostname().rstrip(".").lower()
-    short = name.partition(".")[0]
-    return frozenset(filter(None, (name, short, short and f"{short}.local")))
-
-
-def host_of(authority: str) -> str:
-    """The host in `host:port`; empty if invalid."""
-    try:
-        return urlsplit(f"//{authority}").hostname or ""
-    except ValueError:
-        return ""
 
 
 class AgentHeader:
@@ -96,15 +61,15 @@ class OriginGuard:
     def _is_allowed(self, origin: str, host: str) -> bool:
         if ANY_ORIGIN in self._allowed or origin.lower() in self._allowed:
             return True
-        is_local = self._local and is_loopback(host_of(origin.partition("://")[2]))
-        return is_local or is_same_origin(origin, host)
+        from_here = self._local and is_local(host_of(origin.partition("://")[2]))
+        return from_here or is_same_origin(origin, host)
 
 
 class HostGuard:
     """Refuses foreign `Host` headers without an API key: prevents DNS rebinding.
 
     Args:
-        names: additional allowed hosts, in lower case.
+        names: additional allowed hosts, in lower case without a final dot.
         addresses: whether IP addresses are allowed; rebinding needs a name.
     """
 
@@ -121,8 +86,7 @@ class HostGuard:
         await self.app(scope, receive, send)
 
     def _is_ours(self, host: str) -> bool:
-        name = host.rstrip(".").lower()
-        return is_loopback(name) or name in self._names or (self._addresses and is_address(name))
+        return is_local(host) or host in self._names or (self._addresses and is_address(host))
 
 
 class RequestLimit:

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from agentcache.config import Config
-from agentcache.server.middleware import host_of, is_loopback
+from agentcache.server.hosts import host_of, is_local
 from tests.server.driver import ask, chat, refused
 from tests.server.fake_engine import FakeEngine
 
@@ -46,23 +46,50 @@ def test_health_needs_no_key_and_unknown_routes_do() -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["localhost", "LOCALHOST:8000", "127.0.0.1", "127.0.0.2:1", "[::1]:8000", "x.localhost", "localhost.:80"]
+    "host",
+    ["localhost", "LOCALHOST:8000", "127.0.0.1", "127.0.0.2:1", "[::1]:8000", "x.localhost", "localhost.:80"]
+    + ["0.0.0.0", "0.0.0.0:8000", "0.0.0.0.:8000", "[::]:8000", "[0:0::0]", "0:8000", "[::ffff:127.0.0.1]:8000"]
+    + ["127.1:8000", "127.0.1", "0x7f.1", "0177.0.0.1", "2130706433:80", "127.0.0.1:", "[::1%25lo0]:8000"],
 )
 def test_names_of_this_machine(host: str) -> None:
-    assert is_loopback(host_of(host))
+    assert is_local(host_of(host))
     assert chat(FakeEngine(), headers={"Host": host}).status_code == 200
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "127.0.0.1.evil.example:8000", "10.0.0.1", "", "[::1", "localhost.evil"]
+    "host",
+    ["MAC.:8000", "mac.local", "mac.lan:8000", "host.docker.internal:8000", "Host.Docker.Internal."]
+    + ["host.containers.internal", "ip6-localhost:8000", "localhost.localdomain"],
 )
-def test_other_names_are_refused_on_loopback(host: str) -> None:
+def test_names_that_hosts_files_give_this_machine(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "Mac.lan.")
+    assert chat(FakeEngine(), headers={"Host": host}).status_code == 200
+    refused(chat(FakeEngine(), headers={"Origin": f"http://{host.lower()}"}), 403)
+
+
+@pytest.mark.parametrize("host", ["mac.home:8000", "MAC.HOME.", "mac.home.:80"])
+def test_the_name_that_the_server_listens_on(host: str) -> None:
+    for listens_on in ("mac.home", "Mac.Home."):
+        assert chat(FakeEngine(), config=Config(host=listens_on), headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "127.0.0.1.evil.example:8000", "10.0.0.1", "", "[::1", "localhost.evil", "10.1", "167772161"]
+    + ["0.0.0.0.evil", "127.1.evil", "0x7f.evil", "127.0.0.0.1", "127.1 evil", "1" * 70, "256.1.1.1"]
+    + ["[::ffff:10.0.0.1]", "host.docker.internal.evil", "evil.host.docker.internal", "docker.internal"]
+    + ["\u0661\u0662\u0667.1".encode()],
+)
+def test_other_names_are_refused_on_loopback(host: str | bytes) -> None:
     engine = FakeEngine()
     assert refused(chat(engine, headers={"Host": host}), 403)["code"] == "forbidden"
     assert engine.requests == []
 
 
-@pytest.mark.parametrize("origin", ["http://localhost:3000", "http://127.0.0.1", "https://[::1]:8"])
+@pytest.mark.parametrize(
+    "origin",
+    ["http://localhost:3000", "http://127.0.0.1", "https://[::1]:8", "http://0.0.0.0:3000", "http://[::]:3000"],
+)
 def test_local_pages_may_ask(origin: str) -> None:
     answer = chat(FakeEngine(), headers={"Origin": origin})
     assert answer.status_code == 200
@@ -85,14 +112,16 @@ def test_with_a_key_any_host_may_be_named() -> None:
     assert chat(FakeEngine(), config=KEYED, headers=headers).status_code == 200
 
 
-@pytest.mark.parametrize("host", ["localhost:8000", "127.0.0.1", "10.0.0.7:8000", "[fe80::1]:8000", "MAC.local", "mac"])
+@pytest.mark.parametrize(
+    "host", ["localhost:8000", "127.0.0.1", "10.0.0.7:8000", "10.7", "0.0.0.0", "[fe80::1]:8000", "MAC.local", "mac"]
+)
 def test_names_of_a_server_on_the_network(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "Mac.lan")
     assert chat(FakeEngine(), config=OPEN, headers={"Host": host}).status_code == 200
 
 
 NEARLY_OURS = ["xlocalhost", "localhost.evil.com", "127.0.0.1.evil.com", "10.0.0.7.evil.com"]
-NEARLY_OURS += ["xmac", "evil.mac", "mac.evil", "mac.local.evil"]
+NEARLY_OURS += ["xmac", "evil.mac", "mac.evil", "mac.local.evil", "0.0.0.0.evil.com", "127.1.evil.com"]
 
 
 @pytest.mark.parametrize("host", ["evil.example", "", *NEARLY_OURS])
