@@ -38,7 +38,7 @@ CAVEATS = [
 ]
 SECONDS = 540  # time limit of a rank
 LOOK_SECONDS = 0.05
-CHUNK = 2048  # prefill chunk in tokens
+CHUNK = 2048
 
 
 class Backend(StrEnum):
@@ -97,7 +97,6 @@ class Progress:
 
 
 def measure(model: Path, cache: Path, plan: DistributedPlan, note: Progress) -> dict[str, Any]:
-    """On rank 0 or on a single process."""
     from agentcache.llm import LLM
     from agentcache.request import Request, TokenPrompt
     from agentcache.sampling import SamplingParams

@@ -55,7 +55,7 @@ class DurabilityRow:
 
 
 def ways() -> list[Durability]:
-    """Those that this system distinguishes; Linux has one."""
+    """Return the modes that this system distinguishes; Linux has one."""
     return list(Durability) if commands(Durability.FULL, covered=False) else [Durability.FULL]
 
 

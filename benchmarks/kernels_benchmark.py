@@ -139,7 +139,7 @@ def bytes_per_latent(plan: KernelsPlan) -> int:
 
 
 def measure_kernels(plan: KernelsPlan, progress: Callable[[str], None]) -> tuple[float, list[Sample]]:
-    """Also returns the copy bandwidth in bytes/s."""
+    """Return samples, and the copy bandwidth in bytes/s."""
     bandwidth = copy_bandwidth(plan.copied)
     progress(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
     samples = []
@@ -175,7 +175,7 @@ def copy_bandwidth(size: int) -> float:
 
 
 def _decode_sample(plan: KernelsPlan, rows: int, shared: int, own: int, rank: int = 0, on_keys: bool = False) -> Sample:
-    """Rows with `shared` tokens in common and `own` each, or with residual KV of `rank`."""
+    """Rows have `shared` tokens in common and `own` each, or residual KV of `rank`."""
     blocks = -(-own // BLOCK_SIZE)
     common = shared // BLOCK_SIZE
     layers = Layers(plan, rows * blocks + common)
@@ -231,7 +231,7 @@ def _residuals(
 
 
 def _latent_sample(plan: KernelsPlan, rows: int, context: int) -> Sample:
-    """Flash attention lacks heads of this size."""
+    """Only the kernel and MLX operations: flash attention lacks heads of this size."""
     blocks = -(-context // BLOCK_SIZE)
     layers = Layers(plan, rows * blocks, latents=True)
     order = np.random.default_rng(0).permutation(rows * blocks)
@@ -265,7 +265,7 @@ def _latent_sample(plan: KernelsPlan, rows: int, context: int) -> Sample:
 
 
 def _ops(plan: KernelsPlan, layers: Layers, ids: list[list[int]], length: int, queries: mx.array) -> float | None:
-    """None if MLX fails: CUDA refuses a graph for 32 rows of 64K tokens."""
+    """Return None if MLX fails: CUDA refuses a graph for 32 rows of 64K tokens."""
     reads = Reads([BlockTable(row) for row in ids], [length] * len(ids), 1, None)
     options = AttentionOptions(plan.dim**-0.5)
 
@@ -337,7 +337,7 @@ def _angles(plan: KernelsPlan) -> np.ndarray:
 
 
 def _traced(work: Callable[[], mx.array]) -> Callable[[], mx.array]:
-    """As the engine does; otherwise Python's launch time dominates short kernels."""
+    """Compile, as the engine does; otherwise Python's launch time dominates short kernels."""
     return work if device() == NO_DEVICE else mx.compile(work)
 
 

@@ -91,7 +91,7 @@ QUICK = MultiPlan(
 
 
 def make_family(home: Path, model: str | None, count: int, rank: int, targets: str) -> dict[str, Path]:
-    """Equal A and random B matrices; returns folders by name."""
+    """Write adapters with equal A and random B matrices; return folders by name."""
     base = load_frozen(DATA if model is None else Path(model))
     drawn = new_matrices(base, RoleRecipe(_TARGETS[targets], layers=None, rank=rank), seed=rank)
     folders = {f"a{number}": home / f"r{rank}-{targets.replace(',', '')}" / f"a{number}" for number in range(count)}
@@ -174,18 +174,16 @@ class Seen:
     completions: list[Completion]
 
     def ttft(self, share: float) -> float:
-        """Quantile of the time to first token in ms, queueing included."""
+        """Return a quantile of the time to first token in ms, queueing included."""
         times = sorted(each.report.time_to_first_token_ms for each in self.completions)
         return times[min(len(times) - 1, int(share * len(times)))]
 
 
 def react(plan: MultiPlan, llm: LLM, policy: str, names: Sequence[str], number: int) -> list[Completion]:
-    """One adapter; each turn appends a tool result."""
     return _conversation(plan, llm, policy, [names[number]] * plan.turns, number)
 
 
 def reflexion(plan: MultiPlan, llm: LLM, policy: str, names: Sequence[str], number: int) -> list[Completion]:
-    """Two adapters alternate."""
     both = names[number], names[(number + 1) % len(names)]
     return _conversation(plan, llm, policy, [both[turn % 2] for turn in range(plan.turns)], number)
 
@@ -201,7 +199,7 @@ def _conversation(plan: MultiPlan, llm: LLM, policy: str, turns: Sequence[str], 
 
 
 def map_reduce(plan: MultiPlan, llm: LLM, policy: str, names: Sequence[str], number: int) -> list[Completion]:
-    """A fork of the context gets a new question per round."""
+    """Each round asks a new question on every fork of the context."""
     context, random = _ids(Random(plan.seed), plan.context), Random(plan.seed * 100 + number)
     return [
         _ask(llm, [*context, *_ids(random, 16)], plan.new_tokens, adapter=names[number], policy=_policy(policy))

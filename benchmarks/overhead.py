@@ -60,8 +60,6 @@ class Pair:
 
 @dataclass(frozen=True)
 class OverheadResult:
-    """`turns`: one pair per context."""
-
     decode: Pair
     turns: dict[int, Pair]
 
@@ -77,7 +75,7 @@ class BareModel:
         self._model, _ = load_model(folder)
 
     def prefill(self, token_ids: list[int]) -> list[QuantizedKVCache]:
-        """Quantised after the prefill, which is much faster."""
+        """Quantise after the prefill, which is much faster than during it."""
         caches = [KVCache() for _ in self._model.layers]
         for start in range(0, len(token_ids), _PREFILL_CHUNK):
             self._model(mx.array([token_ids[start : start + _PREFILL_CHUNK]]), cache=caches)
@@ -87,7 +85,7 @@ class BareModel:
         return quantised
 
     def step(self, token_ids: list[int], caches: list[QuantizedKVCache]) -> float:
-        """Seconds to compute `token_ids` and the next token; restores the cache."""
+        """Return the seconds to compute `token_ids` and the next token; restore the cache."""
         started = time.perf_counter()
         token = mx.argmax(self._model(mx.array([token_ids]), cache=caches)[:, -1], axis=-1)
         token.item()

@@ -45,7 +45,6 @@ def tables_of(report: Report) -> dict[str, ResultTable]:
 
 
 def hand_out(plan: QualityPlan, report: Report, out: Path, *, as_json: bool) -> None:
-    """Write JSON, Markdown and plots to `out`; print tables to stdout."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "quality.md").write_text(as_markdown(report), encoding="utf-8")
     say(f"wrote {out / 'quality.md'}")

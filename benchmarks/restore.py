@@ -91,7 +91,7 @@ class RestoreResult:
     restored_bytes: int
 
     def allowed_share(self, turn_ms: float) -> float:
-        """A turn relative to its limit, 1.5 hot turns plus 1.25 reads."""
+        """Return the turn's time relative to its limit, 1.5 hot turns plus 1.25 reads."""
         return turn_ms / (1.5 * self.hot_ms + 1.25 * self.read_ms)
 
     def rate(self, ms: float) -> float:
@@ -172,7 +172,7 @@ class _Measurement:
             yield llm
 
     def _turn(self, llm: LLM) -> Completion:
-        """On a new fork, so that each turn has the same context."""
+        """Take the turn on a new fork, so that each has the same context."""
         self._turns += 1
         agent, plan = f"turn-{self._turns}", self._plan
         llm.fork(_AGENT, agent)
@@ -239,7 +239,7 @@ def _first_token(turns: list[Completion]) -> float:
 
 
 def restore_rows(result: RestoreResult) -> list[dict[str, Any]]:
-    """`turn_ms` of a read is its total time."""
+    """A read's total time is its `turn_ms`."""
     rows: list[dict[str, Any]] = [{"what": "hot", "turn_ms": result.hot_ms}]
     for what, turn_ms, restore_ms in (
         ("evicted", result.evicted_ms, result.evicted_restore_ms),

@@ -162,19 +162,19 @@ def run_at_once(run: Callable[[], list[Stream]]) -> list[Stream]:
 
 
 def gaps_ms(token_times: Sequence[float], since: float = 0.0, until: float = float("inf")) -> list[float]:
-    """Between consecutive tokens; the later one is within [since, until]."""
+    """Return gaps between consecutive tokens; the later one is within [since, until]."""
     pairs = zip(token_times, token_times[1:], strict=False)
     return [(later - earlier) * 1e3 for earlier, later in pairs if since <= later <= until]
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least `percent` of the values do not exceed."""
+    """Return the smallest value that at least `percent` of the values do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
 def steady_rate(streams: Sequence[Stream]) -> float:
-    """Total tokens/s while all streams decode. Raises BenchmarkFailed if they do not overlap."""
+    """Return total tokens/s while all streams decode. Raises BenchmarkFailed if they do not overlap."""
     begin, end = _while_all_decode(streams)
     if begin >= end:
         raise BenchmarkFailed("one answer was over before another one began; let them decode more tokens")
@@ -187,7 +187,7 @@ def _while_all_decode(streams: Sequence[Stream]) -> tuple[float, float]:
 
 
 def overall_rate(streams: Sequence[Stream]) -> float:
-    """Total tokens/s from the first token of any stream to the last."""
+    """Return total tokens/s from the first token of any stream to the last."""
     begin, end = min(s.token_times[0] for s in streams), max(s.token_times[-1] for s in streams)
     return (sum(len(s.token_times) for s in streams) - 1) / (end - begin)
 

@@ -59,7 +59,7 @@ class TokenSource:
 def turn_body(
     agent: str | None, prompt: Sequence[int], max_tokens: int, *, return_token_ids: bool = False
 ) -> dict[str, Any]:
-    """The body of a greedy completion of exactly `max_tokens`.
+    """Return the body of a greedy completion of exactly `max_tokens`.
 
     `return_token_ids` also times tokens without text, but slows long prompts, whose ids return too.
     """

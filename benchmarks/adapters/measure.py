@@ -43,7 +43,7 @@ _TRUNK_BUDGET = "2GB"  # more than the plans fill; RAM is allocated on demand
 
 @dataclass(frozen=True)
 class AdaptersPlan:
-    """`seed` and the tokenizer determine the workload. `command` and `peer` start agentcache and `mlx_lm.server`."""
+    """`seed` and the tokenizer determine the workload. `command` and `peer` start both servers."""
 
     switch: SwitchPlan = field(default_factory=SwitchPlan)
     pipeline: PipelinePlan = field(default_factory=PipelinePlan)

@@ -48,14 +48,12 @@ class Mixed:
 
 
 class MixedBench:
-    """One base row and one row per adapter, each with its own context."""
-
     def __init__(
         self, plan: MixedPlan, server: ServerProcess, peer: Peer, adapters: Sequence[MadeAdapter], source: PassageSource
     ) -> None:
         self._plan, self._server, self._peer, self._source = plan, server, peer, source
         self._rows: list[MadeAdapter | None] = [None, *adapters]
-        # Ragged: 0.5 to 1.5 times the context.
+        # Contexts have 0.5 to 1.5 times the planned length.
         sizes = [plan.context * (len(adapters) + 2 * row) // (2 * len(adapters)) for row in range(len(self._rows))]
         self._contexts = [source.take(size) for size in sizes]
 

@@ -1,5 +1,3 @@
-"""Report of the adapters benchmark."""
-
 from __future__ import annotations
 
 import statistics
@@ -99,7 +97,7 @@ def _hot_ms(switches: Sequence[dict[str, Any]], server: str) -> float:
 
 
 def peer_wins(switches: Sequence[dict[str, Any]], mixed: dict[str, Any]) -> list[str]:
-    """By more than a few percent."""
+    """Where the peer is better by more than a few percent."""
     ours = {row["turn"]: row["ttft_ms"] for row in switches if row["server"] == OURS}
     theirs = {row["turn"]: row["ttft_ms"] for row in switches if row["server"] == PEER}
     wins = [

@@ -24,7 +24,7 @@ TRUNK = f"{OURS}, trunk"
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn after base's first one, or after the previous turn if `goes_on`. `policy` None means base."""
+    """A turn after base's first one, or after the previous turn if `goes_on`. `policy` is None for base."""
 
     name: str
     policy: Policy | None = None
@@ -52,7 +52,7 @@ class SwitchPlan:
 
 @dataclass(frozen=True)
 class Cost:
-    """None if the server does not report it.
+    """Cost of one turn; None for what the server does not report.
 
     Args:
         ram_bytes, disk_bytes: growth of the cache.
@@ -84,7 +84,9 @@ class SwitchSample:
 
 
 class Peer:
-    """It names the model folder, because the default model ignores adapters. `bias` prevents end-of-turn tokens."""
+    """`mlx_lm.server`, which ignores adapters unless a request names the model folder. `bias` prevents end-of-turn
+    tokens.
+    """
 
     def __init__(self, server: ServerProcess, model: Path, bias: Mapping[str, float]) -> None:
         self._server, self._model, self._bias = server, model, bias

@@ -1,1 +1,0 @@
-"""Several agents at once on one server."""

@@ -98,7 +98,7 @@ class _Bench:
 
     def run(self) -> Arrivals:
         plan = self._plan
-        self._short().result()  # warm-up
+        self._short().result()
         short_alone = statistics.median(self._short().result().total_ms for _ in range(plan.shorts))
         long_alone = self._long().result().ttft_ms
         self._progress(f"alone: short {short_alone:.0f} ms, {plan.long_prompt} tokens {long_alone:.0f} ms")

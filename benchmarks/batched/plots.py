@@ -1,5 +1,3 @@
-"""Plots of the batching benchmark."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -38,7 +38,7 @@ class Products:
 
 
 def measure_products(folder: Path, rows: Sequence[int], rounds: int = 7) -> list[Products]:
-    """Medians over alternating row counts."""
+    """Return medians over alternating row counts."""
     model, _ = load_model(folder)
     dtype = next(a.dtype for _, a in tree_flatten(model.parameters()) if mx.issubdtype(a.dtype, mx.floating))
     modules = [module for _, module in model.named_modules() if "weight" in module and module.weight.ndim == 2]

@@ -1,5 +1,3 @@
-"""Report of the batching benchmark."""
-
 from __future__ import annotations
 
 from dataclasses import asdict

@@ -18,12 +18,7 @@ _TURN_TOKENS = 4
 
 @dataclass(frozen=True)
 class ThroughputPlan:
-    """Parameters.
-
-    Args:
-        agents: numbers of concurrent agents.
-        context: mean cached tokens; lengths are 0.5 to 1.5 times that.
-    """
+    """`context` is the mean of cached tokens; lengths are 0.5 to 1.5 times that."""
 
     agents: tuple[int, ...] = (1, 2, 4, 8, 16)
     context: int = 512
@@ -86,7 +81,7 @@ class _Bench:
     def cache_contexts(self) -> None:
         count = max(self._plan.agents)
         for index in range(count):
-            # Alternate long and short contexts.
+            # Long and short contexts alternate.
             place = (index * 7 % count) / max(1, count - 1)
             self._contexts.append(self._source.take(round(self._plan.context * (0.5 + place))))
             self._server.client.cache_prompt(self._contexts[-1], agent=f"agent-{index}")

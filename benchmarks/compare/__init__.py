@@ -1,1 +1,0 @@
-"""Conversations with a restart in the middle, against mlx_lm.server."""

@@ -75,7 +75,7 @@ class TurnSample:
 
 @dataclass(frozen=True)
 class ServerSample:
-    """Cache sizes are final, as reported, or None; `start_seconds` is the restart up to a first answer."""
+    """Cache sizes are final, as reported, or None; `start_seconds` lasts from the restart to a first answer."""
 
     server: str
     start_seconds: float

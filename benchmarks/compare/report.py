@@ -1,5 +1,3 @@
-"""Report of the comparison."""
-
 from __future__ import annotations
 
 import statistics
@@ -52,7 +50,7 @@ def _medians(samples: Sequence[TurnSample]) -> dict[str, float]:
 
 
 def peer_wins(turns: Sequence[dict[str, Any]], servers: dict[str, dict[str, Any]]) -> list[str]:
-    """By more than a few percent."""
+    """Where the peer is better by more than a few percent."""
     wins = []
     for turn in turns:
         name = f"turn {turn['turn'] + 1} ({turn['kind']})"

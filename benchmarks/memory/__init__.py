@@ -1,1 +1,0 @@
-"""What agents still know phases later, and its cost."""

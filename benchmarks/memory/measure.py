@@ -65,7 +65,7 @@ def _line(summary: Mapping[str, Any]) -> str:
 
 
 def summarise_way(results: Iterable[SeedResult], way: str) -> dict[str, Any]:
-    """In total and by phase, with the number of turns equal to the hot run."""
+    """Sum up a way in total and by phase, with the number of turns equal to the hot run."""
     pairs = [(result.runs[way], result.runs["hot"]) for result in results]
     turns = [record for run, _ in pairs for record in run.turns]
     same = [same_words(*both) for run, hot in pairs for both in zip(run.turns, hot.turns, strict=True)]

@@ -1,5 +1,3 @@
-"""Report of the memory benchmark."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,1 +1,0 @@
-"""Python's share of a step and of matching a prompt."""

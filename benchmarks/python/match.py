@@ -94,7 +94,7 @@ class _MatchBench:
         )
 
     def _median(self, work: Callable[[], object], clock: Callable[[], float] = time.thread_time) -> float:
-        """In ms; by default of this thread's CPU time."""
+        """Return milliseconds, by default of this thread's CPU time."""
         times = []
         for _ in range(self._plan.repeats):
             started = clock()
@@ -122,14 +122,14 @@ class _MatchBench:
         return " ".join(self._random.choices(WORDS.split(), k=count)) + "."
 
     def _fill_tree(self, token_ids: list[int]) -> None:
-        """Agents diverge near the end, so that the widest node is the deepest."""
+        """Let agents diverge near the end, so that the widest node is the deepest."""
         self._insert(token_ids)
         shared = token_ids[:-_OWN_TOKENS]
         for _ in range(self._plan.agents * self._plan.lineages - 1):
             self._insert(shared + self._random.choices(range(1000), k=_OWN_TOKENS))
 
     def _lineages(self, transcript: Transcript) -> list[AgentRecord]:
-        """They diverge at several points; the conversation itself is last."""
+        """Let lineages diverge at several points; the conversation itself is last."""
         blank, num_tokens = AgentTable("model").new("alice"), len(transcript)
         step = num_tokens // (2 * self._plan.lineages)
         cuts = [transcript.cut(num_tokens - step * number) for number in range(1, self._plan.lineages)]

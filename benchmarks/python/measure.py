@@ -41,7 +41,7 @@ class PythonCost:
 
 
 def measure_python(plan: PythonPlan, progress: Callable[[str], None]) -> PythonCost:
-    """In this process, on a random model."""
+    """Measure in this process, on a random model."""
     with tempfile.TemporaryDirectory(prefix="agentcache-bench-") as folder:
         home = Path(folder)
         settings = {"model": str(random_model_path(home)), "max_concurrent_requests": plan.step.rows, "kv": "4"}

@@ -57,7 +57,7 @@ async def measure_step(plan: StepPlan, engine: AsyncEngine, app: App) -> StepCos
 
 
 async def _on_thread(engine: AsyncEngine, function: Callable[[Engine], T]) -> T:
-    """Between two steps."""
+    """Call `function` on the engine thread between two steps."""
     thread, result = engine._thread, Future[T]()
 
     def run() -> None:
@@ -70,7 +70,7 @@ async def _on_thread(engine: AsyncEngine, function: Callable[[Engine], T]) -> T:
 
 @dataclass(frozen=True)
 class _Clocks:
-    """Seconds."""
+    """Seconds on each clock."""
 
     engine: float
     streaming: float
@@ -81,7 +81,7 @@ class _Clocks:
 
 
 class _StepBench:
-    """Streams through the ASGI application, without sockets."""
+    """Sends streams through the ASGI application, without sockets."""
 
     def __init__(self, plan: StepPlan, engine: AsyncEngine, app: App) -> None:
         self._plan = plan
@@ -90,7 +90,7 @@ class _StepBench:
         self._random = random.Random(plan.seed)
 
     async def run(self) -> StepCost:
-        await self._spend(_SHORT_TOKENS)  # warm-up
+        await self._spend(_SHORT_TOKENS)
         gc.collect()
         gc.freeze()  # as the server does
         costs = [await self._cost_of_a_step() for _ in range(self._plan.rounds)]

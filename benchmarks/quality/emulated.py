@@ -40,7 +40,7 @@ class Format:
         return cls(bits.keys, bits.values)
 
     def bits_a_value(self, full: int = 32) -> float:
-        """Average, scales and biases included; `full` replaces None."""
+        """Return the average of keys and values, scales and biases included; `full` replaces None."""
         return (self._bits(self.keys, full) + self._bits(self.values, full)) / 2
 
     def _bits(self, bits: int | None, full: int) -> float:
@@ -61,7 +61,7 @@ class Format:
 
 
 class EmulatedCache:
-    """With the interface of mlx-lm's cache of one layer."""
+    """Has the interface of mlx-lm's cache of one layer."""
 
     def __init__(self, format: Format, window: int | None = None) -> None:
         self.format = format
@@ -94,7 +94,7 @@ class EmulatedCache:
         return create_causal_mask(N, self.offset, window_size=self._window)
 
     def spread(self, rows: int) -> EmulatedCache:
-        """A copy for `rows` rows that share the cached beginning."""
+        """Return a copy for `rows` rows that share the cached beginning."""
         made = EmulatedCache(self.format, self._window)
         assert self._held is not None
         keys, values = (mx.broadcast_to(each, (rows, *each.shape[1:])) for each in self._held)

@@ -60,7 +60,7 @@ class Exam:
 
 
 def write_exam(tokenizer: Tokenizer, seed: int, *, conversations: int, tasks: int, tokens: int) -> Exam:
-    """`tokens` is the length, and the distance from a fact to its question."""
+    """Write an exam; `tokens` is the length of a text, and the distance from a fact to its question."""
     corpus = Corpus(DATA, seed)  # its tokenizer only measures lengths
     spoken = [corpus.write(_MIXTURE, tokens, "quality", index).rendered() for index in range(conversations)]
     cases = [recall_case(corpus, tokens, index, questions=_QUESTIONS) for index in range(tasks)]
@@ -112,13 +112,13 @@ class Answers:
         return float(self.found.mean())
 
     def divergence(self, reference: Answers) -> float:
-        """Mean KL divergence in nats."""
+        """Return the mean KL divergence in nats."""
         ours, theirs = self.logprobs, reference.logprobs
         return max(0.0, float((mx.exp(theirs) * (theirs - ours)).sum(axis=-1).mean().item()))
 
 
 def answer(model: nn.Module, exam: Exam, caches: Any) -> Answers:
-    """On an mlx-lm model; `caches` returns empty caches, one per layer."""
+    """Examine an mlx-lm model; `caches` returns empty caches, one per layer."""
     losses, logprobs = zip(*(_read(model, each, caches()) for each in exam.conversations), strict=True)
     found = [found for task in exam.tasks for found in _find(model, task, caches())]
     return Answers(np.concatenate(losses), np.array(found), mx.concatenate(logprobs))
@@ -135,7 +135,7 @@ def _read(model: nn.Module, token_ids: Ids, caches: list[EmulatedCache]) -> tupl
 
 
 def _find(model: nn.Module, task: RecallTask, caches: list[EmulatedCache]) -> Iterator[bool]:
-    """By teacher forcing, which is equivalent to greedy decoding here."""
+    """Find answers by teacher forcing, which is equivalent to greedy decoding here."""
     model(mx.array(task.beginning)[None], cache=caches)
     longest = max(map(len, task.rows))
     padded = np.zeros((len(task.rows), longest), np.int64)

@@ -39,7 +39,7 @@ def add_outliers(model: nn.Module, factor: float = FACTOR, seed: int = 0) -> Non
 
 
 def add_key_biases(model: nn.Module, bias: float = BIAS, seed: int = 0) -> None:
-    """A constant on each layer's keys after RoPE, large in one channel per head."""
+    """Add a constant to each layer's keys after RoPE, large in one channel per head."""
     for index, attention in enumerate(_attentions(model)):
         keys = mx.random.split(mx.random.key(1000 * seed + index))
         heads, dims = attention.n_kv_heads, _rope_dims(attention)
@@ -51,7 +51,7 @@ def add_key_biases(model: nn.Module, bias: float = BIAS, seed: int = 0) -> None:
 
 
 def write_outlier_copy(source: Path, target: Path, factor: float = FACTOR) -> Path:
-    """With outlier channels, without biases, which a model folder cannot express; returns `target`."""
+    """Write a copy with outlier channels, without biases, which a model folder cannot express; return `target`."""
     read = read_model(str(source))
     read.evaluate()
     add_outliers(read.model, factor)

@@ -41,7 +41,7 @@ class QualityPlan:
 
 @dataclass(frozen=True)
 class Part:
-    """`plots` by suffix of the file name."""
+    """`plots` are by suffix of the file name."""
 
     measure: Callable[[QualityPlan, Progress], list[ResultTable]]
     plots: dict[str, Callable[[Report, Path], None]] = field(default_factory=dict)

@@ -1,5 +1,3 @@
-"""A result table as data, rich output and Markdown."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

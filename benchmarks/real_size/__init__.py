@@ -1,1 +1,0 @@
-"""agentcache beside bare mlx-lm and `mlx_lm.server` at the size of real models."""

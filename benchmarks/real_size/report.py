@@ -1,5 +1,3 @@
-"""Report of the benchmark at real size."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -29,7 +29,9 @@ class Paged:
         self.context = 0
 
     def fill(self, rows: int, context: int, room: int, shared: bool = False) -> None:
-        """Rows of `context` tokens plus `room`; `shared` rows have all full context blocks in common."""
+        """Fill rows of `context` tokens, with room for `room` more; `shared` rows have all full context blocks in
+        common.
+        """
         common = context // BLOCK_SIZE if shared else 0
         own = -(-(context + room) // BLOCK_SIZE) - common
         for pool in self.pools:
@@ -81,7 +83,7 @@ class Bare:
         mx.eval([cache.state[:2] for cache in self.caches])
 
     def steps(self, count: int) -> Iterator[None]:
-        """As `mlx_lm.generate` does."""
+        """Step as `mlx_lm.generate` does."""
         token = mx.zeros((self.rows, 1), mx.int32)
         for _ in range(count):
             before, token = token, mx.argmax(self.model(token, cache=self.caches)[:, -1:], axis=-1).astype(mx.int32)

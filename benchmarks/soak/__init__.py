@@ -1,1 +1,0 @@
-"""Rude clients on one server, for as long as you like."""

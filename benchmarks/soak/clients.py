@@ -62,17 +62,16 @@ def words(rng: random.Random, count: int) -> str:
 
 @dataclass(frozen=True)
 class Sharing:
-    """`allowed` if `--max-divergence` is above 0."""
+    """Sharing is `allowed` if `--max-divergence` is above 0."""
 
     adapters: tuple[str, ...]
     allowed: bool
 
 
 class Client:
-    """One client.
+    """One client; `careful` clients use only their own agent.
 
     Args:
-        careful: whether it uses only its own agent.
         sharing: set for clients that request residual answers.
         killed: set before the server is killed; later HTTP errors are ignored.
     """

@@ -41,7 +41,7 @@ class Verdict:
 
 
 class Judge:
-    """On a server without other load; `max_ways` cuts are tried before an answer is wrong."""
+    """Needs a server without other load; tries `max_ways` cuts before it calls an answer wrong."""
 
     def __init__(self, ask: Ask, seed: int = 0, max_ways: int = MAX_WAYS) -> None:
         self._ask = ask
@@ -67,7 +67,7 @@ class Judge:
         return max(max(top.values()) - one for one, top in zip(chosen, tops, strict=True)), texts
 
     def _in_pieces(self, sample: Sample, texts: Sequence[str], limit: float) -> float:
-        """After a random cut, token by token; stops once the gap reaches `limit`."""
+        """Compute after a random cut, token by token; stop once the gap reaches `limit`."""
         self._num_salts += 1
         # A new salt prevents reuse of cached blocks.
         cache = {"agentcache": {"salt": f"cut {self._num_salts}"}, **sample.asked}

@@ -51,9 +51,10 @@ def _saved_tokens(path: Path, manifest: Manifest, cache: SavedCache) -> list[int
 
 
 def differences(cache_dir: Path, quiet_dir: Path) -> dict[str, float]:
-    """By key, the largest Euclidean distance of a block's vector from that in `quiet_dir`, relative to its length.
+    """Return by key the largest Euclidean distance of a block's vector from that in `quiet_dir`, relative to its
+    length.
 
-    Infinity if the block is missing.
+    It is infinity if the block is missing.
     """
     paths = sorted((cache_dir / "blocks").glob("??/*.safetensors"))
     return {path.stem: _difference(path, quiet_dir / path.relative_to(cache_dir)) for path in paths}
@@ -71,7 +72,7 @@ def _difference(path: Path, other: Path) -> float:
 
 
 def _vectors(tensors: Mapping[str, NDArray[np.generic]]) -> Iterator[NDArray[np.float32]]:
-    """[H_kv, k, D] of each layer and side, in order of name."""
+    """Yield [H_kv, k, D] of each layer and side, in order of name."""
     for name in sorted(name for name in tensors if name.endswith(".data")):
         data, scales, biases = (mx.array(tensors[name.removesuffix("data") + part]) for part in PARTS)
         group_size = data.shape[-1] * _VALUES_A_WORD // scales.shape[-1]

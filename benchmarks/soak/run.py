@@ -117,7 +117,7 @@ _Half = Callable[[ServerProcess, float], Awaitable[bool]]  # returns whether it 
 
 
 class Soak:
-    """In its own folder; call `run` once."""
+    """Works in its own folder; call `run` once."""
 
     def __init__(self, plan: SoakPlan, folder: Path) -> None:
         self._plan = plan
@@ -155,7 +155,7 @@ class Soak:
         return ServerProcess(cache_dir, self._folder / "server.log", model=self._plan.model, extra=options)
 
     def _run_beside(self, server: ServerProcess, half: _Half, seconds: float) -> None:
-        """With a health watch, on a low-priority thread."""
+        """Run on a low-priority thread, with a health watch."""
         with HealthWatch(httpx.URL(server.client.url).port or 80) as watch, start_blocking_portal() as portal:
             portal.call(_yield_the_processor)
             killed = portal.call(half, server, seconds)
@@ -309,7 +309,7 @@ class Soak:
 
 
 async def _yield_the_processor() -> None:
-    """Linux only. Clients on the server's cores would dominate the times."""
+    """Clients on the server's cores would dominate the times. Works on Linux only."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 

@@ -43,7 +43,7 @@ class Sample:
 
 @dataclass
 class Observed:
-    """`confirmed`: saved tokens by careful agent."""
+    """`confirmed` has the saved tokens by careful agent."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     complaints: list[str] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Observed:
             self.complaints.append(text)
 
     def keep(self, sample: Sample, rng: random.Random) -> None:
-        """A uniform sample of at most MAX_SAMPLES answers (reservoir sampling)."""
+        """Keep a uniform sample of at most MAX_SAMPLES answers (reservoir sampling)."""
         self.seen += 1
         if len(self.samples) < MAX_SAMPLES:
             self.samples.append(sample)
@@ -74,7 +74,7 @@ class Health:
 
 
 class HealthWatch:
-    """In a separate process because the load's own is busy; `seen` is set on exit."""
+    """Polls in a separate process, because the load's own is busy; `seen` is set on exit."""
 
     seen: Health
 
@@ -116,7 +116,7 @@ def watch(port: int) -> Health:
 
 
 def _run_at_once() -> None:
-    """Real-time priority if permitted, so that latencies exclude this thread's wake-up delay."""
+    """Take real-time priority if permitted, so that latencies exclude this thread's wake-up delay."""
     with suppress(AttributeError, PermissionError):  # Linux only, and for a privileged user
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
 
@@ -186,7 +186,7 @@ async def read_numbers(http: httpx.AsyncClient, pid: int) -> Numbers:
 
 
 def _num_children(pid: int) -> int:
-    """0 without /proc, where open files are unknown too."""
+    """Return 0 without /proc, where open files are unknown too."""
     count = 0
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # an ended thread; its children move to another one
