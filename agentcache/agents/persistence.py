@@ -106,11 +106,9 @@ class Persistence:
         return lay_out(self._caches, self._caches.base, record, num_tokens)
 
     def fits(self, record: AgentRecord, num_tokens: int) -> bool:
-        """As `Disk.fits`."""
         return self._disk.fits(record, num_tokens)
 
     def needs(self, name: BlockName) -> bool:
-        """As `Disk.needs`."""
         return self._disk.needs(name)
 
     def save_blocks(
@@ -286,7 +284,6 @@ class Persistence:
 
     @property
     def unsaved_since(self) -> float | None:
-        """As in `SavedSnapshots`."""
         return self._snapshots.unsaved_since
 
     def read_transcripts(self, records: Iterable[AgentRecord], go_on: Callable[[], None]) -> None:

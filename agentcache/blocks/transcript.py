@@ -34,8 +34,6 @@ class Spelling:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class TranscriptContent:
-    """The content of a `Transcript`."""
-
     text: str
     ids: array[int]
     ends: array[int]

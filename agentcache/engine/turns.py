@@ -273,7 +273,6 @@ class Turns:
 
 
 def _end_of_form(generation: Generation) -> Outcome | None:
-    """Return the outcome if the grammar has ended or failed."""
     following = generation.following
     assert following is not None
     if following.failure is not None:

@@ -47,7 +47,6 @@ class BatchQuantizedKVCache:
         return PagedKV(self.arena, reads)
 
     def _copy_shared(self, num_tokens: int) -> None:
-        """Copy-on-write."""
         for table, length in zip(self.tables, self.lengths, strict=True):
             end = min(-(-(length + num_tokens) // BLOCK_SIZE), table.end_block)
             for position in range(length // BLOCK_SIZE, end):

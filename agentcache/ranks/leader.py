@@ -156,7 +156,7 @@ class Leader:
                 each.future.set_exception(lost)
 
     def stop(self) -> None:
-        """End the workers, after earlier commands."""
+        """End the workers after earlier commands."""
         self._ended.set()
         if self._lost is None:
             self.tell(Stop())

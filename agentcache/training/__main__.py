@@ -1,5 +1,3 @@
-"""Training of decoders: `python -m agentcache.training decoder --help`."""
-
 from __future__ import annotations
 
 from pathlib import Path
