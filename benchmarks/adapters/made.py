@@ -47,7 +47,7 @@ def make_adapters(
 ) -> Mapping[Policy, tuple[MadeAdapter, ...]]:
     """Write `copies` random adapters per policy.
 
-    Exact adapters target the upper half of the layers, as mlx-lm's default does for 32 layers. Ranks differ, so that a
+    Exact ones target the upper half of the layers, as mlx-lm's default does for 32 layers. Ranks differ, so that a
     mixed batch is uneven.
     """
     built, _ = load_model(model, lazy=True)

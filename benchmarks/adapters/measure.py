@@ -1,11 +1,4 @@
-"""Measure adapters on one server.
-
-    switch      turns on one cached context, with and without a hidden-state cache, against `mlx_lm.server`
-    pipelines   base, adapter, base, … on one context, for each policy
-    mixed       base and three adapters in one batch, against one after the other
-
-Only one server works at a time.
-"""
+"""Measure adapters in three parts, `switch`, `pipeline` and `mixed`. Only one server works at a time."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Measure a change of adapter on a cached context, on agentcache and on `mlx_lm.server`.
-
-Each turn continues base's first answer. `mlx_lm.server` reloads the model for each change. With a hidden-state cache,
-exact adapters start from base's hidden states at their first layer.
-"""
+"""Measure a change of adapter on a cached context. Each turn continues base's first answer."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Measure the time that running requests lose when a request joins or leaves the batch.
 
-Observers decode all the time. An agent with a cached context joins with a one-token turn, decodes a few tokens and
-leaves. The cost is the observers' token gaps beyond undisturbed ones. A join affects two gaps: that of admission and
-that of the row's first step.
+An agent with a cached context joins observers that decode all the time, decodes a few tokens and leaves. The cost is
+the observers' token gaps beyond undisturbed ones. A join affects two gaps: that of admission and that of the row's
+first step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Measure concurrent agents on one server.
-
-    throughput   1 to 16 agents against one after the other, and against the gain of bare matrix products
-    joins        time that running rows lose when a row joins or leaves
-    arrivals     a long prompt, then a short one, while agents decode
+"""Measure concurrent agents on one server in three parts, `throughput`, `join` and `arrivals`.
 
 By default each part has its own random model: for joins a small one, elsewhere weights that far exceed CPU caches.
 """

@@ -1,6 +1,6 @@
 """Compare agents that decode at once with the same agents one after the other.
 
-Each agent has its own context of a different length. A turn adds a few tokens and decodes greedily.
+A turn adds a few tokens to the agent's own context and decodes greedily.
 """
 
 from __future__ import annotations

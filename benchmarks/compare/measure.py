@@ -1,8 +1,7 @@
 """Compare conversations on agentcache and on `mlx_lm.server` in one run.
 
-Each turn carries the whole conversation. Halfway, both servers are killed and restarted. At the end all agents send a
-turn at once. Each server gets its own answers back, which differ where a 4-bit cache rounds. Only one server works at a
-time.
+Each turn carries the whole conversation, with the server's own answers. Halfway, both servers are killed and restarted.
+At the end all agents send a turn at once. Only one server works at a time.
 """
 
 from __future__ import annotations

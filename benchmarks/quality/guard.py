@@ -1,6 +1,5 @@
-"""The guard of residual sharing: divergences and loss in answers by adapter strength.
-
-The recommended limit follows from these tables.
+"""The guard of residual sharing: divergences and loss in answers by adapter strength, from which its recommended limit
+follows.
 """
 
 from __future__ import annotations

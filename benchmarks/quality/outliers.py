@@ -1,9 +1,8 @@
 """Copies of a model that compute the same function but have keys that are hard to quantise.
 
-Real models have outlier channels and large key biases (Qwen2.5 has both). Both can be added exactly:
-
-- Scale a RoPE pair of key channels by a factor, and queries by its inverse.
-- Add a constant to all keys of a head after RoPE: softmax ignores the shift of all scores.
+Real models have outlier channels and large key biases (Qwen2.5 has both). Both can be added exactly: a RoPE pair of key
+channels is scaled, and queries inversely; a constant is added to all keys of a head after RoPE, since softmax ignores a
+shift of all scores.
 """
 
 from __future__ import annotations

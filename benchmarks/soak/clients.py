@@ -1,8 +1,8 @@
 """Clients of a soak: random, impolite requests in every dialect.
 
 They disconnect, set impossible time limits, and fork or delete agents in use. Each answer must be allowed for its
-request. Careful clients own an agent and track its confirmed saves. Sharers request residual answers; other clients
-must never get one, and neither may sharers if the server forbids it.
+request. Careful clients own an agent and track its confirmed saves. Only sharers may get residual answers, and only if
+the server permits them.
 """
 
 from __future__ import annotations

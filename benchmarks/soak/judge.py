@@ -1,7 +1,7 @@
 """Check sampled greedy answers by computing them again on a quiet server.
 
-4-bit rounding depends on how a prompt was chunked and batched, which occasionally changes a token, also in mlx-lm. If
-the prompt in one piece does not explain an answer, other cuts are tried. An answer from wrong memory fails with all.
+4-bit rounding depends on how a prompt was chunked and batched, which occasionally changes a token, also in mlx-lm. So
+other cuts are tried if the prompt in one piece does not explain an answer. An answer from wrong memory fails with all.
 """
 
 from __future__ import annotations
