@@ -1,9 +1,9 @@
 """Compare agentcache with the bare mlx-lm model, in turns in one process.
 
-    decode   a step: mlx-lm with `QuantizedKVCache(group_size=64, bits=4)`, against the time between two tokens of a
-             running request
-    growth   time that a long context adds to a short turn: mlx-lm on its quantised cache, against the first token of
-             a hot agent
+decode   a step: mlx-lm with `QuantizedKVCache(group_size=64, bits=4)`, against the time between two tokens of a
+         running request
+growth   time that a long context adds to a short turn: mlx-lm on its quantised cache, against the first token of
+         a hot agent
 """
 
 from __future__ import annotations
