@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.planted.run import Bug, bugs, misplaced
+from tests.planted.run import Bug, bugs, exists, misplaced
 
 
 def test_every_planted_bug_has_its_place() -> None:
@@ -19,3 +19,9 @@ def test_a_bug_applies_to_exactly_one_place() -> None:
     for text in ("x += 1\nx += 1\n", "x = 1\n"):
         with pytest.raises(ValueError, match="twice: . places in a.py"):
             bug.planted_in(text)
+
+
+def test_a_bug_may_name_a_file_of_tests_or_one_test() -> None:
+    name = test_every_planted_bug_has_its_place.__name__
+    assert exists("tests/test_planted.py") and exists(f"tests/test_planted.py::{name}[a]")
+    assert not exists("tests/test_planted.py::test_of_before") and not exists("tests/of_before.py")
