@@ -24,9 +24,11 @@ def prove_once(patch: pytest.MonkeyPatch) -> None:
         reading.state = _state(model.path)
         return model
 
-    def host_unless_proven(model: nn.Module, model_type: str, config: dict[str, Any], *, choose: Any) -> Hosted:
+    def host_unless_proven(
+        model: nn.Module, model_type: str, config: dict[str, Any], *, choose: Any, within: Any
+    ) -> Hosted:
         known = (*reading.state, choose)
-        hosted = host(model, model_type, config, check=known not in proven, choose=choose)
+        hosted = host(model, model_type, config, check=known not in proven, choose=choose, within=within)
         if isinstance(choose, Everywhere):  # what measures knows the model, which would stay in memory
             proven.add(known)
         return hosted

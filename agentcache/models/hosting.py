@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,17 +49,21 @@ def host(
     *,
     check: bool = True,
     choose: ChoosePrecision = IN_FOUR_BITS,
+    within: Callable[[nn.Module], AbstractContextManager[None]] = lambda model: nullcontext(),
 ) -> Hosted:
     """Make a model of mlx-lm run on step caches.
 
     Args:
         check: whether to prove that it computes mlx-lm's numbers.
         choose: choice of the bits of keys and values.
+        within: context in which the adapted model is measured and proved, such as `in_float32`.
 
     Raises:
         UnsupportedModel: an unknown kind of cache, or other numbers than mlx-lm's.
     """
-    *_, hosted = host_in_pieces(model, model_type, config, check=check, choose=choose)
+    seen = _adapted(model)
+    with within(model):
+        *_, hosted = _in_pieces(model, seen, model_type, config, check=check, choose=choose)
     assert hosted is not None  # the last item
     return hosted
 
@@ -72,11 +77,27 @@ def host_in_pieces(
     choose: ChoosePrecision = IN_FOUR_BITS,
 ) -> Iterator[Hosted | None]:
     """`host` as an iterator, for work between pieces: None after each, at last the result."""
+    return _in_pieces(model, _adapted(model), model_type, config, check=check, choose=choose)
+
+
+def _adapted(model: nn.Module) -> Survey:
     seen = survey(model)
     for layer in model.layers:
         mla.adapt(layer)
         softcap.adapt(layer)
     intercept(model)
+    return seen
+
+
+def _in_pieces(
+    model: nn.Module,
+    seen: Survey,
+    model_type: str,
+    config: dict[str, Any],
+    *,
+    check: bool,
+    choose: ChoosePrecision,
+) -> Iterator[Hosted | None]:
     seen = seen.kept_in(choose(model, seen))
     spec = seen.spec(model_type, config)
     if check:

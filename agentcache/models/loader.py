@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,7 @@ from agentcache.kv.spec import CacheSpec
 from agentcache.models.compat import download, load_model
 from agentcache.models.experts import distrust_sorted_rows
 from agentcache.models.fingerprint import ModelFingerprints, model_fingerprints
+from agentcache.models.float32_copy import gains_by_float32, in_float32
 from agentcache.models.hosting import Everywhere, host
 from agentcache.models.lora import ModelAdapters
 from agentcache.models.memo import Memo, read_memo, write_memo
@@ -236,7 +237,9 @@ def put_on_cache(
     else:
         choose = Everywhere(BITS[kv])
     progress.begin("comparing what the model computes on the cache with mlx-lm")
-    hosted = host(model, config["model_type"], config, choose=choose)
+    # All ranks compute in the same dtype.
+    within = in_float32 if settle(float(gains_by_float32(model))) else nullcontext
+    hosted = host(model, config["model_type"], config, choose=choose, within=within)
     install_wanted_positions(hosted.survey, current)
     return LoadedModel(
         model=model,

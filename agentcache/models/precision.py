@@ -93,7 +93,7 @@ class PrecisionSearch:
 
     def _compute(self) -> None:
         if not self._runs.has_reference:
-            self._runs.compute_reference()
+            self._runs.compute_reference(self._settle)
             return
         what, measure = self._next
         self._known[what] = [self._settle(number) for number in measure()]

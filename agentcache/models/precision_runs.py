@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockTable
@@ -19,15 +18,14 @@ from agentcache.kv.arena import LayerArena
 from agentcache.kv.precision import UNQUANTISED_BITS, LayerBits, Precision
 from agentcache.kv.step_cache import StepCache
 from agentcache.kv.step_plan import Reads, Writes
+from agentcache.models.float32_copy import gains_by_float32, in_float32, is_float32
 from agentcache.models.layers import LayerCall, hooked
 from agentcache.models.recurrent import make_caches
 from agentcache.models.step import CurrentStep, StepInputs
 from agentcache.models.survey import Survey
-from agentcache.system_memory import SystemMemory
 
 _COMPARED_AT_ONCE = 32  # a vocabulary may have a quarter of a million entries
 _FAMILIAR = 0.5  # share of a uniform guess's loss; above it, the model does not know the language
-_COPY_SHARE = 4  # the copy takes at most this fraction (1/n) of available memory
 _UNQUANTISED = LayerBits(UNQUANTISED_BITS, UNQUANTISED_BITS)
 
 Texts = Sequence[Sequence[int]]
@@ -38,15 +36,18 @@ class Reference:
     """A model's results for each text that counts, with unquantised KV.
 
     Args:
+        is_float32: whether the results are those of float32 weights.
         logprobs: [tokens, vocabulary] per text.
-        inputs, outputs: those of each layer call, by text.
+        shortest: the shortest text.
+        inputs, outputs: those of each layer call, for the shortest text.
     """
 
     is_float32: bool = False
     texts: Texts = ()
     logprobs: list[mx.array] = field(default_factory=list)
-    inputs: list[list[mx.array | None]] = field(default_factory=list)
-    outputs: list[list[mx.array]] = field(default_factory=list)
+    shortest: Sequence[int] = ()
+    inputs: list[mx.array | None] = field(default_factory=list)
+    outputs: list[mx.array] = field(default_factory=list)
 
 
 class PrecisionRuns:
@@ -100,27 +101,31 @@ class PrecisionRuns:
         return total / count
 
     def errors(self, bits: LayerBits) -> list[float]:
-        """Mean squared change of each layer's output, relative to the output.
+        """Mean squared change of each layer's output, relative to the output, for the shortest text.
 
-        A layer gets its input of the reference run, so errors of lower layers do not count.
+        A layer gets its input of the reference run, so errors of lower layers do not count. One text ranks the layers
+        as well as all texts do.
         """
         reference, count = self._reference, len(self._survey.layers)
         assert reference is not None
-        calls: list[mx.array] = []
+        trace = _Trace(reference.inputs)
         with self._device_dtype(reference):
-            for text, inputs, expected in zip(reference.texts, reference.inputs, reference.outputs, strict=True):
-                trace = _Trace(inputs)
-                with hooked(self._model, trace.compute):
-                    self._forward(text, [bits] * count)  # lazy, so the head is never computed
-                changes = [_change(*pair) for pair in zip(expected, trace.outputs, strict=True)]
-                mx.eval(changes)
-                calls = [one + other for one, other in zip(calls, changes, strict=True)] if calls else changes
-        errors = [float(each.item()) for each in calls]
+            with hooked(self._model, trace.compute):
+                self._forward(reference.shortest, [bits] * count)  # lazy, so the head is never computed
+            changes = [_change(*pair) for pair in zip(reference.outputs, trace.outputs, strict=True)]
+            mx.eval(changes)
+        errors = [float(each.item()) for each in changes]
         shared = [layer.index for layer in self._survey.layers]
         return [errors[layer.index] / shared.count(layer.index) for layer in self._survey.layers]
 
-    def compute_reference(self) -> None:
-        made = Reference(is_float32=gains_by_float32(self._model))
+    def compute_reference(self, agree: Callable[[float], float] = lambda number: number) -> None:
+        """Run the texts unquantised.
+
+        Args:
+            agree: function from a number to the value that all ranks use, so that all compute in the same dtype.
+        """
+        faster = is_float32(self._model) or gains_by_float32(self._model)
+        made = Reference(is_float32=bool(agree(float(faster))))
         runs = []
         with self._device_dtype(made):
             for text in self._texts:
@@ -128,12 +133,11 @@ class PrecisionRuns:
                 with hooked(self._model, trace.compute):
                     logprobs = self.logprobs(text, [_UNQUANTISED] * len(self._survey.layers))
                 runs.append((text, logprobs, trace))
-        familiar = [run for run in runs if _loss(run[0], run[1]) <= _FAMILIAR * math.log(run[1].shape[-1])]
-        made.texts = [text for text, _, _ in familiar or runs]
-        for _, logprobs, trace in familiar or runs:
-            made.logprobs.append(logprobs)
-            made.inputs.append(trace.inputs)
-            made.outputs.append(trace.outputs)
+        runs = [run for run in runs if _loss(run[0], run[1]) <= _FAMILIAR * math.log(run[1].shape[-1])] or runs
+        made.texts = [text for text, _, _ in runs]
+        made.logprobs = [logprobs for _, logprobs, _ in runs]
+        made.shortest, _, trace = min(runs, key=lambda run: len(run[0]))
+        made.inputs, made.outputs = trace.inputs, trace.outputs
         self._reference = made
 
     def _device_dtype(self, reference: Reference) -> AbstractContextManager[None]:
@@ -221,56 +225,3 @@ def divergences_of(theirs: mx.array, logits: mx.array) -> np.ndarray:
 def _log_softmax(logits: mx.array) -> mx.array:
     logits = logits.astype(mx.float32)
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-
-
-@contextmanager
-def in_float32(model: nn.Module) -> Iterator[None]:
-    """Within the context, the model computes in float32, on a copy of its weights."""
-    quantised = [(path, module) for path, module in model.named_modules() if type(module) in _PLAIN]
-    model.update_modules(tree_unflatten([(path, _plain(module)) for path, module in quantised]))
-    before = model.parameters()
-    try:
-        model.update(tree_map(_as_float32, before))
-        mx.eval(model.parameters())
-        yield
-    finally:
-        model.update(before)
-        model.update_modules(tree_unflatten(quantised))
-        mx.clear_cache()
-
-
-_PLAIN: dict[type[nn.Module], type[nn.Module]] = {nn.QuantizedLinear: nn.Linear, nn.QuantizedEmbedding: nn.Embedding}
-
-
-def gains_by_float32(model: nn.Module) -> bool:
-    """Whether a search in float32 is faster, and memory holds the copy.
-
-    A CPU multiplies float32 much faster than bfloat16 or quantised weights. A search compares bits of KV only, so the
-    weights' rounding does not matter.
-    """
-    if mx.default_device() != mx.Device(mx.cpu):
-        return False
-    arrays = [array for _, array in tree_flatten(model.parameters())]
-    if all(array.dtype == mx.float32 for array in arrays):
-        return False
-    packed = {id(module.weight): 32 // module.bits for module in model.modules() if type(module) in _PLAIN}
-    available = SystemMemory().available()
-    values = sum(array.size * packed.get(id(array), 1) for array in arrays)
-    return available is not None and 4 * values <= available // _COPY_SHARE
-
-
-def _plain(module: nn.Module) -> nn.Module:
-    weight = mx.dequantize(
-        module.weight, module.scales, module.get("biases"), module.group_size, module.bits, mode=module.mode
-    )
-    made = _PLAIN[type(module)](1, 1)
-    if "bias" in made:
-        del made["bias"]
-    made.weight = weight
-    if "bias" in module:
-        made.bias = module.bias
-    return made
-
-
-def _as_float32(array: mx.array) -> mx.array:
-    return array.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else array

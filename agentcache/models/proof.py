@@ -6,8 +6,9 @@ The model runs twice on the same tokens, in steps that cover every path of atten
 2. on step caches, each layer with its input of the first run, so that its error shows in that layer only.
 
 Compared are attention's results and, in float32, layers' outputs. (In half precision a last-bit difference may change a
-router's choice.) A product's rounding depends on its number of rows, so a single row runs in a batch of copies as large
-as the other run's batch. Windows are cut short, so that tokens leave them.
+router's choice.) On a CPU, a half-precision model is proved in float32 if memory holds the copy. A product's rounding
+depends on its number of rows, so a single row runs in a batch of copies as large as the other run's batch. Windows are
+cut short, so that tokens leave them.
 """
 
 from __future__ import annotations

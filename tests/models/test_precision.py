@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,13 +15,16 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
 from agentcache.kv.precision import BITS, LayerBits, Precision
+from agentcache.models import loader
 from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.models.find_precision import Measurements
 from agentcache.models.find_precision import find_precision as search
+from agentcache.models.float32_copy import in_float32, is_float32
 from agentcache.models.hosting import Everywhere, Hosted, host
 from agentcache.models.loader import read_model, sample_ids
 from agentcache.models.precision import MAX_DIVERGENCE, Measured, PrecisionSearch
-from agentcache.models.precision_runs import PrecisionRuns, in_float32, mean_divergence
+from agentcache.models.precision_runs import PrecisionRuns, mean_divergence
+from agentcache.models.proof import Proof
 from agentcache.models.step import CurrentStep
 from benchmarks.quality.outliers import add_key_biases, add_outliers
 from tests.conftest import ModelFolder
@@ -279,6 +282,72 @@ def test_what_is_much_too_coarse_is_not_read_to_the_end(
         return len(lengths)
 
     assert texts_read(divergence / 100) == 1 and texts_read(divergence / 2) == 2
+
+
+def test_one_text_ranks_the_layers(model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shortest that counts: an order of layers needs no more."""
+    model, model_type, config = load(model_folder("qwen2"))
+    survey = host(model, model_type, config, check=False).survey
+    texts = [list(range(5, 30)), list(range(30, 50)), list(range(60, 90))]
+    runs, alone = (PrecisionRuns(model, survey, read, CurrentStep()) for read in (texts, texts[1:2]))
+    for each in (runs, alone):
+        each.compute_reference()
+    assert runs.errors(FOUR) == alone.errors(FOUR) and min(runs.errors(FOUR)) > 0
+    read: list[Sequence[int]] = []
+    forward = PrecisionRuns._forward
+    monkeypatch.setattr(PrecisionRuns, "_forward", lambda *args: (read.append(args[1]), forward(*args))[1])
+    runs.errors(FOUR)
+    assert [len(text) for text in read] == [20]
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_ranks_compare_in_one_dtype(model_folder: ModelFolder, ours: bool) -> None:
+    """Rank 0 says whether there is room for weights in float32, whatever this rank has."""
+    model, model_type, config = load(model_folder("qwen2"))
+    model.set_dtype(mx.bfloat16)
+    survey = host(model, model_type, config, check=False).survey
+    runs = PrecisionRuns(model, survey, [list(range(5, 30))], CurrentStep())
+    runs.compute_reference(lambda own: float(ours))
+    with runs._device_dtype(runs._reference):  # type: ignore[arg-type]
+        assert is_float32(model) == ours
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_a_search_goes_on_in_the_dtype_of_its_reference(model_folder: ModelFolder, quantised: bool) -> None:
+    """Also a search that began within another copy."""
+    model, model_type, config = load(model_folder("qwen2"))
+    if quantised:
+        nn.quantize(model, 32, 8)
+    model.set_dtype(mx.bfloat16)
+    survey = host(model, model_type, config, check=False).survey
+    texts, layers = [list(range(5, 30))], [FOUR] * len(survey.layers)
+    with in_float32(model):
+        runs = PrecisionRuns(model, survey, texts, CurrentStep())
+        runs.compute_reference()
+        inside = runs.divergence(layers)
+    assert not is_float32(model)
+    assert runs.divergence(layers) == pytest.approx(inside, rel=1e-4)
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_half_precision_model_is_proved_in_float32(
+    model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch, room: bool
+) -> None:
+    """On a CPU, which multiplies bfloat16 slowly; it is served as it is. Rank 0 says whether there is room."""
+    seen: list[bool] = []
+    pieces = Proof.pieces
+
+    def noted(proof: Proof) -> Iterator[None]:
+        seen.append(is_float32(proof._model))
+        return pieces(proof)
+
+    monkeypatch.setattr(Proof, "pieces", noted)
+    monkeypatch.setattr(loader, "host", host)
+    read = read_model(str(model_folder("qwen2")))
+    read.tokenizer.close()
+    read.model.set_dtype(mx.bfloat16)
+    loaded = loader.put_on_cache(read, kv="k8v4", settle=lambda own: own if room else 0.0)
+    assert seen == [room] and not is_float32(loaded.model)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
