@@ -70,6 +70,15 @@ def test_only_what_says_the_same_is_told_again(
         assert found.text == text
 
 
+@pytest.mark.parametrize("thought", ["I look.\nAgain.", "I look.Again.", "I look.\n\nAgain."])
+@pytest.mark.parametrize("text", ["Yes.\nNo.", "Yes.No.", "Yes.\n\nNo."])
+def test_blocks_of_a_reply_may_be_joined_in_any_way(tokenizer: Tokenizer, text: str, thought: str) -> None:
+    call = SPACED.partition("</think>\n\n")[2]
+    transcript = told(tokenizer, f"<think>\nI look.\n</think>\n\nYes.\n{call}\n<think>\nAgain.\n</think>\n\nNo.")
+    found = tokenizer.render_chat(history(message(thought=thought, text=text)), TOOLS)
+    assert as_generated(found, transcript, ReplyReading(tokenizer, TOOLS)).text.startswith(transcript.text)
+
+
 _OPENING = "<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -178,13 +187,12 @@ def test_arguments_that_cannot_be_read_are_another_reply(tokenizer: Tokenizer, a
     [
         ("1", "true"),
         ("0", "false"),
-        ("1", "1.0"),
         ("1", '"1"'),
         ("0.0", "-0.0"),
         ("[1, 0]", "[1, false]"),
         ('{"x": {"y": 1}}', '{"x": {"y": true}}'),
         ("9007199254740993", "9007199254740993.0"),
-        ("9007199254740993", "9007199254740992"),
+        ("9007199254740993", "9007199254740991"),
         ('"caf\\u00e9"', '"cafe\\u0301"'),
         ('"\\u212b"', '"\\u00c5"'),
         ("null", '"null"'),
@@ -196,6 +204,20 @@ def test_a_corrected_value_is_another_reply(tokenizer: Tokenizer, said: str, cor
     assert _is_told_again(tokenizer, said, said)
     assert not _is_told_again(tokenizer, said, corrected)
     assert not _is_told_again(tokenizer, corrected, said)
+
+
+@pytest.mark.parametrize(
+    ("said", "repeated"),
+    [
+        ("1.0", "1"),
+        ("[1e3, 1.50, -0.0, 2e30]", f"[1000, 1.5, 0, {int(2e30)}]"),
+        ('{"id": 12345678901234567890}', '{"id": 12345678901234567168}'),
+        ("9007199254740993", "9007199254740992"),
+    ],
+)
+def test_numbers_are_repeated_as_javascript_writes_them(tokenizer: Tokenizer, said: str, repeated: str) -> None:
+    assert _is_told_again(tokenizer, said, repeated)
+    assert not _is_told_again(tokenizer, repeated, said)
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def judge(template: str, tokenizer: Tokenizer) -> Verdict:
         for how, pieces in _ways(tokenizer, first, every_border=name == _AT_EVERY_BORDER):
             found = _read(tokenizer, prompt, pieces)
             for other in others:  # a template may want a turn for each call
-                found = found.with_more(_read(tokenizer, head, [_joined(_characters(tokenizer, other))]))
+                found = found.with_more(_read(tokenizer, head, [joined(characters(tokenizer, other))]))
             if found != expected and not _is_analysis(tokenizer, found, expected):
                 verdict.wrong[name] = f"({how}) {found} of {written!r}"
                 break
@@ -231,15 +231,15 @@ Piece = tuple[str, list[tuple[int, str]]]
 
 def _ways(tokenizer: Tokenizer, written: str, *, every_border: bool) -> Iterator[tuple[str, list[Piece]]]:
     """The reply in pieces, each text with the markers in it that are tokens."""
-    pieces = _characters(tokenizer, written)
-    yield "whole", [_joined(pieces)]
+    pieces = characters(tokenizer, written)
+    yield "whole", [joined(pieces)]
     yield "characters", pieces
     if every_border:
         for at in range(1, len(pieces)):
-            yield f"parted at {at}", [_joined(pieces[:at]), _joined(pieces[at:])]
+            yield f"parted at {at}", [joined(pieces[:at]), joined(pieces[at:])]
 
 
-def _characters(tokenizer: Tokenizer, written: str) -> list[Piece]:
+def characters(tokenizer: Tokenizer, written: str) -> list[Piece]:
     """One piece for each token that is a marker or control token, and for each character of all else."""
     pieces: list[Piece] = []
     encoding = tokenizer.encode(written)
@@ -255,7 +255,7 @@ def _characters(tokenizer: Tokenizer, written: str) -> list[Piece]:
     return pieces
 
 
-def _joined(pieces: Sequence[Piece]) -> Piece:
+def joined(pieces: Sequence[Piece]) -> Piece:
     text, placed = "", list[tuple[int, str]]()
     for piece, markers in pieces:
         placed += [(len(text) + at, name) for at, name in markers]

@@ -30,18 +30,35 @@ _ROLES = "(?:[Aa]ssistant|ASSISTANT|model|bot|ai name=assistant)"
 
 @dataclass(frozen=True)
 class ReadReply:
-    """Content of a reply; calls are (name, arguments as canonical JSON)."""
+    """Content of a reply as clients tell it.
+
+    Args:
+        text: without line breaks, since clients join the blocks of a reply in different ways.
+        calls: (name, arguments as canonical JSON).
+    """
 
     thought: str
     text: str
     calls: tuple[tuple[str, str], ...]
 
-    def says(self, other: ReadReply) -> bool:
-        """Whether text and calls equal those of `other`; the reasoning may be missing here."""
-        return (self.text, self.calls) == (other.text, other.calls) and self.thought in ("", other.thought)
+    def says(self, generated: ReadReply) -> bool:
+        """Whether text and calls are those of `generated`, as a client repeats them; the reasoning may be missing."""
+        if self.text != generated.text or (self.thought and _told(self.thought) != _told(generated.thought)):
+            return False
+        return self.calls == generated.calls or self.calls == generated.repeated_calls
+
+    def says_all(self, generated: ReadReply) -> bool:
+        """Whether the reasoning is there, too."""
+        return self.says(generated) and bool(self.thought) == bool(generated.thought)
+
+    @property
+    def repeated_calls(self) -> tuple[tuple[str, str], ...]:
+        """The calls with numbers as clients in JavaScript or Go repeat them."""
+        return tuple((name, _canonical(arguments, doubles=True)) for name, arguments in self.calls)
 
     def answers(self, message: Mapping[str, Any]) -> bool:
-        return (self.text, self.calls) == said_in(message)
+        said = said_in(message)
+        return said == (self.text, self.calls) or said == (self.text, self.repeated_calls)
 
 
 def said_in(message: Mapping[str, Any]) -> tuple[str, tuple[tuple[str, str], ...]] | None:
@@ -50,7 +67,7 @@ def said_in(message: Mapping[str, Any]) -> tuple[str, tuple[tuple[str, str], ...
     calls = [call.get("function") or {} for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
     if not isinstance(content, str) or not all(isinstance(call.get("name"), str) for call in calls):
         return None
-    return content.strip(), tuple((call["name"], _canonical(call.get("arguments"))) for call in calls)
+    return _told(content), tuple((call["name"], _canonical(call.get("arguments"))) for call in calls)
 
 
 class Words(Protocol):
@@ -92,7 +109,7 @@ class ReplyReading:
         blocks = blocks_of([*reader.add(text, placed), *reader.finish(cut_off=False)])
         return ReadReply(
             "".join(block.text for block in blocks if isinstance(block, Reasoning)).strip(),
-            "".join(block.text for block in blocks if isinstance(block, Text)).strip(),
+            _told("".join(block.text for block in blocks if isinstance(block, Text))),
             tuple((block.name, _canonical(block.arguments)) for block in blocks if isinstance(block, Call)),
         )
 
@@ -123,7 +140,7 @@ class ReplyReading:
         for found in islice(self._turn_ends.finditer(text, begin, begin + longest), _MOST_ENDS):
             parts = self._opening.sub("", text[begin : found.start()])
             other = self.read(parts, text[max(0, begin - _PROMPT_END) : begin])
-            if other == reply:
+            if other.says_all(reply):
                 return True, found.start()
             if without_thought is None and other.says(reply):
                 without_thought = found.start()
@@ -227,7 +244,8 @@ def _thoughts_of(messages: Sequence[dict[str, Any]], known: Sequence[ReadReply])
     thoughts, at = dict[int, str](), 0
     places = defaultdict[Any, list[int]](list)
     for place, reply in enumerate(known):
-        places[reply.text, reply.calls].append(place)
+        for calls in {reply.calls, reply.repeated_calls}:
+            places[reply.text, calls].append(place)
     for index, message in enumerate(messages):
         if message.get("role") != "assistant":
             continue
@@ -240,9 +258,29 @@ def _thoughts_of(messages: Sequence[dict[str, Any]], known: Sequence[ReadReply])
     return thoughts
 
 
-def _canonical(arguments: Any) -> str:
+def _told(text: str) -> str:
+    return "".join(text.split("\n")).strip()
+
+
+def _canonical(arguments: Any, *, doubles: bool = False) -> str:
     """Return data or JSON text as canonical JSON; invalid JSON stays as it is."""
     try:
-        return canonical_json(parse_json(arguments) if isinstance(arguments, str) else arguments)
-    except ValueError:
+        value = parse_json(arguments) if isinstance(arguments, str) else arguments
+        return canonical_json(_with_doubles(value) if doubles else value)
+    except (ValueError, RecursionError):
         return arguments if isinstance(arguments, str) else repr(arguments)
+
+
+def _with_doubles(value: Any) -> Any:
+    """Round numbers to doubles, and whole ones to integers: 2.0 becomes 2."""
+    if isinstance(value, dict):
+        return {name: _with_doubles(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_doubles(inner) for inner in value]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    try:
+        double = float(value)
+        return int(double) if double.is_integer() else double
+    except OverflowError:
+        return value
