@@ -162,7 +162,8 @@ class _Teller:
         ranges = words.generated_ranges()
         if self._reading is None or not ranges:
             return Retold(text, False)
-        if len_common_prefix(words.text, text) < self._reading.opened_at(words.text, ranges[0][0]):
+        first = self._reading.opened_at(words.text, ranges[0][0])
+        if len_common_prefix(words.text, text) < self._reading.opening_at(words.text, first, first=0):
             return Retold(text, False)  # a different beginning
         texts = [text]
         for full in with_thoughts(chat.messages, words, self._reading):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentcache.blocks.transcript import Transcript
+from agentcache.blocks.transcript import Kind, Transcript
 from agentcache.models.text.replies.history import ReplyReading, Retold, as_generated, first_thought, with_thoughts
 from agentcache.models.text.tokenizer import Tokenizer
 from tests.models.templates import MISTRAL
@@ -23,9 +23,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.load(FAMILIES["qwen3"].write(tmp_path_factory.mktemp("qwen3")))
 
 
-def told(tokenizer: Tokenizer, reply: str) -> Transcript:
-    """What a model has read and said."""
-    prompt = tokenizer.render_chat([QUESTION], TOOLS)
+def told(tokenizer: Tokenizer, reply: str, opened: str = "") -> Transcript:
+    """What a model has read and said; the prompt ends with `opened`."""
+    prompt = tokenizer.render_chat([QUESTION], TOOLS) + opened
     asked, said = tokenizer.encode(prompt), tokenizer.encode(reply)
     return (
         Transcript.empty()
@@ -77,6 +77,99 @@ def test_blocks_of_a_reply_may_be_joined_in_any_way(tokenizer: Tokenizer, text: 
     transcript = told(tokenizer, f"<think>\nI look.\n</think>\n\nYes.\n{call}\n<think>\nAgain.\n</think>\n\nNo.")
     found = tokenizer.render_chat(history(message(thought=thought, text=text)), TOOLS)
     assert as_generated(found, transcript, ReplyReading(tokenizer, TOOLS)).text.startswith(transcript.text)
+
+
+_CALL = SPACED[SPACED.index("<tool_call>") :]
+
+
+@pytest.mark.parametrize(
+    ("opened", "reply", "written"),
+    [
+        ("<think>\n", f"</think>\n\n{_CALL}", ""),
+        ("<think>\n", f"\n</think>\n\n{_CALL}", "<think></think>"),
+        ("<think>", f"</think>{_CALL}", "</think>"),
+        ("<think>\n\n</think>\n\n", _CALL, ""),
+        ("<think></think>", _CALL, "</think>"),
+        ("<think>\nThe budget is 0.\n</think>\n", _CALL, ""),
+    ],
+    ids=["opened", "written otherwise", "closed only", "closed in the prompt", "half", "with words"],
+)
+def test_an_empty_thought_stays_where_the_history_leaves_it_out(
+    tokenizer: Tokenizer, opened: str, reply: str, written: str
+) -> None:
+    """Most templates write an empty thought into the prompt only, or into the history only."""
+    transcript, reading = told(tokenizer, reply, opened), ReplyReading(tokenizer, TOOLS)
+    text = tokenizer.render_chat(history(message(thought=None)), TOOLS)
+    start = len(transcript.text) - len(opened) - len(reply)
+    found = as_generated(text[:start] + written + text[start:], transcript, reading)
+    assert found.is_same and found.text.startswith(transcript.text)
+    assert found.text.removeprefix(transcript.text) == text[text.index("<|im_end|>", start) :]
+
+
+def test_a_thought_that_the_history_leaves_out_stays_left_out(tokenizer: Tokenizer) -> None:
+    transcript, reading = told(tokenizer, f"I look.\n</think>\n\n{_CALL}", "<think>\n"), ReplyReading(tokenizer, TOOLS)
+    text = tokenizer.render_chat(history(message(thought=None)), TOOLS)
+    assert as_generated(text, transcript, reading) == Retold(text, True)
+
+
+def test_a_thought_of_an_earlier_turn_opens_no_reply(tokenizer: Tokenizer) -> None:
+    text = "<think>\nI look.<|im_end|>\n<|im_start|>assistant\n</think>\n"
+    assert ReplyReading(tokenizer, TOOLS).opened_at(text, len(text)) == len(text)
+
+
+# As Apertus's: calls and their results are one turn, which is opened once.
+ONE_TURN = (
+    "{% set ns = namespace(is_open=false) %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{% set ns.is_open = false %}<|user_start|>{{ m.content }}<|user_end|>"
+    "{% elif m.role == 'assistant' %}"
+    "{% if not ns.is_open %}<|assistant_start|>{% set ns.is_open = true %}{% endif %}{{ m.content }}"
+    "{% if m.tool_calls %}<|tools_prefix|>[{% for c in m.tool_calls %}"
+    "{{ '{\"' + c.function.name + '\": ' + c.function.arguments | tojson + '}' }}{% endfor %}]<|tools_suffix|>"
+    "{% endif %}{% else %}[{{ m.content }}]{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant_start|>{% endif %}"
+)
+# As Solar's: a call's id is shown, and words beside a call are a message of their own.
+SHOWS_IDS = (
+    "{% for m in messages %}{% if m.role == 'tool' %}<|begin|>tool<|tool_response|>{{ m.tool_call_id + m.content }}"
+    "<|end|>{% elif m.tool_calls %}<|begin|>assistant<|tool_calls|>{% for c in m.tool_calls %}"
+    "<|tool_call:begin|>{{ c.id }}"
+    "<|tool_call:name|>{{ c.function.name }}<|tool_call:args|>{{ c.function.arguments | tojson }}<|tool_call:end|>"
+    "{% endfor %}<|calls|>{% else %}<|begin|>{{ m.role }}<|content|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|begin|>assistant{% endif %}"
+)
+_APERTUS = ("<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|tools_prefix|>", "<|tools_suffix|>")
+_SOLAR = ("begin", "end", "content", "calls", "tool_calls", "tool_response")
+_SOLAR_CALL = ("begin", "name", "args", "end")
+
+
+@pytest.mark.parametrize(
+    ("template", "markers", "reply"),
+    [
+        (ONE_TURN, _APERTUS, '<|tools_prefix|>[{"look": {"n":1, "at":"sky"}}]<|tools_suffix|>'),
+        (
+            SHOWS_IDS,
+            (*(f"<|{name}|>" for name in _SOLAR), *(f"<|tool_call:{name}|>" for name in _SOLAR_CALL)),
+            "<|tool_calls|><|tool_call:begin|>own<|tool_call:name|>look<|tool_call:args|>"
+            '{"n":1, "at":"sky"}<|tool_call:end|>',
+        ),
+    ],
+    ids=["one turn", "shows ids"],
+)
+def test_a_reply_with_calls_ends_where_its_dialect_says(
+    tmp_path: Path, template: str, markers: tuple[str, ...], reply: str
+) -> None:
+    tokenizer = Tokenizer.load(with_markers(tmp_path, template, markers))
+    reading, transcript = ReplyReading(tokenizer, TOOLS), Transcript.empty()
+    chat: list[dict[str, Any]] = [QUESTION]
+    for number in range(3):  # with a result in front of the second and third reply
+        chat += history(message(thought=None))[1:] if number else []
+        prompt = as_generated(tokenizer.render_chat(chat, TOOLS), transcript, reading).text
+        assert prompt.startswith(transcript.text), number
+        parts: list[tuple[str, Kind]] = [(prompt.removeprefix(transcript.text), "prompt"), (reply, "generated")]
+        for text, kind in parts:
+            tokens = tokenizer.encode(text)
+            transcript = transcript.extended(text, tokens.ids, tokens.ends, kind)
+    tokenizer.close()
 
 
 _OPENING = "<|im_end|>\n<|im_start|>assistant\n"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from agentcache.models.text.replies.calls import CallReader, CallSink, Tools
 from agentcache.models.text.replies.field_calls import FieldCalls, FieldNotation
+from agentcache.models.text.replies.format import ReplyFormat
 from agentcache.models.text.replies.json_calls import HeaderCall, ObjectCalls, function_name
 from agentcache.models.text.replies.markers import Codes
 from agentcache.models.text.replies.nested_calls import NestedCalls
@@ -34,12 +35,14 @@ class Dialect:
     Args:
         opens: parser factories by opening marker.
         noise: markers that are dropped.
+        ends: markers after which a reply with calls may end, without a turn's end.
         bare: whether a reply that begins with a JSON object may be a call.
         hints: texts that identify the dialect in a chat template or its output; empty to use the opening markers.
     """
 
     opens: Mapping[str, Open] = field(default_factory=dict)
     noise: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
     bare: bool = False
     hints: tuple[str, ...] = ()
 
@@ -228,10 +231,13 @@ DIALECTS: dict[str, Dialect] = {
             "<|tool_call:args|>",
             "<|tool_call:end|>",
         ),
+        ends=("<|calls|>",),
     ),
     "mistral": Dialect({"[TOOL_CALLS]": _header("")}, ("[ARGS]", "[CALL_ID]")),
     "granite": Dialect({"<|tool_call|>": _objects("<|/tool_call|>")}, ("<|/tool_call|>",)),
-    "apertus": Dialect({"<|tools_prefix|>": _keyed("<|tools_suffix|>")}, ("<|tools_suffix|>",)),
+    "apertus": Dialect(
+        {"<|tools_prefix|>": _keyed("<|tools_suffix|>")}, ("<|tools_suffix|>",), ends=("<|tools_suffix|>",)
+    ),
     "cohere": Dialect(
         {"<|START_ACTION|>": _objects("<|END_ACTION|>")},
         ("<|END_ACTION|>", "<|START_TEXT|>", "<|END_TEXT|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
@@ -270,6 +276,12 @@ DIALECTS: dict[str, Dialect] = {
     ),
 }
 DIALECTS["laguna"] = DIALECTS["glm47"]
+
+
+def call_ends(form: ReplyFormat) -> tuple[str, ...]:
+    """Return the `ends` of a reply format's dialect."""
+    return DIALECTS[form.dialect].ends if form.dialect in DIALECTS else ()
+
 
 # Markers around reasoning. The prompt may end with the first of a pair.
 THOUGHTS: tuple[tuple[str, str], ...] = (

@@ -16,6 +16,7 @@ from agentcache.models.text.grammars.call_syntax import calling_format
 from agentcache.models.text.json_values import canonical_json, parse_json
 from agentcache.models.text.marks import any_of
 from agentcache.models.text.replies.calls import Tools
+from agentcache.models.text.replies.dialects import call_ends
 from agentcache.models.text.replies.events import Call, Reasoning, Text, blocks_of
 from agentcache.models.text.replies.format import ReplyFormat
 from agentcache.models.text.replies.reader import open_reader
@@ -88,8 +89,9 @@ class ReplyReading:
         self._tools = Tools(tools) if tools else None
         self._shown = {token.name: token.is_shown for token in self._form.tokens}
         self._markers = any_of(self._shown)
-        self._turn_ends = any_of(tokenizer.turn_ends)
-        controls = rf"(?:(?:{self._turn_ends.pattern})\s*)+"
+        self._turn_end = any_of(tokenizer.turn_ends)
+        self._end = any_of([*tokenizer.turn_ends, *call_ends(self._form)])
+        controls = rf"(?:(?:{self._turn_end.pattern})\s*)+"
         self._opening = re.compile(rf"{controls}(?:{_ROLES}\s*(?:{controls})?)?")
         self._first_opening = re.compile(rf"\s*{self._opening.pattern}")
         self._last_opening = re.compile(rf"{self._opening.pattern}\Z")
@@ -117,8 +119,19 @@ class ReplyReading:
         return self.read(text[begin:end], text[max(0, begin - _PROMPT_END) : begin])
 
     def opened_at(self, text: str, begin: int) -> int:
-        """Return the start of the marker that opens reasoning before `begin`; `begin` if there is none."""
-        return _opened_at(self._form, text, begin)
+        """Return the start of the reasoning before `begin` that the prompt opens, or opens and closes; else `begin`."""
+        opened = _opened_at(self._form, text, begin)
+        return opened if opened < begin else self._closed_thought_at(text, begin)
+
+    def _closed_thought_at(self, text: str, begin: int) -> int:
+        first = max(0, begin - _PROMPT_END)
+        front = text[first:begin].rstrip()
+        for start, end in self._form.thoughts:
+            inside, found, rest = front.rpartition(end)
+            opened = inside.rfind(start) if found and not rest else -1
+            if opened >= 0 and self._turn_end.search(inside, opened + len(start)) is None:
+                return first + opened
+        return begin
 
     def opening_at(self, text: str, begin: int, *, first: int) -> int:
         """Return the start, not before `first`, of the control tokens and role before `begin`; else `begin`."""
@@ -130,20 +143,25 @@ class ReplyReading:
         found = self._first_opening.match(text, at)
         return at if found is None else found.end()
 
-    def same_reply(self, text: str, begin: int, reply: ReadReply, *, longest: int) -> tuple[bool, int | None]:
+    def same_reply(self, text: str, begin: int, reply: ReadReply, generated: str) -> tuple[bool, int | None]:
         """Find a reply at `begin` with the content of `reply`; some templates split it into several turns.
 
+        Args:
+            generated: text of `reply`.
+
         Returns:
-            Whether its reasoning is equal, too, and its end, before the end-of-turn marker; None if there is none.
+            Whether its reasoning is equal, too, and its end, before an end marker that `generated` lacks; None if there
+            is none.
         """
         without_thought: int | None = None
-        for found in islice(self._turn_ends.finditer(text, begin, begin + longest), _MOST_ENDS):
-            parts = self._opening.sub("", text[begin : found.start()])
-            other = self.read(parts, text[max(0, begin - _PROMPT_END) : begin])
+        longest = 4 * len(generated) + _PROMPT_END
+        for found in islice(self._end.finditer(text, begin, begin + longest), _MOST_ENDS):
+            end = found.end() if generated.endswith(found[0]) else found.start()
+            other = self.read(self._opening.sub("", text[begin:end]), text[max(0, begin - _PROMPT_END) : begin])
             if other.says_all(reply):
-                return True, found.start()
+                return True, end
             if without_thought is None and other.says(reply):
-                without_thought = found.start()
+                without_thought = end
         return False, without_thought
 
 
@@ -203,15 +221,14 @@ def as_generated(text: str, transcript: Words, reading: ReplyReading) -> Retold:
         if same_until >= end:
             continue
         reply = reading.read_at(old, begin, end)
-        if same_until >= front:
-            opened = front if same_until < begin else begin
-            own_from, start = begin, at + opened - old_at
-            is_own = is_own and opened == begin
+        if same_until >= front:  # the history may lack the marker that opens reasoning
+            own_from = front if same_until < begin else begin
+            start = at + own_from - old_at
         elif (opening := reading.opening_at(old, front, first=old_at)) <= same_until and (reply.text or reply.calls):
             own_from, start = opening, reading.behind_opening(text, at + opening - old_at)
         else:
             return Retold("".join([*done, text[at:]]), False)
-        exact, same = reading.same_reply(text, start, reply, longest=4 * (end - begin) + _PROMPT_END)
+        exact, same = reading.same_reply(text, start, reply, old[begin:end])
         if same is None:
             return Retold("".join([*done, text[at:]]), False)
         is_own = is_own and exact
