@@ -1,6 +1,6 @@
-"""Read adapter_config.json: scales, ranks and activation. Unsupported features are refused by name.
+"""Read adapter_config.json of mlx-lm (`mlx_lm/tuner/utils.py`) or PEFT (`peft/tuners/lora/config.py`).
 
-Written by mlx-lm (`mlx_lm/tuner/utils.py`) or PEFT (`peft/tuners/lora/config.py`).
+Unsupported features are refused by name.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ExplicitScale:
     factor: float
 
     def of(self, module: str, rank: int) -> float:
-        """Factor on x @ A @ B of `module`; raises UnsupportedAdapter if its rank differs from the config."""
+        """Factor on x @ A @ B of `module`; raises UnsupportedAdapter if its rank is not the config's."""
         _check_rank(module, self.rank, rank)
         return self.factor
 
@@ -59,7 +59,7 @@ class AlphaScale:
     """PEFT's scale: alpha / r, or alpha / sqrt(r) if rank-stabilised (arXiv 2312.03732).
 
     Args:
-        rank_pattern, alpha_pattern: exceptions by regular expression on the end of a module name; the first match wins.
+        rank_pattern, alpha_pattern: exceptions by regular expression on a module name's end; the first match wins.
     """
 
     rank: int
@@ -69,7 +69,7 @@ class AlphaScale:
     alpha_pattern: Mapping[str, float]
 
     def of(self, module: str, rank: int) -> float:
-        """As `ExplicitScale.of`; `module` is the name in the trained model."""
+        """As `ExplicitScale.of`, with the trained model's module name."""
         _check_rank(module, _first_match(self.rank_pattern, module, self.rank), rank)
         alpha = _first_match(self.alpha_pattern, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.stabilised else rank)
@@ -94,8 +94,8 @@ class AdapterConfig:
     """Settings for serving.
 
     Args:
-        invocation_tokens: token ids from whose last occurrence the adapter acts; None if it always acts.
-        activation_shift: tokens by which that start moves; adapters older than PEFT's rule start one later.
+            invocation_tokens: token ids from whose last occurrence the adapter acts; None if always.
+            activation_shift: tokens by which that start moves; adapters older than PEFT's rule start one later.
     """
 
     scale: ExplicitScale | AlphaScale
@@ -104,7 +104,7 @@ class AdapterConfig:
 
 
 def read_mlx_lm_config(folder: Path) -> AdapterConfig:
-    """Config of a folder written by `mlx_lm.lora`; raises UnsupportedAdapter if broken, or not LoRA."""
+    """Config of a folder of `mlx_lm.lora`; raises UnsupportedAdapter if broken, or not LoRA."""
     config = _read(folder)
     if (kind := config.get("fine_tune_type", "lora")) != "lora":
         raise UnsupportedAdapter(f"fine_tune_type {_show(kind)} is not supported, only 'lora'")
@@ -116,7 +116,7 @@ def read_mlx_lm_config(folder: Path) -> AdapterConfig:
 
 
 def read_peft_config(folder: Path) -> AdapterConfig:
-    """Config of a folder written by PEFT's `save_pretrained`; raises the same."""
+    """Config of a folder of PEFT's `save_pretrained`; raises the same."""
     config = _read(folder)
     if (kind := config.get("peft_type")) != "LORA":
         raise UnsupportedAdapter(f"peft_type {_show(kind)} is not supported, only 'LORA'")
@@ -185,9 +185,9 @@ def _pattern(config: dict[str, Any], name: str, read: Any) -> dict[str, Any]:
 
 
 def _check_pattern(name: str, key: str) -> None:
-    """Refuse regular expressions that could match for hours."""
+    """Refuse expressions that could match for hours."""
     repeats = len(re.findall(r"[*+{]|(?<!\()\?", key))
-    # Each construct that can match in several ways multiplies the time.
+    # Each construct with several ways to match multiplies the time.
     choices = max(key.count("("), key.count("|") // _MAX_REPEATS)
     if len(key) > _MAX_PATTERN or max(repeats, choices) > _MAX_REPEATS or re.search(r"\)[*+{?]", key):
         raise UnsupportedAdapter(f"{CONFIG_FILE}: a key of {name} is too intricate a regular expression")

@@ -1,7 +1,7 @@
 """Read adapter folders of mlx-lm or PEFT into one convention.
 
-Plain numpy: any thread may read while another runs the model. Only safetensors files are opened, never pickles.
-Anything but plain LoRA of linear modules is refused by name.
+Plain numpy: any thread may read. Only safetensors files are opened, never pickles. Anything but plain LoRA of linear
+modules is refused by name.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from agentcache.models.plain_file import open_plain_file, read_exactly
 
 MAX_BYTES = 4 << 30
 MAX_HEADER_BYTES = 16 << 20
-_MOST_OBJECTS = 1 << 18  # entries of a header: three per tensor; each takes 20 times its bytes in memory
+_MOST_OBJECTS = 1 << 18  # of a header: three per tensor; each takes 20 times its bytes in memory
 
 Array = NDArray[np.float32]
 
 _LAYER = r"(?:(?:model|language_model)\.){0,3}layers\.(?P<layer>0|[1-9][0-9]{0,3})\.(?P<path>[A-Za-z0-9_.]{1,100})"
 _FLOATS = {"F32": "<f4", "F16": "<f2"}
 _EXPERTS = {"experts", "switch_mlp"}
-# Other tensors that trainers save, by a part of the name.
+# Other tensors of trainers, by a part of the name.
 _OTHER_TENSORS = {
     "magnitude": "DoRA",
     "embed": "adapters of embeddings",
@@ -54,7 +54,7 @@ class ModuleName(NamedTuple):
 
 @dataclass(frozen=True)
 class LowRank:
-    """Addition to one linear module, x @ a @ b: numpy arrays on the host, or MLX arrays.
+    """Addition to one linear module, x @ a @ b; numpy or MLX arrays.
 
     Args:
         a: [in, r].
@@ -71,11 +71,7 @@ class LowRank:
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """Contents of a folder.
-
-    Args:
-        matrices: float32 numpy arrays, by the trainer's module names.
-    """
+    """Contents of a folder; `matrices` are float32 numpy arrays, by the trainer's module names."""
 
     path: Path
     format: str
@@ -88,7 +84,7 @@ class _Format:
     """One trainer's file format.
 
     Args:
-        tensor: pattern of matrix names, with groups `module`, `layer`, `path` and `side` (a or b).
+        tensor: pattern of matrix names: groups `module`, `layer`, `path` and `side` (a or b).
         is_transposed: whether matrices are [r, in] and [out, r].
     """
 
@@ -118,10 +114,10 @@ _FORMATS = (
 
 
 def read_folder(folder: Path, max_bytes: int = MAX_BYTES) -> AdapterFiles:
-    """Read a folder, with all checks that need no model.
+    """Read a folder, with all checks that need no model. Errors do not name the folder.
 
     Raises:
-        UnsupportedAdapter: the reason, without the folder's name.
+        UnsupportedAdapter: broken, or more than LoRA.
     """
     style = _format_of(folder)
     config = style.read_config(folder)
@@ -143,7 +139,7 @@ def _format_of(folder: Path) -> _Format:
 
 
 def _read_tensors(file: Path, max_bytes: int) -> dict[str, Array]:
-    """All tensors as float32, sorted by name so that a broken file always gives the same error."""
+    """All tensors as float32, sorted by name: a broken file always gives the same error."""
     try:
         tensors = sorted(deserialize(_read_safetensors(file, max_bytes)), key=itemgetter(0))
     except SafetensorError as error:
@@ -152,7 +148,7 @@ def _read_tensors(file: Path, max_bytes: int) -> dict[str, Array]:
 
 
 def _read_safetensors(file: Path, max_bytes: int) -> bytes:
-    """The whole file, if header and size agree: a file may claim gigabytes that it lacks."""
+    """The whole file, if its size agrees with the header, which may claim gigabytes."""
     with open_plain_file(file, max_bytes) as (stream, size):
         header_bytes = int.from_bytes(read_exactly(stream, min(8, size), file.name), "little")
         if header_bytes > MAX_HEADER_BYTES or 8 + header_bytes > size:
@@ -167,7 +163,6 @@ def _read_safetensors(file: Path, max_bytes: int) -> bytes:
 
 
 def _data_bytes(header: bytes, name: str) -> int:
-    """End of the last tensor, by the header."""
     if header.count(b"[") + header.count(b"{") > _MOST_OBJECTS:
         raise UnsupportedAdapter(f"{name} is not a safetensors file: its header has too many entries")
     try:

@@ -1,4 +1,4 @@
-"""Adapter of each row of a step, and the token from which it acts."""
+"""Adapters of a step's rows, and the token from which each acts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentcache.models.adapters import Adapter
 
 @dataclass(frozen=True, eq=False)
 class AdapterWeights:
-    """An adapter's matrices on the device, in each module's compute type."""
+    """An adapter's matrices on the device, in each module's type."""
 
     adapter: Adapter
     matrices: Mapping[ModuleName, LowRank]
@@ -25,7 +25,7 @@ class AdapterWeights:
 
 @dataclass(frozen=True)
 class RowAdapter:
-    """A row's adapter, which acts on absolute positions from `start`; 0 for plain LoRA."""
+    """A row's adapter, which acts on positions from `start`; 0 for plain LoRA."""
 
     weights: AdapterWeights
     start: int = 0
@@ -48,11 +48,11 @@ class AdapterRows:
     """Adapters of a step's rows.
 
     Args:
-        rows: one entry per row; None for base.
+        rows: None for base.
         lengths: tokens of each row before the step.
 
     Attributes:
-        adapters: adapters that act on at least one token, without duplicates.
+        adapters: those that act on at least one token, without duplicates.
     """
 
     def __init__(self, rows: Sequence[RowAdapter | None], lengths: Sequence[int], num_tokens: int) -> None:
@@ -76,7 +76,7 @@ class AdapterRows:
         self._users.append(self.adapters.index(row.weights))
 
     def mask(self, present: tuple[bool, ...]) -> mx.array | None:
-        """Tokens that the adapters marked in `present` act on, bool [B, n, 1]; None if all."""
+        """Tokens on which adapters marked in `present` act, bool [B, n, 1]; None if all."""
         if present not in self._masks:
             self._masks[present] = self._mask(present)
         return self._masks[present]
@@ -97,7 +97,6 @@ class AdapterRows:
         return self._indices[in_stack]
 
     def parts(self, present: tuple[bool, ...]) -> RowParts:
-        """Rows of the adapters marked in `present`."""
         if present not in self._parts:
             marked = [user for user, is_present in enumerate(present) if is_present]
             rows = [[row for row, user in enumerate(self._users) if user == each] for each in marked]

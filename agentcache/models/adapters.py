@@ -1,4 +1,4 @@
-"""Adapters fitted to a model: target modules, identity, and the cache groups that they change."""
+"""Adapters fitted to a model: target modules, identity, and changed cache groups."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ _QUERIES = {"q_proj", "q_a_proj", "q_b_proj"}  # beside one of `_MAKE_KEYS`
 
 @dataclass(frozen=True)
 class LinearShape:
-    """A linear module that adapters can act on."""
-
     in_dim: int
     out_dim: int
     item_bytes: int
@@ -43,7 +41,7 @@ class Target:
     """Columns of a module's output on which matrices of some name act.
 
     Args:
-        makes_kv: whether the layer's own keys or values are made of them.
+        makes_kv: whether they make the layer's own keys or values.
     """
 
     module: ModuleName
@@ -58,8 +56,8 @@ class TargetModules:
 
     Args:
         linears: modules that are called as linears.
-        targets: targets by adapters' names; q, k, v (gate, up) also if the model has them fused.
-        absorbed: modules that attention has absorbed, so they are never called.
+        targets: by adapters' names; q, k, v (gate, up) also if the model has them fused.
+        absorbed: modules that attention has absorbed, so never called.
     """
 
     num_layers: int
@@ -68,7 +66,7 @@ class TargetModules:
     absorbed: frozenset[ModuleName]
 
     def target(self, name: ModuleName) -> Target:
-        """Target of matrices of that name; raises UnsupportedAdapter if there is none."""
+        """Target of matrices of that name; raises UnsupportedAdapter if none."""
         if name in self.absorbed:
             raise UnsupportedAdapter(f"{name} cannot be adapted: attention has absorbed its weights")
         if name.layer >= self.num_layers:
@@ -132,9 +130,9 @@ class Adapter:
     """Identity and sizes of an adapter. Its weights may be loaded and dropped.
 
     Args:
-        digest: digest of modules, matrices and effective scale, not of name or format; 40 hex digits.
+        digest: of modules, matrices and effective scale, not of name or format; 40 hex digits.
         first_layer: lowest adapted layer.
-        first_kv_layer: lowest layer whose keys or values can differ from base's; number of layers if none can.
+        first_kv_layer: lowest layer whose keys or values can differ from base's; number of layers if none.
         nbytes: bytes of its weights on the device.
         invocation_tokens: tokens from whose last occurrence an activated LoRA (arXiv 2504.12397) acts.
         activation_shift: offset to that position.
@@ -156,7 +154,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class AdapterContent:
-    """An adapter and its float32 numpy matrices, by module of the model."""
+    """An adapter and its float32 numpy matrices, by module."""
 
     adapter: Adapter
     matrices: Mapping[ModuleName, LowRank]
@@ -166,7 +164,7 @@ def read_adapter(folder: Path, modules: TargetModules, max_bytes: int = MAX_BYTE
     """Read an adapter's folder and fit it to a model. Any thread; takes up to four times the file's size.
 
     Raises:
-        UnsupportedAdapter: broken folder, more than LoRA, or another model's adapter.
+        UnsupportedAdapter: broken, more than LoRA, or made for another model.
     """
     try:
         return _read_adapter(folder, modules, max_bytes)
@@ -175,7 +173,7 @@ def read_adapter(folder: Path, modules: TargetModules, max_bytes: int = MAX_BYTE
 
 
 def read_again(adapter: Adapter, modules: TargetModules, max_bytes: int = MAX_BYTES) -> AdapterContent:
-    """Read an adapter whose weights were dropped; raises UnsupportedAdapter if its folder has changed."""
+    """Read a dropped adapter again; raises UnsupportedAdapter if its folder has changed."""
     content = read_adapter(adapter.path, modules, max_bytes)
     if content.adapter.digest != adapter.digest:
         raise UnsupportedAdapter(f"the adapter in {adapter.path} has changed since it was loaded; load it anew")
@@ -276,7 +274,7 @@ def _matrix_fields(matrix: Any) -> Iterator[bytes]:
 
 
 def trunk_cut(adapter: Adapter, spec: CacheSpec) -> int:
-    """Lowest layer of the adapter's groups, if it can continue from base's hidden states there; else 0."""
+    """Lowest layer of the adapter's groups if it can continue from base's hidden states there, else 0."""
     if spec.recurrent:
         return 0  # the state of lower recurrent layers would be missing
     own = producer_groups(adapter, spec)
@@ -286,12 +284,12 @@ def trunk_cut(adapter: Adapter, spec: CacheSpec) -> int:
 
 
 def producer_groups(adapter: Adapter, spec: CacheSpec) -> frozenset[int]:
-    """Indices of cache groups whose keys, values or recurrent state can differ from base's."""
+    """Indices of cache groups whose content can differ from base's."""
     changed = {
         index
         for index, group in enumerate(spec.groups)
         if any(layer.index >= adapter.first_kv_layer for layer in group.layers)
     }
-    # Recurrent layers share one group, the last. An adapter may change the state of its own layer.
+    # Recurrent layers share the last group. An adapter may change its own layer's state.
     has_own_state = any(each.index >= adapter.first_layer for each in spec.recurrent)
     return frozenset(changed | {len(spec.groups)} if has_own_state else changed)

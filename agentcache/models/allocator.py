@@ -21,11 +21,10 @@ def keep_freed_memory() -> None:
 
     Linux with glibc only, where the default slows CPU steps and CUDA uploads.
 
-    All later threads share one arena: free memory at the end of other arenas cannot be returned (`agentcache.malloc`),
-    and each thread that reads a large request would keep as much. So call this before starting threads.
-
-    Existing threads have arenas of their own, which later threads may share. These consist of 64 MB heaps, which are
-    returned despite the threshold unless the pad is as large.
+    Call it before starting threads. All later threads share one arena: free memory at the end of other arenas cannot be
+    returned (`agentcache.malloc`), and each thread that reads a large request would keep as much. Existing threads have
+    arenas of their own, which later threads may share: 64 MB heaps, returned despite the threshold unless the pad is as
+    large.
     """
     if sys.platform != "linux":
         return

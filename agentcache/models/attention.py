@@ -1,7 +1,7 @@
 """Attention over the paged Q4 cache.
 
-It reads quantised values only, also within the chunk being prefilled, so cold, warm and hot prompts read the same.
-(Chunk borders change the last bit of a float, which may round a 4-bit value differently.)
+It reads quantised values only, also within the prefilled chunk, so cold, warm and hot prompts read the same. (Chunk
+borders change a float's last bit, which may round a 4-bit value differently.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agentcache.kv.step_plan import Reads
 from agentcache.models import fused
 from agentcache.models.packed_product import packed_product
 
-# Up to this many query tokens, products with packed data are faster than unpacking (CPU and GPU).
+# Up to this many query tokens, packed products are faster than unpacking (CPU and GPU).
 MAX_PACKED_QUERIES = 8
 
 
@@ -31,7 +31,7 @@ class AttentionOptions(NamedTuple):
     Args:
         scale: factor on q·k.
         softcap: cap c of scores, as c * tanh(scores / c); None for none.
-        sinks: float [H_q], one more logit per head, with probability but no value; None for none.
+            sinks: float [H_q], one more logit per head, with probability but no value; None for none.
     """
 
     scale: float
@@ -40,7 +40,7 @@ class AttentionOptions(NamedTuple):
 
 
 def reads_packed(num_tokens: int, batch_size: int, softcap: float | None = None) -> bool:
-    """Whether a step reads packed blocks; else they are unpacked first."""
+    """Whether a step reads packed blocks, not unpacked ones."""
     return num_tokens <= MAX_PACKED_QUERIES or batch_size > 1 or softcap is not None
 
 
@@ -59,9 +59,9 @@ def paged_attention(queries: mx.array, kv: PagedKV, options: AttentionOptions) -
 
 
 def attention_by_operations(queries: mx.array, kv: PagedKV, options: AttentionOptions) -> mx.array:
-    """`paged_attention` without decode kernels: the specification of every kernel.
+    """`paged_attention` without kernels: the specification of every kernel.
 
-    Few queries multiply with packed blocks; many read one layer's unpacked blocks by flash attention.
+    Few queries multiply with packed blocks; many read unpacked blocks by flash attention.
     """
     keys, values, reads = kv.arena.keys, kv.arena.values, kv.reads
     assert values is not None  # MLA reads its latent itself
@@ -79,7 +79,7 @@ def attention_by_operations(queries: mx.array, kv: PagedKV, options: AttentionOp
 def flash_attention(
     queries: mx.array, keys: mx.array, values: mx.array, reads: Reads, options: AttentionOptions
 ) -> mx.array:
-    """Attention of one row's queries [1, H_q, n, D] over unpacked keys and values [1, H_kv, T, D]."""
+    """Attention of one row's queries [1, H_q, n, D] over keys and values [1, H_kv, T, D]."""
     mask: str | mx.array = "causal" if reads.window is None else reads.mask[:, None, :, : keys.shape[2]]
     sinks = None if options.sinks is None else options.sinks.astype(queries.dtype)
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=options.scale, mask=mask, sinks=sinks)
@@ -112,16 +112,15 @@ def packed_attention(
 ) -> mx.array:
     """Attention on packed blocks; returns [B, H_q, n, D_v] in the queries' type.
 
-    Each row reads its own blocks only: scores are computed by block, the softmax is merged over a row's blocks (as in
-    flash-decoding). Query heads of a kv head are rows of one product, so a block is read once. float32, because float16
-    scores would be off by a percent.
+    Scores are computed by block; the softmax is merged over a row's blocks (as in flash-decoding). Query heads of a kv
+    head are rows of one product, so a block is read once. float32: float16 scores would be off by a percent.
 
     Args:
         queries: [B, H_q, n, D_k].
         keys, values: [num_blocks, H_kv, 256, ·].
         arena: layer whose packing they have; without values, both have that of its keys.
-        added: function from weights [num_blocks, H_kv, repeats, n, 256] to an addition to the rows' sums of values, [B,
-            H_kv, repeats * n, D_v].
+        added: addition to the rows' sums of values, [B, H_kv, repeats * n, D_v], from weights [num_blocks, H_kv,
+            repeats, n, 256].
     """
     batch, num_heads, num_tokens, _ = queries.shape
     kv_heads = keys.data.shape[1]
@@ -142,7 +141,7 @@ def packed_attention(
 
 
 def _softmax(scores: mx.array, reads: Reads, options: AttentionOptions) -> tuple[mx.array, mx.array]:
-    """Weights [num_blocks, H_kv, repeats, n, 256] of float32 scores; sums by row, [B, H_kv, repeats, n, 1]."""
+    """Weights [num_blocks, H_kv, repeats, n, 256]; sums by row, [B, H_kv, repeats, n, 1]."""
     if options.softcap is not None:
         scores = options.softcap * mx.tanh(scores / options.softcap)
     scores = scores + reads.block_bias
@@ -157,6 +156,6 @@ def _softmax(scores: mx.array, reads: Reads, options: AttentionOptions) -> tuple
 
 
 def activation_dtype(linear: nn.Module) -> mx.Dtype:
-    """Type of a linear module's float parameters, in which it computes."""
+    """Type in which a linear module computes."""
     dtype = linear.scales.dtype if "scales" in linear else linear.weight.dtype
     return dtype if mx.issubdtype(dtype, mx.floating) else mx.bfloat16  # mxfp4's scales are uint8

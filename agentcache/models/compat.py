@@ -1,7 +1,7 @@
 """Undocumented interfaces of mlx-lm: only `load`, `generate` and their like are documented.
 
-No other module imports mlx-lm's modules. `READ` has the version whose source was read; pyproject.toml bounds it below
-the next minor version, and `tests/models/test_compat.py` names what a version has changed.
+No other module imports mlx-lm's modules. `READ` is the version whose source was read; pyproject.toml bounds it below
+the next minor version; `tests/models/test_compat.py` shows what a version has changed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 READ = {"mlx-lm": "0.32.2"}
 __all__ = [
-    # Model folders. `load_model` does not fetch, and reads weights lazily; `mlx_lm.load` does neither.
+    # Model folders. `load_model` does not fetch, and reads weights lazily, unlike `mlx_lm.load`.
     "MODEL_REMAPPING", "load_model", "load_tokenizer", "TokenizerWrapper",
     # Caches: which ones a model makes says what it keeps; recurrent layers run on `ArraysCache` itself.
     "ArraysCache", "CacheList", "KVCache", "RotatingKVCache", "make_prompt_cache", "create_causal_mask",
@@ -35,15 +35,15 @@ _NAME, _BASE = scaled_dot_product_attention.__name__, scaled_dot_product_attenti
 
 
 def download(hub_id: str) -> Path:
-    """Return the folder of a Hugging Face model, fetched once. It has the files that mlx-lm reads."""
+    """Return the folder of a Hugging Face model, with the files that mlx-lm reads; fetched once."""
     return Path(_download(hub_id))
 
 
 def replace_attention(model: nn.Module, attention: Callable[..., Any]) -> None:
-    """Replace mlx-lm's attention by `attention` in the files of `model`'s modules, each of which has imported the name.
+    """Replace mlx-lm's attention in the files of `model`'s modules, each of which has imported the name.
 
-    Setting a module's attribute is atomic, and `attention` does for arrays what the original does: threads that run
-    another model see no difference.
+    Threads that run another model see no difference: setting an attribute is atomic, and `attention` must treat arrays
+    as the original does.
     """
     for file in _files(model):
         if getattr(file, _NAME, None) is scaled_dot_product_attention:
@@ -56,13 +56,13 @@ def _files(model: nn.Module) -> list[ModuleType]:
 
 
 def renders_by_code(wrapper: TokenizerWrapper) -> bool:
-    """Whether the chat template is Python code of mlx-lm or transformers instead of data of the model's folder."""
+    """Whether the chat template is Python code of mlx-lm or transformers, not data of the model's folder."""
     method = type(wrapper._tokenizer).apply_chat_template
     return wrapper._chat_template is not None or method is not PreTrainedTokenizerBase.apply_chat_template
 
 
 def template_data(wrapper: TokenizerWrapper) -> Any:
-    """Return transformers' chat template: a text, texts by name, or None."""
+    """transformers' chat template: a text, texts by name, or None."""
     return wrapper._tokenizer.chat_template
 
 
@@ -73,6 +73,6 @@ def set_template(wrapper: TokenizerWrapper, template: str | Mapping[str, str]) -
 
 
 def tool_format(wrapper: TokenizerWrapper) -> str | None:
-    """Return mlx-lm's name of the tool-call format that it infers from the template: its parser's module."""
+    """mlx-lm's name of the tool-call format inferred from the template: its parser's module."""
     parser = getattr(wrapper, "tool_parser", None)
     return None if parser is None else parser.__module__.rpartition(".")[2]

@@ -26,12 +26,12 @@ _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.
 
 @dataclass(frozen=True)
 class Decoder:
-    """Identity of a decoder, used like an adapter that changes every layer. Its weights may be loaded and dropped.
+    """Identity of a decoder, used like an adapter of every layer. Its weights may be loaded and dropped.
 
     Args:
-        digest: digest of config and weights, 32 hex digits.
+        digest: of config and weights, 32 hex digits.
         nbytes: bytes of the weight files.
-        files: `file_identity` of its files when the digest was taken.
+        files: `file_identity` of each file when the digest was taken.
     """
 
     digest: str
@@ -59,7 +59,6 @@ class DecoderWeights:
 
 
 def is_decoder_folder(folder: Path) -> bool:
-    """Whether a folder has a whole model, not an adapter."""
     return (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file()
 
 
@@ -86,7 +85,7 @@ def read_decoder(folder: Path, base: Path, memo: Path | None = None) -> Decoder:
 
 
 def read_decoder_again(decoder: Decoder, base: Path, memo: Path | None = None) -> Decoder:
-    """Read a decoder whose weights were dropped; raises UnsupportedAdapter if the folder has changed."""
+    """Read a dropped decoder again; raises UnsupportedAdapter if the folder has changed."""
     again = read_decoder(decoder.path, base, memo)
     if again.digest != decoder.digest:
         raise UnsupportedAdapter(f"the model in {decoder.path} has changed since it was loaded; load it anew")
@@ -131,13 +130,13 @@ def _check_vocabulary(folder: Path, base: Path) -> None:
 
 
 def load_decoder(decoder: Decoder, base: LoadedModel) -> Iterator[DecoderWeights | None]:
-    """Put a decoder on the device, in pieces, on the thread that loaded `base` and computes steps between pieces.
+    """Put a decoder on the device, in pieces, on the thread that loaded `base`; steps may run between pieces.
 
     Yields:
-        None after each layer read and each piece of the proof (`Proof.pieces`); at last the decoder.
+        None after each layer and each piece of `Proof.pieces`; at last the decoder.
 
     Raises:
-        UnsupportedAdapter: it caches something else than base, or its files have changed.
+        UnsupportedAdapter: other caches than base's, or changed files.
     """
     try:
         model, config = load_model(decoder.path, lazy=True)

@@ -1,4 +1,4 @@
-"""Memory of MLX's device, and MLX's memory limits while an engine runs."""
+"""Memory of MLX's device, and MLX's limits while an engine runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ _LEAST_CACHE_LIMIT = 256 << 20
 
 
 def device_memory() -> DeviceMemory:
-    """Memory of the default device."""
     total = SystemMemory().total()
     if mx.default_device() != mx.gpu:
         return DeviceMemory(total)
@@ -33,7 +32,7 @@ def device_memory() -> DeviceMemory:
 
 @dataclass(frozen=True)
 class Setter:
-    """Setter of one of MLX's limits; it returns the previous limit."""
+    """One of MLX's limits; `set` returns the previous limit."""
 
     name: str
     set: Callable[[int], int]
@@ -48,9 +47,9 @@ def wanted_limits(plan: MemoryPlan, device_type: Any = None) -> list[tuple[Sette
     """MLX's limits for the default device.
 
     - Memory: above it, evaluation waits for work in flight instead of running ahead.
-    - Cache of freed buffers: MLX's default on a GPU equals the memory limit, out of reach of other programs. Here it
-      holds a step's temporaries; on CUDA, where allocation is slow, at least an eighth of the limit. None on a CPU,
-      where malloc reuses recent memory better.
+    - Cache of freed buffers: a step's temporaries. MLX's default on a GPU, the memory limit, starves other programs.
+      On CUDA, where allocation is slow, at least an eighth of the limit; none on a CPU, where malloc reuses recent
+      memory better.
     - Wired memory: Metal only.
     """
     on_gpu = (device_type or mx.default_device()) == mx.gpu

@@ -1,11 +1,11 @@
 """Measure how far base's KV is from what residual rows would have cached themselves.
 
-The step compares base's weights times the row's own input with base's cached value. The difference includes the cache's
-rounding, whose energy is measured when base's blocks are written, and subtracted:
+A step compares base's weights times the row's own input with base's cached value. The cache's rounding, whose energy is
+measured when base's blocks are written, is subtracted:
 
     divergence² = (|own - cached|² - |base - cached|²) / |own|²
 
-over all tokens and layers, as the mean of keys' and values'. It is computed only if a server allows approximations.
+over all tokens and layers, as the mean of keys' and values'. Only for servers that allow approximations.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Divergence:
 
     @classmethod
     def of(cls, sums: np.ndarray, num_tokens: int) -> Divergence | None:
-        """From sums over tokens: difference and own energy of keys, then of values. None without tokens."""
+        """From sums over tokens: difference and own energy of keys, then of values."""
         if not num_tokens:
             return None
         keys, own_keys, values, own_values = sums
@@ -47,7 +47,7 @@ class Divergence:
 
 
 class StepMeasures:
-    """Measurements of one step, layer by layer.
+    """Measurements of one step.
 
     Args:
         energies: rounding energy of base's keys and values per token, by cache group.
@@ -69,7 +69,7 @@ class StepMeasures:
         """Note residual rows' keys [R, H_kv, n, D_k] and values, made by base's weights from their own input.
 
         Args:
-            reads: each row's reads of base's blocks, which are already written.
+            reads: each row's reads of base's blocks, already written.
         """
         if group not in self._places:
             self._places[group] = _places(reads)
@@ -92,7 +92,7 @@ class StepMeasures:
         for group, layers in self._own.items():
             numbers, (ids, offsets) = sum(layers[1:], layers[0]), self._places[group]
             rounding = self._energies[group].tokens.array[ids, offsets].reshape(*numbers.shape[:2], 2)
-            # Base's blocks may be older than measurements. Then the row's own, nearly equal rounding stands in.
+            # Blocks older than measurements have none: the row's own, nearly equal rounding stands in.
             rounding = mx.where(mx.isnan(rounding), numbers[..., 2::3], rounding)
             keys, values = rounding[..., 0], rounding[..., 1]
             of_group = mx.stack(
@@ -107,13 +107,12 @@ def _energy(x: mx.array) -> mx.array:
 
 
 def _rounding(side: SideArena, x: mx.array) -> mx.array:
-    """Rounding energy of x [B, H, n, D], [B, n]."""
     rounded = dequantise(quantise(x, side.quantisation), side.quantisation, mx.float32)
     return _energy(rounded - x.astype(mx.float32))
 
 
 def _places(reads: Sequence[Reads]) -> tuple[mx.array, mx.array]:
-    """Slots of the step's tokens, and places within them, row after row."""
+    """Slots of the step's tokens, and places in them, row after row."""
     ids, offsets = list[int](), list[int]()
     for each in reads:
         (row,) = each.rows

@@ -1,7 +1,7 @@
 """Products with experts' weights, without MLX's faulty product for sorted rows.
 
-mlx-lm sorts many rows by expert and tells MLX (`switch_layers.SwitchGLU`), which multiplies each expert's rows at once.
-On CUDA that is sometimes wrong for unquantised weights (MLX 0.32.4, `grouped_gemm_unaligned.cu`).
+mlx-lm sorts many rows by expert, and MLX multiplies each expert's rows at once (`switch_layers.SwitchGLU`). On CUDA
+that is sometimes wrong for unquantised weights (MLX 0.32.4, `grouped_gemm_unaligned.cu`).
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ from agentcache.models.compat import SwitchLinear
 
 
 class UnsortedSwitchLinear(SwitchLinear):  # type: ignore[misc]
-    """Experts that multiply row by row in any order: right, but slow on long prompts."""
+    """Experts that multiply row by row: right, but slow on long prompts."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        """As `SwitchLinear`: x [..., 1, D] times the weights of experts `indices` [...]."""
         return super().__call__(x, indices)
 
 
 def distrust_sorted_rows(model: nn.Module) -> None:
-    """On CUDA, make a model's unquantised experts `UnsortedSwitchLinear`."""
     if device() != "cuda":
         return
     for module in model.modules():

@@ -1,20 +1,19 @@
-"""Identity of models: which models are the same, and what is part of their block keys. Never a name or a path.
+"""Identity of models, from content, never from a name or a path.
 
-A model folder has two digests. The **identity** decides which agents belong to the model. It names the model in a new
-cache folder, and so is part of the root of every chain of blocks. The **source digest** (`source_digest`) is part of
-the cache spec: if sources change, agents stay and their blocks are computed again.
+A model folder has two digests. The **identity** decides which agents belong to the model; it names the model in a new
+cache folder and is part of the root of every chain of blocks. The **source digest** (`source_digest`) is part of the
+cache spec: if sources change, agents stay and their blocks are computed again.
 
 ====================================  ========  ====================================================================
 input                                 part of   why
 ====================================  ========  ====================================================================
 weights (`model*.safetensors`)        identity  decide every byte
-`config.json`                         identity  shapes and numbers of the computation; all fields but `HARMLESS`:
-                                                unknown fields may decide bytes
+`config.json`                         identity  all fields but `HARMLESS`: unknown fields may decide bytes
 quantisation (`config.json`,          identity  how weights are read
 `hf_quant_config.json`)
 `generation_config.json`              no        how tokens are chosen, not how they are cached
-tokens (`token_rules`): vocabulary,   identity  an agent's text and ids are kept together: with another rule the
-merges, normaliser, pre-tokeniser,              same text has other ids, and warm answers would differ from cold ones
+tokens (`token_rules`): vocabulary,   identity  text and ids are kept together: with another rule the same text has
+merges, normaliser, pre-tokeniser,              other ids, and warm answers would differ from cold ones
 added tokens, decoder
 chat template                         no        makes text only: prompts match by text, then by tokens
 post-processor, padding, truncation,  no        in the prompt's text, or never applied
@@ -26,9 +25,8 @@ driver, our kernels and attention               kernels' self-test compare them 
 our formats, chains and quantisation  root      `FORMAT_VERSION` and the cache spec
 ====================================  ========  ====================================================================
 
-Adapters have `Adapter.digest`: matrices, modules and effective scale. A decoder with its own weights keeps
-`first_fingerprint`, which named every model before identities existed; cache folders keep such names
-(`store/model_names.py`).
+Adapters have `Adapter.digest`. A decoder with its own weights keeps `first_fingerprint`, which named every model before
+identities existed; cache folders keep such names (`store/model_names.py`).
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ from agentcache.models.text.token_rules import token_rules, tokenizer_files
 _CHUNK_BYTES = 4 << 20
 _CONFIGS = ("config.json", "hf_quant_config.json")
 
-# No file of mlx-lm reads these (a test checks it). Any change to this set renames models that have the field.
+# No file of mlx-lm reads these (tested). Any change renames models that have the field.
 HARMLESS = frozenset(
     {
         "_name_or_path",
@@ -71,10 +69,10 @@ _PARTS = ("text_config", "vision_config", "audio_config")  # of config.json, wit
 
 @dataclass(frozen=True)
 class ModelFingerprints:
-    """Content-based names of a model, 32 hex digits each.
+    """Names of a model, 32 hex digits each.
 
     Args:
-        first: names in older cache folders (format version 2): its own first, then those of other local revisions.
+        first: names in older cache folders (format version 2): its own, then those of other local revisions.
     """
 
     identity: str
@@ -85,7 +83,7 @@ def model_fingerprints(folder: Path, memo: Path | None = None) -> ModelFingerpri
     """Names of the model in a folder.
 
     Args:
-        memo: JSON file of large files' digests by size, times and inode, so that a restart need not read gigabytes.
+        memo: JSON file of large files' digests by `file_identity`: a restart need not read gigabytes.
     """
     known = Memo(memo)
     identity, first = _both_names(folder, known)
@@ -117,10 +115,9 @@ def _other_revisions(folder: Path) -> list[Path]:
 def first_fingerprint(folder: Path, memo: Path | None = None, *, tokenizer: bool = True) -> str:
     """Older name of a model, still that of a decoder with its own weights. Must never change.
 
-    It covers every field of the configs, and the chat template.
+    Covers every field of the configs, and the chat template.
 
     Args:
-        memo: as in `model_fingerprints`.
         tokenizer: False for a decoder, whose tokenizer is base's.
     """
     known = Memo(memo)

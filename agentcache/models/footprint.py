@@ -1,6 +1,6 @@
-"""Memory that a step needs beside weights and cache, and memory that is available.
+"""Memory that a step needs beside weights and cache, and available memory.
 
-On a Mac, a command buffer that runs out of memory ends the process: a step that would not fit must not start.
+On a Mac, a command buffer without enough memory ends the process: such a step must not start.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from agentcache.models.survey import text_config
 from agentcache.system_memory import SystemMemory, free_heap
 
 _FLOAT = 4  # bytes; half precision takes less
-# Copies alive at a time, on the CPU back end, which computes up to ten operations behind its allocations.
+# Copies alive at a time, on the CPU back end, which runs up to ten operations behind its allocations.
 _HIDDEN_COPIES = 8  # hidden state: residual, norm, projections
 _QUERY_COPIES = 4  # queries: projected, normed, rotated, attended
 _INNER_COPIES = 4  # feed-forward: gate, its sigmoid, up, product
@@ -39,18 +39,18 @@ _LOGIT_COPIES = 3  # as given, in float32, normalised
 _UNPACKED_COPIES = 3  # keys and values: packed, dequantised, contiguous
 _FLASH_SCORES = 1.25  # softmax overwrites the scores
 _FLASH_SCORES_WITH_SINKS = 3.25  # the sink's logit is added beside them, then removed
-# A piece of a residual row: keys and values (packed, unpacked, residual, rotated, contiguous); scores.
+# For a piece of a residual row: keys and values (packed, unpacked, residual, rotated, contiguous); scores.
 _REBUILT_COPIES, _REBUILT_SCORES = 10, 8
 _HAVE_SINKS = ("gpt_oss", "mimo_v2_flash")
-# mlx-lm's files of recurrent layers, by how they compute a chunk.
+# mlx-lm's recurrent layers, by how they compute a chunk.
 SSD_FILES = frozenset({"falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "plamo2"})
 GATED_DELTA_FILES = frozenset(
     {"bailing_moe_v3", "kimi_k3", "kimi_linear", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next"}
 )
 _SSD_TOKENS = 256  # tokens per attention block
 _SSD_COPIES, _SSD_COPIES_KEPT = 6.5, 2.5  # of the current block's scores, and of every block's
-_STATES_A_TOKEN = 1.3  # token by token: each output keeps its state alive
-_STATES_LAID_OUT = {"jamba": 16}  # all inputs materialise before the first token
+_STATES_A_TOKEN = 1.3  # one by one: each output keeps its state alive
+_STATES_LAID_OUT = {"jamba": 16}  # all inputs exist before the first token
 _CHANNEL_COPIES = 8  # projected, before and after the convolution, gated
 _LEAST_TEMPORARIES = 64 << 20
 _SMALL_ARRAYS = 16 << 10  # positions, tables, scalars
@@ -113,7 +113,7 @@ class Footprint:
 
         Args:
             contexts: tokens of each plain row before the step.
-            residual: tokens of each further row, with residual KV.
+            residual: the same for rows with residual KV.
         """
         rows = len(contexts) + len(residual)
         queries = self.spec.num_attention_heads * self.query_dim
@@ -137,7 +137,7 @@ class Footprint:
         return activations + logits + states + reads + scans + _SMALL_ARRAYS
 
     def _scan_bytes(self, scan: _Scan, num_tokens: int) -> int:
-        """Bytes of a recurrent layer for one row, without the states before and after."""
+        """Bytes of a recurrent layer for one row, beside the states before and after."""
         model = MODEL_REMAPPING.get(self.spec.model_type, self.spec.model_type)
         channels = _CHANNEL_COPIES * num_tokens * scan.width * _FLOAT
         if model in SSD_FILES:
@@ -155,7 +155,6 @@ class Footprint:
 
     @cached_property
     def _kinds(self) -> set[_LayerKind]:
-        """Distinct layers, regardless of depth."""
         return {
             _LayerKind.of(layer, group.packing)
             for group in self.spec.groups
@@ -164,28 +163,28 @@ class Footprint:
         }
 
     def _packed_bytes(self, kind: _LayerKind, contexts: Sequence[int], num_tokens: int) -> int:
-        """Attention on gathered blocks. Keys are gathered while the previous values are still being read."""
+        """Attention on gathered blocks. Keys are gathered while the last values are still read."""
         blocks = kind.num_blocks(contexts, num_tokens)
         num_blocks, padded = sum(blocks), len(blocks) * max(blocks) if len(blocks) > 1 else 0
         keys, values = num_blocks * kind.key_bytes, num_blocks * kind.value_bytes
         queries = self.spec.num_attention_heads * num_tokens * _FLOAT
         scores = num_blocks * BLOCK_SIZE * queries
-        # Each block has a copy of its row's queries, and its own sums, sorted before they are added up.
+        # Each block has a copy of its row's queries, and own sums, sorted before they are added up.
         sums = queries * (num_blocks * (kind.key_dim + kind.value_dim) + 2 * padded * kind.value_dim)
-        mask = num_blocks * BLOCK_SIZE * num_tokens * (1 + _FLOAT)  # and the float array that is added to scores
-        # A GPU frees a command buffer's memory at its end, and several are in flight. Not measured.
+        mask = num_blocks * BLOCK_SIZE * num_tokens * (1 + _FLOAT)  # and the float array added to scores
+        # A GPU frees memory at a command buffer's end, and several are in flight. Not measured.
         ahead = 2 * (keys + values) if self.fused else keys
         by_operations = keys + values + mask + max(ahead + 2 * scores, 3 * scores + sums)
         return max(by_operations, self._latent_bytes(kind, len(contexts) * num_tokens))
 
     def _latent_bytes(self, kind: _LayerKind, num_queries: int) -> int:
-        """Partial sums of the latent kernel. They exceed MLX's temporaries if the context is short."""
+        """Partial sums of the latent kernel, which exceed MLX's temporaries for short contexts."""
         if not self.fused or not kind.is_latent:
             return 0
         return partial_bytes(num_queries, self.spec.num_attention_heads, kind.key_dim, THREADGROUPS)
 
     def _rebuilt_bytes(self, kind: _LayerKind, context: int, num_tokens: int) -> int:
-        """Attention of residual rows one by one, a piece of blocks at a time."""
+        """Attention of residual rows, a piece of blocks at a time."""
         heads = self.spec.num_attention_heads
         (num_blocks,) = kind.num_blocks([context], num_tokens)
         piece = piece_blocks(num_blocks, heads * num_tokens) * BLOCK_SIZE
@@ -195,26 +194,22 @@ class Footprint:
         return values * _FLOAT + mask
 
     def _summed_bytes(self, num_rows: int, num_tokens: int) -> int:
-        """Kernels' partial sums for residual rows, which are all assumed to have a kernel."""
+        """Kernels' partial sums for residual rows, assuming that all have a kernel."""
         if not self.fused or num_tokens > MAX_QUERIES:
             return 0
         width = max(kind.value_dim for kind in self._kinds) + MAX_RANK + 2
         return num_rows * self.spec.num_attention_heads * num_tokens * MAX_SPLITS * width * _FLOAT
 
     def _added_bytes(self, kind: _LayerKind, contexts: Sequence[int], num_tokens: int) -> int:
-        """Attention on a CPU of rows with value residuals only (`models/value_residuals.py`).
-
-        A few tokens run for all rows together, a chunk row by row.
-        """
+        """Attention on a CPU of rows with value residuals only (`models/value_residuals.py`)."""
         if self.fused:
             return 0
         if num_tokens <= MAX_PACKED_QUERIES:
             return self._packed_bytes(kind, contexts, num_tokens)
-        keys = max(kind.num_blocks(contexts, num_tokens)) * BLOCK_SIZE
+        keys = max(kind.num_blocks(contexts, num_tokens)) * BLOCK_SIZE  # chunks run row by row
         return self._unpacked_bytes(kind, [max(contexts)], num_tokens) + 2 * keys * kind.cached_dim * _FLOAT
 
     def _unpacked_bytes(self, kind: _LayerKind, contexts: Sequence[int], num_tokens: int) -> int:
-        """Attention of one row on unpacked keys and values."""
         keys = sum(kind.num_blocks(contexts, num_tokens)) * BLOCK_SIZE
         unpacked = keys * (self.unpacked_dim + kind.cached_dim) * _UNPACKED_COPIES * _FLOAT
         scores = self.spec.num_attention_heads * num_tokens * keys * _FLOAT
@@ -232,9 +227,9 @@ class Footprint:
 def has_flash_kernel(device: str, key_dim: int, value_dim: int, is_half: bool) -> bool:
     """Whether MLX computes a chunk's attention without all scores in memory.
 
-    As `use_fallback` in `mlx/backend/{metal,cuda}/scaled_dot_product_attention.cpp` (0.32).
+    See `use_fallback` in `mlx/backend/{metal,cuda}/scaled_dot_product_attention.cpp` (0.32).
     """
-    if device == "metal":  # it also has kernels for 192 and 256, and takes the faster way
+    if device == "metal":  # it has kernels for 192 and 256, but takes the faster way
         return key_dim == value_dim and key_dim in (64, 72, 80, 96, 128)
     # cuDNN, from Ampere on.
     is_recent = device == "cuda" and mx.device_info().get("compute_capability_major", 8) >= 8
@@ -242,7 +237,6 @@ def has_flash_kernel(device: str, key_dim: int, value_dim: int, is_half: bool) -
 
 
 def _first_int(sizes: dict[str, Any], *names: str, default: int) -> int:
-    """First of several config fields, with a generous default."""
     return next((size for name in names if (size := _int(sizes.get(name)))), default)
 
 
@@ -252,7 +246,7 @@ def _int(value: Any) -> int:
 
 @dataclass(frozen=True)
 class _LayerKind:
-    """Sizes of a layer's cache as steps read it.
+    """Sizes of a layer's cache.
 
     Args:
         key_bytes, value_bytes: bytes of a gathered block.
@@ -280,7 +274,6 @@ class _LayerKind:
         )
 
     def num_blocks(self, contexts: Sequence[int], num_tokens: int) -> list[int]:
-        """Blocks that a step reads, by row."""
         ends = [-(-(context + num_tokens) // BLOCK_SIZE) for context in contexts]
         if self.window is None:
             return ends
@@ -293,7 +286,7 @@ class _Scan:
     """Sizes of a recurrent layer's state.
 
     Args:
-        width: channels of the convolutions and the heads.
+        width: channels of convolutions and heads.
         state_bytes: bytes without the convolution's last tokens.
     """
 
@@ -303,7 +296,7 @@ class _Scan:
 
     @classmethod
     def of(cls, spec: RecurrentSpec) -> _Scan:
-        """From shapes: [tokens, channels] of a convolution; [heads, values, keys] or [channels, values] of a state."""
+        """From [tokens, channels] of a convolution; [heads, values, keys] or [channels, values] of a state."""
         shapes = [tensor.shape for tensor in spec.tensors if tensor is not None]
         states = [shape for shape in shapes if len(shape) > 2 or (len(shape) == 2 and shape[0] > shape[1])]
         matrices = [shape for shape in shapes if len(shape) == 3]
@@ -313,7 +306,7 @@ class _Scan:
 
 
 def _packed_size(dim: int, packing: Packing, *, transpose: bool) -> int:
-    """Bytes of a head in a gathered block, with unpacked values if no kernel of MLX multiplies packed ones.
+    """Bytes of a head in a gathered block, with unpacked values if MLX has no right kernel for packed ones.
 
     MLX's kernel is not tried if ours read this packing: CUDA takes long to compile it.
     """
@@ -326,17 +319,17 @@ def _packed_size(dim: int, packing: Packing, *, transpose: bool) -> int:
 
 
 def free_memory(limit: int | None = None) -> int:
-    """Bytes that a step can allocate: spare memory, and freed memory that malloc has kept.
+    """Bytes that a step can allocate, with memory that malloc has kept.
 
     Args:
-        limit: cap on all of MLX's allocations; the device's by default.
+        limit: cap on MLX's allocations; the device's by default.
     """
     spare = spare_memory(limit)
     return spare if mx.default_device() == mx.gpu else spare + free_heap()
 
 
 def spare_memory(limit: int | None = None) -> int:
-    """As `free_memory`, without freed memory that malloc has kept."""
+    """As `free_memory`, without memory that malloc has kept."""
     active = allocated_bytes()
     free = device_memory().usable - active if limit is None else limit - active
     if mx.default_device() == mx.gpu:
@@ -346,7 +339,7 @@ def spare_memory(limit: int | None = None) -> int:
 
 
 def least_temporaries(footprint: Footprint, num_tokens: int, max_context: int) -> int:
-    """Memory kept free for steps: a chunk, or eight decoding rows, behind 8K tokens."""
+    """Memory kept free for steps: a chunk, or eight decoding rows, after 8K tokens."""
     context = min(_USUAL_CONTEXT, max_context)
     chunk, decode = footprint.step_bytes([context], num_tokens), footprint.step_bytes([context] * _USUAL_ROWS, 1)
     return max(_LEAST_TEMPORARIES, chunk, decode)

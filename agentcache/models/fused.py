@@ -1,7 +1,7 @@
 """Run attention, packing and unpacking by kernels, or by MLX's operations as the reference.
 
 A kernel runs if the device compiles kernels, the head shape is supported, and a child process has verified it
-(`metal_kernels.self_test`, once per shape and machine: `kernel_memo`). A failed self-test logs one warning.
+(`metal_kernels.self_test`, once per shape and machine: `kernel_memo`). A failure logs one warning.
 `AGENTCACHE_KERNELS` is `on` (default), `off`, or `check`: compute both, count differences, use the reference's result.
 """
 
@@ -62,8 +62,6 @@ class Mode(StrEnum):
 
 @dataclass
 class Counts:
-    """Comparisons made in `check`, and differences found."""
-
     checked: int = 0
     different: int = 0
 
@@ -77,11 +75,7 @@ _one_trial = Lock()  # parallel child processes would all compile
 
 @cache
 def mode() -> Mode:
-    """Mode of the environment, read at the first call.
-
-    Raises:
-        ConfigError: unknown mode.
-    """
+    """Mode of the environment, read once. Raises ConfigError."""
     asked = os.environ.get(VARIABLE, Mode.ON)
     try:
         return Mode(asked)
@@ -91,7 +85,7 @@ def mode() -> Mode:
 
 @cache
 def why_none() -> str:
-    """Reason why this process uses no kernels, for any shape; empty if it may."""
+    """Why this process uses no kernels for any shape; empty if it may."""
     if mode() is Mode.OFF:
         return f"{VARIABLE}=off"
     return "this device compiles no kernels" if device() == NO_DEVICE else ""
@@ -102,7 +96,7 @@ def read_by_kernels(packing: Packing) -> bool:
 
 
 class Attended(NamedTuple):
-    """Key of launch data that equal layers of a group share; see `Reads.prepared`."""
+    """Key of launch data shared by equal layers of a group; see `Reads.prepared`."""
 
     shape: HeadShape
     scale: float
@@ -124,11 +118,7 @@ def attention(
     sinks: mx.array | None,
     reference: Callable[[], mx.array],
 ) -> mx.array:
-    """Attention of `queries` [B, H_q, n, D] over the rows of `kv`, by kernels if usable.
-
-    Args:
-        reference: the same computation by MLX's operations.
-    """
+    """Attention of `queries` [B, H_q, n, D] over the rows of `kv`, by kernels if usable, else by `reference`."""
     keys, values = kv.arena.keys, kv.arena.values
     if queries.shape[2] > MAX_QUERIES or values is None or not is_pair(kv.arena):
         return reference()
@@ -146,7 +136,7 @@ def attention(
 def unpacked(
     side: SideArena, reads: Reads, queries_per_head: int, dtype: mx.Dtype, reference: Callable[[], mx.array]
 ) -> mx.array:
-    """Unpack a single row's keys or values to [1, H_kv, T, D], T up to the end of the step."""
+    """Unpack one row's keys or values to [1, H_kv, T, D], T up to the end of the step."""
     if not usable(shape_of(side, side.num_heads * queries_per_head, dtype)).right:
         return reference()
     made = unpack(_packed(side), row_ids(reads), reads.num_keys, dtype, side.written)
@@ -154,7 +144,7 @@ def unpacked(
 
 
 def row_ids(reads: Reads) -> mx.array:
-    """Slots that a single row reads, int32 [n]."""
+    """Slots that one row reads, int32 [n]."""
     if "ids" not in reads.prepared:
         [row] = reads.rows
         reads.prepared["ids"] = on_device(mx.array(row.block_ids, mx.int32))
@@ -163,7 +153,7 @@ def row_ids(reads: Reads) -> mx.array:
 
 
 def writer(num_heads: int, ranks: Mapping[LayerSpec, int] = MappingProxyType({})) -> Put:
-    """Function that writes a step's KV: by kernels if usable, else by MLX's operations.
+    """Writer of a step's KV, by kernels if usable.
 
     Args:
         ranks: latent rank of each layer that caches latents.
@@ -209,7 +199,7 @@ def _places(writes: Writes) -> Places:
 def _checked_pack(x: mx.array, quantisation: Packing) -> Packed:
     """Pack by MLX's operations, and compare the kernel's result.
 
-    Rounding ties go either way: each value must be right to about a step, the mean error close to MLX's.
+    Rounding ties go either way: each value must be right to a step, the mean error close to MLX's.
     """
     assert isinstance(quantisation, Quantisation)
     expected = quantise(x, quantisation)
@@ -239,7 +229,7 @@ def _head_shape(dim: int, kv_heads: int, queries_per_head: int, packing: Packing
 
 @cache
 def latent_shape(rank: int, dim: int, heads: int, packing: Packing, dtype: mx.Dtype) -> LatentShape:
-    """Shape of latents of `dim` cached values: `rank`, then the rope part."""
+    """Shape of latents of `dim` values: `rank`, then the rope part."""
     group_size = packing.group_size if isinstance(packing, Quantisation) else dim
     return LatentShape(rank, dim - rank, heads, group_size, dtype, packing.bits)
 
@@ -256,10 +246,10 @@ def layer_verdict(
     """Whether kernels compute this layer's attention.
 
     Args:
-        num_heads: query heads of the model.
+        num_heads: query heads.
         dtype: type of queries and keys.
         residuals: kind of the rows' residual KV.
-        latent_rank: rank of the cached latent; None for a layer of keys and values.
+        latent_rank: rank of the cached latent; None for keys and values.
     """
     if latent_rank is not None:
         return usable(latent_shape(latent_rank, layer.key_dim, num_heads, packing.keys, dtype))
@@ -280,7 +270,7 @@ def _why_no_pair(layer: LayerSpec) -> str:
 
 
 def usable(shape: HeadShape | LatentShape) -> Verdict:
-    """Whether kernels can be used for a shape. Its first call runs the self-test."""
+    """Whether kernels can be used for a shape; the first call runs the self-test."""
     if why := why_none() or (_unsupported_latents(shape) if isinstance(shape, LatentShape) else _unsupported(shape)):
         return Verdict(False, why)
     return _tried(shape, device())
@@ -312,7 +302,7 @@ def _unsupported_latents(shape: LatentShape) -> str:
 
 
 def usable_by_now(shape: HeadShape) -> Verdict:
-    """As `usable`, but without blocking: a new shape is unusable until a thread has tested it."""
+    """As `usable`, without blocking: a new shape is unusable until a thread has tested it."""
     if why := why_none() or _unsupported(shape):
         return Verdict(False, why)
     if shape not in _by_now:
@@ -349,7 +339,6 @@ def _tried(shape: HeadShape | LatentShape, where: str) -> Verdict:
 
 @cache
 def _warn(text: str) -> None:
-    """Log a text only once."""
     log.warning(text)
 
 
@@ -368,7 +357,7 @@ def _packed(side: SideArena) -> PackedArrays:
 
 
 def checked(made: mx.array, expected: mx.array, what: str) -> mx.array:
-    """Return `expected`, and count whether `made` equals it within tolerance."""
+    """Return `expected`; count whether `made` equals it within tolerance."""
     counts.checked += 1
     difference = mx.abs(made.astype(mx.float32) - expected.astype(mx.float32)).max()
     limit = _TOLERANCE[expected.dtype] * mx.abs(expected.astype(mx.float32)).max()

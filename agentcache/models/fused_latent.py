@@ -1,7 +1,6 @@
 """Run latent attention (`models/mla.py`) by kernels, or by the reference; compare `fused`.
 
-Few queries read packed latents in place (`metal_kernels/latent_decode.py`). A chunk unpacks a row's latents
-(`metal_kernels/unpack.py`).
+Few queries read packed latents in place; a chunk unpacks a row's latents.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ class AttendedLatents(NamedTuple):
     rope_scale: float
 
     def prepare(self, reads: Reads) -> PreparedLatents | None:
-        """Launch data; None if kernels are not usable."""
         if not usable(self.shape).right:
             return None
         return prepare_latents(_plan(reads), self.shape, self.scale, self.rope_scale)
@@ -51,9 +49,9 @@ def attention(
 
     Args:
         q_latent: [B, H, n, rank].
-        q_rope: [B, H, n, rope], still to be multiplied with `rope_scale`.
-        dtype: type of the result and of the model.
-        reference: the same computation by MLX's operations.
+        q_rope: [B, H, n, rope], not yet multiplied with `rope_scale`.
+        dtype: type of the result and the model.
+        reference: the same by MLX's operations.
     """
     if q_latent.shape[2] > MAX_QUERIES:
         return reference()
@@ -72,11 +70,7 @@ def attention(
 def unpacked(
     side: SideArena, reads: Reads, rank: int, num_heads: int, dtype: mx.Dtype, reference: Callable[[], mx.array]
 ) -> mx.array:
-    """Unpack a single row's latents to [1, 1, T, rank + rope], T up to the end of the step.
-
-    Args:
-        num_heads: query heads.
-    """
+    """Unpack one row's latents to [1, 1, T, rank + rope], T up to the end of the step; `num_heads` are query heads."""
     shape = latent_shape(rank, side.dim, num_heads, side.quantisation, dtype)
     if shape.bits != PACKED_BITS or not usable(shape).right:
         return reference()
@@ -86,7 +80,6 @@ def unpacked(
 
 
 def _plan(reads: Reads) -> LatentPlan:
-    """Built once per step and group."""
     if "latents" not in reads.prepared:
         ids, bases, lengths = zip(*((tuple(row.block_ids), row.base, row.length) for row in reads.rows), strict=True)
         reads.prepared["latents"] = LatentPlan(StepRows(ids, bases, lengths, reads.num_tokens, reads.window))

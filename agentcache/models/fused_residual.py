@@ -1,7 +1,7 @@
 """Run attention of rows with residual KV by kernels, or by the reference.
 
-For few tokens, rows of one adapter run together, each over its own blocks. For a prompt's chunk, a row's blocks are
-unpacked with residuals for flash attention.
+For few tokens, rows of one adapter run together. For a chunk, a row's blocks are unpacked with residuals for flash
+attention.
 """
 
 from __future__ import annotations
@@ -28,18 +28,14 @@ def attention(
     options: AttentionOptions,
     reference: Callable[[], mx.array],
 ) -> mx.array:
-    """Attention of `queries` [B, H_q, n, D] over rows of one adapter: [rows, H_q, n, D], in their order.
-
-    Args:
-        reference: the same computation by MLX's operations.
-    """
+    """Attention of `queries` [B, H_q, n, D] over rows of one adapter: [rows, H_q, n, D], in their order."""
     first = rows[0]
     if fused.why_none() or not fused.is_pair(arena):
         return reference()
     is_chunk = queries.shape[2] > fused.MAX_QUERIES
     if is_chunk and options.softcap is not None:
         return reference()
-    # Prepared data is kept in the first row's reads, for all layers of a group.
+    # Kept in the first row's reads, for all layers of a group.
     shape = _shape_of(first, arena, queries.shape[1], queries.dtype)
     if shape is None:
         return reference()
@@ -65,7 +61,7 @@ def _shape_of(row: RowOverlay, arena: LayerArena, num_heads: int, dtype: mx.Dtyp
 
 
 def _kind(row: RowOverlay, arena: LayerArena) -> ResidualKind | None:
-    """None if no kernel can compute the adapter's residuals."""
+    """None if no kernel can compute the residuals."""
     value_rank = 0 if row.value_a is None else row.value_a.array.shape[2]
     if row.key_a is None:
         return ResidualKind(value_rank)
@@ -126,7 +122,6 @@ def _value_side(row: RowOverlay) -> LowRankSide | None:
 
 
 def _unpacked(queries: mx.array, side: SideArena, row: RowOverlay, added: LowRankSide | None) -> mx.array:
-    """A row's keys or values, [1, H_kv, T, D]."""
     if added is None:
         return unpack_for(queries, side, row.reads)
     data, scales, biases = side.arrays()
@@ -139,7 +134,6 @@ def _unpacked(queries: mx.array, side: SideArena, row: RowOverlay, added: LowRan
 
 
 def _end(rows: Sequence[RowOverlay]) -> int:
-    """End of the positions that the rows read."""
     return max(own.length for row in rows for own in row.reads.rows) + rows[0].reads.num_tokens
 
 

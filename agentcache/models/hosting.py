@@ -1,4 +1,4 @@
-"""Put a model on the paged cache: inspect its caches, adapt modules that use cached keys, and prove it."""
+"""Put a model on the paged cache: inspect its caches, adapt its modules, prove the result."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from agentcache.models.survey import Survey, survey
 
 @dataclass(frozen=True)
 class Hosted:
-    """Result for a model on the paged cache."""
-
     survey: Survey
     spec: CacheSpec
 
@@ -31,8 +29,6 @@ ChoosePrecision = Callable[[nn.Module, Survey], Precision]
 
 @dataclass(frozen=True)
 class Everywhere:
-    """The same bits in all layers."""
-
     bits: LayerBits = LayerBits()
 
     def __call__(self, model: nn.Module, survey: Survey) -> Precision:
@@ -76,7 +72,7 @@ def host_in_pieces(
     check: bool = True,
     choose: ChoosePrecision = IN_FOUR_BITS,
 ) -> Iterator[Hosted | None]:
-    """`host` as an iterator, for work between pieces: None after each, at last the result."""
+    """`host` in pieces: None after each, at last the result."""
     return _in_pieces(model, _adapted(model), model_type, config, check=check, choose=choose)
 
 

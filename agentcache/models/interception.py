@@ -1,7 +1,6 @@
-"""mlx-lm's attention on the paged cache: its modules are unchanged, the function that they call is replaced.
+"""mlx-lm's attention on the paged cache. Modules stay; the function that they call is replaced.
 
-`StepCache.update_and_fetch` returns handles, which modules pass to `attention`. It computes `paged_attention` for
-handles, the original for arrays.
+`StepCache.update_and_fetch` returns handles, which modules pass to `attention`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from agentcache.models.residual_attention import overlaid_attention
 
 
 def intercept(model: nn.Module) -> None:
-    """Replace mlx-lm's attention in the files of the model's modules."""
     replace_attention(model, attention)
 
 

@@ -1,4 +1,4 @@
-"""Memory of kernels that passed the self-test on this machine, so that later starts skip it.
+"""Kernels that passed the self-test on this machine: later starts skip it.
 
 The key has kernel text, MLX, device, driver and shape. Failures are tried again.
 """
@@ -20,32 +20,26 @@ _FOUND_RIGHT = "right"
 
 
 class KernelMemo:
-    """Known shapes; one per process.
-
-    Attributes:
-        found: shapes that passed, by digest.
-    """
+    """Shapes that passed, by digest in `found`; one per process."""
 
     def __init__(self) -> None:
         self.found: dict[str, str] = {}
         self._file: Path | None = None
 
     def knows(self, shape: object) -> bool:
-        """Whether kernels for this shape have passed, now or at an earlier start."""
+        """Whether this shape has passed, now or at an earlier start."""
         return _digest(shape) in self.found
 
     def note(self, shape: object) -> None:
-        """Note that they passed."""
         self.found[_digest(shape)] = _FOUND_RIGHT
         if self._file is not None:
             self.keep_in(self._file)
 
     def recall(self, file: Path) -> None:
-        """Load the results of an earlier start."""
         self.found |= read_memo(file)
 
     def keep_in(self, file: Path) -> None:
-        """Write results, now and as they come, for later starts; unchanged results are not written."""
+        """Write results, now and as they come; unchanged results are not written."""
         self._file = file
         before = read_memo(file)
         if not self.found.keys() <= before.keys():

@@ -1,4 +1,4 @@
-"""Kernel or reference, with the reason, for each kind of layer of a model; for the doctor.
+"""Kernel or reference, and why, for each kind of layer of a model; for the doctor.
 
 Runs in a child process, because a broken back end may crash. Reads no weights.
 """
@@ -64,10 +64,10 @@ class LayerKind:
 
 
 def layer_kinds(folder: Path, kv: str = "4") -> list[LayerKind]:
-    """Layer kinds of the model in a folder; `kv` is a key of `kv.precision.BITS`.
+    """Layer kinds of the model in a folder. Raises UnsupportedModel.
 
-    Raises:
-        UnsupportedModel: it cannot be served.
+    Args:
+        kv: key of `kv.precision.BITS`.
     """
     read = read_model(str(folder))
     seen = survey(read.model)
@@ -86,7 +86,6 @@ def _by(verdict: Verdict) -> str:
 def _layers(
     model: nn.Module, seen: Survey, config: dict[str, Any]
 ) -> Iterator[tuple[GroupKind, int | None, str, Verdict, str]]:
-    """Kind, window, heads, verdict and residuals' text of each caching layer."""
     spec = seen.spec(config["model_type"], config)
     kinds = {layer: describe_group(group).kind for group in spec.groups for layer in group.layers}
     modules = target_modules(model.layers, seen)

@@ -1,4 +1,4 @@
-"""A model's layers, and wrappers that replace them for a run or permanently."""
+"""A model's layers, and wrappers of them."""
 
 from __future__ import annotations
 
@@ -30,19 +30,14 @@ class Stand(nn.Module):
 
 
 def in_dim(linear: nn.Module) -> int:
-    """Input size of a linear module, whether its weight is packed or not."""
+    """Input size of a linear module, packed or not."""
     width = int(linear.weight.shape[-1])
     return width * 32 // linear.bits if "scales" in linear else width
 
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """A layer about to be computed.
-
-    Args:
-        function: function that computes it.
-        args, kwargs: its arguments; the input [B, n, hidden] comes first.
-    """
+    """A layer about to be computed: `function` of `args` and `kwargs`, the input [B, n, hidden] first."""
 
     layer: nn.Module
     function: Callable[..., Any]
@@ -54,7 +49,7 @@ class LayerCall:
         return self.args[0] if self.args else next(iter(self.kwargs.values()))
 
     def compute(self, x: mx.array | None = None) -> Any:
-        """Output of the layer, for another input if `x` is given."""
+        """Output of the layer, for input `x` if given."""
         if x is None:
             return self.function(*self.args, **self.kwargs)
         if self.args:
@@ -67,7 +62,7 @@ Hook = Callable[[LayerCall], Any]
 
 @functools.cache
 def _hooked(kind: Any) -> Any:
-    """Subclass of a layer's class that calls `_hook`. Models distinguish layers by class."""
+    """Subclass that calls `_hook`: models distinguish layers by class."""
 
     class Hooked(kind):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,6 @@
 """LoRA beside base's weights: rows of a batch use different adapters, or none, from different tokens on.
 
-An `AdaptedLinear` wraps each adapted module once and looks up adapters in the current step. Tokens without an adapter
-get the original's output bit for bit.
+An `AdaptedLinear` wraps each adapted module once. Tokens without an adapter get the original's output bit for bit.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from agentcache.models.residual_forms import ResidualForms, find_forms
 from agentcache.models.step import CurrentStep
 from agentcache.models.survey import Survey
 
-# MLX 0.32.4 on CUDA crashes on matrices whose rows are no multiple of this: it gathers from misaligned addresses
+# MLX 0.32.4 on CUDA gathers from misaligned addresses and crashes if matrices' rows are no multiple of this
 # (`gather_mm` checks the length of the sums only).
 _RANKS = 8
 
 
 @dataclass(frozen=True)
 class Stack:
-    """One module's matrices of several adapters, zero-padded to one rank: a [S, in, r], b [S, r, out]."""
+    """A module's matrices of several adapters, zero-padded to one rank: a [S, in, r], b [S, r, out]."""
 
     indices: Mapping[AdapterWeights, int]
     a: mx.array
@@ -46,7 +45,7 @@ class Stack:
 
 
 def can_stack(adapters: Collection[AdapterWeights]) -> bool:
-    """Whether the device can use stacks: MLX's CPU back end gathers float32 matrices only."""
+    """Whether the device can use stacks: MLX's CPU back end gathers float32 only."""
     if mx.default_device() != mx.cpu:
         return True
     pairs = (pair for weights in adapters for pair in weights.matrices.values())
@@ -54,7 +53,7 @@ def can_stack(adapters: Collection[AdapterWeights]) -> bool:
 
 
 def stacked_bytes(adapters: Collection[AdapterWeights]) -> int:
-    """Bytes of stacks, for modules that several of these act on."""
+    """Bytes of stacks, for modules shared by several of these."""
     counts = Counter(name for weights in adapters for name in weights.matrices)
     shared = [name for name, count in counts.items() if count > 1]
     return sum(_stack_bytes([each.matrices[name] for each in adapters if name in each.matrices]) for name in shared)
@@ -73,7 +72,6 @@ class Stacks:
     """Stacks of a set of adapters, for steps that use a subset; made by module on first use.
 
     Attributes:
-        adapters: the set.
         nbytes: bytes of all stacks, made or not.
         built: number of sets so far.
     """
@@ -106,7 +104,7 @@ class ModelAdapters:
     """Adapters of one model, and the wrappers of its modules.
 
     Attributes:
-        stacks: copies for steps that use several adapters; optional.
+        stacks: optional copies for steps with several adapters.
     """
 
     def __init__(self, model: nn.Module, survey: Survey, current: CurrentStep) -> None:
@@ -119,11 +117,11 @@ class ModelAdapters:
 
     @cached_property
     def residual_forms(self) -> ResidualForms:
-        """How the model makes keys and values, for residual KV. The first call runs the model on a few tokens."""
+        """How the model makes keys and values. The first call runs it on a few tokens."""
         return find_forms(self._model, self._survey, self.modules)
 
     def load(self, content: AdapterContent) -> AdapterWeights:
-        """Put an adapter's matrices on the device, and wrap its modules if needed."""
+        """Put an adapter on the device, and wrap its modules if needed."""
         matrices = {name: self._put(name, pair) for name, pair in content.matrices.items()}
         weights = AdapterWeights(content.adapter, matrices)
         mx.eval([(pair.a, pair.b) for pair in matrices.values()])
@@ -142,7 +140,7 @@ class ModelAdapters:
         return self._wrapped[name]
 
     def _adapt(self, name: ModuleName, x: mx.array, y: mx.array) -> mx.array:
-        """Output [B, n, out] for input `x` [B, n, in], from the original's output `y`."""
+        """Output [B, n, out] from input `x` [B, n, in] and the original's output `y`."""
         step = self._current.step
         if step is None:
             return y
@@ -175,7 +173,7 @@ class ModelAdapters:
 
 
 class AdaptedLinear(Stand):
-    """A linear module whose output `adapt` computes from the input and the original's output."""
+    """A linear module whose output `adapt` makes from the input and the original's output."""
 
     def __init__(self, original: nn.Module, adapt: partial[mx.array]) -> None:
         super().__init__(original)

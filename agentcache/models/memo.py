@@ -1,4 +1,4 @@
-"""Small files that keep results for later starts."""
+"""Small JSON files that keep results for later starts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from agentcache.plain_file import open_plain
 from agentcache.private_file import write_private
 
-_MAX_BYTES = 1 << 24  # a longer file is cut, so not valid JSON
+_MAX_BYTES = 1 << 24  # a longer file is cut, so invalid JSON
 
 
 class Memo:
-    """Texts by key in one JSON file; not kept without a file. Threads may share it."""
+    """Texts by key in one file, or in memory without a file. Threads may share it."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
@@ -23,20 +23,18 @@ class Memo:
         self._new: dict[str, str] = {}
 
     def get(self, key: str, compute: Callable[[], str]) -> str:
-        """Text of `key`; computed if missing."""
         text = self._known.get(key)
         if text is None:
             text = self._new[key] = compute()
         return text
 
     def keep(self) -> None:
-        """Write computed texts, best effort."""
         if self._file is not None and self._new:
             write_memo(self._file, self._new | self._known)
 
 
 def read_memo(memo: Path | None) -> dict[str, str]:
-    """Contents of a memo file; empty if it is missing or unreadable."""
+    """Contents of a memo file; empty if missing or unreadable."""
     try:
         known: Any = json.loads(_read(memo)) if memo else {}
     except (OSError, ValueError, RecursionError):

@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) on the paged cache.
 
 The cache holds the normed latent and the roped shared key part, as one pseudo head of `kv_lora_rank + qk_rope_head_dim`
-values. A few queries move into the latent space and read packed blocks (absorbed weights). Many queries read one
-layer's decompressed latent. Each of mlx-lm's two forms has an adapter here.
+values. Few queries move into the latent space and read packed blocks (absorbed weights); many read one layer's
+decompressed latent. Each of mlx-lm's two forms has an adapter here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def is_expanded(module: nn.Module) -> bool:
 
 
 def is_absorbed(module: nn.Module) -> bool:
-    """The form of `mlx_lm/models/mla.py`, from DeepSeek-V3 on: the module caches the latent."""
+    """`mlx_lm/models/mla.py`'s form, from DeepSeek-V3 on: the module caches the latent."""
     return all(isinstance(module.get(part), (MultiLinear, QuantizedMultiLinear)) for part in _ABSORBED)
 
 
@@ -53,7 +53,7 @@ class Latent:
 
     Args:
         rope: values of the key part that all heads share.
-        nope: values of a key that come from the latent; None if the model caches the latent itself.
+        nope: values of a key made of the latent; None if the model caches the latent itself.
     """
 
     rank: int
@@ -62,7 +62,7 @@ class Latent:
 
 
 def latent_of(layer: nn.Module, keys: mx.array, values: mx.array) -> Latent | None:
-    """Latent that a layer's cache can keep instead; None for other attention."""
+    """Latent that a layer's cache can keep; None for other attention."""
     for module in layer.modules():
         if is_absorbed(module) and keys.shape[1] == 1:
             return Latent(keys.shape[-1], values.shape[-1], None)
@@ -93,15 +93,16 @@ def latent_attention(
 ) -> mx.array:
     """Attention over cached latents, with the arguments of mlx-lm's modules.
 
+    Without projections in `values`, queries and result are in the latent space, [B, H, n, rank].
+
     Args:
-        queries: [B, H, n, nope]; with the rope part if `mask` is None; [B, H, n, rank], in the latent space, if
-            `values` has no projections.
+        queries: [B, H, n, nope]; with the rope part if `mask` is None.
         keys: unused.
         mask: rope part of the queries times `scale`, [B, H, n, rope]: the module multiplies it with the identity that
             the cache returns as keys.
 
     Returns:
-        [B, H, n, v], or [B, H, n, rank] if `values` has no projections.
+        [B, H, n, v].
     """
     kv, projections = values.kv, values.projections
     if projections is None:
@@ -146,7 +147,7 @@ class _RopeQueries(NamedTuple):
 
 
 def _in_latent_space(q_latent: mx.array, q_rope: _RopeQueries, kv: PagedKV, scale: float, dtype: mx.Dtype) -> mx.array:
-    """Attention in the latent space, [B, H, n, rank] in and out, by kernels if usable."""
+    """Attention in the latent space, [B, H, n, rank], by kernels if usable."""
 
     def by_operations() -> mx.array:
         return packed_latent_attention(q_latent, q_rope.plain, kv, scale).astype(dtype)
@@ -165,7 +166,7 @@ def _in_latent_space(q_latent: mx.array, q_rope: _RopeQueries, kv: PagedKV, scal
 
 
 def packed_latent_attention(q_latent: mx.array, q_rope: mx.array, kv: PagedKV, scale: float) -> mx.array:
-    """Latent attention by MLX's operations: scores are (q W_k) · latent, values are the latent."""
+    """Latent attention by MLX's operations: scores (q W_k) · latent, values the latent."""
     queries = mx.concatenate([q_latent.astype(mx.float32), q_rope.astype(mx.float32)], axis=-1)
     side = kv.arena.keys
     packed = side.gather(kv.reads.blocks.ids)
@@ -174,7 +175,7 @@ def packed_latent_attention(q_latent: mx.array, q_rope: mx.array, kv: PagedKV, s
 
 
 def _leading(packed: Packed, rank: int, kv: PagedKV) -> Packed:
-    """Latent part of packed keys: whole quantisation groups, as the rank is a multiple of their size."""
+    """Latent part of packed keys; the rank is a multiple of a quantisation group's size."""
     parts = kv.arena.keys.quantisation.parts(rank).values()
     leading = [part[..., :width] for part, (_, width) in zip(packed.parts, parts, strict=True)]
     # On CUDA, MLX multiplies contiguous arrays only.
@@ -215,7 +216,7 @@ class _EmbedQ(Stand):
 
 
 class _UnembedOut(Stand):
-    """Adds the projections to the handle of a cached latent."""
+    """Adds projections to the handle of a cached latent."""
 
     def __init__(self, original: nn.Module, projections: Projections) -> None:
         super().__init__(original)
@@ -238,7 +239,6 @@ def _adapt_absorbed(module: nn.Module) -> None:
 
 
 def dense_weight(linear: nn.Module) -> mx.array:
-    """Weight [out, in], dequantised if needed."""
     if "scales" not in linear:
         return linear.weight
     packing = {"group_size": linear.group_size, "bits": linear.bits, "mode": linear.mode}
@@ -265,7 +265,7 @@ class ExpandedProjections:
 
 
 class _NotedNorm(Stand):
-    """Norm that keeps its output, the latent [B, n, rank], for the cache."""
+    """Norm that keeps its output [B, n, rank] for the cache."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__(original)
@@ -280,7 +280,7 @@ class _NotedNorm(Stand):
 
 
 class _LatentCache:
-    """Step cache that stores the latent; the keys and values made from it are never evaluated."""
+    """Step cache that stores the latent; keys and values made from it are never evaluated."""
 
     def __init__(self, cache: StepCache, norm: _NotedNorm, projections: ExpandedProjections) -> None:
         self.offset = cache.offset
@@ -290,7 +290,7 @@ class _LatentCache:
         self._projections = projections
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Handle, Handle]:
-        """Store keys [B, H, n, nope + rope]; their rope part is equal for all heads."""
+        """Store keys [B, H, n, nope + rope], whose rope part is equal for all heads."""
         k_rope = keys[:, :1, :, self._projections.nope :]
         kv = self._cache.update(mx.concatenate([self._norm.take()[:, None], k_rope], axis=-1), None)
         handle = Handle(kv, keys.dtype, self._projections)
@@ -299,7 +299,6 @@ class _LatentCache:
 
 @functools.cache
 def _with_latent_cache(kind: Any) -> Any:
-    """Subclass of a DeepSeek-V2 attention class that caches latents."""
 
     class LatentAttention(kind):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -317,14 +316,14 @@ def _with_latent_cache(kind: Any) -> Any:
 def _adapt_expanded(module: nn.Module) -> None:
     module._projections = ExpandedProjections(module)
     module.kv_a_layernorm = _NotedNorm(module.kv_a_layernorm)
-    # The class changes, not the module: adapters find its linears by their names.
+    # Adapters find the module's linears by name, so its class changes.
     kind: Any = type(module)
     module.__class__ = _with_latent_cache(kind)
 
 
 @contextmanager
 def rounded_latents(model: nn.Module, round_trips: Sequence[Callable[[mx.array], mx.array]]) -> Iterator[None]:
-    """Within the context, `round_trips` (one per module) round the latents of DeepSeek-V2 modules."""
+    """Within the context, `round_trips` (one per module) round DeepSeek-V2 modules' latents."""
     modules = [module for layer in model.layers for module in layer.modules() if is_expanded(module)]
     noted = [(module, module.kv_a_layernorm) for module in modules]
     try:
@@ -346,7 +345,7 @@ class _Rounded(Stand):
 
 
 def adapt(layer: nn.Module) -> None:
-    """Make a layer's latent attention accept cache handles besides arrays."""
+    """Make a layer's latent attention accept handles besides arrays."""
     for module in list(layer.modules()):
         if is_absorbed(module):
             _adapt_absorbed(module)

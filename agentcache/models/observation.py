@@ -12,7 +12,6 @@ _observer: ContextVar[Callable[[mx.array], None] | None] = ContextVar("observer"
 
 
 def observe(y: mx.array) -> mx.array:
-    """Pass `y` to this thread's observer and return it."""
     if (observer := _observer.get()) is not None:
         observer(y)
     return y
@@ -20,7 +19,7 @@ def observe(y: mx.array) -> mx.array:
 
 @contextmanager
 def observing(observer: Callable[[mx.array], None]) -> Iterator[None]:
-    """Within the context, `observer` gets attention results of this thread."""
+    """Pass this thread's attention results to `observer`."""
     token = _observer.set(observer)
     try:
         yield

@@ -17,23 +17,19 @@ Rope = Callable[..., mx.array]
 
 SMALLEST_FACTOR = 6e-8  # above 0, in float16
 _MOST_SCORES, _LEAST_BLOCKS, _MOST_BLOCKS = 1 << 24, 2, 16  # limits of a piece
-# Pieces of a row: the copies of one piece's KV must take less than the keys of the whole row.
+# Copies of one piece's KV must take less than the keys of the whole row.
 _PIECES = 4
 
 
 def piece_blocks(num_blocks: int, num_queries: int) -> int:
-    """Blocks of `num_blocks` that a residual row reads at a time; `num_queries` counts all heads."""
+    """Blocks that a residual row reads at a time; `num_queries` counts all heads."""
     part = min(_MOST_BLOCKS, max(_LEAST_BLOCKS, num_blocks // _PIECES))
     return max(1, min(part, _MOST_SCORES // (num_queries * BLOCK_SIZE)))
 
 
 @dataclass(frozen=True, eq=False)
 class KeyNorm:
-    """Norm of each head's keys: ρ(k) * k * weight with ρ(k) = 1 / sqrt(mean(k²) + eps).
-
-    Args:
-        weight: float32 [D].
-    """
+    """Norm of each head's keys: ρ(k) * k * weight with ρ(k) = 1 / sqrt(mean(k²) + eps); float32 weight [D]."""
 
     weight: mx.array
     eps: float
@@ -55,12 +51,12 @@ class KeyForm:
     norm: KeyNorm | None
 
     def rotated(self, delta: mx.array, factor: mx.array | None, starts: mx.array) -> mx.array:
-        """Adapter's addition to base's cached keys: float32 [N, H_kv, n, D].
+        """Adapter's addition to base's cached keys, float32 [N, H_kv, n, D].
 
         Args:
             delta: x·A·B, float32 [N, n, H_kv, D].
             factor: ρ of the keys with the adapter, [N, n, H_kv]; None without a norm.
-            starts: position of the first of the n tokens, int32 [N].
+            starts: position of the first token, int32 [N].
         """
         if self.norm is not None and factor is not None:
             delta = delta * self.norm.weight * factor[..., None]
@@ -68,11 +64,11 @@ class KeyForm:
         return rotated
 
     def agent_factor(self, base: mx.array, without: mx.array, delta: mx.array, starts: mx.array) -> mx.array:
-        """ρ of keys with an adapter, [N, n, H_kv], from the cached keys without it.
+        """ρ of keys with an adapter, [N, n, H_kv], from cached keys without it.
 
-        A family's x is base's, so this ρ is never computed directly. With k a key without the adapter and d its
-        addition, 1/ρ² = mean(k²) + 2 mean(k·d) + mean(d²) + eps, where `without` gives mean(k²) + eps. The cached key
-        is ρ_base * R(γk). R is a rotation up to its gain, so R(γk) · R(d / (γ gain²)) = k · d.
+        A family's x is base's, so this ρ is never computed directly. With key k without the adapter and its addition d,
+        1/ρ² = mean(k²) + 2 mean(k·d) + mean(d²) + eps; `without` gives mean(k²) + eps. Cached keys are ρ_base * R(γk).
+        R is a rotation up to its gain, so R(γk) · R(d / (γ gain²)) = k · d.
 
         Args:
             base: cached keys, float32 [N, H_kv, n, D].
@@ -99,7 +95,7 @@ class KeyForm:
 
 @dataclass(frozen=True, eq=False)
 class LayerMatrices:
-    """An adapter's matrices for one layer's keys and values, float32; None where it has none.
+    """An adapter's matrices for one layer's keys and values, float32; None for none.
 
     Args:
         key_a, value_a: [in, r].
@@ -142,8 +138,7 @@ class RowOverlay:
         row: index in the step.
         reads: base blocks that it reads.
         residual_slots, residual_ids: residual slots for these blocks; as int32 [num_blocks].
-        key_a, key_norms, value_a: arenas of the residuals. A family has norms of keys without adapter only
-            (`KeyForm.agent_factor`).
+        key_a, key_norms, value_a: arenas; a family's norms are those without adapter (`KeyForm.agent_factor`).
     """
 
     row: int
@@ -159,12 +154,11 @@ class RowOverlay:
 
 @dataclass(frozen=True, eq=False)
 class LayerOverlay:
-    """Rows of a step in one layer, some of them with residuals.
+    """Rows of a step in one layer, some with residuals.
 
     Args:
         plain: indices of plain rows, int32.
-        plain_reads: their reads.
-        rows: rows with residuals; those of one adapter are neighbours, with the same `matrices`.
+        rows: rows with residuals; those of one adapter are neighbours with the same `matrices`.
         order: index of each row in plain rows followed by `rows`; int32 [B].
         reads: base blocks of all rows, in step order.
     """

@@ -1,8 +1,8 @@
 """Products with packed blocks, by MLX's quantised kernels if they are right.
 
 Back ends lack some kernels, or have wrong ones (CUDA in MLX 0.32.4: keys of a single quantisation group). So each kind
-of product is compared with its definition once per head shape and device. If it differs, blocks are unpacked. CUDA
-never tries MLX's kernel for blocks that ours read: compiling it takes over a minute and would block serving.
+of product is compared with its definition once per head shape and device; if it differs, blocks are unpacked. CUDA
+never tries MLX's kernel for blocks that ours read: compiling it would block serving for over a minute.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger("agentcache.models")
 Product = Callable[[mx.array, Packed, Packing, bool], mx.array]
 
 _CHECKED_ROWS = (1, 2, 6, 16, 64)  # back ends choose kernels by the number of rows
-_TOLERANCE = 1e-3  # relative to the largest result; some back ends multiply in tf32
+_TOLERANCE = 1e-3  # of the largest result; some back ends multiply in tf32
 _BLOCKS, _HEADS = 3, 2
 
 
@@ -48,7 +48,7 @@ def by_kernel(x: mx.array, packed: Packed, quantisation: Packing, transpose: boo
     """Product from packed data.
 
     Raises:
-        RuntimeError: at evaluation, if MLX has no kernel for the shape on this device.
+        RuntimeError: at evaluation, if MLX has no kernel for the shape.
     """
     assert isinstance(quantisation, Quantisation)
     packing = {"group_size": quantisation.group_size, "bits": quantisation.bits}
@@ -62,7 +62,7 @@ def by_definition(x: mx.array, packed: Packed, quantisation: Packing, transpose:
 
 @cache
 def kernel_is_right(dim: int, quantisation: Quantisation, transpose: bool, device: mx.DeviceType) -> bool:
-    """Whether `by_kernel` agrees with `by_definition` for heads of `dim` values; if not, log a warning."""
+    """Whether `by_kernel` agrees with `by_definition` for heads of `dim` values; warns if not."""
     if agrees(by_kernel, dim, quantisation, transpose):
         return True
     log.warning(

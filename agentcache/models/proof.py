@@ -5,10 +5,10 @@ The model runs twice on the same tokens, in steps that cover every path of atten
 1. on caches that quantise keys and values and return them as arrays, as mlx-lm's would;
 2. on step caches, each layer with its input of the first run, so that its error shows in that layer only.
 
-Compared are attention's results and, in float32, layers' outputs. (In half precision a last-bit difference may change a
-router's choice.) On a CPU, a half-precision model is proved in float32 if memory holds the copy. A product's rounding
-depends on its number of rows, so a single row runs in a batch of copies as large as the other run's batch. Windows are
-cut short, so that tokens leave them.
+Attention's results and, in float32, layers' outputs are compared. (In half precision a last-bit difference may change
+a router's choice.) On a CPU, a half-precision model is proved in float32 if memory holds the copy. Products round by
+their number of rows, so a single row runs as a batch of copies, as large as the other run's. Windows are cut short, so
+that tokens leave them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PRODUCTS = 10  # allowed error of a float32 layer, in errors of one matrix prod
 
 @cache
 def product_error() -> float:
-    """Largest error of this device's float32 products, relative to their largest value: 1e-7; 1e-4 for TF32 on CUDA."""
+    """Largest relative error of this device's float32 products: 1e-7; 1e-4 for TF32 on CUDA."""
     left, right = (mx.random.normal((256, 256), key=mx.random.key(number)) for number in range(2))
     exact = np.array(left, np.float64) @ np.array(right, np.float64)
     return float(np.abs(np.array(left @ right) - exact).max() / np.abs(exact).max())
@@ -65,7 +65,7 @@ _NUM_ROWS = 2
 
 @dataclass
 class _Layer:
-    """One call of a layer: input [B, n, hidden], output, and results of attention [B, H, n, D]."""
+    """A layer's call: input [B, n, hidden], output, results of attention [B, H, n, D]."""
 
     x: mx.array | None
     out: mx.array | None = None
@@ -76,7 +76,7 @@ _Pair = tuple[_Layer, _Layer]  # expected, actual
 
 
 class _Trace:
-    """Layer calls of one step, in order. The first entry is for the whole model.
+    """Layer calls of one step, in order; the first entry is for the whole model.
 
     Args:
         inputs: inputs that replace those from lower layers.
@@ -101,7 +101,6 @@ class _Trace:
 
 
 def _joined(traces: Sequence[_Trace]) -> list[_Layer]:
-    """Join traces of rows that ran in batches of copies."""
     num_rows = len(traces)
 
     def join(arrays: Sequence[mx.array], axis: int) -> mx.array:
@@ -123,11 +122,10 @@ def _joined(traces: Sequence[_Trace]) -> list[_Layer]:
 
 
 class _RoundTripCache:
-    """Cache of one row, of any number of copies, that quantises and dequantises keys and values.
+    """Cache of one row, in any number of copies, that quantises and dequantises keys and values.
 
     Args:
-        layer: spec with the proof's window.
-        window: the model's window.
+        layer: spec with the proof's window; `window` is the model's.
         nope: leading key values made of a rounded latent, as are values; None if keys and values are cached.
     """
 
@@ -166,12 +164,12 @@ def _copies(of_row: mx.array, count: int) -> mx.array:
 
 
 def round_trip(x: mx.array, packing: Packing) -> mx.array:
-    """`x` as attention reads it: quantised, then dequantised."""
+    """`x` as attention reads it."""
     return dequantise(quantise(x, packing), packing, x.dtype)
 
 
 class _ShortCache(StepCache):
-    """Step cache with a shorter window than the model's `window`."""
+    """Step cache with a shorter window than the model's."""
 
     def __init__(self, window: int | None, *args: Any) -> None:
         super().__init__(*args)
@@ -183,7 +181,7 @@ class _ShortCache(StepCache):
 
 
 class Proof:
-    """Proof of one model, which must be adapted and intercepted."""
+    """Proof of one adapted and intercepted model."""
 
     def __init__(self, model: nn.Module, survey: Survey) -> None:
         self._model = model
@@ -198,7 +196,7 @@ class Proof:
         self._lengths = [0] * _NUM_ROWS
 
     def pieces(self) -> Iterator[None]:
-        """Lay out all runs, one per piece, then compute them, a layer per piece. Raises UnsupportedModel."""
+        """Lay out all runs, one per piece, then compute a layer per piece. Raises UnsupportedModel."""
         try:
             yield from self._prove()
         except UnsupportedModel:
@@ -212,13 +210,13 @@ class Proof:
         layers = deque(rest)
         rest.clear()
         for index in range(len(layers)):
-            _compare(f"layer {index}", layers.popleft())  # its arrays are freed after this
+            _compare(f"layer {index}", layers.popleft())  # its arrays are then freed
             yield
         _compare("the model", whole)
         yield
 
     def _lay_out(self) -> Generator[None, None, list[list[_Pair]]]:
-        """Lay out all runs lazily: for the whole model, then for each layer, a pair per step."""
+        """Lay out all runs lazily: the whole model, then each layer, a pair per step."""
         calls: list[list[_Pair]] = []
         for number, step in enumerate(STEPS):
             ids = mx.random.randint(0, _TOKEN_IDS, (len(step.rows), step.num_tokens), key=mx.random.key(number))
@@ -249,7 +247,6 @@ class Proof:
         ]
 
     def _reference(self, row: int, ids: mx.array) -> _Trace:
-        """Run the row's tokens `ids` [copies, n]."""
         trace = _Trace()
         for state in self._their_states[row]:
             state.cache = [None if array is None else _copies(array, len(ids)) for array in state.cache]
@@ -288,7 +285,7 @@ class Proof:
 
 @dataclass(frozen=True)
 class _Difference:
-    """Lazy scalars that compare an expected and an actual array."""
+    """Lazy scalars that compare two arrays."""
 
     where: str
     what: str

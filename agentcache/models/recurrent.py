@@ -1,6 +1,6 @@
-"""Recurrent state of a step's rows: joined into a batch before the step, split after it.
+"""Recurrent state of a step's rows: joined before the step, split after it.
 
-Recurrent layers are mlx-lm's own and keep their state in an `ArraysCache`, made anew for each step.
+Recurrent layers are mlx-lm's own; each step gets new `ArraysCache`s.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from agentcache.errors import BrokenInvariant
 from agentcache.kv.spec import RecurrentSpec, StateTensor
 from agentcache.models.compat import ArraysCache
 
-# One list of arrays per recurrent cache; None for an unfilled entry.
+# Per recurrent cache; None for an unfilled entry.
 Arrays = Sequence[Sequence[mx.array | None]]
 
 
@@ -26,29 +26,22 @@ class BatchState:
     num_rows: int
 
     def rows(self) -> list[RowState]:
-        """One state per row, without copies."""
         return [RowState(self, index) for index in range(self.num_rows)]
 
 
 @dataclass(frozen=True, eq=False)
 class RowState:
-    """One row's recurrent state: a row of a batch, whose arrays it keeps alive.
-
-    Args:
-        batch: lazy, see `ModelRunner.forward`.
-        index: row in the batch.
-    """
+    """One row's recurrent state: a row of a batch, whose arrays it keeps alive. Lazy, see `ModelRunner.forward`."""
 
     batch: BatchState
     index: int = 0
 
     @classmethod
     def of(cls, arrays: Arrays) -> RowState:
-        """From arrays [1, ...], such as a checkpoint's."""
         return cls(BatchState(arrays, 1))
 
     def arrays(self) -> list[list[mx.array | None]]:
-        """The row's own arrays [1, ...], lazily."""
+        """The row's arrays [1, ...], lazily."""
         span = slice(self.index, self.index + 1)
         return [[None if array is None else array[span] for array in cache] for cache in self.batch.arrays]
 
@@ -82,7 +75,7 @@ def join(rows: Sequence[RowState | None], specs: Sequence[RecurrentSpec]) -> Bat
 
 
 def _concatenate(rows: Sequence[mx.array | None], tensor: StateTensor) -> mx.array:
-    """[B, ...] from rows [1, ...]; zeros for a row without state, as in mlx-lm's `ArraysCache.merge`."""
+    """[B, ...] from rows [1, ...]; zeros for a row without state, as in `ArraysCache.merge`."""
     empty = mx.zeros((1, *tensor.shape), getattr(mx, tensor.dtype))
     return mx.concatenate([empty if row is None else row for row in rows])
 

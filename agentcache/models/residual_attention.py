@@ -1,11 +1,11 @@
 """Attention of residual rows (ForkKV, arXiv 2604.06370) by MLX's operations: the specification of every kernel.
 
-A key is base's cached key plus R(x·A·B), where R is the layer's own rope (`residual_forms`). Queries multiply with the
-two separately; one softmax runs over the sums. Base's and low-rank values are summed separately, so that B is
-multiplied once: out = P·V + (P·x·A)·B.
+A key is base's cached key plus R(x·A·B), where R is the layer's own rope (`residual_forms`). Queries multiply with both
+separately; one softmax runs over the sums. Base's and low-rank values are summed separately, so that B is multiplied
+once: out = P·V + (P·x·A)·B.
 
-Rows run one by one, a few blocks at a time, so that one piece of one layer's keys is in memory. The softmax is merged
-over pieces (Milakov and Gimelshein, arXiv 1805.02867).
+Rows run one by one, a few blocks at a time: one piece of one layer's keys is in memory. The softmax is merged over
+pieces (Milakov and Gimelshein, arXiv 1805.02867).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MASKED = -1e30  # finite, as a whole piece may be masked
 def overlaid_attention(
     queries: mx.array, arena: LayerArena, overlay: LayerOverlay, options: AttentionOptions
 ) -> mx.array:
-    """Attention of `queries` [B, H_q, n, D_k], some rows with residuals; returns [B, H_q, n, D_v]."""
+    """Attention of `queries` [B, H_q, n, D_k], some rows with residuals; [B, H_q, n, D_v]."""
     if value_residuals.serves(queries.shape[2], overlay, options):
         return value_residuals.attention(queries, arena, overlay, options)
     done = []
@@ -48,11 +48,11 @@ def overlaid_attention(
 def _by_operations(
     queries: mx.array, arena: LayerArena, rows: Sequence[RowOverlay], options: AttentionOptions, before: list[mx.array]
 ) -> mx.array:
-    """Attention of the rows, [rows, H_q, n, D_v], computed after the last of `before`."""
+    """Attention of the rows, [rows, H_q, n, D_v], after the last of `before`."""
     done = list(before)
     for row in rows:
         q = queries[row.row].astype(mx.float32) * options.scale
-        # Rows depend on each other, so that one row's memory is free before the next begins.
+        # Rows depend on each other: one row's memory is free before the next begins.
         ids = row.reads.block_ids[0] if not done else mx.depends([row.reads.block_ids[0]], [done[-1]])[0]
         done.append(_row_attention(q, arena, row, ids, options)[None].astype(queries.dtype))
     return mx.concatenate(done[len(before) :])
@@ -64,7 +64,7 @@ class _Sums:
 
     Args:
         peak: largest score, float32 [H_kv, g, n, 1].
-        total: sum of exp(score - peak), of the same shape.
+        total: sum of exp(score - peak), of that shape.
         values: weighted sum of values, [H_kv, g, n, D_v].
         residuals: weighted sum of values' residuals, [H_kv, g, n, r].
     """
@@ -114,7 +114,6 @@ def _read(
     sums: _Sums,
     options: AttentionOptions,
 ) -> _Sums:
-    """Add some of the row's blocks to the sums."""
     assert arena.values is not None
     residual_ids = row.residual_ids[piece]
     scores = _scores(grouped, arena, row, ids, residual_ids, piece)
@@ -140,7 +139,7 @@ def _read(
 def _scores(
     grouped: mx.array, arena: LayerArena, row: RowOverlay, ids: mx.array, residual_ids: mx.array, piece: slice
 ) -> mx.array:
-    """Scores of base's keys plus the adapter's addition, float32 [blocks, H_kv, g, n, 256]."""
+    """Scores of keys with the adapter's addition, float32 [blocks, H_kv, g, n, 256]."""
     heads, shared_by, num_tokens, dim = grouped.shape
     queries = mx.broadcast_to(grouped.reshape(heads, -1, dim), (ids.shape[0], heads, shared_by * num_tokens, dim))
     scores = _product(queries, arena.keys, ids, num_tokens, transpose=True)
@@ -152,7 +151,7 @@ def _scores(
             norms = row.key_norms.array[residual_ids].astype(mx.float32)
             without = norms[..., 0]
             agent = norms[..., 1] if norms.shape[-1] == 2 else _factor(arena.keys, row, ids, without, delta, starts)
-            # Unwritten places hold zeros; they are masked, and must not become infinite.
+            # Unwritten places hold zeros; masked, but must not become infinite.
             ratio = mx.where(without > 0, agent / mx.maximum(without, SMALLEST_FACTOR), 0).swapaxes(1, 2)
             scores = scores * ratio[:, :, None]
         scores = scores + queries @ row.form.rotated(delta, agent, starts).swapaxes(-1, -2)

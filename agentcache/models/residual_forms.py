@@ -1,13 +1,13 @@
-"""How a model makes each layer's keys and values, as residual KV needs it: found in its modules, then proved.
+"""How each layer makes keys and values, as residual KV needs it: found in its modules, then proved.
 
 Keys with an adapter must be base's cached keys plus something made of x·A alone. With ρ = 1 / rms of a head's key
-before its norm, γ the norm's weights and R the layer's rope:
+before its norm, γ the norm's weights and R the rope:
 
     K + R(x·A·B)                                   without a key norm,
     ρ_agent / ρ_base * K + ρ_agent * R(γ * x·A·B)  with a norm of each head.
 
-The proof runs the model once on two equal rows, with noise on the second row's module outputs, before norm and rope.
-The formula must give the second row's cached keys from the first row's.
+The proof runs the model on two equal rows, with noise on the second row's module outputs. The formula must give the
+second row's cached keys from the first row's.
 """
 
 from __future__ import annotations
@@ -41,11 +41,7 @@ _ROPES = ("rope", "rotary_emb", "rotary")
 
 @dataclass(frozen=True, eq=False)
 class LayerForm:
-    """How one layer makes its keys and values.
-
-    Args:
-        keys, values: parts of modules that make them.
-    """
+    """How one layer makes its keys and values: parts of modules, and the form of keys."""
 
     layer: LayerSpec
     keys: Target
@@ -68,7 +64,7 @@ class ResidualSupport:
     dtype: str = ""
 
     def shape_of(self, adapter: Adapter, *, is_family: bool = False) -> ResidualShape:
-        """Shape of an adapter's residual KV, or of its family's; raises UnsupportedPolicy if it has none."""
+        """Shape of residual KV of an adapter or its family; raises UnsupportedPolicy if none."""
         if why := self.refusal or _adapter_refusal(adapter):
             raise UnsupportedPolicy(
                 f"the policy 'residual' does not serve this: {why}; use 'exact'", param="agentcache.policy"
@@ -102,7 +98,7 @@ def _adapter_refusal(adapter: Adapter) -> str:
 
 @dataclass(frozen=True, eq=False)
 class ResidualForms:
-    """Layer forms by index; empty if `support` has a refusal."""
+    """Layer forms by index; empty after a refusal."""
 
     support: ResidualSupport
     layers: Mapping[int, LayerForm] = field(default_factory=dict)
@@ -137,7 +133,7 @@ def _check_caches(survey: Survey, num_layers: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Parts:
-    """Candidate parts of a layer's attention, before the proof."""
+    """Candidate parts of a layer's attention."""
 
     layer: LayerSpec
     keys: Target
@@ -173,12 +169,12 @@ def _key_norm(module: nn.Module, spec: LayerSpec) -> KeyNorm:
     if getattr(module, "weight", mx.zeros(0)).size != spec.key_dim:
         raise _Unfit(f"layer {spec.index} norms its keys over all heads at once")
     eps = float(module.eps)
-    # From ones, whatever the module does to its weights (Gemma stores them minus one).
+    # From ones: Gemma stores weights minus one.
     return KeyNorm(module(mx.ones(spec.key_dim)).astype(mx.float32) * math.sqrt(1 + eps), eps)
 
 
 def likely_key_form(layer: nn.Module, spec: LayerSpec, modules: TargetModules) -> KeyForm | str:
-    """Probable key form of a layer, by its modules; or why it is unknown."""
+    """Probable key form of a layer, or why it is unknown."""
     try:
         parts = _parts_of(layer, spec, modules)
     except _Unfit as unfit:
@@ -202,7 +198,7 @@ def _proved(model: nn.Module, survey: Survey, parts: Sequence[_Parts]) -> list[L
 
 
 class _TwinCache:
-    """Cache of two rows that both attend to the first row's KV, so that their layers' inputs are equal."""
+    """Cache of two rows that attend to the first row's KV, so that layers' inputs are equal."""
 
     def __init__(self) -> None:
         self.offset = _OFFSET
@@ -271,7 +267,6 @@ def _prove(parts: _Parts, cache: _TwinCache, modules: Mapping[ModuleName, _Distu
 
 
 def _by_heads(x: mx.array, spec: LayerSpec) -> mx.array:
-    """[n, H_kv * D] to [n, H_kv, D]."""
     return x.reshape(x.shape[0], spec.num_kv_heads, -1)
 
 

@@ -12,7 +12,7 @@ from agentcache.durable import sync, sync_path
 
 
 def make_folder(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write `files` beside `folder` and rename them into place; whoever comes second keeps the first one's.
+    """Write `files` beside `folder` and rename them into place; a second writer keeps the first one's.
 
     Folders have mode 0700, files 0600.
 
