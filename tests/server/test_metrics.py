@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route
@@ -244,6 +245,30 @@ def test_a_long_page_lets_others_go_between() -> None:
     whole = [(sample.name, sample.labels) for each in collected for sample in each.samples]
     assert found[:-1] == [each for each in whole if not each[0].endswith("_created")]
     assert turns > len(found) // 100 and page.count(f"# TYPE {DURATION} ".encode()) == 1
+
+
+def test_a_page_says_what_the_library_says_and_renders_labels_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = ServerMetrics()
+
+    def change(step: int) -> None:
+        for number, label in enumerate(("POST", 'a"b', "a\\b", "a\nb", "é")):
+            server.http_seconds.labels(label, "/v1", "200").observe(0.1 * number * step)
+        server._finished.labels("stop", "warm").inc(10**step)
+        server.in_flight.set(float("inf") if step > 1 else 0.5)
+
+    async def rendered() -> tuple[set[str], set[str]]:
+        page = (await server.render(None)).decode().splitlines()
+        whole = generate_latest(server.registry).decode().splitlines()
+        return {line for line in page if "_up" not in line}, {line for line in whole if "_created" not in line}
+
+    for step in (1, 2, 12):
+        change(step)
+        page, whole = asyncio.run(rendered())
+        changing = ("agentcache_process_", "agentcache_request_policy", "agentcache_prompt_tokens_cached")
+        assert {line for line in page ^ whole if not any(name in line for name in changing)} == set()
+    monkeypatch.setattr("agentcache.server.metrics.generate_latest", None)
+    change(3)
+    assert b"} 1.00000000111e+12" in asyncio.run(server.render(None))
 
 
 def families_of(page: bytes) -> list[Metric]:
