@@ -213,6 +213,11 @@ class Batch:
     def is_chunk(self) -> bool:
         return self.num_tokens > 1
 
+    @property
+    def starts_alone(self) -> bool:
+        """Whether `start` waits for the previous batch and, on a CPU, computes most of this one."""
+        return self._runner.starts_alone
+
     def start(self) -> None:
         chosen = () if self.choice is None else self.choice.arrays
         scores = () if self._prompt_scores is None else self._prompt_scores.arrays

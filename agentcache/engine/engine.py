@@ -72,9 +72,14 @@ class Parts:
 
 
 class Engine:
-    """A model, its cache and the requests on it. For the thread that owns MLX."""
+    """A model, its cache and the requests on it. For the thread that owns MLX.
+
+    Attributes:
+        hand_over: delivers replies, before a batch whose start takes long.
+    """
 
     def __init__(self, parts: Parts) -> None:
+        self.hand_over: Callable[[], None] = lambda: None
         self.loaded = parts.loaded
         self.caches = parts.caches
         self.cache = parts.caches.base.prefix
@@ -262,19 +267,17 @@ class Engine:
         late = self._choose_late()
         following = self._build(self.scheduler.schedule())
         done, self._under_way = self._under_way, following
+        if done is not None and following is not None and following.starts_alone:
+            self._complete(done, following)
+            done = None
+            self.hand_over()
         if following is not None:
             try:
                 following.start()
             except BaseException as error:
                 self._fail_steps(error, following)
         if done is not None:
-            try:
-                done.wait()
-                self._note_time(done)
-                self._settle(done)
-            except BaseException as error:  # `following` depends on its tokens
-                self._fail_steps(error, done, following)
-            self._release_buffers()
+            self._complete(done, following)
         for token in late:
             self._settle_late(token)
         if following is not None and following.awaits_choice:
@@ -284,6 +287,16 @@ class Engine:
                 self._fail_steps(error, following)
         if done is None and following is None and not late and self._late:
             self._late[0].wait(_NOTHING_ELSE)
+
+    def _complete(self, done: Step, following: Step | None) -> None:
+        """Await a batch and apply its results."""
+        try:
+            done.wait()
+            self._note_time(done)
+            self._settle(done)
+        except BaseException as error:  # `following` depends on its tokens
+            self._fail_steps(error, done, following)
+        self._release_buffers()
 
     def _fail_steps(self, error: BaseException, *steps: Step | None) -> None:
         """Fail the requests of these steps. Their blocks are not published."""

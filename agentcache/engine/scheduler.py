@@ -89,7 +89,8 @@ class Scheduler:
         """Return tokens per request for the next step; empty if all wait for the step under way.
 
         A step is one token of each decoding request, or one chunk. While requests decode, a chunk follows a decode
-        step, once decoding has had its share. Short prompts and first tokens of answers may go early, balanced later.
+        step, once decoding has had its share. Short prompts and first tokens of answers may go early, balanced later:
+        a long chunk also waits for the first token that is being computed.
         Rows of different models decode in different steps. A source request takes its prompt's turn.
         """
         decoding = [generation for generation in self.running if generation.can_decode]
@@ -101,6 +102,8 @@ class Scheduler:
         if prompt is None or (decoding and self._decoding_goes_first(prompt, prompts, decoding)):
             self._chunk_under_way = False
             return dict.fromkeys(self._next_to_decode(decoding), 1)
+        if self._awaits_first_token(prompts):
+            return {}
         self._chunk_under_way = True
         self.contended = any(generation.can_decode or generation.will_decode for generation in self.running)
         chunk = prompt if prompt.leader is None else prompt.leader
@@ -130,6 +133,11 @@ class Scheduler:
             return False
         awaited = (prompt for prompt in prompts if not prompt.background)
         return all(self.pace.is_sooner_done(first, each.num_to_launch, each.num_launched) for each in awaited)
+
+    def _awaits_first_token(self, prompts: Sequence[Generation]) -> bool:
+        """Whether the step under way chooses a first token whose successors go before each waiting prompt."""
+        first = (each for each in self.running if each.will_decode and not each.num_generated)
+        return self.pace.may_lend and any(self._goes_before(generation, prompts) for generation in first)
 
     def _may_borrow(self, prompt: Generation) -> bool:
         left = prompt.num_to_launch

@@ -93,6 +93,7 @@ class EngineThread:
     def _run(self, started: asyncio.Future[None]) -> None:
         try:
             engine = self.engine = self._open_engine(self.post)
+            engine.hand_over = partial(self._hand_over, engine)
             self._view = engine.view()
             self._deliver(started)
             self._run_until_stopped(engine)

@@ -229,6 +229,11 @@ class ModelRunner:
         if moves:
             self.move_blocks(moves)
 
+    @property
+    def starts_alone(self) -> bool:
+        """Whether the next `start` waits until the device is idle."""
+        return has_due(self._tensors())
+
     def start(self, *outputs: mx.array) -> Started:
         """Start `outputs` and all due arena writes on the device, without waiting for them.
 

@@ -113,16 +113,19 @@ class Computed:
         self.context = rows[0].generation.num_launched
         self.contended = contended
         self.is_chunk = num_tokens > 1
+        self.starts_alone = simulation.starts_alone
         self.awaits_choice = False
         costs = simulation.costs
         self.seconds = costs.prefill(num_tokens, self.context) if self.is_chunk else costs.decode(len(rows))
         self._simulation = simulation
 
     def start(self) -> None:
-        pass
+        if self.starts_alone:
+            self._simulation.spend(self)
 
     def wait(self) -> None:
-        self._simulation.spend(self)
+        if not self.starts_alone:
+            self._simulation.spend(self)
 
     def results(self) -> Iterator[Result]:
         for row, state in zip(self.rows, self.states, strict=True):
@@ -243,6 +246,7 @@ class Simulation:
         pace: other settings than usual.
         check_integrity: of the cache, after every step.
         num_states: room for so many recurrent states; 0 for a model without recurrent layers.
+        starts_alone: whether the start of a step takes the step's time, as on a CPU.
 
     Attributes:
         now: seconds.
@@ -260,6 +264,7 @@ class Simulation:
         pace: Pace | None = None,
         check_integrity: bool = False,
         num_states: int = 0,
+        starts_alone: bool = False,
     ) -> None:
         self.costs = costs or Costs()
         state = FullGroup("recurrent") if num_states else None
@@ -273,6 +278,7 @@ class Simulation:
         self.clients: dict[Generation, Client] = {}
         self.decoding_seconds = self.prefilling_seconds = 0.0
         self.lookahead_rows = 0
+        self.starts_alone = starts_alone
         self._check_integrity = check_integrity
         self._chunks: list[Client] = []
         self._tokens = iter(range(1, 10**9))

@@ -50,6 +50,7 @@ def never_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
         return []
 
     monkeypatch.setattr(runner, "take_due", begin)
+    monkeypatch.setattr(runner, "has_due", lambda tensors: False)
 
 
 def test_the_engine_starts_a_step_before_it_waits_for_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,6 +72,40 @@ def test_the_engine_starts_a_step_before_it_waits_for_the_last(monkeypatch: pyte
         assert done.index(("started", step)) < done.index(("waited", before))
 
 
+def test_a_step_that_starts_alone_keeps_no_reply_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its start takes long: results of the step before are applied, and handed over, first."""
+    done: list[tuple[str, Computed | None]] = []
+    spend = Simulation.spend
+
+    def noting_spend(self: Simulation, step: Computed) -> None:
+        done.append(("started", step))
+        spend(self, step)
+
+    monkeypatch.setattr(Simulation, "spend", noting_spend)
+    monkeypatch.setattr(Computed, "wait", lambda self: done.append(("waited", self)))
+    simulation = Simulation(starts_alone=True)
+    simulation.submit(100, 6)
+    simulation.engine.hand_over = lambda: done.append(("handed over", None))
+    simulation.run()
+    steps = list(dict.fromkeys(step for _, step in done if step is not None))
+    for before, step in pairwise(steps[1:]):
+        place = done.index(("started", step))
+        assert done[place - 2 : place] == [("waited", before), ("handed over", None)]
+
+
+def test_a_short_request_beside_a_long_prompt_waits_for_the_chunk_under_way_only() -> None:
+    """Where a start takes the step's time, neither its tokens nor its end wait for the next chunk."""
+    simulation = Simulation(starts_alone=True)
+    long = simulation.submit(20_000, 1)
+    while len(long.chunk_times) < 3:
+        simulation.step()
+    costs, short = simulation.costs, simulation.submit(20, 2)
+    simulation.run()
+    assert short.done_at is not None and long.done_at is not None and short.done_at < long.done_at
+    own = costs.prefill(20, 0) + costs.decode(1)
+    assert short.done_at - short.arrived_at == pytest.approx(own)
+
+
 @pytest.mark.usefixtures("kernels")
 def test_with_kernels_a_decode_step_is_started_behind_the_one_under_way(
     model_folder: ModelFolder, starts: Starts, tmp_path: Path
@@ -87,10 +122,15 @@ def test_with_kernels_a_decode_step_is_started_behind_the_one_under_way(
 
 @pytest.mark.usefixtures("without_kernels")
 def test_where_arenas_are_assigned_to_a_step_waits(model: Path, starts: Starts, tmp_path: Path) -> None:
-    with by_hand(model, tmp_path) as hand:
-        hand.run(hand.submit(make_ids(40), greedy(7)))
+    known: list[int] = []  # tokens, at each start
+    note = starts.note
+    with by_hand(model, tmp_path) as hand, pytest.MonkeyPatch.context() as patch:
+        receiver = hand.submit(make_ids(40), greedy(7))
+        patch.setattr(starts, "note", lambda started: known.append(len(receiver.token_ids)) or note(started))
+        hand.run(receiver)
     assert len(starts.behind) >= 7
     assert not any(starts.behind)
+    assert known[:7] == list(range(7))
 
 
 @pytest.mark.usefixtures("never_waiting")

@@ -68,15 +68,28 @@ def test_with_nobody_decoding_chunks_are_large(num_tokens: int, expected: int) -
     assert scheduler.schedule() == {prompt: expected}
 
 
-@pytest.mark.parametrize(("wanted", "expected"), [(2, 128), (1, 1024)])  # 200 tokens a stall
-def test_the_chunk_behind_the_end_of_a_prompt_lets_its_second_token_wait(wanted: int, expected: int) -> None:
+@pytest.mark.parametrize(("wanted", "priority", "expected"), [(2, None, 0), (1, None, 1024), (2, "background", 128)])
+def test_a_chunk_behind_the_end_of_a_prompt_waits_for_its_second_token(
+    wanted: int, priority: str | None, expected: int
+) -> None:
+    """But not for a background answer's. A stall has 200 tokens."""
     scheduler = make_scheduler(tokens_per_second=2000)
-    short = admit(scheduler, make_generation(64, wanted=wanted))
-    long = admit(scheduler, make_generation(2000))
+    scheduler.pace.step_took(0.01)
+    kind = None if priority is None else Priority(priority)
+    short = admit(scheduler, make_generation(64, wanted=wanted, priority=kind))
     assert scheduler.schedule() == {short: 64}
     short.in_flight = 64
-    assert scheduler.schedule() == {long: expected}
-    assert scheduler.contended == (wanted > 1)
+    long = admit(scheduler, make_generation(20_000, priority=kind))
+    assert scheduler.schedule() == ({long: expected} if expected else {})
+
+
+def test_a_short_prompt_does_not_wait_for_the_second_token_of_another() -> None:
+    scheduler = make_scheduler(tokens_per_second=2000)
+    scheduler.pace.step_took(0.01)
+    first, second = (admit(scheduler, make_generation(64, wanted=2)) for _ in range(2))
+    assert scheduler.schedule() == {first: 64}
+    first.in_flight = 64
+    assert scheduler.schedule() == {second: 64}
 
 
 def test_a_step_is_a_decode_batch_or_one_chunk() -> None:
