@@ -36,6 +36,7 @@ def test_it_goes_on_behind_what_another_has_computed(cache: PrefixCache) -> None
     compute(cache, first, 2 * BLOCK_SIZE + 10)
     assert cache.tokens_ahead(second, IDS, len(IDS)) == 2 * BLOCK_SIZE
     assert cache.tokens_ahead(second, IDS, 2 * BLOCK_SIZE - 1) == BLOCK_SIZE, "no further than it is asked"
+    assert cache.tokens_ahead(second, IDS, 2 * BLOCK_SIZE) == 2 * BLOCK_SIZE, "but up to there"
     cache.catch_up(second, IDS, len(IDS))
     assert second.num_tokens == 2 * BLOCK_SIZE and list(second.token_ids) == IDS[: 2 * BLOCK_SIZE]
     assert second.tables[0].block_ids == first.tables[0].block_ids[:2]
