@@ -110,6 +110,16 @@ def test_a_prompt_goes_on_from_the_last_position_that_has_a_snapshot() -> None:
     assert matched(cache, tokens[:255]) == 0
 
 
+def test_a_snapshot_behind_blocks_that_are_gone_is_of_no_use() -> None:
+    cache, tokens = make_cache(), list(range(701))
+    sequence = start(cache, tokens)
+    grow(cache, sequence, tokens, 256, 700)
+    *_, tail = cache.close(sequence)
+    cache.slots.evict(tail.node)
+    assert [node.end for node in snapshots_of(cache)] == [256, 700]
+    assert matched(cache, tokens) == 256
+
+
 def test_a_tail_of_few_tokens_is_worth_its_snapshot() -> None:
     cache, tokens = make_cache(), list(range(600))
     sequence = start(cache, tokens)
