@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -29,6 +31,7 @@ from tests.rounds import check_bound, in_rounds
 from tests.server.test_fuzz import HUGE, RIGHT, ROUTES, changes, headers, message, mostly
 
 REQUESTS = int(os.environ.get("FUZZ_REQUESTS", "400"))
+BESIDE = 10  # short requests beside the attack, then some alone
 BODIES, SEED = int(os.environ.get("FUZZ_BODIES", "400")), int(os.environ.get("FUZZ_SEED", "0"))
 # What a right request of these sizes would do for long.
 SHORT = dict.fromkeys(
@@ -106,16 +109,28 @@ class Attack:
     def is_over(self) -> bool:
         return self._process.poll() is not None
 
-
-def quickest(ask: Callable[[], object], count: int) -> float:
-    """The median of so many."""
-    return statistics.median(seconds_of(ask) for _ in range(count))
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing is sent or read."""
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
 
 
 def seconds_of(ask: Callable[[], object]) -> float:
     begun = time.perf_counter()
     ask()
     return time.perf_counter() - begun
+
+
+def seconds_alone(server: ServerProcess) -> list[float]:
+    """What short requests take once nothing else is computed: under the load of this moment by other processes."""
+    for _ in range(2):  # what is read or rendered meanwhile holds no block
+        wait_until_idle(server)
+        time.sleep(0.05)
+    return [seconds_of(lambda: complete(server, "Hello", 2)) for _ in range(3)]
 
 
 def resident(server: ServerProcess) -> int:
@@ -135,22 +150,24 @@ def test_others_notice_nothing(live_model: Path, tmp_path: Path) -> None:
     ):
         complete(server, "warm", 2)
         before = resident(server)
-        quiet = quickest(lambda: complete(server, "Hello", 2), 15)
-        health, short, most = list[float](), list[float](), before
+        health, short, alone, most = list[float](), list[float](), list[float](), before
         with Attack(server, SEED, BODIES) as attack:
             while not attack.is_over:
                 health.append(seconds_of(lambda: http.get("/health").raise_for_status()))
                 short.append(seconds_of(lambda: complete(server, "Hello", 2)))
                 most = max(most, resident(server))
                 time.sleep(0.02)
+                if len(short) % BESIDE == 0:
+                    with attack.paused():
+                        alone += seconds_alone(server)
         begun = time.monotonic()
         assert stop(server) == 0
         ended = time.monotonic() - begun
         p95 = sorted(health)[int(0.95 * len(health))]
-        beside = statistics.median(short)
+        quiet, beside = statistics.median(alone), statistics.median(short)
         figures = (
             f"seed {SEED}, {BODIES} bodies: {attack.statuses}; /health p95 {p95 * 1e3:.0f} ms of {len(health)}; "
-            f"short request {quiet * 1e3:.0f} ms alone, {beside * 1e3:.0f} ms beside (p95 "
+            f"short request {quiet * 1e3:.0f} ms alone of {len(alone)}, {beside * 1e3:.0f} ms beside (p95 "
             f"{sorted(short)[int(0.95 * len(short))] * 1e3:.0f}); RSS {before >> 20} MB, {most >> 20} MB at most; "
             f"SIGTERM {ended:.1f} s"
         )
