@@ -71,7 +71,7 @@ def test_only_what_says_the_same_is_told_again(
 
 
 @pytest.mark.parametrize("thought", ["I look.\nAgain.", "I look.Again.", "I look.\n\nAgain."])
-@pytest.mark.parametrize("text", ["Yes.\nNo.", "Yes.No.", "Yes.\n\nNo."])
+@pytest.mark.parametrize("text", ["Yes.\nNo.", "Yes.No.", "Yes.\r\n\r\nNo."])
 def test_blocks_of_a_reply_may_be_joined_in_any_way(tokenizer: Tokenizer, text: str, thought: str) -> None:
     call = SPACED.partition("</think>\n\n")[2]
     transcript = told(tokenizer, f"<think>\nI look.\n</think>\n\nYes.\n{call}\n<think>\nAgain.\n</think>\n\nNo.")

@@ -1,4 +1,4 @@
-"""Conversations with tools whose replies a scripted model says in its family's dialect, and the client that holds them.
+"""Conversations with tools whose replies a scripted model says in its family's dialect.
 
 A turn's prompt is filled up to a multiple of `TURN` tokens, which chooses the reply. How long it is without that, the
 server's own reading of prompts says in this process; a test compares what the server reports.
@@ -6,10 +6,11 @@ server's own reading of prompts says in this process; a test compares what the s
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
+import string
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import httpx
 
@@ -21,8 +22,9 @@ from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.request import ChatPrompt, Request
 from agentcache.store.manifest import AgentRecord
 from tests.real.call_histories import TOOLS, Message, Reply, behind_thought, written_by
+from tests.real.clients import Client
 
-TURN = 384  # tokens from one prompt to the next one
+TURN = 576  # tokens from one prompt to the next one
 # Who speaks before the reply, and what the reply is.
 PLAN = (
     ("user", "worded call"),
@@ -30,7 +32,7 @@ PLAN = (
     ("tool", "call"),
     ("tool", "answer"),
     ("user", "call"),
-    ("tool", "call"),
+    ("tool", "two calls"),
     ("tool", "answer"),
     ("user", "worded call"),
     ("tool", "call"),
@@ -45,11 +47,15 @@ def replies(tokenizer: Tokenizer) -> list[Reply]:
 
 
 def _shown(tokenizer: Tokenizer, number: int, kind: str) -> Reply:
-    calls = () if kind == "answer" else (("write_file", {"path": f"src/x{number}.py", "count": number}),)
-    full = Reply("" if kind == "call" else f"So, number {number}.", f"Hm, I look at {number}.", calls)
+    share = float(number) if number % 2 else number + 0.5
+    call = ("write_file", {"path": f"src/x{number}.py", "count": number, "share": share})
+    calls = {"answer": (), "two calls": (call, ("now", {"zone": "UTC"}))}.get(kind, (call,))
+    full = Reply(
+        f"So, number {number}." if kind in ("answer", "worded call") else "", f"Hm, I look at {number}.", calls
+    )
     written = written_by(tokenizer.render_chat, full)[1]
-    if full.calls and full.text and any(end in written for end in tokenizer.turn_ends):
-        return _shown(tokenizer, number, "call")  # the template writes words beside a call as a turn of their own
+    if kind in ("worded call", "two calls") and any(end in written for end in tokenizer.turn_ends):
+        return _shown(tokenizer, number, "call")  # the template writes them as turns of their own
     thought = full.thought if full.thought in written and tokenizer.reply_format.thoughts else ""
     return Reply(full.text, thought, full.calls)
 
@@ -61,6 +67,13 @@ def script(tokenizer: Tokenizer, reply: Reply) -> list[int]:
     whole = tokenizer.encode(tokenizer.render_chat([_SYSTEM, {"role": "user", "content": "a"}], TOOLS)).ids
     ends = [token for token in whole if token in tokenizer.eos_ids]
     return [*tokenizer.encode(text).ids, ends[-1] if ends else min(tokenizer.eos_ids)]
+
+
+def fillers(tokenizer: Tokenizer) -> Iterator[str]:
+    """Words of one token each."""
+    for letter in string.ascii_letters:
+        if len(tokenizer.encode(f"x {letter} {letter}").ids) == len(tokenizer.encode(f"x {letter}").ids) + 1:
+            yield f" {letter}"
 
 
 @dataclass
@@ -83,19 +96,28 @@ class Talk:
     """One conversation, as a client holds it.
 
     Args:
-        drops: whether the client sends no thoughts back.
-        word: fills the prompts; one token.
+        client: speaks one dialect.
+        word: fills the prompts; one of `fillers`. Conversations with the same one would share their cache.
+        thinks: whether the client holds thoughts, if there are any.
     """
 
     tokenizer: Tokenizer
     replies: Sequence[Reply]
     scripts: Sequence[Sequence[int]]
     agent: str
-    drops: bool = False
-    word: str = " a"
+    client: Client
+    word: str
+    thinks: bool = True
     turns: list[Turn] = field(default_factory=list)
-    _messages: list[Message] = field(default_factory=lambda: [_SYSTEM])
+    _messages: list[Message] = field(default_factory=list)
     _held: Transcript = field(default_factory=Transcript.empty)
+
+    def __post_init__(self) -> None:
+        self._say(_SYSTEM)
+
+    def _say(self, message: Message) -> None:
+        self._messages.append(message)
+        self.client.hear(message)
 
     @property
     def first_length(self) -> int:
@@ -105,23 +127,29 @@ class Talk:
     def turn(self, http: httpx.Client, strides: int) -> None:
         """The next turn, whose prompt has `strides * TURN` tokens."""
         number = len(self.turns)
-        self._messages.append(self._filled(PLAN[number][0], strides * TURN))
+        calls = self._messages[-1].get("tool_calls") or ()
+        for call in calls[:-1]:
+            self._say({"role": "tool", "content": "Done.", "tool_call_id": call["id"]})
+        self._say(self._filled(PLAN[number][0], strides * TURN))
         prompt = self._prompt(self._messages)
-        message, report = self._ask(http, streams=number % 2 == 1)
-        assert report["prompt_tokens"] == len(prompt), number
-        assert self._says(message) == self.replies[number], (number, message)
+        message, report = self.client.ask(http, TOOLS, streams=number % 2 == 1, agent=self.agent)
+        assert report["prompt_tokens"] == len(prompt), (self.agent, number)
+        assert _said(message) == self._expected(number), (self.agent, number, message)
         added = report["prompt_tokens"] - len(self._held)
         self.turns.append(Turn(report["prompt_tokens"], added, report["computed_tokens"], report["lineage"]))
         self._hear(prompt, self.scripts[number])
-        if self.drops:
-            message.pop("reasoning_content", None)
         self._messages.append(message)
+
+    def _expected(self, number: int) -> Reply:
+        reply = self.replies[number]
+        return reply if self.thinks else Reply(reply.text, "", reply.calls)
 
     def _asking(self, role: str, number: int, num_words: int = 1) -> Message:
         content = f"This is number {number}:{num_words * self.word}"
         if role == "user":
             return {"role": role, "content": content}
-        return {"role": role, "content": content, "tool_call_id": self._messages[-1]["tool_calls"][0]["id"]}
+        said = next(message for message in reversed(self._messages) if message["role"] == "assistant")
+        return {"role": role, "content": content, "tool_call_id": said["tool_calls"][-1]["id"]}
 
     def _filled(self, role: str, length: int) -> Message:
         number = len(self.turns)
@@ -142,7 +170,8 @@ class Talk:
     def _hear(self, prompt: Transcript, said: Sequence[int]) -> None:
         """Take the reply into the transcript, as the server does."""
         detokenizer = self.tokenizer.detokenizer(after=prompt.ids[-1])
-        kept = said[:-1]  # what ends a reply is told by the chat template
+        # What ends a reply is told by the chat template.
+        kept = list(itertools.takewhile(lambda token: token not in self.tokenizer.eos_ids, said))
         for token in kept:
             detokenizer.add(token)
         detokenizer.finish()
@@ -150,32 +179,8 @@ class Talk:
         marked = self.tokenizer.with_markers(marked, kept)
         self._held = prompt.extended(marked.text, kept, marked.ends, "generated")
 
-    def _ask(self, http: httpx.Client, *, streams: bool) -> tuple[Message, dict[str, Any]]:
-        """The assistant's message, and the server's report."""
-        body = {"messages": self._messages, "tools": TOOLS, "agent": self.agent, "temperature": 0, "stream": streams}
-        response = http.post("/v1/chat/completions", json=body | {"agentcache": {"report": True}})
-        assert response.status_code == 200, response.text
-        if not streams:
-            answer = response.json()
-            return answer["choices"][0]["message"], answer["agentcache"]
-        chunks = [json.loads(line[6:]) for line in response.text.split("\n") if line.startswith("data: {")]
-        return _message([choice["delta"] for chunk in chunks for choice in chunk["choices"]]), chunks[-1]["agentcache"]
 
-    def _says(self, message: Message) -> Reply:
-        calls = [call["function"] for call in message.get("tool_calls") or ()]
-        told = tuple((call["name"], json.loads(call["arguments"])) for call in calls)
-        return Reply((message.get("content") or "").strip(), message.get("reasoning_content", "").strip(), told)
-
-
-def _message(deltas: Sequence[Message]) -> Message:
-    """A message as clients make it of a stream."""
-    calls: dict[int, Message] = {}
-    for call in [call for delta in deltas for call in delta.get("tool_calls") or ()]:
-        known = calls.setdefault(call["index"], {"function": {"name": "", "arguments": ""}})
-        known |= {key: call[key] for key in ("id", "type") if key in call}
-        for key, text in call["function"].items():
-            known["function"][key] += text
-    message: Message = {"role": "assistant", "content": "".join(each.get("content") or "" for each in deltas)}
-    if thought := "".join(each.get("reasoning_content") or "" for each in deltas):
-        message["reasoning_content"] = thought
-    return message | ({"tool_calls": [calls[index] for index in sorted(calls)]} if calls else {})
+def _said(message: Message) -> Reply:
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    told = tuple((call["name"], json.loads(call["arguments"])) for call in calls)
+    return Reply((message.get("content") or "").strip(), message.get("reasoning_content", "").strip(), told)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from agentcache.models.text.tokenizer import Tokenizer
 from tests.live.servers import http_of, serving, stop
+from tests.real.call_histories import Reply
+from tests.real.clients import ChatClient, Client, MessagesClient, ResponsesClient
 from tests.real.folders import FAMILIES, family_folder, rescript, template_folder
-from tests.real.talks import PLAN, TURN, Talk, replies, script
+from tests.real.talks import PLAN, TURN, Talk, fillers, replies, script
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -21,6 +24,8 @@ LEAVES_OUT_OLD_THOUGHTS = {"qwen3", "gptoss"}
 # The chat template puts the tools in front of the last user message: what follows them is another prompt's once the
 # user has spoken again.
 MOVES_TOOLS = {"Mistral-Small-3.2-24B-Instruct-2506.jinja", "mistralai-Mistral-Nemo-Instruct-2407.jinja"}
+# Agents whose clients send back no thoughts.
+WITHOUT_THOUGHTS = {"chat-drops", "messages-drops"}
 TEMPLATES = (
     "Mistral-Small-3.2-24B-Instruct-2506.jinja",
     "mistralai-Mistral-Nemo-Instruct-2407.jinja",
@@ -32,15 +37,16 @@ TEMPLATES = (
 
 @pytest.mark.parametrize("name", [*FAMILIES, *TEMPLATES])
 def test_ten_turns_compute_what_they_add(name: str, tmp_path: Path) -> None:
-    is_family = name in FAMILIES
-    model = tmp_path / "model"
-    folder = family_folder(model, name, ["x"]) if is_family else template_folder(model, name, small=True)
+    is_family, model = name in FAMILIES, tmp_path / "model"
+    write = family_folder if is_family else template_folder
+    folder = write(model, name, ["x"], small=True)
     tokenizer = Tokenizer.load(folder)
     said = replies(tokenizer)
     scripts = [script(tokenizer, reply) for reply in said]
-    talks = [Talk(tokenizer, said, scripts, "keeps")]
-    if any(reply.thought for reply in said):
-        talks.append(Talk(tokenizer, said, scripts, "drops", drops=True, word=" b"))
+    talks = [
+        Talk(tokenizer, said, scripts, agent, client, word, thinks=agent not in WITHOUT_THOUGHTS)
+        for word, (agent, client) in zip(fillers(tokenizer), clients(said), strict=False)
+    ]
     first = 1 + (talks[0].first_length + 100) // TURN
     rescript(folder, [scripts[(number - first) % len(scripts)] for number in range(len(scripts))], TURN)
     for turns in (range(NUM_HOT), range(NUM_HOT, len(PLAN))):
@@ -50,8 +56,18 @@ def test_ten_turns_compute_what_they_add(name: str, tmp_path: Path) -> None:
                     talk.turn(http, first + number)
             stop(server, signal.SIGKILL)
     tokenizer.close()
-    for talk in talks:
-        assert too_much(name, talk) == []
+    assert [found for talk in talks for found in too_much(name, talk)] == []
+
+
+def clients(said: Sequence[Reply]) -> Iterator[tuple[str, Client]]:
+    """Each with an agent's name."""
+    yield "chat", ChatClient()
+    yield "messages", MessagesClient(thinks=True)
+    yield "responses", ResponsesClient()
+    yield "stored", ResponsesClient(stores=True)
+    if any(reply.thought for reply in said):
+        yield "chat-drops", ChatClient(drops=True)
+        yield "messages-drops", MessagesClient()
 
 
 def too_much(name: str, talk: Talk) -> list[str]:

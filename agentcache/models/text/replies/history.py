@@ -276,7 +276,7 @@ def _thoughts_of(messages: Sequence[dict[str, Any]], known: Sequence[ReadReply])
 
 
 def _told(text: str) -> str:
-    return "".join(text.split("\n")).strip()
+    return "".join(text.splitlines()).strip()
 
 
 def _canonical(arguments: Any, *, doubles: bool = False) -> str:
