@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ _STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
 _SCHEMA_KEYS = ("type", "properties", "$ref", "$defs", "anyOf", "oneOf", "allOf", "enum", "const", "items", "required")
 
 Tools = Sequence[Mapping[str, Any]]
+Find = Callable[[str], str | None]
 
 
 @dataclass(frozen=True)
@@ -51,39 +52,49 @@ class ToolChoice:
         return tools or None
 
 
-def read_tool_choice(body: Reader) -> ToolChoice:
-    """`tool_choice` of any dialect."""
+def read_tool_choice(body: Reader, find: Find = lambda word: None) -> ToolChoice:
+    """`tool_choice` of any dialect.
+
+    Args:
+        find: the tool that a name or a type means; None if there is none.
+    """
     just_one = not body.boolean("parallel_tool_calls", True)
     choice = body.get("tool_choice")
     if choice is None or isinstance(choice, str):
-        return _choice_of_word(choice, just_one)
+        return _choice_of_word(choice, just_one, find)
     if not isinstance(choice, dict):
         body.fail("tool_choice", 'must be "auto", "none", "required" or name a function')
     given = body.object("tool_choice")
     just_one = just_one or given.boolean("disable_parallel_tool_use")
     kind = given.string("type")
     if kind in ("function", "tool", "custom") or (kind is None and not {"name", "function"}.isdisjoint(choice)):
-        return ToolChoice(must_call=True, names=(_named(given, kind),), just_one=True)
+        return _choice_of(_named(given, kind), find)
     if kind == "allowed_tools":
-        return _allowed(body, given, just_one)
+        return _allowed(body, given, just_one, find)
     if kind in (None, *_WORDS):
-        return _choice_of_word(kind, just_one)
-    if any(tool.get("type") == kind for tool in body.objects("tools")):
-        return ToolChoice(must_call=True, names=(kind or "",), just_one=True)
-    given.fail("type", 'must be "auto", "none", "any", "required", "tool", "function" or "allowed_tools"')
+        return _choice_of_word(kind, just_one, find)
+    if (found := find(kind or "")) is not None:
+        return _choice_of(found, find)
+    given.fail(
+        "type", 'must be "auto", "none", "any", "required", "tool", "function", "allowed_tools" or a tool of tools'
+    )
 
 
 _WORDS = ("", "auto", "none", "any", "required")
 
 
-def _choice_of_word(word: str | None, just_one: bool) -> ToolChoice:
+def _choice_of_word(word: str | None, just_one: bool, find: Find) -> ToolChoice:
     if word in (None, "", "auto"):
         return ToolChoice(just_one=just_one)
     if word == "none":
         return ToolChoice(may_call=False)
     if word in ("any", "required"):
         return ToolChoice(must_call=True, just_one=just_one)
-    return ToolChoice(must_call=True, names=(word or "",), just_one=True)
+    return _choice_of(word or "", find)
+
+
+def _choice_of(name: str, find: Find) -> ToolChoice:
+    return ToolChoice(must_call=True, names=(find(name) or name,), just_one=True)
 
 
 def _named(given: Reader, kind: str | None) -> str:
@@ -93,7 +104,7 @@ def _named(given: Reader, kind: str | None) -> str:
     return given.object(inner).required_string("name")
 
 
-def _allowed(body: Reader, given: Reader, just_one: bool) -> ToolChoice:
+def _allowed(body: Reader, given: Reader, just_one: bool, find: Find) -> ToolChoice:
     """OpenAI's `allowed_tools`: nested in chat, flat in responses."""
     holder = given.object("allowed_tools") if isinstance(given.get("allowed_tools"), dict) else given
     if holder.get("tools") is None:
@@ -101,7 +112,8 @@ def _allowed(body: Reader, given: Reader, just_one: bool) -> ToolChoice:
     mode = holder.string("mode") or "auto"
     if mode not in ("auto", "required"):
         holder.fail("mode", 'must be "auto" or "required"')
-    names = tuple(name for tool in holder.objects("tools") if (name := _name_of(tool.value)) is not None)
+    words = (_name_of(tool.value) or tool.string("type") for tool in holder.objects("tools"))
+    names = tuple(find(word) or word for word in words if word is not None)
     return ToolChoice(must_call=mode == "required", names=names, just_one=just_one)
 
 
@@ -112,6 +124,7 @@ def read_form(
     choice: ToolChoice,
     schema: str,
     left_out: Collection[str] = (),
+    strict: Collection[str] = (),
 ) -> AnswerForm | None:
     """Return the demanded form, if any.
 
@@ -119,6 +132,7 @@ def read_form(
         text: text format from the dialect's own fields.
         schema: this dialect's path to a tool's argument schema.
         left_out: names and types of server tools.
+        strict: names of strict tools that are shown without that word.
     """
     body = call.body
     whole = read_whole_form(body)
@@ -134,7 +148,7 @@ def read_form(
         return AnswerForm(whole)
     if text is None:
         return None
-    return AnswerForm(text, Calls(_offered(body, tools, schema), choice.just_one) if tools else None)
+    return AnswerForm(text, Calls(_offered(body, tools, schema, strict), choice.just_one) if tools else None)
 
 
 def _is_left_out(choice: ToolChoice, tools: Tools | None, left_out: Collection[str]) -> bool:
@@ -258,10 +272,12 @@ def _demanded(body: Reader, tools: Tools | None, choice: ToolChoice, schema: str
     return named
 
 
-def _offered(body: Reader, tools: Tools, schema: str) -> tuple[CallableTool, ...]:
+def _offered(body: Reader, tools: Tools, schema: str, strict: Collection[str]) -> tuple[CallableTool, ...]:
     """The tools that may be called. Only strict ones enforce their schemas."""
     return tuple(
-        tool if given["function"].get("strict") is True else CallableTool(tool.name, _ANY_OBJECT, tool.param)
+        tool
+        if tool.name in strict or given["function"].get("strict") is True
+        else CallableTool(tool.name, _ANY_OBJECT, tool.param)
         for tool, given in zip(_callable_tools(body, tools, schema), tools, strict=True)
     )
 

@@ -10,7 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from agentcache.request import ChatPrompt, Request
-from agentcache.server.answer_form import read_form, read_text_form, read_tool_choice
+from agentcache.server.answer_form import read_form, read_text_form
 from agentcache.server.anthropic_reply import AnthropicReply
 from agentcache.server.completion import Job, answer
 from agentcache.server.context import Call, engine_of, name_agent, read_prompt
@@ -56,7 +56,7 @@ def read_job(call: Call) -> Job:
     max_tokens = read_max_tokens(body, "max_tokens", default=None)
     sampling = read_sampling(body, model, max_tokens=max_tokens, logprobs=None, stop="stop_sequences")
     options = read_options(call, read_agent(call, _user_id(body)))
-    choice = read_tool_choice(body)
+    choice = tools.choice(body)
     form = read_form(call, read_text_form(body), prompt.tools, choice, "input_schema", tools.left_out)
     reading = read_reading(model, prompt.tools, body, form, thinking)
     job_id = f"msg_{uuid.uuid4().hex}"
@@ -91,7 +91,7 @@ def read_chat_prompt(call: Call, tools: ToolList, thinking: Thinking) -> ChatPro
     if not read:
         body.fail("messages", "must hold more than an empty system text")
     messages = [*_read_system(body, "system", call), *read]
-    shown = tools.shown(read_tool_choice(body))
+    shown = tools.shown(tools.choice(body))
     return ChatPrompt(messages, shown, thinking.template_kwargs, num_bytes=call.num_bytes)
 
 

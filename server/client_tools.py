@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from agentcache.server.validate import Reader
 
+_VERSION = re.compile(r"(?:_preview)?(?:_20[0-9]{2}_?[0-9]{2}_?[0-9]{2})?\Z")
 _WHOLE = {"type": "integer"}
 _PLACE = {"type": "array", "items": _WHOLE, "minItems": 2, "maxItems": 2}
 
@@ -14,8 +16,20 @@ _PLACE = {"type": "array", "items": _WHOLE, "minItems": 2, "maxItems": 2}
 def client_tool(tool: Reader) -> dict[str, Any] | None:
     """The function for a known type with any date; else None."""
     kind = tool.string("type") or ""
-    found = next((make for front, make in _TOOLS.items() if kind == front or kind.startswith(front + "_2")), None)
-    return None if found is None else found(tool, kind)
+    found = _maker(kind)
+    strict = {"strict": True} if tool.get("strict") is True else {}
+    return None if found is None else found(tool, kind) | strict
+
+
+def family(kind: str) -> str:
+    """A tool's type without date and preview; one word for all spellings of a client tool."""
+    bare = _VERSION.sub("", kind)
+    found = _maker(bare)
+    return bare if found is None else next(front for front, make in _TOOLS.items() if make is found)
+
+
+def _maker(kind: str) -> Callable[[Reader, str], dict[str, Any]] | None:
+    return next((make for front, make in _TOOLS.items() if kind == front or kind.startswith(front + "_2")), None)
 
 
 def _function(tool: Reader, name: str, description: str, schema: dict[str, Any]) -> dict[str, Any]:

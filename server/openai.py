@@ -14,7 +14,7 @@ from agentcache.answer_form import AnswerForm
 from agentcache.report import ModelInfo
 from agentcache.request import ChatPrompt, TextPrompt, TokenPrompt
 from agentcache.sampling import SamplingParams
-from agentcache.server.answer_form import ToolChoice, read_form, read_text_form, read_tool_choice
+from agentcache.server.answer_form import ToolChoice, read_form, read_text_form
 from agentcache.server.completion import Job, answer
 from agentcache.server.context import Call, read_prompt
 from agentcache.server.fields import MAX_TOKENS, Dialect, check_fields
@@ -55,7 +55,7 @@ def read_chat(call: Call) -> Job:
     logprobs = _read_chat_logprobs(body)
     max_tokens = read_max_tokens(body, *MAX_TOKENS, default=None)
     sampling = read_sampling(body, model, max_tokens=max_tokens, logprobs=logprobs)
-    choice = read_tool_choice(body)
+    choice = tools.choice(body)
     form = read_form(call, read_text_form(body), prompt.tools, choice, "function.parameters", tools.left_out)
     shape = ChatShape(logprobs is not None, read_reading(model, prompt.tools, body, form, thinking))
     return _job(call, [prompt], sampling, shape, form)
@@ -66,7 +66,7 @@ def read_chat_prompt(
 ) -> ChatPrompt:
     messages = read_messages(call)
     check_chat(call.model)
-    shown = tools.shown(read_tool_choice(call.body))
+    shown = tools.shown(tools.choice(call.body))
     return ChatPrompt(messages, shown, template_kwargs, add_generation_prompt, num_bytes=call.num_bytes)
 
 

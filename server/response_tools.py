@@ -6,7 +6,7 @@ A custom tool becomes a function with one string. A namespaced tool gets a combi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from agentcache.models.text.json_values import parse_json
@@ -29,6 +29,7 @@ class ResponseTool:
     name: str
     namespace: str | None = None
     is_custom: bool = False
+    is_strict: bool = False  # not shown: prompts of sessions stay as they were
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -42,23 +43,22 @@ class ResponseTools:
     Args:
         shown: for the chat template; None if none may be called.
         by_name: client's tools by shown name.
+        choice: with shown names.
         left_out: names and types of server tools.
     """
 
     shown: list[dict[str, Any]] | None = None
     by_name: Mapping[str, ResponseTool] = field(default_factory=dict)
+    choice: ToolChoice = ToolChoice()
     left_out: frozenset[str] = frozenset()
+
+    @property
+    def strict(self) -> frozenset[str]:
+        """Shown names of strict tools."""
+        return frozenset(name for name, tool in self.by_name.items() if tool.is_strict)
 
     def find(self, name: str) -> ResponseTool:
         return self.by_name.get(name) or ResponseTool(name)
-
-    def choice(self, asked: ToolChoice) -> ToolChoice:
-        """Replace the client's names by shown ones."""
-        if asked.names is None:
-            return asked
-        shown = {tool.name: name for name, tool in reversed(list(self.by_name.items()))}
-        names = tuple(name if name in self.by_name else shown.get(name, name) for name in asked.names)
-        return replace(asked, names=names)
 
 
 def shown_name(namespace: str | None, name: str) -> str:
@@ -85,8 +85,9 @@ def read_response_tools(call: Call) -> ResponseTools:
         if type(item) is dict and item.get("type") in ADDITIONAL_TOOLS:
             for tool in body.item("input", index).objects("tools"):
                 _read_tool(tool, None, call, tools, by_name)
-    made = ResponseTools(None, by_name, frozenset(tools.left_out))
-    return replace(made, shown=tools.shown(made.choice(read_tool_choice(body))))
+    shown = {tool.name: name for name, tool in reversed(list(by_name.items()))} | {name: name for name in by_name}
+    choice = read_tool_choice(body, lambda word: tools.find(shown.get(word, word)))
+    return ResponseTools(tools.shown(choice), by_name, choice, frozenset(tools.left_out))
 
 
 def _read_tool(
@@ -103,7 +104,8 @@ def _read_tool(
         return tools.leave_out(tool, kind, call)
     note_tool_keys(call, tool.value)
     function = read_function(tool)
-    known = ResponseTool(function["name"], namespace, is_custom=kind == "custom")
+    is_strict = function.get("strict") is True
+    known = ResponseTool(function["name"], namespace, is_custom=kind == "custom", is_strict=is_strict)
     name = shown_name(namespace, known.name)
     by_name[name] = known
     shown = {"name": name, "description": function["description"], "parameters": function["parameters"]}

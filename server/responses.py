@@ -11,7 +11,7 @@ from starlette.responses import Response
 from agentcache.default_agents import RESPONSES_AGENT
 from agentcache.request import ChatPrompt
 from agentcache.sampling import SamplingParams
-from agentcache.server.answer_form import read_form, read_text_form, read_tool_choice
+from agentcache.server.answer_form import read_form, read_text_form
 from agentcache.server.completion import Job, answer
 from agentcache.server.context import Call, engine_of, read_again, read_prompt
 from agentcache.server.fields import Dialect, check_fields
@@ -68,8 +68,8 @@ def read_response(call: Call) -> Job:
         logprobs=_read_logprobs(body),
     )
     options = read_options(call, read_agent(call))
-    text, choice = read_text_form(body, (body.object("text"), "format")), tools.choice(read_tool_choice(body))
-    form = read_form(call, text, tools.shown, choice, "parameters", tools.left_out)
+    text = read_text_form(body, (body.object("text"), "format"))
+    form = read_form(call, text, tools.shown, tools.choice, "parameters", tools.left_out, tools.strict)
     job_id = new_id("resp", options.agent)
     asked = _asked(body, sampling)
     echo = Echo.of(asked, MAX_ECHO)

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentcache.server.answer_form import ToolChoice
-from agentcache.server.client_tools import client_tool
+from agentcache.server.answer_form import ToolChoice, read_tool_choice
+from agentcache.server.client_tools import client_tool, family
 from agentcache.server.context import Call
 from agentcache.server.fields import note_tool_keys
 from agentcache.server.validate import Reader
@@ -25,19 +25,30 @@ class ToolList:
     Attributes:
         functions: by name, in OpenAI's shape.
         left_out: names and types of tools that are not shown.
+        by_family: names of functions, and types of tools that are left out, by the family of their type.
     """
 
     functions: dict[str, dict[str, Any]] = field(default_factory=dict)
     left_out: set[str] = field(default_factory=set)
+    by_family: dict[str, str] = field(default_factory=dict)
 
     def shown(self, choice: ToolChoice) -> list[dict[str, Any]] | None:
         return choice.shown(list(self.functions.values()))
+
+    def choice(self, body: Reader) -> ToolChoice:
+        return read_tool_choice(body, self.find)
+
+    def find(self, word: str) -> str | None:
+        """The tool that a name or a type means: its name, or its type if it is left out."""
+        is_known = word in self.functions or word in self.left_out
+        return word if is_known else self.by_family.get(family(word))
 
     def add(self, tool: dict[str, Any]) -> None:
         self.functions[tool["function"]["name"]] = tool
 
     def leave_out(self, tool: Reader, kind: str, call: Call) -> None:
         self.left_out |= {kind, *([tool.value["name"]] if isinstance(tool.get("name"), str) else [])}
+        self.by_family.setdefault(family(kind), kind)
         call.notes.add(f"{tool.path}: a tool of type {kind!r:.80} was left out")
 
 
@@ -50,7 +61,7 @@ def read_chat_tools(call: Call) -> ToolList:
         if kind == "function" and (tool.get("function") is not None or tool.get("name") is None):
             tool.object("function").name("name")
             note_tool_keys(call, tool.value, is_shown=True)
-            tools.add(tool.value)
+            tools.add(_with_strict(tool))
         else:
             _add_tool(tool, kind, tools, call)
     return tools
@@ -71,6 +82,8 @@ def _add_tool(tool: Reader, kind: str | None, tools: ToolList, call: Call) -> No
         if kind not in (None, "function", "custom") and all(tool.get(name) is None for name in _SCHEMAS):
             return tools.leave_out(tool, kind or "", call)
         function = read_function(tool)
+    else:
+        tools.by_family.setdefault(family(kind or ""), function["name"])
     note_tool_keys(call, tool.value)
     tools.add({"type": "function", "function": function})
 
@@ -84,7 +97,15 @@ def read_function(tool: Reader) -> dict[str, Any]:
         "description": holder.string("description") or "",
         "parameters": {} if holder.get(schema) == [] else holder.object(schema).value,  # PHP's empty object
     }
-    return function | ({"strict": True} if holder.get("strict") is True else {})
+    return function | ({"strict": True} if tool.get("strict") is True or holder.get("strict") is True else {})
+
+
+def _with_strict(tool: Reader) -> dict[str, Any]:
+    """The tool; `strict` beside its function goes into it."""
+    function = tool.object("function").value
+    if tool.get("strict") is not True or function.get("strict") is not None:
+        return tool.value
+    return tool.value | {"function": function | {"strict": True}}
 
 
 def _added_tools(body: Reader) -> Iterator[Reader]:

@@ -169,6 +169,87 @@ def test_every_dialect_reads_every_choice(choice: Any) -> None:
     assert len(forms) == 2 and all(form is not None and form.calls is not None for form in forms)
 
 
+@pytest.mark.parametrize(
+    ("path", "tool"),
+    [
+        ("/v1/chat/completions", chat_tool("look", strict=True)),
+        ("/v1/chat/completions", chat_tool("look") | {"strict": True}),
+        ("/v1/chat/completions", chat_tool("look", strict=None) | {"strict": True}),
+        ("/v1/messages", {"name": "look", "input_schema": SCHEMA, "strict": True}),
+        ("/v1/responses", {"type": "function", "name": "look", "parameters": SCHEMA, "strict": True}),
+        ("/v1/responses", chat_tool("look", strict=True)),
+        (
+            "/v1/responses",
+            {"type": "namespace", "name": "a", "tools": [{"type": "function", "name": "look", "parameters": SCHEMA}]},
+        ),
+    ],
+)
+@pytest.mark.parametrize("is_strict", [True, False])
+def test_every_dialect_obeys_strict(path: str, tool: dict[str, Any], is_strict: bool) -> None:
+    """Arguments of strict tools follow their schema; those of others are any object."""
+    said = json.dumps(tool).replace('"name": "look"', '"name": "look", "strict": true').replace('"strict": null, ', "")
+    given = json.loads(said.replace('"strict": true', f'"strict": {json.dumps(is_strict)}'))
+    engine = FakeEngine()
+    hi = [{"role": "user", "content": "hi"}]
+    body = {"input": hi} if path == "/v1/responses" else {"messages": hi, "max_tokens": 5}
+    form = {"output_config": {"format": FLAT_SCHEMA}}
+    assert post(engine, path, body | form | {"tools": [given]}).status_code == 200
+    demanded = engine.requests[0].form
+    assert demanded is not None and demanded.calls is not None
+    assert [tool.schema for tool in demanded.calls.tools] == [json.dumps(SCHEMA) if is_strict else OBJECT]
+
+
+BASH = {"type": "bash_20250124", "name": "bash"}
+EDITOR = {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"}
+SEARCH = {"type": "web_search_20250305", "name": "web_search"}
+
+
+@pytest.mark.parametrize(
+    ("choice", "name"),
+    [
+        ({"type": "bash_20250124"}, "bash"),
+        ({"type": "bash_20241022"}, "bash"),
+        ({"type": "bash"}, "bash"),
+        ({"type": "tool", "name": "bash_20250124"}, "bash"),
+        ({"type": "function", "function": {"name": "bash_20250124"}}, "bash"),
+        ("bash_20250124", "bash"),
+        ({"type": "text_editor_20250728"}, EDITOR["name"]),
+        ({"type": "tool", "name": "text_editor"}, EDITOR["name"]),
+        ({"type": "tool", "name": "str_replace_editor"}, EDITOR["name"]),
+        ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "bash_20250124"}]}, "bash"),
+        ({"type": "look"}, "look"),
+        ({"type": "web_search_20250305"}, None),
+        ({"type": "web_search"}, None),
+        ({"type": "web_search_preview_2025_03_11"}, None),
+        ({"type": "tool", "name": "web_search"}, None),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions"])
+def test_tools_are_chosen_by_type_or_name(path: str, choice: Any, name: str | None) -> None:
+    """A tool of the server is left out, and a choice of it is noted."""
+    engine = FakeEngine()
+    body = {"max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
+    tools = [BASH, EDITOR, SEARCH, THEIR_TOOLS[0]]
+    answer = post(engine, path, body | {"tools": tools, "tool_choice": choice})
+    assert answer.status_code == 200, answer.text
+    form = engine.requests[0].form
+    named = None if form is None or form.calls is None else [tool.name for tool in form.calls.tools]
+    assert named == (None if name is None else [name])
+    is_noted = any("demands a tool that was left out" in note for note in answer.json()["agentcache"]["notes"])
+    assert is_noted == (name is None)
+
+
+@pytest.mark.parametrize("kind", ["web_search", "web_search_preview", "web_search_preview_2025_03_11"])
+def test_hosted_tools_are_chosen_by_any_version(kind: str) -> None:
+    engine = FakeEngine()
+    tools = [{"type": "web_search_preview"}, {"type": "mcp", "server_label": "a"}, FLAT_TOOLS[1]]
+    for choice in ({"type": kind}, {"type": "mcp", "server_label": "a", "name": "b"}):
+        answer = post(engine, "/v1/responses", {"input": "hi", "tools": tools, "tool_choice": choice})
+        assert answer.status_code == 200 and engine.requests[-1].form is None
+    answer = post(engine, "/v1/responses", {"input": "hi", "tools": tools, "tool_choice": {"type": "file_search"}})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tool_choice.type")
+
+
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/v1/completions"])
 @pytest.mark.parametrize(("fields", "form"), [pair for pair in SPELLINGS if "tools" not in pair[0]][::4])
 def test_every_dialect_reads_every_form(path: str, fields: dict[str, Any], form: AnswerForm | None) -> None:

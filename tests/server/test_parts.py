@@ -213,6 +213,7 @@ def test_whatever_a_tool_has_brought(content: Any, shown: str, num_notes: int) -
 
 
 BASE64 = base64.b64encode("Grüße".encode()).decode()
+LATIN = base64.b64encode("Grüße".encode("latin-1")).decode()
 PLAIN = "<document>\nGrüße\n</document>"
 NAMED = '<document title="a.md">\nGrüße\n</document>'
 
@@ -231,6 +232,31 @@ NAMED = '<document title="a.md">\nGrüße\n</document>'
         ),
         ({"type": "file", "file": {"filename": "a.md", "file_data": f"data:text/markdown;base64,{BASE64}"}}, NAMED),
         ({"type": "input_file", "filename": "a.md", "file_data": BASE64}, NAMED),
+        *(
+            ({"type": "input_file", "filename": "a.md", "file_data": url}, NAMED)
+            for url in (
+                "data:text/markdown,Gr%C3%BC%C3%9Fe",
+                "data:,Gr%C3%BC%C3%9Fe",
+                "data:;charset=utf-8,Grü%C3%9Fe",
+                "DATA:text/markdown;charset=UTF-8;BASE64," + BASE64,
+                "data:text/markdown;variant=GFM;charset=iso-8859-1,Gr%FC%DFe",
+                'data:text/markdown; charset="Windows-1252",Gr%FC%DFe',
+                "data:text/markdown;charset=utf-16le;base64," + base64.b64encode("Grüße".encode("utf-16le")).decode(),
+                "data:text/markdown;base64," + BASE64.replace("=", "%3D").replace("/", "%2F"),
+                "data:text/markdown;base64," + BASE64.rstrip("="),
+                "data:text/markdown;base64," + BASE64.replace("+", "-").replace("/", "_"),
+                "data:text/markdown;base64," + BASE64[:4] + "\r\n" + BASE64[4:],
+            )
+        ),
+        ({"type": "input_file", "file_url": "data:text/plain,Gr%C3%BC%C3%9Fe"}, PLAIN),
+        ({"type": "document", "source": {"type": "url", "url": "data:text/plain,Gr%C3%BC%C3%9Fe"}}, PLAIN),
+        (
+            {
+                "type": "document",
+                "source": {"type": "base64", "media_type": "text/csv;charset=latin1", "data": LATIN},
+            },
+            PLAIN,
+        ),
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
@@ -252,6 +278,12 @@ def test_plain_text_documents_are_read(path: str, document: dict[str, Any], show
         {"type": "document", "source": {"type": "file", "file_id": "f"}},
         {"type": "file", "file": {"filename": "a.pdf", "file_data": BASE64}},
         {"type": "file", "file": {"filename": "a.txt", "file_data": "data:text/plain;base64"}},
+        {"type": "file", "file": {"filename": "a.txt", "file_data": "data:text/plain,%FF%FE%FD"}},
+        {"type": "file", "file": {"filename": "a.txt", "file_data": "data:text/plain;charset=punycode,a"}},
+        {"type": "file", "file": {"filename": "a.txt", "file_data": "data:text/plain;base64,abcde"}},
+        {"type": "file", "file": {"filename": "a.pdf", "file_data": "data:application/pdf,%25PDF"}},
+        {"type": "file", "file": {"file_data": "data:image/svg+xml;base64,AAAA"}},
+        {"type": "document", "source": {"type": "url", "url": "https://example.com/a.txt"}},
         {"type": "document"},
     ],
 )
