@@ -25,10 +25,10 @@ def prove_once(patch: pytest.MonkeyPatch) -> None:
         return model
 
     def host_unless_proven(
-        model: nn.Module, model_type: str, config: dict[str, Any], *, choose: Any, within: Any
+        model: nn.Module, model_type: str, config: dict[str, Any], *, choose: Any, **options: Any
     ) -> Hosted:
-        known = (*reading.state, choose)
-        hosted = host(model, model_type, config, check=known not in proven, choose=choose, within=within)
+        known = (*getattr(reading, "state", ()), choose)  # a thread that takes over a model has read none
+        hosted = host(model, model_type, config, check=known not in proven, choose=choose, **options)
         if isinstance(choose, Everywhere):  # what measures knows the model, which would stay in memory
             proven.add(known)
         return hosted

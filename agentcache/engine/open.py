@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from agentcache.adapters.weights import AdapterWeightSet
 from agentcache.agents.caches import KeptCache, KeptCaches
@@ -46,7 +47,7 @@ from agentcache.metal_kernels.kernel_text import device as device_kind
 from agentcache.models.device_memory import Limits, device_memory, wanted_limits
 from agentcache.models.footprint import Footprint, free_memory, least_temporaries, spare_memory
 from agentcache.models.fused import memo as kernel_memo
-from agentcache.models.loader import LoadedModel
+from agentcache.models.loader import LoadedModel, in_chosen_precision
 from agentcache.models.runner import ModelRunner
 from agentcache.models.text.replies.history import first_thought
 from agentcache.ranks.world import World, join
@@ -74,6 +75,7 @@ def open_engine(
     give_up: Callable[[RankLost], None] = lambda lost: None,
     measure_seconds: float = math.inf,
     progress: StartProgress | None = None,
+    served: LoadedModel | None = None,
 ) -> Engine:
     """Load the model and open the cache folder, on the engine thread.
 
@@ -83,6 +85,7 @@ def open_engine(
         is_awaited: check for pending posted functions; true if unknown.
         give_up: callback, on its own thread, when a rank is lost.
         measure_seconds: time limit of the precision search.
+        served: model of a closed engine whose precision search has ended; it is not loaded again.
 
     Raises:
         UnsupportedModel, CacheFolderInUse, ConfigError, StoreError, RankLost: the engine cannot start.
@@ -93,7 +96,32 @@ def open_engine(
     world = join(config, post, give_up)
     config = world.settings(config)
     wishes = wishes_of(config)
-    loaded = world.load(
+    loaded = (
+        _load(config, world, model_path, wishes, memo, measure_seconds, progress)
+        if served is None
+        else in_chosen_precision(served, progress)
+    )
+    footprint = Footprint.of(loaded.spec, loaded.config, is_half=loaded.is_half)
+    plan = plan_for(wishes, loaded, footprint, config.prefill_chunk)
+    limits = Limits(wanted_limits(plan))
+    try:
+        progress.begin("reading the agents, and computing a first step")
+        return _put_together(config, world, loaded, footprint, plan, limits, post, is_awaited, warm=warm)
+    except BaseException:
+        limits.restore()
+        raise
+
+
+def _load(
+    config: Config,
+    world: World,
+    model_path: str,
+    wishes: Wishes,
+    memo: Path | None,
+    measure_seconds: float,
+    progress: StartProgress,
+) -> LoadedModel:
+    return world.load(
         model_path,
         memo=memo,
         max_context=config.max_context,
@@ -105,15 +133,6 @@ def open_engine(
         progress=progress,
         find_names=lambda by_content: find_names(config.cache_dir, by_content.identity, by_content.first),
     )
-    footprint = Footprint.of(loaded.spec, loaded.config, is_half=loaded.is_half)
-    plan = plan_for(wishes, loaded, footprint, config.prefill_chunk)
-    limits = Limits(wanted_limits(plan))
-    try:
-        progress.begin("reading the agents, and computing a first step")
-        return _put_together(config, world, loaded, footprint, plan, limits, post, is_awaited, warm=warm)
-    except BaseException:
-        limits.restore()
-        raise
 
 
 def _put_together(

@@ -51,6 +51,7 @@ from agentcache.gateway.pressure_watch import never_failing, watch_pressure
 from agentcache.gateway.prompt_workers import Workers, shutting_down
 from agentcache.models.allocator import keep_freed_memory
 from agentcache.models.builtin.embedded import embedded_model_path
+from agentcache.models.loader import LoadedModel
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.pressure import Level
 from agentcache.report import AdapterInfo, AgentInfo, CacheStats, ModelInfo, RestoreReport, Update
@@ -87,7 +88,7 @@ class AsyncEngine:
 
     With `kv` "auto", the first start with a model measures the bits for keys and values. With `warm_up`, a measurement
     of more than a few seconds is postponed: the engine serves in 8 bits, measures while no request runs, and is then
-    replaced. Calls wait during that. Agents stay; their KV in 8 bits is computed again.
+    replaced by one on the same model. Calls wait during that. Agents stay; their KV in 8 bits is computed again.
 
     Args:
         warm_up: whether to start more slowly for a fast first request.
@@ -118,7 +119,8 @@ class AsyncEngine:
 
     # -- life -------------------------------------------------------------------------------------------------------
 
-    def _make_thread(self) -> EngineThread:
+    def _make_thread(self, served: LoadedModel | None = None) -> EngineThread:
+        """Make an engine's thread. `served` is the model of an engine that it replaces."""
         thread = EngineThread(
             lambda post: open_engine(
                 self.config,
@@ -129,6 +131,7 @@ class AsyncEngine:
                 give_up=thread.give_up,
                 measure_seconds=MEASURE_SECONDS if self._warm_up else math.inf,
                 progress=self._progress,
+                served=served,
             )
         )
         return thread
@@ -158,8 +161,8 @@ class AsyncEngine:
 
     async def _open(self) -> None:
         served = self._thread.view.model
-        self._tokenizer = served.tokenizer
-        if self._warm_up:
+        is_new, self._tokenizer = served.tokenizer is not self._tokenizer, served.tokenizer
+        if self._warm_up and is_new:
             await self._workers.run(0, lambda has_ended: served.tokenizer.start())
         model = describe_model(served, self.config)
         self._model = model if self._model is None else replace(model, adapters=self._model.adapters)
@@ -181,9 +184,12 @@ class AsyncEngine:
         end = shutting_down()
         await asyncio.gather(self._close_engine(end), self._workers.close(end), self._archives.close(end))
 
-    async def _close_engine(self, end: AgentCacheError) -> None:
+    async def _stop_engine(self, end: AgentCacheError) -> None:
         adapters = [] if self._adapters is None else [self._adapters.close(end)]
         await asyncio.gather(self._thread.close(), *adapters)
+
+    async def _close_engine(self, end: AgentCacheError) -> None:
+        await self._stop_engine(end)
         if self._tokenizer is not None:
             self._tokenizer.close()
 
@@ -200,7 +206,7 @@ class AsyncEngine:
             self._measuring = None
             return
         async with self._gate.closed():
-            log.info("keys and values are kept in %s bits from now on; the model is loaded again", measuring.chosen)
+            log.info("keys and values are kept in %s bits from now on; the engine is opened again", measuring.chosen)
             try:
                 await self._replace_engine()
             except Exception as error:
@@ -209,12 +215,16 @@ class AsyncEngine:
         self._measuring = None
 
     async def _replace_engine(self) -> None:
-        """Open another engine on the same files. A failure ends the server (`failure`)."""
+        """Open another engine on the same model and files. A failure ends the server (`failure`)."""
+        replaced = self._thread.engine
+        assert replaced is not None  # it has measured
+        served = replaced.loaded
+        del replaced
         # Bodies that name adapters can be parsed during this; their requests wait at the gate.
         self._model = replace(self.model, adapters=self.adapters.list())
-        await self._close_engine(shutting_down())
-        self._thread = self._make_thread()
-        # The server froze start-up objects, which include the old engine with its weights.
+        await self._stop_engine(shutting_down())
+        self._thread = self._make_thread(served)
+        # The server froze start-up objects, which include the old engine with its cache.
         gc.unfreeze()
         self._adapters = self._completions = None
         gc.collect()

@@ -46,6 +46,7 @@ def host(
     check: bool = True,
     choose: ChoosePrecision = IN_FOUR_BITS,
     within: Callable[[nn.Module], AbstractContextManager[None]] = lambda model: nullcontext(),
+    adapted: Survey | None = None,
 ) -> Hosted:
     """Make a model of mlx-lm run on step caches.
 
@@ -53,11 +54,12 @@ def host(
         check: whether to prove that it computes mlx-lm's numbers.
         choose: choice of the bits of keys and values.
         within: context in which the adapted model is measured and proved, such as `in_float32`.
+        adapted: survey of a model that runs on step caches already, and is to keep other bits.
 
     Raises:
         UnsupportedModel: an unknown kind of cache, or other numbers than mlx-lm's.
     """
-    seen = _adapted(model)
+    seen = _adapted(model) if adapted is None else adapted
     with within(model):
         *_, hosted = _in_pieces(model, seen, model_type, config, check=check, choose=choose)
     assert hosted is not None  # the last item

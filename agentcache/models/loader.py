@@ -24,7 +24,7 @@ from agentcache.models.compat import download, load_model
 from agentcache.models.experts import distrust_sorted_rows
 from agentcache.models.fingerprint import ModelFingerprints, model_fingerprints
 from agentcache.models.float32_copy import gains_by_float32, in_float32
-from agentcache.models.hosting import Everywhere, host
+from agentcache.models.hosting import ChoosePrecision, Everywhere, host
 from agentcache.models.lora import ModelAdapters
 from agentcache.models.memo import Memo, read_memo, write_memo
 from agentcache.models.precision import Measured, Numbers, PrecisionSearch
@@ -53,6 +53,7 @@ _VOCABULARY_SIZES = ("vocab_size", "num_vocab")  # fields of config.json
 _TEXT_SUFFIXES = (".json", ".jinja", ".txt")
 _MAX_TEXT_BYTES = 1 << 28
 _CHAT_TOKENS, _TEXT_TOKENS = 80, 56  # of each sample text; a pass reads them all
+_PROVING = "comparing what the model computes on the cache with mlx-lm"
 _T = TypeVar("_T")
 
 
@@ -142,7 +143,9 @@ class ReadModel:
 
     def evaluate(self) -> None:
         """Read the weights, after the check that they fit. Raises UnsupportedModel."""
-        _or_unsupported(self.path, "model", lambda: mx.eval(self.model.parameters()))
+        # With arrays that are no parameters, such as frequencies: only this thread can compute what it has begun.
+        others = [array for module in self.model.modules() for array in module.values() if isinstance(array, mx.array)]
+        _or_unsupported(self.path, "model", lambda: mx.eval(self.model.parameters(), others))
 
 
 def _new_names(fingerprints: ModelFingerprints) -> ModelNames:
@@ -236,7 +239,7 @@ def put_on_cache(
         )
     else:
         choose = Everywhere(BITS[kv])
-    progress.begin("comparing what the model computes on the cache with mlx-lm")
+    progress.begin(_PROVING)
     # All ranks compute in the same dtype.
     within = in_float32 if settle(float(gains_by_float32(model))) else nullcontext
     hosted = host(model, config["model_type"], config, choose=choose, within=within)
@@ -255,6 +258,25 @@ def put_on_cache(
         max_context=min(_context_length(config), max_context or 2**62),
         search=choose.unfinished if isinstance(choose, Measured) else None,
     )
+
+
+def in_chosen_precision(loaded: LoadedModel, progress: StartProgress) -> LoadedModel:
+    """Return the same model with keys and values in the bits that its search chose, proved again.
+
+    Weights, tokenizer and wrapped modules are shared, so `loaded` must not run any more.
+
+    Raises:
+        UnsupportedModel: the model computes other numbers in these bits.
+    """
+    assert loaded.search is not None and loaded.search.precision is not None
+    model, config, precision = loaded.model, loaded.config, loaded.search.precision
+    progress.begin(_PROVING)
+    within = in_float32 if gains_by_float32(model) else nullcontext
+    choose: ChoosePrecision = lambda model, survey: precision  # noqa: E731
+    hosted = host(model, config["model_type"], config, choose=choose, within=within, adapted=loaded.survey)
+    loaded.adapters.stacks.clear()
+    loaded.trunk.forget()
+    return replace(loaded, survey=hosted.survey, spec=replace(hosted.spec, sources=loaded.spec.sources), search=None)
 
 
 def _numbers_in(file: Path | None, fingerprint: str, texts: Sequence[Sequence[int]]) -> dict[str, Any]:

@@ -73,6 +73,10 @@ class ModelTrunk:
         self.blocks = HiddenBlocks()
         self.layer_tokens = 0
 
+    def forget(self) -> None:
+        """Drop all hidden states."""
+        self.blocks = HiddenBlocks()
+
     def prepare(self, step: StepInputs) -> None:
         """Wrap the layers that a step stores from or starts at, and count its tokens."""
         plan = step.trunk

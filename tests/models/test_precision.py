@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from agentcache.models.precision import MAX_DIVERGENCE, Measured, PrecisionSearc
 from agentcache.models.precision_runs import PrecisionRuns, mean_divergence
 from agentcache.models.proof import Proof
 from agentcache.models.step import CurrentStep
+from agentcache.start_progress import StartProgress
 from benchmarks.quality.outliers import add_key_biases, add_outliers
 from tests.conftest import ModelFolder
 from tests.examples import examples
@@ -348,6 +350,38 @@ def test_a_half_precision_model_is_proved_in_float32(
     read.model.set_dtype(mx.bfloat16)
     loaded = loader.put_on_cache(read, kv="k8v4", settle=lambda own: own if room else 0.0)
     assert seen == [room] and not is_float32(loaded.model)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", slow("gemma3_text"), slow("phi3")])
+def test_a_served_model_changes_its_bits_on_another_thread(model_folder: ModelFolder, name: str) -> None:
+    """It is not read again, and is what a start with the choice kept loads."""
+    folder, results = str(model_folder(name)), list[loader.LoadedModel]()
+
+    def on_a_thread(work: Callable[[], loader.LoadedModel]) -> loader.LoadedModel:
+        def run() -> None:
+            results.append(work())
+            mx.clear_streams()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        return results.pop()
+
+    def served() -> loader.LoadedModel:
+        loaded = loader.load(folder, kv="auto", measure_seconds=0)
+        while loaded.search is not None and loaded.search.precision is None:
+            loaded.search.advance()
+        return loaded
+
+    first = on_a_thread(served)
+    assert first.search is not None and set(map(str, first.precision.layers)) == {"8"}
+    chosen = first.search.precision
+    second = on_a_thread(lambda: loader.in_chosen_precision(first, StartProgress()))
+    assert second.precision == chosen and second.search is None and second.model is first.model
+    kept = loader.load(folder, kv="auto", kept=lambda fingerprint: chosen)
+    assert second.spec == kept.spec != first.spec and second.names == kept.names
+    for loaded in (second, kept):
+        loaded.tokenizer.close()
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)

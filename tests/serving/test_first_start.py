@@ -160,6 +160,7 @@ def test_adapters_are_served_on(model: Path, tmp_path: Path, caplog: pytest.LogC
         await engine.start()
         for name, folder in folders.items():
             await engine.load_adapter(AdapterFolder(name, str(folder), Policy.AUTO))
+        assert (await ask(engine, adapter="gone")).computed_tokens == len(PROMPT)  # the model's modules are wrapped
         (folders["gone"] / "adapters.safetensors").unlink()
         while engine._gate.is_open:
             await asyncio.sleep(0)
@@ -177,16 +178,21 @@ def test_adapters_are_served_on(model: Path, tmp_path: Path, caplog: pytest.LogC
 
 
 def test_the_old_engine_leaves_memory(model: Path, tmp_path: Path) -> None:
-    """Though a server freezes what start-up has made."""
+    """Though a server freezes what start-up has made. The model and its tokenizer go on; neither is read again."""
 
     async def serve() -> None:
         engine = open_on(model, tmp_path)
         await engine.start()
-        old = await inside.on_thread(engine, lambda opened: weakref.ref(opened.loaded.model))
+        old, cache = await inside.on_thread(engine, lambda opened: (weakref.ref(opened), weakref.ref(opened.cache)))
+        weights, tokenizer = await inside.on_thread(
+            engine, lambda opened: (weakref.ref(opened.loaded.model), opened.loaded.tokenizer)
+        )
         gc.collect()
         gc.freeze()
         await until_chosen(engine)
-        assert old() is None
+        assert old() is None and cache() is None
+        now = await inside.on_thread(engine, lambda opened: (opened.loaded.model, opened.loaded.tokenizer))
+        assert now[0] is weights() and now[1] is tokenizer
         await engine.close()
 
     run(serve())
@@ -219,8 +225,8 @@ def test_a_replacement_that_fails_ends_the_engine(model: Path, tmp_path: Path, m
         await engine.start()
         make = engine._make_thread
 
-        def failing() -> Any:
-            thread = make()
+        def failing(*args: Any) -> Any:
+            thread = make(*args)
 
             def fail(post: object) -> Any:
                 raise UnsupportedModel("no")
