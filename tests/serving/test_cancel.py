@@ -82,13 +82,13 @@ def test_blocks_are_free_at_once(state: Callable[[ByHand], Receiver], model: Pat
 
 def test_a_request_without_room_is_admitted_when_one_leaves_while_another_is_read(model: Path, tmp_path: Path) -> None:
     """The disk may take long: the room that a client leaves must not stay empty until its answer."""
-    with by_hand(model, tmp_path, ram_budget=10 * BLOCK_BYTES) as hand:
-        prompts = {name: make_ids(700, seed=seed) for seed, name in enumerate(("alice", "bob"))}
+    with by_hand(model, tmp_path, ram_budget=6 * BLOCK_BYTES) as hand:
+        prompts = {name: make_ids(300, seed=seed) for seed, name in enumerate(("alice", "bob"))}
         for name, ids in prompts.items():
             hand.run(hand.submit(ids, greedy(1), name))
             hand.evict(name)
         read = [hand.submit(ids, greedy(1), name) for name, ids in prompts.items()]
-        waits = hand.submit(make_ids(1200, seed=2), greedy(1))
+        waits = hand.submit(make_ids(600, seed=2), greedy(1))
         hand.engine.step()
         assert all(inside.is_loading(hand.engine, each.generation) for each in read)
         assert inside.is_waiting(hand.engine, waits.generation) and not hand.engine.has_work

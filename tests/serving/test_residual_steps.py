@@ -168,8 +168,8 @@ def test_members_of_a_family_beside_base_say_what_they_say_alone(
         def ask(which: int) -> Receiver:
             ids = make_ids(30 + 10 * which, seed=which)
             if which % 2 == 0:
-                return hand.hand.submit(ids, greedy(12))
-            return hand.say(["ann", "bob"][which // 2], ids, 12, policy=Policy.RESIDUAL_SHARED_A)
+                return hand.hand.submit(ids, greedy(6))
+            return hand.say(["ann", "bob"][which // 2], ids, 6, policy=Policy.RESIDUAL_SHARED_A)
 
         together = [ask(which) for which in range(4)]
         hand.run(*together)
