@@ -129,7 +129,6 @@ def test_who_loses_its_place_goes_on_where_it_was(hand: Hand, steps: int) -> Non
     assert not preempted.is_done
     if preempted.generation in inside.running(hand.engine):
         inside.preempt(hand.engine, preempted.generation)
-        assert not preempted.generation.in_flight, "what the device computes for it is void"
     hand.engine.check_integrity()
     hand.run(preempted)
     assert preempted.token_ids == alone.token_ids

@@ -215,6 +215,18 @@ def test_victims_are_background_then_young_and_come_back_to_their_place() -> Non
     assert scheduler.preemptions == 2
 
 
+def test_a_preempted_request_does_not_wait_for_what_the_device_computed_for_it() -> None:
+    """That result is void: the request is computed again as soon as it is admitted."""
+    scheduler = make_scheduler()
+    row = decoding(scheduler)
+    row.in_flight = 1
+    row.lose_sequence()
+    scheduler.preempt(row)
+    row.take_sequence(CacheSequence("root", None, array("I", row.token_ids[:50]), [], []))
+    scheduler.admit(row, loading=False)
+    assert scheduler.schedule() == {row: 60}
+
+
 def test_who_is_admitted_has_been_passed_over_by_nobody() -> None:
     waiting = make_generation(10)
     waiting.passed_over = 99
