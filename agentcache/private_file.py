@@ -1,10 +1,32 @@
-"""Write small files atomically, readable by their owner only."""
+"""Files and folders that only their owner can read."""
 
 from __future__ import annotations
 
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
+
+
+def make_private_folder(folder: Path) -> list[Path]:
+    """Create a folder and its missing parents; return the new ones, `folder` first. Raises OSError."""
+    new = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(0o700, parents=True, exist_ok=True)
+    for each in reversed(new):
+        fd = os.open(each, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            give_to_owner(fd, each.parent)
+        finally:
+            os.close(fd)
+    return new
+
+
+def give_to_owner(fd: int, folder: Path) -> None:
+    """As root, give the new file or folder `fd` to the owner of `folder`, who could not read it otherwise."""
+    if os.geteuid() == 0:
+        owner = os.stat(folder)
+        with suppress(OSError):  # some file systems have no owners
+            os.fchown(fd, owner.st_uid, owner.st_gid)
 
 
 def write_private(path: Path, data: bytes) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -169,7 +170,9 @@ def _model_folder(config: Config, home: Path) -> Path | None:
     from agentcache.models.builtin.embedded import embedded_model_path
 
     folder = embedded_model_path(home) if config.model is None else local_folder(config.model)
-    return folder if folder is not None and (folder / "config.json").is_file() else None
+    with suppress(OSError):  # the check of the model reports it
+        return folder if folder is not None and (folder / "config.json").is_file() else None
+    return None
 
 
 def check_folder(cache_dir: Path) -> Check:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -85,8 +86,8 @@ def local_folder(model: str) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    folder = Path(model).expanduser()
-    if folder.exists() or model.startswith((".", "~", "/")) or model.count("/") != 1:
+    folder = Path(os.path.expanduser(model))
+    if model.startswith((".", "~", "/")) or model.count("/") != 1 or os.path.exists(folder):
         return folder
     try:
         return Path(snapshot_download(model, local_files_only=True))

@@ -34,7 +34,9 @@ from agentcache.models.step import CurrentStep
 from agentcache.models.survey import Survey, text_config
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.models.trunk import ModelTrunk
+from agentcache.private_file import make_private_folder
 from agentcache.start_progress import StartProgress
+from agentcache.store.cache_files import whose
 from agentcache.store.model_names import ModelNames
 
 # Names in config.json, most common first.
@@ -291,7 +293,7 @@ def _numbers_in(file: Path | None, fingerprint: str, texts: Sequence[Sequence[in
     def keep(numbers: Numbers) -> None:
         if file is not None:
             with suppress(OSError):  # a cache folder that cannot be made fails the start later
-                file.parent.mkdir(0o700, parents=True, exist_ok=True)
+                make_private_folder(file.parent)
             write_memo(file, read_memo(file) | {key: json.dumps(dict(numbers))})
 
     return {"known": known, "keep": keep}
@@ -322,21 +324,29 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def _folder(path_or_hub_id: str) -> Path:
-    folder = Path(path_or_hub_id).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise UnsupportedModel(f"{folder} has no config.json; it is not a model folder")
-        if not any((folder / name).is_file() for name in _VOCABULARIES):
-            # transformers would make an empty tokenizer for some model types.
-            raise UnsupportedModel(f"{folder} has no tokenizer.json")
-        check_files(folder)
-        return folder.resolve()
+    try:
+        folder = Path(path_or_hub_id).expanduser()
+        if folder.is_dir():
+            _check_folder(folder)
+            return folder.resolve()
+    except (OSError, RuntimeError) as error:  # RuntimeError: an unknown user's home
+        whose_it_is = whose(error) if isinstance(error, OSError) else ""
+        raise UnsupportedModel(f"the model {path_or_hub_id:.200} cannot be read: {error}{whose_it_is}") from error
     if folder.is_absolute() or path_or_hub_id.startswith((".", "~")) or path_or_hub_id.count("/") != 1:
         raise UnsupportedModel(f"there is no model folder {path_or_hub_id!r} (a hub id looks like owner/name)")
     try:
         return download(path_or_hub_id)
     except Exception as error:  # the hub client raises many types
         raise UnsupportedModel(f"model {path_or_hub_id!r} could not be fetched: {error}") from error
+
+
+def _check_folder(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise UnsupportedModel(f"{folder} has no config.json; it is not a model folder")
+    if not any((folder / name).is_file() for name in _VOCABULARIES):
+        # transformers would make an empty tokenizer for some model types.
+        raise UnsupportedModel(f"{folder} has no tokenizer.json")
+    check_files(folder)
 
 
 def check_files(folder: Path) -> None:
@@ -346,6 +356,8 @@ def check_files(folder: Path) -> None:
         UnsupportedModel: the message names the file.
     """
     for file in folder.iterdir():
+        if file.is_symlink() and not file.exists() and file.suffix in (*_TEXT_SUFFIXES, ".safetensors"):
+            raise UnsupportedModel(f"{file} is a link to a file that is missing")
         if not file.exists() or file.is_dir():
             continue
         if not file.is_file():

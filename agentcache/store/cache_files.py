@@ -7,17 +7,21 @@ calls fail and touch nothing outside.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import stat
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from agentcache.durable import Durability, sync
 from agentcache.errors import BlockRejected, BrokenInvariant
 from agentcache.store.openat2 import open_below
+
+log = logging.getLogger("agentcache.store")
 
 # Some systems allow a process 256 descriptors.
 _MOST_KEPT = 16
@@ -27,6 +31,8 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
+# Errors of file systems that do not keep modes.
+_REFUSALS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 _APPLE_DOUBLE = b"\0\5\x16\7"
 _MAX_COMPANION_BYTES = 1 << 24
 
@@ -44,12 +50,38 @@ class IsLink(OSError):
 
 
 def whose(error: OSError | MemoryError) -> str:
-    """Error text that names the file's owner; empty unless it is another user."""
-    if isinstance(error, PermissionError) and isinstance(error.filename, str) and os.path.isabs(error.filename):
+    """Error text that names the file's owner, or that of the folder that hides it; empty unless it is another user."""
+    if not isinstance(error, PermissionError) or not isinstance(error.filename, str):
+        return ""
+    path = Path(error.filename)
+    for each in (path, *path.parents) if path.is_absolute() else ():
         with suppress(OSError):
-            if (owner := os.lstat(error.filename).st_uid) != os.geteuid():
-                return f" (it belongs to user {owner}, and this process runs as user {os.geteuid()})"
+            owner, what = os.lstat(each).st_uid, "it" if each == path else each
+            if owner == os.geteuid():
+                return ""
+            return f" ({what} belongs to user {owner}, and this process runs as user {os.geteuid()})"
     return ""
+
+
+def set_mode(fd: int, mode: int) -> None:
+    """Set the mode of an open file or folder. Own files on file systems that refuse modes (FUSE, SMB) stay as they are.
+
+    Raises OSError, e.g. if it belongs to another user.
+    """
+    status = os.fstat(fd)
+    if stat.S_IMODE(status.st_mode) == mode:
+        return
+    try:
+        os.fchmod(fd, mode)
+    except OSError as error:
+        if error.errno not in _REFUSALS or os.geteuid() not in (0, status.st_uid):
+            raise
+        _note_refusal(error.strerror)
+
+
+@cache
+def _note_refusal(reason: str) -> None:
+    log.warning("the file system refuses to set modes (%s): other users may be able to read agents' files", reason)
 
 
 @dataclass(slots=True)
@@ -215,8 +247,7 @@ class CacheFiles:
             fd = _open_folder(path.name, parent)
         try:
             with _naming(path):
-                if stat.S_IMODE(os.fstat(fd).st_mode) != 0o700:
-                    os.fchmod(fd, 0o700)
+                set_mode(fd, 0o700)
         finally:
             os.close(fd)
 
@@ -261,7 +292,7 @@ class CacheFiles:
         descriptor = Descriptor(fd)
         if flags & os.O_CREAT:
             try:
-                os.fchmod(fd, 0o600)
+                set_mode(fd, 0o600)
                 self._give_to_owner(fd)
             except BaseException:
                 os.close(fd)
@@ -275,7 +306,10 @@ class CacheFiles:
             self._owner = (root.st_uid, root.st_gid) if os.geteuid() == 0 and root.st_uid != 0 else ()
         if self._owner:
             with suppress(OSError):  # some file systems have no owners
-                os.chown(file, *self._owner, dir_fd=folder)
+                if isinstance(file, str):
+                    os.chown(file, *self._owner, dir_fd=folder, follow_symlinks=False)
+                else:
+                    os.fchown(file, *self._owner)
 
     def status(self, path: Path) -> os.stat_result:
         above, name = os.path.split(path)

@@ -12,7 +12,7 @@ from agentcache.durable import sync, sync_path
 from agentcache.errors import BlockRejected, Conflict, NotFound, StoreError
 from agentcache.store.agent_folder import SavedAgent
 from agentcache.store.archive import ArchiveWriter, block_kind
-from agentcache.store.cache_files import CacheFiles
+from agentcache.store.cache_files import CacheFiles, set_mode, whose
 from agentcache.store.manifest import MAX_MANIFEST_BYTES, agent_of, decode_manifest
 from agentcache.store.model_names import folder_of, identity_of
 from agentcache.store.transcript_log import MAX_LOG_BYTES, parse_log
@@ -57,7 +57,7 @@ def export_agent(
             if not tries_left:  # no server is changing it, then
                 raise StoreError(f"agent {agent_id} cannot be exported: {error}") from error
         except OSError as error:
-            raise StoreError(f"agent {agent_id} cannot be exported: {error}") from error
+            raise StoreError(f"agent {agent_id} cannot be exported: {error}{whose(error)}") from error
     raise AssertionError  # the last try returns or raises
 
 
@@ -70,7 +70,7 @@ def _export(ranks: Sequence[CacheFiles], agent_id: str, target: Path, fingerprin
     fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(fd, "wb") as file:
-            os.fchmod(file.fileno(), 0o600)
+            set_mode(file.fileno(), 0o600)
             archive = ArchiveWriter(file)
             for _, (encoded, log) in lineages:
                 archive.add("manifest", encoded)
@@ -83,10 +83,10 @@ def _export(ranks: Sequence[CacheFiles], agent_id: str, target: Path, fingerprin
             num_bytes = file.tell()
             file.flush()
             sync(file.fileno(), covered=True)
-        os.link(temp, target)  # never replaces a file
+        _put_in_place(temp, target)
         sync_path(target.parent)
     finally:
-        temp.unlink()
+        temp.unlink(missing_ok=True)
     return Exported(
         agent=agent_id,
         lineages=len(lineages),
@@ -95,6 +95,21 @@ def _export(ranks: Sequence[CacheFiles], agent_id: str, target: Path, fingerprin
         missing_blocks=len(keys) - len(there),
         num_bytes=num_bytes,
     )
+
+
+def _put_in_place(temp: Path, target: Path) -> None:
+    """Give a complete file its name. Never replaces a file; raises FileExistsError."""
+    try:
+        os.link(temp, target)
+    except FileExistsError:
+        raise
+    except OSError:  # the file system has no links: exFAT, some of FUSE and SMB
+        os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        try:
+            os.replace(temp, target)
+        except BaseException:
+            target.unlink()  # it is empty
+            raise
 
 
 def _lineages_of(files: CacheFiles, agent_id: str, fingerprint: str) -> list[tuple[SavedAgent, tuple[bytes, bytes]]]:
@@ -107,11 +122,33 @@ def _lineages_of(files: CacheFiles, agent_id: str, fingerprint: str) -> list[tup
 
 
 def manifests_of(cache_dir: Path, agent_id: str, fingerprint: str = "") -> dict[str, list[Path]]:
+    """The agent's manifests by folder. Raises StoreError if one may be in a folder that cannot be read."""
     found: dict[str, list[Path]] = {}
-    for path in sorted((cache_dir / "agents").glob("*/*.json")):
-        if agent_of(path.stem) == agent_id and path.parent.name.startswith(fingerprint[:16]):
-            found.setdefault(path.parent.name, []).append(path)
+    unreadable: OSError | None = None
+    try:
+        for name in _names_in(cache_dir / "agents"):
+            if not name.startswith(fingerprint[:16]):
+                continue
+            folder = cache_dir / "agents" / name
+            try:
+                manifests = [folder / each for each in _names_in(folder) if each.endswith(".json")]
+            except OSError as error:
+                unreadable = error
+                continue
+            if paths := [path for path in manifests if agent_of(path.stem) == agent_id]:
+                found[name] = paths
+    except OSError as error:
+        unreadable = error
+    if unreadable is not None and not found:
+        raise StoreError(f"agent {agent_id} cannot be found: {unreadable}{whose(unreadable)}") from unreadable
     return found
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def _lineage_at(files: CacheFiles, path: Path) -> tuple[SavedAgent, tuple[bytes, bytes]]:

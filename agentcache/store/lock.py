@@ -6,7 +6,7 @@ import fcntl
 import os
 
 from agentcache.errors import CacheFolderInUse, StoreError
-from agentcache.store.cache_files import CacheFiles
+from agentcache.store.cache_files import CacheFiles, whose
 
 
 class FolderLock:
@@ -25,7 +25,7 @@ class FolderLock:
             with self._files.open(self._path, os.O_RDWR | os.O_CREAT) as fd:
                 self._fd: int | None = os.dup(fd)
         except OSError as error:
-            raise StoreError(f"cannot open the lock of {cache_dir}: {error}") from error
+            raise StoreError(f"cannot open the lock of {cache_dir}: {error}{whose(error)}") from error
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(self._fd, 0)

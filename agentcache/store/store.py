@@ -27,11 +27,12 @@ from agentcache.errors import BlockMissing, BlockRejected, BlocksLost, BrokenInv
 from agentcache.kv.block_layout import Array
 from agentcache.kv.spec import CacheSpec, GroupSpec
 from agentcache.names import is_name
+from agentcache.private_file import make_private_folder
 from agentcache.store.agent_folder import AgentFolder, SavedAgent
 from agentcache.store.atomic import Fault, as_store_error
 from agentcache.store.block_file import BlockHeader, StoredBlock
 from agentcache.store.block_folder import BlockCopy, BlockFolder, BlockWrite
-from agentcache.store.cache_files import CacheFiles
+from agentcache.store.cache_files import CacheFiles, set_mode
 from agentcache.store.disk_usage import DiskUsage
 from agentcache.store.former_agents import FormerAgents
 from agentcache.store.lineage_check import ServedCache
@@ -432,9 +433,8 @@ class Store:
 
 def _make_root(root: Path) -> None:
     """Create a missing cache folder, durably. Sets its mode only if it has no foreign entries."""
-    new = [folder for folder in (root, *root.parents) if not folder.exists()]
     try:
-        root.mkdir(0o700, parents=True, exist_ok=True)
+        new = make_private_folder(root)
     except FileExistsError:
         raise NotADirectoryError("it is not a folder") from None
     for folder in new:
@@ -442,7 +442,7 @@ def _make_root(root: Path) -> None:
             CacheFiles(folder.parent).sync_folder(folder.parent)
     with CacheFiles(root).folder(root) as fd:
         if set(os.listdir(fd)) <= _OWN_ENTRIES:
-            os.fchmod(fd, 0o700)
+            set_mode(fd, 0o700)
 
 
 def _agent_of_file(name: str) -> str | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +32,7 @@ from tests.kv.store_cases import (
     open_store,
     size_on_disk,
 )
+from tests.kv.unreadable import NOBODY, as_user, is_root
 
 BEFORE = make_record("a", make_transcript(300))
 AFTER = make_record("a", make_transcript(320))
@@ -254,3 +257,42 @@ def test_a_folder_that_is_replaced_is_left_with_all_below_it(tmp_path: Path) -> 
         files.open(tmp_path / "blocks" / "ab" / "x", os.O_RDWR | os.O_CREAT)
     assert not (tmp_path / "elsewhere" / "ab" / "x").exists()
     files.close()
+
+
+@pytest.mark.parametrize("cause", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL])
+def test_a_file_system_that_refuses_modes_is_used_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: int
+) -> None:
+    """Some of FUSE and SMB: all modes are 0755 there."""
+
+    def refuse(file: int | Path, mode: int, **kwargs: Any) -> None:
+        raise OSError(cause, os.strerror(cause))
+
+    old = os.umask(0)
+    try:
+        (tmp_path / "cache").mkdir(0o755)
+        for name in ("chmod", "fchmod"):
+            monkeypatch.setattr(os, name, refuse)
+        record = make_record("ada", make_transcript(300))
+        for _ in range(2):
+            with open_store(tmp_path / "cache") as store:
+                store.write_blocks(make_turn(record))
+                store.save_agent(record)
+                assert store.load_agents() == [record]
+    finally:
+        os.umask(old)
+
+
+@is_root
+def test_a_folder_of_another_user_that_anybody_may_write_to_is_not_used(ram_path: Path) -> None:
+    """Its owner could read and replace agents' files."""
+    ram_path.chmod(0o711)
+    folder = ram_path / "cache"
+    folder.mkdir()
+    folder.chmod(0o777)
+
+    def serve() -> None:
+        with pytest.raises(StoreError, match="Operation not permitted"):
+            Store(folder, SPEC, MODEL, disk_budget=1 << 30)
+
+    as_user(NOBODY, serve)

@@ -18,6 +18,7 @@ from agentcache.store.manifest import _signed
 NOBODY = 65534
 CAUSES = (errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ELOOP)
 Cause = int | type[MemoryError]
+is_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
 def raise_cause(cause: Cause, path: Path | str) -> None:

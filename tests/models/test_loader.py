@@ -21,6 +21,7 @@ from agentcache.models import loader
 from agentcache.models.loader import WantedPositions
 from agentcache.models.step import CurrentStep, StepInputs
 from tests.conftest import ModelFolder
+from tests.kv.unreadable import NOBODY, as_user, is_root
 from tests.models import zoo
 from tests.models.driver import Driver, random_ids
 from tests.models.model_files import MODEL_FILES
@@ -81,6 +82,34 @@ def test_files_that_would_hold_up_the_start(folder: Path, change: Change, said: 
     change(folder)
     with pytest.raises(UnsupportedModel, match=said):
         loader.load(str(folder))
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "model.safetensors"])
+def test_a_link_to_a_missing_file_is_named(folder: Path, name: str) -> None:
+    """As in a copy of the hub's cache without its blobs: without its template a model would serve no chat."""
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("../../blobs/0")
+    with pytest.raises(UnsupportedModel, match=f"{name} is a link to a file that is missing"):
+        loader.load(str(folder))
+
+
+@is_root
+def test_a_folder_of_another_user_is_named(ram_path: Path, folder: Path) -> None:
+    ram_path.chmod(0o711)
+    theirs = shutil.copytree(folder, ram_path / "model")
+    theirs.chmod(0o700)
+
+    def load() -> None:
+        with pytest.raises(UnsupportedModel, match=f"{theirs} belongs to user 0"):
+            loader.load(str(theirs))
+
+    as_user(NOBODY, load)
+
+
+@pytest.mark.parametrize("path", ["/" + "x" * 300, "~no-such-user/model", "/" + "x/" * 3000])
+def test_paths_that_no_system_takes(path: str) -> None:
+    with pytest.raises(UnsupportedModel):
+        loader.load(path)
 
 
 def test_the_same_folder_has_the_same_spec_and_fingerprint(folder: Path) -> None:

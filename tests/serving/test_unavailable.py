@@ -22,6 +22,7 @@ from agentcache.agents.disk import Disk, SavedTurn
 from agentcache.agents.in_use import InUse
 from agentcache.agents.persistence import Persistence
 from agentcache.errors import AgentUnavailable, DiskBudgetExceeded, FileUnavailable, StoreError
+from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.store.cache_files import CacheFiles
 from agentcache.store.manifest import AgentRecord
 from agentcache.store.store import Store
@@ -29,14 +30,13 @@ from agentcache.store.verify import find_unavailable, verify_folder
 from tests.examples import examples
 from tests.kv.damage import agents_folder, block_file, flip, quarantined
 from tests.kv.store_cases import MODEL, SPEC, make_record, make_transcript, make_turn, open_store, tree
-from tests.kv.unreadable import CAUSES, NOBODY, Cause, as_user, give, make_newer, unreadable
+from tests.kv.unreadable import CAUSES, NOBODY, Cause, as_user, give, is_root, make_newer, unreadable
 from tests.marks import slow
 from tests.serving import inside
 from tests.serving.conversation import TokenTalk, check_idle, goes_on, greedy, open_llm
 
 OTHER_MODEL = "f" * 32
 NAMES = ("ada", "bob", "carl~5e", "dora")
-is_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
 def record_of(name: str, num_tokens: int, seed: int = 0, model: str = MODEL) -> AgentRecord:
@@ -357,6 +357,54 @@ def test_what_root_makes_in_a_users_folder_belongs_to_the_user(ram_path: Path) -
             save(store, starts.saved[name])
     assert {path.stat().st_uid for path in (folder, *folder.rglob("*"))} == {NOBODY}
     as_user(NOBODY, lambda: check_whole(folder, starts.saved))
+
+
+@is_root
+def test_folders_that_root_makes_in_a_users_folder_belong_to_the_user(ram_path: Path) -> None:
+    ram_path.chmod(0o711)
+    home = ram_path / "home"
+    home.mkdir(0o700)
+    give(NOBODY, home)
+    folder = home / ".agentcache" / "cache"
+    with open_store(folder) as store:
+        save(store, record_of("ada", 300))
+    made = embedded_model_path(folder.parent)
+    assert {path.stat().st_uid for path in home.rglob("*")} == {NOBODY}
+
+    def serve() -> None:
+        assert embedded_model_path(folder.parent) == made
+        assert (made / "config.json").read_bytes()
+        check_whole(folder, {"ada": record_of("ada", 300)})
+
+    as_user(NOBODY, serve)
+
+
+@is_root
+def test_an_embedded_model_of_another_user_is_named(ram_path: Path) -> None:
+    ram_path.chmod(0o711)
+    embedded_model_path(ram_path)
+
+    def serve() -> None:
+        with pytest.raises(StoreError, match="belongs to user 0"):
+            embedded_model_path(ram_path)
+
+    as_user(NOBODY, serve)
+
+
+@is_root
+def test_a_lock_of_another_user_is_named(ram_path: Path) -> None:
+    ram_path.chmod(0o711)
+    folder = ram_path / "cache"
+    with open_store(folder):
+        pass
+    give(NOBODY, folder)
+    give(0, folder / "lock")
+
+    def serve() -> None:
+        with pytest.raises(StoreError, match="belongs to user 0"):
+            Store(folder, SPEC, MODEL, disk_budget=1 << 30)
+
+    as_user(NOBODY, serve)
 
 
 @is_root

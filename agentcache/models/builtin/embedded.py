@@ -18,6 +18,7 @@ from safetensors.numpy import load, save
 
 from agentcache.errors import StoreError
 from agentcache.models.builtin.new_folder import make_folder
+from agentcache.store.cache_files import whose
 
 DATA = Path(__file__).parent / "embedded_model"
 TEXT_FILES = ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json")
@@ -42,16 +43,16 @@ def embedded_model_path(home: Path) -> Path:
     rename, mode 0700: processes that start at once do not see half a model.
 
     Raises:
-        StoreError: `home` cannot be written.
+        StoreError: `home` cannot be read or written.
     """
     packaged = {name: embedded_file(name) for name in (*TEXT_FILES, "config.json", WEIGHTS_FILE)}
     folder = home / "models" / f"embedded-{_digest(packaged)[:8]}"
-    if not folder.is_dir():
-        weights = {name: array.astype(np.float32) for name, array in load(packaged[WEIGHTS_FILE]).items()}
-        try:
+    try:
+        if not folder.is_dir():
+            weights = {name: array.astype(np.float32) for name, array in load(packaged[WEIGHTS_FILE]).items()}
             make_folder(folder, packaged | {WEIGHTS_FILE: save(weights, metadata={"format": "mlx"})})
-        except OSError as error:
-            raise StoreError(f"cannot write the embedded model below {home}: {error}") from error
+    except OSError as error:
+        raise StoreError(f"cannot use the embedded model below {home}: {error}{whose(error)}") from error
     return folder
 
 
