@@ -1,7 +1,8 @@
 """What coding agents send in a session of two questions, with a call of a tool for each: all goes on from the cache.
 
 The files in `traces` were recorded between the agents and `serve_saying` (see `test_coding_agents`); long texts in them
-are cut.
+are cut. `crush.json` is no record: the registries have no program of Crush. It has the fields, messages and tools of
+requests that its authors published, with other texts.
 """
 
 from __future__ import annotations
