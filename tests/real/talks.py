@@ -48,7 +48,7 @@ def replies(tokenizer: Tokenizer) -> list[Reply]:
 
 def _shown(tokenizer: Tokenizer, number: int, kind: str) -> Reply:
     share = float(number) if number % 2 else number + 0.5
-    call = ("write_file", {"path": f"src/x{number}.py", "count": number, "share": share})
+    call = ("write_file", {"share": share, "path": f"src/x{number}.py", "count": number})
     calls = {"answer": (), "two calls": (call, ("now", {"zone": "UTC"}))}.get(kind, (call,))
     full = Reply(
         f"So, number {number}." if kind in ("answer", "worded call") else "", f"Hm, I look at {number}.", calls
