@@ -1,6 +1,6 @@
 """Durable LLM agents on one machine: a quantised KV cache that survives a restart.
 
-Exported names load on first use, so that importing the package does not import mlx.
+Exported names load on first use: importing the package does not import mlx.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from agentcache.report import AgentInfo
     from agentcache.sampling import SamplingParams
 
-# On CUDA, MLX multiplies float32 in TF32 unless this is set before the first product. Two ways to compute the same
-# value would then be quantised differently.
+# On CUDA, MLX multiplies float32 in TF32 unless this is set before the first product. Two ways to compute a value
+# would then be quantised differently.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
-# On CUDA, MLX raises an error at the 801st kind of graph; a server reaches that within days.
+# On CUDA, MLX fails at the 801st kind of graph, which a server reaches within days.
 os.environ.setdefault("MLX_ENABLE_CACHE_THRASHING_CHECK", "0")
 
 # fmt: off
@@ -43,7 +43,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Load an exported name from its module on first use (PEP 562)."""
+    """Load an exported name on first use (PEP 562)."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in ("LLM", "Completion"):

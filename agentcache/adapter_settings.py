@@ -23,19 +23,14 @@ class Policy(StrEnum):
     RESIDUAL_SHARED_A = "residual-shared-a"
 
 
-# Error text for requests of a lossy policy while `max_divergence` is 0.
 RESIDUAL_IS_OFF = "the policy 'residual' is not exact; --max-divergence above 0 allows it, and is 0"
 LOSSY = frozenset({Policy.RESIDUAL, Policy.RESIDUAL_SHARED_A})
-# A published lossy policy, refused with an error of its own.
+# A published lossy policy, with an error of its own.
 REFUSED_POLICIES = ("full-reuse",)
 
 
 def parse_policy(text: str, param: str = "policy") -> Policy:
-    """Parse a policy's name.
-
-    Raises:
-        InvalidRequest: an unknown or unsupported policy.
-    """
+    """Parse a policy's name. Raises InvalidRequest."""
     if text in REFUSED_POLICIES:
         raise InvalidRequest(f"{param} {text!r} is not supported", param=param)
     if text not in list(Policy):

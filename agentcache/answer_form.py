@@ -17,7 +17,7 @@ class TextForm:
     """A constraint on all of the answer's text.
 
     Args:
-        definition: JSON text of a schema, regular expression, or Lark grammar of llguidance.
+        definition: a JSON schema, regular expression, or Lark grammar of llguidance.
         param: request parameter named in errors.
     """
 
@@ -31,7 +31,7 @@ class CallableTool:
     """A tool that the answer may call.
 
     Args:
-        schema: JSON text of the arguments' schema.
+        schema: the arguments' JSON schema.
         param, name_param: request parameters of schema and name, named in errors.
     """
 
@@ -43,11 +43,7 @@ class CallableTool:
 
 @dataclass(frozen=True)
 class Calls:
-    """Tool calls: at least one of `tools`.
-
-    Args:
-        just_one: at most one call.
-    """
+    """Calls of at least one of `tools`; at most one call with `just_one`."""
 
     tools: tuple[CallableTool, ...]
     just_one: bool = False
@@ -55,14 +51,13 @@ class Calls:
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """A text, or calls; if both are given, the model chooses."""
+    """A text, or calls; with both, the model chooses."""
 
     text: TextForm | None = None
     calls: Calls | None = None
 
     @property
     def num_chars(self) -> int:
-        """Characters of the definition and of the tools' schemas."""
         schemas = () if self.calls is None else [tool.schema for tool in self.calls.tools]
         return sum(map(len, schemas)) + (0 if self.text is None else len(self.text.definition))
 

@@ -1,4 +1,4 @@
-"""A small HTTP client of a running server."""
+"""HTTP client of a running server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import httpx
 
 from agentcache.errors import AgentCacheError
 
-# No read timeout: a long prefill can take minutes before the first byte.
+# A long prefill takes minutes before the first byte.
 TIMEOUT = httpx.Timeout(None, connect=10.0)
 
 
@@ -32,10 +32,7 @@ class ServerError(AgentCacheError):
 
 @dataclass(frozen=True)
 class Completion:
-    """One streamed answer.
-
-    Times are measured on the client, from sending the request. `total_ms` includes saving the turn.
-    """
+    """One streamed answer; times from sending the request. `total_ms` includes saving the turn."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -49,11 +46,9 @@ class Completion:
 
 
 class Client:
-    """A connection to one server. A context manager."""
-
     def __init__(self, url: str, api_key: str | None = None) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        # `trust_env=False`: proxies of the environment must not be used for a local server.
+        # The environment's proxies are not for a local server.
         self._http = httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=TIMEOUT, trust_env=False)
         self.url = url
 
@@ -67,14 +62,13 @@ class Client:
         self._http.close()
 
     def healthy(self) -> bool:
-        """Whether the server answers and has loaded its model."""
         try:
             return self._http.get("/health", timeout=5.0).status_code == 200
         except httpx.HTTPError:
             return False
 
     def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Return the JSON answer, or None for an empty body."""
+        """JSON answer; None for an empty body."""
         try:
             response = self._http.request(method, path, json=body)
         except httpx.HTTPError as error:
@@ -91,7 +85,7 @@ class Client:
         """Stream a raw completion.
 
         Args:
-            options: fields of the request's body, and `salt`; None values are omitted.
+            options: fields of the body, and `salt`; None values are omitted.
         """
         return self._stream("/v1/completions", {"prompt": prompt if isinstance(prompt, str) else list(prompt)}, options)
 
@@ -102,7 +96,7 @@ class Client:
         return _report(answer)
 
     def token_ids(self, text: str, salt: str) -> list[int]:
-        """Tokenise a text with the served model. The server computes the tokens, under that salt."""
+        """Tokenise a text with the served model, which computes the tokens under that salt."""
         extras = {"report": True, "return_token_ids": True, "salt": salt}
         answer = self.request("POST", "/v1/completions", {"prompt": text, "max_tokens": 0, "agentcache": extras})
         return [int(token) for token in answer["choices"][0]["prompt_token_ids"]]
@@ -127,7 +121,7 @@ class Client:
 
 
 def _body(prompt: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    # No parsing: the raw answer becomes part of the next prompt.
+    # Unparsed: the raw answer becomes part of the next prompt.
     parse = {"parse_tools": False if options.get("tools") else None, "parse_reasoning": False}
     extras = {"report": True, "return_token_ids": True, "salt": options.get("salt"), **parse}
     fields = {key: value for key, value in options.items() if key != "salt" and value is not None}
@@ -153,7 +147,7 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
 
 @dataclass
 class _Answer:
-    """Accumulated events of one stream. Times are `time.perf_counter` seconds."""
+    """Accumulated events of one stream; times by `time.perf_counter`."""
 
     started: float
     first: float | None = None
@@ -180,7 +174,7 @@ class _Answer:
         self.token_ids += token_ids
         self.prompt_token_ids += choice.get("prompt_token_ids") or []
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
-        # The role chunk and keep-alives are empty. The final chunk waits for the save, so it times no token.
+        # The role chunk and keep-alives are empty; the final chunk waits for the save.
         if (piece or token_ids) and not choice.get("finish_reason"):
             self.last = time.perf_counter()
             self.first = self.first or self.last

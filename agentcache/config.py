@@ -45,7 +45,7 @@ class Flag:
     Args:
         name: None for the setting's own name.
         repeats: whether the option may be repeated.
-        is_bare: whether the option takes no value.
+        is_bare: whether it takes no value.
     """
 
     help: str
@@ -75,9 +75,7 @@ def _setting(kind: Kind, flag: Flag | None = None, *, above_zero: bool = False, 
 
 @dataclass(frozen=True)
 class Config:
-    """All settings, resolved.
-
-    The flags' help texts describe them; this is what they leave out. Sizes are in bytes; None stands for `auto`.
+    """All settings, resolved: what their flags' help texts leave out. Sizes in bytes; None for `auto`.
 
     Args:
         api_key: None admits every local client.
@@ -91,19 +89,17 @@ class Config:
         snapshot_tokens: None for the interval at which checkpoints cost at most twice the KV.
         residual_budget: part of `ram_budget` for residual KV, used by the base cache until needed.
         max_divergence: largest relative difference of shared base KV from the adapter's own; 0 refuses `residual`.
-        rank_timeout: seconds without an answer after which another rank counts as hanging.
-        max_concurrent_requests: further requests wait, up to `max_waiting_requests`.
+        rank_timeout: seconds without an answer after which a rank counts as hanging.
+        max_concurrent_requests: further requests wait, up to `max_waiting_requests` in all.
         request_timeout: seconds, waiting included.
         kv: each choice has files of its own.
-        max_body_bytes: largest request body.
-        header_timeout, body_timeout: seconds within which a request's headers, and then its body, must arrive.
-        write_timeout: seconds without progress after which the connection of a client that does not read is closed.
+        header_timeout, body_timeout: seconds for a request's headers, and then its body, to arrive.
+        write_timeout: seconds without progress until the connection of a client that does not read is closed.
         prefill_chunk: most prompt tokens in one step; on a GPU up to 2,048 while no request decodes.
         max_lineages: at least `SHARED_LINEAGES` for `shared_agents`.
         aliases: further names of the model or its adapters, each with an existing name.
-        stable_prefix: whether changed lines in the system prefix keep their cached text; a moved notice in front of the
+        stable_prefix: whether changed lines in the system prefix keep their cached text; a moved notice before the
             newest message has the new text.
-        images: handling of images in users' messages.
     """
 
     model: str | None = _setting(Kind.TEXT, Flag("Folder or hub id; the embedded model without it."), default=None)
@@ -260,17 +256,17 @@ class Config:
 
     @property
     def shared_agents(self) -> frozenset[str]:
-        """Agents of requests that name none. They hold conversations of several clients."""
+        """Agents of requests that name none; several clients share them."""
         return frozenset({RESPONSES_AGENT, *self.default_agent.values()})
 
     @property
     def sampling(self) -> SamplingDefaults:
-        """Sampling defaults that override the model's own."""
+        """Defaults that override the model's own."""
         return SamplingDefaults(self.temperature, self.top_p, self.top_k)
 
     @property
     def max_waiting_requests(self) -> int:
-        """Most requests under way, waiting or running; more are refused."""
+        """Most requests waiting or running; more are refused."""
         return self.max_concurrent_requests * QUEUE_FACTOR
 
     def __post_init__(self) -> None:

@@ -33,7 +33,7 @@ log = logging.getLogger("agentcache.config")
 Word = TypeVar("Word", bound=StrEnum)
 
 ENV_PREFIX = "AGENTCACHE_"
-# Variables with the prefix that are not settings of the server.
+# Not settings of the server.
 OTHER_VARIABLES = frozenset(
     {"AGENTCACHE_URL", "AGENTCACHE_CONFIG", "AGENTCACHE_BACKEND", "AGENTCACHE_KERNELS", "AGENTCACHE_SESSION"}
 )
@@ -54,7 +54,7 @@ def load_config(
     """Resolve the settings. An unknown environment variable only logs a warning.
 
     Args:
-        overrides: flags by setting name; None counts as not given.
+        overrides: flags by setting name; None if not given.
         config_file: TOML file, which must exist; by default AGENTCACHE_CONFIG, or ~/.agentcache/config.toml if any.
 
     Raises:
@@ -111,7 +111,7 @@ def _nearest(key: str, known: Iterable[str]) -> str:
 
 def _convert(raw: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(raw.get("kv"), int):
-        raw = {**raw, "kv": str(raw["kv"])}  # a TOML integer such as kv = 4
+        raw = {**raw, "kv": str(raw["kv"])}  # TOML: kv = 4
     one_value = {key: value for key, value in raw.items() if SETTINGS[key].kind is not Kind.TABLE}
     settings: dict[str, Any] = {key: _plain(key, value) for key, value in one_value.items()}
     settings["adapters"] = parse_adapters(raw.get("adapters", {}))
@@ -180,7 +180,7 @@ def _aliases(value: Any) -> dict[str, str]:
 
 
 def _key_of_file(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """`api_key_file` as a path and the key in it; empty without that setting."""
+    """`api_key_file` as a path and the key in it, if set."""
     if "api_key_file" not in settings:
         return {}
     if "api_key" in settings:

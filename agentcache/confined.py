@@ -1,6 +1,6 @@
 """Child processes with time and memory limits, for work that is untrusted or would hold the GIL.
 
-Their module has a function `main`, which calls `confined_child.serve`. It should import little, to start quickly.
+Their module's `main` calls `confined_child.serve`; it should import little, to start quickly.
 """
 
 from __future__ import annotations
@@ -17,18 +17,16 @@ from pathlib import Path
 from agentcache.confined_child import CPU_SECONDS, MEMORY_BYTES, MEMORY_PER_BYTE, OUT_OF_MEMORY, cpu_seconds
 from agentcache.errors import Overloaded
 
-# The child limits its own CPU time. This wall-clock limit is for a child that gets no CPU.
+# Wall-clock limit for a child that gets no CPU; it limits its CPU time itself.
 PATIENCE_SECONDS = 20.0  # plus the CPU time above `CPU_SECONDS`
 _LOOK_SECONDS = 0.05
-# The package's folder goes last, so that its modules cannot shadow the standard library.
+# The package's folder goes last: its modules must not shadow the standard library.
 _PROGRAM = (
     "import importlib, sys; sys.path.append(sys.argv[2]); importlib.import_module(sys.argv[1]).main(*sys.argv[3:])"
 )
 
 
 class OverLimit(Exception):
-    """The work took `what`, such as "longer than 2 s"."""
-
     def __init__(self, what: str) -> None:
         super().__init__(f"it took {what}")
         self.what = what
@@ -41,7 +39,7 @@ class ReplyTooLong(Exception):
 
 
 class ChildBroke(Exception):
-    """The child process ended before it replied."""
+    """The process ended before it replied."""
 
 
 def _always() -> None:
@@ -49,11 +47,11 @@ def _always() -> None:
 
 
 class ConfinedWork:
-    """A pool of child processes that answer requests, one at a time each. Usable from any thread.
+    """A pool of child processes, one request at a time each. Any thread may use it.
 
     Args:
-        module: module that the process runs; `main` gets `arguments`.
-        seconds_per_byte: the value that the module passes to `confined_child.serve`.
+        module: module whose `main` gets `arguments`.
+        seconds_per_byte: as the module passes to `confined_child.serve`.
     """
 
     def __init__(self, module: str, *arguments: str, seconds_per_byte: float = 0.0) -> None:
@@ -63,7 +61,6 @@ class ConfinedWork:
         weakref.finalize(self, _close_all, self._idle)
 
     def start(self) -> None:
-        """Start a process for the first request."""
         if not self._idle:
             self._idle.append(_Process(self._program))
 
@@ -73,7 +70,7 @@ class ConfinedWork:
     def ask(
         self, request: list[bytes], *, max_bytes: int | None = None, go_on: Callable[[], None] = _always
     ) -> tuple[bytes, bytearray]:
-        """Send a request and return the reply's kind and content.
+        """Return the kind and content of a request's reply.
 
         Args:
             request: parts; emptied as they are sent, to free memory.
@@ -84,7 +81,7 @@ class ConfinedWork:
             OverLimit: too much time or memory.
             ReplyTooLong: content above `max_bytes`.
             ChildBroke: the process ended.
-            Overloaded: the system cannot start another process.
+            Overloaded: no other process can be started.
         """
         process = self._idle_process() or _Process(self._program)
         try:
@@ -108,7 +105,7 @@ class ConfinedWork:
 
 
 class _Process:
-    """One child process and its socket. One request at a time."""
+    """One child process and its socket."""
 
     def __init__(self, program: tuple[str, ...]) -> None:
         self._socket, other = socket.socketpair()
@@ -128,7 +125,7 @@ class _Process:
     def ask(
         self, request: list[bytes], max_bytes: int | None, go_on: Callable[[], None], seconds: float
     ) -> tuple[bytes, bytearray]:
-        """Return the reply's kind and content. If this raises, close the process."""
+        """As `ConfinedWork.ask`; if it raises, close the process."""
         size = sum(map(len, request))
         watch = _Watch(self._process.pid, size, go_on, PATIENCE_SECONDS + seconds - CPU_SECONDS)
         try:
@@ -196,7 +193,7 @@ class _Watch:
             raise _too_much_memory()
 
     def _resident_bytes(self) -> int:
-        """Memory of the child, on systems that do not enforce RLIMIT_AS."""
+        """Memory of the child; not all systems enforce RLIMIT_AS."""
         told = subprocess.run(["ps", "-o", "rss=", "-p", str(self._pid)], capture_output=True, text=True)
         return int(told.stdout.strip() or 0) * 1024
 
@@ -208,7 +205,7 @@ def _too_much_memory() -> OverLimit:
 def _pop(idle: list[_Process]) -> _Process | None:
     try:
         return idle.pop()
-    except IndexError:  # no check before: another thread may take the last one in between
+    except IndexError:  # no check before: another thread may take the last one
         return None
 
 

@@ -1,7 +1,7 @@
-"""Request loop of a child process under kernel-enforced limits of CPU time and memory.
+"""Request loop of a child process under the kernel's limits of CPU time and memory; `confined.py` is the parent.
 
-Requests come from standard input: a length (8 bytes, little-endian) and its bytes. Replies go to standard output: a
-kind (1 byte), a length and its bytes. `confined.py` is the parent.
+Standard input has requests: a length (8 bytes, little-endian) and the bytes. Standard output gets replies: a kind
+(1 byte), a length and the bytes.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator
 
 from agentcache.malloc import give_back_freed
 
-CPU_SECONDS = 2.0  # per request; more for each byte of it, up to:
+CPU_SECONDS = 2.0  # a request; more for each byte, up to:
 MOST_CPU_SECONDS = 20.0
-# Memory limit of a request: that of the process at start, plus the first, plus the second for each byte of it.
+# A request's memory limit: the process's own at start, plus the first, plus the second per byte.
 MEMORY_BYTES = 96 << 20
 MEMORY_PER_BYTE = 8
 
-LARGE_REQUEST = 1 << 20  # bytes; freed memory is returned to the system after such a request
-OUT_OF_MEMORY = b"m"  # reserved kind of reply; `answer` defines all other kinds
+LARGE_REQUEST = 1 << 20  # bytes; after it, freed memory is returned to the system
+OUT_OF_MEMORY = b"m"  # reserved; `answer` defines all other kinds
 
 Answer = Callable[[list[bytes]], tuple[bytes, bytes]]
 
@@ -34,11 +34,11 @@ def serve(answer: Answer, seconds_per_byte: float = 0.0) -> None:
     """Answer requests until the parent closes the pipe.
 
     Args:
-        answer: returns a reply's kind and content. It gets the request in a list, so that it can free it.
+        answer: gives a reply's kind and content; gets the request in a list, so that it can free it.
         seconds_per_byte: see `cpu_seconds`.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the parent handles these; its exit ends the loop below
+        signal.signal(number, signal.SIG_IGN)  # the parent's exit ends the loop below
     requests, replies = sys.stdin.buffer, sys.stdout.buffer
     own_memory = _address_space()
     while head := requests.read(8):
@@ -63,7 +63,7 @@ def _answered(answer: Answer, request: list[bytes]) -> tuple[bytes, bytes]:
 
 @contextlib.contextmanager
 def _limits(address_space: int, seconds: float) -> Iterator[None]:
-    """Limit memory and CPU time. The timer's signal ends the process, even inside a call into C.
+    """Limit memory and CPU time. The timer's signal ends the process even inside a call into C.
 
     An `address_space` of 0 sets no limit. Only Linux enforces it; elsewhere the parent watches.
     """
@@ -75,7 +75,7 @@ def _limits(address_space: int, seconds: float) -> Iterator[None]:
 
 
 def _address_space() -> int:
-    """Bytes of this process's address space; 0 if unknown (not Linux)."""
+    """Bytes of this process's address space; 0 if unknown."""
     try:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[0]) * resource.getpagesize()

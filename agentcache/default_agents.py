@@ -9,14 +9,14 @@ from agentcache.errors import ConfigError
 from agentcache.names import RULE, is_name
 
 ANY_CLIENT = "*"
-# Agent of stored responses whose requests name no agent.
+# For stored responses.
 RESPONSES_AGENT = "responses"
-# Fewest lineages of an agent that several clients share, so that they do not evict each other's.
+# Fewest lineages of an agent that clients share, so that they do not evict each other's.
 SHARED_LINEAGES = 32
 
 
 def parse_default_agents(value: Any) -> dict[str, str]:
-    """Parse the setting into agents by lower-case client; `ANY_CLIENT` stands for every other client.
+    """Parse the setting into agents by lower-case client.
 
     Args:
         value: mapping of clients to agents, or list (or comma-separated text) of `NAME` (any client) and `CLIENT=NAME`.
@@ -47,7 +47,7 @@ def _client_and_agent(entry: Any) -> tuple[str, str]:
 def default_agent(user_agent: str, agents: Mapping[str, str]) -> str | None:
     """The agent of a client that names none; None if its requests leave no memory.
 
-    The longest client name that occurs in the `User-Agent` header decides, ignoring case.
+    The longest client name in the `User-Agent` header decides, ignoring case.
     """
     said = user_agent.lower()
     named: Iterable[str] = (client for client in agents if client != ANY_CLIENT and client in said)

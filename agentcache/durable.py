@@ -1,7 +1,7 @@
 """Sync files and folders to the drive. No other module does.
 
-On Linux, `fsync` flushes the drive's cache. On macOS only F_FULLFSYNC does, in milliseconds; F_BARRIERFSYNC orders
-writes and is several times faster.
+On Linux, `fsync` flushes the drive's cache. On macOS only F_FULLFSYNC does, in milliseconds; F_BARRIERFSYNC, which
+orders writes, is several times faster.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ log = logging.getLogger("agentcache.store")
 
 IS_MAC = sys.platform == "darwin"
 
-# From Darwin's <sys/fcntl.h>; not every Python version names both.
+# Darwin's <sys/fcntl.h>; not every Python names both.
 _F_FULLFSYNC, _F_BARRIERFSYNC = 51, 85
-# Errors of file systems that do not support a kind of sync, such as exFAT and SMB.
+# A file system's refusals of a kind of sync (exFAT, SMB).
 _REFUSALS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY, errno.ENOSYS}
 
 
 class Durability(StrEnum):
-    """Strength of a sync on macOS. Elsewhere all three are `fsync`, which flushes the drive."""
+    """Strength of a sync on macOS; elsewhere all are `fsync`, which flushes the drive."""
 
     FULL = "full"  # a saved turn survives a power loss: the drive is flushed once a turn
     BARRIER = "barrier"  # an agent is consistent after a power loss; its last turns may be missing
@@ -47,7 +47,7 @@ _notes = _Notes()
 
 
 def commands(durability: Durability, *, covered: bool) -> dict[str, int]:
-    """The fcntl commands to try before `fsync`, strongest first, by name."""
+    """fcntl commands to try before `fsync`, strongest first, by name."""
     if not IS_MAC or durability is Durability.FSYNC:
         return {}
     barrier = {"F_BARRIERFSYNC": _F_BARRIERFSYNC}
@@ -84,7 +84,7 @@ def sync(fd: int, durability: Durability = Durability.FULL, *, covered: bool = F
 
 
 def sync_path(path: Path) -> None:
-    """Sync a folder after renames in it, or a file that a library has written and closed."""
+    """Sync a folder after renames, or a file that a library has closed."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         sync(fd)

@@ -67,7 +67,7 @@ class Completion:
 
 
 class RequestOptions(TypedDict, total=False):
-    """Options of `LLM.chat` and `LLM.generate`; see `agentcache.request.Request`."""
+    """See `agentcache.request.Request`."""
 
     agent: str | None
     lineage: str | None
@@ -79,7 +79,7 @@ class RequestOptions(TypedDict, total=False):
 
 
 class LLM:
-    """A model with durable agents, for scripts. Use it as a context manager, or call `close`.
+    """A model with durable agents, for scripts. A context manager.
 
     Args:
         model: folder or hub id; None for the embedded model.
@@ -130,7 +130,7 @@ class LLM:
             return
         self._wait(self._engine.close())
         self._stop_loop()
-        gc.collect()  # frees the model, which is in reference cycles, before another one is loaded
+        gc.collect()  # the model is in reference cycles; free it before another one is loaded
         mx.clear_cache()
 
     def _stop_loop(self) -> None:
@@ -156,7 +156,7 @@ class LLM:
         invocation_start: int | None = None,
         **options: Unpack[RequestOptions],
     ) -> Completion:
-        """Continue raw text or token ids. `agentcache.request.Request` describes the options.
+        """Continue raw text or token ids, with options of `agentcache.request.Request`.
 
         Raises:
             RequestError: the request is refused or fails.
@@ -174,7 +174,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Unpack[RequestOptions],
     ) -> Completion:
-        """Answer messages through the model's chat template; otherwise like `generate`."""
+        """Answer messages through the chat template; otherwise like `generate`."""
         prompt = ChatPrompt(messages, tools, dict(chat_template_kwargs or {}))
         return self._complete(prompt, sampling, None, options)
 
@@ -198,7 +198,7 @@ class LLM:
         return Reading(calling_format(known) if calls else known, tools, thoughts=True)
 
     def token_times(self, request: Request) -> list[float]:
-        """Run a request and return each token's arrival time (`time.perf_counter`); for benchmarks."""
+        """Run a request and return each token's arrival (`time.perf_counter`); for benchmarks."""
         times: list[float] = []
 
         def take(update: Update) -> None:
@@ -237,11 +237,10 @@ class LLM:
         return tuple(blocks_of([*events, *reader.finish(cut_off=is_cut_off)]))
 
     def adapters(self) -> tuple[AdapterInfo, ...]:
-        """All adapters, by name."""
         return self.model.adapters
 
     def load_adapter(self, name: str, path: str | Path, policy: Policy | str = Policy.AUTO) -> AdapterInfo:
-        """Load an adapter, in place of an earlier one of that name. Raises RequestError."""
+        """Load an adapter, replacing one of that name. Raises RequestError."""
         folder = AdapterFolder(name, str(path), parse_policy(policy))
         return self._wait(self._engine.load_adapter(folder))
 
@@ -250,11 +249,10 @@ class LLM:
         self._wait(self._engine.unload_adapter(name))
 
     def agents(self) -> list[AgentInfo]:
-        """All agents, by id."""
         return self._wait(self._engine.agents())
 
     def agent(self, agent_id: str) -> AgentInfo:
-        """One agent. Raises NotFound."""
+        """Raises NotFound."""
         return self._wait(self._engine.agent(agent_id))
 
     def fork(
@@ -266,7 +264,7 @@ class LLM:
         adapter: str | None = None,
         policy: Policy | str | None = None,
     ) -> AgentInfo:
-        """Create an agent with the memory of another, or of one of its lineages; adapter and policy can be changed.
+        """Create an agent with the memory of another, or of one of its lineages; adapter and policy can change.
 
         Raises NotFound, InvalidRequest, Conflict.
         """
@@ -278,18 +276,18 @@ class LLM:
         return self._wait(self._engine.import_agent(agent_id, str(path)))
 
     def delete(self, agent_id: str, lineage: str | None = None) -> None:
-        """Delete an agent, or one of its lineages. Raises NotFound."""
+        """Delete an agent, or a lineage. Raises NotFound."""
         self._wait(self._engine.delete_agent(agent_id, lineage))
 
     def restore(self, agent_id: str, lineage: str | None = None) -> RestoreReport:
-        """Load an agent, or one of its lineages, from disk into RAM."""
+        """Load an agent, or a lineage, from disk into RAM."""
         return self._wait(self._engine.restore_agent(agent_id, lineage))
 
     def evict(self, agent_id: str, lineage: str | None = None, kind: str | None = None) -> AgentInfo:
-        """Free the RAM of an agent, or of one of its lineages. Its files stay.
+        """Free the RAM of an agent, or of a lineage; its files stay.
 
         Args:
-            kind: `base` or `residual` KV only; None for both.
+            kind: `base` or `residual` KV only.
         """
         return self._wait(self._engine.evict_agent(agent_id, lineage, kind))
 

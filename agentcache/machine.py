@@ -1,4 +1,4 @@
-"""Describe a benchmark's machine, versions and commit. Does not import mlx into this process."""
+"""Describe a benchmark's machine, versions and commit, without importing mlx into this process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def describe_run(benchmark: str) -> dict[str, Any]:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Hardware and platform; `preloaded` is the preloaded BLAS or None."""
+    """Hardware and platform; `preloaded` is the preloaded BLAS, if any."""
     return {
         "platform": platform.platform(),
         "cpu": _cpu_name(),
@@ -42,7 +42,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_blas() -> str:
-    """The BLAS of this process (Linux), and how to get a faster one."""
+    """This process's BLAS (Linux), and how to get a faster one."""
     loaded, installed = fast_blas(), installed_openblas()
     if loaded:
         return f"preloaded: {loaded}"
@@ -61,7 +61,6 @@ def fast_blas() -> str:
 
 
 def installed_openblas() -> str:
-    """Library file in the usual places; empty if not found."""
     places = ("*/openblas-*/libopenblas.so.0", "*/libopenblas.so.0", "libopenblas.so.0")
     found = (file for root in _LIBRARIES for place in places for file in sorted(Path(root).glob(place)))
     return str(next(found, ""))
@@ -78,7 +77,7 @@ def describe_versions() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """The commit, with "+changes" if files differ from it; None outside a checkout."""
+    """The commit, with "+changes" if files differ; None outside a checkout."""
     folder = Path(__file__).resolve().parent
     commit = _output(["git", "-C", str(folder), "rev-parse", "HEAD"])
     if not commit:

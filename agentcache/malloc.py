@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 
-TOP_PAD = (64 << 20) + (1 << 16)  # bytes of address space to request in advance; more than one of glibc's heaps
+TOP_PAD = (64 << 20) + (1 << 16)  # bytes of address space requested in advance; more than one of glibc's heaps
 
 
 def give_back_freed() -> None:
-    """Return free memory to the system, if the C library supports it."""
     if sys.platform == "linux":
         import ctypes  # imported only on need
 

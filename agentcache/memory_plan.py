@@ -2,7 +2,7 @@
 
     limit = weights + ram_budget (cache and adapters) + trunk_budget + temporaries + rest
 
-Plain arithmetic; `models/device_memory.py` measures the device and configures MLX.
+`models/device_memory.py` measures the device and configures MLX.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from agentcache.errors import ConfigError
 
 GIB = 1 << 30
-AUTO_RAM_SHARE = 0.25  # of the RAM, for the cache
+AUTO_RAM_SHARE = 0.25  # of the RAM
 AUTO_TRUNK_SHARE = 0.125  # of the cache's RAM, for hidden states
-AUTO_STATE_SHARE = 0.25  # of the cache's RAM, for recurrent state
+AUTO_STATE_SHARE = 0.25  # likewise, for recurrent state
 NO_WIRED_LIMIT = 0
 
 
@@ -32,12 +32,12 @@ class DeviceMemory:
 
     @property
     def reserve(self) -> int:
-        """Memory for the system and other programs: an eighth, within 1 and 4 GiB, but at most a quarter."""
+        """For the system and other programs: an eighth, within 1 and 4 GiB, but at most a quarter."""
         return min(max(self.total // 8, GIB), 4 * GIB, self.total // 4)
 
     @property
     def usable(self) -> int:
-        """Memory that this program may use permanently."""
+        """For this program, permanently."""
         free = self.total - self.reserve
         return free if self.recommended is None else min(free, self.recommended)
 
@@ -50,7 +50,7 @@ class Wishes:
         memory_limit: everything, weights included.
         ram_budget: cache and adapters.
         trunk_budget: hidden-state cache.
-        wired_limit: memory that the system must not page out; `NO_WIRED_LIMIT` for none.
+        wired_limit: memory never paged out; `NO_WIRED_LIMIT` for none.
     """
 
     memory_limit: int | None = None
@@ -78,20 +78,17 @@ class MemoryPlan:
 
 
 def state_budget(wished: int | None, ram_budget: int) -> int:
-    """Bytes of the cache's RAM reserved for recurrent state."""
+    """Part of the cache's RAM for recurrent state."""
     return int(ram_budget * AUTO_STATE_SHARE) if wished is None else wished
 
 
 def plan_memory(
     device: DeviceMemory, wishes: Wishes, *, weights: int, temporaries: int, least_cache: int
 ) -> MemoryPlan:
-    """Divide the device's memory.
+    """Divide the device's memory. Raises ConfigError.
 
     Args:
         least_cache: bytes of cache for one short sequence.
-
-    Raises:
-        ConfigError: too little memory, or contradictory settings.
     """
     limit = _limit(device, wishes.memory_limit)
     beside = temporaries + (wishes.trunk_budget or 0)
@@ -166,5 +163,5 @@ def _gb(num_bytes: int) -> str:
 
 
 def _up(num_bytes: int) -> str:
-    """Round up to 0.1 GB, in the notation of settings."""
+    """0.1 GB or more, in the notation of settings."""
     return f"{-(-num_bytes // 10**8) / 10:.1f}GB"

@@ -47,7 +47,7 @@ def hosts_of(origins: Sequence[str]) -> frozenset[str]:
 
 
 def is_same_origin(origin: str, host: str) -> bool:
-    """Whether a page of `origin` comes from the host of the request's `Host` header."""
+    """Whether a page of `origin` comes from the host of the `Host` header."""
     scheme, _, authority = origin.lower().partition("://")
     port = _DEFAULT_PORTS.get(scheme)
     return bool(authority) and authority.removesuffix(f":{port}") == host.lower().removesuffix(f":{port}")

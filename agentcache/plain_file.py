@@ -10,7 +10,7 @@ from pathlib import Path
 def open_plain(path: Path) -> int:
     """Open a regular file for reading, following links; return the descriptor.
 
-    Never blocks on a pipe or opens a device, since opening can have side effects.
+    Never blocks on a pipe or opens a device: that can have side effects.
 
     Raises:
         OSError: the file cannot be opened.
@@ -19,7 +19,7 @@ def open_plain(path: Path) -> int:
     _require_regular(os.stat(path))
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
-        _require_regular(os.fstat(fd))  # another file may have replaced it
+        _require_regular(os.fstat(fd))  # it may have been replaced
     except ValueError:
         os.close(fd)
         raise

@@ -4,7 +4,7 @@
     WARNING     the cache repeatedly frees half of its unused blocks, and grows only into freed memory
     CRITICAL    the cache frees all unused blocks; one request runs at a time
 
-`engine/relief.py` frees the memory. Evicted agents remain on disk.
+`engine/relief.py` frees the memory; evicted agents remain on disk.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from enum import IntEnum
 from agentcache.system_memory import MACOS_CRITICAL, MACOS_WARNING, PressureReading
 
 CALM_SECONDS = 10.0
-# Percent of ten seconds in which some or all tasks waited for memory; 0 on a system without shortage.
+# Percent of ten seconds in which some or all tasks waited for memory.
 _SOME, _FULL = 10.0, 10.0
-# Share of a cgroup's limit. The engine's own budgets leave an eighth free, so it alone stays below.
+# Share of a cgroup's limit; the engine's own budgets leave an eighth free.
 _NEAR, _VERY_NEAR = 0.95, 0.98
-_LEAVE = 0.5  # factor on the percentages for leaving a level
-_LEAVE_SHARE = 0.03  # subtracted from the shares for leaving a level
+_LEAVE = 0.5  # factor on percentages for leaving a level
+_LEAVE_SHARE = 0.03  # subtracted from shares for leaving a level
 
 
 class Level(IntEnum):
@@ -33,7 +33,7 @@ class Level(IntEnum):
 
 
 def level_of(reading: PressureReading, current: Level = Level.NORMAL) -> Level:
-    """The level of one reading. The thresholds for keeping the current level are lower."""
+    """Level of one reading; keeping the current level has lower thresholds."""
 
     def reaches(level: Level) -> bool:
         held = current >= level
@@ -52,7 +52,7 @@ def level_of(reading: PressureReading, current: Level = Level.NORMAL) -> Level:
 
 
 class PressureGauge:
-    """Tracks the level: it rises with one reading and falls after `calm_seconds` of lower readings."""
+    """Rises with one reading, falls after `calm_seconds` of lower readings."""
 
     def __init__(self, calm_seconds: float = CALM_SECONDS) -> None:
         self.level = Level.NORMAL

@@ -35,7 +35,7 @@ def write_private(path: Path, data: bytes) -> None:
     Not synced: a power loss may leave a torn file, so readers must check the content.
 
     Raises:
-        OSError: the write failed; the old file is unchanged.
+        OSError: the old file is unchanged.
     """
     temporary = path.with_suffix(f".{secrets.token_hex(6)}.tmp")
     try:

@@ -16,9 +16,9 @@ from agentcache.pressure import Level
 from agentcache.sampling import SamplingDefaults
 
 if TYPE_CHECKING:
-    from agentcache.kv.group_info import CacheGroupInfo  # imports numpy, which commands should not load
+    from agentcache.kv.group_info import CacheGroupInfo  # imports numpy: slow
 
-# Characters of a prompt's end that show in which state a reply begins: at most a message header.
+# Characters of a prompt's end that show how a reply begins: at most a message header.
 PROMPT_END = 256
 
 
@@ -30,7 +30,7 @@ class CacheState(StrEnum):
 
 
 class StepDown(StrEnum):
-    """Reason for the fallback from a policy that shares KV."""
+    """Why a policy that shares KV was not used."""
 
     DIVERGENCE = "divergence"  # the adapter's KV differs from base's by more than allowed
     MEMORY = "memory"  # no room for its residual KV
@@ -47,9 +47,9 @@ class TokenLogprob:
     """Log probability of one token under the model (before temperature and truncation).
 
     Args:
-        data: bytes of the token, which may be part of a character; a control token's name.
+        data: bytes, which may be part of a character; a control token's name.
         logprob: natural logarithm; None for a prompt's first token.
-        top: the most likely tokens, best first, as (token id, bytes, logprob).
+        top: most likely tokens, best first, as (token id, bytes, logprob).
         shown: False for generated control tokens, which are not part of the text.
     """
 
@@ -71,7 +71,7 @@ def readable(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class CachedTokens:
-    """Cached prompt tokens by origin; None if there is no such cache."""
+    """Cached prompt tokens by origin; None without such a cache."""
 
     own: int = 0
     shared: int = 0
@@ -80,7 +80,7 @@ class CachedTokens:
 
 @dataclass(frozen=True)
 class Volatile:
-    """Changed lines of the system prefix, such as times and dates.
+    """Changed lines of the system prefix, such as times.
 
     `moved`: a notice behind the history has them (`stable_prefix`); otherwise everything behind them is computed.
     """
@@ -94,15 +94,15 @@ class Report:
     """Cost and reuse of a request; the `agentcache` object beside `usage`. Times in milliseconds.
 
     Args:
-        lineage: conversation of the agent that this turn continued or began.
+        lineage: conversation that this turn continued or began.
         computed_tokens: prompt tokens computed (at least 1); under `residual`, with the adapter.
-        base_computed_tokens: prompt tokens computed without an adapter; under `residual` in addition.
-        lost_tokens: tokens of the agent's conversation that RAM and disk had lost, so that they were recomputed.
+        base_computed_tokens: the same without an adapter; under `residual` in addition.
+        lost_tokens: tokens of the conversation that RAM and disk had lost, so that they were recomputed.
         activated_at: first token on which an activated or prefill-share adapter acted.
         requested_policy: policy before a fallback.
-        stepped_down: reason for the fallback; None if there was none.
+        stepped_down: reason for the fallback, if any.
         divergence: relative error of base's KV against the adapter's own; None if not measured.
-        saved: False if the agent's turn could not be written, for the reason `save_error`.
+        saved: False if the turn could not be written, for the reason `save_error`.
         notes: changes made to the chat before its template was applied.
     """
 
@@ -134,7 +134,7 @@ class Report:
 
     @property
     def reused_tokens(self) -> int:
-        """Cached prompt tokens, for OpenAI's and Anthropic's `usage`."""
+        """For OpenAI's and Anthropic's `usage`."""
         return self.cached_tokens.own + self.cached_tokens.shared
 
 
@@ -167,7 +167,7 @@ class Update:
 
 @dataclass(frozen=True)
 class LineageInfo:
-    """One conversation of an agent. `last_used` is in seconds since 1970."""
+    """One conversation of an agent; `last_used` in seconds since 1970."""
 
     id: str
     tokens: int
@@ -179,7 +179,7 @@ class AgentInfo:
     """One agent as in `GET /v1/agents`. Bytes include shared blocks in full.
 
     Tokens, blocks and cache state are those of its longest lineage; bytes are those of all; `last_used` is the latest.
-    Residual bytes are parts of `ram_bytes` and `disk_bytes`. If `unavailable` has a reason, other fields are unknown.
+    Residual bytes are parts of the others. If `unavailable` has a reason, other fields are unknown.
     """
 
     id: str
@@ -224,7 +224,7 @@ class Counter(Metric):
 
 @dataclass(frozen=True)
 class Traffic:
-    """Traffic between ranks: messages, and bytes sent by this one."""
+    """Between ranks: messages, and bytes sent by this one."""
 
     ranks: int = 1
     messages: int = 0
@@ -237,8 +237,8 @@ class CacheStats:
 
     The RAM budget is for `ram_bytes` and `adapter_ram_bytes`; `trunk_ram_bytes` has its own. All three are capacity;
     `ram_accounts` has capacity and use by kind (`blocks/ledger.py`). Blocks include residual KV. `disk_bytes_by` is by
-    content (`DiskUsage.by_kind`), `evicted_blocks` by kind of cache. Seconds are device time. `disk_budget_kind` is
-    `explicit`, or `automatic`, which evicts nothing.
+    content (`DiskUsage.by_kind`), `evicted_blocks` by kind of cache. Seconds are device time. An `automatic`
+    `disk_budget_kind` evicts nothing, unlike `explicit`.
     """
 
     ram_bytes: int
@@ -304,7 +304,7 @@ class CacheStats:
 
     @property
     def ram_capacity(self) -> dict[str, int | None]:
-        """Allocated bytes by kind of cache; None if there is no such cache."""
+        """Allocated bytes by kind of cache; None without such a cache."""
         return {
             "base": self.ram_bytes,
             "residual": self._held_by(RESIDUAL) if self._has(RESIDUAL) else None,
@@ -315,7 +315,7 @@ class CacheStats:
 
     @property
     def ram_used(self) -> dict[str, int | None]:
-        """Used bytes by kind of cache; None if there is no such cache."""
+        """The same for used bytes."""
         return {
             "base": self._used_by(BASE),
             "residual": self._used_by(RESIDUAL) if self._has(RESIDUAL) else None,
@@ -325,7 +325,7 @@ class CacheStats:
         }
 
     def _has(self, family: str) -> bool:
-        """Whether such a cache exists: residual KV with adapters that have it, states in recurrent models."""
+        """Whether such a cache exists; residual KV and states may not."""
         return any(each.kind.partition(".")[0] == family for each in self.ram_accounts)
 
     def _held_by(self, family: str) -> int:
@@ -340,7 +340,7 @@ class AdapterInfo:
     """One adapter as in `GET /v1/adapters`.
 
     Args:
-        format: `mlx-lm`, `peft`, or `model` for a decoder that is a model of its own.
+        format: `mlx-lm`, `peft`, or `model` for a decoder.
         policy: policy of requests that name none.
         ram_bytes: bytes on the device if `resident`.
         running: requests that use its weights now, under any name.
@@ -371,8 +371,8 @@ class ModelInfo:
         kv_bits: mean bits of a cached key or value; None without a KV cache.
         kv_precision, kv_divergence: precision by layers, and its measured error.
         ranks: processes that compute the model.
-        template_repairs: repairs for its chat template; None if the template is not used.
-        forms_refusal: reason why answers cannot be constrained; empty if they can.
+        template_repairs: repairs for its chat template; None if unused.
+        forms_refusal: why answers cannot be constrained; empty if they can.
         sampling: defaults for requests.
     """
 

@@ -14,7 +14,7 @@ from agentcache.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """Messages for the model's chat template: dicts with `role`, `content` and optional further keys.
+    """Messages for the chat template: dicts with `role`, `content` and optional further keys.
 
     Args:
         param: request parameter named in errors.
@@ -31,15 +31,13 @@ class ChatPrompt:
 
 @dataclass(frozen=True)
 class TextPrompt:
-    """Raw text. Special tokens in it are control tokens; the tokenizer's BOS is prepended."""
+    """Raw text after the tokenizer's BOS; special tokens in it are control tokens."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class TokenPrompt:
-    """Token ids, used unchanged."""
-
     token_ids: list[int]
 
 
@@ -47,7 +45,7 @@ Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
 
 class Priority(StrEnum):
-    """Scheduling priority. Background requests wait, but do not starve."""
+    """Background requests wait, but do not starve."""
 
     INTERACTIVE = "interactive"
     BACKGROUND = "background"
@@ -60,14 +58,14 @@ class Request:
     Args:
         request_id: unique id, also in the HTTP answer.
         agent: durable agent whose memory this extends; None leaves no memory on disk.
-        lineage: lineage of the agent to continue; None for the one with the longest common prefix.
+        lineage: lineage to continue; None for the one with the longest common prefix.
         n: number of answers. The first is the agent's turn; the rest share its blocks and leave no memory.
         salt: cache namespace; requests with different salts never share a block.
-        priority: None for background if nothing is generated (a warm-up), otherwise interactive.
+        priority: None for background if nothing is generated (a warm-up), else interactive.
         adapter: None for the agent's own, or base.
         policy: None for the agent's or the adapter's own.
         invocation_start: first token on which an activated adapter acts; None for its invocation's last occurrence.
-        invocation_optional: whether base answers a prompt without the adapter's invocation, instead of an error.
+        invocation_optional: whether base answers a prompt without the invocation, instead of an error.
         reading: parser of the answer; `sampling.stop` applies to its text, not to thoughts and calls.
     """
 
@@ -93,7 +91,7 @@ class Request:
         return self.priority is Priority.BACKGROUND
 
     def fork(self, index: int) -> Request:
-        """The request of further answer number `index` (from 1). Its seed is increased by `index`, as in vLLM."""
+        """Request of answer `index`, from 1, which is added to its seed, as in vLLM."""
         own = self.sampling
         seed = None if own.seed is None else own.seed + index
         sampling = replace(own, seed=seed, prompt_logprobs=False)
@@ -103,5 +101,5 @@ class Request:
 
     @property
     def prompt_param(self) -> str:
-        """Request parameter of the prompt, named in errors."""
+        """The prompt's parameter, named in errors."""
         return self.prompt.param if isinstance(self.prompt, ChatPrompt) else "prompt"

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from agentcache.errors import InvalidRequest
 
-# Bounds of each number. The sampler computes in float32; within these, nothing overflows.
+# The sampler computes in float32; within these, nothing overflows.
 BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),
@@ -29,7 +29,7 @@ class SamplingParams:
     """Sampling parameters.
 
     Args:
-        max_tokens: 0 only caches the prompt; None for as many as the context holds.
+        max_tokens: 0 only caches the prompt; None for the rest of the context.
         temperature: 0 is greedy and deterministic.
         top_p, top_k, min_p: truncations; 1.0, 0 (or -1) and 0.0 disable them.
         repetition_penalty: divides positive and multiplies negative logits of the last 64 tokens.
@@ -38,7 +38,7 @@ class SamplingParams:
         logit_bias: values added to the logits, by token id; unknown ids are ignored.
         seed: any integer; the same seed and logits give the same tokens.
         min_tokens: tokens to generate before the end of sequence and `stop` apply (as vLLM's).
-        stop: strings that end the generation; not part of the text.
+        stop: strings that end the text, without being part of it.
         logprobs: number of alternatives per token; 0 for the chosen token only, None for no logprobs.
         prompt_logprobs: whether to report logprobs of the prompt, which computes all of it.
         ignore_eos: whether to generate up to max_tokens.
@@ -78,11 +78,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """Default sampling parameters; None leaves a value to a later source (`over`).
-
-    Raises:
-        InvalidRequest: a value of another type, or outside `BOUNDS`.
-    """
+    """Defaults; None leaves a value to a later source (`over`). Raises InvalidRequest, as `SamplingParams`."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -100,7 +96,7 @@ class SamplingDefaults:
         return {name: value for name in self.NAMES if (value := getattr(self, name)) is not None}
 
     def over(self, other: SamplingDefaults) -> SamplingDefaults:
-        """Merge: these values first, then `other`'s."""
+        """These values first, then `other`'s."""
         return SamplingDefaults(**{**other.known, **self.known})
 
 

@@ -1,4 +1,4 @@
-"""A real `agentcache serve` process on a free loopback port, for the demo and benchmarks."""
+"""An `agentcache serve` process on a free loopback port, for the demo and benchmarks."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ import agentcache.errors
 from agentcache.client import Client
 from agentcache.errors import AgentCacheError
 
-# The program as users start it. This process talks to it over HTTP only.
 SERVE = (sys.executable, "-m", "agentcache", "serve")
 PACKAGE_PARENT = Path(agentcache.errors.__file__).resolve().parent.parent
 STOP_SECONDS = 30.0
 PORTS = (20_000, 32_000)
-_CHANCE = random.SystemRandom()  # not seedable: several processes must not choose the same ports
+_CHANCE = random.SystemRandom()  # not seedable: processes must not choose the same ports
 
 
 class ServerNotStarted(AgentCacheError):
-    """The server process ended or was not ready in time. The message ends with its last log lines."""
+    """The process ended or was not ready in time; the message ends with its last log lines."""
 
 
 class ServerProcess:
-    """One server process. A context manager: the server runs inside and is gone afterwards.
+    """One server process. As a context manager, the server runs inside and is gone afterwards.
 
     Args:
         log: file to which its output is appended.
@@ -44,7 +43,7 @@ class ServerProcess:
         environment: further AGENTCACHE_* variables.
 
     Attributes:
-        started_at: `time.monotonic` of the process's last start; infinite before the first one.
+        started_at: `time.monotonic` of the last start; infinite before the first.
     """
 
     def __init__(
@@ -91,13 +90,13 @@ class ServerProcess:
             raise
 
     def kill(self) -> None:
-        """Kill with SIGKILL; return when the process is gone."""
+        """Send SIGKILL; return when the process is gone."""
         os.kill(self.pid, signal.SIGKILL)
         if self._process is not None:
             self._process.wait()
 
     def close(self) -> None:
-        """Terminate the server, and kill it after `STOP_SECONDS`."""
+        """Terminate the server; kill it after `STOP_SECONDS`."""
         self.client.close()
         process = self._process
         if process is None or process.poll() is not None:
@@ -106,14 +105,14 @@ class ServerProcess:
         try:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_SECONDS)
-        finally:  # also after a second Ctrl-C, so that no process stays behind
+        finally:  # also after a second Ctrl-C
             process.kill()
             process.wait()
 
     def _start(self) -> None:
         with self._log.open("ab") as log:
             self.started_at = time.monotonic()
-            # A session of its own: Ctrl-C reaches only the owner, which then stops the server.
+            # Its own session: Ctrl-C reaches only the owner, which then stops the server.
             self._process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
@@ -138,7 +137,7 @@ class ServerProcess:
 
 
 def free_port() -> int:
-    """A free loopback TCP port below the ephemeral range, so that no outgoing connection takes it."""
+    """A free loopback TCP port below the ephemeral range: no outgoing connection takes it."""
     while True:
         port = _CHANCE.randrange(*PORTS)
         with socket.socket() as probe, suppress(OSError):
@@ -147,7 +146,7 @@ def free_port() -> int:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment with this package, without AGENTCACHE_* and the user's config file."""
+    """This process's environment with this package, without AGENTCACHE_* and the user's config."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("AGENTCACHE_")}
     paths = [str(PACKAGE_PARENT), *filter(None, [kept.get("PYTHONPATH")])]
     own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "AGENTCACHE_CONFIG": os.devnull}
@@ -156,7 +155,7 @@ def _environment() -> dict[str, str]:
 
 @contextmanager
 def ending_on_signals() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into SystemExit, so that context managers clean up."""
+    """Turn SIGTERM and SIGHUP into SystemExit, for context managers to clean up."""
     names = (signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(name, _exit) for name in names]
     try:

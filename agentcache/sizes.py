@@ -1,4 +1,4 @@
-"""Parse sizes such as `8GB`, `20%` and `auto` into bytes on this machine."""
+"""Parse sizes such as `8GB`, `20%` and `auto` into bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def total_ram() -> int:
 
 @dataclass(frozen=True)
 class DiskRoom:
-    """The disk of a cache folder, in bytes. `held` is the size of the folder's own files."""
+    """A cache folder's disk, in bytes; `held` is the size of the folder's own files."""
 
     size: int
     free: int
@@ -33,11 +33,7 @@ class DiskRoom:
 
 
 def disk_room(cache_dir: Path) -> DiskRoom:
-    """Measure the disk of the cache folder, which need not exist yet.
-
-    Raises:
-        StoreError: an invalid or inaccessible folder.
-    """
+    """Measure the disk of the cache folder, which need not exist yet. Raises StoreError."""
     nearest = cache_dir
     try:
         while not nearest.exists() and nearest != nearest.parent:
@@ -54,7 +50,7 @@ def _held_bytes(folder: Path) -> int:
         for name in names:
             try:
                 total += os.stat(os.path.join(root, name)).st_size
-            except FileNotFoundError:  # evicted by a running server
+            except FileNotFoundError:  # by a running server's eviction
                 continue
     return total
 
@@ -64,7 +60,7 @@ def parse_size(text: str | int, *, key: str, whole: Callable[[], int], auto: Cal
 
     Args:
         text: `8GB`, `512MB`, `1.5GiB`, `20%`, `auto`, or plain bytes.
-        key: name of the setting, for errors.
+        key: setting named in errors.
         whole, auto: functions for the bytes of 100% and of `auto`; called only when needed.
     """
     written = str(text).strip()
@@ -102,16 +98,12 @@ def parse_share_of_ram(text: str | int, *, key: str) -> int | None:
 
 
 def parse_wired_limit(text: str | int) -> int | None:
-    """As `parse_share_of_ram`; also accepts `off`."""
+    """As `parse_share_of_ram`, or `off`."""
     return NO_WIRED_LIMIT if _is(text, "off") else parse_share_of_ram(text, key="wired_limit")
 
 
 def parse_trunk_budget(text: str | int, ram_budget: int | None) -> int | None:
-    """Bytes; None for `auto`, as in `parse_share_of_ram`.
-
-    Raises:
-        ConfigError: more than `ram_budget` leaves of the RAM.
-    """
+    """As `parse_share_of_ram`, also refusing more than `ram_budget` leaves of the RAM."""
     budget, left = parse_share_of_ram(text, key="trunk_budget"), total_ram() - (ram_budget or 0)
     if budget is not None and budget > left:
         raise ConfigError(f"trunk_budget = {text!r} is more than the {left / 1e9:.1f} GB that ram_budget leaves")
@@ -119,11 +111,7 @@ def parse_trunk_budget(text: str | int, ram_budget: int | None) -> int | None:
 
 
 def parse_part_of_budget(text: str | int, ram_budget: int | None, *, key: str) -> int | None:
-    """Bytes; None for `auto`, as in `parse_share_of_ram`.
-
-    Raises:
-        ConfigError: more than `ram_budget`, which includes it.
-    """
+    """As `parse_share_of_ram`, also refusing more than `ram_budget`, which includes it."""
     budget = parse_share_of_ram(text, key=key)
     if budget is not None and ram_budget is not None and budget > ram_budget:
         raise ConfigError(f"{key} = {text!r} is more than the ram_budget of {ram_budget} bytes")
@@ -141,7 +129,7 @@ def _never() -> int:
 def parse_disk_budget(text: str | int, cache_dir: Path) -> int | None:
     """Bytes; None for `auto`, which the store computes (`store.disk_budget`).
 
-    A percentage is of the disk's size, not of the free space, so other programs do not change it.
+    A percentage is of the disk's size: its free space would change with other programs.
     """
     if _is(text, "auto"):
         return None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 log = logging.getLogger("agentcache.start")
 
 QUIET_SECONDS = 2.0  # shorter phases are not logged
-LOG_SECONDS = 5.0  # interval of log lines in one phase
+LOG_SECONDS = 5.0  # between lines of one phase
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Phase:
     """One phase of a start.
 
     Args:
-        doing: a description such as "reading the weights".
+        doing: description such as "reading the weights".
         done, total: pieces of work; 0 if not countable.
     """
 
@@ -47,11 +47,7 @@ class Measuring:
 
 
 class StartProgress:
-    """The current phase. One thread at a time changes it; any thread reads it.
-
-    Attributes:
-        phase: None before and after a start.
-    """
+    """The current phase, None before and after a start. One thread at a time changes it; any thread reads it."""
 
     def __init__(self) -> None:
         self.phase: Phase | None = None
@@ -59,7 +55,7 @@ class StartProgress:
         self._timer: threading.Timer | None = None
 
     def begin(self, doing: str) -> None:
-        """Enter a phase. It is logged if it lasts longer than `QUIET_SECONDS`."""
+        """Enter a phase, logged if longer than `QUIET_SECONDS`."""
         self._enter(Phase(doing))
 
     def _enter(self, phase: Phase | None) -> None:
@@ -73,7 +69,7 @@ class StartProgress:
 
     @contextmanager
     def inner(self, doing: str) -> Iterator[None]:
-        """Enter a nested phase; return to the outer one at the end."""
+        """Enter a nested phase, then return to the outer one."""
         outer = self.phase
         self.begin(doing)
         try:
@@ -91,5 +87,4 @@ class StartProgress:
             log.info("%s", self.phase)
 
     def end(self) -> None:
-        """Mark the start as finished or failed."""
         self._enter(None)

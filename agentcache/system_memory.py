@@ -23,7 +23,7 @@ MACOS_NORMAL, MACOS_WARNING, MACOS_CRITICAL = 1, 2, 4
 
 @dataclass(frozen=True)
 class Bound:
-    """A memory limit and its current use, in bytes."""
+    """A memory limit and its use, in bytes."""
 
     limit: int
     used: int
@@ -39,10 +39,10 @@ class Bound:
 
 @dataclass(frozen=True)
 class PressureReading:
-    """A reading of memory pressure; None for values that the system does not report.
+    """Memory pressure; None for values that the system does not report.
 
     Args:
-        macos_level: one of `MACOS_NORMAL`, `MACOS_WARNING`, `MACOS_CRITICAL`.
+        macos_level: `MACOS_NORMAL`, `MACOS_WARNING` or `MACOS_CRITICAL`.
         some, full: percent of the last ten seconds in which some or all tasks waited for memory (Linux); the maximum
             of the machine and the process's own cgroup.
         used_share: used share of the nearest cgroup limit, without droppable file cache.
@@ -56,13 +56,13 @@ class PressureReading:
 
 @dataclass(frozen=True)
 class SystemMemory:
-    """The memory of this machine. The arguments are for tests."""
+    """This machine's memory; the arguments are for tests."""
 
     proc: Path = Path("/proc")
     cgroups: Path = Path("/sys/fs/cgroup")
 
     def total(self) -> int:
-        """Bytes of RAM that this process may use: the machine's, or a lower limit."""
+        """RAM that this process may use, in bytes: the machine's, or a lower limit."""
         machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return min([machine, *(bound.limit for bound in self.bounds())])
 
@@ -79,7 +79,7 @@ class SystemMemory:
         return min(left, default=None)
 
     def bounds(self) -> Iterator[Bound]:
-        """Yield the limits of this process, beside the machine."""
+        """Limits of this process, beside the machine."""
         yield from self._cgroup_bounds()
         if (address_space := self._address_space()) is not None:
             yield address_space
@@ -91,12 +91,12 @@ class SystemMemory:
                 yield Bound(int(limit), max(0, int(used) - _file_cache(folder)))
 
     def _own_cgroups(self) -> list[Path]:
-        """This process's cgroups, innermost first; the limits of all of them apply."""
+        """This process's cgroups, innermost first; all limits apply."""
         lines = _read(self.proc / "self" / "cgroup").splitlines()
         own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
         if own is None:
             return []
-        # A container sees its own cgroup as the root.
+        # A container sees its cgroup as the root.
         inner = self.cgroups / own
         return [inner, *(each for each in inner.parents if each.is_relative_to(self.cgroups))]
 
@@ -108,7 +108,7 @@ class SystemMemory:
         return Bound(limit, int(pages[0]) * os.sysconf("SC_PAGE_SIZE"))
 
     def pressure(self) -> PressureReading:
-        """Take a reading, within microseconds."""
+        """Read within microseconds."""
         if sys.platform == "darwin":
             return PressureReading(macos_level=_macos_pressure_level())
         files = [self.proc / "pressure" / "memory", *(each / "memory.pressure" for each in self._own_cgroups()[:1])]
@@ -121,7 +121,7 @@ class SystemMemory:
 
 
 def _read(path: Path) -> str:
-    """The file's text; empty if it cannot be read, as in kernels built without the feature."""
+    """The file's text; empty if unreadable, as in kernels without the feature."""
     try:
         return path.read_text(encoding="ascii")
     except OSError:
@@ -129,13 +129,12 @@ def _read(path: Path) -> str:
 
 
 def _file_cache(cgroup: Path) -> int:
-    """Bytes of droppable file cache in a cgroup, including files being written."""
+    """Bytes of droppable file cache, including files being written."""
     entries = dict(line.split() for line in _read(cgroup / "memory.stat").splitlines())
     return int(entries.get("inactive_file", 0)) + int(entries.get("active_file", 0))
 
 
 def _stalls(path: Path) -> tuple[float, float] | None:
-    """`avg10` of `some` and of `full`."""
     averages = {}
     for line in _read(path).splitlines():
         kind, *fields = line.split()
@@ -156,15 +155,13 @@ _MALLINFO2 = (
 
 
 class _Mallinfo2(ctypes.Structure):
-    """mallinfo(3)."""
-
     _fields_ = [(name, ctypes.c_size_t) for name in _MALLINFO2]
 
 
 def free_heap() -> int:
     """Free bytes in the C library's allocator; 0 if unknown.
 
-    Excludes the pad at the end of the heap: untouched pages there still count against available memory.
+    Excludes the pad at the end of the heap: untouched pages still count against available memory.
     """
     tell = _mallinfo2()
     if tell is None:

@@ -1,4 +1,4 @@
-"""Convert exceptions at thread boundaries, and let no thread end unnoticed.
+"""Convert exceptions at thread boundaries; let no thread end unnoticed.
 
 A Rust panic (pyo3's PanicException) is a `BaseException`, which `except Exception` and asyncio's tasks do not catch.
 A future rejects `StopIteration`.
@@ -24,7 +24,7 @@ log = logging.getLogger("agentcache.threads")
 
 
 def as_exception(error: BaseException) -> Exception:
-    """Return `error`, or an `InternalError` caused by it if futures or tasks would not accept it."""
+    """`error`, or an `InternalError` caused by it if futures or tasks would not accept it."""
     if isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration)):
         return error
     wrapped = InternalError(f"{type(error).__name__}: {error}")
@@ -36,7 +36,7 @@ def start_thread(name: str, run: Callable[[], None], died: Callable[[Exception],
     """Start a daemon thread.
 
     Args:
-        died: called on that thread with an exception of `run`, after it has been logged.
+        died: called on that thread with an exception of `run`, once logged.
     """
 
     def top() -> None:
@@ -52,9 +52,9 @@ def start_thread(name: str, run: Callable[[], None], died: Callable[[Exception],
 
 
 class DaemonPool(Executor):
-    """An executor on daemon threads, which do not delay the end of the process as `ThreadPoolExecutor`'s do.
+    """An executor on daemon threads, which do not delay the end of the process, unlike `ThreadPoolExecutor`'s.
 
-    Threads start on demand, at most `most`, and end with the pool.
+    At most `most` threads start on demand, and end with the pool.
     """
 
     def __init__(self, most: int, name: str) -> None:
@@ -67,11 +67,7 @@ class DaemonPool(Executor):
         weakref.finalize(self, self._jobs.put, None)
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run a function on one of the threads.
-
-        Raises:
-            RuntimeError: the system cannot start another thread.
-        """
+        """Run a function on one of the threads. Raises RuntimeError if the system cannot start another."""
         future: Future[T] = Future()
         with self._lock:
             if not self._idle.acquire(blocking=False) and self._threads < self._most:

@@ -1,3 +1,3 @@
-"""The version of agentcache. A module of its own, so that lower layers can import it."""
+"""The version, in a module that lower layers can import."""
 
 __version__ = "0.1.0"

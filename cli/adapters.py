@@ -24,7 +24,7 @@ class Action(StrEnum):
     UNLOAD = "unload"
 
 
-# An adapter loaded without a server would end with the command.
+# Without a server, an adapter would end with the command.
 WITHOUT_SERVER = "no server is running; name adapters to `agentcache serve --adapter`, or in the config file"
 
 OPERANDS = {Action.LIST: (), Action.LOAD: ("NAME=PATH[:POLICY]",), Action.UNLOAD: ("NAME",)}

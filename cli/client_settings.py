@@ -1,4 +1,4 @@
-"""Sets values in other programs' JSON or TOML settings, and reverts them.
+"""Set values in other programs' JSON or TOML settings, and revert them.
 
 TOML comments and order stay. A note records values and replaced values, for `undo`; values changed since then stay.
 """
@@ -52,7 +52,7 @@ class Change:
     """A planned change of a settings file.
 
     Args:
-        before: current text; None if there is no file.
+        before: current text; None without a file.
         after: new text; None to delete the file.
         note: record for undoing; None after an undo.
         kept: settings changed since, which stay.
@@ -66,10 +66,7 @@ class Change:
 
 
 def put_in(file: Path, values: Sequence[Value], note: Mapping[str, Any] | None) -> Change:
-    """Plan to set values, and to revert values of `note` that are no longer wanted.
-
-    Args:
-        note: record of an earlier change.
+    """Plan to set values, and to revert values of `note`, an earlier record, that are no longer wanted.
 
     Raises:
         UnreadableSettings: invalid file, or a note of another file.
@@ -130,7 +127,7 @@ def write(change: Change) -> None:
 
 
 def _take_back(file: Path, document: MutableMapping[str, Any], entries: Mapping[Path_, dict[str, Any]]) -> list[str]:
-    """Revert entries in reverse order; return settings that were changed since and stay."""
+    """Revert entries in reverse order; return settings changed since, which stay."""
     kept: list[str] = []
     for path, entry in reversed(list(entries.items())):
         if entry.get("adds"):
@@ -218,7 +215,7 @@ def _get(document: Any, path: Path_) -> Any:
 def _set(file: Path, document: MutableMapping[str, Any], path: Path_, value: Any) -> None:
     for depth, key in enumerate(path[:-1]):
         if key not in document:
-            # In TOML, a table of tables needs no heading.
+            # TOML needs no heading for a table of tables.
             document[key] = tomlkit.table(is_super_table=depth < len(path) - 2) if file.suffix == ".toml" else {}
         document = document[key]
         if not isinstance(document, MutableMapping):
@@ -236,12 +233,11 @@ def _is_decided(document: Any, path: Path_) -> bool:
 
 
 def _num_tables(document: Any, path: Path_) -> int:
-    """Number of existing tables on the path."""
     return sum(_get(document, path[:depth]) is not _ABSENT for depth in range(1, len(path)))
 
 
 def _remove(document: MutableMapping[str, Any], path: Path_, num_tables: int) -> None:
-    """Delete the setting, and new tables that are now empty; the outermost `num_tables` existed before."""
+    """Delete the setting, and new empty tables; the outermost `num_tables` existed before."""
     if len(path) > 1:
         inner = document[path[0]]
         _remove(inner, path[1:], num_tables - 1)

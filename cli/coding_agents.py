@@ -19,8 +19,8 @@ SESSION_VARIABLE = "AGENTCACHE_SESSION"
 SESSION_HEADER = "X-Session-ID"
 SMALL_CONTEXT = 65_536  # tokens; Claude Code's tools take up to 39,000
 _OUTPUT_TOKENS = 4096
-_LONGEST_NAME = 30  # of a folder, in a session's name
-# Claude Code reads, writes and runs programs without these tools; their descriptions are the longest.
+_LONGEST_NAME = 30  # of a folder, in a session
+# Claude Code works without these tools, whose descriptions are the longest.
 _SPARE_TOOLS = ["Agent", "ListAgents", "ReportFindings", "ScheduleWakeup", "Skill", "Task", "Workflow"]
 
 
@@ -86,8 +86,8 @@ class Program:
         environment: variables for its start.
         key: variable for the server's key.
         names_session: whether it names sessions itself; else `values` or `environment` does.
-        is_per_folder: whether `file` is ours, one per folder. Shared settings must not name a folder's session: agents
-            in two folders would share it.
+        is_per_folder: whether `file` is ours, one per folder. Shared settings must not name a session: agents in two
+            folders would share it.
     """
 
     command: tuple[str, ...]
@@ -171,7 +171,7 @@ def _pi(served: Served) -> list[Value]:
 
 
 def _qwen(served: Served) -> list[Value]:
-    """Qwen inserts its session. Older versions do not; this header accepts any value."""
+    """Qwen inserts its session; older versions do not, and this header accepts any value."""
     auth = {"selectedType": "openai", "baseUrl": served.base_url, "apiKey": _key(f"${KEY_VARIABLE}", served)}
     generation = {
         "contextWindowSize": served.context,
@@ -190,7 +190,7 @@ _CLINE_FILE = _own_file("cline", ".json")
 
 
 def _cline_environment(served: Served) -> dict[str, str]:
-    """Disables the hub, one process that uses the first folder's settings for all folders."""
+    """Disables the hub, a process that uses the first folder's settings for all folders."""
     return {"CLINE_PROVIDER_SETTINGS_PATH": str(_CLINE_FILE()), "CLINE_SESSION_BACKEND_MODE": "local"}
 
 
@@ -241,7 +241,7 @@ def _crush(served: Served) -> list[Value]:
         "type": "openai-compat",
         "base_url": served.base_url,
         "api_key": _key(f"${KEY_VARIABLE}", served),
-        "extra_headers": {SESSION_HEADER: f"${SESSION_VARIABLE}"},  # not sent if the variable is not set
+        "extra_headers": {SESSION_HEADER: f"${SESSION_VARIABLE}"},  # not sent if unset
         "models": [model | {"default_max_tokens": served.output}],
     }
     chosen = {"model": served.model, "provider": "agentcache"}

@@ -1,4 +1,4 @@
-"""Connects commands to a running server, or to its app over the cache folder in this process."""
+"""Connect commands to a running server, or to its app over the cache folder in this process."""
 
 from __future__ import annotations
 
@@ -34,10 +34,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print data for programs.")
 
 
 class Connection(Protocol):
-    """Sends requests of the HTTP API."""
-
     def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Return the JSON answer; raise ServerError for errors."""
+        """JSON answer. Raises ServerError."""
 
 
 class InProcess:
@@ -88,14 +86,14 @@ def open_engine(config: Config, *, warm_up: bool = False) -> Engine:
 
 
 def agent_path(agent: str, *verb: str) -> str:
-    """The route of an agent. Validates the id: `..` would change the route."""
+    """Route of an agent. The id is validated: `..` would change the route."""
     return "/".join(["/v1/agents", check_agent_id(agent, "the agent's id"), *verb])
 
 
 def find_server(
     url: str | None, api_key: str | None, model: str | None, cache_dir: Path | None, api_key_file: Path | None
 ) -> tuple[Config, str | None]:
-    """The settings, and a server's URL: `url`, or on the configured port unless a model or folder is given."""
+    """Settings and a server's URL: `url`, or on the configured port unless a model or folder is given."""
     config = load_config({"api_key": api_key, "api_key_file": api_key_file, "model": model, "cache_dir": cache_dir})
     return config, url or (running_server(config) if model is None and cache_dir is None else None)
 
@@ -113,7 +111,7 @@ def connect(
     """Connect to the server of `find_server`, or open the cache.
 
     Raises:
-        ConfigError: no server runs, and `without_server`, the message, is given.
+        ConfigError: no server runs, and `without_server`, its message, is given.
     """
     config, found = find_server(url, api_key, model, cache_dir, api_key_file)
     if found is None and without_server is not None:
@@ -127,7 +125,7 @@ def connect(
 
 
 def running_server(config: Config) -> str | None:
-    from agentcache.server.context import SERVER_NAME  # imports the server's libraries, which --help does not need
+    from agentcache.server.context import SERVER_NAME  # slow import
 
     url = url_of(config.host, config.port)
     try:
@@ -138,7 +136,6 @@ def running_server(config: Config) -> str | None:
 
 
 def url_of(host: str, port: int) -> str:
-    """The local URL of a server that listens on `host`."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

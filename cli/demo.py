@@ -68,7 +68,7 @@ def run_demo(
     max_tokens: int | None = None,
     command: tuple[str, ...] = SERVE,
 ) -> dict[str, WorkflowTranscript]:
-    """Run all `RUNS`; return transcripts by name. All servers have ended on return."""
+    """Run all `RUNS`; return transcripts by name. All servers have then ended."""
     out.mkdir(parents=True, exist_ok=True)
     runs = {}
     with tempfile.TemporaryDirectory(prefix="agentcache-demo-") as caches:
@@ -82,8 +82,6 @@ def run_demo(
 
 
 class _Progress:
-    """Prints a line per turn; shows progress on a terminal."""
-
     def __init__(self, console: Console, num_turns: int) -> None:
         self._console = console
         self._num_turns = num_turns

@@ -29,11 +29,7 @@ FOOTNOTE = (
 
 
 def build_demo_report(runs: Mapping[str, WorkflowTranscript]) -> dict[str, Any]:
-    """The report as plain data.
-
-    It passes if text, token ids and scores are identical, every agent was restored after every kill, and every turn was
-    saved.
-    """
+    """Passes if text, token ids and scores are identical, agents were restored after every kill, and turns saved."""
     hot, warm, cold = runs["hot"], runs["warm"], runs["cold"]
     difference = first_difference(hot, warm) or first_difference(hot, cold)
     same_score = score(hot) == score(warm) == score(cold)
@@ -69,7 +65,6 @@ def _row(runs: Mapping[str, WorkflowTranscript], phase: int) -> dict[str, Any]:
 
 
 def demo_table(report: dict[str, Any]) -> Table:
-    """Recall and cost by phase and run."""
     table = Table(title="The same conversation in three runs", caption=FOOTNOTE, caption_justify="left")
     table.add_column("phase", no_wrap=True)
     costs = (f"{what}\n{run}" for what in ("computed", "first ms") for run in SHOWN)
@@ -130,9 +125,7 @@ def _yes(answer: bool) -> str:
 
 
 def write_demo_report(report: dict[str, Any], runs: Mapping[str, WorkflowTranscript], folder: Path) -> list[Path]:
-    """Write transcripts (warm in `folder`, the rest below it), `demo.json`, `demo.txt` and, with matplotlib,
-    `demo.png`.
-    """
+    """Write transcripts (warm in `folder`, the rest below it), `demo.json`, `.txt` and, with matplotlib, `.png`."""
     write_transcript(runs["warm"], folder)
     for run in ("hot", "cold"):
         write_transcript(runs[run], folder / run)

@@ -28,7 +28,7 @@ from agentcache.store.disk_budget import automatic_budget, explicit_budget
 
 OPS_SECONDS = 120
 MAX_PROBLEMS = 20
-# In a child process: a broken back end ends it without an exception.
+# A broken back end ends the process without an exception.
 OPS_SCRIPT = """
 import mlx.core as mx
 x, w = mx.random.normal((4, 128), key=mx.random.key(0)), mx.random.normal((32, 128), key=mx.random.key(1))
@@ -74,7 +74,7 @@ def doctor(
 
 
 def _tell(checks: Iterable[Check], *, as_json: bool) -> None:
-    """Print each finding at once, or all as JSON; exit with 1 if one failed."""
+    """Print findings as they come, or all as JSON; exit with 1 if one failed."""
     told = []
     for check in checks:
         told.append(check)
@@ -87,7 +87,7 @@ def _tell(checks: Iterable[Check], *, as_json: bool) -> None:
 
 
 def examine(config: Config, model: str | None = None) -> Iterator[Check]:
-    """All checks except for the content of files; `model` replaces a running server's."""
+    """All checks but that of files' content; `model` replaces a running server's."""
     yield from check_installation()
     ops = check_ops()
     yield ops
@@ -125,7 +125,6 @@ def check_installation() -> Iterator[Check]:
 
 
 def check_ops() -> Check:
-    """Test the operations of attention."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", OPS_SCRIPT], capture_output=True, text=True, timeout=OPS_SECONDS, check=False
@@ -148,7 +147,7 @@ def check_model(config: Config, url: str | None) -> Iterator[Check]:
 
 
 def check_kernels(config: Config) -> Check:
-    """Report layers with a kernel. Never fails: the reference is correct too."""
+    """Layers with a kernel. Never fails: the reference is correct too."""
     with tempfile.TemporaryDirectory(prefix="agentcache-doctor-") as home:
         folder = _model_folder(config, Path(home))
         if folder is None:
@@ -166,7 +165,7 @@ def check_kernels(config: Config) -> Check:
 
 
 def _model_folder(config: Config, home: Path) -> Path | None:
-    """The local folder of the model (the embedded one is made in `home`), or None."""
+    """Local folder of the model, if any; the embedded one is made in `home`."""
     from agentcache.models.builtin.embedded import embedded_model_path
 
     folder = embedded_model_path(home) if config.model is None else local_folder(config.model)
@@ -176,7 +175,6 @@ def _model_folder(config: Config, home: Path) -> Path | None:
 
 
 def check_folder(cache_dir: Path) -> Check:
-    """Whether a server could use or create the folder."""
     try:
         return _check_folder(cache_dir)
     except OSError as error:
@@ -221,7 +219,7 @@ def _holder(cache_dir: Path) -> str | None:
 
 
 def verify(cache_dir: Path) -> Iterator[Check]:
-    """Verify every block, manifest and transcript. A server may run at the same time."""
+    """Verify every block, manifest and transcript, also beside a running server."""
     from agentcache.store.verify import verify_folder
 
     found = verify_folder(cache_dir)

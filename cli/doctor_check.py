@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Check:
-    """A finding; `ok` is False if it prevents agentcache from working. `data` is structured."""
+    """`ok` is False if the finding prevents agentcache from working. `data` is structured."""
 
     name: str
     ok: bool

@@ -21,8 +21,6 @@ AGENT_TOKENS = 8192  # of the agents that are counted
 
 
 class Finding(NamedTuple):
-    """A finding, as text and as data."""
-
     name: str
     detail: str
     data: Any = None
@@ -82,7 +80,7 @@ def _loaded(config: Config, home: Path) -> Iterator[Finding]:
 
 
 def local_folder(model: str) -> Path | None:
-    """The folder of a model, or a downloaded hub id's; None if it must be fetched."""
+    """Folder of a model, also a downloaded one; None if it must be fetched."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -134,7 +132,7 @@ def _template(repairs: Sequence[str] | None) -> Finding:
 
 
 def _groups(groups: Sequence[CacheGroupInfo]) -> Finding:
-    """Describe groups of one kind in one phrase: they differ only in depth."""
+    """One phrase for groups that differ only in depth."""
     kinds = sorted(groups, key=_kind)
     phrases = [_phrase(list(members)) for _, members in groupby(kinds, key=_kind)]
     return Finding("cache", "; ".join(phrases), [dataclasses.asdict(group) for group in groups])
@@ -157,7 +155,7 @@ def _phrase(members: Sequence[CacheGroupInfo]) -> str:
 
 
 def _memory(groups: Sequence[CacheGroupInfo], max_context: int, plan: Mapping[str, Any], for_states: int) -> Finding:
-    """The capacity of RAM; `for_states` bytes are for recurrent state only."""
+    """RAM's capacity; `for_states` bytes are for recurrent state only."""
     from agentcache.kv.group_info import GroupKind, tokens_within
 
     states = [group for group in groups if group.kind is GroupKind.STATE]

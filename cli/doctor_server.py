@@ -34,7 +34,7 @@ class _NotWorking(Exception):
 
 
 def root_of(url: str) -> str:
-    """The server's base URL from a client's, with `/v1` or without `http://`. Raises ConfigError."""
+    """Base URL from a client's, with `/v1` or without `http://`. Raises ConfigError."""
     whole = url if "://" in url else f"http://{url}"
     try:
         parts = urlsplit(whole)
@@ -48,7 +48,7 @@ def root_of(url: str) -> str:
 
 
 def examine_server(url: str, key: str | None) -> Iterator[Check]:
-    """Examine the server at `root_of` an address. Without an agent: nothing is kept."""
+    """Examine the server at `root_of` an address, without an agent: nothing is kept."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     with httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT, trust_env=False) as http:
         found = list(_reach(http, url))
@@ -177,7 +177,7 @@ def _chat(http: httpx.Client, model: str) -> str:
 
 
 def _stream(http: httpx.Client, model: str) -> str:
-    """Time a stream: equal times expose a proxy that buffers it."""
+    """Time a stream: a proxy that buffers it gives equal times."""
     body = {"model": model, "messages": _ASK, "max_tokens": _SHORT, "stream": True}
     begun, first, count, ended = time.perf_counter(), None, 0, False
     try:
@@ -215,7 +215,7 @@ def _responses(http: httpx.Client, model: str) -> str:
 
 
 def _tools(http: httpx.Client, model: dict[str, Any]) -> str:
-    """Demand a call, unless the model does not support forms."""
+    """Demand a call, if the model supports forms."""
     if refusal := model.get("structured_output_refusal"):
         return f"a call cannot be demanded: {refusal}"
     tools = [{"type": "function", "function": _TOOL}]

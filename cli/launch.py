@@ -71,7 +71,7 @@ def launch(
 
 
 def _note_file(agent: CodingAgent) -> Path:
-    """The note of an agent, per folder if its settings are."""
+    """An agent's note, per folder if its settings are."""
     is_per_folder = PROGRAMS[agent].is_per_folder
     name = f"{folder_session(agent, Path.cwd())}.note" if is_per_folder else str(agent)
     return default_config_file().parent / "launch" / f"{name}.json"
@@ -80,7 +80,7 @@ def _note_file(agent: CodingAgent) -> Path:
 def _served(
     agent: CodingAgent, url: str | None, api_key: str | None, api_key_file: Path | None
 ) -> tuple[Served, str | None]:
-    """The running server and its key. Raises NoServer."""
+    """The server and its key. Raises NoServer."""
     config, found = find_server(url, api_key, None, None, api_key_file)
     if found is None:
         raise NoServer("no server runs on the configured port: start one with agentcache serve, or name it with --url")
@@ -110,7 +110,7 @@ def _start(program: Program, served: Served, key: str | None, arguments: Sequenc
 
 
 def _put_in(file: Path, values: list[Value], note: dict[str, Any] | None, *, dry_run: bool) -> Change:
-    """Plan the change; if the file is invalid, offer to start a new one."""
+    """Plan the change; offer to replace an invalid file."""
     try:
         return put_in(file, values, note)
     except UnreadableSettings as error:
@@ -133,7 +133,7 @@ def _do(change: Change, note_file: Path, *, dry_run: bool) -> None:
     try:
         if change.note is not None:  # first, so that every change can be undone
             note_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # It may hold the user's replaced keys: written atomically, and private.
+            # It may hold the user's replaced keys.
             write(Change(note_file, None, json.dumps(change.note, indent=1), None))
         if change.after != change.before:
             write(change)

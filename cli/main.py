@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 from agentcache.errors import AgentCacheError, CacheFolderInUse, ConfigError
 
-# Each has a module with a function or Typer group of its name; `import` is a keyword.
+# A module each, with a function or Typer group of its name; `import` is a keyword.
 COMMANDS = (
     "serve",
     "launch",
@@ -31,13 +31,13 @@ COMMANDS = (
     "purge",
 )
 _NAMES = {"import": "import_"}
-# Importing mlx-lm sets this hard limit of open files; only root may raise a lower one.
+# mlx-lm's hard limit of open files, set by its import; only root may raise a lower one.
 _MLX_LM_FILES = 4096
 _LIMIT_REFUSED = "not allowed to raise maximum limit"  # from `resource.setrlimit`
 
 
 class Commands(TyperGroup):
-    """Imports a command's module on use, for a quick start."""
+    """Imports a command's module on use: a quick start."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)

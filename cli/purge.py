@@ -70,7 +70,7 @@ def purge_all(url: str | None, config: Config, *, own: bool) -> dict[str, Any]:
 
 
 def purge_server(server: Connection) -> dict[str, Any]:
-    """Delete all agents except those with unreadable files, which the answer names."""
+    """Delete all agents but those with unreadable files, which the answer names."""
     found = server.request("GET", "/v1/agents")["data"]
     kept = {agent["id"]: agent["unavailable"] for agent in found if agent.get("unavailable")}
     agents = [agent["id"] for agent in found if agent["id"] not in kept]

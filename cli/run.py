@@ -88,7 +88,7 @@ def run(
 
 
 def _read(script: str, seed: int | None, before: WorkflowTranscript | None, min_recall: float | None) -> Script:
-    """Read the script. A resumed run keeps its seed by default."""
+    """A resumed run keeps its seed by default."""
     parsed = read_script(script, before.seed if before and seed is None else seed)
     if min_recall is not None and not any(step.turn.expect or step.turn.expect_calls for step in steps_of(parsed)):
         raise ConfigError("--min-recall needs a script with `expect`; this one expects nothing")
@@ -134,7 +134,7 @@ def take_steps(
     console: Console,
     pace: Schedule = ONE_BY_ONE,
 ) -> WorkflowTranscript:
-    """Take the steps; save the transcript after each."""
+    """Save the transcript after each step."""
     transcript = workflow.transcript(done)
     write_transcript(transcript, folder)
     with console.status(f"{len(steps)} turns") as status:

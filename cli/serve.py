@@ -69,7 +69,7 @@ def _option_name(key: str, flag: Flag) -> str:
 
 
 def _signature() -> inspect.Signature:
-    """Options for typer: one per setting with a flag."""
+    """One option per setting with a flag."""
     parameters = [_parameter(key, SETTINGS[key].kind, flag) for key, flag in FLAGS.items()]
     as_json = Annotated[bool, typer.Option("--json", help="Print the URL and model as JSON when ready.")]
     hosts = Annotated[
@@ -96,7 +96,7 @@ serve.__annotations__ = {name: parameter.annotation for name, parameter in _sign
 
 
 def follow_rank_0(config: Config) -> None:
-    """Run as a further rank until rank 0 ends. Ignores signals: rank 0 handles them."""
+    """Run as a further rank until rank 0, which handles signals, ends."""
     from agentcache.models.builtin.embedded import embedded_model_path
     from agentcache.ranks.world import follow
 
@@ -110,11 +110,11 @@ def follow_rank_0(config: Config) -> None:
 
 
 def listen(config: Config) -> socket.socket:
-    """Listen before the model is loaded, so that a taken port fails at once."""
+    """Listen before the model is loaded: a taken port fails at once."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         listener = socket.create_server((config.host, config.port), family=family, backlog=BACKLOG)
-        # Inherited by accepted sockets (asyncio sets it only on its own); else small events wait 40 ms.
+        # Accepted sockets inherit it (asyncio sets it on its own only); else small events wait 40 ms.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
     except OSError as error:
@@ -132,7 +132,7 @@ def warn_if_open(config: Config) -> None:
 
 
 def tell_of_slow_blas() -> None:
-    """Log a warning for a Linux CPU without a fast BLAS: prompts take minutes."""
+    """Warn on a Linux CPU without a fast BLAS: prompts take minutes."""
     import mlx.core as mx
 
     from agentcache.machine import describe_blas, fast_blas
@@ -142,12 +142,11 @@ def tell_of_slow_blas() -> None:
 
 
 def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:
-    """Serve until a signal; raise the engine's start error."""
     from agentcache.cli.connection import open_engine
     from agentcache.server.app import create_app
     from agentcache.server.drain import DrainingServer
 
-    # A step takes the GIL many times and waits up to this long for it each time.
+    # A step takes the GIL many times, and may wait this long each time.
     sys.setswitchinterval(SWITCH_SECONDS)
     engine = open_engine(config, warm_up=True)
     tell_of_slow_blas()
@@ -155,7 +154,6 @@ def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:
 
     def on_start(failure: Exception | None) -> None:
         if failure is None:
-            # Exclude start-up objects from later collections.
             gc.collect()
             gc.freeze()
             announce(listener, config, engine.model.id, as_json=as_json)
@@ -177,14 +175,14 @@ def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:
 
 
 def leave_if_lost(failure: Exception | None) -> None:
-    """End this process if another rank is lost, however detected."""
+    """End this process if another rank is lost."""
     lost = None if failure is None else lost_rank(failure)
     if lost is not None:
         leave_at_once(lost)
 
 
 def leave_at_once(lost: RankLost) -> NoReturn:
-    """End this process; its files are closed. A normal exit of MLX would wait for the lost rank."""
+    """End this process, whose files are closed: MLX's normal exit would wait for the lost rank."""
     log.error("%s", lost)
     logging.shutdown()
     os._exit(LOST_CODE)
@@ -213,7 +211,7 @@ def uvicorn_config(app: object, config: Config) -> uvicorn.Config:
         server_header=False,
         lifespan="on",
         ws="none",
-        loop="asyncio",  # ClientConnection cannot work on uvloop, uvicorn's default if installed
+        loop="asyncio",  # ClientConnection cannot work on uvloop, uvicorn's default
         timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=CUT_SECONDS,
     )

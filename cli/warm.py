@@ -32,7 +32,7 @@ class Role(StrEnum):
     RAW = "raw"
 
 
-# Fallback roles by the server's error code.
+# Fallbacks by the server's error code.
 INSTEAD = {
     (Role.SYSTEM, "refused_by_chat_template"): Role.USER,
     (Role.SYSTEM, "no_chat_template"): Role.RAW,
@@ -79,7 +79,7 @@ def warm(
 
 
 def read_given(prompt_file: str | None, messages_file: str | None, role: Role | None) -> str | list[Any]:
-    """Read the text or messages. Raises ConfigError."""
+    """Text or messages. Raises ConfigError."""
     if (prompt_file is None) == (messages_file is None):
         raise ConfigError("name either --prompt-file or --messages-file")
     if prompt_file is not None:

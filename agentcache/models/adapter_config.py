@@ -43,7 +43,7 @@ _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True)
 class ExplicitScale:
-    """mlx-lm's scale: one factor for any rank."""
+    """mlx-lm's scale, for any rank."""
 
     rank: int
     factor: float
@@ -69,7 +69,7 @@ class AlphaScale:
     alpha_pattern: Mapping[str, float]
 
     def of(self, module: str, rank: int) -> float:
-        """As `ExplicitScale.of`, with the trained model's module name."""
+        """As `ExplicitScale.of`, by the trained model's name."""
         _check_rank(module, _first_match(self.rank_pattern, module, self.rank), rank)
         alpha = _first_match(self.alpha_pattern, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.stabilised else rank)
@@ -94,8 +94,8 @@ class AdapterConfig:
     """Settings for serving.
 
     Args:
-            invocation_tokens: token ids from whose last occurrence the adapter acts; None if always.
-            activation_shift: tokens by which that start moves; adapters older than PEFT's rule start one later.
+        invocation_tokens: token ids from whose last occurrence the adapter acts; None if always.
+        activation_shift: offset to that start; adapters older than PEFT's rule start one later.
     """
 
     scale: ExplicitScale | AlphaScale

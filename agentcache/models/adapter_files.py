@@ -43,7 +43,7 @@ _OTHER_TENSORS = {
 
 
 class ModuleName(NamedTuple):
-    """Layer and path inside the layer, such as (3, "self_attn.q_proj")."""
+    """Such as (3, "self_attn.q_proj"); the path is inside the layer."""
 
     layer: int
     path: str
@@ -54,12 +54,7 @@ class ModuleName(NamedTuple):
 
 @dataclass(frozen=True)
 class LowRank:
-    """Addition to one linear module, x @ a @ b; numpy or MLX arrays.
-
-    Args:
-        a: [in, r].
-        b: [r, out], including the scale.
-    """
+    """Addition x @ a @ b to a linear module: a [in, r], b [r, out] with the scale; numpy or MLX arrays."""
 
     a: Any
     b: Any
@@ -81,12 +76,7 @@ class AdapterFiles:
 
 @dataclass(frozen=True)
 class _Format:
-    """One trainer's file format.
-
-    Args:
-        tensor: pattern of matrix names: groups `module`, `layer`, `path` and `side` (a or b).
-        is_transposed: whether matrices are [r, in] and [out, r].
-    """
+    """One trainer's files: pattern of matrix names; `is_transposed` for [r, in] and [out, r]."""
 
     name: str
     file: str
@@ -114,11 +104,7 @@ _FORMATS = (
 
 
 def read_folder(folder: Path, max_bytes: int = MAX_BYTES) -> AdapterFiles:
-    """Read a folder, with all checks that need no model. Errors do not name the folder.
-
-    Raises:
-        UnsupportedAdapter: broken, or more than LoRA.
-    """
+    """Read a folder, with all checks that need no model. Raises UnsupportedAdapter, without the folder's name."""
     style = _format_of(folder)
     config = style.read_config(folder)
     tensors = _read_tensors(folder / style.file, max_bytes)

@@ -33,22 +33,16 @@ class RowAdapter:
 
 @dataclass(frozen=True)
 class RowParts:
-    """A step's rows by adapter.
-
-    Args:
-        rows: row indices of each adapter, int32.
-        indices: each row's index in the concatenated parts, int32 [B]; 0 for masked rows.
-    """
+    """A step's rows by adapter: their indices, int32; each row's index in the concatenation, int32 [B], 0 if masked."""
 
     rows: Sequence[mx.array]
     indices: mx.array
 
 
 class AdapterRows:
-    """Adapters of a step's rows.
+    """Adapters of a step's rows; None for base.
 
     Args:
-        rows: None for base.
         lengths: tokens of each row before the step.
 
     Attributes:

@@ -38,11 +38,7 @@ class LinearShape:
 
 @dataclass(frozen=True)
 class Target:
-    """Columns of a module's output on which matrices of some name act.
-
-    Args:
-        makes_kv: whether they make the layer's own keys or values.
-    """
+    """Columns of a module's output for matrices of some name; `makes_kv` if the layer's own keys or values use them."""
 
     module: ModuleName
     start: int
@@ -55,8 +51,8 @@ class TargetModules:
     """Modules that adapters can act on. Plain data: any thread may read it.
 
     Args:
-        linears: modules that are called as linears.
-        targets: by adapters' names; q, k, v (gate, up) also if the model has them fused.
+        linears: modules called as linears.
+        targets: by adapters' names; q, k, v (gate, up) also if fused.
         absorbed: modules that attention has absorbed, so never called.
     """
 
@@ -66,7 +62,7 @@ class TargetModules:
     absorbed: frozenset[ModuleName]
 
     def target(self, name: ModuleName) -> Target:
-        """Target of matrices of that name; raises UnsupportedAdapter if none."""
+        """Raises UnsupportedAdapter if there is none."""
         if name in self.absorbed:
             raise UnsupportedAdapter(f"{name} cannot be adapted: attention has absorbed its weights")
         if name.layer >= self.num_layers:
@@ -133,10 +129,10 @@ class Adapter:
         digest: of modules, matrices and effective scale, not of name or format; 40 hex digits.
         first_layer: lowest adapted layer.
         first_kv_layer: lowest layer whose keys or values can differ from base's; number of layers if none.
-        nbytes: bytes of its weights on the device.
+        nbytes: on the device.
         invocation_tokens: tokens from whose last occurrence an activated LoRA (arXiv 2504.12397) acts.
         activation_shift: offset to that position.
-        family: digest of all A matrices; adapters of a family differ in their Bs only.
+        family: digest of all A matrices, equal in a family.
     """
 
     digest: str
@@ -154,14 +150,12 @@ class Adapter:
 
 @dataclass(frozen=True)
 class AdapterContent:
-    """An adapter and its float32 numpy matrices, by module."""
-
     adapter: Adapter
     matrices: Mapping[ModuleName, LowRank]
 
 
 def read_adapter(folder: Path, modules: TargetModules, max_bytes: int = MAX_BYTES) -> AdapterContent:
-    """Read an adapter's folder and fit it to a model. Any thread; takes up to four times the file's size.
+    """Read an adapter's folder for a model. Any thread; takes up to four times the file's size.
 
     Raises:
         UnsupportedAdapter: broken, more than LoRA, or made for another model.
@@ -244,7 +238,6 @@ def _join(parts: Sequence[tuple[Target, LowRank]], out_dim: int) -> LowRank:
 
 
 def _digest(tag: bytes, fields: Iterable[bytes]) -> str:
-    """Digest of length-prefixed fields, 40 hex digits."""
     state = hashlib.blake2b(digest_size=20, person=tag)
     for field in fields:
         state.update(len(field).to_bytes(8, "little"))

@@ -1,5 +1,3 @@
-"""Settings of the process's memory allocator for MLX."""
-
 from __future__ import annotations
 
 import ctypes

@@ -30,8 +30,8 @@ class AttentionOptions(NamedTuple):
 
     Args:
         scale: factor on q·k.
-        softcap: cap c of scores, as c * tanh(scores / c); None for none.
-            sinks: float [H_q], one more logit per head, with probability but no value; None for none.
+        softcap: c in c * tanh(scores / c), if any.
+        sinks: float [H_q], one more logit per head, with probability but no value.
     """
 
     scale: float
@@ -59,7 +59,7 @@ def paged_attention(queries: mx.array, kv: PagedKV, options: AttentionOptions) -
 
 
 def attention_by_operations(queries: mx.array, kv: PagedKV, options: AttentionOptions) -> mx.array:
-    """`paged_attention` without kernels: the specification of every kernel.
+    """`paged_attention` by MLX's operations: the specification of every kernel.
 
     Few queries multiply with packed blocks; many read unpacked blocks by flash attention.
     """

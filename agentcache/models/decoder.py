@@ -30,8 +30,8 @@ class Decoder:
 
     Args:
         digest: of config and weights, 32 hex digits.
-        nbytes: bytes of the weight files.
-        files: `file_identity` of each file when the digest was taken.
+        nbytes: of the weight files.
+        files: `file_identity` of each file, taken with the digest.
     """
 
     digest: str

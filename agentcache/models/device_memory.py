@@ -1,4 +1,4 @@
-"""Memory of MLX's device, and MLX's limits while an engine runs."""
+"""MLX's device memory, and its limits while an engine runs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def wanted_limits(plan: MemoryPlan, device_type: Any = None) -> list[tuple[Sette
 
 
 class Limits:
-    """Limits that hold until `restore` or the end of the process (also by SystemExit or an exception)."""
+    """Hold until `restore` or the end of the process (also by SystemExit or an exception)."""
 
     def __init__(self, limits: list[tuple[Setter, int]]) -> None:
         self._before: list[tuple[Setter, int]] = []
@@ -74,7 +74,6 @@ class Limits:
             raise
 
     def restore(self) -> None:
-        """Restore the previous limits; a second call does nothing."""
         atexit.unregister(self.restore)
         while self._before:
             setter, limit = self._before.pop()

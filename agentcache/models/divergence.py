@@ -27,11 +27,7 @@ from agentcache.kv.step_plan import Reads, Writes
 
 @dataclass(frozen=True)
 class Divergence:
-    """Divergence over some tokens.
-
-    Args:
-        value: relative to their own KV; 0 if base's is equal.
-    """
+    """Divergence over some tokens, relative to their own KV."""
 
     value: float
     num_tokens: int
@@ -47,11 +43,7 @@ class Divergence:
 
 
 class StepMeasures:
-    """Measurements of one step.
-
-    Args:
-        energies: rounding energy of base's keys and values per token, by cache group.
-    """
+    """Measurements of one step; `energies` are base's rounding energy per token, by cache group."""
 
     def __init__(self, energies: Sequence[TokenMeasures]) -> None:
         self._energies = energies
@@ -69,7 +61,7 @@ class StepMeasures:
         """Note residual rows' keys [R, H_kv, n, D_k] and values, made by base's weights from their own input.
 
         Args:
-            reads: each row's reads of base's blocks, already written.
+            reads: reads of base's blocks, already written.
         """
         if group not in self._places:
             self._places[group] = _places(reads)

@@ -69,22 +69,14 @@ _PARTS = ("text_config", "vision_config", "audio_config")  # of config.json, wit
 
 @dataclass(frozen=True)
 class ModelFingerprints:
-    """Names of a model, 32 hex digits each.
-
-    Args:
-        first: names in older cache folders (format version 2): its own, then those of other local revisions.
-    """
+    """Names of a model, 32 hex digits each; `first`: those in older cache folders (format version 2)."""
 
     identity: str
     first: tuple[str, ...]
 
 
 def model_fingerprints(folder: Path, memo: Path | None = None) -> ModelFingerprints:
-    """Names of the model in a folder.
-
-    Args:
-        memo: JSON file of large files' digests by `file_identity`: a restart need not read gigabytes.
-    """
+    """Names of the model in a folder; JSON file `memo` keeps large files' digests by `file_identity` for a restart."""
     known = Memo(memo)
     identity, first = _both_names(folder, known)
     names = [first]
@@ -104,7 +96,6 @@ def _both_names(folder: Path, known: Memo) -> tuple[str, str]:
 
 
 def _other_revisions(folder: Path) -> list[Path]:
-    """Other revisions in the hub's cache with the same weight files."""
     if folder.parent.name != "snapshots":
         return []
     weights = [file.resolve() for file in _weight_files(folder)]
@@ -115,10 +106,7 @@ def _other_revisions(folder: Path) -> list[Path]:
 def first_fingerprint(folder: Path, memo: Path | None = None, *, tokenizer: bool = True) -> str:
     """Older name of a model, still that of a decoder with its own weights. Must never change.
 
-    Covers every field of the configs, and the chat template.
-
-    Args:
-        tokenizer: False for a decoder, whose tokenizer is base's.
+    Covers all fields of the configs and the chat template; a decoder's `tokenizer` is base's.
     """
     known = Memo(memo)
     name = _digest(

@@ -109,12 +109,7 @@ class Footprint:
         all_logits: bool = False,
         residual: Sequence[int] = (),
     ) -> int:
-        """Bytes for a step of `num_tokens` tokens per row.
-
-        Args:
-            contexts: tokens of each plain row before the step.
-            residual: the same for rows with residual KV.
-        """
+        """Bytes for a step of `num_tokens` tokens per row; `contexts`, `residual`: each plain or residual row's."""
         rows = len(contexts) + len(residual)
         queries = self.spec.num_attention_heads * self.query_dim
         width = _HIDDEN_COPIES * self.hidden + _QUERY_COPIES * queries + _INNER_COPIES * self.intermediate
@@ -137,7 +132,7 @@ class Footprint:
         return activations + logits + states + reads + scans + _SMALL_ARRAYS
 
     def _scan_bytes(self, scan: _Scan, num_tokens: int) -> int:
-        """Bytes of a recurrent layer for one row, beside the states before and after."""
+        """For one row, beside the states before and after."""
         model = MODEL_REMAPPING.get(self.spec.model_type, self.spec.model_type)
         channels = _CHANNEL_COPIES * num_tokens * scan.width * _FLOAT
         if model in SSD_FILES:
@@ -163,7 +158,7 @@ class Footprint:
         }
 
     def _packed_bytes(self, kind: _LayerKind, contexts: Sequence[int], num_tokens: int) -> int:
-        """Attention on gathered blocks. Keys are gathered while the last values are still read."""
+        """Keys are gathered while the last values are still read."""
         blocks = kind.num_blocks(contexts, num_tokens)
         num_blocks, padded = sum(blocks), len(blocks) * max(blocks) if len(blocks) > 1 else 0
         keys, values = num_blocks * kind.key_bytes, num_blocks * kind.value_bytes
@@ -184,7 +179,6 @@ class Footprint:
         return partial_bytes(num_queries, self.spec.num_attention_heads, kind.key_dim, THREADGROUPS)
 
     def _rebuilt_bytes(self, kind: _LayerKind, context: int, num_tokens: int) -> int:
-        """Attention of residual rows, a piece of blocks at a time."""
         heads = self.spec.num_attention_heads
         (num_blocks,) = kind.num_blocks([context], num_tokens)
         piece = piece_blocks(num_blocks, heads * num_tokens) * BLOCK_SIZE
@@ -246,11 +240,9 @@ def _int(value: Any) -> int:
 
 @dataclass(frozen=True)
 class _LayerKind:
-    """Sizes of a layer's cache.
+    """Sizes of a layer's cache: bytes of a gathered block, values per head.
 
     Args:
-        key_bytes, value_bytes: bytes of a gathered block.
-        key_dim, value_dim: values per head.
         cached_dim: values per token over all heads.
         is_latent: whether values are in the keys.
     """
@@ -283,12 +275,7 @@ class _LayerKind:
 
 @dataclass(frozen=True)
 class _Scan:
-    """Sizes of a recurrent layer's state.
-
-    Args:
-        width: channels of convolutions and heads.
-        state_bytes: bytes without the convolution's last tokens.
-    """
+    """Sizes of a recurrent layer's state: channels of convolutions and heads; bytes without convolutions."""
 
     width: int
     heads: int
@@ -308,7 +295,7 @@ class _Scan:
 def _packed_size(dim: int, packing: Packing, *, transpose: bool) -> int:
     """Bytes of a head in a gathered block, with unpacked values if MLX has no right kernel for packed ones.
 
-    MLX's kernel is not tried if ours read this packing: CUDA takes long to compile it.
+    MLX's is not tried if ours read this packing: CUDA takes long to compile it.
     """
     packed = sum(width * DTYPES[dtype].itemsize for dtype, width in packing.parts(dim).values())
     if read_by_kernels(packing) or not isinstance(packing, Quantisation):
@@ -319,17 +306,13 @@ def _packed_size(dim: int, packing: Packing, *, transpose: bool) -> int:
 
 
 def free_memory(limit: int | None = None) -> int:
-    """Bytes that a step can allocate, with memory that malloc has kept.
-
-    Args:
-        limit: cap on MLX's allocations; the device's by default.
-    """
+    """Bytes that a step can allocate, malloc's kept memory included; `limit` caps MLX's allocations."""
     spare = spare_memory(limit)
     return spare if mx.default_device() == mx.gpu else spare + free_heap()
 
 
 def spare_memory(limit: int | None = None) -> int:
-    """As `free_memory`, without memory that malloc has kept."""
+    """As `free_memory`, without malloc's kept memory."""
     active = allocated_bytes()
     free = device_memory().usable - active if limit is None else limit - active
     if mx.default_device() == mx.gpu:

@@ -144,7 +144,6 @@ def unpacked(
 
 
 def row_ids(reads: Reads) -> mx.array:
-    """Slots that one row reads, int32 [n]."""
     if "ids" not in reads.prepared:
         [row] = reads.rows
         reads.prepared["ids"] = on_device(mx.array(row.block_ids, mx.int32))
@@ -153,11 +152,7 @@ def row_ids(reads: Reads) -> mx.array:
 
 
 def writer(num_heads: int, ranks: Mapping[LayerSpec, int] = MappingProxyType({})) -> Put:
-    """Writer of a step's KV, by kernels if usable.
-
-    Args:
-        ranks: latent rank of each layer that caches latents.
-    """
+    """Writer of a step's KV, by kernels if usable; `ranks` of layers that cache latents."""
     return Writes.put if why_none() else partial(_write, num_heads, ranks)
 
 
@@ -243,14 +238,7 @@ def layer_verdict(
     residuals: ResidualKind = NO_RESIDUALS,
     latent_rank: int | None = None,
 ) -> Verdict:
-    """Whether kernels compute this layer's attention.
-
-    Args:
-        num_heads: query heads.
-        dtype: type of queries and keys.
-        residuals: kind of the rows' residual KV.
-        latent_rank: rank of the cached latent; None for keys and values.
-    """
+    """Whether kernels compute this layer's attention; `latent_rank` is None for keys and values."""
     if latent_rank is not None:
         return usable(latent_shape(latent_rank, layer.key_dim, num_heads, packing.keys, dtype))
     if why := _why_no_pair(layer):

@@ -23,8 +23,6 @@ MAX_QUERIES = 8  # per row; each reads the row's latents by itself
 
 
 class AttendedLatents(NamedTuple):
-    """As `fused.Attended`."""
-
     shape: LatentShape
     scale: float
     rope_scale: float
@@ -45,13 +43,11 @@ def attention(
     dtype: mx.Dtype,
     reference: Callable[[], mx.array],
 ) -> mx.array:
-    """Attention over the latents of `kv` in their space, [B, H, n, rank].
+    """Attention over the latents of `kv` in their space, [B, H, n, rank] in `dtype`.
 
     Args:
         q_latent: [B, H, n, rank].
         q_rope: [B, H, n, rope], not yet multiplied with `rope_scale`.
-        dtype: type of the result and the model.
-        reference: the same by MLX's operations.
     """
     if q_latent.shape[2] > MAX_QUERIES:
         return reference()

@@ -33,15 +33,12 @@ def attention(
     sinks: mx.array | None = None,
     **others: Any,
 ) -> mx.array:
-    """`mlx_lm.models.base.scaled_dot_product_attention` that also takes handles.
+    """`mlx_lm.models.base.scaled_dot_product_attention` that also takes handles; returns [B, H_q, n, D_v].
 
     Args:
         queries: [B, H_q, n, D_k].
         keys, values: arrays, or handles of a step's cache.
         mask: None with handles, which have their own; for MLA see `latent_attention`.
-
-    Returns:
-        [B, H_q, n, D_v].
     """
     return observe(_attention(queries, keys, values, cache, scale, mask, sinks, others))
 

@@ -27,7 +27,6 @@ class KernelMemo:
         self._file: Path | None = None
 
     def knows(self, shape: object) -> bool:
-        """Whether this shape has passed, now or at an earlier start."""
         return _digest(shape) in self.found
 
     def note(self, shape: object) -> None:

@@ -36,15 +36,12 @@ _OWN_CODE = Verdict(False, "a state is computed by mlx-lm's own operations")
 
 @dataclass(frozen=True)
 class LayerKind:
-    """How layers of one kind are computed.
+    """How layers of one kind are computed, `by` "kernel" or "reference".
 
     Args:
         window: tokens that are read; None for all.
         heads: query heads, cached heads and key size, as `8/2 x 64`; empty for a state.
-        layers: number of layers.
-        by: "kernel" or "reference".
-        why: reason for the reference.
-        residuals: the same for rows with residual KV; empty for a state.
+        residuals: `by` and `why` for rows with residual KV; empty for a state.
     """
 
     kind: GroupKind
@@ -64,11 +61,7 @@ class LayerKind:
 
 
 def layer_kinds(folder: Path, kv: str = "4") -> list[LayerKind]:
-    """Layer kinds of the model in a folder. Raises UnsupportedModel.
-
-    Args:
-        kv: key of `kv.precision.BITS`.
-    """
+    """Layer kinds of the model in a folder; `kv` as in `kv.precision.BITS`. Raises UnsupportedModel."""
     read = read_model(str(folder))
     seen = survey(read.model)
     seen = seen.kept_in(Precision((BITS[kv],) * len(seen.layers)))

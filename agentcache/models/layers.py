@@ -30,7 +30,6 @@ class Stand(nn.Module):
 
 
 def in_dim(linear: nn.Module) -> int:
-    """Input size of a linear module, packed or not."""
     width = int(linear.weight.shape[-1])
     return width * 32 // linear.bits if "scales" in linear else width
 
@@ -49,7 +48,6 @@ class LayerCall:
         return self.args[0] if self.args else next(iter(self.kwargs.values()))
 
     def compute(self, x: mx.array | None = None) -> Any:
-        """Output of the layer, for input `x` if given."""
         if x is None:
             return self.function(*self.args, **self.kwargs)
         if self.args:
@@ -72,7 +70,7 @@ def _hooked(kind: Any) -> Any:
 
 
 def layer_lists(model: nn.Module) -> list[list[nn.Module]]:
-    """The lists that a model runs through, not copies: `model.layers` may be a copy, or a concatenation.
+    """The lists that a model runs through: `model.layers` may be a copy, or a concatenation.
 
     Raises:
         UnsupportedModel: there is none.

@@ -72,7 +72,7 @@ class Stacks:
     """Stacks of a set of adapters, for steps that use a subset; made by module on first use.
 
     Attributes:
-        nbytes: bytes of all stacks, made or not.
+        nbytes: of all stacks, made or not.
         built: number of sets so far.
     """
 
@@ -101,11 +101,7 @@ class Stacks:
 
 
 class ModelAdapters:
-    """Adapters of one model, and the wrappers of its modules.
-
-    Attributes:
-        stacks: optional copies for steps with several adapters.
-    """
+    """Adapters of one model, and its modules' wrappers; `stacks` are optional copies for steps with several."""
 
     def __init__(self, model: nn.Module, survey: Survey, current: CurrentStep) -> None:
         self.modules = target_modules(model.layers, survey)
@@ -140,7 +136,6 @@ class ModelAdapters:
         return self._wrapped[name]
 
     def _adapt(self, name: ModuleName, x: mx.array, y: mx.array) -> mx.array:
-        """Output [B, n, out] from input `x` [B, n, in] and the original's output `y`."""
         step = self._current.step
         if step is None:
             return y

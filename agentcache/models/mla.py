@@ -53,7 +53,7 @@ class Latent:
 
     Args:
         rope: values of the key part that all heads share.
-        nope: values of a key made of the latent; None if the model caches the latent itself.
+        nope: values of a key made of the latent; None if the model caches latents.
     """
 
     rank: int
@@ -136,8 +136,6 @@ def _unpacked(queries: mx.array, rank: int, kv: PagedKV) -> mx.array:
 
 
 class _RopeQueries(NamedTuple):
-    """Rope part of the queries [B, H, n, rope], multiplied by `scale`."""
-
     array: mx.array
     scale: float = 1.0
 
@@ -216,8 +214,6 @@ class _EmbedQ(Stand):
 
 
 class _UnembedOut(Stand):
-    """Adds projections to the handle of a cached latent."""
-
     def __init__(self, original: nn.Module, projections: Projections) -> None:
         super().__init__(original)
         self._projections = projections

@@ -41,11 +41,7 @@ class KeyNorm:
 
 @dataclass(frozen=True, eq=False)
 class KeyForm:
-    """Operations on keys before they are cached.
-
-    Args:
-        rope: rotation of keys [N, H_kv, n, D] from `offset` on.
-    """
+    """Operations on keys before they are cached; `rope` rotates keys [N, H_kv, n, D] from `offset` on."""
 
     rope: Rope
     norm: KeyNorm | None
@@ -55,7 +51,7 @@ class KeyForm:
 
         Args:
             delta: x·A·B, float32 [N, n, H_kv, D].
-            factor: ρ of the keys with the adapter, [N, n, H_kv]; None without a norm.
+            factor: ρ with the adapter, [N, n, H_kv]; None without a norm.
             starts: position of the first token, int32 [N].
         """
         if self.norm is not None and factor is not None:
@@ -112,11 +108,9 @@ class LayerMatrices:
 
 @dataclass(frozen=True, eq=False)
 class KernelMatrices:
-    """B matrices of one layer in the kernels' layout, kept while the adapter is on the device.
+    """B matrices of one layer in the kernels' layout, float32 [H_kv, r, D], kept while the adapter is on the device.
 
-    Args:
-        key_b: float32 [H_kv, r, D_k], times the key norm's weights if any.
-        value_b: float32 [H_kv, r, D_v].
+    `key_b` includes the key norm's weights, if any.
     """
 
     key_b: mx.array | None
@@ -137,7 +131,7 @@ class RowOverlay:
     Args:
         row: index in the step.
         reads: base blocks that it reads.
-        residual_slots, residual_ids: residual slots for these blocks; as int32 [num_blocks].
+        residual_slots, residual_ids: slots for these blocks; as int32 [num_blocks].
         key_a, key_norms, value_a: arenas; a family's norms are those without adapter (`KeyForm.agent_factor`).
     """
 

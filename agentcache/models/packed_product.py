@@ -45,11 +45,7 @@ def packed_product(x: mx.array, packed: Packed, quantisation: Packing, *, transp
 
 
 def by_kernel(x: mx.array, packed: Packed, quantisation: Packing, transpose: bool) -> mx.array:
-    """Product from packed data.
-
-    Raises:
-        RuntimeError: at evaluation, if MLX has no kernel for the shape.
-    """
+    """Product from packed data; MLX raises RuntimeError at evaluation if it has no kernel for the shape."""
     assert isinstance(quantisation, Quantisation)
     packing = {"group_size": quantisation.group_size, "bits": quantisation.bits}
     return mx.quantized_matmul(x, *packed, transpose=transpose, **packing)
@@ -75,7 +71,6 @@ def kernel_is_right(dim: int, quantisation: Quantisation, transpose: bool, devic
 
 
 def agrees(product: Product, dim: int, quantisation: Quantisation, transpose: bool) -> bool:
-    """Whether a product is right on random blocks, for few and many rows."""
     keys = mx.random.split(mx.random.key(dim), 1 + len(_CHECKED_ROWS))
     packed = quantise(mx.random.normal((_BLOCKS, _HEADS, BLOCK_SIZE, dim), key=keys[0]), quantisation)
     width = dim if transpose else BLOCK_SIZE

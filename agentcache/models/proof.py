@@ -76,11 +76,7 @@ _Pair = tuple[_Layer, _Layer]  # expected, actual
 
 
 class _Trace:
-    """Layer calls of one step, in order; the first entry is for the whole model.
-
-    Args:
-        inputs: inputs that replace those from lower layers.
-    """
+    """Layer calls of one step, after an entry for the whole model; `inputs` replace those from lower layers."""
 
     def __init__(self, inputs: Sequence[mx.array | None] | None = None) -> None:
         self.layers = [_Layer(None)]

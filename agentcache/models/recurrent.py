@@ -41,19 +41,14 @@ class RowState:
         return cls(BatchState(arrays, 1))
 
     def arrays(self) -> list[list[mx.array | None]]:
-        """The row's arrays [1, ...], lazily."""
         span = slice(self.index, self.index + 1)
         return [[None if array is None else array[span] for array in cache] for cache in self.batch.arrays]
 
 
 def join(rows: Sequence[RowState | None], specs: Sequence[RecurrentSpec]) -> BatchState | None:
-    """Join the rows' states; free if they are one whole batch in its order.
+    """Join the rows' states (None: a row without tokens); free if they are one whole batch in its order.
 
-    Args:
-        rows: None for a row without tokens.
-
-    Returns:
-        None if no row has tokens; the model then starts by itself.
+    Returns None if no row has tokens: the model then starts by itself.
     """
     present = [row for row in rows if row is not None]
     if not present:

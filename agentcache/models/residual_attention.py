@@ -48,7 +48,6 @@ def overlaid_attention(
 def _by_operations(
     queries: mx.array, arena: LayerArena, rows: Sequence[RowOverlay], options: AttentionOptions, before: list[mx.array]
 ) -> mx.array:
-    """Attention of the rows, [rows, H_q, n, D_v], after the last of `before`."""
     done = list(before)
     for row in rows:
         q = queries[row.row].astype(mx.float32) * options.scale
@@ -65,8 +64,7 @@ class _Sums:
     Args:
         peak: largest score, float32 [H_kv, g, n, 1].
         total: sum of exp(score - peak), of that shape.
-        values: weighted sum of values, [H_kv, g, n, D_v].
-        residuals: weighted sum of values' residuals, [H_kv, g, n, r].
+        values, residuals: weighted sums, [H_kv, g, n, D_v] and [H_kv, g, n, r].
     """
 
     peak: mx.array
@@ -95,7 +93,7 @@ def _row_attention(
 
 
 def _nothing(grouped: mx.array, value_dim: int, row: RowOverlay, options: AttentionOptions) -> _Sums:
-    """Sums before the first key. A sink is an initial score without a value."""
+    """A sink is an initial score without a value."""
     shape = grouped.shape[:3]
     peak, total = mx.full((*shape, 1), _MASKED), mx.zeros((*shape, 1))
     if options.sinks is not None:

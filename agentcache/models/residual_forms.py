@@ -213,11 +213,7 @@ class _TwinCache:
 
 
 class _Disturbed(Stand):
-    """Linear module that adds noise to the second of two equal rows.
-
-    Attributes:
-        noted: the first row's output and the noise, float32 [n, out] each.
-    """
+    """Adds noise to the second of two equal rows; notes the first's output and the noise, float32 [n, out]."""
 
     def __init__(self, original: nn.Module, key: mx.array) -> None:
         super().__init__(original)
@@ -250,7 +246,7 @@ def _disturbed(model: nn.Module, parts: Sequence[_Parts]) -> Iterator[dict[Modul
 
 
 def _prove(parts: _Parts, cache: _TwinCache, modules: Mapping[ModuleName, _Disturbed]) -> LayerForm:
-    """First combination of parts that gives the layer's keys; raises _Unfit."""
+    """First combination of parts that gives the keys; raises _Unfit."""
     spec = parts.layer
     value = modules[parts.values.module].noted[1][:, parts.values.start : parts.values.stop]
     expected = cache.values[0].astype(mx.float32) + _by_heads(value, spec).swapaxes(0, 1)

@@ -1,8 +1,8 @@
 """Residual rows of a step: they read base's KV plus the residual KV of their adapter.
 
 A residual row writes no KV. For its tokens, modules that make keys and values return base's weights times the row's
-input; the adapter's addition is kept apart, as x·A. In a family (adapters with equal A matrices), rows of base make
-x·A, whether or not a member reads it.
+input; the adapter's addition is kept apart, as x·A. In a family (equal A matrices), base rows make x·A, whether or
+not a member reads it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from agentcache.models.residual_sides import Side
 
 @dataclass(frozen=True, eq=False)
 class ResidualRow:
-    """A row of a step that reads residual KV, or a base row that only produces it.
+    """A row that reads residual KV, or a base row that only produces it.
 
     Args:
         row: index in the step.
@@ -82,7 +82,7 @@ def _for_kernels(
         if key_b is not None:
             norm = form.key_form.norm
             key_b = _by_heads(key_b, form.layer.num_kv_heads) * (1.0 if norm is None else norm.weight)
-        # Contiguous, so that no launch has to copy them.
+        # Contiguous, so that no launch copies them.
         in_order = [None if b is None else mx.contiguous(b) for b in (key_b, value_b)]
         by_layer[form] = KernelMatrices(in_order[0], in_order[1])
     return by_layer[form]
@@ -101,7 +101,7 @@ def _pair(weights: AdapterWeights, side: Side | None) -> tuple[mx.array | None, 
 
 @dataclass
 class _Captured:
-    """One row's residuals in a layer: x·A, float16 [1, n, r], and key norms, float16 [1, n, H_kv, 1 or 2]."""
+    """One row's residuals in a layer: x·A, float16 [1, n, r]; key norms, float16 [1, n, H_kv, 1 or 2]."""
 
     key_a: mx.array | None = None
     key_norms: mx.array | None = None
@@ -109,7 +109,7 @@ class _Captured:
 
 
 class ResidualRows:
-    """Residual rows of one step, and the residuals that modules have produced so far.
+    """Residual rows of one step, and the residuals produced so far.
 
     Attributes:
         writers: indices of rows that write KV.
@@ -140,12 +140,11 @@ class ResidualRows:
     # -- output of the modules that make keys and values -------------------------------------------------------------
 
     def take(self, name: ModuleName, x: mx.array, y: mx.array, adapted: mx.array) -> mx.array:
-        """Keep the residuals of a module's output; return the output to continue with.
+        """Keep a module's residuals; return the output to continue with.
 
         Args:
             x: module input [B, n, in].
-            y: output without adapters [B, n, out].
-            adapted: output with adapters.
+            y, adapted: outputs [B, n, out] without and with adapters.
         """
         form = self._forms.layers.get(name.layer)
         if form is None or name not in (form.keys.module, form.values.module):
@@ -172,7 +171,7 @@ class ResidualRows:
         return self._matrices[key]
 
     def _norms(self, form: LayerForm, given: mx.array, delta: mx.array | None) -> mx.array:
-        """ρ (1 / rms) of keys [1, n, H_kv * D], without and, if given, with `delta`: float16 [1, n, H_kv, 1 or 2]."""
+        """ρ (1 / rms) of keys [1, n, H_kv * D], without and with `delta`: float16 [1, n, H_kv, 1 or 2]."""
         assert form.key_form.norm is not None
         heads = (1, self._num_tokens, form.layer.num_kv_heads, form.layer.key_dim)
         both = (given,) if delta is None else (given, given + delta)
@@ -180,7 +179,7 @@ class ResidualRows:
         return mx.minimum(mx.stack(factors, axis=-1), LARGEST_FLOAT16).astype(mx.float16)
 
     def _masked(self, name: ModuleName, form: LayerForm, width: int) -> mx.array:
-        """Base's output, used for key and value columns of residual rows: bool [B, 1, width]."""
+        """Where base's output is used: key and value columns of residual rows, bool [B, 1, width]."""
         columns = mx.zeros(width, mx.bool_)
         for side in (form.keys, form.values):
             if side.module == name:
@@ -189,12 +188,10 @@ class ResidualRows:
 
     @cached_property
     def writer_places(self) -> mx.array:
-        """`writers`, int32 [W]."""
         return mx.array(self.writers, mx.int32)
 
     @cached_property
     def residual_places(self) -> mx.array:
-        """Step indices of `readers`, int32 [R]."""
         return mx.array([row.row for row in self.readers], mx.int32)
 
     @cached_property
@@ -219,12 +216,7 @@ class ResidualRows:
                     raise BrokenInvariant(f"nothing was computed for {name}")
 
     def overlaid(self, arena: LayerArena, group: int, reads: Reads) -> PagedKV:
-        """KV of a layer as the step's rows read it.
-
-        Args:
-            group: index of the layer's group in base's spec.
-            reads: base blocks of all rows.
-        """
+        """KV of a layer as the step's rows read it; `group` is the layer's in base's spec, `reads` are all rows'."""
         layer = arena.layer.index
         rows = [
             overlay
@@ -269,7 +261,6 @@ class ResidualRows:
                 writes.put_tokens(row.arenas.measures.tokens, measures[index : index + 1])
 
     def _residual_ids(self, place: int, group: int, reads: Reads) -> tuple[Sequence[int], mx.array]:
-        """Residual slots for the base blocks that a row reads."""
         if (place, group) not in self._reads:
             (base,) = reads.rows
             table = self.rows[place].tables[group]
@@ -293,7 +284,7 @@ class ResidualRows:
 
 
 class OverlaidStepCache(StepCache):
-    """One layer's cache in a step with residual rows or measurements; `group` is the layer's in base's spec."""
+    """One layer's cache in a step with residual rows or measurements; `group` is in base's spec."""
 
     def __init__(
         self,

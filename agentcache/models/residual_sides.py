@@ -1,4 +1,4 @@
-"""Parts of an adapter that act on keys and on values, also if one module makes both."""
+"""Parts of an adapter that act on keys and on values, even if one module makes both."""
 
 from __future__ import annotations
 
@@ -15,12 +15,8 @@ _SPLIT = (KEYS, VALUES, "qkv_proj")
 
 @dataclass(frozen=True)
 class Side:
-    """Part of an adapter that acts on one layer's keys, or on its values.
-
-    Args:
-        module: module that makes them.
-        begin, end: their columns in its output.
-        components: components of the module's rank that act on them.
+    """Columns `begin` to `end` of a module's output that are one layer's keys, or values, and the components of its
+    rank that act on them.
     """
 
     module: ModuleName
@@ -39,7 +35,7 @@ class AdapterSides:
 
     Args:
         keys, values: without unchanged layers.
-        unsplit: adapted module that makes keys or values in another way; None without.
+        unsplit: adapted module that makes keys or values otherwise; None without.
     """
 
     keys: Mapping[int, Side] = field(default_factory=dict)
@@ -59,5 +55,5 @@ def find_side(module: ModuleName, begin: int, end: int, pair: LowRank) -> Side |
 
 
 def is_split(name: ModuleName) -> bool:
-    """Whether the low-rank part of a module that makes keys or values can be kept apart from base's."""
+    """Whether a module's low-rank part in keys or values can be kept apart from base's."""
     return name.path.rpartition(".")[2] in _SPLIT

@@ -1,7 +1,7 @@
 """Tables of a layer's rope for kernels, found by running the rope.
 
-Pairs of values, angles and gain are read off the rope's results. Kernels rotate a key twice: by its place in a tile,
-and by the tile's position. Whether the rope allows that is checked at near and far positions.
+Pairs of values, angles and gain are read off its results. Kernels rotate a key by its place in a tile, then by the
+tile's position; whether the rope allows that is checked at near and far positions.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 from agentcache.metal_kernels.rope_tables import NEAR, STEP, RopeTables, laid_out, no_rope
 from agentcache.models.overlay import KeyForm, Rope
 
-_TRIED_AT = 31  # no angle is 0 or a whole turn here, except constant ones
+_TRIED_AT = 31  # here no angle is 0 or a whole turn, except constant ones
 _CHECKED_AT = (3, 50, 1021, 8191)
 _SMALLEST = 1e-6
-# Error of an angle: position times frequency is rounded in float32, here and in the rope.
+# Of an angle: position times frequency is rounded in float32, here and in the rope.
 _TOLERANCE, _TOLERANCE_A_POSITION = 2e-5, 5e-7
 _LEAST_POSITIONS = 4096
 
@@ -29,7 +29,7 @@ class Turning:
     Attributes:
         pairs: number of rotated pairs.
         interleaved: whether pairs are neighbours, not half of the rotated values apart.
-        why_not: reason why kernels cannot rotate keys like this; empty if they can.
+        why_not: why kernels cannot rotate so; empty if they can.
     """
 
     def __init__(self, rope: Rope, dim: int) -> None:
@@ -57,12 +57,10 @@ class Turning:
         return self._tables[dtype]
 
     def _turned(self, x: np.ndarray, positions: Sequence[int]) -> np.ndarray:
-        """Rotate each row of x [N, D] by its position."""
         out = self._rope(mx.array(x.astype(np.float32))[:, None, None], offset=mx.array(list(positions), mx.int32))
         return np.array(out.astype(mx.float32))[:, 0, 0]
 
     def _structure(self) -> tuple[int, bool]:
-        """Number of rotated pairs, and whether they are interleaved."""
         moved = np.abs(self._turned(np.eye(self._dim), [_TRIED_AT] * self._dim)) > _SMALLEST
         np.fill_diagonal(moved, False)
         sources = np.flatnonzero(moved.any(axis=1))
@@ -75,7 +73,7 @@ class Turning:
         return partner, False
 
     def _angles(self, positions: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Cosines and sines of all pairs, times the gain, float32 [N, pairs]."""
+        """Cosines and sines of all pairs, times the gain, [N, pairs]."""
         firsts, seconds = self._sides()
         ones = np.zeros((len(positions), self._dim))
         ones[:, firsts] = 1.0
@@ -120,7 +118,7 @@ _of_forms: WeakKeyDictionary[KeyForm, Turning] = WeakKeyDictionary()
 
 
 def turning_of(form: KeyForm, dim: int) -> Turning:
-    """Rotation of a layer's keys; layers with equal rotation share one."""
+    """Rotation of a layer's keys; equal ones are shared."""
     if form not in _of_forms:
         found = Turning(form.rope, dim)
         _of_forms[form] = next((known for known in _of_forms.values() if known.same_as(found)), found)

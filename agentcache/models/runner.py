@@ -33,13 +33,13 @@ from agentcache.models.residual_rows import ResidualRow, ResidualRows, make_step
 from agentcache.models.step import StepInputs, StepOutputs
 from agentcache.models.step_traces import StepTraces
 
-_LONG_STEP = 512  # tokens from which the device takes longer than Python needs to lay the step out
+_LONG_STEP = 512  # tokens; the device then takes longer than Python's layout
 
 Tables = Sequence[Sequence[BlockTable]]  # [row][cache group]
 
 
 class Slots(Protocol):
-    """A cache group's slots as arenas follow them; a `BlockPool` in the process that allocates blocks."""
+    """A cache group's slots; a `BlockPool` in the process that allocates blocks."""
 
     @property
     def capacity(self) -> int: ...
@@ -49,14 +49,11 @@ class Slots(Protocol):
 
 @dataclass(eq=False)
 class Started:
-    """Work that the device got in one call.
-
-    Args:
-        last: an array to wait for; None if there is none.
+    """Work that the device got in one call; `last` is an array to wait for.
 
     Attributes:
         began_at: `time.perf_counter` when the device could begin.
-        done_at: the same when the work was known to be done; None before.
+        done_at: when the work was known to be done; None before.
     """
 
     last: mx.array | None
@@ -67,7 +64,7 @@ class Started:
 class ModelRunner:
     """Owner of the arenas and of all calls into the model, on the thread that loaded the model.
 
-    Up to two steps are in flight. The device runs its work in order, and a step that writes with kernels
+    Up to two steps are in flight. The device works in order, and a step that writes with kernels
     (`metal_kernels/append.py`) touches only its own tokens' places, so it can start behind another.
 
     - A slot of an ended request is reused at once. A step in flight may still write there: later steps write after it,
@@ -79,7 +76,7 @@ class ModelRunner:
 
     Args:
         snapshots: checkpoints of recurrent state.
-        room: maximum bytes of a cache group; its arenas grow to that without a copy if the device allows it.
+        room: maximum bytes of a cache group, to which arenas grow without a copy if the device allows it.
         measures: whether to measure the error of sharing base's KV (`models/divergence.py`).
     """
 
@@ -119,7 +116,7 @@ class ModelRunner:
         """Block reads of a step of `num_tokens` tokens per row, by cache group; None for groups below layer `cut`.
 
         Args:
-            tables: block tables, with the step's tokens reserved; below `cut` they may begin anywhere.
+            tables: with the step's tokens reserved; below `cut` they may begin anywhere.
             lengths: tokens of each row before the step.
         """
         return [
@@ -128,14 +125,14 @@ class ModelRunner:
         ]
 
     def writes(self, tables: Tables, lengths: Sequence[int], num_tokens: int, cut: int = 0) -> list[Writes | None]:
-        """Block writes of the same step. `tables` may differ from those that are read."""
+        """Writes of the same step; `tables` may differ from those that are read."""
         return [
             Writes([row[index] for row in tables], lengths, num_tokens) if end > cut else None
             for index, end in enumerate(self._layer_ends)
         ]
 
     def open_residual(self, spec: CacheSpec, pools: Sequence[BlockPool], *, is_family: bool = False) -> ResidualArenas:
-        """Open arenas for residual KV of an adapter or a family. They follow `pools` until `close_residual`."""
+        """Open residual KV of an adapter or a family; it follows `pools` until `close_residual`."""
         measures = bool(self._energies)
         arenas = ResidualArenas(
             spec, pools, self.wait, self.evaluate, room=self._room, measures=measures, is_family=is_family
@@ -144,14 +141,14 @@ class ModelRunner:
         return arenas
 
     def close_residual(self, arenas: ResidualArenas) -> None:
-        """Free the arenas. No step may read them any more."""
+        """Free arenas that no step reads any more."""
         self.wait()
         self.residuals.remove(arenas)
         self._saturated_before += int(arenas.saturated.item())
 
     @property
     def saturated_residuals(self) -> int:
-        """Number of residual values that were NaN or beyond float16, closed arenas included."""
+        """Residual values that were NaN or beyond float16, closed arenas included."""
         return self._saturated_before + sum(int(arenas.saturated.item()) for arenas in self.residuals)
 
     def residual_rows(self, rows: Sequence[ResidualRow], batch_size: int, num_tokens: int) -> ResidualRows | None:
@@ -224,7 +221,7 @@ class ModelRunner:
             Copy(group, source, target)
             for group, (pool, arena) in pairs
             for source, target in pool.take_moves()
-            if source < arena.capacity  # other slots have never had memory
+            if source < arena.capacity  # the rest have never had memory
         ]
         if moves:
             self.move_blocks(moves)
@@ -265,18 +262,17 @@ class ModelRunner:
 
     @property
     def is_busy(self) -> bool:
-        """Whether some started work is not known to be done."""
+        """Whether some started work may not be done."""
         return bool(self._under_way)
 
     def wait(self) -> None:
-        """Wait for all started work."""
-        # Not mx.eval: an arena's array object already stands for the next batch's writes.
+        # Not mx.eval: an arena's array already stands for the next batch's writes.
         if self._under_way:
             mx.synchronize()
             self._note_done(len(self._under_way))
 
     def wait_for(self, started: Started) -> None:
-        """Wait for this and all earlier work; later work may still run."""
+        """Wait for this and earlier work; later work may still run."""
         if started.done_at is not None:
             return
         if started is self._under_way[-1] or started.last is None:
@@ -298,7 +294,7 @@ class ModelRunner:
         self.wait()
 
     def release_buffers(self) -> None:
-        """Free a large step's temporaries, which on a Mac take memory from everything else."""
+        """Free a large step's temporaries, which on a Mac are taken from everything else."""
         if mx.default_device() == mx.gpu and mx.metal.is_available():
             mx.clear_cache()
 
@@ -310,7 +306,6 @@ class ModelRunner:
             self.copied_blocks += 1
 
     def move_blocks(self, moves: Iterable[Copy]) -> None:
-        """As `copy_blocks`, for blocks that change their slots."""
         self._follow_moves()  # earlier moves
         for move in moves:
             self._copy(move)
@@ -322,13 +317,12 @@ class ModelRunner:
             self._energies[copy.group].copy(copy.source, copy.target)
 
     def give_back(self) -> None:
-        """Shrink the arenas to their pools; return free memory to the system."""
         self.fit()
         mx.clear_cache()
         give_back_freed()
 
     def put_blocks(self, group: int, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
-        """Write blocks from files, uint8 [n] each, which may change after this returns."""
+        """Write blocks from files, uint8 [n] each; these may change after this returns."""
         if group == len(self.arenas):
             for slot, data in zip(block_ids, blocks, strict=True):
                 self._state_arena.put_bytes(slot, data)
@@ -346,7 +340,6 @@ class ModelRunner:
         return self.arenas[group].memory()
 
     def snapshot(self, group: int, block_id: int, num_tokens: int) -> Array:
-        """A copy of a block's bytes, uint8 [n]."""
         self.fit()
         self.wait()
         if group == len(self.arenas):
@@ -372,7 +365,6 @@ class ModelRunner:
         return self.states
 
     def keep_state(self, slot: int, state: RowState) -> None:
-        """Store a row's state as a checkpoint, lazily."""
         self._state_arena.put(slot, state.batch.arrays, state.index)
 
     def row_state(self, slot: int) -> RowState:

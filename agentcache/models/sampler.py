@@ -1,6 +1,6 @@
-"""Sample tokens and compute log probabilities for a batch, each row with its own settings.
+"""Sample tokens and compute log probabilities for a batch, each row with its own settings. Results are lazy.
 
-A row's token depends only on its logits, settings and position, not on other rows or discarded steps. Results are lazy.
+A row's token depends only on its logits, settings and position, not on other rows or discarded steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from agentcache.sampling import SamplingParams
 
-REPETITION_CONTEXT = 64  # tokens that a repetition penalty covers
+REPETITION_CONTEXT = 64  # covered by a repetition penalty
 _SMALLEST_TEMPERATURE = 1e-5  # below it, scaled log probabilities leave float32
 _SMALLEST_TOP_P = 1e-6  # keeps the best token
 _BITS = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32))  # of a word
@@ -25,8 +25,6 @@ _NO_TOP_P = 2.0  # above any rounded sum of probabilities
 
 
 class Tally:
-    """Counts of generated tokens, updated as the text grows."""
-
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
         self._counted = 0
@@ -34,7 +32,7 @@ class Tally:
     def of(self, token_ids: Sequence[int], start: int, end: int) -> Mapping[int, int]:
         """Counts of `token_ids[start:end]`, valid until the next call. Fast if `end` does not decrease."""
         end = max(start, end)
-        if start + self._counted > end:  # the sequence was dropped, with tokens not yet computed
+        if start + self._counted > end:  # the sequence has lost tokens not yet computed
             self._counts.clear()
             self._counted = 0
         self._counts.update(token_ids[start + self._counted : end])
@@ -43,11 +41,7 @@ class Tally:
 
 
 class Sampler:
-    """Sampling settings and random key of a request.
-
-    Args:
-        eos_ids: tokens that end the text.
-    """
+    """Sampling settings and random key of a request; `eos_ids` end the text."""
 
     def __init__(self, params: SamplingParams, eos_ids: Iterable[int] = ()) -> None:
         self.temperature = float(params.temperature)
@@ -72,7 +66,6 @@ class Sampler:
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens have to be sorted."""
         return not self.is_greedy and (self.top_p < 1 or self.top_k > 0)
 
     @property
@@ -80,7 +73,7 @@ class Sampler:
         return not self.is_greedy and not self.truncates
 
     def key(self, position: int) -> tuple[int, int]:
-        """Random key (two uint32) of token `position`; depends on the seed and the position only."""
+        """Random key (two uint32) of token `position`, from the seed and the position only."""
         high, low = self._key
         return high, (low + position) % 2**32
 
@@ -89,7 +82,6 @@ class Sampler:
         return self.frequency_penalty != 0 or self.presence_penalty != 0
 
     def ends_banned(self, position: int, vocab_size: int) -> list[int]:
-        """End tokens that `min_tokens` bans."""
         return [token for token in self._eos_ids if token < vocab_size] if position < self.min_tokens else []
 
     @property
@@ -97,7 +89,6 @@ class Sampler:
         return bool(self._bias)
 
     def bias(self, vocab_size: int) -> tuple[mx.array, mx.array]:
-        """Biased tokens [n], and their biases [n]."""
         if self._bias_arrays is None:
             known = {token: value for token, value in self._bias.items() if 0 <= token < vocab_size}
             self._bias_arrays = mx.array(list(known), mx.int32), mx.array(list(known.values()), mx.float32)
@@ -111,7 +102,7 @@ class Row:
     Args:
         recent: tokens before the step's last one, for a repetition penalty.
         position: number of tokens generated before this one.
-        counts: their counts without the step's last one, if needed.
+        counts: of these without the step's last one, if needed.
     """
 
     sampler: Sampler
@@ -121,12 +112,7 @@ class Row:
 
 
 def choose(rows: Sequence[Row], logits: mx.array, last: mx.array) -> mx.array:
-    """Choose a token for each row, int32 [B].
-
-    Args:
-        logits: float [B, vocabulary].
-        last: int32 [B], tokens before the logits.
-    """
+    """Choose a token for each row, int32 [B], from logits [B, vocabulary] after tokens `last`, int32 [B]."""
     logits = _counted(rows, _penalised(rows, logits.astype(mx.float32), last), last)
     logits = _kept_going(rows, _biased(rows, logits))
     kinds: tuple[tuple[Callable[[Sampler], bool], _Choose], ...] = (
@@ -167,7 +153,7 @@ def masked(logits: mx.array, masks: Mapping[int, np.ndarray]) -> mx.array:
 
 
 _Choose = Callable[[Sequence[Row], mx.array], mx.array]
-# One key per row: a row's draw does not depend on other rows.
+# A key per row: draws do not depend on other rows.
 _categorical = mx.vmap(lambda logits, key: mx.random.categorical(logits, key=key))
 
 
@@ -198,7 +184,6 @@ def _drawn_from_best(rows: Sequence[Row], logits: mx.array) -> mx.array:
 
 
 def _least(rows: Sequence[Row], logprobs: mx.array) -> mx.array:
-    """Lowest log probability [B, 1] that min_p keeps."""
     return logprobs.max(axis=-1, keepdims=True) + _column([row.sampler.log_min_p for row in rows])
 
 
@@ -228,17 +213,17 @@ def _penalised(rows: Sequence[Row], logits: mx.array, last: mx.array) -> mx.arra
 
 
 def _counted(rows: Sequence[Row], logits: mx.array, last: mx.array) -> mx.array:
-    """OpenAI's penalties: a token that was generated c > 0 times loses c * frequency + presence."""
+    """OpenAI's penalties: a token generated c > 0 times loses c * frequency + presence."""
     members = [i for i, row in enumerate(rows) if row.sampler.counts_tokens and row.position > 0]
     if not members:
         return logits
     index = mx.array(members)
     counts = mx.zeros((len(members), logits.shape[-1]))
-    # The device may still be choosing the last token.
+    # The device may still be choosing it.
     counts = counts.at[mx.arange(len(members)), last[index]].add(1.0)
     known = [(member, rows[i].counts) for member, i in enumerate(members) if rows[i].counts]
     if known:
-        # By numpy: a Python list of a long answer's counts would take most of a step.
+        # numpy: a Python list of a long answer's counts would take most of a step.
         sizes = [len(each) for _, each in known]
         indices = np.repeat(np.array([member for member, _ in known], np.int32), sizes)
         tokens = np.concatenate([np.fromiter(each.keys(), np.int32, len(each)) for _, each in known])
@@ -283,18 +268,14 @@ def log_softmax(logits: mx.array) -> mx.array:
 
 @dataclass(frozen=True)
 class TokenScore:
-    """Log probability of a token; most likely tokens with theirs, best first."""
+    """Log probability of a token, and of the most likely tokens, best first."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
 
 
 class Scores:
-    """Log probabilities of tokens [n] under logits [n, vocabulary], before temperature and truncation.
-
-    Args:
-        count: number of most likely tokens per position.
-    """
+    """Log probabilities of tokens [n] and the `count` most likely, before temperature and truncation."""
 
     def __init__(self, logits: mx.array, tokens: mx.array, count: int) -> None:
         logprobs = log_softmax(logits)
@@ -305,7 +286,6 @@ class Scores:
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        """Arrays to evaluate before `read`."""
         return (self._logprobs, self._top, self._top_logprobs) if self._count else (self._logprobs,)
 
     def read(self) -> list[TokenScore]:

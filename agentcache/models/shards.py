@@ -1,6 +1,6 @@
 """One rank's part of a model that mlx-lm's `shard` has split over several processes.
 
-Each rank has its own heads and its part of other matrices. All ranks have the full activations between layers.
+Each rank has its own heads and part of other matrices, and the full activations between layers.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ class _Shape:
 
 
 class Shards:
-    """Split of a model over the ranks of `group`."""
-
     def __init__(self, group: mx.distributed.Group) -> None:
         self.group = group
         self.rank = int(group.rank())
@@ -48,11 +46,7 @@ class Shards:
         self._whole: dict[ModuleName, _Shape] = {}
 
     def spread(self, model: nn.Module) -> None:
-        """Keep this rank's part of a model whose weights are not read yet.
-
-        Raises:
-            UnsupportedModel: mlx-lm cannot split it, or not over this number of ranks.
-        """
+        """Keep this rank's part of a model with unread weights; raises UnsupportedModel if it cannot be split."""
         kind = type(model).__module__.rpartition(".")[2]
         if not hasattr(model, "shard"):
             raise UnsupportedModel(f"{kind} cannot be spread over {self.size} ranks: mlx-lm has no `shard` for it")
@@ -80,7 +74,7 @@ class Shards:
                         )
 
     def spec(self, spec: CacheSpec) -> CacheSpec:
-        """Cache spec of this rank: its blocks never match those of other ranks or numbers of ranks.
+        """Spec of this rank: its blocks never match those of other ranks or numbers of ranks.
 
         Raises:
             UnsupportedModel: recurrent state.
@@ -90,7 +84,7 @@ class Shards:
         return replace(spec, rank=f"{self.rank} of {self.size}")
 
     def whole(self, modules: TargetModules) -> TargetModules:
-        """Adapter targets in the sizes of the whole model, without fused modules."""
+        """Adapter targets in the whole model's sizes, without fused modules."""
         kept = [name for name in modules.linears if name in self._whole and _leaf(name) not in _FUSED]
         linears = {
             name: LinearShape(self._whole[name].in_dim, self._whole[name].out_dim, modules.linears[name].item_bytes)
@@ -104,7 +98,7 @@ class Shards:
         return replace(modules, linears=linears, targets=targets)
 
     def cut(self, name: ModuleName, pair: LowRank, linear: nn.Module) -> LowRank:
-        """This rank's part of an adapter's matrices on a module, of which `linear` is this rank's part."""
+        """This rank's part of an adapter's matrices; `linear` is its part of the module."""
         own = _Shape.of(linear)
         a, b = pair.a, pair.b
         if own.in_dim < a.shape[0]:
@@ -119,7 +113,7 @@ def _leaf(name: ModuleName) -> str:
 
 
 class ShardedAdapters(ModelAdapters):
-    """Adapters of one rank's part of a model, with matrices cut like the modules."""
+    """Adapters with matrices cut like the modules."""
 
     def __init__(self, model: nn.Module, survey: Survey, current: CurrentStep, shards: Shards) -> None:
         super().__init__(model, survey, current)

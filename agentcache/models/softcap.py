@@ -21,7 +21,6 @@ _SIZES = ("n_heads", "n_kv_heads", "scale", "attn_logit_softcapping")
 
 
 def is_capped(module: nn.Module) -> bool:
-    """Whether a module is Gemma 2's attention, or has exactly its parts."""
     has_parts = all(part in module for part in _PARTS) and set(module.children()) == set(_PARTS)
     return has_parts and all(getattr(module, size, None) for size in _SIZES)
 
@@ -30,7 +29,6 @@ def is_capped(module: nn.Module) -> bool:
 def _on_step_caches(kind: Any) -> Any:
     class CappedAttention(kind):
         def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-            """[B, n, hidden] to [B, n, hidden]."""
             if not isinstance(cache, StepCache):
                 return observe(super().__call__(x, mask, cache))
             options = AttentionOptions(self.scale, self.attn_logit_softcapping)
@@ -54,7 +52,7 @@ def _on_step_caches(kind: Any) -> Any:
 
 
 def adapt(layer: nn.Module) -> None:
-    """Make a layer's capped attention accept step caches; other caches work as before."""
+    """Make a layer's capped attention accept step caches; other caches stay usable."""
     for module in layer.modules():
         if is_capped(module):
             kind: Any = type(module)

@@ -1,7 +1,7 @@
 """Digest of the mlx-lm sources that compute a model's keys and values.
 
 A corrected model file gives other keys and values for the same weights, so block keys cover sources, not mlx-lm's
-version. Comments, docstrings, layout and error texts do not count.
+version; comments, docstrings, layout and error texts do not count.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from agentcache.models.first_sources import FIRST_SOURCES
 from agentcache.models.memo import Memo
 
 _PACKAGE = "mlx_lm"
-# Definitions that decide bytes, of files with many more. Keys and values lie in our own caches (kv/step_cache), so
-# only recurrent layers' cache classes count; of `utils`, the way from files to parameters.
+# Definitions that decide bytes. Keys and values lie in our own caches (kv/step_cache), so only recurrent layers' cache
+# classes count; of `utils`, the way from files to parameters.
 _PARTS = {
     "mlx_lm.models.cache": {"_BaseCache", "ArraysCache"},
     "mlx_lm.utils": {
@@ -36,7 +36,7 @@ _PARTS = {
 }
 _READS_WEIGHTS = "mlx_lm.utils"
 _LEFT_OUT = {
-    "mlx_lm.models",  # the packages themselves: their imported members are modules
+    "mlx_lm.models",  # the packages: their imported members are modules
     "mlx_lm",
     "mlx_lm.models.pipeline",  # layers over several machines, unused here
 }
@@ -56,7 +56,6 @@ def source_digest(model: nn.Module, memo: Memo) -> str:
 
 
 def _with_imports(names: set[str], memo: Memo) -> dict[str, str]:
-    """Digests of these modules and of mlx-lm's modules that they import."""
     found: dict[str, str] = {}
     while names:
         name = names.pop()
@@ -71,7 +70,7 @@ def _is_theirs(name: str) -> bool:
 
 
 def _read(name: str, memo: Memo) -> list[str]:
-    """Digest of a module's source, then names of mlx-lm's modules that it imports."""
+    """Digest of a module's source, then the names that it imports."""
     file = _file_of(name)
     if file is None:  # installed without sources
         return [_digest(f"{name} {mlx_lm.__version__}")]
@@ -111,13 +110,13 @@ def _is_module(name: str) -> bool:
 
 
 def _spell(node: object, text: list[str]) -> list[str]:
-    """Append a syntax tree to `text`, in words that do not depend on Python's version."""
+    """Append a syntax tree to `text`, in words independent of Python's version."""
     if isinstance(node, ast.Raise):
         text.append("Raise;")
     elif isinstance(node, ast.AST):
         text.append(f"{type(node).__name__}(")
         for field, value in ast.iter_fields(node):
-            # Versions differ in empty fields. None may be a constant's value.
+            # Versions differ in empty fields. None may be a constant.
             is_empty = value is None or value == []
             if field not in ("ctx", "kind", "type_comment") and (not is_empty or isinstance(node, ast.Constant)):
                 text.append(f"{field}=")

@@ -26,11 +26,11 @@ class StepInputs:
         token_ids: int32 [B, n]; may be lazy results of a step in flight.
         lengths: tokens of each row before the step.
         reads, writes: one per cache group, None for groups below `trunk.cut`; empty on other kinds of caches.
-        model: model that replaces base in this step, on the same cache.
+        model: model that replaces base, on the same cache.
         adapters: adapter of each row, or None; empty for base alone.
-        trunk: hidden states to continue from and to keep, for a single row by base. KV below its cut is cached.
+        trunk: hidden states to continue from and to keep, for one row by base. KV below its cut is cached.
         all_logits: whether logits of every position are wanted, not only of the last.
-        states: recurrent state of each row; None for a row without tokens; empty for a model without such layers.
+        states: recurrent state of each row; None for a row without tokens; empty without recurrent layers.
         residual: rows with residual KV. Then `reads` cover all rows, `writes` only `residual.writers`, if any.
     """
 
@@ -52,13 +52,12 @@ class StepInputs:
 
     @cached_property
     def adapter_rows(self) -> AdapterRows | None:
-        """Adapters by row, for the adapted modules; None without any."""
         return AdapterRows(self.adapters, self.lengths, self.token_ids.shape[1]) if any(self.adapters) else None
 
 
 @dataclass(frozen=True, eq=False)
 class StepOutputs:
-    """Lazy results: logits [B, n or 1, vocabulary], and one recurrent state per row, even if empty."""
+    """Lazy results: logits [B, n or 1, vocabulary], and a recurrent state per row, even if empty."""
 
     logits: mx.array
     states: Sequence[RowState]

@@ -1,11 +1,11 @@
 """Traced decode steps: later steps of a kind reuse the graph of an earlier one.
 
 On a fast device, steps wait for Python to lay out the layers. So the graph of a plain decode step is traced
-(`mx.compile`), with all that changes between steps as inputs. A trace's key has the rest: number of rows, launch
-layout, array shapes.
+(`mx.compile`), with all that changes between steps as inputs; the key has the rest: number of rows, launch layout,
+array shapes.
 
-Tracing needs all attention to go by kernels, which write into arenas themselves (`metal_kernels/append.py`), and a step
-by base alone without reused hidden states, recurrent state, residuals or measurements.
+A traced step is by base alone, without reused hidden states, recurrent state, residuals or measurements, and all its
+attention goes by kernels, which write into arenas themselves (`metal_kernels/append.py`).
 """
 
 from __future__ import annotations
@@ -44,8 +44,6 @@ _Launches = dict[Attended | AttendedLatents, PreparedDecode | PreparedLatents]
 
 
 class _Group(NamedTuple):
-    """Reads, writes and launches of a step in one cache group."""
-
     reads: Reads
     writes: Writes
     launches: _Launches
@@ -58,7 +56,6 @@ class _Group(NamedTuple):
             yield from each.arrays
 
     def of(self, arrays: Iterator[mx.array]) -> _Group:
-        """This group with the next of `arrays`."""
         reads, writes = copy.copy(self.reads), copy.copy(self.writes)
         writes.places, writes.counts, writes.prepared = next(arrays), next(arrays), {}
         launches = {
@@ -69,12 +66,7 @@ class _Group(NamedTuple):
 
 
 class StepTraces:
-    """Traces of one model.
-
-    Args:
-        layers: KV caches in the model's order, each with its group.
-        put: writer of keys and values.
-    """
+    """Traces of one model; `layers` are its KV caches in order, each with its group."""
 
     def __init__(self, loaded: LoadedModel, layers: Sequence[tuple[int, LayerArena]], put: Put) -> None:
         self._loaded = loaded
@@ -87,11 +79,7 @@ class StepTraces:
         self.replayed = 0
 
     def logits(self, step: StepInputs, lay_out: Callable[[], mx.array]) -> mx.array:
-        """Logits [B, n, vocabulary] of a step; also writes its keys and values.
-
-        Args:
-            lay_out: computes them without a trace; may run in addition to a trace.
-        """
+        """Logits [B, n, vocabulary] of a step, whose KV is written; `lay_out`, the untraced way, may run, too."""
         if self._is_off or not _is_plain(step):
             return lay_out()
         if not self._kinds:
@@ -100,7 +88,7 @@ class StepTraces:
             return logits
         groups = self._groups(step)
         key = _key(step, groups, self._layers)
-        if key not in self._traces:  # the second one of this kind is traced
+        if key not in self._traces:  # the second one is traced
             self._traces[key] = None
             if len(self._traces) > _MOST_TRACES:
                 self._traces.popitem(last=False)
@@ -142,7 +130,6 @@ class StepTraces:
     def _lay_out(
         self, step: StepInputs, groups: Sequence[_Group], token_ids: mx.array, offset: mx.array, *given: mx.array
     ) -> list[mx.array]:
-        """Logits and each layer's write result (`append`), for a step like `step` on these arrays."""
         arrays = iter(given)
         own = [group.of(arrays) for group in groups]
         layers = [(group, layer.made_of(arrays)) for group, layer in self._layers]
@@ -181,7 +168,7 @@ def _is_plain(step: StepInputs) -> bool:
 
 
 def _kinds_of(step: StepInputs) -> list[_Kinds]:
-    """Attention kinds of a laid-out step, by group; empty unless all went by kernels."""
+    """Attention kinds of a step, by group; empty unless all went by kernels."""
     kinds = []
     for reads, writes in zip(step.reads, step.writes, strict=True):
         if reads is None or writes is None:

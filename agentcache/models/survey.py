@@ -1,6 +1,6 @@
 """Find what a model caches by running mlx-lm's own modules on a few tokens.
 
-Only shapes are inspected, nothing is evaluated: the cost does not depend on the model's size.
+Only shapes are inspected, nothing is evaluated: the model's size does not matter.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _HEADS = ("n_heads", "num_attention_heads", "num_heads", "n_head")
 
 @dataclass(frozen=True)
 class Paged:
-    """Place of a KV cache in the list of a model's caches; `layer` is an index into `Survey.layers`."""
+    """Place of a KV cache among a model's caches; `layer` is an index into `Survey.layers`."""
 
     layer: int
 
 
 @dataclass(frozen=True)
 class Recurrent:
-    """Place of a state in that list; `cache` is an index into `Survey.recurrent`."""
+    """Place of a state; `cache` is an index into `Survey.recurrent`."""
 
     cache: int
 
 
-# None: a cache that the model makes and does not use. A tuple: mlx-lm's CacheList.
+# None: a cache that the model does not use. A tuple: mlx-lm's CacheList.
 CacheRef = Paged | Recurrent | tuple[Any, ...] | None
 
 
@@ -54,7 +54,7 @@ class Survey:
         dtypes: type that the keys of each of `layers` are computed in.
         hidden_bytes: bytes per token between layers; 0 if layers cannot be skipped: they keep a state, do not run once
             each in order, or give more than hidden states.
-        linears: by layer and path of linears called token by token: whether all calls follow the layer's cache writes.
+        linears: whether all calls follow the layer's cache writes, by layer and path of linears called token by token.
         final_norm: owner and name of the first norm after the last layer; None without one.
     """
 
@@ -74,7 +74,7 @@ class Survey:
 
     @cached_property
     def packings(self) -> tuple[LayerPacking, ...]:
-        """Packing of each layer; raises UnsupportedModel if heads cannot be quantised in groups."""
+        """Packing by layer; raises UnsupportedModel if heads cannot be quantised in groups."""
         layers = zip(self.precision.layers, self.dtypes, strict=True)
         return tuple(
             LayerPacking(self._packing(bits.keys, dtype), self._packing(bits.values, dtype)) for bits, dtype in layers
@@ -93,7 +93,7 @@ class Survey:
 
     def caches(self, paged: Sequence[Any], states: Sequence[ArraysCache]) -> list[Any]:
         """Caches in the model's order, from those for `layers` and `recurrent`."""
-        # Not a recursive closure: its reference cycle would keep a step's arrays until garbage collection.
+        # A recursive closure's cycle would keep a step's arrays until garbage collection.
         return [_cache_at(ref, paged, states) for ref in self.refs]
 
 
@@ -109,7 +109,7 @@ def survey(model: nn.Module) -> Survey:
     """Run the model once and return what it caches, with keys and values in 4 bits.
 
     Raises:
-        UnsupportedModel: it keeps an unknown kind of cache, or does not run.
+        UnsupportedModel: an unknown kind of cache, or the model does not run.
     """
     _check_ropes(model)
     run = watch_run(model)
@@ -178,7 +178,6 @@ def _hidden_bytes(model: nn.Module, run: Run) -> int:
 
 
 def _num_heads(model: nn.Module) -> int:
-    """Query heads of the first layer that has any, under any known name."""
     for layer in model.layers:
         for module in layer.modules():
             for name in _HEADS:
@@ -188,7 +187,6 @@ def _num_heads(model: nn.Module) -> int:
 
 
 def _rope_text(config: dict[str, Any]) -> str:
-    """Config entries that rope may depend on."""
     entries = [*config.items(), *text_config(config).items()]
     of_rope = [(k, v) for k, v in entries if "rope" in k or "rotary" in k or k == "max_position_embeddings"]
     try:
@@ -198,6 +196,6 @@ def _rope_text(config: dict[str, Any]) -> str:
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The text model's own config, if there is one; else empty."""
+    """The text model's own config; empty if there is none."""
     inner = config.get("text_config")
     return inner if isinstance(inner, dict) else {}

@@ -1,6 +1,6 @@
-"""Hidden-state cache between layers: a step stores hidden states, or reads them to skip the layers below.
+"""Hidden-state cache: a step stores hidden states, or reads them to skip the layers below.
 
-Stored states come from the same layers and tokens, so results do not change. Layers are wrapped on first use.
+They come from the same layers and tokens, so results do not change. Layers are wrapped on first use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from agentcache.models.survey import Survey
 
 
 class HiddenBlocks:
-    """Contents of slots: [256, hidden] each, in the model's compute type, allocated on first write."""
+    """Contents of slots, [256, hidden] in the model's type, allocated on first write."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, mx.array] = {}
@@ -31,7 +31,7 @@ class HiddenBlocks:
         return sum(block.nbytes for block in self._blocks.values())
 
     def write(self, pieces: Sequence[Piece], hidden: mx.array) -> None:
-        """Store the pieces of `hidden` [1, n, hidden], lazily (see `written`)."""
+        """Store pieces of `hidden` [1, n, hidden], lazily (see `written`)."""
         for piece in pieces:
             if piece.slot not in self._blocks:
                 self._blocks[piece.slot] = mx.zeros((BLOCK_SIZE, hidden.shape[2]), hidden.dtype)
@@ -42,7 +42,6 @@ class HiddenBlocks:
             self._written.add(piece.slot)
 
     def read(self, pieces: Sequence[Piece]) -> mx.array:
-        """Concatenated pieces, [1, n, hidden]."""
         parts = [self._blocks[p.slot][p.offset : p.offset + p.stop - p.start] for p in pieces]
         return mx.concatenate(parts)[None]
 
@@ -53,18 +52,14 @@ class HiddenBlocks:
         return sum(self._blocks.pop(slot).nbytes for slot in dropped)
 
     def written(self) -> list[mx.array]:
-        """Arrays written since the last call, to be evaluated."""
+        """Arrays to evaluate: those written since the last call."""
         arrays = [self._blocks[slot] for slot in sorted(self._written)]
         self._written.clear()
         return arrays
 
 
 class ModelTrunk:
-    """Hidden-state cache of one model, and the wrappers of its layers.
-
-    Attributes:
-        layer_tokens: sum over steps of tokens times computed layers.
-    """
+    """Hidden-state cache of one model, and its layers' wrappers; `layer_tokens` counts tokens times computed layers."""
 
     def __init__(self, model: nn.Module, survey: Survey, current: CurrentStep) -> None:
         self._layers = layers_of(model)
@@ -78,7 +73,7 @@ class ModelTrunk:
         self.blocks = HiddenBlocks()
 
     def prepare(self, step: StepInputs) -> None:
-        """Wrap the layers that a step stores from or starts at, and count its tokens."""
+        """Wrap the layers that a step stores from or starts at; count its tokens."""
         plan = step.trunk
         if plan.cut or plan.writes:
             self._wrap(max([plan.cut, *plan.writes]))
@@ -90,7 +85,7 @@ class ModelTrunk:
                 self._layers[index] = TrunkLayer(self._layers[index], index, self)
 
     def block_bytes(self) -> int:
-        """Size of a block; 0 if the model's layers cannot be skipped."""
+        """Size of a block; 0 if layers cannot be skipped."""
         return BLOCK_SIZE * self._survey.hidden_bytes
 
     @property
@@ -102,7 +97,6 @@ class ModelTrunk:
         return index < self._plan.cut
 
     def enter(self, index: int, x: mx.array) -> mx.array:
-        """Input of a computed layer, from the output of the layer below."""
         plan = self._plan
         if 0 < index == plan.cut:
             x = self.blocks.read(plan.reads)
@@ -112,8 +106,6 @@ class ModelTrunk:
 
 
 class TrunkLayer(Stand):
-    """A layer that steps can skip."""
-
     def __init__(self, original: nn.Module, index: int, trunk: ModelTrunk) -> None:
         super().__init__(original)
         self._index = index

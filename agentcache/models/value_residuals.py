@@ -1,9 +1,9 @@
 """Attention on a CPU of rows whose adapters act on values but not on keys.
 
-Their scores are those of base's keys, so all rows of a step run together: P·(V + x·A·B) = P·V + (P·x·A)·B. A prompt's
-chunk reads values with residuals already added.
+Their scores are those of base's keys, so all rows run together: P·(V + x·A·B) = P·V + (P·x·A)·B. A chunk reads values
+with residuals already added.
 
-`residual_attention` is the specification. Its pieces are slow on a CPU, where each operation costs as much as a small
+`residual_attention` is the specification; its pieces are slow on a CPU, where each operation costs as much as a small
 product.
 """
 
@@ -30,7 +30,6 @@ from agentcache.models.overlay import LayerOverlay, RowOverlay
 
 
 def serves(num_tokens: int, overlay: LayerOverlay, options: AttentionOptions) -> bool:
-    """Whether a step of `num_tokens` tokens per row is computed here."""
     if mx.default_device() != mx.cpu or not fused.why_none():
         return False
     if num_tokens > MAX_PACKED_QUERIES and options.softcap is not None:
@@ -39,7 +38,7 @@ def serves(num_tokens: int, overlay: LayerOverlay, options: AttentionOptions) ->
 
 
 def attention(queries: mx.array, arena: LayerArena, overlay: LayerOverlay, options: AttentionOptions) -> mx.array:
-    """Attention of `queries` [B, H_q, n, D] over rows, some with residuals; same shape."""
+    """Attention of `queries` [B, H_q, n, D], some rows with residuals; same shape."""
     if queries.shape[2] <= MAX_PACKED_QUERIES:
         return _of_few_tokens(queries, arena, overlay, options)
     done = []
@@ -47,7 +46,7 @@ def attention(queries: mx.array, arena: LayerArena, overlay: LayerOverlay, optio
         done.append(paged_attention(queries[overlay.plain], PagedKV(arena, overlay.plain_reads), options))
     for row in overlay.rows:
         own = queries[row.row : row.row + 1]
-        # Rows depend on each other, so that one row's memory is free before the next begins.
+        # Rows depend on each other: one row's memory is free before the next begins.
         done.append(_of_a_chunk(mx.depends([own], [done[-1]])[0] if done else own, arena, row, options))
     return mx.concatenate(done)[overlay.order]
 
@@ -60,10 +59,8 @@ def _of_few_tokens(queries: mx.array, arena: LayerArena, overlay: LayerOverlay, 
 
 
 def _added(overlay: LayerOverlay, reads: Reads, weights: mx.array) -> mx.array:
-    """Residuals' part of each row's sums of values, float32 [B, H_kv, g * n, D].
-
-    Args:
-        weights: attention weights of the rows' blocks, [num_blocks, H_kv, g, n, 256].
+    """Residuals' part of each row's sums of values, float32 [B, H_kv, g * n, D], from weights [num_blocks, H_kv, g, n,
+    256].
     """
     _, heads, shared_by, num_tokens, _ = weights.shape
     ends = [0, *accumulate(len(row.block_ids) for row in reads.rows)]
@@ -83,7 +80,6 @@ def _added(overlay: LayerOverlay, reads: Reads, weights: mx.array) -> mx.array:
 
 
 def _of_a_chunk(queries: mx.array, arena: LayerArena, row: RowOverlay, options: AttentionOptions) -> mx.array:
-    """Attention of one row, [1, H_q, n, D]."""
     assert arena.values is not None  # MLA has no residuals
     keys, values = unpack_row(arena.keys, row.reads, queries.dtype), unpack_row(arena.values, row.reads, mx.float32)
     if row.value_a is not None and row.matrices.value_b is not None:

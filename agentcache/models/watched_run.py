@@ -1,4 +1,4 @@
-"""Traced run of a model on a few tokens: which caches and linear modules it uses, in what order."""
+"""Traced run of a model on a few tokens: its caches and linears, in order of use."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ LINEARS = (
     nn.ShardedToAllLinear,
     nn.QuantizedShardedToAllLinear,
 )
-_NUM_TOKENS = 8  # more than a short convolution's history, so that its state is full
+_NUM_TOKENS = 8  # more than a short convolution's history: its state is full
 
 
 @dataclass
 class Seen:
-    """One cache: its first user's depth, shapes of keys and values, type of keys."""
+    """One cache: depth of its first user, shapes of keys and values, type of keys."""
 
     cache: Any
     depth: int | None = None
@@ -81,7 +81,7 @@ class Run:
         return len(self.calls)
 
     def settle(self, is_behind: Callable[[int], bool]) -> None:
-        """Judge the linears in `called` by the number of writes before them."""
+        """Judge linears in `called` by the number of writes before them."""
         for name, num_writes in self.called.items():
             self.behind[name] = self.behind.get(name, True) and is_behind(num_writes)
         self.called.clear()
@@ -116,8 +116,6 @@ class _WatchedArrays(ArraysCache):
 
 
 class _WatchedNorm(Stand):
-    """Norm that records how many layers were computed before it."""
-
     def __init__(self, original: nn.Module, run: Run) -> None:
         super().__init__(original)
         self.depths: list[int] = []
@@ -176,7 +174,6 @@ def _watched_linears(model: nn.Module, run: Run) -> Iterator[None]:
 
 
 def _watch(cache: Any, index: int, run: Run) -> Any:
-    """A `Seen` whose cache replaces `cache` in the run; a tuple of them for a CacheList."""
     if type(cache) is CacheList:
         return tuple(_watch(inner, index, run) for inner in cache.caches)
     if type(cache) is ArraysCache:
