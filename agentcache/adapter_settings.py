@@ -1,4 +1,4 @@
-"""Adapters in settings and requests: names, folders and sharing policies."""
+"""Adapters in settings and requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentcache.errors import ConfigError, InvalidRequest
 
 
 class Policy(StrEnum):
-    """How an adapter's requests share the KV cache (docs/adapters.md)."""
+    """How an adapter shares the KV cache (docs/adapters.md)."""
 
     AUTO = "auto"
     EXACT = "exact"
@@ -40,8 +40,6 @@ def parse_policy(text: str, param: str = "policy") -> Policy:
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """An adapter to load at start."""
-
     name: str
     path: str
     policy: Policy = Policy.AUTO

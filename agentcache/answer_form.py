@@ -28,10 +28,9 @@ class TextForm:
 
 @dataclass(frozen=True)
 class CallableTool:
-    """A tool that the answer may call.
+    """A tool that the answer may call; `schema` is of its arguments.
 
     Args:
-        schema: the arguments' JSON schema.
         param, name_param: request parameters of schema and name, named in errors.
     """
 

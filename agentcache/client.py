@@ -1,5 +1,3 @@
-"""HTTP client of a running server."""
-
 from __future__ import annotations
 
 import json
@@ -78,15 +76,10 @@ class Client:
         return response.json() if response.content else None
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Completion:
-        """Stream a chat completion; `options` as in `complete`."""
         return self._stream("/v1/chat/completions", {"messages": list(messages)}, options)
 
     def complete(self, prompt: str | Sequence[int], **options: Any) -> Completion:
-        """Stream a raw completion.
-
-        Args:
-            options: fields of the body, and `salt`; None values are omitted.
-        """
+        """Stream a raw completion; `options` are fields of the body, without None values, and `salt`."""
         return self._stream("/v1/completions", {"prompt": prompt if isinstance(prompt, str) else list(prompt)}, options)
 
     def cache_prompt(self, prompt: Sequence[int], agent: str) -> Mapping[str, Any]:

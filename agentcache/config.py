@@ -40,13 +40,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Flag:
-    """A setting's option of `agentcache serve`.
-
-    Args:
-        name: None for the setting's own name.
-        repeats: whether the option may be repeated.
-        is_bare: whether it takes no value.
-    """
+    """A setting's option of `agentcache serve`, by the setting's name if `name` is None; bare without a value."""
 
     help: str
     metavar: str | None = None
@@ -57,12 +51,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Setting:
-    """Metadata of a setting.
-
-    Args:
-        flag: None if only the environment and the file can set it.
-        above_zero: whether the value must be positive.
-    """
+    """Metadata of a setting; without `flag`, only the environment and the file set it."""
 
     kind: Kind
     flag: Flag | None = None
@@ -266,7 +255,7 @@ class Config:
 
     @property
     def max_waiting_requests(self) -> int:
-        """Most requests waiting or running; more are refused."""
+        """Waiting and running; more are refused."""
         return self.max_concurrent_requests * QUEUE_FACTOR
 
     def __post_init__(self) -> None:

@@ -105,8 +105,6 @@ class ConfinedWork:
 
 
 class _Process:
-    """One child process and its socket."""
-
     def __init__(self, program: tuple[str, ...]) -> None:
         self._socket, other = socket.socketpair()
         with other:
@@ -193,7 +191,7 @@ class _Watch:
             raise _too_much_memory()
 
     def _resident_bytes(self) -> int:
-        """Memory of the child; not all systems enforce RLIMIT_AS."""
+        """For systems that do not enforce RLIMIT_AS."""
         told = subprocess.run(["ps", "-o", "rss=", "-p", str(self._pid)], capture_output=True, text=True)
         return int(told.stdout.strip() or 0) * 1024
 

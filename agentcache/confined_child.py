@@ -1,7 +1,6 @@
 """Request loop of a child process under the kernel's limits of CPU time and memory; `confined.py` is the parent.
 
-Standard input has requests: a length (8 bytes, little-endian) and the bytes. Standard output gets replies: a kind
-(1 byte), a length and the bytes.
+stdin has requests: a length (8 bytes, little-endian) and the bytes; stdout replies: a kind (1 byte), a length, bytes.
 """
 
 from __future__ import annotations

@@ -16,13 +16,10 @@ SHARED_LINEAGES = 32
 
 
 def parse_default_agents(value: Any) -> dict[str, str]:
-    """Parse the setting into agents by lower-case client.
+    """Parse the setting into agents by lower-case client. Raises ConfigError.
 
     Args:
         value: mapping of clients to agents, or list (or comma-separated text) of `NAME` (any client) and `CLIENT=NAME`.
-
-    Raises:
-        ConfigError: an invalid entry or agent id, or a duplicate client.
     """
     if isinstance(value, str):
         value = [entry for entry in value.split(",") if entry.strip()]

@@ -83,7 +83,7 @@ class LLM:
 
     Args:
         model: folder or hub id; None for the embedded model.
-        adapters: LoRA adapters by name, as `PATH` or `PATH:POLICY`.
+        adapters: by name, as `PATH` or `PATH:POLICY`.
         settings: other settings of `agentcache.config.Config`, such as `ram_budget="8GB"`.
 
     Raises:

@@ -24,7 +24,7 @@ class DeviceMemory:
 
     Args:
         total: RAM that the process may use, or the device's own memory.
-        recommended: working set that Metal recommends; None elsewhere.
+        recommended: Metal's recommended working set; None elsewhere.
     """
 
     total: int
@@ -78,7 +78,6 @@ class MemoryPlan:
 
 
 def state_budget(wished: int | None, ram_budget: int) -> int:
-    """Part of the cache's RAM for recurrent state."""
     return int(ram_budget * AUTO_STATE_SHARE) if wished is None else wished
 
 

@@ -1,4 +1,4 @@
-"""Results of the engine: completions and reports, and the state of agents, cache and model."""
+"""Results of the engine, and the state of agents, cache and model."""
 
 from __future__ import annotations
 
@@ -315,7 +315,7 @@ class CacheStats:
 
     @property
     def ram_used(self) -> dict[str, int | None]:
-        """The same for used bytes."""
+        """As `ram_capacity`, in use."""
         return {
             "base": self._used_by(BASE),
             "residual": self._used_by(RESIDUAL) if self._has(RESIDUAL) else None,
@@ -325,7 +325,6 @@ class CacheStats:
         }
 
     def _has(self, family: str) -> bool:
-        """Whether such a cache exists; residual KV and states may not."""
         return any(each.kind.partition(".")[0] == family for each in self.ram_accounts)
 
     def _held_by(self, family: str) -> int:

@@ -101,5 +101,4 @@ class Request:
 
     @property
     def prompt_param(self) -> str:
-        """The prompt's parameter, named in errors."""
         return self.prompt.param if isinstance(self.prompt, ChatPrompt) else "prompt"

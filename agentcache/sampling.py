@@ -96,7 +96,6 @@ class SamplingDefaults:
         return {name: value for name in self.NAMES if (value := getattr(self, name)) is not None}
 
     def over(self, other: SamplingDefaults) -> SamplingDefaults:
-        """These values first, then `other`'s."""
         return SamplingDefaults(**{**other.known, **self.known})
 
 

@@ -96,7 +96,6 @@ class ServerProcess:
             self._process.wait()
 
     def close(self) -> None:
-        """Terminate the server; kill it after `STOP_SECONDS`."""
         self.client.close()
         process = self._process
         if process is None or process.poll() is not None:
@@ -155,7 +154,7 @@ def _environment() -> dict[str, str]:
 
 @contextmanager
 def ending_on_signals() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into SystemExit, for context managers to clean up."""
+    """Turn SIGTERM and SIGHUP into SystemExit, so that context managers clean up."""
     names = (signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(name, _exit) for name in names]
     try:

@@ -50,7 +50,7 @@ def _held_bytes(folder: Path) -> int:
         for name in names:
             try:
                 total += os.stat(os.path.join(root, name)).st_size
-            except FileNotFoundError:  # by a running server's eviction
+            except FileNotFoundError:  # evicted by a running server
                 continue
     return total
 

@@ -69,7 +69,6 @@ class StartProgress:
 
     @contextmanager
     def inner(self, doing: str) -> Iterator[None]:
-        """Enter a nested phase, then return to the outer one."""
         outer = self.phase
         self.begin(doing)
         try:
@@ -78,7 +77,7 @@ class StartProgress:
             self._enter(outer)
 
     def advance(self, done: int, total: int) -> None:
-        """Set the number of finished pieces; logged every few seconds."""
+        """Logged every few seconds."""
         if self.phase is None:
             return
         self.phase = Phase(self.phase.doing, done, total)

@@ -23,8 +23,6 @@ MACOS_NORMAL, MACOS_WARNING, MACOS_CRITICAL = 1, 2, 4
 
 @dataclass(frozen=True)
 class Bound:
-    """A memory limit and its use, in bytes."""
-
     limit: int
     used: int
 
@@ -79,7 +77,6 @@ class SystemMemory:
         return min(left, default=None)
 
     def bounds(self) -> Iterator[Bound]:
-        """Limits of this process, beside the machine."""
         yield from self._cgroup_bounds()
         if (address_space := self._address_space()) is not None:
             yield address_space
@@ -108,7 +105,6 @@ class SystemMemory:
         return Bound(limit, int(pages[0]) * os.sysconf("SC_PAGE_SIZE"))
 
     def pressure(self) -> PressureReading:
-        """Read within microseconds."""
         if sys.platform == "darwin":
             return PressureReading(macos_level=_macos_pressure_level())
         files = [self.proc / "pressure" / "memory", *(each / "memory.pressure" for each in self._own_cgroups()[:1])]

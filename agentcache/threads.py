@@ -67,7 +67,7 @@ class DaemonPool(Executor):
         weakref.finalize(self, self._jobs.put, None)
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run a function on one of the threads. Raises RuntimeError if the system cannot start another."""
+        """Run a function on a thread. Raises RuntimeError if the system cannot start one."""
         future: Future[T] = Future()
         with self._lock:
             if not self._idle.acquire(blocking=False) and self._threads < self._most:

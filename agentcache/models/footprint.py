@@ -109,7 +109,7 @@ class Footprint:
         all_logits: bool = False,
         residual: Sequence[int] = (),
     ) -> int:
-        """Bytes for a step of `num_tokens` tokens per row; `contexts`, `residual`: each plain or residual row's."""
+        """Bytes for a step of `num_tokens` tokens per row, behind `contexts` (plain rows) and `residual` tokens."""
         rows = len(contexts) + len(residual)
         queries = self.spec.num_attention_heads * self.query_dim
         width = _HIDDEN_COPIES * self.hidden + _QUERY_COPIES * queries + _INNER_COPIES * self.intermediate
