@@ -153,6 +153,20 @@ def test_blocks_of_other_models_can_be_evicted_oldest_first(tmp_path: Path) -> N
         assert [record.id for record in store.load_agents()] == ["new", "old"]
 
 
+def test_blocks_that_only_damaged_files_name_go_for_room_but_for_those_that_a_turn_needs(tmp_path: Path) -> None:
+    record = make_record("a", make_transcript(600))
+    with open_store(tmp_path) as store:
+        store.write_blocks(make_turn(record))
+        store.save_agent(record)
+    for path in tmp_path.glob("agents/*/a.*"):
+        path.write_bytes(b"damaged")  # the log, too: else it names them
+    needed, *others = [block.header.block_key for block in make_turn(record)]
+    with open_store(tmp_path) as store:
+        assert store.load_agents() == [] and store.collect_orphans() == 0
+        assert store.evict_unclaimed({needed}) > 0
+        assert store.has(needed) and not any(map(store.has, others))
+
+
 @pytest.mark.parametrize("umask", [0o000, 0o377])
 def test_files_are_private_whatever_the_umask(tmp_path: Path, umask: int) -> None:
     (tmp_path / "deep").mkdir(0o700)
