@@ -1,4 +1,4 @@
-"""Describe a benchmark's machine, versions and commit, without importing mlx into this process."""
+"""Describe a benchmark's machine, versions and commit, without importing mlx."""
 
 from __future__ import annotations
 

@@ -127,9 +127,7 @@ class Adapter:
 
     Args:
         digest: of modules, matrices and effective scale, not of name or format; 40 hex digits.
-        first_layer: lowest adapted layer.
         first_kv_layer: lowest layer whose keys or values can differ from base's; number of layers if none.
-        nbytes: on the device.
         invocation_tokens: tokens from whose last occurrence an activated LoRA (arXiv 2504.12397) acts.
         activation_shift: offset to that position.
         family: digest of all A matrices, equal in a family.

@@ -40,7 +40,6 @@ class AttentionOptions(NamedTuple):
 
 
 def reads_packed(num_tokens: int, batch_size: int, softcap: float | None = None) -> bool:
-    """Whether a step reads packed blocks, not unpacked ones."""
     return num_tokens <= MAX_PACKED_QUERIES or batch_size > 1 or softcap is not None
 
 
@@ -156,6 +155,5 @@ def _softmax(scores: mx.array, reads: Reads, options: AttentionOptions) -> tuple
 
 
 def activation_dtype(linear: nn.Module) -> mx.Dtype:
-    """Type in which a linear module computes."""
     dtype = linear.scales.dtype if "scales" in linear else linear.weight.dtype
     return dtype if mx.issubdtype(dtype, mx.floating) else mx.bfloat16  # mxfp4's scales are uint8

@@ -30,7 +30,6 @@ class Decoder:
 
     Args:
         digest: of config and weights, 32 hex digits.
-        nbytes: of the weight files.
         files: `file_identity` of each file, taken with the digest.
     """
 

@@ -144,6 +144,7 @@ def unpacked(
 
 
 def row_ids(reads: Reads) -> mx.array:
+    """Slots that one row reads, int32 [n]."""
     if "ids" not in reads.prepared:
         [row] = reads.rows
         reads.prepared["ids"] = on_device(mx.array(row.block_ids, mx.int32))

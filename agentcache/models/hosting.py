@@ -52,7 +52,6 @@ def host(
 
     Args:
         check: whether to prove that it computes mlx-lm's numbers.
-        choose: choice of the bits of keys and values.
         within: context of measurement and proof, such as `in_float32`.
         adapted: survey of a model that runs on step caches already, and is to keep other bits.
 

@@ -168,7 +168,7 @@ class ModelAdapters:
 
 
 class AdaptedLinear(Stand):
-    """A linear module whose output `adapt` makes from the input and the original's output."""
+    """`adapt` makes the output from the input and the original's output."""
 
     def __init__(self, original: nn.Module, adapt: partial[mx.array]) -> None:
         super().__init__(original)

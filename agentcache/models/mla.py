@@ -235,6 +235,7 @@ def _adapt_absorbed(module: nn.Module) -> None:
 
 
 def dense_weight(linear: nn.Module) -> mx.array:
+    """[out, in], dequantised if needed."""
     if "scales" not in linear:
         return linear.weight
     packing = {"group_size": linear.group_size, "bits": linear.bits, "mode": linear.mode}

@@ -129,7 +129,6 @@ class RowOverlay:
     """One residual row in one layer.
 
     Args:
-        row: index in the step.
         reads: base blocks that it reads.
         residual_slots, residual_ids: slots for these blocks; as int32 [num_blocks].
         key_a, key_norms, value_a: arenas; a family's norms are those without adapter (`KeyForm.agent_factor`).

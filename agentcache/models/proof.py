@@ -160,7 +160,6 @@ def _copies(of_row: mx.array, count: int) -> mx.array:
 
 
 def round_trip(x: mx.array, packing: Packing) -> mx.array:
-    """`x` as attention reads it."""
     return dequantise(quantise(x, packing), packing, x.dtype)
 
 

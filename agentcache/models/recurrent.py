@@ -26,6 +26,7 @@ class BatchState:
     num_rows: int
 
     def rows(self) -> list[RowState]:
+        """One state per row, without copies."""
         return [RowState(self, index) for index in range(self.num_rows)]
 
 
@@ -38,6 +39,7 @@ class RowState:
 
     @classmethod
     def of(cls, arrays: Arrays) -> RowState:
+        """From arrays [1, ...], such as a checkpoint's."""
         return cls(BatchState(arrays, 1))
 
     def arrays(self) -> list[list[mx.array | None]]:

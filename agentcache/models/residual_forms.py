@@ -55,7 +55,6 @@ class ResidualSupport:
 
     Args:
         refusal: reason why none can; empty if all can.
-        normed: layers with a key norm.
         dtype: MLX's name of the compute type.
     """
 

@@ -39,8 +39,6 @@ class ResidualRow:
         tables: block table for each group of `arenas`, with the step's tokens reserved.
         length: tokens before the step.
         source: row whose x makes x·A: base's for a family; None for the row itself.
-        is_read: whether the row reads residuals.
-        writes_base: whether the row writes KV.
     """
 
     row: int

@@ -340,6 +340,7 @@ class ModelRunner:
         return self.arenas[group].memory()
 
     def snapshot(self, group: int, block_id: int, num_tokens: int) -> Array:
+        """A copy of a block's bytes, uint8 [n]."""
         self.fit()
         self.wait()
         if group == len(self.arenas):
@@ -365,6 +366,7 @@ class ModelRunner:
         return self.states
 
     def keep_state(self, slot: int, state: RowState) -> None:
+        """Store a checkpoint, lazily."""
         self._state_arena.put(slot, state.batch.arrays, state.index)
 
     def row_state(self, slot: int) -> RowState:

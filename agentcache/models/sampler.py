@@ -89,6 +89,7 @@ class Sampler:
         return bool(self._bias)
 
     def bias(self, vocab_size: int) -> tuple[mx.array, mx.array]:
+        """Biased tokens [n], and their biases [n]."""
         if self._bias_arrays is None:
             known = {token: value for token, value in self._bias.items() if 0 <= token < vocab_size}
             self._bias_arrays = mx.array(list(known), mx.int32), mx.array(list(known.values()), mx.float32)
@@ -286,6 +287,7 @@ class Scores:
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
+        """To evaluate before `read`."""
         return (self._logprobs, self._top, self._top_logprobs) if self._count else (self._logprobs,)
 
     def read(self) -> list[TokenScore]:

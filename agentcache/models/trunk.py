@@ -42,6 +42,7 @@ class HiddenBlocks:
             self._written.add(piece.slot)
 
     def read(self, pieces: Sequence[Piece]) -> mx.array:
+        """Pieces in order, [1, n, hidden]."""
         parts = [self._blocks[p.slot][p.offset : p.offset + p.stop - p.start] for p in pieces]
         return mx.concatenate(parts)[None]
 
@@ -97,6 +98,7 @@ class ModelTrunk:
         return index < self._plan.cut
 
     def enter(self, index: int, x: mx.array) -> mx.array:
+        """Input of a computed layer, from the output below."""
         plan = self._plan
         if 0 < index == plan.cut:
             x = self.blocks.read(plan.reads)
