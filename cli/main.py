@@ -51,6 +51,13 @@ class Commands(TyperGroup):
         except AgentCacheError as error:
             report(error)
             raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
+        except OSError as error:
+            if not isinstance(error.filename, str):  # of no file, such as a closed pipe
+                raise
+            from agentcache.store.cache_files import whose
+
+            typer.echo(f"error: {error}{whose(error)}", err=True)
+            raise typer.Exit(1) from error
         except ImportError as error:
             if "libmlx" not in str(error):  # from MLX's back ends
                 raise

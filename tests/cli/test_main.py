@@ -10,6 +10,7 @@ import pytest
 from agentcache import __version__
 from agentcache.cli.main import COMMANDS
 from tests.cli.conftest import Invoke
+from tests.kv.unreadable import NOBODY, as_user, is_root
 from tests.server.fake_engine import FakeEngine
 
 
@@ -55,6 +56,27 @@ def test_a_low_limit_of_open_files_is_one_sentence(tmp_path: Path) -> None:
     assert said.returncode == 1
     error, hint = said.stderr.splitlines()
     assert "files at most, and mlx-lm asks for 4096" in error and "ulimit -Hn" in hint
+
+
+@is_root
+@pytest.mark.parametrize("command", [("export", "ada", "/nowhere/file"), ("purge", "--all", "--yes")])
+def test_a_cache_folder_of_another_user_is_one_sentence(
+    ram_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    ram_path.chmod(0o711)
+    folder = ram_path / "cache"
+    folder.mkdir(0o700)
+    monkeypatch.setenv("AGENTCACHE_CACHE_DIR", str(folder))
+    monkeypatch.setenv("HOME", str(ram_path))
+
+    def call() -> None:
+        said = invoke(*command)
+        assert said.exit_code == 1
+        assert said.stderr.startswith("error: ") and "belongs to user 0" in said.stderr
+        assert len(said.stderr.splitlines()) == 1
+
+    invoke(*command)  # imports what the other user may not be able to read
+    as_user(NOBODY, call)
 
 
 def test_wrong_calls_exit_with_2(invoke: Invoke) -> None:
