@@ -350,6 +350,29 @@ def test_a_call_without_result_gets_one_though_another_has_its_id() -> None:
     assert [each["content"] for each in told if each["role"] == "tool"] == ["SLEEPS", ""]
 
 
+# As Gemma 4's: a call's results stand in its turn, and its text behind them, where the turn ends.
+WORDS_BEHIND = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{% if m.tool_calls %}<|turn|>"
+    "{% for c in m.tool_calls %}<|tool_call>call:{{ c.function.name }}{}<tool_call|>{{ c.function.arguments | tojson }}"
+    "{% endfor %}{% set ns = namespace(is_over=false) %}{% for r in messages[loop.index:] %}"
+    "{% if r.role != 'tool' %}{% set ns.is_over = true %}{% elif not ns.is_over %}[{{ r.content }}]{% endif %}"
+    "{% endfor %}{% if m.content %}{{ m.content }}<|end|>{% endif %}"
+    "{% elif m.role != 'tool' %}<|turn|>{{ m.role }}{{ m.content }}<|end|>{% endif %}{% endfor %}"
+)
+
+
+def test_words_that_a_template_moves_behind_a_result_stay_in_front_of_the_call(tmp_path: Path) -> None:
+    markers = ("<|turn|>", "<|end|>", "<|tool_call>", "<tool_call|>")
+    tokenizer = Tokenizer.load(with_markers(tmp_path, WORDS_BEHIND, markers))
+    calling = {"role": "assistant", "content": "ANSWER", "tool_calls": [call("callnum01", '{"p": "GARDEN"}')]}
+    messages = [USER, calling, result("callnum01", "SLEEPS")]
+    told = tokenizer.tell_chat(messages, [LOOK])
+    assert 'ANSWER<|tool_call>call:look{}<tool_call|>{"p": "GARDEN"}[SLEEPS]' in told.text
+    assert "text beside a call" in "".join(told.notes)
+    assert tokenizer.render_chat([*messages, ANSWER, AGAIN], [LOOK]).startswith(told.text)
+    tokenizer.close()
+
+
 def test_words_beside_calls_stay_in_front_of_them(tmp_path: Path) -> None:
     """Mistral's templates drop them. A result told as a user's would move the tools, which stand in front of that."""
     tokenizer = Tokenizer.load(with_markers(tmp_path, MISTRAL, ("[INST]", "[/INST]", "[TOOL_CALLS]")))

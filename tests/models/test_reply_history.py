@@ -140,11 +140,22 @@ SHOWS_IDS = (
 _APERTUS = ("<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|tools_prefix|>", "<|tools_suffix|>")
 _SOLAR = ("begin", "end", "content", "calls", "tool_calls", "tool_response")
 _SOLAR_CALL = ("begin", "name", "args", "end")
+# As Gemma 4's: a result follows its call in the same turn.
+RESULT_INSIDE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}<|tool_response>response:look{{ m.content }}<tool_response|>"
+    "{% else %}{% if m.role == 'user' %}<|turn|>user {{ m.content }}<|end|>{% endif %}"
+    "{% if m.role == 'user' and (m == messages[-1] or add_generation_prompt) %}<|turn|>model {% endif %}"
+    "{% for c in m.tool_calls or [] %}<|tool_call>call:{{ c.function.name }}{% raw %}{{% endraw %}"
+    """{% for k, v in c.function.arguments.items() %}{{ k }}:{% if v is string %}<|"|>{{ v }}<|"|>{% else %}{{ v }}"""
+    "{% endif %}{% if not loop.last %},{% endif %}{% endfor %}}<tool_call|>{% endfor %}{% endif %}{% endfor %}"
+)
+_GEMMA = ("<|turn|>", "<|end|>", "<|tool_response>", "<tool_response|>", "<|tool_call>", "<tool_call|>", '<|"|>')
 
 
 @pytest.mark.parametrize(
     ("template", "markers", "reply"),
     [
+        (RESULT_INSIDE, _GEMMA, '<|tool_call>call:look{n:1,at:<|"|>sky<|"|>}<tool_call|>'),
         (ONE_TURN, _APERTUS, '<|tools_prefix|>[{"look": {"n":1, "at":"sky"}}]<|tools_suffix|>'),
         (
             SHOWS_IDS,
@@ -153,7 +164,7 @@ _SOLAR_CALL = ("begin", "name", "args", "end")
             '{"n":1, "at":"sky"}<|tool_call:end|>',
         ),
     ],
-    ids=["one turn", "shows ids"],
+    ids=["result inside", "one turn", "shows ids"],
 )
 def test_a_reply_with_calls_ends_where_its_dialect_says(
     tmp_path: Path, template: str, markers: tuple[str, ...], reply: str

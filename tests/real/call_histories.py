@@ -148,9 +148,9 @@ def judge(template: str, tokenizer: Tokenizer) -> Verdict:
         head = prompt.rpartition(_USER["content"])[2]
         first, *others = written.split(head) if head in written else [written]
         for how, pieces in _ways(tokenizer, first, every_border=name == _AT_EVERY_BORDER):
-            found = _read(tokenizer, prompt, pieces)
+            found = read(tokenizer, prompt, pieces)
             for other in others:  # a template may want a turn for each call
-                found = found.with_more(_read(tokenizer, head, [joined(characters(tokenizer, other))]))
+                found = found.with_more(read(tokenizer, head, [joined(characters(tokenizer, other))]))
             if found != expected and not _is_analysis(tokenizer, found, expected):
                 verdict.wrong[name] = f"({how}) {found} of {written!r}"
                 break
@@ -263,7 +263,7 @@ def joined(pieces: Sequence[Piece]) -> Piece:
     return text, placed
 
 
-def _read(tokenizer: Tokenizer, prompt: str, pieces: Sequence[Piece]) -> Reply:
+def read(tokenizer: Tokenizer, prompt: str, pieces: Sequence[Piece]) -> Reply:
     reader = open_reader(calling_format(tokenizer.reply_format), Tools(TOOLS), thoughts=True)
     reader.begin(prompt[-256:])
     events: list[Event] = []

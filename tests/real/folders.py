@@ -22,6 +22,7 @@ from tests.tokenizers_factory import byte_bpe
 
 _SPECIAL = re.compile(
     r"<[|｜][^<>|｜\s]{1,40}[|｜]>|\[/?[A-Z_]{3,25}\]|</?(?:start|beginning|end)_of_[a-z]+>|◁[^▷\s]{1,20}▷"
+    r"|<SPECIAL_\d+>|<seed:[be]os>|<sep>|</?assistant>|\]~!?b\[?\]?|\[e~\[|<\|(?:turn|channel)>|<(?:turn|channel)\|>"
 )
 
 

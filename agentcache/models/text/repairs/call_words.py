@@ -1,4 +1,4 @@
-"""Reinserts text beside calls that a template drops."""
+"""Reinserts text beside calls that a template drops or moves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def words_at_calls(work: Work) -> None:
     for index, message in enumerate(work.messages):
         calls, words = message.get("tool_calls"), message.get("content")
         if calls and words:
-            work.note("messages: the model's chat template drops text beside a call; it is told in front of the call")
+            work.note(
+                "messages: text beside a call is told in front of the call, where the model's chat template lacks it"
+            )
             mark = f"{secret}_{index}_"
             work.words[mark] = words
             work.messages[index] = {**message, "content": "", "tool_calls": _marked(calls, mark)}

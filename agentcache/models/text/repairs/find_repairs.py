@@ -30,10 +30,13 @@ class _Probe:
     notation: CallNotation
     repairs: Repairs = field(default_factory=Repairs)
 
-    def shows(self, messages: Sequence[Message], tools: Tools = None) -> bool:
-        """Whether the rendered text has every marker word."""
+    def shows(self, messages: Sequence[Message], tools: Tools = None, in_order: Sequence[str] = ()) -> bool:
+        """Whether the rendered text has every marker word, and those of `in_order` in that order."""
         text = self.text(messages, tools)
-        return text is not None and _words([messages, tools]) <= set(_WORD.findall(text))
+        if text is None or not _words([messages, tools]) <= set(_WORD.findall(text)):
+            return False
+        places = [text.find(word) for word in in_order]
+        return places == sorted(places)
 
     def text(self, messages: Sequence[Message], tools: Tools = None) -> str | None:
         """Render; None if refused."""
@@ -46,14 +49,18 @@ class _Probe:
             return None
 
     def need(
-        self, ways: str | Sequence[str | tuple[str, ...]], messages: Sequence[Message], tools: Tools = None
+        self,
+        ways: str | Sequence[str | tuple[str, ...]],
+        messages: Sequence[Message],
+        tools: Tools = None,
+        in_order: Sequence[str] = (),
     ) -> None:
         """If needed, add the first of `ways` with which the template shows the messages."""
-        if self.shows(messages, tools):
+        if self.shows(messages, tools, in_order):
             return
         for way in (ways,) if isinstance(ways, str) else ways:
             tried = self.with_(*((way,) if isinstance(way, str) else way))
-            if tried.shows(messages, tools):
+            if tried.shows(messages, tools, in_order):
                 self.repairs = tried.repairs
                 return
 
@@ -114,6 +121,8 @@ def _find_calls(probe: _Probe) -> None:
     worded = [_USER, _calling(_call("Zqgarden"), content="Zqwords"), _result("Zqsleeps")]
     ways = ("calls_without_words", "words_at_calls", "worded_calls_as_text")
     probe.need(ways, [*worded, _ANSWER, _AGAIN], _TOOLS)
+    # Gemma 4's template writes such text behind the result and ends the turn there.
+    probe.need("words_at_calls", worded, _TOOLS, in_order=("Zqwords", "Zqsleeps"))
     two = [_USER, _calling(_call("Zqgarden"), _call("Zqcellar", 1)), _result("Zqsleeps"), _result("Zqopened", 1)]
     probe.need("one_call_a_message", two, _TOOLS)
     probe.need("calls_as_text_without_tools", [*one, _ANSWER, _AGAIN])

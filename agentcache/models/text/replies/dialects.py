@@ -256,7 +256,9 @@ DIALECTS: dict[str, Dialect] = {
     ),
     "functools": Dialect({"functools[": _objects("")}),
     "gemma4": Dialect(
-        {"<|tool_call>": _fields("<tool_call|>", _GEMMA_4)}, ("<tool_call|>", '<|"|>', "<|tool_response>")
+        {"<|tool_call>": _fields("<tool_call|>", _GEMMA_4)},
+        ("<tool_call|>", '<|"|>', "<|tool_response>"),
+        ends=("<|tool_response>",),
     ),
     "function_gemma": Dialect(
         {"<start_function_call>": _fields("<end_function_call>", _FUNCTION_GEMMA)},
