@@ -70,6 +70,11 @@ class LeadingRunner(ModelRunner):
     def _use(self, row: RowAdapter | None) -> RowUse | None:
         return None if row is None else RowUse(self._adapters.number_of(row.weights), row.start)
 
+    @property
+    def starts_alone(self) -> bool:
+        """False: workers have the step's commands already, and no results may be applied between them and its start."""
+        return False
+
     def start(self, *outputs: mx.array) -> Started:
         self.wait()  # this message contains the previous step's tokens
         self._leader.tell(Start(whole=bool(outputs)))
