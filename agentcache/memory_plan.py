@@ -104,12 +104,12 @@ def plan_memory(
             f"ram_budget = {_gb(budget)} is more than the {_gb(left)} that are left of memory_limit = {_gb(limit)} "
             f"beside {_gb(weights)} of weights and {_gb(beside)} for steps and hidden states"
         )
-    trunk = wishes.trunk_budget
-    if trunk is None:
-        trunk = min(left - budget, int(budget * AUTO_TRUNK_SHARE))
-    taken = weights + budget + trunk + temporaries
+    hidden_states = wishes.trunk_budget
+    if hidden_states is None:
+        hidden_states = min(left - budget, int(budget * AUTO_TRUNK_SHARE))
+    taken = weights + budget + hidden_states + temporaries
     wired = _wired_limit(device, wishes.wired_limit, taken)
-    return MemoryPlan(limit, weights, budget, trunk, temporaries, wired)
+    return MemoryPlan(limit, weights, budget, hidden_states, temporaries, wired)
 
 
 def _limit(device: DeviceMemory, wished: int | None) -> int:

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 from agentcache.adapter_settings import Policy
-from agentcache.blocks.ledger import ADAPTERS, BASE, RESIDUAL, STACKS, STATE, TRUNK, RamUse
+from agentcache.blocks.ledger import ADAPTERS, BASE, HIDDEN_STATES, RESIDUAL, STACKS, STATE, RamUse
 from agentcache.blocks.prefix_match import Match
 from agentcache.models.text.replies.format import ReplyFormat
 from agentcache.models.text.thinking import USUAL, ThinkingVariables
@@ -320,7 +320,7 @@ class CacheStats:
             "base": self._used_by(BASE),
             "residual": self._used_by(RESIDUAL) if self._has(RESIDUAL) else None,
             "adapters": self._used_by(ADAPTERS, STACKS),
-            "trunk": self._used_by(TRUNK),
+            "trunk": self._used_by(HIDDEN_STATES),
             **({STATE: self._used_by(STATE)} if self._has(STATE) else {}),
         }
 

@@ -248,7 +248,7 @@ def be_a_rank(model: Path, cache: Path, plan: DistributedPlan) -> None:
     rank = own_rank()
     note = Progress("alone" if rank is None else f"rank {rank}")
     if rank:
-        from agentcache.ranks.world import follow
+        from agentcache.ranks.executors import follow
 
         note("following")
         follow(load_config({"cache_dir": cache, "prefill_chunk": str(CHUNK)}), str(model))

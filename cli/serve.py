@@ -98,7 +98,7 @@ serve.__annotations__ = {name: parameter.annotation for name, parameter in _sign
 def follow_rank_0(config: Config) -> None:
     """Run as a further rank until rank 0, which handles signals, ends."""
     from agentcache.models.builtin.embedded import embedded_model_path
-    from agentcache.ranks.world import follow
+    from agentcache.ranks.executors import follow
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

@@ -48,7 +48,7 @@ class Reply(Protocol):
     def writer(self) -> CompletionWriter: ...
 
 
-class Settle(Protocol):
+class Finish(Protocol):
     """Hook before the end of an answer is sent."""
 
     async def __call__(
@@ -68,7 +68,7 @@ class Job:
     reply: Reply
     stream: bool
     timeout: float | None = None
-    settle: Settle | None = None
+    finish: Finish | None = None
 
 
 async def answer(request: HttpRequest, job: Job) -> Response:
@@ -84,8 +84,8 @@ async def answer(request: HttpRequest, job: Job) -> Response:
     flat = [choice for choices in completions for choice in choices]
     note_usage(request, flat, job.requests[0].n)
     context.last_turns.note(flat[0].final_report)
-    if job.settle is not None:
-        await job.settle(context.engine, flat, None)
+    if job.finish is not None:
+        await job.finish(context.engine, flat, None)
     return JSONResponse(job.reply.whole(flat))
 
 
@@ -164,8 +164,8 @@ async def _events(
                 update = await source.next()
         note_usage(request, choices.completions, len(choices.completions))
         context_of(request).last_turns.note(choices.completions[0].final_report)
-        if job.settle is not None:
-            await job.settle(context_of(request).engine, choices.completions, writer)
+        if job.finish is not None:
+            await job.finish(context_of(request).engine, choices.completions, writer)
         for event in writer.end(choices.completions):
             yield event
     except Exception as error:

@@ -125,7 +125,7 @@ class OutputItems:
     """Builds output items; each update yields stream events.
 
     Attributes:
-        items: the last may be open; `settle` completes its text.
+        items: the last may be open; `complete` completes its text.
     """
 
     def __init__(self, reply: ResponseReply, *, whole: bool = False) -> None:
@@ -193,7 +193,7 @@ class OutputItems:
             del tokens[0]
         return list(chat_logprobs(tokens)["content"])
 
-    def settle(self) -> None:
+    def complete(self) -> None:
         """Write the received text into the newest item."""
         if not self.items:
             return
@@ -246,7 +246,7 @@ class OutputItems:
         if not self._is_open:
             return
         self._is_open = False
-        self.settle()
+        self.complete()
         item = self.items[-1]
         item["status"] = status
         if item["type"] == "function_call":
@@ -315,7 +315,7 @@ class ResponseWriter:
 
     def fail(self, error: WireError) -> Iterator[bytes]:
         told = {"code": _code(error), "message": error.message}
-        self._output.settle()
+        self._output.complete()
         response = self._reply.response("failed", self._output.items, error=told)
         yield self._spliced("response.failed", _with_echo(response, self._reply.opening))
 

@@ -10,7 +10,7 @@ import mlx.nn as nn
 import pytest
 
 from agentcache.models import loader
-from agentcache.models.hosting import Everywhere, Hosted
+from agentcache.models.attachment import Everywhere, Hosted
 
 State = tuple[Any, ...]
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from agentcache.adapter_settings import LOSSY, Policy
-from agentcache.adapters.table import ServedAdapter, settle_policy
-from agentcache.blocks.keys import Producer, pack_token_ids, residual_cache
+from agentcache.adapters.table import ServedAdapter, resolve_policy
+from agentcache.blocks.keys import KVOrigin, pack_token_ids, residual_cache
 from agentcache.errors import InvalidRequest
 from agentcache.request import Request
 
@@ -59,8 +59,8 @@ class AdapterUse:
         return self.stepped_from or self.policy
 
     @property
-    def producer(self) -> Producer | None:
-        return None if self.start is None or self.is_residual else Producer(self.digest, self.start, self.groups)
+    def producer(self) -> KVOrigin | None:
+        return None if self.start is None or self.is_residual else KVOrigin(self.digest, self.start, self.groups)
 
     @property
     def activated_at(self) -> int | None:
@@ -70,7 +70,7 @@ class AdapterUse:
     def stepped_down(self) -> AdapterUse:
         return replace(self, policy=Policy.EXACT, stepped_from=self.requested_policy)
 
-    def settled(self, policy: Policy) -> AdapterUse:
+    def resolved(self, policy: Policy) -> AdapterUse:
         return replace(self, policy=policy, may_share=False)
 
 
@@ -83,7 +83,7 @@ def use_adapter(
         InvalidRequest: the prompt does not invoke the adapter, or the request contradicts itself.
     """
     is_open = adapter.may_share if policy is None else policy is Policy.AUTO and not adapter.residual_refusal
-    policy = settle_policy(policy or adapter.policy, adapter.source, adapter.residual_refusal, param=_POLICY_PARAM)
+    policy = resolve_policy(policy or adapter.policy, adapter.source, adapter.residual_refusal, param=_POLICY_PARAM)
     if request.invocation_start is not None and policy is not Policy.ACTIVATED:
         raise InvalidRequest(f"the policy {policy.value!r} has no invocation", param=_START_PARAM)
     start = _start(adapter, policy, request, token_ids)

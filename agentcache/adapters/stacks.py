@@ -68,7 +68,7 @@ class StackLoan:
     def _give_way(self, num_bytes: int, asker: Account) -> None:
         self._refused = self._stacks.adapters or self._refused
         self._stacks.clear()
-        self._account.settle(0)
+        self._account.set_bytes(0)
 
     def forget(self, weights: AdapterWeights) -> None:
         """Drop references to an adapter. The loan stays until the next review."""

@@ -70,7 +70,7 @@ def check_adapter_name(name: str) -> str:
     return name
 
 
-def settle_policy(
+def resolve_policy(
     policy: Policy, source: AdapterSource, residual_refusal: str = RESIDUAL_IS_OFF, *, param: str = "policy"
 ) -> Policy:
     """Resolve `auto`. Raises InvalidRequest, which names `param`, if the adapter does not support the policy."""

@@ -68,7 +68,7 @@ class AdapterWeightSet:
         try:
             return self._load_piece(content) if isinstance(content, Decoder) else self._load(content)
         finally:
-            self._account.settle(self._weight_bytes)
+            self._account.set_bytes(self._weight_bytes)
 
     def _load(self, content: AdapterContent) -> bool:
         digest = content.adapter.digest
@@ -105,7 +105,7 @@ class AdapterWeightSet:
             self._loan.forget(self._weights.pop(digest))
         else:
             del self._decoders[digest]
-        self._account.settle(self._weight_bytes)
+        self._account.set_bytes(self._weight_bytes)
 
     def rows(self, uses: Sequence[AdapterUse | None]) -> list[RowAdapter | None]:
         """Return the LoRA of each row of the next step, stacked if possible."""

@@ -14,9 +14,9 @@ import numpy as np
 
 from agentcache.agents.caches import KeptCache
 from agentcache.agents.restoring import Read, Restoring
+from agentcache.blocks.block_tables import Load
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockTable
-from agentcache.blocks.sequence import Load
 from agentcache.blocks.slots import Group
 from agentcache.kv.block_layout import Array, aligned
 from agentcache.kv.tensor_arena import shares_memory
@@ -150,7 +150,7 @@ class BufferedReads:
 
     def _take(self, batch: _Batch, buffer: Array, reads: Sequence[Read]) -> None:
         try:
-            batch.restore.settle(self._put(batch, reads))
+            batch.restore.finish(self._put(batch, reads))
         finally:
             with self._lock:
                 self._buffers.append(buffer)

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
+from agentcache.blocks.block_tables import Copy
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, RESIDUAL, Namespace, kind_of
-from agentcache.blocks.lane_search import CachedPrefix
 from agentcache.blocks.ledger import STATE
+from agentcache.blocks.path_search import CachedPrefix
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.blocks.sequence import Copy
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.block_layout import Array, GroupMemory
 from agentcache.kv.spec import CacheSpec

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from agentcache.agents.caches import KeptCache
 from agentcache.agents.disk import Committed
+from agentcache.blocks.block_tables import PathBlock
 from agentcache.blocks.keys import BlockName
 from agentcache.blocks.radix_tree import Node
-from agentcache.blocks.sequence import LaneBlock
 from agentcache.store.manifest import AgentRecord
 
 
@@ -32,7 +32,7 @@ class BlockToWrite:
 @dataclass(frozen=True)
 class CachePart:
     cache: KeptCache
-    blocks: Sequence[LaneBlock]
+    blocks: Sequence[PathBlock]
     num_tokens: int
 
     @property

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from agentcache.agents.block_files import BlockFiles
 from agentcache.agents.durable_lineages import DurableLineages, Reduced
-from agentcache.agents.in_use import InUse
+from agentcache.agents.pins import Pins
 from agentcache.agents.use_time import time_after
 from agentcache.blocks.keys import BlockName
 from agentcache.errors import AgentCacheError, BlocksLost, DiskBudgetExceeded, StoreError
@@ -81,12 +81,12 @@ class Disk:
     """
 
     def __init__(
-        self, store: Store, records: Iterable[AgentRecord], in_use: InUse, is_open: Callable[[str], bool]
+        self, store: Store, records: Iterable[AgentRecord], pins: Pins, is_open: Callable[[str], bool]
     ) -> None:
         self._store = store
         self.files = BlockFiles(store)
-        self._in_use = in_use
-        self._lineages = DurableLineages(in_use, is_open)
+        self._pins = pins
+        self._lineages = DurableLineages(pins, is_open)
         self._superseded: list[BlockName] = []  # deleted in `clean_up`
         self._behind: set[str] = set()  # lineages whose manifests may name blocks deleted for room
         for record in records:
@@ -94,7 +94,7 @@ class Disk:
 
     def needs(self, name: BlockName) -> bool:
         """Whether a durable lineage names the block or an unsaved turn pins it. Any thread."""
-        return self._lineages.is_named(name) or self._in_use.has_block(name)
+        return self._lineages.is_named(name) or self._pins.has_block(name)
 
     def fits(self, record: AgentRecord, num_tokens: int) -> bool:
         """Whether the budget can hold the lineage after every permitted eviction. Any thread."""
@@ -129,7 +129,7 @@ class Disk:
         """Write a running turn's full blocks. Evict for them only while the turn pins them."""
 
         def work(done: Committed) -> None:
-            self._write_blocks(blocks, done, is_wanted=lambda: any(map(self._in_use.has_block, names)))
+            self._write_blocks(blocks, done, is_wanted=lambda: any(map(self._pins.has_block, names)))
 
         return self._run(work, written=names)
 
@@ -175,7 +175,7 @@ class Disk:
 
         def work(done: Committed) -> None:
             for record in self._store.load_again(agent_id):
-                self._in_use.hold_lineage(record.name)
+                self._pins.pin_lineage(record.name)
                 self._put(record)
                 found.append(record)
 
@@ -245,7 +245,7 @@ class Disk:
         except BaseException as error:  # unpinned below
             log.exception("a write has failed")
             done.error = f"{type(error).__name__}: {error}"
-        self._in_use.let_blocks_go(held)
+        self._pins.let_blocks_go(held)
         try:
             self._delete({*held, *written}, done)
             self._catch_up()
@@ -327,7 +327,9 @@ class Disk:
         unreadable = self._store.unreadable_last_used()
         now = time_after(max(self._lineages.latest_use(), unreadable or 0.0))
         victim = self._lineages.stalest(now)
-        if victim is None or (unreadable is not None and now - unreadable > self._lineages.staleness(victim, now)):
+        if victim is None or (
+            unreadable is not None and now - unreadable > self._lineages.eviction_priority(victim, now)
+        ):
             return self._store.evict_unreadable() > 0
         log.info("dropping the blocks of agent %s to keep the disk budget", victim.name)
         if self._lineages.is_longest(victim):
@@ -337,7 +339,7 @@ class Disk:
         return True
 
     def _evict_unclaimed(self) -> bool:
-        return self._store.evict_unclaimed({self.files.key(name) for name in self._in_use.blocks()}) > 0
+        return self._store.evict_unclaimed({self.files.key(name) for name in self._pins.blocks()}) > 0
 
     def _reduce(self, reduced: Reduced, done: Committed) -> None:
         done.reduced.append(reduced)

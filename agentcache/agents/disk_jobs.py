@@ -33,7 +33,7 @@ class DiskJobs:
         self._agents = agents
         self._post = post
         self._writer = Writer()
-        self._unsettled = 0
+        self._unfinished = 0
 
     def close(self) -> None:
         self._writer.close()
@@ -49,14 +49,14 @@ class DiskJobs:
         self,
         job: Callable[[], Committed],
         targets: Sequence[BlockToWrite] = (),
-        settle: Callable[[Committed], None] = lambda outcome: None,
+        finish: Callable[[Committed], None] = lambda outcome: None,
     ) -> None:
-        """Queue a job that writes `targets`. Its outcome is applied, then passed to `settle`."""
-        self._unsettled += 1
+        """Queue a job that writes `targets`. Its outcome is applied, then passed to `finish`."""
+        self._unfinished += 1
         num_bytes = sum(target.num_bytes for target in targets)
 
         def applied(result: Committed | StoreError) -> None:
-            self._unsettled -= 1
+            self._unfinished -= 1
             outcome = Committed(error=str(result)) if isinstance(result, StoreError) else result
             try:
                 self.apply(outcome, targets)
@@ -64,7 +64,7 @@ class DiskJobs:
                 _not_pending(targets)
                 raise
             finally:
-                settle(outcome)
+                finish(outcome)
 
         def hand_over(result: Committed | StoreError) -> None:
             self._post(lambda: applied(result))
@@ -73,22 +73,22 @@ class DiskJobs:
         try:
             self._writer.submit(job, hand_over, num_bytes)
         except BaseException:
-            self._unsettled -= 1
+            self._unfinished -= 1
             _not_pending(targets)
             raise
 
-    def when_settled(self, done: Callable[[], None]) -> None:
-        self.submit(Committed, settle=lambda outcome: done())
+    def when_finished(self, done: Callable[[], None]) -> None:
+        self.submit(Committed, finish=lambda outcome: done())
 
     @property
     def is_writing(self) -> bool:
-        return self._unsettled > 0
+        return self._unfinished > 0
 
     def flush(self) -> None:
         """Block until all queued jobs are done. Not while serving."""
-        settled: Future[None] = Future()
-        self._writer.submit(lambda: None, lambda result: settled.set_result(None))
-        settled.result()
+        finished: Future[None] = Future()
+        self._writer.submit(lambda: None, lambda result: finished.set_result(None))
+        finished.result()
 
     def apply(self, outcome: Committed, targets: Sequence[BlockToWrite] = ()) -> None:
         """Apply a job's writes, evictions and deletions in RAM."""

@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 
-from agentcache.agents.in_use import InUse, subtract
-from agentcache.agents.lineages import staleness, unshared_tokens
+from agentcache.agents.lineages import eviction_priority, unshared_tokens
+from agentcache.agents.pins import Pins, subtract
 from agentcache.agents.table import Lineages, names_of
 from agentcache.blocks.keys import BlockName
-from agentcache.blocks.lanes import NamedBlock
+from agentcache.blocks.origin_paths import NamedBlock
 from agentcache.store.manifest import AgentRecord
 
 
@@ -24,8 +24,8 @@ class DurableLineages:
     Writer thread only, except `is_named`.
     """
 
-    def __init__(self, in_use: InUse, is_open: Callable[[str], bool]) -> None:
-        self._in_use = in_use
+    def __init__(self, pins: Pins, is_open: Callable[[str], bool]) -> None:
+        self._pins = pins
         self._is_open = is_open
         self._lineages = Lineages()
         self._references: Counter[BlockName] = Counter()
@@ -59,8 +59,8 @@ class DurableLineages:
         return given_up
 
     def protected_blocks(self) -> set[BlockName]:
-        busy = (record for record in self._lineages if self._in_use.has_lineage(record.name))
-        return self._in_use.blocks().union(*(record.block_names for record in busy))
+        busy = (record for record in self._lineages if self._pins.has_lineage(record.name))
+        return self._pins.blocks().union(*(record.block_names for record in busy))
 
     def latest_use(self) -> float:
         return max((record.last_used for record in self._lineages), default=0.0)
@@ -68,13 +68,13 @@ class DurableLineages:
     def stalest(self, now: float) -> AgentRecord | None:
         """The unpinned lineage with blocks and the highest eviction priority."""
         with_blocks = (record for record in self._lineages if record.held)
-        idle = (record for record in with_blocks if not self._in_use.has_lineage(record.name))
-        return max(idle, key=lambda record: self.staleness(record, now), default=None)
+        idle = (record for record in with_blocks if not self._pins.has_lineage(record.name))
+        return max(idle, key=lambda record: self.eviction_priority(record, now), default=None)
 
-    def staleness(self, record: AgentRecord, now: float) -> float:
+    def eviction_priority(self, record: AgentRecord, now: float) -> float:
         if record.id not in self._unshared:
             self._unshared[record.id] = unshared_tokens(self._lineages.lineages(record.id))
-        return staleness(record, self._unshared[record.id], now)
+        return eviction_priority(record, self._unshared[record.id], now)
 
     def is_longest(self, record: AgentRecord) -> bool:
         """Whether its agent has no longer lineage; then its transcript stays."""
@@ -88,7 +88,7 @@ class DurableLineages:
         reduced = (
             Reduced(record, self._with_open_residuals(record))
             for record in self._lineages
-            if record.residuals and not self._in_use.has_lineage(record.name)
+            if record.residuals and not self._pins.has_lineage(record.name)
         )
         with_orphans = (each for each in reduced if each.after.residuals != each.before.residuals)
         return min(with_orphans, key=lambda each: each.before.last_used, default=None)

@@ -8,7 +8,7 @@ from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.agents.persistence import Persistence
 from agentcache.agents.table import AgentTable, blocks_of
 from agentcache.blocks.keys import RESIDUAL, BlockName
-from agentcache.blocks.lanes import NamedBlock
+from agentcache.blocks.origin_paths import NamedBlock
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.radix_tree import Node
 from agentcache.store.manifest import AgentRecord
@@ -46,7 +46,7 @@ class Eviction:
                     _evict_from(cache, [block for block in blocks if block.cache == cache.name], self._persistence)
             done(None)
 
-        self._persistence.jobs.when_settled(evict)
+        self._persistence.jobs.when_finished(evict)
 
     def evict_unread(self, share: float) -> int:
         """Evict a share of the unread saved blocks, least recently used first; returns their number."""

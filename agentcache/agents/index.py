@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from agentcache.agents.block_files import BlockFiles
 from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.agents.table import AgentTable, reasons_by_agent
+from agentcache.blocks.block_tables import PathBlock
 from agentcache.blocks.keys import BASE_CACHE, BlockName
-from agentcache.blocks.lanes import spans
+from agentcache.blocks.origin_paths import spans
 from agentcache.blocks.radix_tree import Node
-from agentcache.blocks.sequence import LaneBlock
 from agentcache.store.manifest import AgentRecord
 from agentcache.store.store import Store
 
@@ -58,20 +58,20 @@ def index_residuals(caches: KeptCaches, cache: KeptCache, record: AgentRecord, h
         _prune(cache, [block.node for block in blocks])
 
 
-def lay_out(caches: KeptCaches, cache: KeptCache, record: AgentRecord, num_tokens: int) -> list[LaneBlock]:
+def lay_out(caches: KeptCaches, cache: KeptCache, record: AgentRecord, num_tokens: int) -> list[PathBlock]:
     """Return a lineage's blocks in the order of `spans`. Inserts missing nodes."""
-    tree, blocks = cache.prefix.tree, list[LaneBlock]()
+    tree, blocks = cache.prefix.tree, list[PathBlock]()
     root, has_state = tree.root(caches.root(cache, record.salt)), cache.prefix.snapshots is not None
     producer = record.producer if cache.name == BASE_CACHE else None
     ids = caches.ids_of(record)
     for span in spans(num_tokens, producer, len(cache.prefix.groups), has_state=has_state):
         parent = root if span.parent is None else blocks[span.parent].node
         node = tree.insert(parent, ids[span.begin : span.end], span.producer)
-        blocks.append(LaneBlock(node, span.groups))
+        blocks.append(PathBlock(node, span.groups))
     return blocks
 
 
-def _note_stored(cache: KeptCache, blocks: Iterable[LaneBlock], has: Has) -> None:
+def _note_stored(cache: KeptCache, blocks: Iterable[PathBlock], has: Has) -> None:
     for block in blocks:
         block.node.stored.update(name.group for name in block.named_in(cache.name).names if has(name))
 

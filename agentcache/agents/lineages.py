@@ -181,7 +181,7 @@ def unshared_tokens(lineages: Sequence[AgentRecord]) -> dict[str, int]:
     return {record.name: max(0, record.num_saved - shared[record.name]) for record in lineages}
 
 
-def staleness(record: AgentRecord, unshared: Mapping[str, int], now: float) -> float:
+def eviction_priority(record: AgentRecord, unshared: Mapping[str, int], now: float) -> float:
     """Eviction priority: seconds since last use, times the agent's largest unshared size over the lineage's.
 
     Source: Blankstein et al. 2017, Hyperbolic Caching. `now` is after every use (`use_time.time_after`).

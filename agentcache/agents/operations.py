@@ -5,19 +5,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from agentcache.agents.caches import KeptCache, KeptCaches
-from agentcache.agents.in_use import InUse
 from agentcache.agents.persistence import Persistence
+from agentcache.agents.pins import Pins
 from agentcache.agents.residuals import ResidualTurn, cut_residuals
 from agentcache.agents.restore import Restorer
 from agentcache.agents.restoring import Restored
 from agentcache.agents.saved import Saved, when_all
 from agentcache.agents.table import AgentTable, blocks_of, emptied
 from agentcache.agents.use_time import shown_time
+from agentcache.blocks.block_tables import BlockTables, PathBlock
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE
-from agentcache.blocks.lane_search import CachedPrefix
-from agentcache.blocks.lanes import NamedBlock, chain_keys, name_blocks, spans
+from agentcache.blocks.origin_paths import NamedBlock, chain_keys, name_blocks, spans
+from agentcache.blocks.path_search import CachedPrefix
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.blocks.sequence import CacheSequence, LaneBlock
 from agentcache.errors import AgentCacheError, EngineStopped, InternalError, InvalidRequest, OutOfBlocks
 from agentcache.report import AgentInfo, CacheState, LineageInfo, RestoreReport
 from agentcache.store.archived_agent import ArchivedAgent
@@ -32,14 +32,14 @@ class AgentOperations:
         caches: KeptCaches,
         agents: AgentTable,
         persistence: Persistence,
-        in_use: InUse,
+        pins: Pins,
         restorer: Restorer,
     ) -> None:
         self._caches = caches
         self._cache = caches.base.prefix
         self._agents = agents
         self._persistence = persistence
-        self._in_use = in_use
+        self._pins = pins
         self._restorer = restorer
 
     def _residual_prefixes(self, records: Iterable[AgentRecord]) -> list[tuple[KeptCache, CachedPrefix]]:
@@ -132,15 +132,15 @@ class AgentOperations:
             for copy in self._agents.fork(agent_id, new_id, lineage)
         ]
 
-        def settle(saved: Saved) -> None:
+        def finish(saved: Saved) -> None:
             for name in sources:
-                self._in_use.let_lineage_go(name)
+                self._pins.let_lineage_go(name)
             if saved.error is not None:  # all or nothing
                 for copy in filter(None, (self._agents.find(copy.name) for copy in copies)):
                     self._persistence.delete_lineage(copy, lambda _: None)
             done(saved)
 
-        saved_all = when_all(len(copies), settle)
+        saved_all = when_all(len(copies), finish)
         with self._persistence.holding(sources):
             for copy in copies:
                 self._persistence.save_record(copy, saved_all)
@@ -210,7 +210,7 @@ class AgentOperations:
         nodes = [node for lane in prefix.lanes for node in lane.all_nodes]
         groups = tuple(range(len(cache.prefix.groups)))
         return ResidualTurn(
-            cache.name, num_tokens, [LaneBlock(node, groups) for node in nodes if node.end <= num_tokens]
+            cache.name, num_tokens, [PathBlock(node, groups) for node in nodes if node.end <= num_tokens]
         )
 
     def restore(
@@ -236,9 +236,9 @@ class AgentOperations:
                 done(InvalidRequest(str(error), code="insufficient_memory"))
                 return
             cache.arenas.copy_blocks(sequence.copies)
-            self._restorer.restore(sequence, lambda restored: settle(cache, sequence, restored), cache.name)
+            self._restorer.restore(sequence, lambda restored: finish(cache, sequence, restored), cache.name)
 
-        def settle(cache: KeptCache, sequence: CacheSequence, restored: Restored) -> None:
+        def finish(cache: KeptCache, sequence: BlockTables, restored: Restored) -> None:
             nonlocal restored_bytes
             restored_bytes += restored.num_bytes
             try:

@@ -12,15 +12,15 @@ from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.agents.commit import BlockToWrite, CachePart, Commit, is_wanted
 from agentcache.agents.disk import Committed, Disk, SavedTurn
 from agentcache.agents.disk_jobs import DiskJobs
-from agentcache.agents.in_use import InUse
 from agentcache.agents.index import index_lineage, index_residuals, lay_out
+from agentcache.agents.pins import Pins
 from agentcache.agents.residuals import ResidualTurn, cut_residuals
 from agentcache.agents.saved import Saved
 from agentcache.agents.saved_snapshots import SavedSnapshots
 from agentcache.agents.table import AgentTable, names_of
+from agentcache.blocks.block_tables import BlockTables, PathBlock
 from agentcache.blocks.keys import BASE_CACHE, BlockName
-from agentcache.blocks.lanes import NamedBlock
-from agentcache.blocks.sequence import CacheSequence, LaneBlock
+from agentcache.blocks.origin_paths import NamedBlock
 from agentcache.blocks.transcript import Transcript, TranscriptContent
 from agentcache.default_agents import SHARED_LINEAGES
 from agentcache.errors import StoreError
@@ -56,7 +56,7 @@ class Persistence:
         runner: ModelRunner,
         store: Store,
         agents: AgentTable,
-        in_use: InUse,
+        pins: Pins,
         post: Callable[[Callable[[], None]], None],
         max_lineages: int,
         first_thought: Callable[[Transcript], int | None],
@@ -66,14 +66,14 @@ class Persistence:
         self._caches = caches
         self._store = store
         self._agents = agents
-        self._in_use = in_use
+        self._pins = pins
         self._max_lineages, self._shared = max_lineages, shared
         self._set_aside = list(set_aside)
         self._looked_at: dict[str, float] = {}  # when an unavailable agent's files were last read
         self._looking: dict[str, list[Callable[[], None]]] = {}  # callbacks waiting for such a read, by agent
         for record in set_aside:
-            in_use.hold_lineage(record.name)
-        self._disk = Disk(store, [*agents, *set_aside], in_use, caches.is_open)
+            pins.pin_lineage(record.name)
+        self._disk = Disk(store, [*agents, *set_aside], pins, caches.is_open)
         self._snapshots = SavedSnapshots(caches, runner, self._disk.fits, first_thought)
         self.jobs = DiskJobs(self._disk, caches, agents, post)
         agents.must_stay = self._snapshots.is_unsaved
@@ -101,7 +101,7 @@ class Persistence:
         """Remove a cache without open sequences from RAM; its files stay."""
         self._caches.close(name)
 
-    def blocks_of(self, record: AgentRecord, num_tokens: int) -> list[LaneBlock]:
+    def blocks_of(self, record: AgentRecord, num_tokens: int) -> list[PathBlock]:
         """Return base's blocks of a lineage's first tokens, in the order of `spans`. Inserts missing nodes."""
         return lay_out(self._caches, self._caches.base, record, num_tokens)
 
@@ -113,8 +113,8 @@ class Persistence:
 
     def save_blocks(
         self,
-        sequence: CacheSequence,
-        blocks: Iterable[LaneBlock],
+        sequence: BlockTables,
+        blocks: Iterable[PathBlock],
         written: Callable[[int], None],
         cache: str = BASE_CACHE,
     ) -> None:
@@ -138,31 +138,31 @@ class Persistence:
     def holding(self, lineages: Sequence[str] = (), blocks: Sequence[BlockName] = ()) -> Iterator[None]:
         """Pin for a job queued inside, which unpins at its end; an exception unpins at once."""
         for name in lineages:
-            self._in_use.hold_lineage(name)
-        self._in_use.hold_blocks(blocks)
+            self._pins.pin_lineage(name)
+        self._pins.hold_blocks(blocks)
         try:
             yield
         except BaseException:
             for name in lineages:
-                self._in_use.let_lineage_go(name)
-            self._in_use.let_blocks_go(blocks)
+                self._pins.let_lineage_go(name)
+            self._pins.let_blocks_go(blocks)
             raise
 
-    def release(self, blocks: Iterable[LaneBlock], cache: str = BASE_CACHE) -> None:
+    def release(self, blocks: Iterable[PathBlock], cache: str = BASE_CACHE) -> None:
         """Undo `save_blocks` for a dropped turn."""
         self._let_go(_names(blocks, cache))
 
     def _let_go(self, held: Sequence[BlockName]) -> None:
         if held:
-            self._in_use.let_blocks_go(held)
+            self._pins.let_blocks_go(held)
             self.jobs.submit(partial(self._disk.sweep, held))
 
     def commit(
         self,
         record: AgentRecord,
-        blocks: Sequence[LaneBlock],
+        blocks: Sequence[PathBlock],
         done: Callable[[Saved], None],
-        early: Iterable[LaneBlock] = (),
+        early: Iterable[PathBlock] = (),
         lasting: int = 0,
         *,
         repeated: int = 0,
@@ -196,20 +196,20 @@ class Persistence:
         before = self._agents.find(record.name)
         durable = before or record.without_blocks()
         self._agents.put(record.with_blocks_of(durable))
-        self._in_use.hold_lineage(record.name)  # keeps its durable blocks from eviction
+        self._pins.pin_lineage(record.name)  # keeps its durable blocks from eviction
         counted_on = names_of(set(record.held).difference(durable.held))
-        self._in_use.hold_blocks(counted_on)
+        self._pins.hold_blocks(counted_on)
 
-        def settle(outcome: Committed) -> None:
-            self._in_use.let_lineage_go(record.name)
+        def finish(outcome: Committed) -> None:
+            self._pins.let_lineage_go(record.name)
             done(self._saved(commit.record, outcome))
 
-        commit = Commit(record, parts, [*counted_on, *held], settle)
+        commit = Commit(record, parts, [*counted_on, *held], finish)
         try:
             self._try_to_commit(commit)
         except BaseException:  # undo the turn
-            self._in_use.let_lineage_go(record.name)
-            self._in_use.let_blocks_go(counted_on)
+            self._pins.let_lineage_go(record.name)
+            self._pins.let_blocks_go(counted_on)
             self._agents.remove(record) if before is None else self._agents.put(before)
             raise
 
@@ -236,7 +236,7 @@ class Persistence:
         needed = [each for part in commit.parts for each in part.needed]
         turn = SavedTurn(commit.record, [name for _, name in needed], self.jobs.copy_out(targets), commit.held)
 
-        def settle(outcome: Committed) -> None:
+        def finish(outcome: Committed) -> None:
             commit.num_bytes += outcome.num_bytes
             if not outcome.lost:
                 commit.done(replace(outcome, num_bytes=commit.num_bytes))
@@ -256,7 +256,7 @@ class Persistence:
             self._let_go(commit.held)
             commit.done(Committed(error=reason))
 
-        self.jobs.submit(partial(self._disk.commit, turn), targets, settle)
+        self.jobs.submit(partial(self._disk.commit, turn), targets, finish)
 
     def _saved(self, record: AgentRecord, outcome: Committed) -> Saved:
         if outcome.error is not None:
@@ -276,7 +276,7 @@ class Persistence:
 
     def save_snapshot(self, record: AgentRecord) -> None:
         """Write the last checkpoint if it is not on disk and the lineage is not pinned."""
-        if self._snapshots.is_unsaved(record.name) and not self._in_use.has_lineage(record.name):
+        if self._snapshots.is_unsaved(record.name) and not self._pins.has_lineage(record.name):
             blocks = self.blocks_of(record, record.num_saved)
             self.commit(record, blocks, lambda saved: None, final=True)  # on failure it is computed again
             for block in reversed(blocks):
@@ -302,11 +302,11 @@ class Persistence:
                     log.error("%s", error)
             return Committed()
 
-        def settle(outcome: Committed) -> None:
+        def finish(outcome: Committed) -> None:
             go_on()
             contents.clear()
 
-        self.jobs.submit(read, settle=settle)
+        self.jobs.submit(read, finish=finish)
 
     def look_again(self, agent_id: str, done: Callable[[], None]) -> None:
         """Retry an unavailable agent's files, at most every `LOOK_AGAIN_SECONDS`, then call `done`.
@@ -333,7 +333,7 @@ class Persistence:
                 reasons.append(str(error))
             return outcome
 
-        def settle(outcome: Committed) -> None:
+        def finish(outcome: Committed) -> None:
             self._set_aside += found
             if outcome.error is not None:
                 reasons.append(outcome.error)
@@ -344,7 +344,7 @@ class Persistence:
             for each in self._looking.pop(agent_id):
                 each()
 
-        self.jobs.submit(read, settle=settle)
+        self.jobs.submit(read, finish=finish)
         self._looking[agent_id] = [done]
 
     def _take_in(self, records: Sequence[AgentRecord]) -> None:
@@ -352,25 +352,25 @@ class Persistence:
             self._set_aside.remove(record)
             index_lineage(self._caches, record, self._disk.files.has)
             self._agents.put(record)
-            self._in_use.let_lineage_go(record.name)
+            self._pins.let_lineage_go(record.name)
 
     def use_responses(self, work: Callable[[ResponseFiles], T], done: Callable[[T | StoreError], None]) -> None:
         results: list[T] = []
 
-        def settle(outcome: Committed) -> None:
+        def finish(outcome: Committed) -> None:
             done(results[-1] if outcome.error is None else StoreError(outcome.error))
 
-        self.jobs.submit(partial(self._disk.use_responses, lambda files: results.append(work(files))), settle=settle)
+        self.jobs.submit(partial(self._disk.use_responses, lambda files: results.append(work(files))), finish=finish)
 
     def save_record(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
         """Write only manifest and transcript (new agent, fork). The lineage stays pinned until that is done."""
 
-        def settle(outcome: Committed) -> None:
-            self._in_use.let_lineage_go(record.name)
+        def finish(outcome: Committed) -> None:
+            self._pins.let_lineage_go(record.name)
             done(self._saved(record, outcome))
 
         with self.holding(lineages=[record.name]):
-            self.jobs.submit(partial(self._disk.commit, SavedTurn(record)), settle=settle)
+            self.jobs.submit(partial(self._disk.commit, SavedTurn(record)), finish=finish)
 
     def bring_in(self, archive: ArchivedAgent, done: Callable[[Saved], None]) -> None:
         """Save an imported agent with an unused id, then add it to the table.
@@ -381,9 +381,9 @@ class Persistence:
             raise ArchiveRejected("it has other groups of residuals than the adapter has here", param="path")
         archive.records = tuple(self._agents.as_used_now(archive.records))
 
-        def settle(outcome: Committed) -> None:
+        def finish(outcome: Committed) -> None:
             for record in archive.records:
-                self._in_use.let_lineage_go(record.name)
+                self._pins.let_lineage_go(record.name)
                 if outcome.error is None:
                     self._agents.put(record)
                     index_lineage(self._caches, record, self._disk.files.has)
@@ -394,7 +394,7 @@ class Persistence:
         with self.holding([record.name for record in archive.records], archive.names):
             for record in archive.records:
                 self._disk.files.learn_names(record)
-            self.jobs.submit(partial(self._disk.bring_in, archive), settle=settle)
+            self.jobs.submit(partial(self._disk.bring_in, archive), finish=finish)
 
     def keep_bound(self, latest: AgentRecord) -> None:
         """Delete idle lineages while the agent has too many.
@@ -421,13 +421,13 @@ class Persistence:
         """Replace a lineage by one without blocks. RAM keeps the old ones."""
         known = self._agents.find(record.name) or record
         self._agents.put(record)
-        self.jobs.submit(partial(self._disk.empty, record), settle=partial(self._removed, known, done))
+        self.jobs.submit(partial(self._disk.empty, record), finish=partial(self._removed, known, done))
 
     def delete_lineage(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
         """Delete a lineage, except blocks that another one names."""
         self._agents.remove(record)
 
-        self.jobs.submit(partial(self._disk.delete, record), settle=partial(self._removed, record, done))
+        self.jobs.submit(partial(self._disk.delete, record), finish=partial(self._removed, record, done))
 
     def _removed(self, record: AgentRecord, done: Callable[[Saved], None], outcome: Committed) -> None:
         self.jobs.evict(record, outcome)
@@ -451,5 +451,5 @@ def _note_removal(record: AgentRecord, saved: Saved) -> None:
         log.error("lineage %s could not be removed from disk: %s", record.name, saved.error)
 
 
-def _names(blocks: Iterable[LaneBlock], cache: str = BASE_CACHE) -> list[BlockName]:
+def _names(blocks: Iterable[PathBlock], cache: str = BASE_CACHE) -> list[BlockName]:
     return names_of(block.named_in(cache) for block in blocks)

@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 
 from agentcache.agents.processors import kept_to, share_processors
 from agentcache.agents.restoring import Read, Restoring
-from agentcache.blocks.sequence import Load
+from agentcache.blocks.block_tables import Load
 from agentcache.errors import BlockMissing, BlockRejected, StoreError
 from agentcache.kv.block_layout import Place, RestBuffer
 from agentcache.store.block_folder import BlockFolder

@@ -3,9 +3,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from agentcache.blocks.block_tables import PathBlock
 from agentcache.blocks.keys import BLOCK_SIZE, Namespace
-from agentcache.blocks.lanes import chain_keys, spans
-from agentcache.blocks.sequence import LaneBlock
+from agentcache.blocks.origin_paths import chain_keys, spans
 from agentcache.store.manifest import AgentRecord, ResidualBlocks
 
 
@@ -21,8 +21,8 @@ class ResidualTurn:
 
     cache: str
     num_tokens: int
-    blocks: Sequence[LaneBlock]
-    early: Sequence[LaneBlock] = ()
+    blocks: Sequence[PathBlock]
+    early: Sequence[PathBlock] = ()
 
 
 def root_of(namespace: Namespace, residual: ResidualBlocks) -> str:

@@ -18,8 +18,8 @@ from agentcache.agents.buffered_reads import BufferedReads
 from agentcache.agents.caches import KeptCaches
 from agentcache.agents.reads_in_place import Job, ReadsInPlace
 from agentcache.agents.restoring import Restored, Restoring
+from agentcache.blocks.block_tables import BlockTables, Load
 from agentcache.blocks.keys import BASE_CACHE
-from agentcache.blocks.sequence import CacheSequence, Load
 from agentcache.kv.block_layout import GroupMemory
 from agentcache.store.store import Store
 
@@ -72,7 +72,7 @@ class Restorer:
         self.cease()
         self._readers.shutdown(wait=True)
 
-    def restore(self, sequence: CacheSequence, done: Callable[[Restored], None], cache: str = BASE_CACHE) -> None:
+    def restore(self, sequence: BlockTables, done: Callable[[Restored], None], cache: str = BASE_CACHE) -> None:
         """Load a sequence's blocks into RAM. `done` gets the outcome later, even if the sequence has ended."""
         kept, loads = self._caches.get(cache), sorted(sequence.loads, key=lambda load: load.group)
         restore = Restoring(kept, sequence, done, blocks_due=len(loads))
@@ -110,7 +110,7 @@ class Restorer:
             else:
                 self.buffered.read(restore, loads)
         for restore, read in ended:
-            restore.settle([read])
+            restore.finish([read])
         return bool(others or ended)
 
     def _memories(self) -> dict[tuple[str, int], GroupMemory | None]:

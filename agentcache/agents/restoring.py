@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from agentcache.agents.caches import KeptCache
+from agentcache.blocks.block_tables import BlockTables, Load
 from agentcache.blocks.keys import block_key
 from agentcache.blocks.radix_tree import Node
-from agentcache.blocks.sequence import CacheSequence, Load
 from agentcache.kv.block_layout import Array
 from agentcache.store.block_extras import Extras
 from agentcache.store.block_file import BlockHeader
@@ -61,7 +61,7 @@ class Restoring:
     """Counts the remaining blocks of a restore. Engine thread only."""
 
     cache: KeptCache
-    sequence: CacheSequence
+    sequence: BlockTables
     done: Callable[[Restored], None]
     blocks_due: int
     num_bytes: int = 0
@@ -74,7 +74,7 @@ class Restoring:
     def header(self, load: Load) -> BlockHeader:
         return header_of(load.node, load.group, self.cache)
 
-    def settle(self, reads: Sequence[Read]) -> None:
+    def finish(self, reads: Sequence[Read]) -> None:
         cache = self.cache
         for read in reads:
             load = read.load

@@ -7,7 +7,7 @@ from functools import partial
 
 from agentcache.agents.caches import KeptCaches
 from agentcache.agents.commit import is_wanted
-from agentcache.blocks.lanes import NamedSnapshot
+from agentcache.blocks.origin_paths import NamedSnapshot
 from agentcache.blocks.radix_tree import Node
 from agentcache.blocks.snapshot_plan import choose_saved
 from agentcache.blocks.transcript import Transcript

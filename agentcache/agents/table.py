@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from agentcache.agents.in_use import InUse
-from agentcache.agents.lineages import staleness, unshared_tokens
+from agentcache.agents.lineages import eviction_priority, unshared_tokens
+from agentcache.agents.pins import Pins
 from agentcache.agents.resident import ResidentTranscripts
 from agentcache.agents.use_time import time_after, time_now
 from agentcache.blocks.keys import BlockName
-from agentcache.blocks.lanes import NamedBlock
+from agentcache.blocks.origin_paths import NamedBlock
 from agentcache.blocks.transcript import Transcript
 from agentcache.errors import AgentUnavailable, Conflict, InvalidRequest, NotFound
 from agentcache.names import is_name
@@ -125,12 +125,12 @@ class AgentTable(Lineages):
         self,
         model: str,
         records: Iterable[AgentRecord] = (),
-        in_use: InUse | None = None,
+        pins: Pins | None = None,
         transcripts: ResidentTranscripts | None = None,
     ) -> None:
         self._model = model
         self._view: Agents | None = None
-        self._in_use = in_use or InUse()
+        self._pins = pins or Pins()
         self._transcripts = transcripts
         self._latest_use = 0.0
         self.must_stay: Callable[[str], bool] = lambda name: False
@@ -165,7 +165,7 @@ class AgentTable(Lineages):
         self._view = None
 
     def _is_needed(self, name: str) -> bool:
-        return self._in_use.has_lineage(name) or self.must_stay(name)
+        return self._pins.has_lineage(name) or self.must_stay(name)
 
     def view(self) -> Agents:
         if self._view is None:
@@ -215,7 +215,7 @@ class AgentTable(Lineages):
         )
 
     def _clash(self, agent_id: str) -> str | None:
-        others = (*self._lineages, *self.unavailable, *map(agent_of, self._in_use.lineages()))
+        others = (*self._lineages, *self.unavailable, *map(agent_of, self._pins.lineages()))
         return next((other for other in others if other != agent_id and other.casefold() == agent_id.casefold()), None)
 
     def vacant(self, agent_id: str, *, param: str) -> AgentRecord:
@@ -225,10 +225,10 @@ class AgentTable(Lineages):
         """
         if agent_id not in self._lineages:
             blank = self.new(agent_id, param=param)
-            return self._renamed(blank) if self._in_use.has_lineage(blank.name) else blank
+            return self._renamed(blank) if self._pins.has_lineage(blank.name) else blank
         known = self._lineages[agent_id]
         blank_ones = (record for record in known if not record.transcript)
-        idle = (record for record in blank_ones if not self._in_use.has_lineage(record.name))
+        idle = (record for record in blank_ones if not self._pins.has_lineage(record.name))
         return next(idle, None) or self._renamed(emptied(known[0]))
 
     @staticmethod
@@ -262,9 +262,9 @@ class AgentTable(Lineages):
             return None
         newest = max(known, key=lambda record: record.last_used)
         stay = [record.name for record in (newest, self.get(agent_id))[:bound]]
-        idle = (record for record in known if record.name not in stay and not self._in_use.has_lineage(record.name))
+        idle = (record for record in known if record.name not in stay and not self._pins.has_lineage(record.name))
         unshared, now = unshared_tokens(known), self.time_of_use()
-        return max(idle, key=lambda record: staleness(record, unshared, now), default=None)
+        return max(idle, key=lambda record: eviction_priority(record, unshared, now), default=None)
 
 
 def reasons_by_agent(lineages: Mapping[str, str]) -> dict[str, str]:

@@ -10,10 +10,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from agentcache.blocks.block_tables import BlockTables, Copy
 from agentcache.blocks.eviction import EvictionOrder
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.ledger import BASE, Account, Ledger
-from agentcache.blocks.sequence import CacheSequence, Copy
 from agentcache.blocks.slots import Group, Slots
 from agentcache.errors import BrokenInvariant, OutOfBlocks, OutOfMemory
 
@@ -57,7 +57,7 @@ class BlockAllocator:
     def __init__(self, slots: Slots, eviction: EvictionOrder, ledger: Ledger, name: str = BASE) -> None:
         self.slots = slots
         self._name = name
-        self.readers: Collection[CacheSequence] = ()
+        self.readers: Collection[BlockTables] = ()
         self.headroom: Callable[[], int] = lambda: _UNBOUNDED
         self.is_sparing = False
         self._pools = slots.pools

@@ -24,9 +24,9 @@ class EvictionOrder:
         return True
 
     def _victim(self, index: int) -> Node | None:
-        settled = (node for node in self._candidates(index) if self._is_idle(node) and not node.pending)
+        idle = (node for node in self._candidates(index) if self._is_idle(node) and not node.pending)
         # Last resort: a node with a pending write, which has its own copy of the bytes.
-        return next(settled, None) or next(filter(self._is_idle, self._candidates(index)), None)
+        return next(idle, None) or next(filter(self._is_idle, self._candidates(index)), None)
 
     def _unread_holder(self, index: int) -> Node | None:
         holders = (node for node in self._tree.residents if index in node.block_ids)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 BLOCK_SIZE = 256
 FORMAT_VERSION = 2
-BASE_PRODUCER = "base"
+BASE_ORIGIN = "base"
 BASE_CACHE = "base"
 RESIDUAL = "residual"
 STATE_GROUP = "recurrent"
@@ -60,7 +60,7 @@ def root_of_version_1(model: str, spec: str, salt: str) -> str:
 
 
 @dataclass(frozen=True)
-class Producer:
+class KVOrigin:
     """KV origin: an adapter that computes `groups` from token `start` on. Base computes the rest.
 
     Only requests of the same origin share its blocks: another start gives other KV (Activated LoRA, arXiv 2504.12397).
@@ -80,8 +80,8 @@ class Producer:
         return f"{self.key}@{self.start}"
 
 
-def chain_key(parent: str, token_ids: Sequence[int], producer: str = BASE_PRODUCER) -> str:
-    """Return the address of the tokens after `parent`. `producer` is `base` or a `Producer.text`."""
+def chain_key(parent: str, token_ids: Sequence[int], producer: str = BASE_ORIGIN) -> str:
+    """Return the address of the tokens after `parent`. `producer` is `base` or a `KVOrigin.text`."""
     return _digest("agentcache.chain", parent.encode(), pack_token_ids(token_ids), producer.encode())
 
 

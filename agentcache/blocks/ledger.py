@@ -20,7 +20,14 @@ from dataclasses import dataclass
 
 from agentcache.errors import BrokenInvariant
 
-BASE, ADAPTERS, STACKS, TRUNK, STATE, TEMPORARIES = "base", "adapters", "stacks", "trunk", "state", "temporaries"
+BASE, ADAPTERS, STACKS, HIDDEN_STATES, STATE, TEMPORARIES = (
+    "base",
+    "adapters",
+    "stacks",
+    "trunk",
+    "state",
+    "temporaries",
+)
 RESIDUAL, WEIGHTS, TRANSCRIPTS = "residual", "weights", "transcripts"
 UNBOUNDED = 2**62
 
@@ -108,7 +115,7 @@ class Account:
             raise BrokenInvariant(f"{self.kind} releases {num_bytes} of {self.claimed} bytes")
         self.claimed -= num_bytes
 
-    def settle(self, num_bytes: int) -> None:
+    def set_bytes(self, num_bytes: int) -> None:
         if num_bytes > self.claimed:
             self.claim(num_bytes - self.claimed)
         else:
@@ -119,7 +126,7 @@ class Account:
         missing = num_bytes - self.claimed
         if missing > 0 and not self.ask(missing):
             num_bytes = self.claimed + max(0, self.room)
-        self.settle(num_bytes)
+        self.set_bytes(num_bytes)
 
     def ask(self, num_bytes: int) -> bool:
         """Have other accounts release memory; return whether that was enough."""

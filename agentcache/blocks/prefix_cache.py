@@ -14,19 +14,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from agentcache.blocks import lane_search
+from agentcache.blocks import path_search
 from agentcache.blocks.allocator import BlockAllocator
 from agentcache.blocks.attach_prefix import attach_prefix
-from agentcache.blocks.catch_up import append_nodes, nodes_ahead
+from agentcache.blocks.block_tables import BlockTables, Load, OriginPath, PathBlock
 from agentcache.blocks.eviction import EvictionOrder
-from agentcache.blocks.keys import BLOCK_SIZE, Producer
-from agentcache.blocks.lane_search import CachedPrefix
-from agentcache.blocks.lanes import NamedBlock, has_base_tail, lay_out
+from agentcache.blocks.keys import BLOCK_SIZE, KVOrigin
 from agentcache.blocks.ledger import BASE, Ledger
+from agentcache.blocks.origin_paths import NamedBlock, has_base_tail, lay_out
+from agentcache.blocks.path_search import CachedPrefix
 from agentcache.blocks.pool import BlockTable
+from agentcache.blocks.prefix_sharing import append_nodes, nodes_ahead
 from agentcache.blocks.publishing import Publisher
 from agentcache.blocks.radix_tree import Node, RadixTree
-from agentcache.blocks.sequence import CacheSequence, Lane, LaneBlock, Load
 from agentcache.blocks.sequence_checks import check_sequences
 from agentcache.blocks.siblings import unpack
 from agentcache.blocks.slots import BlockCounts, Group, Slots
@@ -65,7 +65,7 @@ class PrefixCache:
         )
         self.all_groups = self.groups if self.snapshots is None else (*self.groups, self.snapshots.group)
         self._publisher = Publisher(self.tree, self.slots)
-        self._sequences: set[CacheSequence] = set()
+        self._sequences: set[BlockTables] = set()
         self.allocator.readers = self._sequences
         self._windowed = {index for index, group in enumerate(self.groups) if group.window is not None}
 
@@ -74,7 +74,7 @@ class PrefixCache:
         root: str,
         token_ids: Sequence[int],
         limit: int,
-        producer: Producer | None = None,
+        producer: KVOrigin | None = None,
         read_from: int | None = None,
     ) -> CachedPrefix:
         """Return the longest prefix of at most `limit` tokens whose needed blocks are in RAM or on disk.
@@ -83,14 +83,14 @@ class PrefixCache:
             producer: KV origin of the rest, whose blocks match after its start; None for base.
             read_from: first token computed with the prefix, if before its end.
         """
-        return lane_search.match_prefix(
+        return path_search.match_prefix(
             self.tree, self.groups, root, token_ids, limit, producer, self.snapshots, read_from
         )
 
     def in_ram(self, prefix: CachedPrefix) -> bool:
-        return lane_search.in_ram(prefix, self.groups)
+        return path_search.in_ram(prefix, self.groups)
 
-    def open(self, root: str, prefix: CachedPrefix) -> CacheSequence:
+    def open(self, root: str, prefix: CachedPrefix) -> BlockTables:
         """Return block tables filled with `prefix`; their `loads` and `copies` are due. Raises OutOfBlocks."""
         if self.snapshots is not None and prefix.snapshot is not None:
             self.snapshots.touch(prefix.snapshot)
@@ -108,16 +108,17 @@ class PrefixCache:
         for lane in prefix.lanes:
             self.tree.touch(lane.all_nodes)
 
-    def _enter(self, root: str, prefix: CachedPrefix) -> CacheSequence:
+    def _enter(self, root: str, prefix: CachedPrefix) -> BlockTables:
         # Unpack once: a long prompt has many blocks.
         token_ids = unpack(b"".join(node.packed for node in prefix.lanes[-1].all_nodes))[: prefix.num_tokens]
         tables = [BlockTable() for _ in self.groups]
         count = prefix.num_tokens // BLOCK_SIZE
         lanes = [
-            Lane(lane.layout, list(lane.nodes[:count]), lane.tail, list(lane.nodes[count:])) for lane in prefix.lanes
+            OriginPath(lane.layout, list(lane.nodes[:count]), lane.tail, list(lane.nodes[count:]))
+            for lane in prefix.lanes
         ]
         state = None if self.snapshots is None else self.snapshots.enter(prefix.snapshot)
-        sequence = CacheSequence(root, prefix.producer, token_ids, tables, lanes, state=state)
+        sequence = BlockTables(root, prefix.producer, token_ids, tables, lanes, state=state)
         start = prefix.snapshot
         if self.snapshots is not None and start is not None:
             sequence.snapshots.append(start)
@@ -129,7 +130,7 @@ class PrefixCache:
                 node.readers += 1
         return sequence
 
-    def loaded(self, sequence: CacheSequence, load: Load) -> None:
+    def loaded(self, sequence: BlockTables, load: Load) -> None:
         node = load.node
         if self.snapshots is not None and load.group == self.snapshots.index:
             if not sequence.closed:
@@ -139,7 +140,7 @@ class PrefixCache:
         if load.num_tokens == node.num_tokens and load.group not in node.block_ids and not sequence.closed:
             self.slots.list_in(node, load.group, load.block_id)
 
-    def reserve(self, sequence: CacheSequence, num_tokens: int) -> None:
+    def reserve(self, sequence: BlockTables, num_tokens: int) -> None:
         """Allocate slots for further tokens. Raises OutOfBlocks, keeping those it got."""
         end = -(-(sequence.num_tokens + num_tokens) // BLOCK_SIZE)
         if end == -(-sequence.num_tokens // BLOCK_SIZE):
@@ -148,17 +149,17 @@ class PrefixCache:
             while table.end_block < end:
                 table.block_ids.append(self.allocator.allocate(index))
 
-    def tokens_ahead(self, sequence: CacheSequence, token_ids: Sequence[int], end: int) -> int:
+    def tokens_ahead(self, sequence: BlockTables, token_ids: Sequence[int], end: int) -> int:
         """Tokens after the request's end that other requests have computed: whole blocks in RAM."""
         return len(nodes_ahead(self.tree, sequence, token_ids, end)) * BLOCK_SIZE
 
-    def catch_up(self, sequence: CacheSequence, token_ids: Sequence[int], end: int) -> None:
+    def catch_up(self, sequence: BlockTables, token_ids: Sequence[int], end: int) -> None:
         for nodes in nodes_ahead(self.tree, sequence, token_ids, end):
             append_nodes(self.slots, sequence, nodes)
         for lane in sequence.lanes:
             self.tree.touch(lane.nodes)
 
-    def advance(self, sequence: CacheSequence, token_ids: Sequence[int]) -> list[LaneBlock]:
+    def advance(self, sequence: BlockTables, token_ids: Sequence[int]) -> list[PathBlock]:
         """Record computed tokens; publish and return the blocks that they fill, path by path.
 
         An adapter's first token also publishes base's tokens before it in that block. Slots outside a window stay until
@@ -172,7 +173,7 @@ class PrefixCache:
             self.slots.prune(published[-1].node)  # without attention it has no data
         return published
 
-    def share_tail(self, sequence: CacheSequence, end: int) -> None:
+    def share_tail(self, sequence: BlockTables, end: int) -> None:
         """Publish the first `end` tokens, including part of an unfinished block.
 
         The request continues in its own slots, other requests in copies.
@@ -181,7 +182,7 @@ class PrefixCache:
             for lane in sequence.lanes:
                 self.slots.prune(self._publisher.list_slots(sequence, lane, end))
 
-    def leave_window(self, sequence: CacheSequence, read_from: int | None = None) -> None:
+    def leave_window(self, sequence: BlockTables, read_from: int | None = None) -> None:
         """Drop slots that no later token reads; from the tree too, if no request reads them.
 
         Args:
@@ -192,7 +193,7 @@ class PrefixCache:
             for index in self._windowed.intersection(lane.groups):
                 self._leave_window(sequence, lane, index, read_from)
 
-    def _leave_window(self, sequence: CacheSequence, lane: Lane, index: int, read_from: int | None) -> None:
+    def _leave_window(self, sequence: BlockTables, lane: OriginPath, index: int, read_from: int | None) -> None:
         num_tokens = sequence.num_tokens if read_from is None else min(sequence.num_tokens, read_from)
         table = sequence.tables[index]
         start, needed = table.first_block, self.groups[index].first_block_needed(num_tokens)
@@ -203,7 +204,7 @@ class PrefixCache:
             if node.block_ids.get(index) == block_id and not self.slots.is_read(index, block_id):
                 self.slots.take_from(node, index)
 
-    def close(self, sequence: CacheSequence, keep: int | None = None) -> list[LaneBlock]:
+    def close(self, sequence: BlockTables, keep: int | None = None) -> list[PathBlock]:
         """End a request, keep its first `keep` tokens, return its blocks in the order of `spans`.
 
         If `keep` lies inside a published block, the tail lists that block's slots.
@@ -218,17 +219,17 @@ class PrefixCache:
                 self.slots.prune(block.node)
         return blocks
 
-    def _keep(self, sequence: CacheSequence, lane: Lane, keep: int) -> list[LaneBlock]:
+    def _keep(self, sequence: BlockTables, lane: OriginPath, keep: int) -> list[PathBlock]:
         nodes = lane.nodes[: keep // BLOCK_SIZE]
         if keep % BLOCK_SIZE:
             nodes.append(self._publisher.publish(sequence, lane, keep))
-        return [LaneBlock(node, lane.groups) for node in nodes]
+        return [PathBlock(node, lane.groups) for node in nodes]
 
-    def abandon(self, sequence: CacheSequence) -> None:
+    def abandon(self, sequence: BlockTables) -> None:
         """End a request without its unfinished block."""
         self._discard(sequence)
 
-    def _discard(self, sequence: CacheSequence) -> None:
+    def _discard(self, sequence: BlockTables) -> None:
         if sequence.closed:
             return
         sequence.closed = True
@@ -247,7 +248,7 @@ class PrefixCache:
             self.state_taken(sequence)
             self.snapshots.leave()
 
-    def state_taken(self, sequence: CacheSequence) -> None:
+    def state_taken(self, sequence: BlockTables) -> None:
         """Release the checkpoint slot that the row has copied."""
         slot, sequence.state = sequence.state, None
         if slot is not None:
@@ -255,7 +256,7 @@ class PrefixCache:
             self.snapshots.release(slot)
 
     def keep_state(
-        self, sequence: CacheSequence, num_tokens: int, *, lasts: bool = False, starts_next: bool = False
+        self, sequence: BlockTables, num_tokens: int, *, lasts: bool = False, starts_next: bool = False
     ) -> int | None:
         """List a checkpoint after the first `num_tokens` tokens of an open request and return its slot.
 
@@ -284,7 +285,7 @@ class PrefixCache:
             snapshots.touch(node)
         return slot
 
-    def _note_snapshot(self, snapshots: Snapshots, sequence: CacheSequence, node: Node, *, starts_next: bool) -> None:
+    def _note_snapshot(self, snapshots: Snapshots, sequence: BlockTables, node: Node, *, starts_next: bool) -> None:
         kept = sequence.snapshots[-1:] if sequence.next_start is None else [sequence.next_start]
         for older in sequence.snapshots:
             if older not in kept:
@@ -293,27 +294,27 @@ class PrefixCache:
         if starts_next:
             sequence.next_start = node
 
-    def expect_no_start(self, sequence: CacheSequence) -> None:
+    def expect_no_start(self, sequence: BlockTables) -> None:
         """Withdraw `starts_next`: that checkpoint leaves RAM first."""
         if self.snapshots is not None and sequence.next_start is not None:
             self.snapshots.expire(sequence.next_start)
             sequence.next_start = None
 
     def find_snapshots(
-        self, root: str, token_ids: Sequence[int], num_tokens: int, producer: Producer | None
+        self, root: str, token_ids: Sequence[int], num_tokens: int, producer: KVOrigin | None
     ) -> list[Node]:
         if self.snapshots is None:
             return []
-        return lane_search.find_snapshots(
+        return path_search.find_snapshots(
             self.tree, len(self.groups), root, token_ids[:num_tokens], producer, self.snapshots
         )
 
-    def snapshot_node(self, root: str, token_ids: Sequence[int], num_tokens: int, producer: Producer | None) -> Node:
+    def snapshot_node(self, root: str, token_ids: Sequence[int], num_tokens: int, producer: KVOrigin | None) -> Node:
         layout = lay_out(producer, len(self.groups), has_state=True)
         lane, node = next(each for each in layout if each.has_state), self.tree.root(root)
         for begin in range(0, num_tokens, BLOCK_SIZE):
             end = min(begin + BLOCK_SIZE, num_tokens)
-            node = self.tree.insert(node, token_ids[begin:end], lane.producer_of(end))
+            node = self.tree.insert(node, token_ids[begin:end], lane.origin_of(end))
         return node
 
     def mark_stored(self, node: Node, group: int) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from agentcache.blocks.block_tables import BlockTables, OriginPath, PathBlock
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.radix_tree import Node, RadixTree
-from agentcache.blocks.sequence import CacheSequence, Lane, LaneBlock
 from agentcache.blocks.slots import Slots
 
 
@@ -13,7 +13,7 @@ class Publisher:
         self._tree = tree
         self._slots = slots
 
-    def publish_full(self, sequence: CacheSequence, lane: Lane) -> list[LaneBlock]:
+    def publish_full(self, sequence: BlockTables, lane: OriginPath) -> list[PathBlock]:
         published = []
         while (len(lane.nodes) + 1) * BLOCK_SIZE <= sequence.num_tokens:
             node = self.publish(sequence, lane, (len(lane.nodes) + 1) * BLOCK_SIZE)
@@ -21,10 +21,10 @@ class Publisher:
             lane.nodes.append(node)
             if lane.ahead:
                 lane.ahead.pop(0).readers -= 1  # the same node
-            published.append(LaneBlock(node, lane.groups))
+            published.append(PathBlock(node, lane.groups))
         return published
 
-    def publish(self, sequence: CacheSequence, lane: Lane, end: int) -> Node:
+    def publish(self, sequence: BlockTables, lane: OriginPath, end: int) -> Node:
         """Return the path's node that ends before token `end`, sharing slots with the request.
 
         A node with data on disk only stays so: computed KV could differ by rounding, and RAM and disk must be equal bit
@@ -35,14 +35,14 @@ class Publisher:
             self._adopt(sequence, node, index)
         return node
 
-    def list_slots(self, sequence: CacheSequence, lane: Lane, end: int) -> Node:
+    def list_slots(self, sequence: BlockTables, lane: OriginPath, end: int) -> Node:
         """Return the path's node, with the request's slots in groups without data."""
         node = self.node_of(sequence, lane, end)
         for index in lane.groups:
             self._offer(sequence, node, index)
         return node
 
-    def publish_base_tail(self, sequence: CacheSequence) -> LaneBlock:
+    def publish_base_tail(self, sequence: BlockTables) -> PathBlock:
         """Publish base's tokens of the block in which the adapter starts, with slots of all groups."""
         assert sequence.producer is not None
         start = sequence.producer.start
@@ -52,20 +52,20 @@ class Publisher:
         groups = tuple(range(len(sequence.tables)))
         for index in groups:
             self._offer(sequence, tail, index)
-        return LaneBlock(tail, groups)
+        return PathBlock(tail, groups)
 
-    def node_of(self, sequence: CacheSequence, lane: Lane, end: int) -> Node:
+    def node_of(self, sequence: BlockTables, lane: OriginPath, end: int) -> Node:
         position = (end - 1) // BLOCK_SIZE
         parent = lane.parent_of(position, self._tree.root(sequence.root))
         tokens = sequence.token_ids[position * BLOCK_SIZE : end]
-        return self._tree.insert(parent, tokens, lane.layout.producer_of(end))
+        return self._tree.insert(parent, tokens, lane.layout.origin_of(end))
 
-    def _offer(self, sequence: CacheSequence, node: Node, index: int) -> None:
+    def _offer(self, sequence: BlockTables, node: Node, index: int) -> None:
         table = sequence.tables[index]
         if table.has(node.position) and not node.available(index) and index not in node.pending:
             self._slots.list_in(node, index, table.block_id(node.position))
 
-    def _adopt(self, sequence: CacheSequence, node: Node, index: int) -> None:
+    def _adopt(self, sequence: BlockTables, node: Node, index: int) -> None:
         table, theirs = sequence.tables[index], node.block_ids.get(index)
         if theirs is not None and table.has(node.position):
             self._slots.pools[index].retain(theirs)

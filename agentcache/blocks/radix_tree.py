@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
-from agentcache.blocks.keys import BASE_PRODUCER, BLOCK_SIZE, chain_key
+from agentcache.blocks.keys import BASE_ORIGIN, BLOCK_SIZE, chain_key
 from agentcache.blocks.siblings import BYTES_PER_TOKEN, Nearest, Siblings, pack, unpack
 from agentcache.errors import BrokenInvariant
 
@@ -43,7 +43,7 @@ class Node:
         "stored",
     )
 
-    def __init__(self, parent: Node | None, packed: bytes, chain: str, producer: str = BASE_PRODUCER) -> None:
+    def __init__(self, parent: Node | None, packed: bytes, chain: str, producer: str = BASE_ORIGIN) -> None:
         self.parent = parent
         self.packed = packed
         self.chain = chain
@@ -92,12 +92,12 @@ class Node:
     def all_available(self, groups: frozenset[int]) -> bool:
         return groups <= self.block_ids.keys() or groups <= self.stored or all(map(self.available, groups))
 
-    def child(self, packed: bytes, producer: str = BASE_PRODUCER) -> Node | None:
+    def child(self, packed: bytes, producer: str = BASE_ORIGIN) -> Node | None:
         family = self._families.get(producer)
         return None if family is None else family.get(packed)
 
     def nearest(
-        self, packed: bytes, usable: Callable[[Node], bool], *, least: int = 1, producer: str = BASE_PRODUCER
+        self, packed: bytes, usable: Callable[[Node], bool], *, least: int = 1, producer: str = BASE_ORIGIN
     ) -> Nearest[Node]:
         family = self._families.get(producer)
         return Nearest([], 0) if family is None else family.nearest(packed, usable, least)
@@ -128,7 +128,7 @@ class RadixTree:
         return self._roots.get(chain) or Node(None, b"", chain)
 
     def match_prefix(
-        self, root: str, packed: bytes, usable: Callable[[Node], bool], producer_of: Callable[[int], str]
+        self, root: str, packed: bytes, usable: Callable[[Node], bool], origin_of: Callable[[int], str]
     ) -> list[Node]:
         """Return the longest path of usable full blocks. Valid until the tree changes.
 
@@ -139,18 +139,18 @@ class RadixTree:
         node, nodes = self.peek(root), []
         width = BLOCK_SIZE * BYTES_PER_TOKEN
         for start in range(0, len(packed) - width + 1, width):
-            following = node.child(packed[start : start + width], producer_of((start + width) // BYTES_PER_TOKEN))
+            following = node.child(packed[start : start + width], origin_of((start + width) // BYTES_PER_TOKEN))
             if following is None or not usable(following):
                 break
             nodes.append(following)
             node = following
         return nodes
 
-    def insert(self, parent: Node, token_ids: Sequence[int], producer: str = BASE_PRODUCER) -> Node:
+    def insert(self, parent: Node, token_ids: Sequence[int], producer: str = BASE_ORIGIN) -> Node:
         """Return the child with these 1 to 256 tokens, created if missing."""
         if parent.position >= 0 and not parent.is_full:
             raise BrokenInvariant("a tail has no children")
-        if parent.producer not in (BASE_PRODUCER, producer):
+        if parent.producer not in (BASE_ORIGIN, producer):
             raise BrokenInvariant(f"{producer} cannot go on behind {parent!r}")
         packed = pack(token_ids)
         node = parent.child(packed, producer)
@@ -235,7 +235,7 @@ class RadixTree:
             parent = node.parent
             if parent is None or parent.child(node.packed, node.producer) is not node:
                 raise BrokenInvariant(f"{node!r} is not its parent's child")
-            if parent.producer not in (BASE_PRODUCER, node.producer):
+            if parent.producer not in (BASE_ORIGIN, node.producer):
                 raise BrokenInvariant(f"{node!r} goes on behind another producer")
             if not all(family.is_sorted for family in node._families.values()):
                 raise BrokenInvariant(f"children of {node!r} are out of order")

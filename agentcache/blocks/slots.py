@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from agentcache.blocks.block_tables import Copy
 from agentcache.blocks.pool import BlockPool, BlockTable
 from agentcache.blocks.radix_tree import Node, RadixTree
-from agentcache.blocks.sequence import Copy
 from agentcache.errors import BrokenInvariant
 
 

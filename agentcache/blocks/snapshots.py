@@ -88,19 +88,19 @@ class Snapshots:
                 self._pool.release(slot)
             raise
         self._rows += 1
-        self._settle()
+        self._update_account()
         return self.allocate() if is_absent else slot
 
     def leave(self) -> None:
         self._rows -= 1
-        self._settle()
+        self._update_account()
 
     def allocate(self) -> int:
         self._make_room(1)
         if not self._pool.num_free:
             self._pool.grow(self._pool.capacity + 1)
         slot = self._pool.allocate()
-        self._settle()
+        self._update_account()
         return slot
 
     def is_free(self, slot: int) -> bool:
@@ -111,7 +111,7 @@ class Snapshots:
 
     def release(self, slot: int) -> None:
         self._pool.release(slot)
-        self._settle()
+        self._update_account()
 
     def list_in(self, node: Node, slot: int) -> None:
         """List a slot; the node takes over the caller's reference. An existing checkpoint stays."""
@@ -161,8 +161,8 @@ class Snapshots:
     def _states(self) -> int:
         return self._rows * ROW_STATES + self.num_slots
 
-    def _settle(self) -> None:
-        self._account.settle(self._states * self._bytes)
+    def _update_account(self) -> None:
+        self._account.set_bytes(self._states * self._bytes)
 
     def check_integrity(self, rows: int, started: Iterable[int], nodes: Iterable[Node]) -> None:
         self._pool.check_integrity()

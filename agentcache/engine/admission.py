@@ -7,19 +7,19 @@ from agentcache.adapters.activation import AdapterUse
 from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.agents.restore import Restorer
 from agentcache.agents.restoring import Restored
+from agentcache.blocks.block_tables import BlockTables
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE
-from agentcache.blocks.lane_search import CachedPrefix
 from agentcache.blocks.ledger import RESIDUAL
-from agentcache.blocks.overlay_match import OverlayMatch, match_overlay
-from agentcache.blocks.sequence import CacheSequence
+from agentcache.blocks.path_search import CachedPrefix
+from agentcache.blocks.residual_match import ResidualMatch, match_residual_kv
 from agentcache.blocks.snapshot_plan import SnapshotPlan
 from agentcache.engine.device import Device
-from agentcache.engine.generation import Generation, Outcome, State
-from agentcache.engine.passes import Overlay
+from agentcache.engine.hidden_states import HiddenStatePlanner
+from agentcache.engine.passes import ResidualKV
 from agentcache.engine.requests import Requests
 from agentcache.engine.room import Growth, has_room, slots_needed
+from agentcache.engine.running_request import Outcome, RunningRequest, State
 from agentcache.engine.scheduler import Scheduler
-from agentcache.engine.trunk import Trunk
 from agentcache.errors import AgentCacheError, InvalidRequest, OutOfBlocks, OutOfMemory, Overloaded
 from agentcache.kv.residual_arenas import ResidualArenas
 from agentcache.report import CachedTokens, FinishReason, StepDown
@@ -40,12 +40,12 @@ class Admission:
         caches: KeptCaches,
         device: Device,
         restorer: Restorer,
-        trunk: Trunk,
-        end: Callable[[Generation, Outcome], None],
-        step_down: Callable[[Generation, StepDown], None],
-        share: Callable[[Generation], None],
+        hidden_states: HiddenStatePlanner,
+        end: Callable[[RunningRequest, Outcome], None],
+        step_down: Callable[[RunningRequest, StepDown], None],
+        share: Callable[[RunningRequest], None],
         residual_cache: Callable[[AdapterUse], KeptCache],
-        fail: Callable[[Collection[Generation], BaseException], None],
+        fail: Callable[[Collection[RunningRequest], BaseException], None],
     ) -> None:
         self._requests = requests
         self._scheduler = scheduler
@@ -53,7 +53,7 @@ class Admission:
         self._cache = caches.base.prefix
         self._device = device
         self._restorer = restorer
-        self._trunk = trunk
+        self._hidden_states = hidden_states
         self._end = end
         self._step_down = step_down
         self._share = share
@@ -76,16 +76,16 @@ class Admission:
             except BaseException as error:
                 self._fail([generation], error)
 
-    def _open(self, generation: Generation, busy: bool) -> None:
+    def _open(self, generation: RunningRequest, busy: bool) -> None:
         root = self._caches.root(self._caches.base, generation.request.salt)
         if not busy:
             self._cache.allocator.make_room(len(generation.token_ids) + 1)
-        self._settle_policy(generation, root)
+        self._resolve_policy(generation, root)
         if generation.adapter is not None and generation.is_residual:
             self._open_residual(generation, generation.adapter, root, busy)
             return
         prefix = self._usable_prefix(generation, root)
-        ahead = self._trunk.match(generation, root, prefix)
+        ahead = self._hidden_states.match(generation, root, prefix)
         if ahead is not None:
             prefix = ahead.prefix
         if busy:
@@ -96,7 +96,7 @@ class Admission:
         self._plan_snapshots(generation, prefix)
         self._device.copy_blocks(sequence.copies)
         if ahead is not None:
-            self._trunk.begin(generation, ahead)
+            self._hidden_states.begin(generation, ahead)
         if generation.num_generated == 0:
             generation.prompt_logprobs.clear()  # a preempted prompt is computed again
             _note_cached(generation, prefix)
@@ -106,7 +106,7 @@ class Admission:
         else:
             self._restore(generation, [(BASE_CACHE, sequence)])
 
-    def _settle_policy(self, generation: Generation, root: str) -> None:
+    def _resolve_policy(self, generation: RunningRequest, root: str) -> None:
         """Resolve policy `auto`: `exact` if its blocks fit without eviction, else `residual`. Fixed for the turn.
 
         A longer prefix in the residual cache also means `residual`.
@@ -114,7 +114,7 @@ class Admission:
         use = generation.adapter
         if use is None or not use.may_share:
             return
-        generation.adapter = use.settled(use.policy)
+        generation.adapter = use.resolved(use.policy)
         prefix = self._usable_prefix(generation, root)
         num_tokens = len(generation.token_ids) + 1
         allocator = self._cache.allocator
@@ -124,23 +124,23 @@ class Admission:
         if not fits or self._residual_tokens(generation, use, root) > prefix.num_tokens:
             self._share(generation)
 
-    def _residual_tokens(self, generation: Generation, use: AdapterUse, root: str) -> int:
-        cache = self._residual_cache(use.settled(Policy.RESIDUAL))
-        return self._match_overlay(generation, cache, root)[0].residuals.num_tokens
+    def _residual_tokens(self, generation: RunningRequest, use: AdapterUse, root: str) -> int:
+        cache = self._residual_cache(use.resolved(Policy.RESIDUAL))
+        return self._match_residual_kv(generation, cache, root)[0].residuals.num_tokens
 
-    def _open_residual(self, generation: Generation, use: AdapterUse, root: str, busy: bool) -> None:
+    def _open_residual(self, generation: RunningRequest, use: AdapterUse, root: str, busy: bool) -> None:
         """Open base's and residual block tables: both or neither."""
         cache = self._residual_cache(use)
-        match, residual_root = self._match_overlay(generation, cache, root)
+        match, residual_root = self._match_residual_kv(generation, cache, root)
         if busy:
-            self._check_overlay_room(generation, cache, match)
+            self._check_residual_room(generation, cache, match)
         # Protect them from the evictions below.
         self._cache.touch(match.base)
         cache.prefix.touch(match.residuals)
         has_slots = self._make_residual_room(generation, cache, match.residuals)
         if busy and not has_slots:
             raise OutOfBlocks("running requests read blocks where residuals are to be")
-        match, _ = self._match_overlay(generation, cache, root)
+        match, _ = self._match_residual_kv(generation, cache, root)
         sequences = {BASE_CACHE: self._cache.open(root, match.base)}
         try:
             self._device.copy_blocks(sequences[BASE_CACHE].copies)  # the next `open` can move its slots
@@ -151,8 +151,8 @@ class Admission:
         base, residuals = sequences.values()
         assert isinstance(cache.arenas, ResidualArenas)
         paired_from = match.base.num_tokens if use.is_family else len(generation.token_ids)
-        overlay = Overlay(cache, cache.arenas, residuals, base, paired_from, is_family=use.is_family)
-        generation.take_sequence(base, overlay=overlay, at_once=self._scheduler.pace.largest_chunk)
+        residual_kv = ResidualKV(cache, cache.arenas, residuals, base, paired_from, is_family=use.is_family)
+        generation.take_sequence(base, residual_kv=residual_kv, at_once=self._scheduler.token_budget.largest_chunk)
         cache.arenas.copy_blocks(residuals.copies)
         if generation.num_generated == 0:
             generation.prompt_logprobs.clear()
@@ -162,12 +162,14 @@ class Admission:
         if due:
             self._restore(generation, due)
 
-    def _match_overlay(self, generation: Generation, cache: KeptCache, root: str) -> tuple[OverlayMatch, str]:
+    def _match_residual_kv(self, generation: RunningRequest, cache: KeptCache, root: str) -> tuple[ResidualMatch, str]:
         residual_root = self._caches.root(cache, generation.request.salt)
         limit = self._most_cached(generation)
-        return match_overlay(self._cache, root, cache.prefix, residual_root, generation.token_ids, limit), residual_root
+        return match_residual_kv(
+            self._cache, root, cache.prefix, residual_root, generation.token_ids, limit
+        ), residual_root
 
-    def _plan_snapshots(self, generation: Generation, prefix: CachedPrefix) -> None:
+    def _plan_snapshots(self, generation: RunningRequest, prefix: CachedPrefix) -> None:
         snapshots = self._cache.snapshots
         if snapshots is None:
             return
@@ -182,24 +184,24 @@ class Admission:
             generation.repeated_tokens,
         )
 
-    def _begin_state(self, generation: Generation, sequence: CacheSequence) -> None:
+    def _begin_state(self, generation: RunningRequest, sequence: BlockTables) -> None:
         """Arrays are values, so the checkpoint's slot is free once loaded."""
         if sequence.state is not None:
             generation.begin_state(self._device.row_state(sequence.state))
             self._cache.state_taken(sequence)
 
-    def _usable_prefix(self, generation: Generation, root: str) -> CachedPrefix:
+    def _usable_prefix(self, generation: RunningRequest, root: str) -> CachedPrefix:
         limit = self._most_cached(generation)
         return self._cache.match_prefix(root, generation.token_ids, limit, generation.producer)
 
     @staticmethod
-    def _most_cached(generation: Generation) -> int:
+    def _most_cached(generation: RunningRequest) -> int:
         """Leave tokens to compute for logits: the last one, or all for prompt logprobs."""
         if generation.request.sampling.prompt_logprobs and generation.num_generated == 0:
             return 0
         return len(generation.token_ids) - 1
 
-    def _check_room(self, generation: Generation, prefix: CachedPrefix, beside: int | None = None) -> None:
+    def _check_room(self, generation: RunningRequest, prefix: CachedPrefix, beside: int | None = None) -> None:
         """Raise OutOfBlocks unless the known tokens of this and all admitted requests fit.
 
         `beside`: bytes for residual KV; None for what admitted requests lack.
@@ -211,17 +213,23 @@ class Admission:
             raise OutOfBlocks("running requests need all the blocks there are")
 
     @property
-    def _admitted(self) -> Sequence[Generation]:
+    def _admitted(self) -> Sequence[RunningRequest]:
         return (*self._requests.running, *self._requests.loading)
 
     def _base_growth(self) -> list[Growth]:
         return [Growth(other.open_sequence.tables, len(other.token_ids) + 1) for other in self._admitted]
 
     def _residual_growth(self, cache: KeptCache) -> list[Growth]:
-        overlays = [(other.overlay, len(other.token_ids) + 1) for other in self._admitted if other.overlay is not None]
-        return [Growth(overlay.residuals.tables, count) for overlay, count in overlays if overlay.cache is cache]
+        residual_kvs = [
+            (other.residual_kv, len(other.token_ids) + 1) for other in self._admitted if other.residual_kv is not None
+        ]
+        return [
+            Growth(residual_kv.residuals.tables, count)
+            for residual_kv, count in residual_kvs
+            if residual_kv.cache is cache
+        ]
 
-    def _check_overlay_room(self, generation: Generation, cache: KeptCache, match: OverlayMatch) -> None:
+    def _check_residual_room(self, generation: RunningRequest, cache: KeptCache, match: ResidualMatch) -> None:
         """All residual caches share one part of the budget."""
         lacking, spare = self._lacking_residuals(cache, match.residuals, len(generation.token_ids) + 1)
         left = self._cache.ledger.share_left(RESIDUAL)
@@ -246,7 +254,7 @@ class Admission:
                 spare += max(0, -short) * group.bytes_per_block
         return lacking, spare
 
-    def _make_residual_room(self, generation: Generation, cache: KeptCache, prefix: CachedPrefix) -> bool:
+    def _make_residual_room(self, generation: RunningRequest, cache: KeptCache, prefix: CachedPrefix) -> bool:
         """Grow the cache; False if running requests hold the memory."""
         allocator, running = cache.prefix.allocator, self._residual_growth(cache)
         num_tokens = len(generation.token_ids) + 1
@@ -258,11 +266,11 @@ class Admission:
         lacking, spare = self._lacking_residuals(cache, prefix, num_tokens)
         return lacking <= spare + self._cache.ledger.room
 
-    def _restore(self, generation: Generation, due: Sequence[tuple[str, CacheSequence]]) -> None:
+    def _restore(self, generation: RunningRequest, due: Sequence[tuple[str, BlockTables]]) -> None:
         name, sequence = due[0]
         self._restorer.restore(sequence, lambda restored: self._restored(generation, due, restored), cache=name)
 
-    def _restored(self, generation: Generation, due: Sequence[tuple[str, CacheSequence]], restored: Restored) -> None:
+    def _restored(self, generation: RunningRequest, due: Sequence[tuple[str, BlockTables]], restored: Restored) -> None:
         sequence = due[0][1]
         if sequence.closed:
             return  # cancelled during the read
@@ -272,7 +280,7 @@ class Admission:
             self._fail([generation], error)
 
     def _take_restored(
-        self, generation: Generation, due: Sequence[tuple[str, CacheSequence]], restored: Restored
+        self, generation: RunningRequest, due: Sequence[tuple[str, BlockTables]], restored: Restored
     ) -> None:
         sequence = due[0][1]
         self._device.evaluate()
@@ -288,7 +296,7 @@ class Admission:
             self._begin_state(generation, sequence)
         self._requests.move(generation, State.RUNNING if restored.complete else State.WAITING)
 
-    def reserve(self, generation: Generation, num_tokens: int) -> int:
+    def reserve(self, generation: RunningRequest, num_tokens: int) -> int:
         """Reserve blocks for the next tokens, halving a chunk until it fits.
 
         Returns the number of tokens; 0 if the request must wait or has ended.
@@ -310,19 +318,19 @@ class Admission:
                     self._out_of_blocks(generation, error, residual=residual)
         return 0
 
-    def _reserve_residuals(self, generation: Generation, num_tokens: int) -> None:
-        overlay = generation.current.overlay
-        if overlay is not None:
-            overlay.cache.prefix.reserve(overlay.residuals, generation.in_flight + num_tokens)
+    def _reserve_residuals(self, generation: RunningRequest, num_tokens: int) -> None:
+        residual_kv = generation.current.residual_kv
+        if residual_kv is not None:
+            residual_kv.cache.prefix.reserve(residual_kv.residuals, generation.in_flight + num_tokens)
 
-    def _reserve_base(self, generation: Generation, num_tokens: int) -> None:
-        overlay = generation.current.overlay
-        if overlay is None:
+    def _reserve_base(self, generation: RunningRequest, num_tokens: int) -> None:
+        residual_kv = generation.current.residual_kv
+        if residual_kv is None:
             self._cache.reserve(generation.open_sequence, generation.in_flight + num_tokens)
-        elif overlay.is_paired(generation.num_launched):
-            self._cache.reserve(overlay.base, generation.num_launched + num_tokens - overlay.base.num_tokens)
+        elif residual_kv.is_paired(generation.num_launched):
+            self._cache.reserve(residual_kv.base, generation.num_launched + num_tokens - residual_kv.base.num_tokens)
 
-    def _out_of_blocks(self, generation: Generation, error: OutOfBlocks, *, residual: bool = False) -> None:
+    def _out_of_blocks(self, generation: RunningRequest, error: OutOfBlocks, *, residual: bool = False) -> None:
         victim = self._scheduler.victim(residual=residual)
         if victim is not None:
             self.preempt(victim)
@@ -331,23 +339,23 @@ class Admission:
         else:
             self._end_with_what_there_is(generation, _too_large(generation, error))
 
-    def give_up(self, generation: Generation) -> None:
+    def give_up(self, generation: RunningRequest) -> None:
         """End a request if memory does not suffice for one more token."""
         text = f"the machine has not enough free memory to go on behind {generation.num_launched} tokens"
         self._end_with_what_there_is(generation, Overloaded(text, code="insufficient_memory"))
 
-    def _end_with_what_there_is(self, generation: Generation, error: AgentCacheError) -> None:
+    def _end_with_what_there_is(self, generation: RunningRequest, error: AgentCacheError) -> None:
         self._end(generation, FinishReason.LENGTH if generation.num_generated else error)
 
-    def preempt(self, generation: Generation) -> None:
+    def preempt(self, generation: RunningRequest) -> None:
         """Queue a running request again. Tokens without cached blocks are recomputed."""
         self.abandon_sequence(generation)
         self._scheduler.preempt(generation)
 
-    def abandon_sequence(self, generation: Generation) -> None:
+    def abandon_sequence(self, generation: RunningRequest) -> None:
         if generation.sequence is not None:
-            if generation.overlay is not None:
-                generation.overlay.cache.prefix.abandon(generation.overlay.residuals)
+            if generation.residual_kv is not None:
+                generation.residual_kv.cache.prefix.abandon(generation.residual_kv.residuals)
             self._cache.abandon(generation.sequence)
             generation.lose_sequence()
 
@@ -358,7 +366,7 @@ def _first_half(start: int, num_tokens: int) -> int:
     return to_boundary if to_boundary > 0 else half
 
 
-def _note_cached(generation: Generation, prefix: CachedPrefix, match: OverlayMatch | None = None) -> None:
+def _note_cached(generation: RunningRequest, prefix: CachedPrefix, match: ResidualMatch | None = None) -> None:
     """With a `match`, `prefix` is that of the residual cache."""
     own = min(generation.own_tokens, prefix.num_tokens)
     generation.lost_tokens = _lost(generation, prefix, match)
@@ -373,7 +381,7 @@ def _note_cached(generation: Generation, prefix: CachedPrefix, match: OverlayMat
         generation.computed_prompt_tokens = generation.num_prompt_tokens - begin
 
 
-def _lost(generation: Generation, prefix: CachedPrefix, match: OverlayMatch | None) -> int:
+def _lost(generation: RunningRequest, prefix: CachedPrefix, match: ResidualMatch | None) -> int:
     if match is None:
         # Not lost: tokens that only lack a checkpoint to start from.
         return max(0, generation.expected_tokens - max(prefix.num_tokens, prefix.known_tokens))
@@ -382,12 +390,12 @@ def _lost(generation: Generation, prefix: CachedPrefix, match: OverlayMatch | No
     return max(0, generation.expected_tokens - match.base.num_tokens, residual - match.found)
 
 
-def _computed_by_base(generation: Generation, cached: int) -> int:
+def _computed_by_base(generation: RunningRequest, cached: int) -> int:
     start = None if generation.producer is None else generation.producer.start
     return max(0, (generation.num_prompt_tokens if start is None else start) - cached)
 
 
-def _too_large(generation: Generation, error: OutOfBlocks) -> AgentCacheError:
+def _too_large(generation: RunningRequest, error: OutOfBlocks) -> AgentCacheError:
     if isinstance(error, OutOfMemory):
         return Overloaded(str(error), code="insufficient_memory")
     return InvalidRequest(str(error), param=generation.request.prompt_param, code="insufficient_memory")

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from agentcache.engine.generation import Generation
 from agentcache.engine.passes import Pass
+from agentcache.engine.running_request import RunningRequest
 from agentcache.models.recurrent import RowState
 from agentcache.models.runner import ModelRunner, Started
 from agentcache.models.sampler import REPETITION_CONTEXT, Row, Scores, TokenScore, choose, masked
@@ -24,12 +24,12 @@ from agentcache.models.sampler import REPETITION_CONTEXT, Row, Scores, TokenScor
 class BatchRow:
     """One row of a batch. `is_complete`: it computes the last known token, so that the next one is chosen."""
 
-    generation: Generation
+    generation: RunningRequest
     work: Pass
     is_complete: bool
 
     @classmethod
-    def of(cls, generation: Generation, left: int, num_tokens: int) -> BatchRow:
+    def of(cls, generation: RunningRequest, left: int, num_tokens: int) -> BatchRow:
         work = generation.current
         return cls(generation, work, work.end is None and left <= num_tokens)
 
@@ -137,7 +137,7 @@ class Choice:
                     masks[place] = mask
         return masks
 
-    def read(self) -> dict[Generation, tuple[int, TokenScore | None]]:
+    def read(self) -> dict[RunningRequest, tuple[int, TokenScore | None]]:
         """Wait for the device; return tokens and scores by request."""
         if self.tokens is None:
             return {}

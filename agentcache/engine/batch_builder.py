@@ -10,9 +10,9 @@ import mlx.core as mx
 from agentcache.adapters.weights import AdapterWeightSet
 from agentcache.blocks.pool import BlockTable
 from agentcache.engine.batch import Batch, BatchRow, Choice
-from agentcache.engine.generation import Generation
-from agentcache.engine.passes import Overlay
-from agentcache.engine.trunk import Trunk
+from agentcache.engine.hidden_states import HiddenStatePlanner
+from agentcache.engine.passes import ResidualKV
+from agentcache.engine.running_request import RunningRequest
 from agentcache.models.residual_rows import ResidualRow
 from agentcache.models.runner import ModelRunner
 from agentcache.models.sampler import Sampler, Scores
@@ -20,16 +20,22 @@ from agentcache.models.step import StepInputs
 
 
 class BatchBuilder:
-    def __init__(self, runner: ModelRunner, adapters: AdapterWeightSet, trunk: Trunk, eos_ids: Collection[int]) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        adapters: AdapterWeightSet,
+        hidden_states: HiddenStatePlanner,
+        eos_ids: Collection[int],
+    ) -> None:
         self._runner = runner
         self._eos_ids = eos_ids
         self._adapters = adapters
-        self._trunk = trunk
+        self._hidden_states = hidden_states
 
-    def prepare(self, generation: Generation) -> None:
+    def prepare(self, generation: RunningRequest) -> None:
         generation.sampler = Sampler(generation.request.sampling, self._eos_ids)
 
-    def build(self, rows: Sequence[Generation], num_tokens: int, before: Batch | None, *, contended: bool) -> Batch:
+    def build(self, rows: Sequence[RunningRequest], num_tokens: int, before: Batch | None, *, contended: bool) -> Batch:
         """Build, but do not start, a batch of rows whose blocks are reserved. Advances their `in_flight`.
 
         `before`: batch under way, whose tokens may be inputs.
@@ -41,8 +47,8 @@ class BatchBuilder:
         made = [BatchRow.of(generation, count, num_tokens) for generation, count in zip(rows, left, strict=True)]
         decoder = self._adapters.decoder(made[0].work.decoder)
         cut = made[0].work.cut
-        overlays = [row.work.overlay for row in made] if self._runner.residuals else ()
-        written = () if overlays and any(overlays) else [row.work.writes.tables for row in made]
+        residual_kvs = [row.work.residual_kv for row in made] if self._runner.residuals else ()
+        written = () if residual_kvs and any(residual_kvs) else [row.work.writes.tables for row in made]
         step = StepInputs(
             inputs,
             starts,
@@ -50,12 +56,12 @@ class BatchBuilder:
             writes=self._runner.writes(written, starts, num_tokens, cut) if written else (),
             model=None if decoder is None else decoder.model,
             adapters=self._adapters.rows([row.work.computes for row in made]),
-            trunk=self._trunk.plan(rows, num_tokens),
+            hidden_states=self._hidden_states.plan(rows, num_tokens),
             all_logits=score_prompt,
             states=[generation.launched_state for generation in rows] if self._runner.states is not None else (),
         )
         if not written:
-            step = self._with_overlays(step, made, overlays)
+            step = self._with_residual_kvs(step, made, residual_kvs)
         outputs = self._runner.forward(step)
         logits, states = outputs.logits, outputs.states if self._runner.states is not None else ()
         if not written:
@@ -79,10 +85,10 @@ class BatchBuilder:
             generation.launched_state = state
         return batch
 
-    def at_fault(self, rows: Sequence[Generation], num_tokens: int) -> list[Generation]:
+    def at_fault(self, rows: Sequence[RunningRequest], num_tokens: int) -> list[RunningRequest]:
         return [generation for generation in rows if not self._can_be_built(generation, num_tokens)]
 
-    def _can_be_built(self, generation: Generation, num_tokens: int) -> bool:
+    def _can_be_built(self, generation: RunningRequest, num_tokens: int) -> bool:
         try:
             start, left = generation.num_launched, generation.num_to_launch
             made = BatchRow.of(generation, left, num_tokens)
@@ -96,8 +102,8 @@ class BatchBuilder:
             return False
         return True
 
-    def _with_overlays(
-        self, step: StepInputs, rows: Sequence[BatchRow], overlays: Sequence[Overlay | None]
+    def _with_residual_kvs(
+        self, step: StepInputs, rows: Sequence[BatchRow], residual_kvs: Sequence[ResidualKV | None]
     ) -> StepInputs:
         """Add residual rows, and the base rows of paired requests at the end.
 
@@ -106,15 +112,17 @@ class BatchBuilder:
         num_tokens, starts = step.token_ids.shape[1], step.lengths
         paired = [
             i
-            for i, (row, overlay) in enumerate(zip(rows, overlays, strict=True))
-            if overlay is not None and row.work.computes is not None and overlay.is_paired(starts[i])
+            for i, (row, residual_kv) in enumerate(zip(rows, residual_kvs, strict=True))
+            if residual_kv is not None and row.work.computes is not None and residual_kv.is_paired(starts[i])
         ]
         companions = {i: len(rows) + place for place, i in enumerate(paired)}
         lengths = [*starts, *(starts[i] for i in paired)]
         residual_rows, tables, writers = list[ResidualRow](), list[Sequence[BlockTable]](), list[int]()
-        for i, (row, overlay) in enumerate(zip(rows, overlays, strict=True)):
+        for i, (row, residual_kv) in enumerate(zip(rows, residual_kvs, strict=True)):
             tables.append(row.generation.open_sequence.tables)
-            made = None if overlay is None else self._residual_row(row, overlay, i, starts[i], companions.get(i))
+            made = (
+                None if residual_kv is None else self._residual_row(row, residual_kv, i, starts[i], companions.get(i))
+            )
             if made is not None:
                 residual_rows.append(made)
             if made is None or made.writes_base:
@@ -134,7 +142,7 @@ class BatchBuilder:
         )
 
     def _residual_row(
-        self, row: BatchRow, overlay: Overlay, place: int, start: int, companion: int | None
+        self, row: BatchRow, residual_kv: ResidualKV, place: int, start: int, companion: int | None
     ) -> ResidualRow:
         """The adapter's row, or base's for its family. `companion`: index of the base row beside it."""
         adapter = self._adapters.row(row.generation.adapter)
@@ -143,16 +151,16 @@ class BatchBuilder:
         return ResidualRow(
             place,
             adapter.weights,
-            overlay.arenas,
-            overlay.residuals.tables,
+            residual_kv.arenas,
+            residual_kv.residuals.tables,
             start,
-            source=companion if overlay.is_family else None,
+            source=companion if residual_kv.is_family else None,
             is_read=is_read,
-            writes_base=not is_read and overlay.is_paired(start),
+            writes_base=not is_read and residual_kv.is_paired(start),
         )
 
     def _inputs(
-        self, rows: Sequence[Generation], left: Sequence[int], num_tokens: int, before: Batch | None
+        self, rows: Sequence[RunningRequest], left: Sequence[int], num_tokens: int, before: Batch | None
     ) -> mx.array:
         """Return ids [B, num_tokens]. Rows with nothing `left` take the token that `before` chooses."""
         if all(left):
@@ -179,7 +187,7 @@ class BatchBuilder:
         return choice
 
 
-def _score_prompt(generation: Generation, logits: mx.array) -> Scores | None:
+def _score_prompt(generation: RunningRequest, logits: mx.array) -> Scores | None:
     start = generation.num_launched + 1
     targets = generation.token_ids[start : start + logits.shape[0]]
     if not targets:

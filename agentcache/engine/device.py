@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
-from agentcache.blocks.sequence import Copy
+from agentcache.blocks.block_tables import Copy
 from agentcache.engine.batch import Batch, BatchRow, LateToken, Result
 from agentcache.engine.batch_builder import BatchBuilder
-from agentcache.engine.generation import Generation
 from agentcache.engine.guard import MemoryGuard
+from agentcache.engine.running_request import RunningRequest
 from agentcache.models.recurrent import RowState
 from agentcache.models.runner import ModelRunner
 
@@ -62,16 +62,16 @@ class Device(Protocol):
     @property
     def copied_blocks(self) -> int: ...
 
-    def limit(self, plan: dict[Generation, int]) -> dict[Generation, int]:
+    def limit(self, plan: dict[RunningRequest, int]) -> dict[RunningRequest, int]:
         """Return the part of a plan (tokens by request) that fits in memory."""
 
-    def prepare(self, generation: Generation) -> None:
+    def prepare(self, generation: RunningRequest) -> None:
         """Prepare to choose a request's tokens."""
 
-    def build(self, rows: Sequence[Generation], num_tokens: int, before: Step | None, *, contended: bool) -> Step:
+    def build(self, rows: Sequence[RunningRequest], num_tokens: int, before: Step | None, *, contended: bool) -> Step:
         """Build, but do not start, the step after `before`."""
 
-    def at_fault(self, rows: Sequence[Generation], num_tokens: int) -> Sequence[Generation]:
+    def at_fault(self, rows: Sequence[RunningRequest], num_tokens: int) -> Sequence[RunningRequest]:
         """Return the rows of a failed build that fail alone too."""
 
     def copy_blocks(self, copies: Iterable[Copy]) -> None:
@@ -130,6 +130,6 @@ class MlxDevice:
     def copied_blocks(self) -> int:
         return self.runner.copied_blocks
 
-    def build(self, rows: Sequence[Generation], num_tokens: int, before: Step | None, *, contended: bool) -> Batch:
+    def build(self, rows: Sequence[RunningRequest], num_tokens: int, before: Step | None, *, contended: bool) -> Batch:
         assert before is None or isinstance(before, Batch)
         return self._builder.build(rows, num_tokens, before, contended=contended)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from agentcache.engine.engine import Engine
-from agentcache.engine.generation import Generation
 from agentcache.engine.messages import (
     Cancel,
     CheckIntegrity,
@@ -27,6 +26,7 @@ from agentcache.engine.messages import (
     UseResponses,
 )
 from agentcache.engine.output import Output
+from agentcache.engine.running_request import RunningRequest
 from agentcache.errors import AgentCacheError, BrokenInvariant, EngineStopped
 from agentcache.models.adapters import AdapterContent
 from agentcache.models.text.replies.stop_search import StopSearch
@@ -115,10 +115,10 @@ def _stop_search(submitted: Submit) -> StopSearch | None:
     return StopSearch(submitted.stops, reader)
 
 
-def _generation(submitted: Submit, tokenizer: Tokenizer, emit: Reply) -> Generation:
+def _generation(submitted: Submit, tokenizer: Tokenizer, emit: Reply) -> RunningRequest:
     use, sampling = submitted.adapter, submitted.request.sampling
     detokenizer = tokenizer.detokenizer(after=submitted.match.transcript.ids[-1])
-    return Generation(
+    return RunningRequest(
         request=submitted.request,
         match=submitted.match,
         max_tokens=submitted.max_tokens,

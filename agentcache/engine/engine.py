@@ -16,17 +16,17 @@ from agentcache.agents.restore import Restorer
 from agentcache.agents.table import AgentTable
 from agentcache.engine.admission import Admission
 from agentcache.engine.batch import LateToken, Result
-from agentcache.engine.catch_up import CatchUp
 from agentcache.engine.counters import Counters, cache_stats
 from agentcache.engine.device import Device, Step
-from agentcache.engine.generation import LIVE, Generation, Outcome, State
+from agentcache.engine.hidden_states import HiddenStatePlanner
+from agentcache.engine.output_processor import OutputProcessor
 from agentcache.engine.passes import Pass
+from agentcache.engine.prefix_sharing import PrefixSharing
 from agentcache.engine.relief import MemoryRelief
 from agentcache.engine.requests import Requests
 from agentcache.engine.residuals import Residuals
+from agentcache.engine.running_request import LIVE, Outcome, RunningRequest, State
 from agentcache.engine.scheduler import Scheduler
-from agentcache.engine.trunk import Trunk
-from agentcache.engine.turns import Turns
 from agentcache.engine.view import EngineView, ServedModel
 from agentcache.errors import AgentCacheError, Conflict, EngineStopped, InternalError, RequestCancelled
 from agentcache.kv.precision import Precision
@@ -55,14 +55,14 @@ class Parts:
     device: Device
     requests: Requests
     scheduler: Scheduler
-    turns: Turns
+    turns: OutputProcessor
     agents: AgentTable
     operations: AgentOperations
     eviction: Eviction
     persistence: Persistence
     restorer: Restorer
     adapters: AdapterWeightSet
-    trunk: Trunk
+    hidden_states: HiddenStatePlanner
     residuals: Residuals
     served: ServedModel
     limits: Limits
@@ -93,7 +93,7 @@ class Engine:
         self.persistence = parts.persistence
         self.restorer = parts.restorer
         self.adapters = parts.adapters
-        self.trunk = parts.trunk
+        self.hidden_states = parts.hidden_states
         self.residuals = parts.residuals
         self.counters = Counters()
         self.served = parts.served
@@ -106,16 +106,16 @@ class Engine:
             parts.caches,
             parts.device,
             parts.restorer,
-            parts.trunk,
+            parts.hidden_states,
             self.end,
             self._step_down,
             self._share,
             self.residuals.cache_of,
             self.fail,
         )
-        self._catch_up = CatchUp(parts.requests, parts.caches.base)
+        self._catch_up = PrefixSharing(parts.requests, parts.caches.base)
         self.relief = MemoryRelief(
-            parts.caches, parts.device, parts.scheduler, parts.eviction, parts.trunk, parts.loaded
+            parts.caches, parts.device, parts.scheduler, parts.eviction, parts.hidden_states, parts.loaded
         )
         self._limits = parts.limits
         self._idle_seconds = parts.idle_seconds
@@ -134,7 +134,7 @@ class Engine:
             self.restorer.close()
             self.persistence.close()
 
-    def add(self, generation: Generation) -> None:
+    def add(self, generation: RunningRequest) -> None:
         """Queue a request's turn. Errors go to the request."""
         try:
             self._add(generation)
@@ -146,7 +146,7 @@ class Engine:
         except BaseException as error:
             self.fail([generation], error)
 
-    def _add(self, generation: Generation) -> None:
+    def _add(self, generation: RunningRequest) -> None:
         self.turns.begin(generation)
         self.device.prepare(generation)
         self.requests.move(generation, State.WAITING)
@@ -157,7 +157,7 @@ class Engine:
                 generation.divergence = known
                 self._step_down(generation, StepDown.DIVERGENCE)
 
-    def end(self, generation: Generation, outcome: Outcome) -> None:
+    def end(self, generation: RunningRequest, outcome: Outcome) -> None:
         """Complete or fail a live request.
 
         `outcome`: a reason keeps its results; an error leaves its agent unchanged.
@@ -177,7 +177,7 @@ class Engine:
             self._release_buffers()
             generation.emit(outcome)
 
-    def fail(self, generations: Collection[Generation], error: BaseException) -> None:
+    def fail(self, generations: Collection[RunningRequest], error: BaseException) -> None:
         """Fail requests after an unforeseen exception. Other requests continue.
 
         Raises:
@@ -197,7 +197,7 @@ class Engine:
         except BaseException as second:
             _stop("the cache is not sound after a failure", second)
 
-    def _drop(self, generation: Generation, failure: InternalError) -> None:
+    def _drop(self, generation: RunningRequest, failure: InternalError) -> None:
         if generation.state in (State.NEW, State.SAVING):  # its part of `add` or `end` has failed
             self.requests.move(generation, State.FAILED)
             self._admission.abandon_sequence(generation)
@@ -206,26 +206,26 @@ class Engine:
         else:
             self.end(generation, failure)
 
-    def cancel(self, generation: Generation) -> None:
+    def cancel(self, generation: RunningRequest) -> None:
         """Cancel a request. Its agent is unchanged."""
         if generation.state in LIVE:
             self.counters.cancelled += 1
             self.end(generation, RequestCancelled("the request was cancelled"))
 
-    def preempt(self, generation: Generation) -> None:
+    def preempt(self, generation: RunningRequest) -> None:
         self._admission.preempt(generation)
 
-    def _step_down(self, generation: Generation, why: StepDown) -> None:
+    def _step_down(self, generation: RunningRequest, why: StepDown) -> None:
         """Queue a residual request again as exact, before any output."""
         self._admission.abandon_sequence(generation)
         self.turns.step_down(generation, why)
         if generation.state is not State.WAITING:
             self.requests.move(generation, State.WAITING)
 
-    def _share(self, generation: Generation) -> None:
+    def _share(self, generation: RunningRequest) -> None:
         """Make a waiting request residual, unless its known divergence is too high."""
         assert generation.adapter is not None
-        use = generation.adapter.settled(Policy.RESIDUAL)
+        use = generation.adapter.resolved(Policy.RESIDUAL)
         if self.residuals.known_divergence(generation, use) is None:
             self.turns.use(generation, use)
 
@@ -261,7 +261,7 @@ class Engine:
             self.fail(list(self.requests), error)
 
     def _step(self) -> None:
-        self.trunk.sweep()
+        self.hidden_states.sweep()
         self._admission.admit()
         self._catch_up.look()
         late = self._choose_late()
@@ -279,7 +279,7 @@ class Engine:
         if done is not None:
             self._complete(done, following)
         for token in late:
-            self._settle_late(token)
+            self._apply_late(token)
         if following is not None and following.awaits_choice:
             try:
                 self._late += following.choose(self._patience(following))
@@ -293,7 +293,7 @@ class Engine:
         try:
             done.wait()
             self._note_time(done)
-            self._settle(done)
+            self._apply(done)
         except BaseException as error:  # `following` depends on its tokens
             self._fail_steps(error, done, following)
         self._release_buffers()
@@ -305,7 +305,7 @@ class Engine:
         rows = [row for step in steps if step is not None for row in step.rows if not row.is_void]
         self.fail({row.generation: None for row in rows}.keys(), error)
 
-    def _build(self, plan: dict[Generation, int]) -> Step | None:
+    def _build(self, plan: dict[RunningRequest, int]) -> Step | None:
         fitting = self.device.limit(plan)
         if plan and not fitting and self._under_way is None:
             self._admission.give_up(next(iter(plan)))
@@ -323,7 +323,7 @@ class Engine:
             self.fail(self.device.at_fault(rows, counts[rows[0]]) or rows, error)
             return None
 
-    def _reserve(self, generation: Generation, count: int) -> int:
+    def _reserve(self, generation: RunningRequest, count: int) -> int:
         try:
             return self._admission.reserve(generation, count)
         except BaseException as error:
@@ -335,11 +335,11 @@ class Engine:
         if batch.is_chunk:
             self._holds_buffers = True
             whole = batch.rows[0].work.cut == 0
-            self.scheduler.pace.chunk_took(
+            self.scheduler.token_budget.chunk_took(
                 batch.seconds, batch.num_tokens, batch.context, contended=batch.contended, whole=whole
             )
         else:
-            self.scheduler.pace.step_took(batch.seconds, contended=batch.contended)
+            self.scheduler.token_budget.step_took(batch.seconds, contended=batch.contended)
 
     def _release_buffers(self) -> None:
         """Free temporaries of chunks once no prompt can reuse them: GPU drivers allocate slowly."""
@@ -347,41 +347,41 @@ class Engine:
             self._holds_buffers = False
             self.device.release_buffers()
 
-    def _settle(self, batch: Step) -> None:
+    def _apply(self, batch: Step) -> None:
         for result in batch.results():
             try:
-                self._settle_row(batch, result)
+                self._apply_row(batch, result)
             except BaseException as error:
                 self.fail([result.row.generation], error)
 
-    def _settle_row(self, batch: Step, result: Result) -> None:
+    def _apply_row(self, batch: Step, result: Result) -> None:
         generation = result.row.generation
         generation.in_flight -= batch.num_tokens
         if generation.wants_prompt_logprobs:
             self.turns.note_prompt_scores(generation, result.prompt_scores)
-        start, overlay = generation.num_computed, result.row.work.overlay
+        start, residual_kv = generation.num_computed, result.row.work.residual_kv
         token_ids = generation.token_ids[start : start + batch.num_tokens]
-        if overlay is None:
+        if residual_kv is None:
             self._advance(generation, result.row.work, token_ids)
         else:
-            if self.residuals.advance(generation, overlay, token_ids):
+            if self.residuals.advance(generation, residual_kv, token_ids):
                 self._catch_up.pass_on()
-            self.residuals.leave_windows(overlay)
+            self.residuals.leave_windows(residual_kv)
             if result.token is not None and self._is_too_far(generation):
                 return
         if result.state is not None:
-            generation.settle_state(result.state)
+            generation.apply_state(result.state)
             self._keep_state(generation)
         if result.token is not None:
             self._take(generation, result.token, result.score)
 
-    def _is_too_far(self, generation: Generation) -> bool:
+    def _is_too_far(self, generation: RunningRequest) -> bool:
         if generation.num_generated or not self.residuals.is_too_far(generation):
             return False
         self._step_down(generation, StepDown.DIVERGENCE)
         return True
 
-    def _take(self, generation: Generation, token: int, score: TokenScore | None) -> None:
+    def _take(self, generation: RunningRequest, token: int, score: TokenScore | None) -> None:
         before = generation.num_generated
         reason = self.turns.take(generation, token, score)
         self.counters.generated_tokens += generation.num_generated - before
@@ -392,7 +392,7 @@ class Engine:
         """Seconds to wait for masks: no row waits longer than for its logits."""
         if len(self.scheduler.running) == 1:
             return _NOTHING_ELSE
-        return max(0.0, batch.began_at + _OF_A_STEP * self.scheduler.pace.step_seconds - time.perf_counter())
+        return max(0.0, batch.began_at + _OF_A_STEP * self.scheduler.token_budget.step_seconds - time.perf_counter())
 
     def _choose_late(self) -> list[LateToken]:
         self._late = [token for token in self._late if not token.row.is_void]
@@ -408,7 +408,7 @@ class Engine:
             return False
         return True
 
-    def _settle_late(self, late: LateToken) -> None:
+    def _apply_late(self, late: LateToken) -> None:
         if late.row.is_void:
             return
         generation = late.row.generation
@@ -416,23 +416,23 @@ class Engine:
             result = late.result()
             generation.is_late = False
             assert result.token is not None
-            if generation.overlay is None or not self._is_too_far(generation):
+            if generation.residual_kv is None or not self._is_too_far(generation):
                 self._take(generation, result.token, result.score)
         except BaseException as error:
             self.fail([generation], error)
 
-    def _advance(self, generation: Generation, work: Pass, token_ids: list[int]) -> None:
+    def _advance(self, generation: RunningRequest, work: Pass, token_ids: list[int]) -> None:
         sequence = work.writes
         published = self.cache.advance(sequence, token_ids)
         generation.drop_passes()
-        self.trunk.advance(sequence)
+        self.hidden_states.advance(sequence)
         if published:
             self.turns.save_early(generation, sequence, published)
             self._catch_up.pass_on()
-        overlay = generation.overlay
-        self.cache.leave_window(sequence, None if overlay is None else overlay.residuals.num_tokens)
+        residual_kv = generation.residual_kv
+        self.cache.leave_window(sequence, None if residual_kv is None else residual_kv.residuals.num_tokens)
 
-    def _keep_state(self, generation: Generation) -> None:
+    def _keep_state(self, generation: RunningRequest) -> None:
         plan, num_tokens = generation.snapshots, generation.num_computed
         if plan is not None and plan.wants(num_tokens) and generation.row_state is not None:
             slot = self.cache.keep_state(
@@ -458,7 +458,7 @@ class Engine:
 
     def clear(self) -> None:
         """Evict all unread blocks from RAM. Saved agents stay warm."""
-        self.trunk.blocks.clear()
+        self.hidden_states.blocks.clear()
         for slots, tree in [(each.prefix.slots, each.prefix.tree) for each in self.caches]:
             evicted = True
             while evicted:  # leaves first
@@ -490,7 +490,7 @@ class Engine:
     def check_integrity(self) -> None:
         for cache in self.caches:
             cache.prefix.check_integrity()
-        self.trunk.check_integrity()
+        self.hidden_states.check_integrity()
 
     def stats(self) -> CacheStats:
         stats = cache_stats(
@@ -503,8 +503,8 @@ class Engine:
             rank_messages=traffic.messages,
             rank_sent_bytes=traffic.sent_bytes,
             adapter_ram_bytes=self.adapters.nbytes,
-            trunk_ram_bytes=self.loaded.trunk.blocks.nbytes,
-            computed_layer_tokens=self.loaded.trunk.layer_tokens,
+            trunk_ram_bytes=self.loaded.hidden_states.blocks.nbytes,
+            computed_layer_tokens=self.loaded.hidden_states.layer_tokens,
             saturated_residuals=self.residuals.saturated,
             kernel_checks=kernel_counts.checked,
             kernel_differences=kernel_counts.different,

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from agentcache.blocks.ledger import TEMPORARIES, Ledger
-from agentcache.engine.generation import Generation
+from agentcache.engine.running_request import RunningRequest
 from agentcache.models.footprint import Footprint, free_memory, spare_memory
 
 # Smaller steps always fit; asking the system costs time.
@@ -43,7 +43,7 @@ class MemoryGuard:
     def headroom(self) -> int:
         return int(_SHARE * self.spare()) - self._reserve
 
-    def limit(self, plan: dict[Generation, int]) -> dict[Generation, int]:
+    def limit(self, plan: dict[RunningRequest, int]) -> dict[RunningRequest, int]:
         """Return the part of a plan that fits: fewer decode rows or a smaller chunk; empty if nothing fits."""
         while plan and not self._fits(needed := self._bytes(plan)):
             last, num_tokens = next(reversed(plan.items()))
@@ -53,10 +53,10 @@ class MemoryGuard:
             else:
                 del plan[last]
         if plan:
-            self._account.settle(needed)
+            self._account.set_bytes(needed)
         return plan
 
-    def _bytes(self, plan: dict[Generation, int]) -> int:
+    def _bytes(self, plan: dict[RunningRequest, int]) -> int:
         first, num_tokens = next(iter(plan.items()))
         all_logits = num_tokens > 1 and first.wants_prompt_logprobs
         contexts = [generation.num_launched for generation in plan]
@@ -64,10 +64,10 @@ class MemoryGuard:
             return self._bytes_with_residuals(plan, num_tokens, all_logits=all_logits)
         return self._footprint.step_bytes(contexts, num_tokens, all_logits=all_logits)
 
-    def _bytes_with_residuals(self, plan: dict[Generation, int], num_tokens: int, *, all_logits: bool) -> int:
-        residual = [each for each in plan if each.current.overlay is not None and each.current.computes is not None]
+    def _bytes_with_residuals(self, plan: dict[RunningRequest, int], num_tokens: int, *, all_logits: bool) -> int:
+        residual = [each for each in plan if each.current.residual_kv is not None and each.current.computes is not None]
         plain = [each for each in plan if each not in residual]
-        paired = [each for each in residual if each.overlay and each.overlay.is_paired(each.num_launched)]
+        paired = [each for each in residual if each.residual_kv and each.residual_kv.is_paired(each.num_launched)]
         return self._footprint.step_bytes(
             [each.num_launched for each in (*plain, *paired)],
             num_tokens,

@@ -11,10 +11,10 @@ from pathlib import Path
 from agentcache.adapters.weights import AdapterWeightSet
 from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.agents.eviction import Eviction
-from agentcache.agents.in_use import InUse
 from agentcache.agents.index import load_agents
 from agentcache.agents.operations import AgentOperations
 from agentcache.agents.persistence import Persistence
+from agentcache.agents.pins import Pins
 from agentcache.agents.resident import ResidentTranscripts, transcript_budget
 from agentcache.agents.restore import Restorer
 from agentcache.agents.table import AgentTable
@@ -28,13 +28,13 @@ from agentcache.engine.batch_builder import BatchBuilder
 from agentcache.engine.device import MlxDevice
 from agentcache.engine.engine import Engine, Parts
 from agentcache.engine.guard import MemoryGuard
-from agentcache.engine.pace import Pace, idle_chunk
-from agentcache.engine.prefill_rate import settled_token_seconds
+from agentcache.engine.hidden_states import HiddenStatePlanner
+from agentcache.engine.output_processor import OutputProcessor
+from agentcache.engine.prefill_rate import agreed_token_seconds
 from agentcache.engine.requests import Requests
 from agentcache.engine.residuals import Residuals
 from agentcache.engine.scheduler import Scheduler
-from agentcache.engine.trunk import Trunk
-from agentcache.engine.turns import Turns
+from agentcache.engine.token_budget import TokenBudget, idle_chunk
 from agentcache.engine.view import ServedModel
 from agentcache.engine.warm_up import warm_up
 from agentcache.errors import ConfigError, RankLost
@@ -50,7 +50,7 @@ from agentcache.models.fused import memo as kernel_memo
 from agentcache.models.loader import LoadedModel, in_chosen_precision
 from agentcache.models.runner import ModelRunner
 from agentcache.models.text.replies.history import first_thought
-from agentcache.ranks.world import World, join
+from agentcache.ranks.executors import Executor, join
 from agentcache.start_progress import StartProgress
 from agentcache.store.model_names import find_names
 from agentcache.store.precision_file import read_precision, write_precision
@@ -114,7 +114,7 @@ def open_engine(
 
 def _load(
     config: Config,
-    world: World,
+    world: Executor,
     model_path: str,
     wishes: Wishes,
     memo: Path | None,
@@ -137,7 +137,7 @@ def _load(
 
 def _put_together(
     config: Config,
-    world: World,
+    world: Executor,
     loaded: LoadedModel,
     footprint: Footprint,
     plan: MemoryPlan,
@@ -169,9 +169,9 @@ def _put_together(
     store = world.store(config, loaded)
     if config.kv == AUTO and loaded.search is None:
         write_precision(config.cache_dir, loaded.fingerprint, loaded.precision)
-    in_use = InUse()
+    pins = Pins()
     transcripts = ResidentTranscripts(ledger, transcript_budget(plan.ram_budget))
-    agents = AgentTable(loaded.fingerprint, in_use=in_use, transcripts=transcripts)
+    agents = AgentTable(loaded.fingerprint, pins=pins, transcripts=transcripts)
     caches = KeptCaches(KeptCache(BASE_CACHE, loaded.spec, cache, runner), loaded.namespace)
     set_aside = load_agents(store, caches, agents, config.max_lineages)
     persistence = Persistence(
@@ -179,7 +179,7 @@ def _put_together(
         runner,
         store,
         agents,
-        in_use,
+        pins,
         post,
         config.max_lineages,
         partial(first_thought, form=loaded.tokenizer.reply_format),
@@ -196,31 +196,31 @@ def _put_together(
     runner.fit()
     adapters = AdapterWeightSet(loaded, runner, ledger)
     trunk_budget = 0 if loaded.spec.recurrent else plan.trunk_budget  # see `trunk_cut`
-    block_bytes = loaded.trunk.block_bytes() if trunk_budget else 0
-    trunk = Trunk(cache, adapters, trunk_budget // block_bytes if block_bytes else 0, block_bytes)
+    block_bytes = loaded.hidden_states.block_bytes() if trunk_budget else 0
+    hidden_states = HiddenStatePlanner(cache, adapters, trunk_budget // block_bytes if block_bytes else 0, block_bytes)
     token_seconds = warm_up(cache, runner, restorer, loaded.max_context) if warm else math.inf
-    pace = _pace(config, loaded, cache, runner, plan.ram_budget, token_seconds)
+    token_budget = _token_budget(config, loaded, cache, runner, plan.ram_budget, token_seconds)
     wait_for_pages()  # so that the first turn need not
     # slow, and needed only for lossy policies
     support = loaded.adapters.residual_forms.support if config.max_divergence else None
     guard.has_residuals = support is not None
-    device = MlxDevice(runner, BatchBuilder(runner, adapters, trunk, loaded.tokenizer.eos_ids), guard)
-    turns = Turns(cache, loaded.tokenizer, agents, persistence, in_use, requests, device)
+    device = MlxDevice(runner, BatchBuilder(runner, adapters, hidden_states, loaded.tokenizer.eos_ids), guard)
+    turns = OutputProcessor(cache, loaded.tokenizer, agents, persistence, pins, requests, device)
     return Engine(
         Parts(
             loaded=loaded,
             caches=caches,
             device=device,
             requests=requests,
-            scheduler=Scheduler(requests, max_running=config.max_concurrent_requests, pace=pace),
+            scheduler=Scheduler(requests, max_running=config.max_concurrent_requests, token_budget=token_budget),
             turns=turns,
             agents=agents,
-            operations=AgentOperations(caches, agents, persistence, in_use, restorer),
+            operations=AgentOperations(caches, agents, persistence, pins, restorer),
             eviction=Eviction(caches, agents, persistence),
             persistence=persistence,
             restorer=restorer,
             adapters=adapters,
-            trunk=trunk,
+            hidden_states=hidden_states,
             residuals=Residuals(caches, persistence, turns, runner, ledger, support, config.max_divergence),
             served=ServedModel(
                 path=loaded.path,
@@ -278,22 +278,22 @@ def _snapshot_tokens(config: Config, spec: CacheSpec) -> int:
     return interval_for(state_bytes, spec.bytes_per_token)
 
 
-def _pace(
+def _token_budget(
     config: Config,
     loaded: LoadedModel,
     cache: PrefixCache,
     runner: ModelRunner,
     ram_budget: int,
     token_seconds: float,
-) -> Pace:
+) -> TokenBudget:
     """`token_seconds` of this process never decides where a prompt is cut."""
     max_stall, idle = config.max_stall_ms / 1e3, config.prefill_chunk
     # Larger chunks slow a CPU: without fused attention it computes masked scores too.
     if device_kind() != NO_DEVICE:
         file, num_tokens = config.cache_dir / _PREFILL_RATES, min(config.prefill_chunk, loaded.max_context)
-        token_seconds = settled_token_seconds(file, loaded.fingerprint, cache, runner, num_tokens)
+        token_seconds = agreed_token_seconds(file, loaded.fingerprint, cache, runner, num_tokens)
         idle = idle_chunk(config.prefill_chunk, max_stall=max_stall, token_seconds=token_seconds)
-    return Pace(
+    return TokenBudget(
         max_stall=max_stall,
         decode_share=config.decode_share,
         chunk=_beside_windows(config.prefill_chunk, loaded.spec, ram_budget),

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING
 
 from agentcache.adapters.activation import AdapterUse
 from agentcache.agents.caches import KeptCache
+from agentcache.blocks.block_tables import BlockTables
+from agentcache.blocks.hidden_state_match import HiddenStateMatch
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.blocks.sequence import CacheSequence
-from agentcache.blocks.trunk_match import TrunkMatch
 
 if TYPE_CHECKING:
     from agentcache.kv.residual_arenas import ResidualArenas
 
 
 @dataclass(frozen=True, eq=False)
-class Overlay:
+class ResidualKV:
     """Residual KV on top of base's KV.
 
     Args:
@@ -35,15 +35,15 @@ class Overlay:
 
     cache: KeptCache
     arenas: ResidualArenas
-    residuals: CacheSequence
-    base: CacheSequence
+    residuals: BlockTables
+    base: BlockTables
     paired_from: int
     is_family: bool = False
 
     def is_paired(self, position: int) -> bool:
         return position >= self.paired_from
 
-    def written(self, base: KeptCache) -> list[tuple[KeptCache, CacheSequence]]:
+    def written(self, base: KeptCache) -> list[tuple[KeptCache, BlockTables]]:
         written = [(self.cache, self.residuals)]
         if self.is_paired(self.residuals.num_tokens):
             written.append((base, self.base))
@@ -66,9 +66,9 @@ class Pass:
 
     computes: AdapterUse | None
     end: int | None
-    writes: CacheSequence
+    writes: BlockTables
     cut: int = 0
-    overlay: Overlay | None = None
+    residual_kv: ResidualKV | None = None
 
     @property
     def decoder(self) -> str | None:
@@ -82,9 +82,9 @@ class Pass:
 
 def plan_passes(
     use: AdapterUse | None,
-    sequence: CacheSequence,
-    ahead: TrunkMatch | None,
-    overlay: Overlay | None = None,
+    sequence: BlockTables,
+    ahead: HiddenStateMatch | None,
+    residual_kv: ResidualKV | None = None,
     last: int = 0,
     at_once: int = BLOCK_SIZE,
 ) -> list[Pass]:
@@ -94,9 +94,11 @@ def plan_passes(
         last: first token that the adapter must compute.
         at_once: largest chunk in tokens.
     """
-    if overlay is not None:
+    if residual_kv is not None:
         return list(
-            _family_passes(use, overlay, last) if overlay.is_family else _residual_passes(use, overlay, at_once)
+            _family_passes(use, residual_kv, last)
+            if residual_kv.is_family
+            else _residual_passes(use, residual_kv, at_once)
         )
     acts = None if use is None or use.start is None else use
     passes = []
@@ -107,20 +109,20 @@ def plan_passes(
     return [*passes, Pass(acts, None, sequence)]
 
 
-def _residual_passes(use: AdapterUse | None, overlay: Overlay, at_once: int) -> Iterator[Pass]:
+def _residual_passes(use: AdapterUse | None, residual_kv: ResidualKV, at_once: int) -> Iterator[Pass]:
     """With sliding windows, base and adapter alternate, so that the adapter reads base's window blocks in time."""
-    if any(group.window is not None for group in overlay.cache.spec.groups):
-        start = min(overlay.base.num_tokens, overlay.residuals.num_tokens)
+    if any(group.window is not None for group in residual_kv.cache.spec.groups):
+        start = min(residual_kv.base.num_tokens, residual_kv.residuals.num_tokens)
         ahead = -(-at_once // BLOCK_SIZE) * BLOCK_SIZE
-        for end in range(start - start % ahead + ahead, overlay.paired_from, ahead):
-            yield Pass(None, end, overlay.base)
-            yield Pass(use, end, overlay.residuals, overlay=overlay)
-    yield Pass(None, overlay.paired_from, overlay.base)
-    yield Pass(use, None, overlay.residuals, overlay=overlay)
+        for end in range(start - start % ahead + ahead, residual_kv.paired_from, ahead):
+            yield Pass(None, end, residual_kv.base)
+            yield Pass(use, end, residual_kv.residuals, residual_kv=residual_kv)
+    yield Pass(None, residual_kv.paired_from, residual_kv.base)
+    yield Pass(use, None, residual_kv.residuals, residual_kv=residual_kv)
 
 
-def _family_passes(use: AdapterUse | None, overlay: Overlay, last: int) -> Iterator[Pass]:
+def _family_passes(use: AdapterUse | None, residual_kv: ResidualKV, last: int) -> Iterator[Pass]:
     """Base over missing family residuals, tokens with base KV first; then the adapter."""
-    yield Pass(None, min(overlay.base.num_tokens, last), overlay.residuals, overlay=overlay)
-    yield Pass(None, last, overlay.residuals, overlay=overlay)
-    yield Pass(use, None, overlay.residuals, overlay=overlay)
+    yield Pass(None, min(residual_kv.base.num_tokens, last), residual_kv.residuals, residual_kv=residual_kv)
+    yield Pass(None, last, residual_kv.residuals, residual_kv=residual_kv)
+    yield Pass(use, None, residual_kv.residuals, residual_kv=residual_kv)

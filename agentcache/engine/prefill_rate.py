@@ -20,7 +20,7 @@ from agentcache.models.runner import ModelRunner
 _MOST_RUNS, _SECONDS = 5, 0.5  # best of these runs, or of fewer within the time
 
 
-def settled_token_seconds(
+def agreed_token_seconds(
     file: Path, fingerprint: str, cache: PrefixCache, runner: ModelRunner, num_tokens: int
 ) -> float:
     """Return the kept rate, or measure and keep it. The caller holds the folder's lock."""

@@ -10,8 +10,8 @@ import logging
 from agentcache.agents.caches import KeptCaches
 from agentcache.agents.eviction import Eviction
 from agentcache.engine.device import Device
+from agentcache.engine.hidden_states import HiddenStatePlanner
 from agentcache.engine.scheduler import Scheduler
-from agentcache.engine.trunk import Trunk
 from agentcache.models.loader import LoadedModel
 from agentcache.pressure import Level
 
@@ -29,7 +29,7 @@ class MemoryRelief:
         device: Device,
         scheduler: Scheduler,
         eviction: Eviction,
-        trunk: Trunk,
+        hidden_states: HiddenStatePlanner,
         loaded: LoadedModel,
     ) -> None:
         self.level = Level.NORMAL
@@ -40,7 +40,7 @@ class MemoryRelief:
         self._device = device
         self._scheduler = scheduler
         self._eviction = eviction
-        self._trunk = trunk
+        self._hidden_states = hidden_states
         self._loaded = loaded
 
     def relieve(self, level: Level) -> bool:
@@ -58,9 +58,9 @@ class MemoryRelief:
         self._device.move_blocks(self._cache.allocator.gather())
         for cache in self._caches.further:
             cache.arenas.move_blocks(cache.prefix.allocator.gather())
-        self._trunk.sweep()
+        self._hidden_states.sweep()
         freed = sum(cache.prefix.allocator.give_back() for cache in self._caches)
-        freed += self._loaded.trunk.blocks.keep_first(self._trunk.blocks.give_back())
+        freed += self._loaded.hidden_states.blocks.keep_first(self._hidden_states.blocks.give_back())
         if (snapshots := self._cache.snapshots) is not None:
             evicted_snapshots = self._eviction.evict_snapshots(_SHARES[level])
             evicted, freed = evicted + evicted_snapshots, freed + evicted_snapshots * snapshots.group.bytes_per_block

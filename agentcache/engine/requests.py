@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from agentcache.engine.generation import Generation, State
+from agentcache.engine.running_request import RunningRequest, State
 from agentcache.errors import BrokenInvariant
 
 _NEXT = {
@@ -28,10 +28,10 @@ class Requests:
     """
 
     def __init__(self) -> None:
-        self.waiting: list[Generation] = []
-        self.loading: list[Generation] = []
-        self.running: list[Generation] = []
-        self.saving: list[Generation] = []
+        self.waiting: list[RunningRequest] = []
+        self.loading: list[RunningRequest] = []
+        self.running: list[RunningRequest] = []
+        self.saving: list[RunningRequest] = []
         self._lists = {
             State.WAITING: self.waiting,
             State.LOADING: self.loading,
@@ -39,11 +39,11 @@ class Requests:
             State.SAVING: self.saving,
         }
 
-    def __iter__(self) -> Iterator[Generation]:
+    def __iter__(self) -> Iterator[RunningRequest]:
         """Requests that can still be ended."""
         yield from (*self.running, *self.loading, *self.waiting)
 
-    def move(self, generation: Generation, state: State) -> None:
+    def move(self, generation: RunningRequest, state: State) -> None:
         """Change a state. Raises BrokenInvariant for an invalid transition."""
         if state not in _NEXT[generation.state]:
             raise BrokenInvariant(f"request {generation.request.request_id}: {generation.state} before {state}")

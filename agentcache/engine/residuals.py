@@ -9,9 +9,9 @@ from agentcache.agents.persistence import Persistence
 from agentcache.blocks.keys import BLOCK_SIZE, pack_token_ids, residual_cache
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.engine.generation import Generation
-from agentcache.engine.passes import Overlay
-from agentcache.engine.turns import Turns
+from agentcache.engine.output_processor import OutputProcessor
+from agentcache.engine.passes import ResidualKV
+from agentcache.engine.running_request import RunningRequest
 from agentcache.errors import UnsupportedPolicy
 from agentcache.kv.residual_arenas import ResidualArenas
 from agentcache.kv.residual_spec import ResidualShape, residual_spec
@@ -35,7 +35,7 @@ class Residuals:
         self,
         caches: KeptCaches,
         persistence: Persistence,
-        turns: Turns,
+        turns: OutputProcessor,
         runner: ModelRunner,
         ledger: Ledger,
         support: ResidualSupport | None,
@@ -110,21 +110,21 @@ class Residuals:
     def saturated(self) -> int:
         return self._runner.saturated_residuals
 
-    def advance(self, generation: Generation, overlay: Overlay, token_ids: Sequence[int]) -> bool:
+    def advance(self, generation: RunningRequest, residual_kv: ResidualKV, token_ids: Sequence[int]) -> bool:
         """Publish computed residuals and paired base KV. Returns whether a block is full."""
         has_filled = False
-        for cache, sequence in overlay.written(self._caches.base):
+        for cache, sequence in residual_kv.written(self._caches.base):
             if published := cache.prefix.advance(sequence, token_ids):
                 self._turns.save_early(generation, sequence, published, cache.name)
                 has_filled = True
         generation.drop_passes()
         return has_filled
 
-    def leave_windows(self, overlay: Overlay) -> None:
-        overlay.cache.prefix.leave_window(overlay.residuals)
-        self._caches.base.prefix.leave_window(overlay.base, overlay.residuals.num_tokens)
+    def leave_windows(self, residual_kv: ResidualKV) -> None:
+        residual_kv.cache.prefix.leave_window(residual_kv.residuals)
+        self._caches.base.prefix.leave_window(residual_kv.base, residual_kv.residuals.num_tokens)
 
-    def known_divergence(self, generation: Generation, use: AdapterUse) -> float | None:
+    def known_divergence(self, generation: RunningRequest, use: AdapterUse) -> float | None:
         cached_as = _cached_as(generation, use)
         packed = pack_token_ids(generation.token_ids[:BLOCK_SIZE])
         for key in self._too_far:
@@ -133,11 +133,13 @@ class Residuals:
                 return self._too_far[key]
         return None
 
-    def is_too_far(self, generation: Generation) -> bool:
+    def is_too_far(self, generation: RunningRequest) -> bool:
         """Measure a computed prompt. Records and reports a divergence above the limit."""
-        overlay, use = generation.overlay, generation.adapter
-        assert overlay is not None and use is not None
-        measured = Divergence.of(*overlay.arenas.measured_of(overlay.residuals.tables, generation.num_prompt_tokens))
+        residual_kv, use = generation.residual_kv, generation.adapter
+        assert residual_kv is not None and use is not None
+        measured = Divergence.of(
+            *residual_kv.arenas.measured_of(residual_kv.residuals.tables, generation.num_prompt_tokens)
+        )
         generation.divergence = None if measured is None else measured.value
         if generation.divergence is None or generation.divergence <= self._max_divergence:
             return False
@@ -148,9 +150,9 @@ class Residuals:
         return True
 
 
-def _cached_as(generation: Generation, use: AdapterUse) -> tuple[str, str, str]:
+def _cached_as(generation: RunningRequest, use: AdapterUse) -> tuple[str, str, str]:
     return use.digest, use.residual_cache, generation.request.salt
 
 
-def _beginning(generation: Generation) -> Sequence[int]:
+def _beginning(generation: RunningRequest) -> Sequence[int]:
     return generation.token_ids[: min(BLOCK_SIZE, generation.num_prompt_tokens)]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from agentcache.blocks.allocator import BlockAllocator, min_blocks
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.blocks.lane_search import CachedPrefix
+from agentcache.blocks.path_search import CachedPrefix
 from agentcache.blocks.pool import BlockTable
 from agentcache.blocks.slots import Group
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.engine.generation import Generation, State
-from agentcache.engine.pace import Pace
 from agentcache.engine.requests import Requests
+from agentcache.engine.running_request import RunningRequest, State
+from agentcache.engine.token_budget import TokenBudget
 
 # The shortest prompt goes first, unless another was passed over this often.
 _MOST_TIMES_PASSED_OVER = 3
@@ -24,34 +24,34 @@ class Scheduler:
         one_at_a_time: whether memory allows only one admitted request.
     """
 
-    def __init__(self, requests: Requests, *, max_running: int, pace: Pace) -> None:
+    def __init__(self, requests: Requests, *, max_running: int, token_budget: TokenBudget) -> None:
         self._requests = requests
         self._max_running = max_running
         self._chunk_under_way = False
         self._decode_steps = 0
-        self.pace = pace
+        self.token_budget = token_budget
         self.stalled = False
         self.contended = False
         self.preemptions = 0
         self.one_at_a_time = False
 
     @property
-    def waiting(self) -> Sequence[Generation]:
+    def waiting(self) -> Sequence[RunningRequest]:
         return self._requests.waiting
 
     @property
-    def loading(self) -> Sequence[Generation]:
+    def loading(self) -> Sequence[RunningRequest]:
         return self._requests.loading
 
     @property
-    def running(self) -> Sequence[Generation]:
+    def running(self) -> Sequence[RunningRequest]:
         return self._requests.running
 
     @property
     def has_work(self) -> bool:
         return bool(self.running or (self.next_to_admit() and not (self.stalled and self.loading)))
 
-    def next_to_admit(self) -> Generation | None:
+    def next_to_admit(self) -> RunningRequest | None:
         """Return the next request to admit, if the batch has room.
 
         Background requests leave one place free for interactive ones.
@@ -64,28 +64,28 @@ class Scheduler:
         kept_free = 1 if first.background and most > 1 else 0
         return first if free > kept_free else None
 
-    def admit(self, generation: Generation, *, loading: bool) -> None:
+    def admit(self, generation: RunningRequest, *, loading: bool) -> None:
         """Mark a request as admitted. Earlier requests that still wait are passed over."""
         self._requests.move(generation, State.LOADING if loading else State.RUNNING)
         _pass_over(other for other in self.waiting if other.submitted_at < generation.submitted_at)
         generation.passed_over = 0
         self.stalled = False
 
-    def victim(self, *, residual: bool = False) -> Generation | None:
+    def victim(self, *, residual: bool = False) -> RunningRequest | None:
         """Return the request to preempt: background first, then the youngest. The oldest always completes.
 
         `residual`: whether it must have residual blocks.
         """
-        running = [each for each in self.running if each.overlay is not None] if residual else self.running
+        running = [each for each in self.running if each.residual_kv is not None] if residual else self.running
         return max(running, key=_rank) if len(running) > 1 else None
 
-    def preempt(self, generation: Generation) -> None:
+    def preempt(self, generation: RunningRequest) -> None:
         """Queue a request again, no longer as background."""
         self._requests.move(generation, State.WAITING)
         generation.background = False
         self.preemptions += 1
 
-    def schedule(self) -> dict[Generation, int]:
+    def schedule(self) -> dict[RunningRequest, int]:
         """Return tokens per request for the next step; empty if all wait for the step under way.
 
         A step is one token of each decoding request, or one chunk. While requests decode, a chunk follows a decode
@@ -97,7 +97,7 @@ class Scheduler:
         prompts = [generation for generation in self.running if generation.can_prefill]
         prompt = min(prompts, key=_prompt_rank, default=None)
         if prompt is None and not self._chunk_under_way:
-            self.pace.settle()
+            self.token_budget.reset()
         self.contended = False
         if prompt is None or (decoding and self._decoding_goes_first(prompt, prompts, decoding)):
             self._chunk_under_way = False
@@ -112,18 +112,20 @@ class Scheduler:
         return {chunk: self._chunk_for(chunk, contended=self.contended)}
 
     def _decoding_goes_first(
-        self, prompt: Generation, prompts: Sequence[Generation], decoding: Sequence[Generation]
+        self, prompt: RunningRequest, prompts: Sequence[RunningRequest], decoding: Sequence[RunningRequest]
     ) -> bool:
         if self._chunk_under_way:
             return True
-        if self._may_borrow(prompt):
+        if self._may_prefill_more(prompt):
             return False
-        if self.pace.decoding_is_due:
+        if self.token_budget.decoding_is_due:
             return True
-        self.contended = self.pace.may_lend and any(self._goes_before(generation, prompts) for generation in decoding)
+        self.contended = self.token_budget.may_defer_decodes and any(
+            self._goes_before(generation, prompts) for generation in decoding
+        )
         return self.contended
 
-    def _goes_before(self, generation: Generation, prompts: Sequence[Generation]) -> bool:
+    def _goes_before(self, generation: RunningRequest, prompts: Sequence[RunningRequest]) -> bool:
         """Whether a new answer's first tokens take less time than each waiting prompt.
 
         A short prompt may wait behind an overdue long one, so all prompts count.
@@ -132,19 +134,25 @@ class Scheduler:
         if first <= 0 or generation.background:
             return False
         awaited = (prompt for prompt in prompts if not prompt.background)
-        return all(self.pace.is_sooner_done(first, each.num_to_launch, each.num_launched) for each in awaited)
+        return all(self.token_budget.is_sooner_done(first, each.num_to_launch, each.num_launched) for each in awaited)
 
-    def _awaits_first_token(self, prompts: Sequence[Generation]) -> bool:
+    def _awaits_first_token(self, prompts: Sequence[RunningRequest]) -> bool:
         """Whether the step under way chooses a first token whose successors go before each waiting prompt."""
         first = (each for each in self.running if each.will_decode and not each.num_generated)
-        return self.pace.may_lend and any(self._goes_before(generation, prompts) for generation in first)
+        return self.token_budget.may_defer_decodes and any(
+            self._goes_before(generation, prompts) for generation in first
+        )
 
-    def _may_borrow(self, prompt: Generation) -> bool:
+    def _may_prefill_more(self, prompt: RunningRequest) -> bool:
         left = prompt.num_to_launch
         whole = max(prompt.computed_prompt_tokens, left)
-        return not prompt.background and self.pace.is_short(whole) and self.pace.may_borrow(left, prompt.num_launched)
+        return (
+            not prompt.background
+            and self.token_budget.is_short(whole)
+            and self.token_budget.may_prefill_more(left, prompt.num_launched)
+        )
 
-    def _next_to_decode(self, decoding: Sequence[Generation]) -> list[Generation]:
+    def _next_to_decode(self, decoding: Sequence[RunningRequest]) -> list[RunningRequest]:
         if not decoding:
             return []
         decoder = min(decoding, key=lambda generation: generation.decoded_at).current.decoder
@@ -154,9 +162,9 @@ class Scheduler:
             generation.decoded_at = self._decode_steps
         return together
 
-    def _chunk_for(self, prompt: Generation, *, contended: bool) -> int:
+    def _chunk_for(self, prompt: RunningRequest, *, contended: bool) -> int:
         """A chunk that crosses a block boundary ends on one, or with the prompt; also at the next checkpoint."""
-        largest = self.pace.chunk_tokens(prompt.num_launched, contended=contended)
+        largest = self.token_budget.chunk_tokens(prompt.num_launched, contended=contended)
         left, to_boundary = prompt.num_to_prefill, BLOCK_SIZE - prompt.num_launched % BLOCK_SIZE
         if prompt.snapshots is not None:
             left = min(left, prompt.snapshots.next_after(prompt.num_launched) - prompt.num_launched)
@@ -173,17 +181,17 @@ def _equal_part(num_tokens: int, largest: int) -> int:
     return -(-num_tokens // parts)
 
 
-def _rank(generation: Generation) -> tuple[bool, float]:
+def _rank(generation: RunningRequest) -> tuple[bool, float]:
     return generation.background, generation.submitted_at
 
 
-def _prompt_rank(prompt: Generation) -> tuple[int, bool, int, float]:
+def _prompt_rank(prompt: RunningRequest) -> tuple[int, bool, int, float]:
     """Order of prompts: overdue, interactive, shortest."""
     overdue = prompt.passed_over if prompt.passed_over >= _MOST_TIMES_PASSED_OVER and not prompt.background else 0
     return -overdue, prompt.background, prompt.num_to_launch, prompt.submitted_at
 
 
-def _pass_over(generations: Iterable[Generation]) -> None:
+def _pass_over(generations: Iterable[RunningRequest]) -> None:
     for generation in generations:
         generation.passed_over += 1
         generation.background &= generation.passed_over < _BACKGROUND_PATIENCE

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 
+from agentcache.blocks.block_tables import BlockTables
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.blocks.sequence import CacheSequence
 from agentcache.models.runner import ModelRunner
 from agentcache.models.step import StepInputs
 
@@ -16,7 +16,7 @@ _ROOT = "scratch"
 
 
 @contextmanager
-def scratch_sequence(cache: PrefixCache, runner: ModelRunner, num_tokens: int) -> Iterator[CacheSequence]:
+def scratch_sequence(cache: PrefixCache, runner: ModelRunner, num_tokens: int) -> Iterator[BlockTables]:
     """Yield temporary block tables; then reset the counters."""
     sequence = cache.open(_ROOT, cache.match_prefix(_ROOT, (), 0))
     try:
@@ -27,7 +27,7 @@ def scratch_sequence(cache: PrefixCache, runner: ModelRunner, num_tokens: int) -
         runner.reset_counters()
 
 
-def compute(runner: ModelRunner, sequence: CacheSequence, context: int, num_tokens: int, *, rows: int = 1) -> None:
+def compute(runner: ModelRunner, sequence: BlockTables, context: int, num_tokens: int, *, rows: int = 1) -> None:
     tables, lengths = [sequence.tables] * rows, [context] * rows
     reads, writes = runner.reads(tables, lengths, num_tokens), runner.writes(tables, lengths, num_tokens)
     states = (None,) * rows if runner.states is not None else ()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from agentcache.adapter_settings import RESIDUAL_IS_OFF, AdapterFolder, Policy
-from agentcache.adapters.table import AdapterTable, ServedAdapter, check_adapter_name, settle_policy
+from agentcache.adapters.table import AdapterTable, ServedAdapter, check_adapter_name, resolve_policy
 from agentcache.engine.messages import DropAdapter, PutAdapter
 from agentcache.errors import (
     AgentCacheError,
@@ -120,7 +120,7 @@ class AdapterLoader:
         if self._model.ranks > 1 and isinstance(source, Decoder):
             raise UnsupportedAdapter("decoders are not spread over ranks", param="path")
         refusal = self._residual_refusal(source)
-        policy = settle_policy(folder.policy, source, refusal)
+        policy = resolve_policy(folder.policy, source, refusal)
         groups = range(len(self._model.spec.groups))
         changed = groups if isinstance(source, Decoder) else producer_groups(source, self._model.spec)
         may_share = folder.policy is Policy.AUTO and not refusal

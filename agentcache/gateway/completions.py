@@ -83,12 +83,12 @@ class Completions:
         if prompt.volatile is not None or prompt.notes:
             take = partial(_take_with_prompt, take, prompt)
         receiver = Receiver(take)
-        turn.lasts_until(receiver.settled)
+        turn.lasts_until(receiver.finished)
         submitted: Submit | None = None
         try:
             view = self._thread.view
             choice = choose_adapter(view.agents, request)
-            self._thread.tell_of_the_end(receiver, until=receiver.settled)
+            self._thread.tell_of_the_end(receiver, until=receiver.finished)
             async with self._adapters.lease(choice.name) as adapter:
                 known = (claim.found, view.model.tokenizer, view.model.num_embeddings)
                 has_state = view.model.spec.state_group is not None
@@ -103,7 +103,7 @@ class Completions:
                     await receiver.ended
         finally:
             if submitted is None:
-                receiver.settle()
+                receiver.finish()
 
     @asynccontextmanager
     async def _at_work(self, submitted: Submit, receiver: Receiver) -> AsyncIterator[None]:
@@ -113,7 +113,7 @@ class Completions:
             yield
         finally:
             receiver.leave()
-            if not receiver.settled.done():
+            if not receiver.finished.done():
                 self._thread.tell(Cancel(submitted), _ignore)
 
     async def _run_forks(self, first: Submit, receiver: Receiver, take: Callable[[Update], None]) -> None:
@@ -122,7 +122,7 @@ class Completions:
             ended = [receiver.ended]
             for index in range(1, first.request.n):
                 fork = Receiver(partial(_take_choice, take, index))
-                self._thread.tell_of_the_end(fork, until=fork.settled)
+                self._thread.tell_of_the_end(fork, until=fork.finished)
                 submitted = replace(first, request=first.request.fork(index), found=None, held=None, goes_on=False)
                 await stack.enter_async_context(self._at_work(submitted, fork))
                 ended.append(fork.ended)

@@ -192,7 +192,7 @@ class EngineThread:
         self.view  # noqa: B018 (raises if no engine would answer)
         future: asyncio.Future[Any] = self._loop.create_future()
 
-        def settle(result: Any) -> None:
+        def finish(result: Any) -> None:
             if future.done():
                 return
             if isinstance(result, BaseException):
@@ -200,8 +200,8 @@ class EngineThread:
             else:
                 future.set_result(result)
 
-        self.tell_of_the_end(settle, until=future)
-        self.tell(message, settle)
+        self.tell_of_the_end(finish, until=future)
+        self.tell(message, finish)
         return future
 
     # -- and back -----------------------------------------------------------------------------------------------------
@@ -234,12 +234,12 @@ class EngineThread:
         _hand_out([(tell, end) for tell in self._waiters])
 
     def _deliver(self, future: asyncio.Future[Any], result: Any = None, error: Exception | None = None) -> None:
-        def settle() -> None:
+        def finish() -> None:
             if future.done():
                 return
             future.set_exception(error) if error else future.set_result(result)
 
-        self._loop.call_soon_threadsafe(settle)
+        self._loop.call_soon_threadsafe(finish)
 
 
 def _hand_out(replies: list[tuple[Receive, Any]]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from agentcache.adapter_settings import Policy
 from agentcache.adapters.activation import AdapterUse, refuse_without_adapter, use_adapter
-from agentcache.adapters.table import ServedAdapter, settle_policy
+from agentcache.adapters.table import ServedAdapter, resolve_policy
 from agentcache.agents.lineages import PlainPrompt, choose
 from agentcache.agents.table import Agents
 from agentcache.blocks.prefix_match import PromptMatch, match_text, match_tokens
@@ -152,7 +152,7 @@ def choose_adapter(agents: Agents, request: Request) -> AdapterChoice:
 def agent_policy(adapter: ServedAdapter | None, policy: Policy | None) -> Policy:
     """The policy to store for an agent; `auto` stands for the adapter's own. Raises InvalidRequest."""
     if adapter is not None:
-        settle_policy(policy or Policy.AUTO, adapter.source, adapter.residual_refusal)
+        resolve_policy(policy or Policy.AUTO, adapter.source, adapter.residual_refusal)
         return policy or Policy.AUTO
     if policy not in (None, Policy.EXACT, Policy.AUTO):
         raise InvalidRequest(f"the policy {policy.value!r} needs an adapter", param="policy")

@@ -53,10 +53,10 @@ class _PromptJob(Generic[T]):
         if not self.future.done():
             self.future.set_exception(error)
 
-    def _tell(self, settle: Callable[[Any], None], outcome: Any) -> None:
+    def _tell(self, finish: Callable[[Any], None], outcome: Any) -> None:
         def tell() -> None:
             if not self.future.done():
-                settle(outcome)
+                finish(outcome)
 
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self.future.get_loop().call_soon_threadsafe(tell)

@@ -14,24 +14,24 @@ class Receiver:
 
     Attributes:
         ended: done after the last update.
-        settled: done when the engine has finished with the request, including its save.
+        finished: done when the engine has finished with the request, including its save.
     """
 
     def __init__(self, take: Callable[[Update], None]) -> None:
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = loop.create_future()
-        self.settled: asyncio.Future[None] = loop.create_future()
+        self.finished: asyncio.Future[None] = loop.create_future()
         self._take = take
         self._prompt_known: asyncio.Future[None] = loop.create_future()
 
     def __call__(self, update: Update | BaseException) -> None:
         if isinstance(update, BaseException):
-            self.settle()
+            self.finish()
             if not self.ended.done():
                 self.ended.set_exception(as_exception(update))
             return
         if update.report is not None:
-            self.settle()
+            self.finish()
         if update.prompt_token_ids is not None and not self._prompt_known.done():
             self._prompt_known.set_result(None)
         if not self.ended.done():
@@ -57,6 +57,6 @@ class Receiver:
         if not self.ended.cancel() and not self.ended.cancelled():
             self.ended.exception()  # mark as retrieved for asyncio
 
-    def settle(self) -> None:
-        if not self.settled.done():
-            self.settled.set_result(None)
+    def finish(self) -> None:
+        if not self.finished.done():
+            self.finished.set_result(None)

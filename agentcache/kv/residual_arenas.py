@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 import mlx.core as mx
 import numpy as np
 
+from agentcache.blocks.block_tables import Copy
 from agentcache.blocks.pool import BlockPool, BlockTable
-from agentcache.blocks.sequence import Copy
 from agentcache.kv.block_layout import Array, GroupMemory
 from agentcache.kv.group_arena import GroupArena, make_arenas
 from agentcache.kv.measures import Extras, TokenMeasures

@@ -20,11 +20,11 @@ Put = Callable[[Writes, LayerArena, mx.array, mx.array | None], None]
 
 
 class PagedKV(NamedTuple):
-    """Keys and values for attention. `overlay`: a `LayerOverlay` of some rows, or None."""
+    """Keys and values for attention. `overlay`: a `LayerResidualKV` of some rows, or None."""
 
     arena: LayerArena
     reads: Reads
-    overlay: Any = None
+    residual_kv: Any = None
 
 
 @dataclass(slots=True, eq=False)

@@ -16,10 +16,10 @@ from agentcache.errors import UnsupportedAdapter
 from agentcache.kv.spec import CacheSpec
 from agentcache.models.adapter_files import MAX_BYTES, LowRank, ModuleName, read_folder
 from agentcache.models.attention import activation_dtype
+from agentcache.models.inspection import Inspection
 from agentcache.models.layers import in_dim
 from agentcache.models.mla import is_expanded
 from agentcache.models.residual_sides import KEYS, VALUES, AdapterSides, Side, find_side, is_split
-from agentcache.models.survey import Survey
 
 _MAKE_KEYS = ("k_proj", "qkv_proj", "kv_a_proj_with_mqa")
 _QUERIES = {"q_proj", "q_a_proj", "q_b_proj"}  # beside one of `_MAKE_KEYS`
@@ -72,17 +72,17 @@ class TargetModules:
         return self.targets[name]
 
 
-def target_modules(layers: Sequence[nn.Module], survey: Survey) -> TargetModules:
+def target_modules(layers: Sequence[nn.Module], inspection: Inspection) -> TargetModules:
     linears: dict[ModuleName, LinearShape] = {}
     targets: dict[ModuleName, Target] = {}
     absorbed = set()
     for index, layer in enumerate(layers):
         modules = dict(layer.named_modules())
-        recurrent = any(spec.index == index for spec in survey.recurrent)
-        kv_dim = sum(spec.num_kv_heads * spec.key_dim for spec in survey.layers if spec.index == index)
+        recurrent = any(spec.index == index for spec in inspection.recurrent)
+        kv_dim = sum(spec.num_kv_heads * spec.key_dim for spec in inspection.layers if spec.index == index)
         for path, module in modules.items():
             name, parent = ModuleName(index, path), modules.get(path.rpartition(".")[0], layer)
-            if (index, path) not in survey.linears:
+            if (index, path) not in inspection.linears:
                 continue
             if path.endswith("kv_b_proj") and is_expanded(parent):
                 absorbed.add(name)
@@ -90,7 +90,7 @@ def target_modules(layers: Sequence[nn.Module], survey: Survey) -> TargetModules
             linears[name] = _shape(module)
             # A module called before the layer writes its cache may make what is written, unless it makes queries.
             makes_queries = not recurrent and any(part in parent for part in _MAKE_KEYS)
-            makes_kv = not survey.linears[index, path]
+            makes_kv = not inspection.linears[index, path]
             targets |= _named_targets(name, linears[name].out_dim, kv_dim, makes_kv, makes_queries)
     return TargetModules(len(layers), linears, targets, frozenset(absorbed))
 

@@ -15,10 +15,10 @@ from safetensors import SafetensorError, safe_open
 
 from agentcache.errors import UnreadableAdapter, UnsupportedAdapter, UnsupportedModel
 from agentcache.models.adapter_files import ModuleName
+from agentcache.models.attachment import host_in_pieces
 from agentcache.models.compat import load_model
 from agentcache.models.file_identity import file_identity
 from agentcache.models.fingerprint import first_fingerprint
-from agentcache.models.hosting import host_in_pieces
 from agentcache.models.loader import LoadedModel, check_files, install_wanted_positions
 
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
@@ -142,11 +142,13 @@ def load_decoder(decoder: Decoder, base: LoadedModel) -> Iterator[DecoderWeights
         for part in (*model.layers, model):
             mx.eval(part.parameters())
             yield None
-        pieces = host_in_pieces(model, config["model_type"], config, choose=lambda model, survey: base.survey.precision)
+        pieces = host_in_pieces(
+            model, config["model_type"], config, choose=lambda model, inspection: base.inspection.precision
+        )
         for hosted in pieces:  # noqa: B007
             yield None
         assert hosted is not None  # the last item
-        install_wanted_positions(hosted.survey, base.current)
+        install_wanted_positions(hosted.inspection, base.current)
         changed = _identities(decoder.path) != decoder.files
     except Exception as error:  # a wrong config entry can raise anything
         raise UnsupportedAdapter(f"the model in {decoder.path} cannot be loaded: {error!s:.200}") from None

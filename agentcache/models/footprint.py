@@ -25,9 +25,9 @@ from agentcache.models.attention import MAX_PACKED_QUERIES, reads_packed
 from agentcache.models.compat import MODEL_REMAPPING
 from agentcache.models.device_memory import device_memory
 from agentcache.models.fused import MAX_QUERIES, MAX_RANK, read_by_kernels
-from agentcache.models.overlay import piece_blocks
+from agentcache.models.inspection import text_config
 from agentcache.models.packed_product import kernel_is_right
-from agentcache.models.survey import text_config
+from agentcache.models.residual_kv import piece_blocks
 from agentcache.system_memory import SystemMemory, free_heap
 
 _FLOAT = 4  # bytes; half precision takes less

@@ -17,14 +17,14 @@ from agentcache.metal_kernels.tiling import HeadShape, ResidualKind
 from agentcache.metal_kernels.unpack_residual import LowRankSide, unpack_residual
 from agentcache.models import fused
 from agentcache.models.attention import AttentionOptions, flash_attention, unpack_for
-from agentcache.models.overlay import RowOverlay
+from agentcache.models.residual_kv import RowResidualKV
 from agentcache.models.residual_turns import turning_of
 
 
 def attention(
     queries: mx.array,
     arena: LayerArena,
-    rows: Sequence[RowOverlay],
+    rows: Sequence[RowResidualKV],
     options: AttentionOptions,
     reference: Callable[[], mx.array],
 ) -> mx.array:
@@ -55,12 +55,12 @@ def attention(
     return made if fused.mode() is fused.Mode.ON else fused.checked(made, reference(), what)
 
 
-def _shape_of(row: RowOverlay, arena: LayerArena, num_heads: int, dtype: mx.Dtype) -> HeadShape | None:
+def _shape_of(row: RowResidualKV, arena: LayerArena, num_heads: int, dtype: mx.Dtype) -> HeadShape | None:
     kind = _kind(row, arena)
     return None if kind is None else kind.on(fused.shape_of(arena.keys, num_heads, dtype))
 
 
-def _kind(row: RowOverlay, arena: LayerArena) -> ResidualKind | None:
+def _kind(row: RowResidualKV, arena: LayerArena) -> ResidualKind | None:
     """None if no kernel can compute the residuals."""
     value_rank = 0 if row.value_a is None else row.value_a.array.shape[2]
     if row.key_a is None:
@@ -75,7 +75,7 @@ def _kind(row: RowOverlay, arena: LayerArena) -> ResidualKind | None:
 def _decoded(
     queries: mx.array,
     arena: LayerArena,
-    rows: Sequence[RowOverlay],
+    rows: Sequence[RowResidualKV],
     prepared: PreparedDecode,
     options: AttentionOptions,
 ) -> mx.array:
@@ -94,7 +94,7 @@ def _decoded(
     return prepared(own, arena.keys.arrays(), arena.values.arrays(), options.sinks, arena.keys.written, residuals)
 
 
-def _flash(queries: mx.array, arena: LayerArena, rows: Sequence[RowOverlay], options: AttentionOptions) -> mx.array:
+def _flash(queries: mx.array, arena: LayerArena, rows: Sequence[RowResidualKV], options: AttentionOptions) -> mx.array:
     """Rows depend on each other, so that one row's memory is free before the next begins."""
     assert arena.values is not None  # see `is_pair`
     done: list[mx.array] = []
@@ -107,7 +107,7 @@ def _flash(queries: mx.array, arena: LayerArena, rows: Sequence[RowOverlay], opt
     return mx.concatenate(done)
 
 
-def _key_side(row: RowOverlay, arena: LayerArena) -> LowRankSide | None:
+def _key_side(row: RowResidualKV, arena: LayerArena) -> LowRankSide | None:
     b = row.matrices.for_kernels.key_b
     if row.key_a is None or b is None:
         return None
@@ -116,12 +116,12 @@ def _key_side(row: RowOverlay, arena: LayerArena) -> LowRankSide | None:
     return LowRankSide(row.key_a.array, b, row.residual_ids, norms, turns)
 
 
-def _value_side(row: RowOverlay) -> LowRankSide | None:
+def _value_side(row: RowResidualKV) -> LowRankSide | None:
     b = row.matrices.for_kernels.value_b
     return None if row.value_a is None or b is None else LowRankSide(row.value_a.array, b, row.residual_ids)
 
 
-def _unpacked(queries: mx.array, side: SideArena, row: RowOverlay, added: LowRankSide | None) -> mx.array:
+def _unpacked(queries: mx.array, side: SideArena, row: RowResidualKV, added: LowRankSide | None) -> mx.array:
     if added is None:
         return unpack_for(queries, side, row.reads)
     data, scales, biases = side.arrays()
@@ -133,11 +133,11 @@ def _unpacked(queries: mx.array, side: SideArena, row: RowOverlay, added: LowRan
     )
 
 
-def _end(rows: Sequence[RowOverlay]) -> int:
+def _end(rows: Sequence[RowResidualKV]) -> int:
     return max(own.length for row in rows for own in row.reads.rows) + rows[0].reads.num_tokens
 
 
-def _plan(shape: HeadShape, rows: Sequence[RowOverlay]) -> DecodePlan:
+def _plan(shape: HeadShape, rows: Sequence[RowResidualKV]) -> DecodePlan:
     base = [own for row in rows for own in row.reads.rows]
     reads = rows[0].reads
     return DecodePlan(

@@ -69,6 +69,6 @@ def _attention(
     if mask is not None:
         raise BrokenInvariant("the model masks by itself, beside what its cache says")
     options = AttentionOptions(scale, None, sinks)
-    if values.kv.overlay is not None:
-        return overlaid_attention(queries, values.kv.arena, values.kv.overlay, options)
+    if values.kv.residual_kv is not None:
+        return overlaid_attention(queries, values.kv.arena, values.kv.residual_kv, options)
     return paged_attention(queries, values.kv, options)

@@ -24,10 +24,10 @@ from agentcache.metal_kernels.self_test import Verdict
 from agentcache.metal_kernels.tiling import ResidualKind
 from agentcache.models.adapters import TargetModules, target_modules
 from agentcache.models.fused import layer_verdict
+from agentcache.models.inspection import Inspection, inspect_model
 from agentcache.models.loader import read_model
 from agentcache.models.residual_forms import likely_key_form
 from agentcache.models.residual_turns import turning_of
-from agentcache.models.survey import Survey, survey
 
 _SECONDS = 600  # three self-tests for each head shape
 _RANK = 16  # adapter rank; reports for other ranks differ in that number only
@@ -63,7 +63,7 @@ class LayerKind:
 def layer_kinds(folder: Path, kv: str = "4") -> list[LayerKind]:
     """Layer kinds of the model in a folder; `kv` as in `kv.precision.BITS`. Raises UnsupportedModel."""
     read = read_model(str(folder))
-    seen = survey(read.model)
+    seen = inspect_model(read.model)
     seen = seen.kept_in(Precision((BITS[kv],) * len(seen.layers)))
     counted = Counter(_layers(read.model, seen, read.config))
     return [
@@ -77,7 +77,7 @@ def _by(verdict: Verdict) -> str:
 
 
 def _layers(
-    model: nn.Module, seen: Survey, config: dict[str, Any]
+    model: nn.Module, seen: Inspection, config: dict[str, Any]
 ) -> Iterator[tuple[GroupKind, int | None, str, Verdict, str]]:
     spec = seen.spec(config["model_type"], config)
     kinds = {layer: describe_group(group).kind for group in spec.groups for layer in group.layers}

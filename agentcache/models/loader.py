@@ -20,20 +20,20 @@ from agentcache.blocks.keys import Namespace
 from agentcache.errors import InvalidRequest, UnsupportedModel
 from agentcache.kv.precision import AUTO, BITS, Precision
 from agentcache.kv.spec import CacheSpec
+from agentcache.models.attachment import ChoosePrecision, Everywhere, host
 from agentcache.models.compat import download, load_model
 from agentcache.models.experts import distrust_sorted_rows
 from agentcache.models.fingerprint import ModelFingerprints, model_fingerprints
 from agentcache.models.float32_copy import gains_by_float32, in_float32
-from agentcache.models.hosting import ChoosePrecision, Everywhere, host
+from agentcache.models.hidden_states import ModelHiddenStates
+from agentcache.models.inspection import Inspection, text_config
 from agentcache.models.lora import ModelAdapters
 from agentcache.models.memo import Memo, read_memo, write_memo
 from agentcache.models.precision import Measured, Numbers, PrecisionSearch
 from agentcache.models.sample_text import CODE, PROSE, SAMPLE
 from agentcache.models.source_digest import source_digest
 from agentcache.models.step import CurrentStep
-from agentcache.models.survey import Survey, text_config
 from agentcache.models.text.tokenizer import Tokenizer
-from agentcache.models.trunk import ModelTrunk
 from agentcache.private_file import make_private_folder
 from agentcache.start_progress import StartProgress
 from agentcache.store.cache_files import whose
@@ -75,9 +75,9 @@ class LoadedModel:
     model: nn.Module
     current: CurrentStep
     adapters: ModelAdapters
-    trunk: ModelTrunk
+    hidden_states: ModelHiddenStates
     tokenizer: Tokenizer
-    survey: Survey
+    inspection: Inspection
     spec: CacheSpec
     names: ModelNames
     path: Path
@@ -96,7 +96,7 @@ class LoadedModel:
 
     @property
     def precision(self) -> Precision:
-        return self.survey.precision
+        return self.inspection.precision
 
     @cached_property
     def num_embeddings(self) -> int | None:
@@ -208,7 +208,7 @@ def put_on_cache(
     kv: str = "4",
     kept: Callable[[str], Precision | None] = lambda fingerprint: None,
     find_names: Callable[[ModelFingerprints], ModelNames] = _new_names,
-    settle: Callable[[float], float] = lambda divergence: divergence,
+    agree: Callable[[float], float] = lambda divergence: divergence,
     measured: Path | None = None,
     measure_seconds: float = math.inf,
     progress: StartProgress | None = None,
@@ -216,7 +216,7 @@ def put_on_cache(
     """Put the result of `read_model` on the paged cache: second half of `load`, with its errors.
 
     Args:
-        settle: as in `PrecisionSearch`.
+        agree: as in `PrecisionSearch`.
     """
     progress = progress or StartProgress()
     model, config, tokenizer = read.model, read.config, read.tokenizer
@@ -236,23 +236,23 @@ def put_on_cache(
             seconds=measure_seconds,
             progress=progress,
             current=current,
-            settle=settle,
+            agree=agree,
             **_numbers_in(measured, names.current, texts),
         )
     else:
         choose = Everywhere(BITS[kv])
     progress.begin(_PROVING)
     # All ranks compute in the same dtype.
-    within = in_float32 if settle(float(gains_by_float32(model))) else nullcontext
+    within = in_float32 if agree(float(gains_by_float32(model))) else nullcontext
     hosted = host(model, config["model_type"], config, choose=choose, within=within)
-    install_wanted_positions(hosted.survey, current)
+    install_wanted_positions(hosted.inspection, current)
     return LoadedModel(
         model=model,
         current=current,
-        adapters=ModelAdapters(model, hosted.survey, current),
-        trunk=ModelTrunk(model, hosted.survey, current),
+        adapters=ModelAdapters(model, hosted.inspection, current),
+        hidden_states=ModelHiddenStates(model, hosted.inspection, current),
         tokenizer=tokenizer,
-        survey=hosted.survey,
+        inspection=hosted.inspection,
         spec=replace(hosted.spec, sources=sources),
         names=names,
         path=read.path,
@@ -274,11 +274,13 @@ def in_chosen_precision(loaded: LoadedModel, progress: StartProgress) -> LoadedM
     model, config, precision = loaded.model, loaded.config, loaded.search.precision
     progress.begin(_PROVING)
     within = in_float32 if gains_by_float32(model) else nullcontext
-    choose: ChoosePrecision = lambda model, survey: precision  # noqa: E731
-    hosted = host(model, config["model_type"], config, choose=choose, within=within, adapted=loaded.survey)
+    choose: ChoosePrecision = lambda model, inspection: precision  # noqa: E731
+    hosted = host(model, config["model_type"], config, choose=choose, within=within, adapted=loaded.inspection)
     loaded.adapters.stacks.clear()
-    loaded.trunk.forget()
-    return replace(loaded, survey=hosted.survey, spec=replace(hosted.spec, sources=loaded.spec.sources), search=None)
+    loaded.hidden_states.forget()
+    return replace(
+        loaded, inspection=hosted.inspection, spec=replace(hosted.spec, sources=loaded.spec.sources), search=None
+    )
 
 
 def _numbers_in(file: Path | None, fingerprint: str, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -376,10 +378,10 @@ def _or_unsupported(folder: Path, what: str, load: Callable[[], _T]) -> _T:
         raise UnsupportedModel(f"the {what} in {folder} cannot be loaded: {error}") from error
 
 
-def install_wanted_positions(survey: Survey, current: CurrentStep) -> None:
+def install_wanted_positions(inspection: Inspection, current: CurrentStep) -> None:
     """Install `WantedPositions`. Without a final norm, all logits are computed."""
-    if survey.final_norm is not None:
-        owner, name = survey.final_norm
+    if inspection.final_norm is not None:
+        owner, name = inspection.final_norm
         setattr(owner, name, WantedPositions(owner[name], current))
 
 

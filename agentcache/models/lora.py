@@ -18,10 +18,10 @@ from agentcache.models.adapter_files import LowRank, ModuleName
 from agentcache.models.adapter_rows import AdapterRows, AdapterWeights
 from agentcache.models.adapters import AdapterContent, target_modules
 from agentcache.models.attention import activation_dtype
+from agentcache.models.inspection import Inspection
 from agentcache.models.layers import Stand
 from agentcache.models.residual_forms import ResidualForms, find_forms
 from agentcache.models.step import CurrentStep
-from agentcache.models.survey import Survey
 
 # MLX 0.32.4 on CUDA gathers from misaligned addresses and crashes if matrices' rows are no multiple of this
 # (`gather_mm` checks the length of the sums only).
@@ -103,10 +103,10 @@ class Stacks:
 class ModelAdapters:
     """Adapters of one model, and its modules' wrappers; `stacks` are optional copies for steps with several."""
 
-    def __init__(self, model: nn.Module, survey: Survey, current: CurrentStep) -> None:
-        self.modules = target_modules(model.layers, survey)
+    def __init__(self, model: nn.Module, inspection: Inspection, current: CurrentStep) -> None:
+        self.modules = target_modules(model.layers, inspection)
         self.stacks = Stacks()
-        self._model, self._survey = model, survey
+        self._model, self._inspection = model, inspection
         self._layers = list(model.layers)  # before other modules replace them
         self._wrapped: dict[ModuleName, AdaptedLinear] = {}
         self._current = current
@@ -114,7 +114,7 @@ class ModelAdapters:
     @cached_property
     def residual_forms(self) -> ResidualForms:
         """How the model makes keys and values. The first call runs it on a few tokens."""
-        return find_forms(self._model, self._survey, self.modules)
+        return find_forms(self._model, self._inspection, self.modules)
 
     def load(self, content: AdapterContent) -> AdapterWeights:
         """Put an adapter on the device, and wrap its modules if needed."""

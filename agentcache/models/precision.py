@@ -17,9 +17,9 @@ import mlx.nn as nn
 from agentcache.kv.packing import Packing, Plain
 from agentcache.kv.precision import BITS, LayerBits, Precision
 from agentcache.models.find_precision import SAFE, Layers, find_precision
+from agentcache.models.inspection import Inspection
 from agentcache.models.precision_runs import PrecisionRuns
 from agentcache.models.step import CurrentStep
-from agentcache.models.survey import Survey
 from agentcache.start_progress import Measuring, StartProgress
 
 MAX_DIVERGENCE = 0.005
@@ -38,30 +38,30 @@ class PrecisionSearch:
     Args:
         known: numbers of an earlier process for this model and sample.
         keep: called with all numbers after each measurement.
-        settle: function from a number to the value that all ranks use.
+        agree: function from a number to the value that all ranks use.
         limit: highest divergence, in nats; `MAX_DIVERGENCE` by default.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        survey: Survey,
+        inspection: Inspection,
         texts: Sequence[Sequence[int]],
         *,
         current: CurrentStep | None = None,
         known: Numbers = MappingProxyType({}),
         keep: Callable[[Numbers], None] = lambda known: None,
-        settle: Callable[[float], float] = lambda number: number,
+        agree: Callable[[float], float] = lambda number: number,
         limit: float | None = None,
     ) -> None:
-        self._survey = survey
-        self._runs = PrecisionRuns(model, survey, texts, current or CurrentStep())
+        self._inspection = inspection
+        self._runs = PrecisionRuns(model, inspection, texts, current or CurrentStep())
         self._known = {what: list(numbers) for what, numbers in known.items()}
         self._keep = keep
-        self._settle = settle
+        self._agree = agree
         self._limit = MAX_DIVERGENCE if limit is None else limit
         self._passes = 0
-        self._sizes = {bits: _sizes(survey, bits) for bits in BITS.values()}
+        self._sizes = {bits: _sizes(inspection, bits) for bits in BITS.values()}
         self._precision, self._next = self._search()
 
     @property
@@ -77,9 +77,9 @@ class PrecisionSearch:
     @property
     def safe(self) -> Precision:
         """Precision until the search ends: 8 bits, or 16 if 8 are known to be too few."""
-        eight = Precision((SAFE,) * len(self._survey.layers))
+        eight = Precision((SAFE,) * len(self._inspection.layers))
         too_few = self._known.get(str(eight), [0.0])[0] > self._limit
-        return Precision((_UNQUANTISED,) * len(self._survey.layers)) if too_few else eight
+        return Precision((_UNQUANTISED,) * len(self._inspection.layers)) if too_few else eight
 
     def advance(self) -> None:
         """Compute one forward pass."""
@@ -93,10 +93,10 @@ class PrecisionSearch:
 
     def _compute(self) -> None:
         if not self._runs.has_reference:
-            self._runs.compute_reference(self._settle)
+            self._runs.compute_reference(self._agree)
             return
         what, measure = self._next
-        self._known[what] = [self._settle(number) for number in measure()]
+        self._known[what] = [self._agree(number) for number in measure()]
         self._keep(self._known)
 
     def _search(self) -> tuple[Precision | None, _Measurement]:
@@ -113,14 +113,14 @@ class PrecisionSearch:
 
     @property
     def num_layers(self) -> int:
-        return len(self._survey.layers)
+        return len(self._inspection.layers)
 
     def size(self, layer: int, bits: LayerBits) -> float:
         return self._sizes[bits][layer]
 
     def divergence(self, layers: Layers) -> float:
         hopeless = _HOPELESS * self._limit
-        measure = lambda: [self._runs.divergence(layers, hopeless, self._settle)]  # noqa: E731
+        measure = lambda: [self._runs.divergence(layers, hopeless, self._agree)]  # noqa: E731
         return self._number(str(Precision(tuple(layers))), measure)[0]
 
     def errors(self, bits: LayerBits) -> Sequence[float]:
@@ -143,12 +143,12 @@ class _NotMeasured(Exception):
         self.measurement = measurement
 
 
-def _sizes(survey: Survey, bits: LayerBits) -> list[float]:
+def _sizes(inspection: Inspection, bits: LayerBits) -> list[float]:
     """Bytes per token in each layer."""
-    packings = survey.kept_in(Precision((bits,) * len(survey.layers))).packings
+    packings = inspection.kept_in(Precision((bits,) * len(inspection.layers))).packings
     return [
         layer.num_kv_heads * (_bytes(packing.keys, layer.key_dim) + _bytes(packing.values, layer.value_dim))
-        for layer, packing in zip(survey.layers, packings, strict=True)
+        for layer, packing in zip(inspection.layers, packings, strict=True)
     ]
 
 
@@ -186,10 +186,10 @@ class Measured:
         self._options = options
         self.unfinished: PrecisionSearch | None = None
 
-    def __call__(self, model: nn.Module, survey: Survey) -> Precision:
-        if self._kept is not None and len(self._kept.layers) == len(survey.layers):
+    def __call__(self, model: nn.Module, inspection: Inspection) -> Precision:
+        if self._kept is not None and len(self._kept.layers) == len(inspection.layers):
             return self._kept
-        search, end = PrecisionSearch(model, survey, self._texts, **self._options), time.monotonic() + self._seconds
+        search, end = PrecisionSearch(model, inspection, self._texts, **self._options), time.monotonic() + self._seconds
         with self._progress.inner("measuring in how many bits keys and values are kept, once for this model"):
             while search.precision is None and time.monotonic() < end:
                 search.advance()

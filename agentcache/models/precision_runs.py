@@ -19,10 +19,10 @@ from agentcache.kv.precision import UNQUANTISED_BITS, LayerBits, Precision
 from agentcache.kv.step_cache import StepCache
 from agentcache.kv.step_plan import Reads, Writes
 from agentcache.models.float32_copy import gains_by_float32, in_float32, is_float32
+from agentcache.models.inspection import Inspection
 from agentcache.models.layers import LayerCall, hooked
 from agentcache.models.recurrent import make_caches
 from agentcache.models.step import CurrentStep, StepInputs
-from agentcache.models.survey import Survey
 
 _COMPARED_AT_ONCE = 32  # a vocabulary may have a quarter of a million entries
 _FAMILIAR = 0.5  # share of a uniform guess's loss; above it, the model does not know the language
@@ -57,9 +57,9 @@ class PrecisionRuns:
         texts: token ids of each text. Texts in languages that the model does not know count only if all are.
     """
 
-    def __init__(self, model: nn.Module, survey: Survey, texts: Texts, current: CurrentStep) -> None:
+    def __init__(self, model: nn.Module, inspection: Inspection, texts: Texts, current: CurrentStep) -> None:
         self._model = model
-        self._survey = survey
+        self._inspection = inspection
         self._current = current
         self._texts = [tuple(text) for text in texts if len(text) >= 2]
         self._reference: Reference | None = None
@@ -80,13 +80,13 @@ class PrecisionRuns:
         self,
         layers: Sequence[LayerBits],
         hopeless: float = math.inf,
-        settle: Callable[[float], float] = lambda number: number,
+        agree: Callable[[float], float] = lambda number: number,
     ) -> float:
         """Mean divergence over all positions, in nats; infinite if a logit is NaN.
 
         Args:
             hopeless: bound; once the mean must be above it, the mean of the texts read so far is returned.
-            settle: function from a number to the value that all ranks use, so that all stop at the same text.
+            agree: function from a number to the value that all ranks use, so that all stop at the same text.
         """
         reference = self._reference
         assert reference is not None
@@ -96,7 +96,7 @@ class PrecisionRuns:
             for text, expected in zip(reference.texts, reference.logprobs, strict=True):
                 total += len(text) * divergence_of(expected, self._run(text, layers))
                 count += len(text)
-                if settle(total) > enough:  # no text lowers the sum
+                if agree(total) > enough:  # no text lowers the sum
                     break
         return total / count
 
@@ -106,7 +106,7 @@ class PrecisionRuns:
         A layer gets its input of the reference run, so errors of lower layers do not count. One text ranks the layers
         as well as all texts do.
         """
-        reference, count = self._reference, len(self._survey.layers)
+        reference, count = self._reference, len(self._inspection.layers)
         assert reference is not None
         trace = _Trace(reference.inputs)
         with self._device_dtype(reference):
@@ -115,8 +115,8 @@ class PrecisionRuns:
             changes = [_change(*pair) for pair in zip(reference.outputs, trace.outputs, strict=True)]
             mx.eval(changes)
         errors = [float(each.item()) for each in changes]
-        shared = [layer.index for layer in self._survey.layers]
-        return [errors[layer.index] / shared.count(layer.index) for layer in self._survey.layers]
+        shared = [layer.index for layer in self._inspection.layers]
+        return [errors[layer.index] / shared.count(layer.index) for layer in self._inspection.layers]
 
     def compute_reference(self, agree: Callable[[float], float] = lambda number: number) -> None:
         """Run the texts unquantised.
@@ -131,7 +131,7 @@ class PrecisionRuns:
             for text in self._texts:
                 trace = _Trace()
                 with hooked(self._model, trace.compute):
-                    logprobs = self.logprobs(text, [_UNQUANTISED] * len(self._survey.layers))
+                    logprobs = self.logprobs(text, [_UNQUANTISED] * len(self._inspection.layers))
                 runs.append((text, logprobs, trace))
         runs = [run for run in runs if _loss(run[0], run[1]) <= _FAMILIAR * math.log(run[1].shape[-1])] or runs
         made.texts = [text for text, _, _ in runs]
@@ -155,16 +155,16 @@ class PrecisionRuns:
         return logits
 
     def _forward(self, text: Sequence[int], layers: Sequence[LayerBits]) -> Any:
-        survey, count = self._survey.kept_in(Precision(tuple(layers))), len(text)
+        inspection, count = self._inspection.kept_in(Precision(tuple(layers))), len(text)
         table = BlockTable(list(range(-(-count // BLOCK_SIZE))))
         caches = []
-        for layer, packing in zip(survey.layers, survey.packings, strict=True):
+        for layer, packing in zip(inspection.layers, inspection.packings, strict=True):
             arena = LayerArena(layer, packing)
             arena.grow(len(table.block_ids))
             caches.append(StepCache(arena, Reads([table], [0], count, layer.window), Writes([table], [0], count), 0))
         ids = mx.array([text])
         with self._current.of(StepInputs(ids, [0], all_logits=True)):
-            return self._model(ids, cache=survey.caches(caches, make_caches(None, survey.recurrent)))
+            return self._model(ids, cache=inspection.caches(caches, make_caches(None, inspection.recurrent)))
 
 
 class _Trace:

@@ -32,11 +32,11 @@ from agentcache.kv.spec import LayerSpec
 from agentcache.kv.step_cache import StepCache
 from agentcache.kv.step_plan import Reads, Writes
 from agentcache.models.compat import create_causal_mask
+from agentcache.models.inspection import Inspection
 from agentcache.models.layers import LayerCall, hooked
 from agentcache.models.mla import rounded_latents
 from agentcache.models.observation import observing
 from agentcache.models.recurrent import RowState, join, make_caches, state_of
-from agentcache.models.survey import Survey
 
 _WINDOW = 7
 _TOKEN_IDS = 16  # in every vocabulary
@@ -178,16 +178,20 @@ class _ShortCache(StepCache):
 class Proof:
     """Proof of one adapted and intercepted model."""
 
-    def __init__(self, model: nn.Module, survey: Survey) -> None:
+    def __init__(self, model: nn.Module, inspection: Inspection) -> None:
         self._model = model
-        self._survey = survey
-        self._specs = [replace(layer, window=layer.window and min(layer.window, _WINDOW)) for layer in survey.layers]
-        self._arenas = [LayerArena(spec, packing) for spec, packing in zip(self._specs, survey.packings, strict=True)]
+        self._inspection = inspection
+        self._specs = [
+            replace(layer, window=layer.window and min(layer.window, _WINDOW)) for layer in inspection.layers
+        ]
+        self._arenas = [
+            LayerArena(spec, packing) for spec, packing in zip(self._specs, inspection.packings, strict=True)
+        ]
         for arena in self._arenas:
             arena.grow(_NUM_ROWS)
         self._ours: list[RowState | None] = [None] * _NUM_ROWS
         self._theirs = [self._reference_caches() for _ in range(_NUM_ROWS)]
-        self._their_states = [make_caches(None, survey.recurrent) for _ in range(_NUM_ROWS)]
+        self._their_states = [make_caches(None, inspection.recurrent) for _ in range(_NUM_ROWS)]
         self._lengths = [0] * _NUM_ROWS
 
     def pieces(self) -> Iterator[None]:
@@ -233,11 +237,11 @@ class Proof:
         return calls
 
     def _reference_caches(self) -> list[_RoundTripCache]:
-        nopes = [None if latent is None else latent.nope for latent in self._survey.latents]
+        nopes = [None if latent is None else latent.nope for latent in self._inspection.latents]
         return [
             _RoundTripCache(spec, layer.window, nope, packing)
             for spec, layer, nope, packing in zip(
-                self._specs, self._survey.layers, nopes, self._survey.packings, strict=True
+                self._specs, self._inspection.layers, nopes, self._inspection.packings, strict=True
             )
         ]
 
@@ -245,10 +249,10 @@ class Proof:
         trace = _Trace()
         for state in self._their_states[row]:
             state.cache = [None if array is None else _copies(array, len(ids)) for array in state.cache]
-        layers = zip(self._survey.latents, self._survey.packings, strict=True)
+        layers = zip(self._inspection.latents, self._inspection.packings, strict=True)
         expanded = [packing.keys for latent, packing in layers if latent is not None and latent.nope is not None]
         with rounded_latents(self._model, [partial(round_trip, packing=packing) for packing in expanded]):
-            self._run(trace, ids, self._survey.caches(self._theirs[row], self._their_states[row]))
+            self._run(trace, ids, self._inspection.caches(self._theirs[row], self._their_states[row]))
         return trace
 
     def _paged(self, step: _Step, ids: mx.array, inputs: Sequence[mx.array]) -> list[_Layer]:
@@ -262,13 +266,13 @@ class Proof:
                 Writes(tables, lengths, step.num_tokens),
                 offset,
             )
-            for arena, spec, layer in zip(self._arenas, self._specs, self._survey.layers, strict=True)
+            for arena, spec, layer in zip(self._arenas, self._specs, self._inspection.layers, strict=True)
         ]
         states = make_caches(
-            join([self._ours[row] for row in step.rows], self._survey.recurrent), self._survey.recurrent
+            join([self._ours[row] for row in step.rows], self._inspection.recurrent), self._inspection.recurrent
         )
         trace = _Trace(inputs)
-        self._run(trace, ids, self._survey.caches(paged, states))
+        self._run(trace, ids, self._inspection.caches(paged, states))
         for row, state in zip(step.rows, state_of(states, len(step.rows)).rows(), strict=True):
             self._ours[row] = state
         return trace.layers

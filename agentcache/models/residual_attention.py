@@ -23,30 +23,34 @@ from agentcache.kv.packed import dequantise
 from agentcache.kv.step_cache import PagedKV
 from agentcache.models import fused_residual, value_residuals
 from agentcache.models.attention import MAX_PACKED_QUERIES, AttentionOptions, paged_attention
-from agentcache.models.overlay import SMALLEST_FACTOR, LayerOverlay, RowOverlay, piece_blocks
 from agentcache.models.packed_product import by_definition, packed_product
+from agentcache.models.residual_kv import SMALLEST_FACTOR, LayerResidualKV, RowResidualKV, piece_blocks
 
 _MASKED = -1e30  # finite, as a whole piece may be masked
 
 
 def overlaid_attention(
-    queries: mx.array, arena: LayerArena, overlay: LayerOverlay, options: AttentionOptions
+    queries: mx.array, arena: LayerArena, residual_kv: LayerResidualKV, options: AttentionOptions
 ) -> mx.array:
     """Attention of `queries` [B, H_q, n, D_k], some rows with residuals; [B, H_q, n, D_v]."""
-    if value_residuals.serves(queries.shape[2], overlay, options):
-        return value_residuals.attention(queries, arena, overlay, options)
+    if value_residuals.serves(queries.shape[2], residual_kv, options):
+        return value_residuals.attention(queries, arena, residual_kv, options)
     done = []
-    if overlay.plain_reads is not None:
-        done.append(paged_attention(queries[overlay.plain], PagedKV(arena, overlay.plain_reads), options))
-    for _, rows in groupby(overlay.rows, lambda row: id(row.matrices)):
+    if residual_kv.plain_reads is not None:
+        done.append(paged_attention(queries[residual_kv.plain], PagedKV(arena, residual_kv.plain_reads), options))
+    for _, rows in groupby(residual_kv.rows, lambda row: id(row.matrices)):
         alike = list(rows)
         reference = partial(_by_operations, queries, arena, alike, options, done[-1:])
         done.append(fused_residual.attention(queries, arena, alike, options, reference))
-    return mx.concatenate(done)[overlay.order]
+    return mx.concatenate(done)[residual_kv.order]
 
 
 def _by_operations(
-    queries: mx.array, arena: LayerArena, rows: Sequence[RowOverlay], options: AttentionOptions, before: list[mx.array]
+    queries: mx.array,
+    arena: LayerArena,
+    rows: Sequence[RowResidualKV],
+    options: AttentionOptions,
+    before: list[mx.array],
 ) -> mx.array:
     done = list(before)
     for row in rows:
@@ -74,7 +78,7 @@ class _Sums:
 
 
 def _row_attention(
-    q: mx.array, arena: LayerArena, row: RowOverlay, ids: mx.array, options: AttentionOptions
+    q: mx.array, arena: LayerArena, row: RowResidualKV, ids: mx.array, options: AttentionOptions
 ) -> mx.array:
     """Float32 [H_q, n, D_v] of one row's scaled queries [H_q, n, D_k]; `ids` are base's slots."""
     assert arena.values is not None  # MLA has no residuals
@@ -92,7 +96,7 @@ def _row_attention(
     return (out / sums.total).reshape(num_heads, num_tokens, -1)
 
 
-def _nothing(grouped: mx.array, value_dim: int, row: RowOverlay, options: AttentionOptions) -> _Sums:
+def _nothing(grouped: mx.array, value_dim: int, row: RowResidualKV, options: AttentionOptions) -> _Sums:
     """A sink is an initial score without a value."""
     shape = grouped.shape[:3]
     peak, total = mx.full((*shape, 1), _MASKED), mx.zeros((*shape, 1))
@@ -106,7 +110,7 @@ def _nothing(grouped: mx.array, value_dim: int, row: RowOverlay, options: Attent
 def _read(
     grouped: mx.array,
     arena: LayerArena,
-    row: RowOverlay,
+    row: RowResidualKV,
     ids: mx.array,
     piece: slice,
     sums: _Sums,
@@ -135,7 +139,7 @@ def _read(
 
 
 def _scores(
-    grouped: mx.array, arena: LayerArena, row: RowOverlay, ids: mx.array, residual_ids: mx.array, piece: slice
+    grouped: mx.array, arena: LayerArena, row: RowResidualKV, ids: mx.array, residual_ids: mx.array, piece: slice
 ) -> mx.array:
     """Scores of keys with the adapter's addition, float32 [blocks, H_kv, g, n, 256]."""
     heads, shared_by, num_tokens, dim = grouped.shape
@@ -157,7 +161,7 @@ def _scores(
 
 
 def _factor(
-    side: SideArena, row: RowOverlay, ids: mx.array, without: mx.array, delta: mx.array, starts: mx.array
+    side: SideArena, row: RowResidualKV, ids: mx.array, without: mx.array, delta: mx.array, starts: mx.array
 ) -> mx.array:
     """ρ for a family, whose members' own norms are not stored."""
     return row.form.agent_factor(dequantise(side.gather(ids), side.quantisation, mx.float32), without, delta, starts)

@@ -27,11 +27,11 @@ from agentcache.kv.spec import LayerSpec
 from agentcache.models.adapter_files import ModuleName
 from agentcache.models.adapters import Adapter, Target, TargetModules
 from agentcache.models.attention import activation_dtype
+from agentcache.models.inspection import Inspection
 from agentcache.models.layers import Stand
-from agentcache.models.overlay import KeyForm, KeyNorm, Rope
 from agentcache.models.recurrent import make_caches
+from agentcache.models.residual_kv import KeyForm, KeyNorm, Rope
 from agentcache.models.residual_sides import KEYS, VALUES
-from agentcache.models.survey import Survey
 
 _NUM_TOKENS, _OFFSET, _TOKEN_IDS = 8, 37, 16
 _TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 6e-2}
@@ -107,12 +107,12 @@ class _Unfit(Exception):
     """Reason why a model cannot have residuals."""
 
 
-def find_forms(model: nn.Module, survey: Survey, modules: TargetModules) -> ResidualForms:
+def find_forms(model: nn.Module, inspection: Inspection, modules: TargetModules) -> ResidualForms:
     """Inspect a model on the paged cache, and run it once on a few tokens."""
     try:
-        _check_caches(survey, len(model.layers))
-        parts = [_parts_of(model.layers[layer.index], layer, modules) for layer in survey.layers]
-        forms = _proved(model, survey, parts)
+        _check_caches(inspection, len(model.layers))
+        parts = [_parts_of(model.layers[layer.index], layer, modules) for layer in inspection.layers]
+        forms = _proved(model, inspection, parts)
     except _Unfit as unfit:
         return ResidualForms(ResidualSupport(str(unfit)))
     normed = frozenset(form.layer.index for form in forms if form.key_form.norm is not None)
@@ -120,12 +120,12 @@ def find_forms(model: nn.Module, survey: Survey, modules: TargetModules) -> Resi
     return ResidualForms(ResidualSupport("", normed, dtype), {form.layer.index: form for form in forms})
 
 
-def _check_caches(survey: Survey, num_layers: int) -> None:
-    if survey.recurrent:
+def _check_caches(inspection: Inspection, num_layers: int) -> None:
+    if inspection.recurrent:
         raise _Unfit("the model has recurrent layers, whose state is each adapter's own")
-    if any(latent is not None for latent in survey.latents):
+    if any(latent is not None for latent in inspection.latents):
         raise _Unfit("the model caches a latent (MLA), not keys and values")
-    indices = [layer.index for layer in survey.layers]
+    indices = [layer.index for layer in inspection.layers]
     if not indices or len(set(indices)) < len(indices) or max(indices) >= num_layers:
         raise _Unfit("the model's layers do not keep one cache of keys and values each")
 
@@ -185,12 +185,12 @@ def _no_rope(x: mx.array, offset: Any = 0) -> mx.array:
     return x
 
 
-def _proved(model: nn.Module, survey: Survey, parts: Sequence[_Parts]) -> list[LayerForm]:
-    caches = [_TwinCache() for _ in survey.layers]
+def _proved(model: nn.Module, inspection: Inspection, parts: Sequence[_Parts]) -> list[LayerForm]:
+    caches = [_TwinCache() for _ in inspection.layers]
     ids = mx.broadcast_to(mx.random.randint(0, _TOKEN_IDS, (1, _NUM_TOKENS), key=mx.random.key(0)), (2, _NUM_TOKENS))
     with _disturbed(model, parts) as modules:
         try:
-            mx.eval(model(ids, cache=survey.caches(caches, make_caches(None, survey.recurrent))))
+            mx.eval(model(ids, cache=inspection.caches(caches, make_caches(None, inspection.recurrent))))
         except Exception as error:  # a module may raise anything
             raise _Unfit(f"the model does not run for the proof: {error!s:.200}") from error
     return [_prove(each, cache, modules) for each, cache in zip(parts, caches, strict=True)]

@@ -25,8 +25,8 @@ from agentcache.kv.step_plan import Reads, Writes
 from agentcache.models.adapter_files import ModuleName
 from agentcache.models.adapter_rows import AdapterWeights
 from agentcache.models.divergence import StepMeasures
-from agentcache.models.overlay import KernelMatrices, LayerMatrices, LayerOverlay, RowOverlay
 from agentcache.models.residual_forms import LayerForm, ResidualForms
+from agentcache.models.residual_kv import KernelMatrices, LayerMatrices, LayerResidualKV, RowResidualKV
 from agentcache.models.residual_sides import Side
 
 
@@ -217,16 +217,16 @@ class ResidualRows:
         """KV of a layer as the step's rows read it; `group` is the layer's in base's spec, `reads` are all rows'."""
         layer = arena.layer.index
         rows = [
-            overlay
+            residual_kv
             for place, row in self._by_adapter
-            if row.is_read and (overlay := self._overlay(place, layer, group, reads)) is not None
+            if row.is_read and (residual_kv := self._residual_kv(place, layer, group, reads)) is not None
         ]
         if not rows:
             return PagedKV(arena, reads)
         plain, plain_reads, order = self._plan(group, tuple(row.row for row in rows), reads)
-        return PagedKV(arena, reads, LayerOverlay(plain, plain_reads, rows, order, reads))
+        return PagedKV(arena, reads, LayerResidualKV(plain, plain_reads, rows, order, reads))
 
-    def _overlay(self, place: int, layer: int, group: int, reads: Reads) -> RowOverlay | None:
+    def _residual_kv(self, place: int, layer: int, group: int, reads: Reads) -> RowResidualKV | None:
         row, form = self.rows[place], self._forms.layers[layer]
         names = key_a_name(layer), key_norms_name(layer), value_a_name(layer)
         found = [row.arenas.tensor(name) if row.arenas.has(name) else None for name in names]
@@ -237,7 +237,7 @@ class ResidualRows:
         own = self.reads_of(row, group, reads)
         slots, ids = self._residual_ids(place, groups.pop(), own)
         matrices = self._of(row.weights, form)
-        return RowOverlay(row.row, own, slots, ids, form.key_form, matrices, key_a, key_norms, value_a)
+        return RowResidualKV(row.row, own, slots, ids, form.key_form, matrices, key_a, key_norms, value_a)
 
     @cached_property
     def _by_adapter(self) -> list[tuple[int, ResidualRow]]:

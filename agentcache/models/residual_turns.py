@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from agentcache.metal_kernels.rope_tables import NEAR, STEP, RopeTables, laid_out, no_rope
-from agentcache.models.overlay import KeyForm, Rope
+from agentcache.models.residual_kv import KeyForm, Rope
 
 _TRIED_AT = 31  # here no angle is 0 or a whole turn, except constant ones
 _CHECKED_AT = (3, 50, 1021, 8191)

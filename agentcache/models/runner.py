@@ -10,8 +10,8 @@ from typing import Protocol
 
 import mlx.core as mx
 
+from agentcache.blocks.block_tables import Copy
 from agentcache.blocks.pool import BlockPool, BlockTable
-from agentcache.blocks.sequence import Copy
 from agentcache.blocks.snapshots import Snapshots
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.block_layout import Array, GroupMemory
@@ -95,8 +95,8 @@ class ModelRunner:
         self.arenas: list[GroupArena] = make_arenas(loaded.spec, room)
         self._layer_ends = [max(layer.index for layer in group.layers) + 1 for group in loaded.spec.groups]
         owners = {layer.layer: (group, layer) for group, arena in enumerate(self.arenas) for layer in arena.layers}
-        self._layers = [owners[layer] for layer in loaded.survey.layers]  # (group, arena), in the model's order
-        pairs = zip(loaded.survey.layers, loaded.survey.latents, strict=True)
+        self._layers = [owners[layer] for layer in loaded.inspection.layers]  # (group, arena), in the model's order
+        pairs = zip(loaded.inspection.layers, loaded.inspection.latents, strict=True)
         ranks = {layer: latent.rank for layer, latent in pairs if latent is not None}
         self._put = writer(loaded.spec.num_attention_heads, ranks)
         self._recurrent = loaded.spec.recurrent
@@ -162,7 +162,7 @@ class ModelRunner:
         """Lay out a step and its KV writes, lazily; the next `start` evaluates writes and states."""
         self.fit()
         self.forward_tokens += step.token_ids.size
-        self._loaded.trunk.prepare(step)
+        self._loaded.hidden_states.prepare(step)
         model = self._loaded.model if step.model is None else step.model
         states = make_caches(join(step.states, self._recurrent), self._recurrent)
         measures = StepMeasures(self._energies) if self._energies else None
@@ -173,7 +173,7 @@ class ModelRunner:
 
         def lay_out() -> mx.array:
             with self._loaded.current.of(step):
-                return model(step.token_ids, cache=self._loaded.survey.caches(self._paged(step, measures), states))
+                return model(step.token_ids, cache=self._loaded.inspection.caches(self._paged(step, measures), states))
 
         logits = lay_out() if self._traces is None else self._traces.logits(step, lay_out)
         if measures is not None:
@@ -189,7 +189,7 @@ class ModelRunner:
         return step.token_ids.size >= _LONG_STEP and not is_assigned and not has_due(self._tensors())
 
     def reset_counters(self) -> None:
-        self.forward_tokens = self._loaded.trunk.layer_tokens = 0
+        self.forward_tokens = self._loaded.hidden_states.layer_tokens = 0
 
     def _paged(self, step: StepInputs, measures: StepMeasures | None) -> list[StepCache]:
         if step.residual is not None or measures is not None:
@@ -245,7 +245,7 @@ class ModelRunner:
         saturated = [arenas.saturated for arenas in self.residuals]
         started = Started(next(chain(outputs, written), None), time.perf_counter())
         self._under_way.append(started)
-        mx.async_eval(*outputs, *written, *assigned, *saturated, *states, *self._loaded.trunk.blocks.written())
+        mx.async_eval(*outputs, *written, *assigned, *saturated, *states, *self._loaded.hidden_states.blocks.written())
         return started
 
     def _tensors(self) -> Iterable[TensorArena]:

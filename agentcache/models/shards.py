@@ -17,10 +17,10 @@ from agentcache.models.adapter_files import LowRank, ModuleName
 from agentcache.models.adapter_rows import AdapterRows
 from agentcache.models.adapters import LinearShape, TargetModules
 from agentcache.models.compat import MultiLinear, QuantizedMultiLinear
+from agentcache.models.inspection import Inspection
 from agentcache.models.layers import in_dim
 from agentcache.models.lora import ModelAdapters
 from agentcache.models.step import CurrentStep
-from agentcache.models.survey import Survey
 
 _KV_HEADS = ("n_kv_heads", "num_key_value_heads", "num_kv_heads")
 _HEADS = ("n_heads", "num_attention_heads", "num_heads")
@@ -115,8 +115,8 @@ def _leaf(name: ModuleName) -> str:
 class ShardedAdapters(ModelAdapters):
     """Adapters with matrices cut like the modules."""
 
-    def __init__(self, model: nn.Module, survey: Survey, current: CurrentStep, shards: Shards) -> None:
-        super().__init__(model, survey, current)
+    def __init__(self, model: nn.Module, inspection: Inspection, current: CurrentStep, shards: Shards) -> None:
+        super().__init__(model, inspection, current)
         self.modules = shards.whole(self.modules)
         self._shards = shards
 

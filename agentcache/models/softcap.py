@@ -42,10 +42,10 @@ def _on_step_caches(kind: Any) -> Any:
             )
             queries, keys = (self.rope(each, offset=cache.offset) for each in (queries, keys))
             kv = cache.update(keys, values)
-            if kv.overlay is None:
+            if kv.residual_kv is None:
                 out = paged_attention(queries, kv, options)
             else:
-                out = overlaid_attention(queries, kv.arena, kv.overlay, options)
+                out = overlaid_attention(queries, kv.arena, kv.residual_kv, options)
             return observe(self.o_proj(out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1)))
 
     return CappedAttention

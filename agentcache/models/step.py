@@ -10,7 +10,7 @@ from functools import cached_property
 import mlx.core as mx
 import mlx.nn as nn
 
-from agentcache.blocks.trunk import TrunkPlan
+from agentcache.blocks.hidden_states import HiddenStatePlan
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.step_plan import Reads, Writes
 from agentcache.models.adapter_rows import AdapterRows, RowAdapter
@@ -40,7 +40,7 @@ class StepInputs:
     writes: Sequence[Writes | None] = ()
     model: nn.Module | None = None
     adapters: Sequence[RowAdapter | None] = ()
-    trunk: TrunkPlan = TrunkPlan()
+    hidden_states: HiddenStatePlan = HiddenStatePlan()
     all_logits: bool = False
     states: Sequence[RowState | None] = ()
     residual: ResidualRows | None = None

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from agentcache.blocks.trunk import TrunkPlan
+from agentcache.blocks.hidden_states import HiddenStatePlan
 from agentcache.kv.arena import LayerArena
 from agentcache.kv.step_cache import Put, StepCache
 from agentcache.kv.step_plan import Reads, Writes
@@ -136,7 +136,7 @@ class StepTraces:
         caches = [StepCache(layer, own[group].reads, own[group].writes, offset, self._put) for group, layer in layers]
         traced = replace(step, token_ids=token_ids, reads=[each.reads for each in own])
         with self._loaded.current.of(traced):
-            logits = self._loaded.model(token_ids, cache=self._loaded.survey.caches(caches, ()))
+            logits = self._loaded.model(token_ids, cache=self._loaded.inspection.caches(caches, ()))
         return [logits, *(layer.keys.written for _, layer in layers)]
 
     def _prove(self, replayed: mx.array, expected: mx.array, is_batch: bool) -> mx.array:
@@ -162,7 +162,7 @@ def _is_plain(step: StepInputs) -> bool:
         and step.residual is None
         and not step.all_logits
         and not step.states
-        and step.trunk == TrunkPlan()
+        and step.hidden_states == HiddenStatePlan()
         and not any(step.adapters)
     )
 

@@ -26,45 +26,49 @@ from agentcache.models.attention import (
     paged_attention,
     unpack_row,
 )
-from agentcache.models.overlay import LayerOverlay, RowOverlay
+from agentcache.models.residual_kv import LayerResidualKV, RowResidualKV
 
 
-def serves(num_tokens: int, overlay: LayerOverlay, options: AttentionOptions) -> bool:
+def serves(num_tokens: int, residual_kv: LayerResidualKV, options: AttentionOptions) -> bool:
     if mx.default_device() != mx.cpu or not fused.why_none():
         return False
     if num_tokens > MAX_PACKED_QUERIES and options.softcap is not None:
         return False  # flash attention has no softcap
-    return all(row.key_a is None and row.key_norms is None for row in overlay.rows)
+    return all(row.key_a is None and row.key_norms is None for row in residual_kv.rows)
 
 
-def attention(queries: mx.array, arena: LayerArena, overlay: LayerOverlay, options: AttentionOptions) -> mx.array:
+def attention(
+    queries: mx.array, arena: LayerArena, residual_kv: LayerResidualKV, options: AttentionOptions
+) -> mx.array:
     """Attention of `queries` [B, H_q, n, D], some rows with residuals; same shape."""
     if queries.shape[2] <= MAX_PACKED_QUERIES:
-        return _of_few_tokens(queries, arena, overlay, options)
+        return _of_few_tokens(queries, arena, residual_kv, options)
     done = []
-    if overlay.plain_reads is not None:
-        done.append(paged_attention(queries[overlay.plain], PagedKV(arena, overlay.plain_reads), options))
-    for row in overlay.rows:
+    if residual_kv.plain_reads is not None:
+        done.append(paged_attention(queries[residual_kv.plain], PagedKV(arena, residual_kv.plain_reads), options))
+    for row in residual_kv.rows:
         own = queries[row.row : row.row + 1]
         # Rows depend on each other: one row's memory is free before the next begins.
         done.append(_of_a_chunk(mx.depends([own], [done[-1]])[0] if done else own, arena, row, options))
-    return mx.concatenate(done)[overlay.order]
+    return mx.concatenate(done)[residual_kv.order]
 
 
-def _of_few_tokens(queries: mx.array, arena: LayerArena, overlay: LayerOverlay, options: AttentionOptions) -> mx.array:
+def _of_few_tokens(
+    queries: mx.array, arena: LayerArena, residual_kv: LayerResidualKV, options: AttentionOptions
+) -> mx.array:
     assert arena.values is not None  # MLA has no residuals
-    reads = overlay.reads
+    reads = residual_kv.reads
     keys, values = arena.keys.gather(reads.blocks.ids), arena.values.gather(reads.blocks.ids)
-    return packed_attention(queries, keys, values, reads, options, arena, partial(_added, overlay, reads))
+    return packed_attention(queries, keys, values, reads, options, arena, partial(_added, residual_kv, reads))
 
 
-def _added(overlay: LayerOverlay, reads: Reads, weights: mx.array) -> mx.array:
+def _added(residual_kv: LayerResidualKV, reads: Reads, weights: mx.array) -> mx.array:
     """Residuals' part of each row's sums of values, float32 [B, H_kv, g * n, D], from weights [num_blocks, H_kv, g, n,
     256].
     """
     _, heads, shared_by, num_tokens, _ = weights.shape
     ends = [0, *accumulate(len(row.block_ids) for row in reads.rows)]
-    of_rows = {row.row: row for row in overlay.rows}
+    of_rows = {row.row: row for row in residual_kv.rows}
     made: list[mx.array | None] = []
     for place in range(reads.batch_size):
         row = of_rows.get(place)
@@ -79,7 +83,7 @@ def _added(overlay: LayerOverlay, reads: Reads, weights: mx.array) -> mx.array:
     return mx.stack([nothing if each is None else each for each in made])
 
 
-def _of_a_chunk(queries: mx.array, arena: LayerArena, row: RowOverlay, options: AttentionOptions) -> mx.array:
+def _of_a_chunk(queries: mx.array, arena: LayerArena, row: RowResidualKV, options: AttentionOptions) -> mx.array:
     assert arena.values is not None  # MLA has no residuals
     keys, values = unpack_row(arena.keys, row.reads, queries.dtype), unpack_row(arena.values, row.reads, mx.float32)
     if row.value_a is not None and row.matrices.value_b is not None:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from agentcache.blocks.sequence import Copy
+from agentcache.blocks.block_tables import Copy
 from agentcache.kv.block_layout import Array
 from agentcache.ranks.words import Numbers, WordReader, WordWriter
 
@@ -63,12 +63,12 @@ class PutBytes:
     code: ClassVar = 8
     group: int
     slots: Sequence[int]
-    tickets: Sequence[int]
+    handles: Sequence[int]
 
     def put(self, words: WordWriter) -> None:
         words.put(self.group)
         words.put_list(self.slots)
-        words.put_list(self.tickets)
+        words.put_list(self.handles)
 
     @classmethod
     def get(cls, words: WordReader) -> PutBytes:
@@ -78,10 +78,10 @@ class PutBytes:
 @dataclass(frozen=True)
 class Forget:
     code: ClassVar = 9
-    tickets: Sequence[int]
+    handles: Sequence[int]
 
     def put(self, words: WordWriter) -> None:
-        words.put_list(self.tickets)
+        words.put_list(self.handles)
 
     @classmethod
     def get(cls, words: WordReader) -> Forget:

@@ -7,64 +7,66 @@ from itertools import count
 import mlx.core as mx
 import mlx.nn as nn
 
+from agentcache.blocks.block_tables import Copy
 from agentcache.blocks.pool import BlockPool
-from agentcache.blocks.sequence import Copy
 from agentcache.kv.block_layout import Array
 from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
 from agentcache.models.adapters import AdapterContent
+from agentcache.models.inspection import Inspection
 from agentcache.models.loader import LoadedModel
 from agentcache.models.runner import ModelRunner, Started
 from agentcache.models.shards import ShardedAdapters, Shards
 from agentcache.models.step import CurrentStep, StepInputs, StepOutputs
-from agentcache.models.survey import Survey
 from agentcache.ranks.adapter_commands import DropAdapter, LoadAdapter
 from agentcache.ranks.arena_commands import CopyBlocks, Fit, GiveBack, PutBytes, TakeBytes
-from agentcache.ranks.leader import Leader
+from agentcache.ranks.remote_handles import RemoteHandles
 from agentcache.ranks.step_commands import Forward, RowUse, Start
-from agentcache.ranks.tickets import Tickets
+from agentcache.ranks.worker_link import WorkerLink
 
 
-class LeadingAdapters(ShardedAdapters):
+class RankZeroAdapters(ShardedAdapters):
     """Rank 0's adapters. Workers load each under a number and drop it when rank 0's weights are freed."""
 
-    def __init__(self, model: nn.Module, survey: Survey, current: CurrentStep, shards: Shards, leader: Leader) -> None:
-        super().__init__(model, survey, current, shards)
-        self._leader = leader
+    def __init__(
+        self, model: nn.Module, inspection: Inspection, current: CurrentStep, shards: Shards, link: WorkerLink
+    ) -> None:
+        super().__init__(model, inspection, current, shards)
+        self._link = link
         self._next = count()
         self._numbers: weakref.WeakKeyDictionary[AdapterWeights, int] = weakref.WeakKeyDictionary()
 
     def load(self, content: AdapterContent) -> AdapterWeights:
         weights, number = super().load(content), next(self._next)
-        self._leader.tell(LoadAdapter(number, content.adapter.digest, content.matrices))
+        self._link.tell(LoadAdapter(number, content.adapter.digest, content.matrices))
         self._numbers[weights] = number
-        weakref.finalize(weights, self._leader.tell, DropAdapter(number)).atexit = False
+        weakref.finalize(weights, self._link.tell, DropAdapter(number)).atexit = False
         return weights
 
     def number_of(self, weights: AdapterWeights) -> int:
         return self._numbers[weights]
 
 
-class LeadingRunner(ModelRunner):
+class RankZeroRunner(ModelRunner):
     """Rank 0's `ModelRunner`, which also sends its operations to workers."""
 
     def __init__(
         self,
         loaded: LoadedModel,
         pools: Sequence[BlockPool],
-        adapters: LeadingAdapters,
-        leader: Leader,
-        tickets: Tickets,
+        adapters: RankZeroAdapters,
+        link: WorkerLink,
+        handles: RemoteHandles,
         room: int,
     ) -> None:
         super().__init__(loaded, pools, room=room)
         self._adapters = adapters
-        self._leader = leader
-        self._tickets = tickets
-        leader.is_computing = lambda: self.is_busy
+        self._link = link
+        self._handles = handles
+        link.is_computing = lambda: self.is_busy
 
     def forward(self, step: StepInputs) -> StepOutputs:
         self.fit()
-        self._leader.tell(Forward.of(step, [self._use(row) for row in step.adapters]))
+        self._link.tell(Forward.of(step, [self._use(row) for row in step.adapters]))
         return super().forward(step)
 
     def _use(self, row: RowAdapter | None) -> RowUse | None:
@@ -77,26 +79,26 @@ class LeadingRunner(ModelRunner):
 
     def start(self, *outputs: mx.array) -> Started:
         self.wait()  # this message contains the previous step's tokens
-        self._leader.tell(Start(whole=bool(outputs)))
-        self._leader.exchange()
-        with self._leader.waiting():  # MLX limits how far it runs ahead
+        self._link.tell(Start(whole=bool(outputs)))
+        self._link.exchange()
+        with self._link.waiting():  # MLX limits how far it runs ahead
             return super().start(*outputs)
 
     def follow(self, *outputs: mx.array) -> None:
-        with self._leader.waiting():
+        with self._link.waiting():
             super().follow(*outputs)
 
     def wait(self) -> None:
         if self.is_busy:
-            with self._leader.waiting():
+            with self._link.waiting():
                 super().wait()
-            self._leader.go_on()
+            self._link.go_on()
 
     def fit(self) -> None:
         self._follow_moves()
         capacities = [pool.capacity for pool in self._pools]
         if capacities != [arena.capacity for arena in self.arenas]:
-            self._leader.tell(Fit(capacities))
+            self._link.tell(Fit(capacities))
         super().fit()
 
     def copy_blocks(self, copies: Iterable[Copy]) -> None:
@@ -113,15 +115,15 @@ class LeadingRunner(ModelRunner):
 
     def _tell_of(self, copies: Sequence[Copy]) -> None:
         if copies:
-            self._leader.tell(CopyBlocks(copies))
+            self._link.tell(CopyBlocks(copies))
 
     def give_back(self) -> None:
         super().give_back()
-        self._leader.tell(GiveBack())
+        self._link.tell(GiveBack())
 
     def put_blocks(self, group: int, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
         self.fit()
-        self._leader.tell(PutBytes(group, list(block_ids), [self._tickets.of(block) for block in blocks]))
+        self._link.tell(PutBytes(group, list(block_ids), [self._handles.of(block) for block in blocks]))
         super().put_blocks(group, block_ids, blocks)
 
     def memory(self, group: int) -> None:
@@ -129,7 +131,7 @@ class LeadingRunner(ModelRunner):
         return None
 
     def snapshot(self, group: int, block_id: int, num_tokens: int) -> Array:
-        data, ticket = super().snapshot(group, block_id, num_tokens), self._tickets.new()
-        self._leader.tell(TakeBytes(ticket, group, block_id, num_tokens))
-        self._tickets.bind(data, ticket)
+        data, ticket = super().snapshot(group, block_id, num_tokens), self._handles.new()
+        self._link.tell(TakeBytes(ticket, group, block_id, num_tokens))
+        self._handles.bind(data, ticket)
         return data

@@ -68,7 +68,13 @@ class Forward:
     @classmethod
     def of(cls, step: StepInputs, uses: Sequence[RowUse | None]) -> Forward:
         """The command for a step without a decoder, hidden states, recurrent states and residuals."""
-        if step.model is not None or step.trunk.cut or step.trunk.writes or step.states or step.residual is not None:
+        if (
+            step.model is not None
+            or step.hidden_states.cut
+            or step.hidden_states.writes
+            or step.states
+            or step.residual is not None
+        ):
             raise BrokenInvariant("a step with what only one process has")
         return cls(
             step.token_ids,

@@ -18,15 +18,15 @@ from agentcache.ranks.file_commands import (
     WriteBlocks,
     unpack_keys,
 )
-from agentcache.ranks.leader import Leader
-from agentcache.ranks.tickets import Tickets
+from agentcache.ranks.remote_handles import RemoteHandles
+from agentcache.ranks.worker_link import WorkerLink
 from agentcache.store.block_file import BlockHeader, StoredBlock
 from agentcache.store.block_folder import BlockCopy, BlockWrite
 from agentcache.store.model_names import ModelNames
 from agentcache.store.store import Store
 
 
-class LeadingStore(Store):
+class RankZeroStore(Store):
     """Store of rank 0's folder and, through `leader`, of the workers'.
 
     Writes count once all ranks have finished; a block that is missing or invalid on one rank is missing. Only rank 0
@@ -40,20 +40,20 @@ class LeadingStore(Store):
         names: ModelNames,
         *,
         disk_budget: int | None,
-        leader: Leader,
-        tickets: Tickets,
+        link: WorkerLink,
+        handles: RemoteHandles,
         num_token_ids: int | None = None,
         durability: Durability = Durability.FULL,
     ) -> None:
         super().__init__(
             cache_dir, spec, names, disk_budget=disk_budget, num_token_ids=num_token_ids, durability=durability
         )
-        self._leader = leader
-        self._tickets = tickets
+        self._link = link
+        self._handles = handles
         self._gone: set[str] = set()  # blocks with a file here, but not on every rank
         # After a crash a block may be on some ranks only: an orphan, or written again.
         own = set(self.block_keys())
-        self._gone = own.difference(own.intersection(*(unpack_keys(answer) for answer in leader.ask_now(TakeStock))))
+        self._gone = own.difference(own.intersection(*(unpack_keys(answer) for answer in link.ask_now(TakeStock))))
 
     def has(self, block_key: str) -> bool:
         return super().has(block_key) and block_key not in self._gone
@@ -64,7 +64,7 @@ class LeadingStore(Store):
         written = super().write_blocks(blocks)
         told = [Block(self._ticket_of(block), block.header) for block in parts]
         try:
-            answers = self._leader.ask(lambda number: WriteBlocks(number, told)).result()
+            answers = self._link.ask(lambda number: WriteBlocks(number, told)).result()
         except RankLost:  # a restart compares the ranks' blocks
             self._gone.update(block.header.block_key for block in blocks)
             raise
@@ -77,27 +77,27 @@ class LeadingStore(Store):
         return written
 
     def _ticket_of(self, block: BlockWrite) -> int:
-        ticket = self._tickets.of(block.data)
+        ticket = self._handles.of(block.data)
         if not ticket and block.others:
-            ticket = self._tickets.new()
-            self._leader.tell(BringBytes(ticket, block.others))
-            self._tickets.bind(block.data, ticket)
+            ticket = self._handles.new()
+            self._link.tell(BringBytes(ticket, block.others))
+            self._handles.bind(block.data, ticket)
         return ticket
 
     def read_blocks(
         self, headers: Sequence[BlockHeader], buffers: Sequence[Array] | None = None
     ) -> list[StoredBlock | None]:
-        wanted = [Block(self._tickets.new(), header) for header in headers]
-        asked = self._leader.ask(lambda number: ReadBlocks(number, wanted))
+        wanted = [Block(self._handles.new(), header) for header in headers]
+        asked = self._link.ask(lambda number: ReadBlocks(number, wanted))
         own = super().read_blocks(headers, buffers)
         answers = asked.result()
         found: list[StoredBlock | None] = []
         for place, (block, stored) in enumerate(zip(wanted, own, strict=True)):
             if stored is not None and all(answer[place] for answer in answers):
-                self._tickets.bind(stored.data, block.ticket)
+                self._handles.bind(stored.data, block.ticket)
                 found.append(stored)
             else:
-                self._tickets.give_back(block.ticket)
+                self._handles.give_back(block.ticket)
                 self._gone.add(block.header.block_key)
                 found.append(None)
         return found
@@ -105,7 +105,7 @@ class LeadingStore(Store):
     def require_blocks(self, keys: Iterable[str]) -> None:
         keys = list(keys)
         super().require_blocks(keys)
-        answers = self._leader.ask(lambda number: Require(number, keys)).result()
+        answers = self._link.ask(lambda number: Require(number, keys)).result()
         gone = {key for answer in answers for key in unpack_keys(answer)}
         if gone:
             self._gone |= gone
@@ -114,7 +114,7 @@ class LeadingStore(Store):
 
     def delete_blocks(self, keys: Iterable[str], *, for_room: bool = False) -> int:
         keys = self.deletable(keys, for_room=for_room)
-        self._leader.tell(Delete(keys))
+        self._link.tell(Delete(keys))
         self._gone.difference_update(keys)
         return super().delete_blocks(keys, for_room=for_room)
 
@@ -123,12 +123,12 @@ class LeadingStore(Store):
         named = self.named_blocks()
         # An empty folder may mean a disk that is not mounted.
         if self.knows_all_manifests and (named or count):
-            self._leader.tell(KeepOnly(sorted(named)))
+            self._link.tell(KeepOnly(sorted(named)))
         return count
 
     def close(self) -> None:
         super().close()
-        self._leader.stop()
+        self._link.stop()
 
 
 def _with_data(blocks: Sequence[BlockWrite | BlockCopy]) -> list[BlockWrite]:

@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, FORMAT_VERSION, STATE_GROUP, block_key, kind_of
-from agentcache.blocks.lanes import name_blocks, spans
 from agentcache.blocks.ledger import STATE
+from agentcache.blocks.origin_paths import name_blocks, spans
 from agentcache.blocks.transcript import TranscriptContent
 from agentcache.errors import BlockRejected, BrokenInvariant, Conflict, FileUnavailable, InvalidRequest, StoreError
 from agentcache.names import is_name
@@ -33,7 +33,7 @@ from agentcache.store.manifest import (
     as_time,
     decode_manifest,
     encode_manifest,
-    save_producer,
+    save_origin,
     valid_lineage,
 )
 from agentcache.store.rebuild import Rebuilt, read_hint, rebuild
@@ -94,7 +94,7 @@ class SavedAgent:
             adapter=manifest.adapter,
             policy=manifest.policy,
             system=content.system,
-            producer=base.named_producer() if fits else None,
+            producer=base.named_origin() if fits else None,
             transcript=content.transcript,
             num_saved=base.num_saved if fits else 0,
             blocks=name_blocks(content.chains.get(BASE_CACHE, ()), base.spans()) if fits else (),
@@ -503,7 +503,7 @@ def _unless_short_of_memory(name: str) -> Iterator[None]:
 
 def _manifest_of(record: AgentRecord, spec: str, groups: tuple[str, ...], end: LogEnd) -> Manifest:
     snapshots = tuple(SavedSnapshot(each.num_tokens, each.chain) for each in record.snapshots)
-    producer = save_producer(record.producer, groups)
+    producer = save_origin(record.producer, groups)
     base = SavedCache(BASE_CACHE, spec, groups, record.num_saved, producer, snapshots)
     residuals = (SavedCache(each.cache, each.spec, each.groups, each.num_saved) for each in record.residuals)
     return Manifest(

@@ -17,7 +17,7 @@ from agentcache.blocks.keys import (
     BlockName,
     kind_of,
 )
-from agentcache.blocks.lanes import chain_keys, state_blocks
+from agentcache.blocks.origin_paths import chain_keys, state_blocks
 from agentcache.errors import AgentCacheError, BlockRejected, FileUnavailable
 from agentcache.kv.spec import CacheSpec
 from agentcache.store.agent_folder import SavedAgent
@@ -281,7 +281,7 @@ def _state_blocks(lineage: SavedAgent) -> Iterator[tuple[SavedSnapshot, _Expecte
     if not base.snapshots:
         return
     ends = [each.num_tokens for each in base.snapshots]
-    found = state_blocks(lineage.manifest.root_of(base), ids, ends, base.named_producer(), base.num_block_groups)
+    found = state_blocks(lineage.manifest.root_of(base), ids, ends, base.named_origin(), base.num_block_groups)
     for snapshot, block in zip(base.snapshots, found, strict=True):
         tokens, position = ids[block.begin : block.end], block.begin // BLOCK_SIZE
         header = make_header(block.parent, STATE_GROUP, position, tokens, block.producer)

@@ -22,7 +22,7 @@ import xxhash
 
 from agentcache.blocks.keys import (
     BASE_CACHE,
-    BASE_PRODUCER,
+    BASE_ORIGIN,
     BLOCK_SIZE,
     FORMAT_VERSION,
     block_key,
@@ -70,7 +70,7 @@ class BlockHeader:
     group: str
     position: int
     packed: bytes
-    producer: str = BASE_PRODUCER
+    producer: str = BASE_ORIGIN
     cache: str = BASE_CACHE
 
     def __post_init__(self) -> None:
@@ -104,7 +104,7 @@ def make_header(
     group: str,
     position: int,
     token_ids: Sequence[int],
-    producer: str = BASE_PRODUCER,
+    producer: str = BASE_ORIGIN,
     cache: str = BASE_CACHE,
 ) -> BlockHeader:
     chain = chain_key(parent, token_ids, producer)

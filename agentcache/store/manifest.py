@@ -19,11 +19,11 @@ from agentcache.blocks.keys import (
     FORMAT_VERSION,
     STATE_GROUP,
     BlockName,
+    KVOrigin,
     Namespace,
-    Producer,
     block_key,
 )
-from agentcache.blocks.lanes import BlockSpan, NamedBlock, NamedSnapshot, name_blocks, spans
+from agentcache.blocks.origin_paths import BlockSpan, NamedBlock, NamedSnapshot, name_blocks, spans
 from agentcache.blocks.transcript import Transcript
 from agentcache.errors import BlockRejected, FileUnavailable
 from agentcache.names import is_name
@@ -92,7 +92,7 @@ class AgentRecord:
     adapter: str | None
     policy: str
     system: str | None
-    producer: Producer | None
+    producer: KVOrigin | None
     transcript: Transcript
     num_saved: int
     blocks: tuple[NamedBlock, ...]
@@ -147,8 +147,8 @@ class AgentRecord:
 
 
 @dataclass(frozen=True)
-class SavedProducer:
-    """A `Producer` with group names instead of indices."""
+class SavedOrigin:
+    """A `KVOrigin` with group names instead of indices."""
 
     key: str
     start: int
@@ -180,7 +180,7 @@ class SavedCache:
     spec: str
     groups: tuple[str, ...]
     num_saved: int
-    producer: SavedProducer | None = None
+    producer: SavedOrigin | None = None
     snapshots: tuple[SavedSnapshot, ...] = ()
 
     @property
@@ -196,15 +196,15 @@ class SavedCache:
         index = self.num_block_groups
         return tuple(NamedSnapshot(each.num_tokens, each.chain, index) for each in self.snapshots)
 
-    def named_producer(self) -> Producer | None:
+    def named_origin(self) -> KVOrigin | None:
         if self.producer is None:
             return None
         indices = frozenset(self.groups.index(name) for name in self.producer.groups)
-        return Producer(self.producer.key, self.producer.start, indices)
+        return KVOrigin(self.producer.key, self.producer.start, indices)
 
     def spans(self) -> list[BlockSpan]:
         """Spans of the blocks, in the order of the log's chains."""
-        return spans(self.num_saved, self.named_producer(), self.num_block_groups, has_state=self.has_state)
+        return spans(self.num_saved, self.named_origin(), self.num_block_groups, has_state=self.has_state)
 
     def block_keys(self, chains: Iterable[str]) -> Iterator[str]:
         """Keys of the block files with these chains, and of the checkpoints."""
@@ -265,10 +265,10 @@ def as_time(seconds: float) -> float:
     return min(max(seconds, 0.0), float(MAX_TIME))
 
 
-def save_producer(producer: Producer | None, groups: tuple[str, ...]) -> SavedProducer | None:
+def save_origin(producer: KVOrigin | None, groups: tuple[str, ...]) -> SavedOrigin | None:
     if producer is None:
         return None
-    return SavedProducer(producer.key, producer.start, tuple(groups[index] for index in sorted(producer.groups)))
+    return SavedOrigin(producer.key, producer.start, tuple(groups[index] for index in sorted(producer.groups)))
 
 
 def valid_lineage(lineage: str) -> bool:
@@ -406,7 +406,7 @@ def _cache_from(fields: Mapping[str, Any]) -> SavedCache:
     _require(_is_text(cache.spec), "cache spec", cache.spec)
     _require(_is_count(cache.num_saved), "number of saved tokens", cache.num_saved)
     _check_groups(cache.groups)
-    cache.named_producer()  # ValueError for an unknown group
+    cache.named_origin()  # ValueError for an unknown group
     return cache
 
 
@@ -422,8 +422,8 @@ def _snapshot_from(fields: Mapping[str, Any]) -> SavedSnapshot:
     return snapshot
 
 
-def _producer_from(fields: Mapping[str, Any]) -> SavedProducer:
-    producer = SavedProducer(**{**fields, "groups": tuple(fields["groups"])})
+def _producer_from(fields: Mapping[str, Any]) -> SavedOrigin:
+    producer = SavedOrigin(**{**fields, "groups": tuple(fields["groups"])})
     _require(_is_text(producer.key) and bool(producer.key), "producer", producer.key)
     _require(_is_count(producer.start), "producer start", producer.start)
     _check_groups(producer.groups)

@@ -10,7 +10,7 @@ from itertools import takewhile
 
 from agentcache.adapter_settings import Policy
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, FORMAT_VERSION
-from agentcache.blocks.lanes import chain_keys, state_chains
+from agentcache.blocks.origin_paths import chain_keys, state_chains
 from agentcache.errors import BlockRejected
 from agentcache.store.lineage_check import ServedCache, check_lineage
 from agentcache.store.manifest import FIRST_LINEAGE, Manifest, SavedCache, agent_of, manifest_of
@@ -181,7 +181,7 @@ def _proven_blocks(manifest: Manifest, cache: SavedCache, ids: Sequence[int], ch
 def _with_proven_snapshots(manifest: Manifest, cache: SavedCache, ids: Sequence[int]) -> SavedCache:
     if not cache.has_state:
         return replace(cache, snapshots=())
-    root, producer = manifest.root_of(cache), cache.named_producer()
+    root, producer = manifest.root_of(cache), cache.named_origin()
     within = [each for each in cache.snapshots if 0 < each.num_tokens <= cache.num_saved]
     chains = state_chains(root, ids, [each.num_tokens for each in within], producer, cache.num_block_groups)
     proven = (each for each, chain in zip(within, chains, strict=True) if each.chain == chain)

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from agentcache.blocks.keys import BLOCK_SIZE, Namespace, block_key, chain_key, root_of_version_1
-from agentcache.blocks.lanes import chain_keys, state_chains
+from agentcache.blocks.origin_paths import chain_keys, state_chains
 from agentcache.errors import BlockRejected, FileUnavailable
 from agentcache.store.block_file import refuse_newer
 from agentcache.store.cache_files import CacheFiles, IsLink
@@ -276,7 +276,7 @@ def _check_chains(manifest: Manifest, cache: SavedCache, token_ids: Sequence[int
     if cache.snapshots:
         ends = [snapshot.num_tokens for snapshot in cache.snapshots]  # saved, by `check_lineage`
         named = [snapshot.chain for snapshot in cache.snapshots]
-        if named != state_chains(root, token_ids, ends, cache.named_producer(), cache.num_block_groups):
+        if named != state_chains(root, token_ids, ends, cache.named_origin(), cache.num_block_groups):
             raise BlockRejected("its snapshots are not those of its tokens")
 
 

@@ -15,13 +15,13 @@ from agentcache.errors import UnsupportedModel
 from agentcache.kv.packing import Quantisation
 from agentcache.kv.spec import CacheSpec
 from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
+from agentcache.models.attachment import host
 from agentcache.models.fingerprint import first_fingerprint
-from agentcache.models.hosting import host
+from agentcache.models.inspection import Paged
 from agentcache.models.loader import read_model
 from agentcache.models.lora import ModelAdapters
 from agentcache.models.mla import is_expanded
 from agentcache.models.step import CurrentStep, StepInputs
-from agentcache.models.survey import Paged
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.training.decoder_cache import DecoderCache, PromptCache, RoundedNorm, Rounding
 
@@ -70,10 +70,10 @@ def load_base(path_or_hub_id: str) -> FrozenBase:
     read = read_model(path_or_hub_id)
     read.evaluate()
     hosted = host(read.model, read.config["model_type"], read.config)
-    if hosted.survey.refs != tuple(map(Paged, range(len(read.model.layers)))):
+    if hosted.inspection.refs != tuple(map(Paged, range(len(read.model.layers)))):
         raise UnsupportedModel("decoders are trained for models whose layers each keep their own keys and values only")
     current = CurrentStep()
-    adapters = ModelAdapters(read.model, hosted.survey, current)
+    adapters = ModelAdapters(read.model, hosted.inspection, current)
     return FrozenBase(
         model=read.model,
         current=current,

@@ -17,7 +17,7 @@ from agentcache.adapter_settings import Policy
 from agentcache.bench.ttft import WORDS
 from agentcache.models.adapter_config import CONFIG_FILE
 from agentcache.models.adapters import target_modules
-from agentcache.models.survey import survey
+from agentcache.models.inspection import inspect_model
 from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.training.decoder_files import write_adapter
 
@@ -68,7 +68,7 @@ def make_adapters(
 
 def _random_matrices(model: Any, rank: int, targets: set[str], first: int, key: mx.array) -> dict[str, mx.array]:
     matrices: dict[str, mx.array] = {}
-    for name, linear in sorted(target_modules(model.layers, survey(model)).linears.items()):
+    for name, linear in sorted(target_modules(model.layers, inspect_model(model)).linears.items()):
         if name.layer >= first and name.path.rpartition(".")[2] in targets:
             key, for_a, for_b = mx.random.split(key, 3)
             a = mx.random.normal((linear.in_dim, rank), key=for_a) / math.sqrt(linear.in_dim)

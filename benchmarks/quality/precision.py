@@ -18,11 +18,11 @@ from agentcache.bench.reporter import Report
 from agentcache.errors import UnsupportedModel
 from agentcache.kv.precision import BITS, Precision
 from agentcache.kv.spec import CacheSpec
+from agentcache.models.attachment import host
 from agentcache.models.builtin.embedded import embedded_model_path
-from agentcache.models.hosting import host
+from agentcache.models.inspection import Inspection, Paged
 from agentcache.models.loader import read_model, sample_ids
 from agentcache.models.precision import MAX_DIVERGENCE, Measured
-from agentcache.models.survey import Paged, Survey
 from benchmarks.quality.emulated import Format, make_caches
 from benchmarks.quality.exam import Answers, Exam, answer, write_exam
 from benchmarks.quality.outliers import add_key_biases, add_outliers
@@ -104,14 +104,14 @@ class Bench:
         finally:
             read.tokenizer.close()
         hosted = host(self.model, read.config["model_type"], read.config, check=False)
-        self.survey: Survey = hosted.survey
+        self.inspection: Inspection = hosted.inspection
         self.spec: CacheSpec = hosted.spec
-        if not _is_plain(self.survey):
+        if not _is_plain(self.inspection):
             raise UnsupportedModel("formats are compared on models whose layers each keep keys and values of their own")
 
     def logits(self) -> mx.array:
         ids = mx.array(self.exam.conversations[0])[None]
-        made: mx.array = self.model(ids, cache=self._caches([Format(None, None)] * len(self.survey.layers)))
+        made: mx.array = self.model(ids, cache=self._caches([Format(None, None)] * len(self.inspection.layers)))
         mx.eval(made)
         return made
 
@@ -120,16 +120,16 @@ class Bench:
 
     def choose(self) -> tuple[Precision, float]:
         begin = time.perf_counter()
-        precision = Measured(self.sample)(self.model, self.survey)
+        precision = Measured(self.sample)(self.model, self.inspection)
         return precision, time.perf_counter() - begin
 
     def _caches(self, formats: list[Format]) -> list[Any]:
-        return make_caches(formats, [layer.window for layer in self.survey.layers])
+        return make_caches(formats, [layer.window for layer in self.inspection.layers])
 
 
-def _is_plain(survey: Survey) -> bool:
-    in_order = survey.refs == tuple(map(Paged, range(len(survey.layers))))
-    return in_order and not survey.recurrent and not any(survey.latents)
+def _is_plain(inspection: Inspection) -> bool:
+    in_order = inspection.refs == tuple(map(Paged, range(len(inspection.layers))))
+    return in_order and not inspection.recurrent and not any(inspection.latents)
 
 
 def measure_precision(plan: QualityPlan, progress: Callable[[str], None]) -> list[ResultTable]:
@@ -157,7 +157,10 @@ def _examine(bench: Bench, original: mx.array, copy: str, progress: Callable[[st
     if not difference <= _SAME:
         raise UnsupportedModel(f"the copy with {copy} does not compute the same: its logits differ by {difference:.2g}")
     precision, seconds = bench.choose()
-    formats = [*_formats(len(bench.survey.layers)), (AUTO, [Format.of(bits) for bits in precision.layers], "--kv auto")]
+    formats = [
+        *_formats(len(bench.inspection.layers)),
+        (AUTO, [Format.of(bits) for bits in precision.layers], "--kv auto"),
+    ]
     reference = bench.answers(next(format for name, format, _ in formats if name == REFERENCE))
     rows = []
     for name, format, served in formats:

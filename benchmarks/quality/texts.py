@@ -17,9 +17,9 @@ import numpy as np
 
 from agentcache.errors import ConfigError
 from agentcache.kv.precision import AUTO, BITS, Precision
+from agentcache.models.attachment import host
 from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.models.float32_copy import gains_by_float32, in_float32
-from agentcache.models.hosting import host
 from agentcache.models.loader import read_model, sample_ids
 from agentcache.models.precision import Measured
 from agentcache.models.precision_runs import PrecisionRuns, divergences_of
@@ -102,7 +102,7 @@ class TextBench:
         finally:
             read.tokenizer.close()
         self._model = read.model
-        self._survey = host(read.model, read.config["model_type"], read.config, check=False).survey
+        self._survey = host(read.model, read.config["model_type"], read.config, check=False).inspection
         self._config = read.config
         self._runs = PrecisionRuns(read.model, self._survey, (), CurrentStep())
 

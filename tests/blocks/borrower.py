@@ -28,7 +28,7 @@ class Borrower:
     def _end(self, num_bytes: int, asker: Account) -> None:
         assert num_bytes > 0 and asker is not self._account
         self.ended += 1
-        self._account.settle(0)
+        self._account.set_bytes(0)
 
 
 def find_or_open(ledger: Ledger, kind: str) -> Account:
@@ -42,5 +42,5 @@ def leave(cache: PrefixCache, num_bytes: int) -> bool:
     wanted = cache.ledger.budget - num_bytes
     if wanted > account.claimed and not account.ask(wanted - account.claimed):
         return False
-    account.settle(wanted)
+    account.set_bytes(wanted)
     return True

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from agentcache.blocks.allocator import min_blocks
+from agentcache.blocks.block_tables import PathBlock
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.radix_tree import Node
-from agentcache.blocks.sequence import LaneBlock
 from tests.blocks.borrower import Borrower
 from tests.blocks.sequence_machine import PICK, SequenceMachine
 
@@ -22,7 +22,7 @@ class CacheMachine(SequenceMachine):
     @rule(which=PICK)
     def save(self, which: int) -> None:
         node = self.nodes()[which % len(self.nodes())]
-        self.save_blocks([LaneBlock(node, tuple(node.block_ids))])
+        self.save_blocks([PathBlock(node, tuple(node.block_ids))])
 
     @precondition(lambda self: self.nodes())
     @rule(which=PICK, what=st.sampled_from(["lose_file", "drop_tail", "evict", "evict", "evict_part", "evict_all"]))

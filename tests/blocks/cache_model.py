@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from agentcache.blocks.keys import BASE_PRODUCER, BLOCK_SIZE, Producer
-from agentcache.blocks.lane_search import MIN_TAIL_TOKENS
+from agentcache.blocks.keys import BASE_ORIGIN, BLOCK_SIZE, KVOrigin
+from agentcache.blocks.path_search import MIN_TAIL_TOKENS
 from agentcache.blocks.pool import BlockPool
 from agentcache.blocks.radix_tree import Node
 
@@ -51,13 +51,13 @@ class Arena:
             for source, target in pool.take_moves():
                 self.slots[group, target] = self.slots.pop((group, source), [-1] * BLOCK_SIZE)
 
-    def numbers(self, root: str, token_ids: Sequence[int], producer: str = BASE_PRODUCER) -> Places:
+    def numbers(self, root: str, token_ids: Sequence[int], producer: str = BASE_ORIGIN) -> Places:
         """The number of each prefix of `token_ids`, as a producer with this text has computed it."""
-        start = len(token_ids) if producer == BASE_PRODUCER else int(producer.partition("@")[2])
+        start = len(token_ids) if producer == BASE_ORIGIN else int(producer.partition("@")[2])
         last: str | int = root
         result = []
         for position, token in enumerate(token_ids):
-            who = producer if position >= start else BASE_PRODUCER
+            who = producer if position >= start else BASE_ORIGIN
             last = self._numbers.setdefault((last, token, who), len(self._numbers))
             result.append(last)
         return tuple(result)
@@ -70,9 +70,9 @@ class Arena:
         return self._of_chain[node.chain]
 
 
-def text_in(producer: Producer | None, group: int) -> str:
+def text_in(producer: KVOrigin | None, group: int) -> str:
     """Who computes a group's keys and values, in the end."""
-    return producer.text if producer is not None and group in producer.groups else BASE_PRODUCER
+    return producer.text if producer is not None and group in producer.groups else BASE_ORIGIN
 
 
 def path_of(node: Node) -> tuple[str, list[int]]:
@@ -104,7 +104,7 @@ class Reference:
             assert node.parent is not None
             self._children.setdefault(node.parent.chain, []).append(node)
 
-    def longest(self, root: str, tokens: list[int], producer: Producer | None) -> int:
+    def longest(self, root: str, tokens: list[int], producer: KVOrigin | None) -> int:
         """Number of leading tokens that need not be computed."""
         lengths = {0, *self._ends(root, tokens)} | ({producer.start} if producer else set())
         return next(n for n in sorted(lengths, reverse=True) if self._can_use(root, tokens, n, producer))
@@ -118,7 +118,7 @@ class Reference:
             if shared == BLOCK_SIZE:
                 yield from self._ends(node.chain, tokens, position + 1)
 
-    def _can_use(self, root: str, tokens: list[int], length: int, producer: Producer | None) -> bool:
+    def _can_use(self, root: str, tokens: list[int], length: int, producer: KVOrigin | None) -> bool:
         count = len(self._groups)
         own = frozenset() if producer is None else producer.groups & frozenset(range(count))
         base = frozenset(range(count)) - own
@@ -129,7 +129,7 @@ class Reference:
             for groups, who in ((base, None), (own, producer))
         )
 
-    def _has_snapshot(self, root: str, tokens: list[int], producer: Producer | None) -> bool:
+    def _has_snapshot(self, root: str, tokens: list[int], producer: KVOrigin | None) -> bool:
         index = len(self._groups)
         who = producer if producer is not None and index in producer.groups else None
         if not tokens:
@@ -139,7 +139,7 @@ class Reference:
         return any(node.state is not None or index in node.stored for node in ends)
 
     def _paths(
-        self, chain: str, tokens: list[int], producer: Producer | None, position: int = 0
+        self, chain: str, tokens: list[int], producer: KVOrigin | None, position: int = 0
     ) -> Iterator[list[Node]]:
         """All ways to cover the tokens with nodes that hold what this producer would compute."""
         rest = tokens[position * BLOCK_SIZE :]
@@ -155,9 +155,9 @@ class Reference:
                 yield from ([node, *path] for path in self._paths(node.chain, tokens, producer, position + 1))
 
     @staticmethod
-    def _fits(node: Node, end: int, producer: Producer | None) -> bool:
+    def _fits(node: Node, end: int, producer: KVOrigin | None) -> bool:
         """Whether the node's tokens in front of `end` are what the producer would compute: base's, or its own."""
-        if node.producer == BASE_PRODUCER:
+        if node.producer == BASE_ORIGIN:
             return producer is None or end <= producer.start
         return producer is not None and node.producer == producer.text
 

@@ -9,14 +9,14 @@ from itertools import chain
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from agentcache.blocks.keys import BLOCK_SIZE, Namespace, Producer
-from agentcache.blocks.lane_search import CachedPrefix
-from agentcache.blocks.lanes import chain_keys, spans
+from agentcache.blocks.block_tables import BlockTables, PathBlock
+from agentcache.blocks.keys import BLOCK_SIZE, KVOrigin, Namespace
+from agentcache.blocks.origin_paths import chain_keys, spans
+from agentcache.blocks.path_search import CachedPrefix
 from agentcache.blocks.radix_tree import Node
-from agentcache.blocks.sequence import CacheSequence, LaneBlock
 from agentcache.errors import OutOfBlocks
 from tests.blocks.cache_model import Reference
-from tests.blocks.watched_cache import Running, WatchedCache, Write
+from tests.blocks.watched_cache import Running, TracedCache, Write
 
 ROOTS = [Namespace("model", "cache", salt).root for salt in ("", "other")]
 MAX_TOKENS = 6 * BLOCK_SIZE
@@ -29,9 +29,9 @@ class Adapter:
     key: str
     everywhere: bool
 
-    def producer(self, start: int, num_groups: int, has_state: bool) -> Producer:
+    def producer(self, start: int, num_groups: int, has_state: bool) -> KVOrigin:
         first = 0 if self.everywhere else num_groups - (1 if self.key == "a" or not has_state else 0)
-        return Producer(self.key, start, frozenset(range(first, num_groups + has_state)))
+        return KVOrigin(self.key, start, frozenset(range(first, num_groups + has_state)))
 
 
 def repeated(pieces: list[tuple[int, int]]) -> list[int]:
@@ -47,7 +47,7 @@ ADAPTERS = st.sampled_from([None, None, Adapter("a", False), Adapter("b", False)
 STARTS = st.sampled_from([0, 1, 5, 60, 255, 256, 260, 300, 300, 511, 512, 700, "last"])
 
 
-class SequenceMachine(WatchedCache):
+class SequenceMachine(TracedCache):
     """Several sequences in any interleaving, as the engine and the persistence use the cache."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class SequenceMachine(WatchedCache):
             if save:
                 self.settle_writes(len(self.writes), succeeds=True)
 
-    def producer(self, adapter: Adapter | None, start: int | str, tokens: list[int]) -> Producer | None:
+    def producer(self, adapter: Adapter | None, start: int | str, tokens: list[int]) -> KVOrigin | None:
         start = len(tokens) - 1 if isinstance(start, str) else start
         return None if adapter is None else adapter.producer(start, len(self.groups), self.state is not None)
 
@@ -89,7 +89,7 @@ class SequenceMachine(WatchedCache):
         tokens = known[history % len(known)] if known else []
         return tokens[: int(len(tokens) * share)]
 
-    def start(self, tokens: list[int], root: str, producer: Producer | None) -> Running | None:
+    def start(self, tokens: list[int], root: str, producer: KVOrigin | None) -> Running | None:
         prefix = self.match(root, tokens, len(tokens) - 1, producer)
         before = self.snapshot()
         try:
@@ -113,7 +113,7 @@ class SequenceMachine(WatchedCache):
             running.state = tuple(self.arena.slots[len(self.groups), sequence.state])
             self.cache.state_taken(sequence)
 
-    def match(self, root: str, tokens: list[int], limit: int, producer: Producer | None) -> CachedPrefix:
+    def match(self, root: str, tokens: list[int], limit: int, producer: KVOrigin | None) -> CachedPrefix:
         prefix = self.cache.match_prefix(root, tokens, limit, producer)
         reference = Reference(self.nodes(), self.groups, self.files, has_state=self.state is not None)
         assert prefix.num_tokens == reference.longest(root, tokens[:limit], producer)
@@ -176,7 +176,7 @@ class SequenceMachine(WatchedCache):
         self.check_window(running)
         return True
 
-    def check_published(self, sequence: CacheSequence, added: int, published: list[LaneBlock]) -> None:
+    def check_published(self, sequence: BlockTables, added: int, published: list[PathBlock]) -> None:
         """Each group's part of every block that was filled, once; and the base tail with the producer's first token."""
         end, producer = sequence.num_tokens, sequence.producer
         filled = [n for n in range(BLOCK_SIZE, end + 1, BLOCK_SIZE) if n > end - added]
@@ -205,7 +205,7 @@ class SequenceMachine(WatchedCache):
             assert any(self.is_exhausted(index) for index in range(len(self.groups)))
             return False
 
-    def compute(self, sequence: CacheSequence, tokens: list[int]) -> None:
+    def compute(self, sequence: BlockTables, tokens: list[int]) -> None:
         start = sequence.num_tokens
         for index, table in enumerate(sequence.tables):
             places = self.places(sequence, index, tokens)
@@ -263,7 +263,7 @@ class SequenceMachine(WatchedCache):
 
     # -- files ------------------------------------------------------------------------------------------------------
 
-    def save_blocks(self, blocks: list[LaneBlock]) -> None:
+    def save_blocks(self, blocks: list[PathBlock]) -> None:
         for block in blocks:
             for index in block.node.block_ids.keys() & set(block.groups):
                 self.save_one(block.node, index)

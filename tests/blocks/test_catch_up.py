@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from agentcache.blocks.keys import BLOCK_SIZE, Producer
+from agentcache.blocks.block_tables import BlockTables
+from agentcache.blocks.keys import BLOCK_SIZE, KVOrigin
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.blocks.sequence import CacheSequence
 from tests.blocks.cache_model import FakeGroup
 
 ROOT = "root"
@@ -20,11 +20,11 @@ def cache() -> PrefixCache:
     return PrefixCache(GROUPS[:1], Ledger(10_000))
 
 
-def begin(cache: PrefixCache, producer: Producer | None = None) -> CacheSequence:
+def begin(cache: PrefixCache, producer: KVOrigin | None = None) -> BlockTables:
     return cache.open(ROOT, cache.match_prefix(ROOT, IDS, len(IDS), producer))
 
 
-def compute(cache: PrefixCache, sequence: CacheSequence, num_tokens: int) -> None:
+def compute(cache: PrefixCache, sequence: BlockTables, num_tokens: int) -> None:
     start = sequence.num_tokens
     cache.reserve(sequence, num_tokens)
     cache.advance(sequence, IDS[start : start + num_tokens])
@@ -65,7 +65,7 @@ def test_slots_that_were_reserved_are_free_again(cache: PrefixCache) -> None:
 
 
 def test_other_tokens_and_other_producers_have_nothing_for_it(cache: PrefixCache) -> None:
-    first, adapted = begin(cache), begin(cache, Producer("adapter", BLOCK_SIZE, frozenset({0})))
+    first, adapted = begin(cache), begin(cache, KVOrigin("adapter", BLOCK_SIZE, frozenset({0})))
     compute(cache, first, 3 * BLOCK_SIZE)
     assert cache.tokens_ahead(adapted, IDS, len(IDS)) == BLOCK_SIZE, "in front of its start it is base"
     other = cache.open(ROOT, cache.match_prefix(ROOT, IDS[1:], len(IDS)))

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentcache.blocks.allocator import least_bytes
+from agentcache.blocks.block_tables import BlockTables
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.blocks.sequence import CacheSequence
 from agentcache.errors import OutOfBlocks, OutOfMemory
 from tests.blocks.cache_model import FakeGroup
 
@@ -21,7 +21,7 @@ GROUPS = (FakeGroup("full", None, 100), FakeGroup("sliding", 300, 70))
 LEAST = least_bytes(GROUPS)
 
 
-def run(cache: PrefixCache, num_blocks: int, seed: int) -> CacheSequence:
+def run(cache: PrefixCache, num_blocks: int, seed: int) -> BlockTables:
     """A request that has computed so many blocks and is still there."""
     ids = random.Random(seed).choices(range(1000), k=num_blocks * BLOCK_SIZE)
     sequence = cache.open(ROOT, cache.match_prefix(ROOT, ids, len(ids)))

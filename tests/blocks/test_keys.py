@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentcache.blocks.keys import (
-    BASE_PRODUCER,
+    BASE_ORIGIN,
+    KVOrigin,
     Namespace,
-    Producer,
     block_key,
     chain_key,
     pack_token_ids,
@@ -48,12 +48,12 @@ def test_a_chain_key_covers_parent_tokens_and_producer(
 
 
 def test_the_same_tokens_of_each_producer_have_an_address_of_their_own() -> None:
-    assert len({chain_key(ROOT, [1], producer) for producer in (BASE_PRODUCER, "a@0", "a@1", "b@0")}) == 4
+    assert len({chain_key(ROOT, [1], producer) for producer in (BASE_ORIGIN, "a@0", "a@1", "b@0")}) == 4
 
 
 def test_splitting_tokens_elsewhere_is_another_address() -> None:
     assert chain_key(chain_key(ROOT, [1]), [2]) != chain_key(ROOT, [1, 2])
-    assert chain_key(ROOT, [1]) == chain_key(ROOT, (1,), BASE_PRODUCER)
+    assert chain_key(ROOT, [1]) == chain_key(ROOT, (1,), BASE_ORIGIN)
 
 
 def test_roots_chains_and_blocks_share_no_addresses() -> None:
@@ -67,7 +67,7 @@ def test_tokens_are_packed_little_endian() -> None:
 
 def test_a_producer_is_its_content_and_its_start() -> None:
     """Which groups it changes follows from the content, and its name is not part of it."""
-    texts = {Producer(key, start, frozenset([1])).text for key in ("ab", "a") for start in (0, 1, 11)}
+    texts = {KVOrigin(key, start, frozenset([1])).text for key in ("ab", "a") for start in (0, 1, 11)}
     assert len(texts) == 6
-    assert BASE_PRODUCER not in texts
-    assert Producer("a", 1, frozenset([1])).text == Producer("a", 1, frozenset([2])).text == "a@1"
+    assert BASE_ORIGIN not in texts
+    assert KVOrigin("a", 1, frozenset([1])).text == KVOrigin("a", 1, frozenset([2])).text == "a@1"

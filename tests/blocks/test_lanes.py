@@ -6,17 +6,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentcache.blocks.keys import BASE_PRODUCER, BLOCK_SIZE, BlockName, Producer, chain_key
-from agentcache.blocks.lanes import BlockSpan, agreed_tokens, chain_keys, has_base_tail, lay_out, name_blocks, spans
+from agentcache.blocks.keys import BASE_ORIGIN, BLOCK_SIZE, BlockName, KVOrigin, chain_key
+from agentcache.blocks.origin_paths import (
+    BlockSpan,
+    agreed_tokens,
+    chain_keys,
+    has_base_tail,
+    lay_out,
+    name_blocks,
+    spans,
+)
 
 NUM_GROUPS = 3
-PRODUCERS = st.none() | st.builds(
-    Producer, st.sampled_from("ab"), st.integers(0, 700), st.sets(st.integers(0, 2)).map(frozenset)
+ORIGINS = st.none() | st.builds(
+    KVOrigin, st.sampled_from("ab"), st.integers(0, 700), st.sets(st.integers(0, 2)).map(frozenset)
 )
 
 
-@given(PRODUCERS)
-def test_each_group_is_in_one_lane(producer: Producer | None) -> None:
+@given(ORIGINS)
+def test_each_group_is_in_one_lane(producer: KVOrigin | None) -> None:
     lanes = lay_out(producer, NUM_GROUPS)
     assert sorted(group for lane in lanes for group in lane.groups) == [0, 1, 2]
     assert all(lane.groups for lane in lanes)
@@ -24,8 +32,8 @@ def test_each_group_is_in_one_lane(producer: Producer | None) -> None:
     assert own == ([tuple(sorted(producer.groups))] if producer and producer.groups else [])
 
 
-@given(PRODUCERS, st.integers(0, 700))
-def test_every_token_of_every_group_is_in_one_block_of_who_computes_it(producer: Producer | None, length: int) -> None:
+@given(ORIGINS, st.integers(0, 700))
+def test_every_token_of_every_group_is_in_one_block_of_who_computes_it(producer: KVOrigin | None, length: int) -> None:
     layout = spans(length, producer, NUM_GROUPS)
     path = layout[:-1] if has_base_tail(producer, length) else layout
     for group in range(NUM_GROUPS):
@@ -36,19 +44,19 @@ def test_every_token_of_every_group_is_in_one_block_of_who_computes_it(producer:
         ]
         for span in blocks:
             is_own = producer is not None and group in producer.groups and span.end > producer.start
-            assert span.producer == (producer.text if producer and is_own else BASE_PRODUCER)
+            assert span.producer == (producer.text if producer and is_own else BASE_ORIGIN)
     for span in layout:
         assert (span.parent is None) is (span.begin == 0)
         if span.parent is not None:
             parent = layout[span.parent]
             assert parent.end == span.begin
-            assert parent.producer in (BASE_PRODUCER, span.producer)
+            assert parent.producer in (BASE_ORIGIN, span.producer)
             assert set(span.groups) & set(parent.groups)
 
 
-@given(PRODUCERS, st.integers(0, 700), st.integers(0, 2))
+@given(ORIGINS, st.integers(0, 700), st.integers(0, 2))
 def test_what_ends_in_front_of_a_block_is_the_layout_up_to_there(
-    producer: Producer | None, length: int, position: int
+    producer: KVOrigin | None, length: int, position: int
 ) -> None:
     cut = min(position * BLOCK_SIZE, length // BLOCK_SIZE * BLOCK_SIZE)
     token_ids = list(range(length))
@@ -65,12 +73,12 @@ def test_what_ends_in_front_of_a_block_is_the_layout_up_to_there(
     ("start", "length", "expected"), [(0, 9, False), (5, 5, False), (5, 6, True), (256, 300, False), (300, 301, True)]
 )
 def test_the_base_tail_is_what_the_own_block_hides(start: int, length: int, expected: bool) -> None:
-    producer = Producer("a", start, frozenset([1]))
+    producer = KVOrigin("a", start, frozenset([1]))
     assert has_base_tail(producer, length) is expected
     assert not has_base_tail(None, length)
     last = spans(length, producer, NUM_GROUPS)[-1]
     parent = 2 if start == 300 else None  # behind the own lane's first block, which is base's
-    tail = BlockSpan(start // BLOCK_SIZE * BLOCK_SIZE, start, BASE_PRODUCER, (0, 1, 2), parent)
+    tail = BlockSpan(start // BLOCK_SIZE * BLOCK_SIZE, start, BASE_ORIGIN, (0, 1, 2), parent)
     assert (last == tail) is expected
 
 
@@ -86,7 +94,7 @@ def test_base_is_laid_out_as_one_chain() -> None:
 
 
 def test_the_own_lane_leaves_the_base_lane_at_the_block_of_the_start() -> None:
-    producer = Producer("a", 300, frozenset([1]))
+    producer = KVOrigin("a", 300, frozenset([1]))
     layout = spans(600, producer, 2)
     assert [(span.begin, span.end, span.producer, span.groups, span.parent) for span in layout] == [
         (0, 256, "base", (0,), None),
@@ -103,9 +111,9 @@ def test_the_own_lane_leaves_the_base_lane_at_the_block_of_the_start() -> None:
     assert name_blocks(chains, layout)[-1].names == [BlockName(chains[-1], 0), BlockName(chains[-1], 1)]
 
 
-@given(PRODUCERS, PRODUCERS, st.integers(0, 700))
+@given(ORIGINS, ORIGINS, st.integers(0, 700))
 def test_producers_agree_until_the_first_of_them_starts(
-    left: Producer | None, right: Producer | None, length: int
+    left: KVOrigin | None, right: KVOrigin | None, length: int
 ) -> None:
     agreed = agreed_tokens(left, right, length)
     assert agreed == agreed_tokens(right, left, length) <= length

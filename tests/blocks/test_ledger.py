@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from agentcache.blocks.ledger import ADAPTERS, BASE, RESIDUAL, STACKS, TRUNK, Account, Ledger, RamUse
+from agentcache.blocks.ledger import ADAPTERS, BASE, HIDDEN_STATES, RESIDUAL, STACKS, Account, Ledger, RamUse
 from agentcache.errors import BrokenInvariant
 from tests.examples import examples
 
@@ -36,7 +36,7 @@ class LedgerMachine(RuleBasedStateMachine):
         super().__init__()
         self.ledger = Ledger(BUDGET, {RESIDUAL: SHARE})
         self.accounts = {kind: self.open(kind) for kind in KINDS}
-        self.trunk = self.ledger.open(TRUNK, apart=OWN)
+        self.hidden_states = self.ledger.open(HIDDEN_STATES, apart=OWN)
         self.claimed = dict.fromkeys(KINDS, 0)
         self.read = dict.fromkeys(KINDS, 0)
 
@@ -125,11 +125,11 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(num_bytes=BYTES)
     def fill_trunk(self, num_bytes: int) -> None:
         """Its budget is nobody else's, and the other way round."""
-        if num_bytes > OWN - self.trunk.claimed:
+        if num_bytes > OWN - self.hidden_states.claimed:
             with pytest.raises(BrokenInvariant):
-                self.trunk.claim(num_bytes)
+                self.hidden_states.claim(num_bytes)
         else:
-            self.trunk.claim(num_bytes)
+            self.hidden_states.claim(num_bytes)
 
     # -- what has to hold ---------------------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ def test_integrity_notices_what_is_wrong() -> None:
     used = 0
     account = ledger.open("base.full", used=lambda: used)
     ledger.open("base.window", floor=10)
-    trunk = ledger.open(TRUNK, apart=OWN)
+    hidden_states = ledger.open(HIDDEN_STATES, apart=OWN)
     account.claim(90)
     ledger.check_integrity()
     used = 91
@@ -178,7 +178,7 @@ def test_integrity_notices_what_is_wrong() -> None:
     account.claimed = 101
     with pytest.raises(BrokenInvariant, match="budget is exceeded"):
         ledger.check_integrity()
-    account.claimed, trunk.claimed = 90, OWN + 1
+    account.claimed, hidden_states.claimed = 90, OWN + 1
     with pytest.raises(BrokenInvariant, match="trunk has claimed"):
         ledger.check_integrity()
 

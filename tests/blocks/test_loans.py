@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentcache.blocks.block_tables import BlockTables
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.blocks.sequence import CacheSequence
 from agentcache.engine.room import has_room
 from agentcache.errors import OutOfBlocks
 from tests.blocks.borrower import Borrower, leave
@@ -25,7 +25,7 @@ def lend(cache: PrefixCache, num_bytes: int) -> Borrower:
     return borrower
 
 
-def tables(sequence: CacheSequence) -> list[list[int]]:
+def tables(sequence: BlockTables) -> list[list[int]]:
     return [list(table.block_ids) for table in sequence.tables]
 
 

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from agentcache.blocks.ledger import Ledger
-from agentcache.blocks.overlay_match import match_overlay
 from agentcache.blocks.prefix_cache import PrefixCache
+from agentcache.blocks.residual_match import match_residual_kv
 from tests.blocks.cache_model import FakeGroup
 
 BASE_ROOT, RESIDUAL_ROOT = "base root", "residual root"
@@ -38,7 +38,7 @@ def test_the_shorter_one(of_base: int, of_residuals: int) -> None:
     base, residuals = cache(FULL), cache(FULL, name="residual.x")
     fill(base, BASE_ROOT, of_base)
     fill(residuals, RESIDUAL_ROOT, of_residuals)
-    match = match_overlay(base, BASE_ROOT, residuals, RESIDUAL_ROOT, IDS, LIMIT)
+    match = match_residual_kv(base, BASE_ROOT, residuals, RESIDUAL_ROOT, IDS, LIMIT)
     assert match.residuals.num_tokens == min(of_base, of_residuals)
     assert match.base.num_tokens == of_base, "all of it: base goes on from there"
     assert match.found == of_residuals
@@ -48,7 +48,7 @@ def test_no_more_than_is_asked_for() -> None:
     base, residuals = cache(FULL), cache(FULL, name="residual.x")
     fill(base, BASE_ROOT, 900)
     fill(residuals, RESIDUAL_ROOT, 900)
-    match = match_overlay(base, BASE_ROOT, residuals, RESIDUAL_ROOT, IDS, 500)
+    match = match_residual_kv(base, BASE_ROOT, residuals, RESIDUAL_ROOT, IDS, 500)
     assert (match.base.num_tokens, match.residuals.num_tokens, match.found) == (500, 500, 500)
 
 
@@ -57,14 +57,14 @@ def test_a_window_that_base_has_left_is_computed_again() -> None:
     base, residuals = cache(FULL, SLIDING), cache(FULL, SLIDING, name="residual.x")
     fill(base, BASE_ROOT, 800)
     assert base.match_prefix(BASE_ROOT, IDS, LIMIT).num_tokens == 800
-    match = match_overlay(base, BASE_ROOT, residuals, RESIDUAL_ROOT, IDS, LIMIT)
+    match = match_residual_kv(base, BASE_ROOT, residuals, RESIDUAL_ROOT, IDS, LIMIT)
     assert (match.base.num_tokens, match.residuals.num_tokens) == (0, 0)
 
 
 def test_windows_that_are_kept_for_such_readers_are_of_use() -> None:
     base, residuals = cache(FULL, SLIDING), cache(FULL, SLIDING, name="residual.x")
     fill(base, BASE_ROOT, 800, keeps_windows=True)
-    match = match_overlay(base, BASE_ROOT, residuals, RESIDUAL_ROOT, IDS, LIMIT)
+    match = match_residual_kv(base, BASE_ROOT, residuals, RESIDUAL_ROOT, IDS, LIMIT)
     assert (match.base.num_tokens, match.residuals.num_tokens) == (800, 0)
     sequence = base.open(BASE_ROOT, match.base)
     assert [table.first_block for table in sequence.tables] == [0, 0], "from where the adapter begins"
@@ -85,7 +85,7 @@ def test_both_are_always_usable(seed: int) -> None:
         for node in list(each.tree.residents):
             if rng.random() < 0.2:
                 each.slots.evict(node)
-    match = match_overlay(base, BASE_ROOT, residuals, RESIDUAL_ROOT, IDS, LIMIT)
+    match = match_residual_kv(base, BASE_ROOT, residuals, RESIDUAL_ROOT, IDS, LIMIT)
     start = match.residuals.num_tokens
     assert start <= min(match.base.num_tokens, match.found)
     lower = base.open(BASE_ROOT, match.base)

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import settings
 
 from agentcache.blocks.allocator import min_blocks
+from agentcache.blocks.block_tables import BlockTables
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.blocks.lane_search import MIN_TAIL_TOKENS
 from agentcache.blocks.ledger import Ledger
+from agentcache.blocks.path_search import MIN_TAIL_TOKENS
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.blocks.sequence import CacheSequence
 from agentcache.errors import BrokenInvariant, OutOfBlocks
 from tests.blocks.cache_machine import CacheMachine
 from tests.blocks.cache_model import FakeGroup
@@ -57,17 +57,17 @@ WINDOW = FakeGroup("window512.0", 512, 1)
 ROOT = "root"
 
 
-def grow(cache: PrefixCache, sequence: CacheSequence, token_ids: list[int]) -> None:
+def grow(cache: PrefixCache, sequence: BlockTables, token_ids: list[int]) -> None:
     cache.reserve(sequence, len(token_ids))
     cache.advance(sequence, token_ids)
     cache.leave_window(sequence)
 
 
-def start(cache: PrefixCache, token_ids: list[int]) -> CacheSequence:
+def start(cache: PrefixCache, token_ids: list[int]) -> BlockTables:
     return cache.open(ROOT, cache.match_prefix(ROOT, token_ids, len(token_ids)))
 
 
-def run(cache: PrefixCache, token_ids: list[int]) -> CacheSequence:
+def run(cache: PrefixCache, token_ids: list[int]) -> BlockTables:
     """A sequence that has computed all of `token_ids`, block by block."""
     sequence = start(cache, token_ids)
     while sequence.num_tokens < len(token_ids):

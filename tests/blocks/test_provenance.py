@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from agentcache.blocks.keys import BASE_PRODUCER, BLOCK_SIZE, Producer
+from agentcache.blocks.block_tables import BlockTables, PathBlock
+from agentcache.blocks.keys import BASE_ORIGIN, BLOCK_SIZE, KVOrigin
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.blocks.sequence import CacheSequence, LaneBlock
 from agentcache.errors import BrokenInvariant
 from tests.blocks.cache_model import FakeGroup
 
@@ -30,18 +30,18 @@ class Desk:
         groups = [FakeGroup(name, window, 1) for name, window in zip(("lower", "upper"), self.windows, strict=True)]
         self.cache = PrefixCache(groups, Ledger(1000))
 
-    def begin(self, tokens: list[int], producer: Producer | None = None) -> CacheSequence:
+    def begin(self, tokens: list[int], producer: KVOrigin | None = None) -> BlockTables:
         prefix = self.cache.match_prefix(ROOT, tokens, len(tokens) - 1, producer)
         return self.cache.open(ROOT, prefix)
 
-    def grow(self, sequence: CacheSequence, tokens: list[int]) -> list[LaneBlock]:
+    def grow(self, sequence: BlockTables, tokens: list[int]) -> list[PathBlock]:
         self.cache.reserve(sequence, len(tokens))
         published = self.cache.advance(sequence, tokens)
         self.cache.leave_window(sequence)
         self.cache.check_integrity()
         return published
 
-    def request(self, tokens: list[int], producer: Producer | None = None, chunk: int = 256) -> int:
+    def request(self, tokens: list[int], producer: KVOrigin | None = None, chunk: int = 256) -> int:
         """Compute the tokens and close; returns how many were there."""
         sequence = self.begin(tokens, producer)
         reused = sequence.num_tokens
@@ -51,31 +51,31 @@ class Desk:
         self.cache.check_integrity()
         return reused
 
-    def reusable(self, tokens: list[int], producer: Producer | None = None) -> int:
+    def reusable(self, tokens: list[int], producer: KVOrigin | None = None) -> int:
         return self.cache.match_prefix(ROOT, tokens, len(tokens) - 1, producer).num_tokens
 
     def own_nodes(self) -> int:
-        return sum(node.producer != BASE_PRODUCER for node in self.cache.tree.walk())
+        return sum(node.producer != BASE_ORIGIN for node in self.cache.tree.walk())
 
     def slots_in_use(self, group: int) -> int:
         pool = self.cache.slots.pools[group]
         return pool.capacity - pool.num_free
 
 
-def upper(key: str, start: int) -> Producer:
+def upper(key: str, start: int) -> KVOrigin:
     """An adapter that changes the upper group only."""
-    return Producer(key, start, frozenset([UPPER]))
+    return KVOrigin(key, start, frozenset([UPPER]))
 
 
-def both(key: str, start: int) -> Producer:
-    return Producer(key, start, frozenset([LOWER, UPPER]))
+def both(key: str, start: int) -> KVOrigin:
+    return KVOrigin(key, start, frozenset([LOWER, UPPER]))
 
 
 KINDS = pytest.mark.parametrize("adapter", [upper, both])
 
 
 @KINDS
-def test_base_then_one_adapter_then_another_then_base(adapter: type[Producer]) -> None:
+def test_base_then_one_adapter_then_another_then_base(adapter: type[KVOrigin]) -> None:
     desk = Desk()
     assert desk.request(PROMPT) == 0
     assert desk.request(PROMPT + [3] * 100, adapter("a", len(PROMPT))) == len(PROMPT)
@@ -85,7 +85,7 @@ def test_base_then_one_adapter_then_another_then_base(adapter: type[Producer]) -
 
 @KINDS
 @pytest.mark.parametrize("start", [1, 5, 15, 16, 255, 256, 257, 511, 512, 513, 600, 700, 767, 768, 790])
-def test_others_use_all_tokens_before_the_start(adapter: type[Producer], start: int) -> None:
+def test_others_use_all_tokens_before_the_start(adapter: type[KVOrigin], start: int) -> None:
     """At every place of the start in its block, for base and for another adapter that begins there or later."""
     desk = Desk()
     desk.request(PROMPT, adapter("a", start))
@@ -97,7 +97,7 @@ def test_others_use_all_tokens_before_the_start(adapter: type[Producer], start: 
 
 
 @KINDS
-def test_nothing_of_a_plain_lora_is_for_others(adapter: type[Producer]) -> None:
+def test_nothing_of_a_plain_lora_is_for_others(adapter: type[KVOrigin]) -> None:
     desk = Desk()
     desk.request(PROMPT, adapter("a", 0))
     assert desk.reusable(PROMPT) == desk.reusable(PROMPT, adapter("b", 0)) == 0
@@ -105,14 +105,14 @@ def test_nothing_of_a_plain_lora_is_for_others(adapter: type[Producer]) -> None:
 
 
 @KINDS
-def test_a_plain_lora_uses_nothing_of_base_in_its_own_groups(adapter: type[Producer]) -> None:
+def test_a_plain_lora_uses_nothing_of_base_in_its_own_groups(adapter: type[KVOrigin]) -> None:
     desk = Desk()
     desk.request(PROMPT)
     assert desk.reusable(PROMPT, adapter("a", 0)) == 0
 
 
 @KINDS
-def test_the_next_turn_with_a_newer_invocation(adapter: type[Producer]) -> None:
+def test_the_next_turn_with_a_newer_invocation(adapter: type[KVOrigin]) -> None:
     """What the adapter wrote behind its first start is computed again: by base up to the second one."""
     desk = Desk()
     assert desk.request(PROMPT + [3] * 300, adapter("a", START)) == 0
@@ -123,7 +123,7 @@ def test_the_next_turn_with_a_newer_invocation(adapter: type[Producer]) -> None:
 
 
 @KINDS
-def test_the_same_adapter_from_the_same_start_goes_on(adapter: type[Producer]) -> None:
+def test_the_same_adapter_from_the_same_start_goes_on(adapter: type[KVOrigin]) -> None:
     desk = Desk()
     desk.request(PROMPT, adapter("a", START))
     assert desk.reusable([*PROMPT, 7], adapter("a", START)) == len(PROMPT)
@@ -132,14 +132,14 @@ def test_the_same_adapter_from_the_same_start_goes_on(adapter: type[Producer]) -
 
 
 @KINDS
-def test_an_unfinished_adapter_shares_what_base_has_computed(adapter: type[Producer]) -> None:
+def test_an_unfinished_adapter_shares_what_base_has_computed(adapter: type[KVOrigin]) -> None:
     """As soon as it has begun, not only when it ends; and others' copies do not stop it."""
     desk = Desk()
     sequence = desk.begin(PROMPT, adapter("a", START))
     desk.grow(sequence, PROMPT[:START])
     assert desk.reusable(PROMPT) == 512
     [tail] = desk.grow(sequence, PROMPT[START : START + 1])
-    assert (tail.node.producer, tail.node.end, tail.groups) == (BASE_PRODUCER, START, (LOWER, UPPER))
+    assert (tail.node.producer, tail.node.end, tail.groups) == (BASE_ORIGIN, START, (LOWER, UPPER))
     other = desk.begin(PROMPT)
     assert other.num_tokens == START
     assert {copy.source for copy in other.copies} == {table.block_ids[-1] for table in sequence.tables}
@@ -188,7 +188,7 @@ def test_a_shorter_tail_beside_a_block_that_lacks_a_group() -> None:
     desk.request(PROMPT[:600])
     desk.request(PROMPT, upper("a", 0))
     full = [node for node in desk.cache.tree.walk() if node.position == 2 and node.is_full]
-    assert {(node.producer, tuple(node.block_ids)) for node in full} == {("a@0", (UPPER,)), (BASE_PRODUCER, (LOWER,))}
+    assert {(node.producer, tuple(node.block_ids)) for node in full} == {("a@0", (UPPER,)), (BASE_ORIGIN, (LOWER,))}
     assert desk.reusable(PROMPT) == 600
 
 
@@ -203,7 +203,7 @@ def test_a_block_lost_from_the_middle_leaves_what_is_beside_it() -> None:
 
 @KINDS
 @pytest.mark.parametrize("windows", [(64, None), (None, 64), (64, 64)])
-def test_the_base_tail_outlives_the_window(adapter: type[Producer], windows: tuple[int | None, int | None]) -> None:
+def test_the_base_tail_outlives_the_window(adapter: type[KVOrigin], windows: tuple[int | None, int | None]) -> None:
     """It is listed while its block is still in the window; at the turn's end that would be too late."""
     desk = Desk(windows)
     desk.request(PROMPT + [3] * 900, adapter("a", START))
@@ -213,7 +213,7 @@ def test_the_base_tail_outlives_the_window(adapter: type[Producer], windows: tup
 
 def test_an_adapter_that_changes_no_keys_or_values_is_base() -> None:
     desk = Desk()
-    silent = Producer("o_proj of the last layer", 100, frozenset())
+    silent = KVOrigin("o_proj of the last layer", 100, frozenset())
     desk.request(PROMPT, silent)
     assert desk.own_nodes() == 0
     assert desk.reusable(PROMPT) == desk.reusable(PROMPT, silent) == len(PROMPT) - 1
@@ -225,7 +225,7 @@ def test_tokens_kept_in_front_of_the_start_are_base() -> None:
     sequence = desk.begin(PROMPT, upper("a", START))
     desk.grow(sequence, PROMPT)
     blocks = desk.cache.close(sequence, START - 10)
-    assert {block.node.producer for block in blocks} == {BASE_PRODUCER}
+    assert {block.node.producer for block in blocks} == {BASE_ORIGIN}
     assert [(block.node.end, block.groups) for block in blocks] == [
         (end, groups) for groups in ((LOWER,), (UPPER,)) for end in (256, 512, START - 10)
     ]

@@ -22,7 +22,7 @@ BLOCKS = st.tuples(TOKEN, st.sampled_from([0, 1, 100, 255, 256]), TOKEN).map(
     lambda t: (t[0],) * t[1] + (t[2],) * (BLOCK_SIZE - t[1])
 )
 TAILS = st.tuples(BLOCKS, st.sampled_from([1, 2, 100, 101, 255])).map(lambda t: t[0][: t[1]])
-PRODUCERS = st.sampled_from(["base", "base", "a@0", "b@0"])
+ORIGINS = st.sampled_from(["base", "base", "a@0", "b@0"])
 Step = tuple[tuple[int, ...], str]  # a block's tokens, and its producer
 Key = tuple[str, tuple[Step, ...]]
 
@@ -51,7 +51,7 @@ class TreeMachine(RuleBasedStateMachine):
         root=st.sampled_from(ROOTS),
         blocks=st.lists(BLOCKS, max_size=3),
         tail=st.none() | TAILS,
-        producer=PRODUCERS,
+        producer=ORIGINS,
         switch=st.integers(0, 3),
     )
     def insert(
@@ -138,7 +138,7 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(
         root=st.sampled_from([*ROOTS, "unknown"]),
         blocks=st.lists(BLOCKS, max_size=3),
-        producer=PRODUCERS,
+        producer=ORIGINS,
         switch=st.integers(0, 3),
         rest=TAILS | BLOCKS,
         refused=PICK,
@@ -156,7 +156,7 @@ class TreeMachine(RuleBasedStateMachine):
     ) -> None:
         """The path that may be used, and of what lies behind its end the nearest to `rest`."""
 
-        def producer_of(end: int) -> str:
+        def origin_of(end: int) -> str:
             return producer if end > switch * BLOCK_SIZE else "base"
 
         def usable(node: Node) -> bool:
@@ -165,12 +165,12 @@ class TreeMachine(RuleBasedStateMachine):
         packed = pack([token for block in blocks for token in block])
         expected, path = [], ()
         for position, block in enumerate(blocks):
-            path = (*path, (block, producer_of((position + 1) * BLOCK_SIZE)))
+            path = (*path, (block, origin_of((position + 1) * BLOCK_SIZE)))
             node = self.known.get((root, path))
             if node is None or not usable(node):
                 break
             expected.append(node)
-        found = self.tree.match_prefix(root, packed, usable, producer_of)
+        found = self.tree.match_prefix(root, packed, usable, origin_of)
         assert found == expected
         self.check_nearest(found[-1] if found else self.tree.peek(root), rest, usable, least, producer)
 

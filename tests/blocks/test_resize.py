@@ -7,10 +7,10 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentcache.blocks.block_tables import BlockTables
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.ledger import BASE, Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.blocks.sequence import CacheSequence
 from tests.blocks.borrower import leave
 from tests.blocks.cache_model import FakeGroup
 
@@ -18,7 +18,7 @@ ROOT = "root"
 GROUPS = (FakeGroup("full", None, 100), FakeGroup("sliding", 300, 70))
 
 
-def run(cache: PrefixCache, num_blocks: int, seed: int) -> CacheSequence:
+def run(cache: PrefixCache, num_blocks: int, seed: int) -> BlockTables:
     """A request that has computed so many blocks and is still there."""
     ids = random.Random(seed).choices(range(1000), k=num_blocks * BLOCK_SIZE)
     sequence = cache.open(ROOT, cache.match_prefix(ROOT, ids, len(ids)))

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentcache.blocks.block_tables import BlockTables
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.ledger import BASE, RESIDUAL, Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.blocks.sequence import CacheSequence
 from agentcache.errors import OutOfBlocks
 from tests.blocks.cache_model import Arena, FakeGroup
 
@@ -35,7 +35,7 @@ class Caches:
             cache.check_integrity()
 
 
-def run(cache: PrefixCache, num_blocks: int, seed: int) -> CacheSequence | None:
+def run(cache: PrefixCache, num_blocks: int, seed: int) -> BlockTables | None:
     """A request that has computed so many blocks; None where there is no room for it."""
     ids = random.Random(seed).choices(range(1000), k=num_blocks * BLOCK_SIZE)
     try:
@@ -99,7 +99,7 @@ def test_residuals_evict_their_own_only_when_their_share_is_full() -> None:
     assert caches.adapters[0].slots.evicted_blocks == 0
 
 
-def write_all(cache: PrefixCache, arena: Arena, running: Sequence[CacheSequence]) -> None:
+def write_all(cache: PrefixCache, arena: Arena, running: Sequence[BlockTables]) -> None:
     """What sequences have computed, into the slots that they read."""
     for sequence in running:
         places = arena.numbers(ROOT, sequence.token_ids)
@@ -108,7 +108,7 @@ def write_all(cache: PrefixCache, arena: Arena, running: Sequence[CacheSequence]
                 arena.slot(index, block_id)[:] = places[position * BLOCK_SIZE :][:BLOCK_SIZE]
 
 
-def check_all(cache: PrefixCache, arena: Arena, running: Sequence[CacheSequence]) -> None:
+def check_all(cache: PrefixCache, arena: Arena, running: Sequence[BlockTables]) -> None:
     for sequence in running:
         places = arena.numbers(ROOT, sequence.token_ids)
         for index, table in enumerate(sequence.tables):
@@ -206,7 +206,7 @@ def test_a_closed_cache_leaves_nothing() -> None:
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 7), st.booleans()), max_size=25))
 def test_any_traffic(requests: Sequence[tuple[int, int, bool]]) -> None:
     caches = Caches()
-    running: list[tuple[PrefixCache, CacheSequence]] = []
+    running: list[tuple[PrefixCache, BlockTables]] = []
     for seed, (which, num_blocks, stays) in enumerate(requests):
         cache = (caches.base, *caches.adapters)[which]
         sequence = run(cache, num_blocks, seed)

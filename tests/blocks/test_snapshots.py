@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 
-from agentcache.blocks.keys import Producer
-from agentcache.blocks.lanes import state_chains
+from agentcache.blocks.block_tables import BlockTables
+from agentcache.blocks.keys import KVOrigin
 from agentcache.blocks.ledger import STATE, Ledger
+from agentcache.blocks.origin_paths import state_chains
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.radix_tree import Node
-from agentcache.blocks.sequence import CacheSequence
 from agentcache.blocks.snapshots import ROW_STATES
 from agentcache.errors import BrokenInvariant, OutOfBlocks
 from tests.blocks.cache_machine import CacheMachine
@@ -59,13 +59,13 @@ def make_cache(num_states: int = 4 * ROW_STATES) -> PrefixCache:
     return PrefixCache((FULL,), Ledger(1000), state=STATE_GROUP, state_budget=10 * num_states)
 
 
-def start(cache: PrefixCache, token_ids: list[int], producer: Producer | None = None) -> CacheSequence:
+def start(cache: PrefixCache, token_ids: list[int], producer: KVOrigin | None = None) -> BlockTables:
     sequence = cache.open(ROOT, cache.match_prefix(ROOT, token_ids, len(token_ids), producer))
     cache.state_taken(sequence)
     return sequence
 
 
-def grow(cache: PrefixCache, sequence: CacheSequence, token_ids: list[int], *at: int) -> None:
+def grow(cache: PrefixCache, sequence: BlockTables, token_ids: list[int], *at: int) -> None:
     """Compute the rest of `token_ids`, with snapshots behind these numbers of tokens."""
     for end in (*at, len(token_ids)):
         cache.reserve(sequence, end - sequence.num_tokens)
@@ -80,7 +80,7 @@ def snapshots_of(cache: PrefixCache) -> list[Node]:
     return list(cache.snapshots.nodes)
 
 
-def matched(cache: PrefixCache, token_ids: list[int], producer: Producer | None = None) -> int:
+def matched(cache: PrefixCache, token_ids: list[int], producer: KVOrigin | None = None) -> int:
     return cache.match_prefix(ROOT, token_ids, len(token_ids), producer).num_tokens
 
 
@@ -199,7 +199,7 @@ def test_the_snapshot_that_a_row_is_about_to_start_from_is_not_given_to_it_as_ro
 
 def test_an_adapter_has_snapshots_of_its_own_behind_its_start() -> None:
     cache, tokens = make_cache(), list(range(1000))
-    adapter = Producer("a", 600, frozenset({1}))  # the state's group
+    adapter = KVOrigin("a", 600, frozenset({1}))  # the state's group
     sequence = start(cache, tokens)
     grow(cache, sequence, tokens, 512, 768)
     cache.close(sequence)

@@ -12,13 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
-from agentcache.blocks.keys import BLOCK_SIZE, Producer
-from agentcache.blocks.lane_search import CachedPrefix
+from agentcache.blocks.block_tables import BlockTables
+from agentcache.blocks.hidden_state_match import HiddenStateMatch, match_hidden_states
+from agentcache.blocks.hidden_states import (
+    HiddenStateCache,
+    HiddenStateKey,
+    HiddenStateReader,
+    HiddenStateWriter,
+    Piece,
+)
+from agentcache.blocks.keys import BLOCK_SIZE, KVOrigin
 from agentcache.blocks.ledger import Ledger
+from agentcache.blocks.path_search import CachedPrefix
 from agentcache.blocks.radix_tree import Node
-from agentcache.blocks.sequence import CacheSequence
-from agentcache.blocks.trunk import Piece, TrunkCache, TrunkFiller, TrunkName, TrunkReader
-from agentcache.blocks.trunk_match import TrunkMatch, match_trunk
 from agentcache.errors import BrokenInvariant
 from tests.blocks.cache_machine import CacheMachine
 from tests.blocks.cache_model import FakeGroup, Places
@@ -34,8 +40,8 @@ class Use:
     """A running sequence's use of the trunk, and the prompt that it has to go through."""
 
     tokens: list[int]
-    filler: TrunkFiller
-    reader: TrunkReader | None = None
+    filler: HiddenStateWriter
+    reader: HiddenStateReader | None = None
 
 
 @dataclass
@@ -43,10 +49,10 @@ class Contents:
     """What lies in the trunk's slots, and what has to lie in them by name."""
 
     slots: dict[int, list[int]] = field(default_factory=dict)
-    named: dict[TrunkName, Places] = field(default_factory=dict)
+    named: dict[HiddenStateKey, Places] = field(default_factory=dict)
 
 
-class TrunkMachine(CacheMachine):
+class HiddenStateMachine(CacheMachine):
     """Sequences that fill the trunk and go on from it, in any interleaving, while blocks leave RAM."""
 
     groups = (FakeGroup("full.0", None, 1), FakeGroup("full.1", None, 2))
@@ -55,18 +61,18 @@ class TrunkMachine(CacheMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.trunk = TrunkCache(self.num_slots, 1, self.cache.ledger)
+        self.hidden_states = HiddenStateCache(self.num_slots, 1, self.cache.ledger)
         self.contents = Contents()
-        self.uses: dict[CacheSequence, Use] = {}
-        self.ahead: TrunkMatch | None = None
+        self.uses: dict[BlockTables, Use] = {}
+        self.ahead: HiddenStateMatch | None = None
 
     # -- a sequence's life ------------------------------------------------------------------------------------------
 
-    def match(self, root: str, tokens: list[int], limit: int, producer: Producer | None) -> CachedPrefix:
+    def match(self, root: str, tokens: list[int], limit: int, producer: KVOrigin | None) -> CachedPrefix:
         prefix = super().match(root, tokens, limit, producer)
         self.ahead = None
         if len(prefix.lanes) > 1:
-            self.ahead = match_trunk(self.cache, self.trunk, root, tokens[:limit], prefix, CUT)
+            self.ahead = match_hidden_states(self.cache, self.hidden_states, root, tokens[:limit], prefix, CUT)
         if self.ahead is None:
             return prefix
         self.was_in_ram = self.cache.in_ram(self.ahead.prefix)
@@ -74,12 +80,12 @@ class TrunkMachine(CacheMachine):
         assert prefix.num_tokens < self.ahead.prefix.lanes[0].num_tokens <= limit
         return self.ahead.prefix
 
-    def start(self, tokens: list[int], root: str, producer: Producer | None) -> Running | None:
+    def start(self, tokens: list[int], root: str, producer: KVOrigin | None) -> Running | None:
         running = super().start(tokens, root, producer)
         if running is not None:
-            use = self.uses[running.sequence] = Use(tokens, TrunkFiller(self.trunk, CUT))
+            use = self.uses[running.sequence] = Use(tokens, HiddenStateWriter(self.hidden_states, CUT))
             if self.ahead is not None:
-                use.reader = TrunkReader(self.ahead.first, self.trunk.lock(self.ahead.names))
+                use.reader = HiddenStateReader(self.ahead.first, self.hidden_states.lock(self.ahead.names))
         return running
 
     def advance(self, running: Running, tokens: list[int], save: bool) -> bool:
@@ -91,18 +97,18 @@ class TrunkMachine(CacheMachine):
         if done:
             use.filler.publish(self.name_blocks(sequence))
         if use.reader is not None and sequence.num_tokens == use.reader.end:
-            self.trunk.release(use.reader.slots)
+            self.hidden_states.release(use.reader.slots)
             use.reader = None
         return done
 
-    def name_blocks(self, sequence: CacheSequence) -> list[Node]:
+    def name_blocks(self, sequence: BlockTables) -> list[Node]:
         """The nodes of the first lane, with what is to lie in the trunk for each that is base's."""
         nodes, places = sequence.lanes[0].nodes, self.arena.numbers(sequence.root, list(sequence.token_ids))
         for node in nodes:
-            self.contents.named[TrunkName(node.chain, CUT)] = places[node.position * BLOCK_SIZE : node.end]
+            self.contents.named[HiddenStateKey(node.chain, CUT)] = places[node.position * BLOCK_SIZE : node.end]
         return nodes
 
-    def compute(self, sequence: CacheSequence, tokens: list[int]) -> None:
+    def compute(self, sequence: BlockTables, tokens: list[int]) -> None:
         use, start = self.uses[sequence], sequence.num_tokens
         base = self.arena.numbers(sequence.root, [*sequence.token_ids, *tokens])[start:]
         if use.reader is None:
@@ -114,7 +120,7 @@ class TrunkMachine(CacheMachine):
         super().compute(sequence, tokens)
         self.arena.slots.update(kept)  # the lower layers are not computed
 
-    def base_end(self, sequence: CacheSequence, end: int) -> int:
+    def base_end(self, sequence: BlockTables, end: int) -> int:
         everywhere = sequence.producer is not None and len(sequence.producer.groups) == len(self.groups)
         start = sequence.producer.start if everywhere and sequence.producer else end
         return max(sequence.num_tokens, min(start, end))
@@ -131,7 +137,7 @@ class TrunkMachine(CacheMachine):
     def end(self, running: Running) -> None:
         super().end(running)
         use = self.uses.pop(running.sequence)
-        self.trunk.release([*use.filler.slots, *(use.reader.slots if use.reader else ())])
+        self.hidden_states.release([*use.filler.slots, *(use.reader.slots if use.reader else ())])
 
     def next_computed(self, running: Running, index: int) -> int:
         reader = self.uses[running.sequence].reader
@@ -139,16 +145,16 @@ class TrunkMachine(CacheMachine):
 
     # -- what happens to the trunk ------------------------------------------------------------------------------------
 
-    @precondition(lambda self: len(self.trunk))
+    @precondition(lambda self: len(self.hidden_states))
     @rule(count=PICK)
     def evict_trunk(self, count: int) -> None:
         taken = []
         for _ in range(count % self.num_slots):
-            slot = self.trunk.allocate()
+            slot = self.hidden_states.allocate()
             if slot is not None:
                 self.contents.slots[slot] = [-1] * BLOCK_SIZE
                 taken.append(slot)
-        self.trunk.release(taken)
+        self.hidden_states.release(taken)
 
     # -- what has to hold -------------------------------------------------------------------------------------------
 
@@ -156,41 +162,41 @@ class TrunkMachine(CacheMachine):
     def trunk_is_sound(self) -> None:
         readers = [use.reader for use in self.uses.values() if use.reader is not None]
         held = [slot for reader in readers for slot in reader.slots]
-        self.trunk.check_integrity([*held, *(slot for use in self.uses.values() for slot in use.filler.slots)])
-        assert len(self.trunk) <= self.num_slots
+        self.hidden_states.check_integrity([*held, *(slot for use in self.uses.values() for slot in use.filler.slots)])
+        assert len(self.hidden_states) <= self.num_slots
 
     @invariant()
     def trunk_holds_what_it_names(self) -> None:
-        for name, slot in self.trunk._slots.items():
+        for name, slot in self.hidden_states._slots.items():
             assert tuple(self.contents.slots[slot]) == self.contents.named[name]
 
 
-class WindowedTrunkMachine(TrunkMachine):
+class WindowedTrunkMachine(HiddenStateMachine):
     """Below the cut a window, so that most of base's blocks have left RAM."""
 
     groups = (FakeGroup("window300.0", 300, 1), FakeGroup("full.0", None, 1))
     spare_bytes = 16
 
 
-TestTrunk = TrunkMachine.TestCase
+TestTrunk = HiddenStateMachine.TestCase
 TestWindowedTrunk = WindowedTrunkMachine.TestCase
 TestTrunk.settings = TestWindowedTrunk.settings = settings(
     max_examples=examples(60), stateful_step_count=40, deadline=None
 )
 
 
-def fill(cache: TrunkCache, *names: TrunkName) -> None:
+def fill(cache: HiddenStateCache, *names: HiddenStateKey) -> None:
     for name in names:
         slot = cache.allocate()
         assert slot is not None
         cache.publish(name, slot)
 
 
-A, B, C, D = (TrunkName(letter, CUT) for letter in "abcd")
+A, B, C, D = (HiddenStateKey(letter, CUT) for letter in "abcd")
 
 
 def test_the_least_recently_used_goes_first_and_the_end_of_a_path_before_its_beginning() -> None:
-    cache = TrunkCache(3, 1, Ledger(0))
+    cache = HiddenStateCache(3, 1, Ledger(0))
     fill(cache, A, B, C)
     cache.touch([A, B])
     fill(cache, D)
@@ -201,7 +207,7 @@ def test_the_least_recently_used_goes_first_and_the_end_of_a_path_before_its_beg
 
 
 def test_what_is_read_or_needed_by_the_new_one_stays() -> None:
-    cache = TrunkCache(2, 1, Ledger(0))
+    cache = HiddenStateCache(2, 1, Ledger(0))
     fill(cache, A, B)
     locked = cache.lock([A])
     assert cache.allocate(spare=[B]) is None
@@ -219,7 +225,7 @@ def test_what_is_read_or_needed_by_the_new_one_stays() -> None:
 
 
 def test_a_block_that_is_there_already_is_not_kept_twice() -> None:
-    cache = TrunkCache(2, 1, Ledger(0))
+    cache = HiddenStateCache(2, 1, Ledger(0))
     fill(cache, A)
     fill(cache, A)
     cache.check_integrity([])
@@ -229,8 +235,8 @@ def test_a_block_that_is_there_already_is_not_kept_twice() -> None:
 
 def test_a_filler_keeps_whole_blocks_only() -> None:
     """What it has no beginning of, or no continuation, goes nowhere."""
-    cache = TrunkCache(9, 1, Ledger(0))
-    filler = TrunkFiller(cache, CUT)
+    cache = HiddenStateCache(9, 1, Ledger(0))
+    filler = HiddenStateWriter(cache, CUT)
     assert filler.pieces(300, 400) == []
     assert [(p.offset, p.start, p.stop) for p in filler.pieces(400, 600)] == [(0, 112, 200)]
     first = filler.slots
@@ -243,7 +249,7 @@ def test_a_filler_keeps_whole_blocks_only() -> None:
 @given(st.integers(0, 600), st.integers(1, 600))
 def test_pieces_cover_a_step(start: int, count: int) -> None:
     first = start // BLOCK_SIZE
-    reader = TrunkReader(first, range(100, 106))
+    reader = HiddenStateReader(first, range(100, 106))
     assert reader.end == (first + 6) * BLOCK_SIZE
     covered = [
         (piece.slot - 100 + first) * BLOCK_SIZE + piece.offset + place

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
+from agentcache.blocks.block_tables import BlockTables, Load
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.radix_tree import Node
-from agentcache.blocks.sequence import CacheSequence, Load
 from tests.blocks.cache_model import Arena, FakeGroup, Groups, Places, text_in
 
 
@@ -22,7 +22,7 @@ class Running:
         state: the recurrent state that its row has: the number of its last token's prefix, or nothing.
     """
 
-    sequence: CacheSequence
+    sequence: BlockTables
     state: Places
     loads: list[tuple[Load, Places]]
     failed: list[Load] = field(default_factory=list)
@@ -36,7 +36,7 @@ class Write:
     places: Places
 
 
-class WatchedCache(RuleBasedStateMachine):
+class TracedCache(RuleBasedStateMachine):
     """The cache, its running sequences and files. What happens to them is for subclasses to say."""
 
     groups: Groups
@@ -122,7 +122,7 @@ class WatchedCache(RuleBasedStateMachine):
         """First token whose keys and values of group `index` the sequence is to compute."""
         return running.sequence.num_tokens
 
-    def places(self, sequence: CacheSequence, group: int, more: list[int] | None = None) -> Places:
+    def places(self, sequence: BlockTables, group: int, more: list[int] | None = None) -> Places:
         """What the group's slots of a sequence hold, and would hold with `more` tokens."""
         tokens = [*sequence.token_ids, *(more or [])]
         return self.arena.numbers(sequence.root, tokens, text_in(sequence.producer, group))

@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 
 from agentcache.blocks.keys import BASE_CACHE, Namespace
-from agentcache.blocks.lanes import chain_keys
+from agentcache.blocks.origin_paths import chain_keys
 from agentcache.store.archive import _MAGIC, ArchiveFile
 from agentcache.store.manifest import _cache_from, _signed
 from agentcache.store.transcript_log import _checksum_of, _line

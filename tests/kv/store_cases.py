@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from agentcache.blocks.keys import BASE_CACHE, BASE_PRODUCER, BLOCK_SIZE, Namespace, Producer
-from agentcache.blocks.lanes import NamedBlock, chain_keys, name_blocks, spans
+from agentcache.blocks.keys import BASE_CACHE, BASE_ORIGIN, BLOCK_SIZE, KVOrigin, Namespace
+from agentcache.blocks.origin_paths import NamedBlock, chain_keys, name_blocks, spans
 from agentcache.blocks.transcript import Transcript
 from agentcache.kv.block_layout import Array, block_tensors
 from agentcache.kv.packing import Quantisation
@@ -90,7 +90,7 @@ def make_block(
     position: int = 0,
     group: str = "full.0",
     seed: int = 0,
-    producer: str = BASE_PRODUCER,
+    producer: str = BASE_ORIGIN,
     cache: str = BASE_CACHE,
 ) -> BlockWrite:
     """A block of `SPEC`, or of another cache of `RESIDUAL_SPEC`, with random tensors."""
@@ -108,7 +108,7 @@ def make_transcript(num_tokens: int, *, seed: int = 0, stem: str = "") -> Transc
     return Transcript(stem + text, ids, array("I", (len(stem) + end for end in ends)), spans)
 
 
-def blocks_of(transcript: Transcript, num_tokens: int, producer: Producer | None = None) -> tuple[NamedBlock, ...]:
+def blocks_of(transcript: Transcript, num_tokens: int, producer: KVOrigin | None = None) -> tuple[NamedBlock, ...]:
     """The blocks of the first `num_tokens` tokens."""
     layout = spans(num_tokens, producer, len(SPEC.groups))
     return name_blocks(chain_keys(ROOT, transcript.ids, layout), layout)

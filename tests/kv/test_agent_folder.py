@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.blocks.keys import Producer
+from agentcache.blocks.keys import KVOrigin
 from agentcache.blocks.transcript import Transcript
 from agentcache.errors import (
     BrokenInvariant,
@@ -52,8 +52,8 @@ def test_an_agent_survives_a_restart(tmp_path: Path) -> None:
         assert store.usage.total == written
 
 
-@pytest.mark.parametrize("producer", [Producer("aa", 300, frozenset([1])), Producer("bb", 0, frozenset([0, 1]))])
-def test_an_agent_with_a_producer_survives_a_restart(tmp_path: Path, producer: Producer) -> None:
+@pytest.mark.parametrize("producer", [KVOrigin("aa", 300, frozenset([1])), KVOrigin("bb", 0, frozenset([0, 1]))])
+def test_an_agent_with_a_producer_survives_a_restart(tmp_path: Path, producer: KVOrigin) -> None:
     record = make_record("alice", make_transcript(700), num_saved=600, producer=producer)
     assert len(record.blocks) == (7 if producer.start else 3)
     with open_store(tmp_path) as store:
@@ -72,7 +72,7 @@ def test_an_agent_with_a_producer_survives_a_restart(tmp_path: Path, producer: P
 def test_blocks_that_are_not_those_of_the_producer_are_not_saved(tmp_path: Path) -> None:
     record = make_record("alice", make_transcript(600))
     with open_store(tmp_path) as store, pytest.raises(BrokenInvariant, match="3 blocks for 600 tokens"):
-        store.save_agent(replace(record, producer=Producer("aa", 300, frozenset([1]))))
+        store.save_agent(replace(record, producer=KVOrigin("aa", 300, frozenset([1]))))
 
 
 def test_a_turn_writes_what_it_adds_whatever_came_before(tmp_path: Path) -> None:

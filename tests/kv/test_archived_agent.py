@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from agentcache.blocks.keys import BLOCK_SIZE, STATE_GROUP, Namespace, residual_cache
-from agentcache.blocks.lanes import NamedSnapshot, chain_keys, name_blocks, spans, state_blocks
+from agentcache.blocks.origin_paths import NamedSnapshot, chain_keys, name_blocks, spans, state_blocks
 from agentcache.errors import BlockRejected
 from agentcache.kv.spec import CacheSpec, RecurrentSpec, StateTensor
 from agentcache.store.archive import ArchiveRejected

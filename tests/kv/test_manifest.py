@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentcache.blocks.keys import STATE_GROUP, Producer, block_key
+from agentcache.blocks.keys import STATE_GROUP, KVOrigin, block_key
 from agentcache.errors import BlockRejected, FileUnavailable
 from agentcache.store.manifest import (
     Manifest,
@@ -18,14 +18,14 @@ from agentcache.store.manifest import (
     _signed,
     decode_manifest,
     encode_manifest,
-    save_producer,
+    save_origin,
 )
 from agentcache.store.transcript_log import LogEnd
 
 GROUPS = ("full.0", "window512.0", "full.1")
-PRODUCER = Producer("aa", 300, frozenset([2, 1]))
+ORIGIN = KVOrigin("aa", 300, frozenset([2, 1]))
 BASE_CACHE = SavedCache("base", "c", GROUPS, 600)
-ADAPTED_CACHE = replace(BASE_CACHE, producer=save_producer(PRODUCER, GROUPS))
+ADAPTED_CACHE = replace(BASE_CACHE, producer=save_origin(ORIGIN, GROUPS))
 RESIDUAL = SavedCache("residual@aa", "d", ("full.0", "full.1"), 512)
 BASE = Manifest(
     id="a",
@@ -43,7 +43,7 @@ HYBRID_CACHE = SavedCache(
     "base", "c", (*GROUPS, STATE_GROUP), 600, snapshots=(SavedSnapshot(512, "aa"), SavedSnapshot(600, "bb"))
 )
 HYBRID = replace(BASE, caches=(HYBRID_CACHE,))
-STATE_PRODUCER = save_producer(Producer("aa", 300, frozenset([3])), HYBRID_CACHE.groups)
+STATE_PRODUCER = save_origin(KVOrigin("aa", 300, frozenset([3])), HYBRID_CACHE.groups)
 ADAPTED_HYBRID = replace(BASE, caches=(replace(HYBRID_CACHE, producer=STATE_PRODUCER),))
 SHARED = replace(BASE, adapter="math", caches=(BASE_CACHE, RESIDUAL))
 
@@ -56,7 +56,7 @@ def test_what_is_written_is_read(manifest: Manifest) -> None:
 def test_the_producer_keeps_its_groups_by_name() -> None:
     fields = json.loads(encode_manifest(ADAPTED))["caches"][0]
     assert fields["producer"] == {"key": "aa", "start": 300, "groups": ["window512.0", "full.1"]}
-    assert decode_manifest(encode_manifest(ADAPTED)).base.named_producer() == PRODUCER
+    assert decode_manifest(encode_manifest(ADAPTED)).base.named_origin() == ORIGIN
     assert len(ADAPTED_CACHE.spans()) == 3 + 3 + 1
 
 

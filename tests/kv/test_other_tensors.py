@@ -12,12 +12,12 @@ import pytest
 from safetensors.numpy import load
 
 from agentcache.blocks.keys import BLOCK_SIZE, Namespace, residual_cache
-from agentcache.blocks.lanes import chain_keys, name_blocks, spans
+from agentcache.blocks.origin_paths import chain_keys, name_blocks, spans
 from agentcache.errors import BlockMissing, BlockRejected, BrokenInvariant, StoreError
 from agentcache.kv.group_arena import GroupArena
 from agentcache.kv.spec import CacheSpec, GroupSpec, TensorSpec
 from agentcache.store.block_file import BlockHeader, data_bytes, decode_block, make_header, tensor_views
-from agentcache.store.manifest import ResidualBlocks, SavedCache, SavedProducer, decode_manifest, encode_manifest
+from agentcache.store.manifest import ResidualBlocks, SavedCache, SavedOrigin, decode_manifest, encode_manifest
 from agentcache.store.store import BlockWrite
 from agentcache.store.transcript_log import Content, start_log
 from agentcache.store.verify import FolderReport, verify_folder
@@ -253,7 +253,7 @@ def test_a_log_with_blocks_that_the_manifest_does_not_name_is_rejected(tmp_path:
 
 @pytest.mark.parametrize(
     "change",
-    [{"groups": ()}, {"groups": ("full.0", "recurrent")}, {"producer": SavedProducer("5e", 0, ("full.0",))}],
+    [{"groups": ()}, {"groups": ("full.0", "recurrent")}, {"producer": SavedOrigin("5e", 0, ("full.0",))}],
     ids=["no groups", "states", "a producer"],
 )
 def test_what_may_not_stand_beside_base_is_rejected(tmp_path: Path, change: dict[str, Any]) -> None:

@@ -9,8 +9,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from agentcache.blocks.block_tables import Copy
 from agentcache.blocks.pool import BlockPool
-from agentcache.blocks.sequence import Copy
 from agentcache.kv.group_arena import make_arenas
 from agentcache.kv.packing import Quantisation
 from agentcache.kv.residual_arenas import ResidualArenas

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.blocks.keys import Producer
+from agentcache.blocks.keys import KVOrigin
 from agentcache.errors import (
     BlockRejected,
     CacheFolderInUse,
@@ -121,7 +121,7 @@ def test_orphans_are_collected_and_named_blocks_stay(tmp_path: Path) -> None:
 def test_of_a_shared_block_only_the_groups_that_are_named_stay(tmp_path: Path) -> None:
     """An adapter needs the lower group of a base block behind its start; the upper one was another agent's."""
     base = make_record("base", make_transcript(600))
-    own = make_record("own", make_transcript(600), producer=Producer("aa", 300, frozenset([1])))
+    own = make_record("own", make_transcript(600), producer=KVOrigin("aa", 300, frozenset([1])))
     with open_store(tmp_path) as store:
         store.write_blocks([*make_turn(base), *make_turn(own)])
         for record in (base, own):

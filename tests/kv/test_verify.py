@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agentcache.blocks.keys import Producer
+from agentcache.blocks.keys import KVOrigin
 from agentcache.cli import doctor
 from agentcache.store.cache_files import CacheFiles
 from agentcache.store.manifest import FIRST_LINEAGE, _signed
@@ -130,7 +130,7 @@ def test_folders_that_cannot_be_listed_are_not_damaged(cache_dir: Path, monkeypa
 
 
 def test_an_agent_with_a_producer(tmp_path: Path) -> None:
-    record = make_record("alice", make_transcript(600), producer=Producer("aa", 300, frozenset([1])))
+    record = make_record("alice", make_transcript(600), producer=KVOrigin("aa", 300, frozenset([1])))
     with open_store(tmp_path) as store:
         store.write_blocks(make_turn(record))
         store.save_agent(record)
@@ -140,7 +140,7 @@ def test_an_agent_with_a_producer(tmp_path: Path) -> None:
 def test_chains_of_another_producer(tmp_path: Path) -> None:
     """As many blocks, of the same tokens, but another start."""
     record, other = (
-        make_record("alice", make_transcript(600), producer=Producer("aa", start, frozenset([1])))
+        make_record("alice", make_transcript(600), producer=KVOrigin("aa", start, frozenset([1])))
         for start in (300, 301)
     )
     with open_store(tmp_path) as store:

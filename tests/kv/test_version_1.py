@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentcache.blocks.keys import Producer
+from agentcache.blocks.keys import KVOrigin
 from agentcache.cli import doctor
 from agentcache.store.block_file import BlockHeader, tensor_views
 from agentcache.store.verify import FolderReport, verify_folder
@@ -22,8 +22,8 @@ from tests.kv.version_1 import write_agent
 
 CACHE = "42f5eee7ead9cccf88160d60baae74da"  # what version 1 made of SPEC
 ALICE = make_record("alice", make_transcript(300, stem="é"), num_saved=290, system="Be brief.")
-PRODUCER = Producer("aa", 270, frozenset([1]))
-BOB = make_record("bob", make_transcript(300, seed=1), producer=PRODUCER, adapter="math", lineage="5e")
+ORIGIN = KVOrigin("aa", 270, frozenset([1]))
+BOB = make_record("bob", make_transcript(300, seed=1), producer=ORIGIN, adapter="math", lineage="5e")
 BLOCKS = 2 * 2 + 6
 OTHER_MODEL = "f" * 32
 

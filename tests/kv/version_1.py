@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from agentcache.blocks.keys import BLOCK_SIZE, block_key, chain_key, pack_token_ids
-from agentcache.blocks.lanes import spans
+from agentcache.blocks.origin_paths import spans
 from agentcache.blocks.siblings import pack
 from agentcache.kv.spec import CacheSpec
 from agentcache.store.block_file import BlockHeader

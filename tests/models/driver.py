@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from agentcache.blocks.hidden_states import HiddenStatePlan
 from agentcache.blocks.pool import BlockPool, BlockTable
-from agentcache.blocks.trunk import TrunkPlan
 from agentcache.models.adapter_rows import RowAdapter
 from agentcache.models.loader import LoadedModel
 from agentcache.models.recurrent import RowState
@@ -44,7 +44,7 @@ class Driver:
         *,
         all_logits: bool = True,
         adapters: Sequence[RowAdapter | None] = (),
-        trunk: TrunkPlan = TrunkPlan(),  # noqa: B008
+        hidden_states: HiddenStatePlan = HiddenStatePlan(),  # noqa: B008
     ) -> mx.array:
         """Logits [B, n or 1, vocabulary] of the next tokens [B, n]."""
         for row in rows:
@@ -52,10 +52,12 @@ class Driver:
         step = StepInputs(
             mx.array(token_ids.astype(np.int32)),
             lengths := [row.length for row in rows],
-            reads=self.runner.reads(tables := [row.tables for row in rows], lengths, token_ids.shape[1], trunk.cut),
-            writes=self.runner.writes(tables, lengths, token_ids.shape[1], trunk.cut),
+            reads=self.runner.reads(
+                tables := [row.tables for row in rows], lengths, token_ids.shape[1], hidden_states.cut
+            ),
+            writes=self.runner.writes(tables, lengths, token_ids.shape[1], hidden_states.cut),
             adapters=adapters,
-            trunk=trunk,
+            hidden_states=hidden_states,
             all_logits=all_logits,
             states=[row.state for row in rows],
         )

@@ -28,7 +28,7 @@ class Residuals:
 
 
 @dataclass
-class Overlay:
+class ResidualKV:
     """A residual row: base's row, which it reads, and its own residuals of the first `length` tokens."""
 
     base: Row
@@ -41,7 +41,7 @@ class Overlay:
         return RowAdapter(self.cache.weights)
 
 
-AnyRow = Row | Overlay | tuple[Row, RowAdapter]
+AnyRow = Row | ResidualKV | tuple[Row, RowAdapter]
 
 
 class ResidualDriver(Driver):
@@ -59,20 +59,20 @@ class ResidualDriver(Driver):
             self.caches[weights] = Residuals(weights, pools, self.runner.open_residual(spec, pools))
         return self.caches[weights]
 
-    def overlay(self, base: Row, weights: AdapterWeights) -> Overlay:
+    def residual_kv(self, base: Row, weights: AdapterWeights) -> ResidualKV:
         cache = self.residuals(weights)
-        return Overlay(base, cache, [BlockTable() for _ in cache.pools])
+        return ResidualKV(base, cache, [BlockTable() for _ in cache.pools])
 
     def mixed(self, rows: Sequence[AnyRow], token_ids: np.ndarray) -> StepOutputs:
         """One step of rows of all kinds: [B, n] next tokens. An overlay's base has its keys and values by the end."""
         num_tokens = token_ids.shape[1]
-        bases = [row.base if isinstance(row, Overlay) else row[0] if isinstance(row, tuple) else row for row in rows]
+        bases = [row.base if isinstance(row, ResidualKV) else row[0] if isinstance(row, tuple) else row for row in rows]
         lengths = [
-            row.length if isinstance(row, Overlay) else base.length for row, base in zip(rows, bases, strict=True)
+            row.length if isinstance(row, ResidualKV) else base.length for row, base in zip(rows, bases, strict=True)
         ]
-        overlays = [row for row in rows if isinstance(row, Overlay)]
+        residual_kvs = [row for row in rows if isinstance(row, ResidualKV)]
         for row, base in zip(rows, bases, strict=True):
-            if isinstance(row, Overlay):
+            if isinstance(row, ResidualKV):
                 self._extend(row.tables, row.cache.pools, row.length + num_tokens)
             else:
                 self._reserve(base, num_tokens)
@@ -80,7 +80,7 @@ class ResidualDriver(Driver):
             [
                 ResidualRow(place, row.cache.weights, row.cache.arenas, row.tables, row.length)
                 for place, row in enumerate(rows)
-                if isinstance(row, Overlay)
+                if isinstance(row, ResidualKV)
             ],
             len(rows),
             num_tokens,
@@ -97,7 +97,8 @@ class ResidualDriver(Driver):
             if writers
             else (),
             adapters=[
-                row.adapter if isinstance(row, Overlay) else row[1] if isinstance(row, tuple) else None for row in rows
+                row.adapter if isinstance(row, ResidualKV) else row[1] if isinstance(row, tuple) else None
+                for row in rows
             ],
             all_logits=True,
             states=[None] * len(rows),
@@ -107,18 +108,18 @@ class ResidualDriver(Driver):
         mx.eval(outputs.logits)
         self.runner.evaluate()
         for row, base in zip(rows, bases, strict=True):
-            if not isinstance(row, Overlay):
+            if not isinstance(row, ResidualKV):
                 base.length += num_tokens
-        for overlay in overlays:
-            overlay.length += num_tokens
+        for residual_kv in residual_kvs:
+            residual_kv.length += num_tokens
         return outputs
 
-    def read(self, overlay: Overlay, token_ids: np.ndarray, chunk: int = 64) -> mx.array:
+    def read(self, residual_kv: ResidualKV, token_ids: np.ndarray, chunk: int = 64) -> mx.array:
         """Both passes over one row's tokens [n]; logits [n, vocabulary] of the adapter's."""
         for begin in range(0, len(token_ids), chunk):
-            self.mixed([overlay.base], token_ids[None, begin : begin + chunk])
+            self.mixed([residual_kv.base], token_ids[None, begin : begin + chunk])
         pieces = [
-            self.mixed([overlay], token_ids[None, begin : begin + chunk]).logits[0]
+            self.mixed([residual_kv], token_ids[None, begin : begin + chunk]).logits[0]
             for begin in range(0, len(token_ids), chunk)
         ]
         return mx.concatenate(pieces)

@@ -18,7 +18,7 @@ from agentcache.models.adapter_rows import AdapterWeights
 from agentcache.models.adapters import read_adapter
 from agentcache.models.attention import AttentionOptions
 from agentcache.models.loader import LoadedModel
-from agentcache.models.overlay import RowOverlay
+from agentcache.models.residual_kv import RowResidualKV
 from tests.adapters_factory import Pair, write_mlx_lm
 from tests.models import zoo
 from tests.models.reference import naive_attention
@@ -74,7 +74,7 @@ class Seen:
 
     queries: mx.array
     arena: LayerArena
-    rows: list[RowOverlay]
+    rows: list[RowResidualKV]
     options: AttentionOptions
     out: mx.array
 
@@ -83,7 +83,7 @@ def float64(x: mx.array) -> np.ndarray:
     return np.array(x.astype(mx.float32)).astype(np.float64)
 
 
-def expected(seen: Seen, row: RowOverlay) -> np.ndarray:
+def expected(seen: Seen, row: RowResidualKV) -> np.ndarray:
     """[H_q, n, D_v] of one residual row."""
     (own,) = row.reads.rows
     end = own.length + row.reads.num_tokens - own.base

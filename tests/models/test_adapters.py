@@ -24,7 +24,7 @@ from agentcache.models.adapters import (
     read_again,
     target_modules,
 )
-from agentcache.models.hosting import host
+from agentcache.models.attachment import host
 from tests.adapters_factory import Pair, make_adapter, random_matrices, write_mlx_lm, write_peft
 from tests.conftest import ModelFolder
 from tests.tiny import ARCHITECTURES
@@ -36,7 +36,7 @@ LATENT = {"self_attn.kv_a_proj_with_mqa", "self_attn.o_proj"}
 def look_at(folder: Path) -> tuple[TargetModules, CacheSpec]:
     model, config = load_model(folder)
     hosted = host(model, config["model_type"], config, check=False)
-    return target_modules(model.layers, hosted.survey), hosted.spec
+    return target_modules(model.layers, hosted.inspection), hosted.spec
 
 
 def read(folder: Path, model: Path) -> AdapterContent:

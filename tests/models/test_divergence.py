@@ -13,27 +13,27 @@ import pytest
 
 from agentcache.models.divergence import Divergence, StepMeasures
 from agentcache.models.loader import LoadedModel
-from tests.models.residual_driver import Overlay, ResidualDriver
+from tests.models.residual_driver import ResidualDriver, ResidualKV
 from tests.models.residual_oracle import adapter, small_model
 
 EVERYTHING = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj")
 IDS = np.random.default_rng(3).integers(0, 90, 600)
 
 
-def read(loaded: LoadedModel, folder: Path, strength: float, chunk: int = 150) -> tuple[ResidualDriver, Overlay]:
+def read(loaded: LoadedModel, folder: Path, strength: float, chunk: int = 150) -> tuple[ResidualDriver, ResidualKV]:
     driver = ResidualDriver(loaded, measures=True)
-    row = driver.overlay(driver.row(), adapter(loaded, folder, 3, targets=EVERYTHING, strength=strength))
+    row = driver.residual_kv(driver.row(), adapter(loaded, folder, 3, targets=EVERYTHING, strength=strength))
     driver.read(row, IDS, chunk)
     return driver, row
 
 
-def divergence(row: Overlay, num_tokens: int = len(IDS)) -> Divergence:
+def divergence(row: ResidualKV, num_tokens: int = len(IDS)) -> Divergence:
     found = Divergence.of(*row.cache.arenas.measured_of(row.tables, num_tokens))
     assert found is not None
     return found
 
 
-def without_energy(driver: ResidualDriver, row: Overlay) -> float:
+def without_energy(driver: ResidualDriver, row: ResidualKV) -> float:
     """What would be said if the rounding were not taken off."""
     sums, count = row.cache.arenas.measured_of(row.tables, len(IDS))
     for group, energies in enumerate(driver.runner._energies):
@@ -108,7 +108,7 @@ def test_tokens_of_blocks_that_nobody_measured_do_not_count(tmp_path: Path) -> N
 
 def test_by_default_nothing_is_measured(tmp_path: Path) -> None:
     driver = ResidualDriver(small_model("llama"))
-    row = driver.overlay(driver.row(), adapter(driver.loaded, tmp_path, 3))
+    row = driver.residual_kv(driver.row(), adapter(driver.loaded, tmp_path, 3))
     driver.read(row, IDS[:40])
     assert row.cache.arenas.measures is None
     assert driver.runner.block_extras(0, 0, 40) == {} == row.cache.arenas.block_extras(0, 0, 40)
@@ -122,7 +122,7 @@ def test_base_that_nobody_has_measured_is_told_from_its_own_rounding(
     """A server that did not allow residuals has written it: what was lost in rounding is told by the row's own."""
     measured = divergence(read(small_model("qwen3"), tmp_path, strength)[1])
     driver = ResidualDriver(small_model("qwen3"), measures=True)
-    row = driver.overlay(driver.row(), adapter(driver.loaded, tmp_path, 3, targets=EVERYTHING, strength=strength))
+    row = driver.residual_kv(driver.row(), adapter(driver.loaded, tmp_path, 3, targets=EVERYTHING, strength=strength))
     driver.mixed([row.base], IDS[None])
     for group, table in enumerate(row.base.tables):
         for block_id in table.block_ids:
@@ -134,7 +134,7 @@ def test_base_that_nobody_has_measured_is_told_from_its_own_rounding(
     assert abs(divergence(row).value - measured.value) < tolerance
 
 
-def known_energies(driver: ResidualDriver, row: Overlay) -> int:
+def known_energies(driver: ResidualDriver, row: ResidualKV) -> int:
     """Of how many of base's tokens the rounding is known."""
     return sum(
         energies.sums(row.base.tables[group], len(IDS))[1] for group, energies in enumerate(driver.runner._energies)

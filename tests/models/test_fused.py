@@ -98,10 +98,10 @@ def test_rows_beside_residual_ones_are_answered_by_kernels(
 
     def decoded() -> mx.array:
         driver = ResidualDriver(loaded)
-        overlay, other = driver.overlay(driver.row(), weights), driver.row()
-        driver.read(overlay, np.arange(70))
+        residual_kv, other = driver.residual_kv(driver.row(), weights), driver.row()
+        driver.read(residual_kv, np.arange(70))
         driver.logits(np.arange(20), [20], other)
-        return driver.mixed([other, overlay, overlay.base], np.array([[1], [2], [2]])).logits
+        return driver.mixed([other, residual_kv, residual_kv.base], np.array([[1], [2], [2]])).logits
 
     log = kernel_device()
     by_kernels = decoded()

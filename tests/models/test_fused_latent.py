@@ -176,7 +176,7 @@ def test_every_step_of_a_model_goes_by_kernels_of_one_shape(
     tried: list[LatentShape] = []
     monkeypatch.setattr(fused, "try_kernels", lambda shape: tried.append(shape) or Verdict(True))
     loaded = zoo.load(name, MODEL_FILES[name].config)
-    layers = len(loaded.survey.layers)
+    layers = len(loaded.inspection.layers)
     log.clear()  # what the proof has computed
     by_kernels = logits(Driver(loaded))
     assert len(tried) == 1

@@ -72,7 +72,7 @@ def decoded(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Decoded:
     def decode(adapters: Sequence[AdapterWeights], log: list[Result], mode: str = "on") -> mx.array:
         ask_for("off", monkeypatch)
         driver = ResidualDriver(loaded)
-        other, rows = driver.row(), [driver.overlay(driver.row(), each) for each in (*adapters, adapters[0])]
+        other, rows = driver.row(), [driver.residual_kv(driver.row(), each) for each in (*adapters, adapters[0])]
         driver.logits(np.arange(20), [20], other)
         for row, length in zip(rows, LENGTHS, strict=False):
             driver.read(row, np.arange(length) % 90)
@@ -123,7 +123,7 @@ def test_keys_of_every_kind(model: str, log: list[Result], monkeypatch: pytest.M
     def computed(mode: str) -> tuple[mx.array, mx.array]:
         ask_for("off", monkeypatch)
         driver = ResidualDriver(loaded)
-        row = driver.overlay(driver.row(), weights)
+        row = driver.residual_kv(driver.row(), weights)
         driver.mixed([row.base], ids[None, :-1])
         driver.mixed([row], ids[None, :240])
         ask_for(mode, monkeypatch)

@@ -26,7 +26,7 @@ from agentcache.engine.output import Output
 from agentcache.errors import InvalidRequest
 from agentcache.models.text.grammars import compiler
 from agentcache.models.text.grammars.call_syntax import call_syntax, calling_format
-from agentcache.models.text.grammars.compiler import Following
+from agentcache.models.text.grammars.compiler import GrammarMatcher
 from agentcache.models.text.grammars.reply_grammar import reply_grammar
 from agentcache.models.text.grammars.tagged_arguments import Json, tagged_arguments
 from agentcache.models.text.replies.calls import Tools
@@ -52,7 +52,7 @@ SCHEMA = {
 SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in SHORT_TOOLS}
 
 
-def start(tokenizer: Tokenizer, form: AnswerForm, prompt_end: str | None = None) -> Following:
+def start(tokenizer: Tokenizer, form: AnswerForm, prompt_end: str | None = None) -> GrammarMatcher:
     reply = calling_format(tokenizer.reply_format)
     return tokenizer.grammars.compile(reply_grammar(form, reply, prompt_end)).follow()
 
@@ -62,7 +62,7 @@ class Unfinished(AssertionError):
 
 
 def walk(
-    tokenizer: Tokenizer, following: Following, seed: int, most: int = 2000, closers: tuple[str, ...] = ()
+    tokenizer: Tokenizer, following: GrammarMatcher, seed: int, most: int = 2000, closers: tuple[str, ...] = ()
 ) -> Iterator[int]:
     """Tokens at random of those that may follow, to the end; thoughts and lists are made likely to end.
 
@@ -553,7 +553,7 @@ def test_masks_that_are_quick_are_found_at_once(
     monkeypatch.setattr(compiler, "GRACE", grace)
     matcher = CountedMatcher(seconds)
     with ThreadPoolExecutor(1, thread_name_prefix="finder") as finders:
-        following = Following(matcher, np.zeros(1, np.uint32), finders)  # type: ignore[arg-type]
+        following = GrammarMatcher(matcher, np.zeros(1, np.uint32), finders)  # type: ignore[arg-type]
         for _ in seconds[1:]:
             assert following.mask().tolist() == [2**32 - 1]
             following.take(1)

@@ -13,7 +13,7 @@ from mlx_lm.utils import load_model
 
 from agentcache.kv.precision import LayerBits
 from agentcache.models import loader
-from agentcache.models.hosting import Everywhere, host
+from agentcache.models.attachment import Everywhere, host
 from tests.conftest import ModelFolder
 from tests.marks import slow
 from tests.models.driver import Driver, chunks_of, random_ids

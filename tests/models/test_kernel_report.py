@@ -20,8 +20,8 @@ from agentcache.metal_kernels.latent_shape import LatentShape
 from agentcache.metal_kernels.self_test import Verdict
 from agentcache.metal_kernels.tiling import HeadShape
 from agentcache.models import fused, kernel_report
+from agentcache.models.inspection import Inspection
 from agentcache.models.kernel_report import LayerKind, in_child, layer_kinds
-from agentcache.models.survey import Survey
 from tests.conftest import ModelFolder
 from tests.held_memory import held_bytes
 from tests.serving.hybrids import write_hybrid
@@ -126,13 +126,13 @@ def test_weights_are_not_read(model_folder: ModelFolder, monkeypatch: pytest.Mon
     folder = model_folder("llama", num_hidden_layers=2)
     before = held_bytes()
     seen: list[int] = []
-    surveyed = kernel_report.survey
+    surveyed = kernel_report.inspect_model
 
-    def survey(*given: Any) -> Survey:
+    def inspect_model(*given: Any) -> Inspection:
         result = surveyed(*given)
         seen.append(mx.get_active_memory())
         return result
 
-    monkeypatch.setattr(kernel_report, "survey", survey)
+    monkeypatch.setattr(kernel_report, "inspect_model", inspect_model)
     layer_kinds(folder)
     assert seen[0] - before < 100_000, "of some 700 kB"

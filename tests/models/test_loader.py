@@ -215,7 +215,7 @@ def test_the_last_logits_are_the_same_when_only_they_are_wanted(model_folder: Mo
 @pytest.mark.parametrize("name", ["talkie", "nanbeige"])
 def test_a_model_without_a_norm_of_its_own_behind_the_layers_does_without(name: str) -> None:
     loaded = zoo.load(name, MODEL_FILES[name].config)
-    assert loaded.survey.final_norm is None
+    assert loaded.inspection.final_norm is None
     driver, ids = Driver(loaded), np.arange(20)[None]
     everything = driver.step([driver.row()], ids)
     last = driver.step([driver.row()], ids, all_logits=False)

@@ -17,7 +17,7 @@ from mlx_lm.utils import load_model
 from agentcache.models import loader
 from agentcache.models.adapter_rows import RowAdapter
 from agentcache.models.adapters import read_adapter
-from agentcache.models.hosting import host
+from agentcache.models.attachment import host
 from agentcache.models.lora import ModelAdapters
 from agentcache.models.step import CurrentStep
 from tests.adapters_factory import ATTENTION, MLP, SCALE, Pair, make_adapter, random_matrices, write_mlx_lm, write_peft
@@ -178,7 +178,7 @@ def test_the_dtype_of_activations_stays_as_it_is(model_folder: ModelFolder, tmp_
     hosted = host(model, "llama", config, check=False)
     nn.quantize(model, group_size=32, bits=4, mode="mxfp4")
     current = CurrentStep()
-    adapters = ModelAdapters(model, hosted.survey, current)
+    adapters = ModelAdapters(model, hosted.inspection, current)
     adapter = make_adapter(tmp_path, folder, targets=["self_attn.q_proj"])
     weights = adapters.load(read_adapter(adapter, adapters.modules))
     assert {pair.a.dtype for pair in weights.matrices.values()} == {mx.bfloat16}

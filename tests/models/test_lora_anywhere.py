@@ -61,7 +61,7 @@ def test_what_is_said_not_to_change_a_layers_cache_does_not(name: str) -> None:
     """Bit for bit: base's blocks are served to an adapter as far as nothing below has changed them."""
     loaded = zoo.load(name, MODEL_FILES[name].config)
     places = loaded.adapters.modules.targets
-    depths = {spec.index for spec in loaded.survey.layers} | {spec.index for spec in loaded.spec.recurrent}
+    depths = {spec.index for spec in loaded.inspection.layers} | {spec.index for spec in loaded.spec.recurrent}
     for layer in sorted(depths)[:2]:
         harmless = [place.module for place in places.values() if place.module.layer == layer and not place.makes_kv]
         whole = [each for each in harmless if not places[each].makes_kv]

@@ -11,7 +11,7 @@ from mlx_lm.utils import load_model
 
 from agentcache.models import attention as attention_module
 from agentcache.models import loader, mla
-from agentcache.models.hosting import host
+from agentcache.models.attachment import host
 from tests.conftest import ModelFolder
 from tests.marks import slow
 from tests.models import zoo

@@ -16,8 +16,8 @@ from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt
 from agentcache.errors import UnsupportedModel
 from agentcache.kv.packed import dequantise
 from agentcache.kv.packing import Quantisation
+from agentcache.models.inspection import CacheRef, Inspection, Paged
 from agentcache.models.mla import is_expanded
-from agentcache.models.survey import CacheRef, Paged, Survey
 from tests.device_marks import steady_sums
 from tests.marks import slow
 from tests.models import zoo
@@ -121,9 +121,9 @@ def quantised(cache: Any, ref: CacheRef, quantisers: Quantisers) -> Any:
     return RoundTripWindow(cache.max_size, *pair) if isinstance(cache, RotatingKVCache) else RoundTripKeys(*pair)
 
 
-def reference(model: nn.Module, survey: Survey, quantisers: Quantisers | None = None) -> list[Any]:
+def reference(model: nn.Module, inspection: Inspection, quantisers: Quantisers | None = None) -> list[Any]:
     """mlx-lm's own caches of a model that nobody has touched, behind the quantiser; MLA's latents are, where kept."""
-    quantisers = quantisers or Quantisers(survey.packings[0].keys)
+    quantisers = quantisers or Quantisers(inspection.packings[0].keys)
     expanded = [module for path, module in sorted(model.named_modules(), key=_in_order) if is_expanded(module)]
     for layer, module in enumerate(expanded):
         latent, rope = quantisers.of(layer)
@@ -131,9 +131,9 @@ def reference(model: nn.Module, survey: Survey, quantisers: Quantisers | None = 
         module.rope = AfterRope(module.rope, rope)
     caches = make_prompt_cache(model)
     if expanded:
-        assert len(expanded) == len(survey.layers)
+        assert len(expanded) == len(inspection.layers)
         return list(caches)
-    return [quantised(*pair, quantisers) for pair in zip(caches, survey.refs, strict=True)]
+    return [quantised(*pair, quantisers) for pair in zip(caches, inspection.refs, strict=True)]
 
 
 def _in_order(named: tuple[str, nn.Module]) -> list[tuple[int, str]]:
@@ -144,7 +144,7 @@ def cached(driver: Driver, row: Row) -> list[tuple[mx.array, mx.array]]:
     """Keys and values of each layer in the model's order, [1, H, 256, D], as attention reads them; of MLA, the latent
     and the roped rest."""
     found = []
-    for (group, arena), latent in zip(driver.runner._layers, driver.loaded.survey.latents, strict=True):
+    for (group, arena), latent in zip(driver.runner._layers, driver.loaded.inspection.latents, strict=True):
         block = mx.array(row.tables[group].block_ids)
         assert block.size == 1
         sides = [side for side in (arena.keys, arena.values) if side is not None]
@@ -170,9 +170,9 @@ def test_a_file_that_is_served_gives_mlx_lms_numbers(name: str) -> None:
     assert driver.loaded.spec.state_group is not None or not driver.loaded.spec.recurrent
     ids, row = random_ids(sum(CHUNKS)), driver.row()
     actual = driver.logits(ids, CHUNKS, row)
-    model, survey = zoo.build(name, MODEL_FILES[name].config), driver.loaded.survey
-    quantisers = Quantisers(survey.packings[0].keys if survey.packings else Quantisation(), cached(driver, row))
-    expected = logits_of(model, reference(model, survey, quantisers), ids)
+    model, inspection = zoo.build(name, MODEL_FILES[name].config), driver.loaded.inspection
+    quantisers = Quantisers(inspection.packings[0].keys if inspection.packings else Quantisation(), cached(driver, row))
+    expected = logits_of(model, reference(model, inspection, quantisers), ids)
     assert relative_error(actual, expected) < 1e-4
     assert quantisers.differing < MOST_DIFFERING
     last = driver.step([driver.row()], ids[None, :5], all_logits=False)

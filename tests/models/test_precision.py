@@ -17,11 +17,11 @@ from mlx.utils import tree_flatten
 
 from agentcache.kv.precision import BITS, LayerBits, Precision
 from agentcache.models import loader
+from agentcache.models.attachment import Everywhere, Hosted, host
 from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.models.find_precision import Measurements
 from agentcache.models.find_precision import find_precision as search
 from agentcache.models.float32_copy import in_float32, is_float32
-from agentcache.models.hosting import Everywhere, Hosted, host
 from agentcache.models.loader import read_model, sample_ids
 from agentcache.models.precision import MAX_DIVERGENCE, Measured, PrecisionSearch
 from agentcache.models.precision_runs import PrecisionRuns, mean_divergence
@@ -43,18 +43,18 @@ LEVELS = list(BITS.values())
 def test_all_are_proved_to_be_what_the_model_reads(model_folder: ModelFolder, name: str, bits: LayerBits) -> None:
     """`host` compares the paged cache with mlx-lm's own attention on rounded keys and values."""
     hosted = host(*load(model_folder(name)), choose=Everywhere(bits))
-    assert {str(packing.bits) for packing in hosted.survey.packings} == {str(bits)}
+    assert {str(packing.bits) for packing in hosted.inspection.packings} == {str(bits)}
 
 
 def test_layers_in_different_bits_are_proved_together(model_folder: ModelFolder) -> None:
     bits = LEVELS + [LayerBits(4, 8)]
 
-    def in_turn(model: nn.Module, survey: object) -> Precision:
+    def in_turn(model: nn.Module, inspection: object) -> Precision:
         return Precision(tuple(bits[index % len(bits)] for index in range(len(model.layers))))
 
     for name in ("gemma3_text", "deepseek_v2"):
         hosted = host(*load(model_folder(name)), choose=in_turn)
-        assert len(set(hosted.survey.packings)) >= 2
+        assert len(set(hosted.inspection.packings)) >= 2
 
 
 SHARES = {LEVELS[0]: 1.0, LEVELS[1]: 0.1, LEVELS[2]: 0.01, LEVELS[3]: 0.0}
@@ -196,7 +196,7 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Hoste
 @pytest.mark.slow
 def test_the_embedded_model_does_with_4_bits(embedded: tuple[nn.Module, Hosted, tuple[tuple[int, ...], ...]]) -> None:
     model, hosted, ids = embedded
-    found = Measured(ids)(model, hosted.survey)
+    found = Measured(ids)(model, hosted.inspection)
     assert set(found.layers) == {FOUR} and found.divergence is not None
     assert 0 < found.divergence < MAX_DIVERGENCE
 
@@ -214,13 +214,13 @@ def test_outliers_are_found_and_bits_raised(spoil: object, tmp_path: Path) -> No
     spoil(read.model)
     after = read.model(mx.array([ids[0]]))
     assert (mx.abs(after - before).max() / mx.abs(before).max()).item() < 1e-4
-    survey = host(read.model, "qwen3", read.config, check=False).survey
-    plain = Measured(ids, limit=float("inf"))(read.model, survey)
+    inspection = host(read.model, "qwen3", read.config, check=False).inspection
+    plain = Measured(ids, limit=float("inf"))(read.model, inspection)
     assert plain.divergence is not None and plain.divergence > 5 * MAX_DIVERGENCE
-    found = Measured(ids)(read.model, survey)
+    found = Measured(ids)(read.model, inspection)
     assert found.divergence is not None and found.divergence <= MAX_DIVERGENCE
     assert max(bits.keys for bits in found.layers) > 4
-    again = Measured(ids, kept=found)(read.model, survey)
+    again = Measured(ids, kept=found)(read.model, inspection)
     assert again is found
 
 
@@ -230,11 +230,11 @@ def test_an_interrupted_search_loses_nothing(tmp_path: Path) -> None:
     read.evaluate()
     texts = sample_ids(read.tokenizer)
     read.tokenizer.close()
-    survey = host(read.model, "qwen3", read.config, check=False).survey
+    inspection = host(read.model, "qwen3", read.config, check=False).inspection
     kept: dict[str, list[float]] = {}
 
     def search() -> PrecisionSearch:
-        return PrecisionSearch(read.model, survey, texts, known=kept, keep=kept.update, limit=0.0015)
+        return PrecisionSearch(read.model, inspection, texts, known=kept, keep=kept.update, limit=0.0015)
 
     whole = search()
     while whole.precision is None:
@@ -258,11 +258,11 @@ def test_what_is_much_too_coarse_is_not_read_to_the_end(
 ) -> None:
     """The first text says enough. What is near the limit is read whole; all ranks decide by the same number."""
     model, model_type, config = load(model_folder("qwen2"))
-    survey = host(model, model_type, config, check=False).survey
+    inspection = host(model, model_type, config, check=False).inspection
     texts = [list(range(5, 30)), list(range(30, 60))]
-    whole = PrecisionRuns(model, survey, texts, CurrentStep())
+    whole = PrecisionRuns(model, inspection, texts, CurrentStep())
     whole.compute_reference()
-    coarse = [FOUR] * len(survey.layers)
+    coarse = [FOUR] * len(inspection.layers)
     divergence = whole.divergence(coarse)
     lengths: list[int] = []
     run = PrecisionRuns._run
@@ -277,7 +277,7 @@ def test_what_is_much_too_coarse_is_not_read_to_the_end(
     assert whole.divergence(coarse, divergence / 100, lambda total: 0.0) == divergence and lengths[3:] == [25, 30]
 
     def texts_read(limit: float) -> int:
-        search = PrecisionSearch(model, survey, texts, limit=limit)
+        search = PrecisionSearch(model, inspection, texts, limit=limit)
         search.advance()
         lengths.clear()
         search.advance()  # with all layers in 4 bits
@@ -289,9 +289,9 @@ def test_what_is_much_too_coarse_is_not_read_to_the_end(
 def test_one_text_ranks_the_layers(model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shortest that counts: an order of layers needs no more."""
     model, model_type, config = load(model_folder("qwen2"))
-    survey = host(model, model_type, config, check=False).survey
+    inspection = host(model, model_type, config, check=False).inspection
     texts = [list(range(5, 30)), list(range(30, 50)), list(range(60, 90))]
-    runs, alone = (PrecisionRuns(model, survey, read, CurrentStep()) for read in (texts, texts[1:2]))
+    runs, alone = (PrecisionRuns(model, inspection, read, CurrentStep()) for read in (texts, texts[1:2]))
     for each in (runs, alone):
         each.compute_reference()
     assert runs.errors(FOUR) == alone.errors(FOUR) and min(runs.errors(FOUR)) > 0
@@ -307,8 +307,8 @@ def test_ranks_compare_in_one_dtype(model_folder: ModelFolder, ours: bool) -> No
     """Rank 0 says whether there is room for weights in float32, whatever this rank has."""
     model, model_type, config = load(model_folder("qwen2"))
     model.set_dtype(mx.bfloat16)
-    survey = host(model, model_type, config, check=False).survey
-    runs = PrecisionRuns(model, survey, [list(range(5, 30))], CurrentStep())
+    inspection = host(model, model_type, config, check=False).inspection
+    runs = PrecisionRuns(model, inspection, [list(range(5, 30))], CurrentStep())
     runs.compute_reference(lambda own: float(ours))
     with runs._device_dtype(runs._reference):  # type: ignore[arg-type]
         assert is_float32(model) == ours
@@ -321,10 +321,10 @@ def test_a_search_goes_on_in_the_dtype_of_its_reference(model_folder: ModelFolde
     if quantised:
         nn.quantize(model, 32, 8)
     model.set_dtype(mx.bfloat16)
-    survey = host(model, model_type, config, check=False).survey
-    texts, layers = [list(range(5, 30))], [FOUR] * len(survey.layers)
+    inspection = host(model, model_type, config, check=False).inspection
+    texts, layers = [list(range(5, 30))], [FOUR] * len(inspection.layers)
     with in_float32(model):
-        runs = PrecisionRuns(model, survey, texts, CurrentStep())
+        runs = PrecisionRuns(model, inspection, texts, CurrentStep())
         runs.compute_reference()
         inside = runs.divergence(layers)
     assert not is_float32(model)

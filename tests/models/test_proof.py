@@ -19,8 +19,8 @@ from agentcache.errors import UnsupportedModel
 from agentcache.kv.step_cache import PagedKV, StepCache
 from agentcache.kv.step_plan import Reads
 from agentcache.models import compat, fused_latent, interception, mla, proof, softcap
+from agentcache.models.attachment import host, host_in_pieces
 from agentcache.models.attention import AttentionOptions
-from agentcache.models.hosting import host, host_in_pieces
 from tests.conftest import ModelFolder
 from tests.device_marks import cpu_memory
 from tests.models import zoo

@@ -15,7 +15,7 @@ import pytest
 
 from agentcache.models import fused, interception, residual_attention, value_residuals
 from agentcache.models.loader import LoadedModel
-from agentcache.models.overlay import KeyForm
+from agentcache.models.residual_kv import KeyForm
 from agentcache.models.value_residuals import serves
 from tests.marks import slow
 from tests.models.residual_driver import ResidualDriver
@@ -47,9 +47,9 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
     """Filled with what attention of residual rows is asked and gives."""
     seen: list[Seen] = []
 
-    def watched(queries: mx.array, arena: Any, overlay: Any, options: Any) -> mx.array:
-        out = residual_attention.overlaid_attention(queries, arena, overlay, options)
-        seen.append(Seen(queries, arena, list(overlay.rows), options, out))
+    def watched(queries: mx.array, arena: Any, residual_kv: Any, options: Any) -> mx.array:
+        out = residual_attention.overlaid_attention(queries, arena, residual_kv, options)
+        seen.append(Seen(queries, arena, list(residual_kv.rows), options, out))
         return out
 
     monkeypatch.setattr(interception, "overlaid_attention", watched)
@@ -58,10 +58,10 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
 
 def worst(loaded: LoadedModel, weights: Any, watch: list[Seen]) -> float:
     """Largest difference of a chunk and of a decoded token behind it, as a part of the largest value."""
-    num_tokens = 560 if any(layer.window == 512 for layer in loaded.survey.layers) else 290
+    num_tokens = 560 if any(layer.window == 512 for layer in loaded.inspection.layers) else 290
     ids = np.random.default_rng(1).integers(0, 90, num_tokens + 1)
     driver = ResidualDriver(loaded)
-    row = driver.overlay(driver.row(), weights)
+    row = driver.residual_kv(driver.row(), weights)
     driver.mixed([row.base], ids[None, :-1])
     for chunk in (ids[: num_tokens - 20], ids[num_tokens - 20 : -1]):
         watch.clear()
@@ -69,7 +69,7 @@ def worst(loaded: LoadedModel, weights: Any, watch: list[Seen]) -> float:
     differences = [differ(seen) for seen in watch]
     watch.clear()
     driver.mixed([row.base, row], np.stack([ids[-1:], ids[-1:]]))
-    assert len(watch) == len(loaded.survey.layers)
+    assert len(watch) == len(loaded.inspection.layers)
     return max(differences + [differ(seen) for seen in watch])
 
 

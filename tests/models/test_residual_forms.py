@@ -54,7 +54,7 @@ def test_models_whose_keys_split(name: str) -> None:
     support = loaded.adapters.residual_forms.support
     assert support.refusal == ""
     assert support.dtype == "float32"
-    assert support.normed == (frozenset(range(len(loaded.survey.layers))) if SERVED[name] else frozenset())
+    assert support.normed == (frozenset(range(len(loaded.inspection.layers))) if SERVED[name] else frozenset())
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -17,7 +17,7 @@ from tests.device_marks import cpu_memory
 from tests.held_memory import held_bytes
 from tests.marks import slow
 from tests.models.driver import Row
-from tests.models.residual_driver import AnyRow, Overlay, ResidualDriver
+from tests.models.residual_driver import AnyRow, ResidualDriver, ResidualKV
 from tests.models.residual_oracle import KEYS_AND_VALUES, adapter, small_model
 
 CONTEXT, ROWS, RANK = 2048, 8, 16
@@ -25,26 +25,26 @@ _STEPS = 3  # that are measured
 HEADS, KV_HEADS, DIM = 8, 4, 64
 
 
-def make_crowd(folder: Path, targets: Collection[str]) -> tuple[ResidualDriver, list[Overlay]]:
+def make_crowd(folder: Path, targets: Collection[str]) -> tuple[ResidualDriver, list[ResidualKV]]:
     """Eight adapters' rows over one prompt. Nothing has been computed: what a step takes does not depend on values."""
     loaded = small_model("llama", num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=DIM)
     driver = ResidualDriver(loaded)
     base = driver.row()
     driver._reserve(base, CONTEXT)
     weights = [adapter(loaded, folder / str(seed), RANK, targets=targets, seed=seed) for seed in range(ROWS)]
-    rows = [driver.overlay(base, each) for each in weights]
+    rows = [driver.residual_kv(base, each) for each in weights]
     for row in rows:
         driver._extend(row.tables, row.cache.pools, CONTEXT)
     return driver, rows
 
 
 @pytest.fixture(scope="module")
-def crowd(tmp_path_factory: pytest.TempPathFactory) -> tuple[ResidualDriver, list[Overlay]]:
+def crowd(tmp_path_factory: pytest.TempPathFactory) -> tuple[ResidualDriver, list[ResidualKV]]:
     return make_crowd(tmp_path_factory.mktemp("adapters"), KEYS_AND_VALUES)
 
 
 @pytest.fixture(scope="module")
-def of_values(tmp_path_factory: pytest.TempPathFactory) -> tuple[ResidualDriver, list[Overlay]]:
+def of_values(tmp_path_factory: pytest.TempPathFactory) -> tuple[ResidualDriver, list[ResidualKV]]:
     return make_crowd(tmp_path_factory.mktemp("of_values"), ["self_attn.v_proj"])
 
 
@@ -68,7 +68,7 @@ def peak(driver: ResidualDriver, rows: Sequence[AnyRow], num_tokens: int) -> int
     return max(peaks)
 
 
-def decode_peaks(driver: ResidualDriver, rows: list[Overlay]) -> tuple[int, int]:
+def decode_peaks(driver: ResidualDriver, rows: list[ResidualKV]) -> tuple[int, int]:
     """Of eight base rows, and of eight rows with residuals."""
     base = [Row(deepcopy(rows[0].base.tables), CONTEXT - 1) for _ in range(ROWS)]
     for row in rows:
@@ -79,7 +79,7 @@ def decode_peaks(driver: ResidualDriver, rows: list[Overlay]) -> tuple[int, int]
 @cpu_memory
 @pytest.mark.slow
 def test_eight_residual_rows_take_what_eight_base_rows_do_and_one_rows_keys(
-    crowd: tuple[ResidualDriver, list[Overlay]], monkeypatch: pytest.MonkeyPatch
+    crowd: tuple[ResidualDriver, list[ResidualKV]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_base, of_residuals = decode_peaks(*crowd)
     rebuilt_keys = CONTEXT * KV_HEADS * DIM * 4
@@ -90,7 +90,9 @@ def test_eight_residual_rows_take_what_eight_base_rows_do_and_one_rows_keys(
 
 @cpu_memory
 @pytest.mark.parametrize("rows", [1, ROWS])
-def test_the_estimate_covers_rows_of_values_alone(of_values: tuple[ResidualDriver, list[Overlay]], rows: int) -> None:
+def test_the_estimate_covers_rows_of_values_alone(
+    of_values: tuple[ResidualDriver, list[ResidualKV]], rows: int
+) -> None:
     driver, all_rows = of_values
     for row in all_rows:
         row.length = CONTEXT - 1
@@ -114,7 +116,7 @@ def test_the_estimate_covers_it(which: str, num_tokens: int, request: pytest.Fix
 
 
 def test_what_kernels_keep_of_many_rows_is_known(
-    crowd: tuple[ResidualDriver, list[Overlay]], monkeypatch: pytest.MonkeyPatch
+    crowd: tuple[ResidualDriver, list[ResidualKV]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of one adapter are computed together; the reference computes one after the other."""
     monkeypatch.setattr(Footprint, "_added_bytes", lambda *_: 0)  # which no kernel and no reference takes

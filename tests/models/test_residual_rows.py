@@ -21,7 +21,7 @@ from agentcache.models.step import StepInputs, StepOutputs
 from tests.device_marks import same_steps
 from tests.models.driver import Driver, Row
 from tests.models.lora_driver import difference
-from tests.models.residual_driver import AnyRow, Overlay, ResidualDriver
+from tests.models.residual_driver import AnyRow, ResidualDriver, ResidualKV
 from tests.models.residual_oracle import KEYS_AND_VALUES, adapter, small_model
 
 ATTENTION = ("self_attn.q_proj", *KEYS_AND_VALUES, "self_attn.o_proj")
@@ -35,7 +35,7 @@ def exact(loaded: LoadedModel, weights: AdapterWeights | None, ids: np.ndarray =
 
 def shared(loaded: LoadedModel, weights: AdapterWeights, ids: np.ndarray = IDS) -> mx.array:
     driver = ResidualDriver(loaded)
-    return driver.read(driver.overlay(driver.row(), weights), ids, 110)
+    return driver.read(driver.residual_kv(driver.row(), weights), ids, 110)
 
 
 def full_reuse(loaded: LoadedModel, weights: AdapterWeights, other: AdapterWeights | None) -> mx.array:
@@ -127,9 +127,9 @@ def start(driver: ResidualDriver, weights: list[AdapterWeights]) -> list[AnyRow]
         ids = np.random.default_rng(seed).integers(0, 90, length)
         row = driver.row()
         if seed < len(weights):
-            overlay = driver.overlay(row, weights[seed])
-            driver.read(overlay, ids, 100)
-            rows.append(overlay)
+            residual_kv = driver.residual_kv(row, weights[seed])
+            driver.read(residual_kv, ids, 100)
+            rows.append(residual_kv)
             continue
         user = (None, RowAdapter(weights[0]), RowAdapter(weights[1], 9))[seed - len(weights)]
         driver.logits(ids, [length], row, user)
@@ -141,9 +141,9 @@ def decode(driver: ResidualDriver, rows: Sequence[AnyRow], steps: int = 6) -> mx
     """Logits [steps, rows, vocabulary]: greedy, of rows and, behind them, the companions of residual ones."""
     tokens, found = [7] * len(rows), []
     for _ in range(steps):
-        overlays = [place for place, row in enumerate(rows) if isinstance(row, Overlay)]
-        companions = [row.base for row in rows if isinstance(row, Overlay)]
-        ids = np.array([*tokens, *(tokens[place] for place in overlays)])[:, None]
+        residual_kvs = [place for place, row in enumerate(rows) if isinstance(row, ResidualKV)]
+        companions = [row.base for row in rows if isinstance(row, ResidualKV)]
+        ids = np.array([*tokens, *(tokens[place] for place in residual_kvs)])[:, None]
         logits = driver.mixed([*rows, *companions], ids).logits[: len(rows), 0]
         found.append(logits)
         tokens = logits.argmax(axis=-1).tolist()
@@ -176,7 +176,7 @@ def test_base_blocks_are_the_same_bytes_whoever_reads_them(crowd: tuple[LoadedMo
     plain, driver = Driver(loaded), ResidualDriver(loaded)
     untouched, base = plain.row(), driver.row()
     plain.logits(IDS, [110] * 3, untouched)
-    rows = [driver.overlay(base, each) for each in weights]
+    rows = [driver.residual_kv(base, each) for each in weights]
     driver.read(rows[0], IDS, 110)
     for row in rows[1:]:
         for begin in range(0, len(IDS), 110):
@@ -188,13 +188,13 @@ def test_companions_write_what_base_rows_write(crowd: tuple[LoadedModel, list[Ad
     """Whatever the adapter's rows beside them are: the next turn's base is what base itself would have cached."""
     loaded, weights = crowd
     driver, plain = ResidualDriver(loaded), ResidualDriver(loaded)
-    overlay, other = driver.overlay(driver.row(), weights[0]), plain.row()
-    driver.read(overlay, IDS[:300], 100)
+    residual_kv, other = driver.residual_kv(driver.row(), weights[0]), plain.row()
+    driver.read(residual_kv, IDS[:300], 100)
     plain.logits(IDS[:300], [100] * 3, other)
     for token in IDS[300:]:
-        driver.mixed([overlay, overlay.base], np.full((2, 1), token))
+        driver.mixed([residual_kv, residual_kv.base], np.full((2, 1), token))
         plain.mixed([other, plain.row()], np.full((2, 1), token))  # as many rows, since products differ by their shapes
-    assert contents(driver, overlay.base, len(IDS)) == contents(plain, other, len(IDS))
+    assert contents(driver, residual_kv.base, len(IDS)) == contents(plain, other, len(IDS))
 
 
 def test_what_passes_float16_saturates_and_is_counted(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_what_passes_float16_saturates_and_is_counted(tmp_path: Path) -> None:
     for pair in weights.matrices.values():
         pair.a[:, 0] = pair.a[:, 0] * 1e8
     driver = ResidualDriver(loaded)
-    row = driver.overlay(driver.row(), weights)
+    row = driver.residual_kv(driver.row(), weights)
     logits = driver.read(row, IDS[:40])
     counted = row.cache.arenas.saturated.item()
     assert 0 < counted <= 40 * 2 * 2  # one component of two, keys and values, of two layers
@@ -216,7 +216,7 @@ def test_what_passes_float16_saturates_and_is_counted(tmp_path: Path) -> None:
 def test_residuals_that_are_not_there_are_never_read(tmp_path: Path) -> None:
     loaded = small_model("llama")
     driver = ResidualDriver(loaded)
-    row = driver.overlay(driver.row(), adapter(loaded, tmp_path, 2))
+    row = driver.residual_kv(driver.row(), adapter(loaded, tmp_path, 2))
     driver.read(row, IDS)
     row.tables[0].block_ids = row.tables[0].block_ids[1:]
     row.tables[0].first_block = 1
@@ -230,7 +230,7 @@ def test_what_others_have_left_in_the_slots_does_not_matter(tmp_path: Path) -> N
     weights = adapter(loaded, tmp_path, 3)
     clean = shared(loaded, weights)
     driver = ResidualDriver(loaded)
-    row = driver.overlay(driver.row(), weights)
+    row = driver.residual_kv(driver.row(), weights)
     for pool in row.cache.pools:
         pool.grow(2)
     row.cache.arenas.fit()
@@ -265,7 +265,7 @@ def test_a_step_without_residual_rows_does_nothing_for_them(tmp_path: Path, monk
     plain, driver = ResidualDriver(loaded), ResidualDriver(loaded)
     weights = [adapter(loaded, tmp_path / str(seed), 3, seed=seed) for seed in range(2)]
     for seed in weights:
-        driver.read(driver.overlay(driver.row(), seed), IDS[:40])
+        driver.read(driver.residual_kv(driver.row(), seed), IDS[:40])
     rows = []
     for each in (plain, driver):
         rows.append([each.row(), each.row()])
@@ -273,9 +273,9 @@ def test_a_step_without_residual_rows_does_nothing_for_them(tmp_path: Path, monk
             each.logits(IDS[:40], [40], row)
     wanted = operations(plain, rows[0], tmp_path, monkeypatch)
     assert operations(driver, rows[1], tmp_path, monkeypatch) == wanted > 100
-    overlay = driver.overlay(driver.row(), weights[0])
-    driver.read(overlay, IDS[:40])
-    assert operations(driver, [overlay, overlay.base], tmp_path, monkeypatch) > 1.2 * wanted, "it counts"
+    residual_kv = driver.residual_kv(driver.row(), weights[0])
+    driver.read(residual_kv, IDS[:40])
+    assert operations(driver, [residual_kv, residual_kv.base], tmp_path, monkeypatch) > 1.2 * wanted, "it counts"
 
 
 def rows_alone(rows: list[ResidualRow], batch_size: int = 3) -> ResidualRows:

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from agentcache.blocks.sequence import Copy
+from agentcache.blocks.block_tables import Copy
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.step_cache import StepCache
 from agentcache.kv.step_plan import Reads, Writes

@@ -22,11 +22,11 @@ from agentcache.blocks.pool import BlockPool, BlockTable
 from agentcache.metal_kernels import numbers
 from agentcache.metal_kernels.self_test import Verdict
 from agentcache.models import fused
-from agentcache.models.hosting import host
+from agentcache.models.attachment import host
+from agentcache.models.hidden_states import ModelHiddenStates
 from agentcache.models.kernel_memo import KernelMemo
 from agentcache.models.runner import ModelRunner
 from agentcache.models.step import CurrentStep, StepInputs
-from agentcache.models.trunk import ModelTrunk
 from benchmarks.real_size.model import SHAPE
 
 pytestmark = pytest.mark.skipif(mx.cuda.is_available(), reason="MLX on CUDA: export_function cannot read kernels back")
@@ -96,9 +96,9 @@ def paged(model: qwen3.Model, rows: int, context: int) -> list[Operation]:
     loaded: Any = SimpleNamespace(
         model=model,
         spec=hosted.spec,
-        survey=hosted.survey,
+        inspection=hosted.inspection,
         current=current,
-        trunk=ModelTrunk(model, hosted.survey, current),
+        hidden_states=ModelHiddenStates(model, hosted.inspection, current),
         adapters=None,
         ranks=1,
     )

@@ -8,14 +8,14 @@ import pytest
 
 from agentcache.errors import UnsupportedModel
 from agentcache.kv.spec import LayerSpec, RecurrentSpec, StateTensor
+from agentcache.models.inspection import Inspection, Paged, Recurrent, inspect_model
 from agentcache.models.layers import hooked, layer_lists
-from agentcache.models.survey import Paged, Recurrent, Survey, survey
 from tests.models import zoo
 from tests.models.model_files import MODEL_FILES
 
 
-def look_at(name: str) -> Survey:
-    return survey(zoo.build(name, MODEL_FILES[name].config))
+def look_at(name: str) -> Inspection:
+    return inspect_model(zoo.build(name, MODEL_FILES[name].config))
 
 
 def test_layers_of_two_kinds() -> None:
@@ -75,14 +75,14 @@ def test_the_model_is_left_as_it_was(name: str) -> None:
     model = zoo.build(name, MODEL_FILES[name].config)
     kinds = [(path, type(module)) for path, module in model.named_modules()]
     before = model(mx.arange(5)[None])
-    survey(model)
+    inspect_model(model)
     assert [(path, type(module)) for path, module in model.named_modules()] == kinds
     assert mx.array_equal(model(mx.arange(5)[None]), before)
 
 
 def test_a_model_without_layers_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="Linear does not run|Linear has no list of layers"):
-        survey(nn.Linear(2, 2))
+        inspect_model(nn.Linear(2, 2))
 
 
 def test_a_hook_computes_layers_of_another_input() -> None:

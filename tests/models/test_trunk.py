@@ -10,17 +10,17 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from agentcache.blocks.hidden_states import HiddenStatePlan, Piece
 from agentcache.blocks.pool import BlockTable
-from agentcache.blocks.trunk import Piece, TrunkPlan
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.packing import Quantisation
 from agentcache.kv.spec import CacheSpec, LayerSpec, make_groups
 from agentcache.models import loader
 from agentcache.models.adapter_rows import RowAdapter
 from agentcache.models.adapters import Adapter, producer_groups, trunk_cut
+from agentcache.models.hidden_states import HiddenBlocks, SkippableLayer
 from agentcache.models.loader import LoadedModel
 from agentcache.models.step import StepInputs
-from agentcache.models.trunk import HiddenBlocks, TrunkLayer
 from tests.adapters_factory import EVERYTHING, make_adapter
 from tests.conftest import ModelFolder
 from tests.models.driver import Driver, Row, random_ids
@@ -43,8 +43,8 @@ def run(
     logits, start = [], 0
     for count in CHUNKS:
         places = pieces(start, count)
-        plan = TrunkPlan(cut, places if cut else (), {write: places} if write else {})
-        logits.append(driver.step([row], ids[None, start : start + count], adapters=[adapter], trunk=plan)[0])
+        plan = HiddenStatePlan(cut, places if cut else (), {write: places} if write else {})
+        logits.append(driver.step([row], ids[None, start : start + count], adapters=[adapter], hidden_states=plan)[0])
         start += count
     return mx.concatenate(logits)
 
@@ -70,12 +70,12 @@ def test_a_step_from_the_cut_gives_what_a_whole_one_gives(
     ids, driver, base = random_ids(loaded, sum(CHUNKS)), Driver(loaded), Driver(loaded).row()
     plain, expected = run(driver, ids, driver.row()), run(driver, ids, driver.row(), adapter)
     assert mx.array_equal(run(driver, ids, base, write=cut), plain), "what is kept is only looked at"
-    assert loaded.trunk.blocks.nbytes == 3 * loaded.trunk.block_bytes()
+    assert loaded.hidden_states.blocks.nbytes == 3 * loaded.hidden_states.block_bytes()
 
-    before = loaded.trunk.layer_tokens
+    before = loaded.hidden_states.layer_tokens
     actual = run(driver, ids, beside(base, producer_groups(weights.adapter, loaded.spec)), adapter, cut=cut)
     assert mx.array_equal(actual, expected)
-    assert loaded.trunk.layer_tokens - before == len(ids) * (depth - cut)
+    assert loaded.hidden_states.layer_tokens - before == len(ids) * (depth - cut)
     assert difference(actual, plain) > VISIBLE
     assert mx.array_equal(run(driver, ids, driver.row()), plain), "and base is as before"
 
@@ -88,12 +88,12 @@ def loaded(model_folder: ModelFolder) -> LoadedModel:
 def test_adapters_can_be_loaded_onto_wrapped_layers(
     loaded: LoadedModel, model_folder: ModelFolder, tmp_path: Path
 ) -> None:
-    assert loaded.trunk.block_bytes() == 256 * 128 * 4
-    loaded.trunk.prepare(StepInputs(mx.zeros((1, 1)), [0], trunk=TrunkPlan(writes={3: []})))
-    assert any(isinstance(layer, TrunkLayer) for layer in loaded.model.layers)
+    assert loaded.hidden_states.block_bytes() == 256 * 128 * 4
+    loaded.hidden_states.prepare(StepInputs(mx.zeros((1, 1)), [0], hidden_states=HiddenStatePlan(writes={3: []})))
+    assert any(isinstance(layer, SkippableLayer) for layer in loaded.model.layers)
     adapter = make_adapter(tmp_path / "adapter", model_folder("qwen2"))
     fresh = loader.load(str(model_folder("qwen2")))
-    assert not any(isinstance(layer, TrunkLayer) for layer in fresh.model.layers)
+    assert not any(isinstance(layer, SkippableLayer) for layer in fresh.model.layers)
     ids = random_ids(loaded, sum(CHUNKS))
     one, other = (
         run(driver := Driver(each), ids, driver.row(), RowAdapter(put(each, adapter))) for each in (loaded, fresh)

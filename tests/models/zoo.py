@@ -12,11 +12,11 @@ from mlx.utils import tree_map_with_path
 
 from agentcache.kv.precision import LayerBits
 from agentcache.models import loader
-from agentcache.models.hosting import Everywhere, host
+from agentcache.models.attachment import Everywhere, host
+from agentcache.models.hidden_states import ModelHiddenStates
 from agentcache.models.loader import LoadedModel
 from agentcache.models.lora import ModelAdapters
 from agentcache.models.step import CurrentStep
-from agentcache.models.trunk import ModelTrunk
 from agentcache.store.model_names import ModelNames
 
 _NOISE = 0.1
@@ -47,14 +47,14 @@ def load(
     """The model on the paged cache, without a folder and a tokenizer. Raises UnsupportedModel."""
     model, current = build(file, config, dtype=dtype), CurrentStep()
     hosted = host(model, file, config, check=check, choose=Everywhere(LayerBits(kv_bits, kv_bits)))
-    loader.install_wanted_positions(hosted.survey, current)
+    loader.install_wanted_positions(hosted.inspection, current)
     return LoadedModel(
         model=model,
         current=current,
-        adapters=ModelAdapters(model, hosted.survey, current),
-        trunk=ModelTrunk(model, hosted.survey, current),
+        adapters=ModelAdapters(model, hosted.inspection, current),
+        hidden_states=ModelHiddenStates(model, hosted.inspection, current),
         tokenizer=None,  # type: ignore[arg-type]  # nothing that runs a model asks for it
-        survey=hosted.survey,
+        inspection=hosted.inspection,
         spec=hosted.spec,
         names=ModelNames(""),
         path=Path(),

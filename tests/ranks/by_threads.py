@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 from agentcache.blocks.keys import Namespace
 from agentcache.errors import RankLost
-from agentcache.ranks.follower import Follower
-from agentcache.ranks.leader import Leader
-from agentcache.ranks.store import LeadingStore
-from agentcache.ranks.tickets import Tickets
+from agentcache.ranks.remote_handles import RemoteHandles
+from agentcache.ranks.store import RankZeroStore
+from agentcache.ranks.worker import Worker
+from agentcache.ranks.worker_link import WorkerLink
 from agentcache.store.store import BlockWrite, Store
 from tests.kv.store_cases import BUDGET, MODEL, SPEC, make_block, make_data
 
@@ -66,18 +66,18 @@ class TwoRanks:
 
     def __post_init__(self) -> None:
         theirs = Store(self.folder / "rank-1-of-2", SPECS[1], MODEL, disk_budget=BUDGET)
-        self.follower = Follower(self.wire.of_follower(), None, NOTHING_COMPUTES, [], theirs)  # type: ignore[arg-type]
+        self.follower = Worker(self.wire.of_follower(), None, NOTHING_COMPUTES, [], theirs)  # type: ignore[arg-type]
         self.following = threading.Thread(target=self._follow)
         self.following.start()
-        self.leader = Leader(self.wire, self.posted.put, self.lost.append, self.patience)  # type: ignore[arg-type]
-        self.tickets = Tickets(self.leader)
-        self.store = LeadingStore(
+        self.link = WorkerLink(self.wire, self.posted.put, self.lost.append, self.patience)  # type: ignore[arg-type]
+        self.handles = RemoteHandles(self.link)
+        self.store = RankZeroStore(
             self.folder / "rank-0-of-2",
             SPECS[0],
             MODEL,
             disk_budget=self.budget,
-            leader=self.leader,
-            tickets=self.tickets,
+            link=self.link,
+            handles=self.handles,
         )
         self.engine = threading.Thread(target=self._run_posted)
         self.engine.start()
@@ -105,8 +105,8 @@ class TwoRanks:
 
     def hold(self, block: BlockWrite) -> None:
         """Give rank 1 its part of a block."""
-        ticket = self.tickets.new()
-        self.tickets.bind(block.data, ticket)
+        ticket = self.handles.new()
+        self.handles.bind(block.data, ticket)
         self.follower._held[ticket] = make_data(SPECS[1], block.header, seed=7)
 
     def path(self, rank: int, block: BlockWrite) -> Path:

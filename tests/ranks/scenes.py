@@ -23,9 +23,9 @@ from agentcache.config import Config
 from agentcache.errors import RankLost
 from agentcache.kv import packed, packing
 from agentcache.llm import LLM, Completion
+from agentcache.models.inspection import Inspection
 from agentcache.models.runner import ModelRunner
 from agentcache.models.step import StepInputs, StepOutputs
-from agentcache.models.survey import Survey
 from agentcache.ranks.rank import own_rank
 from agentcache.sampling import SamplingParams
 from agentcache.store.archive import ArchiveRejected
@@ -199,7 +199,7 @@ def _keep_float32() -> None:
     SETTINGS["kv"] = "16"
     packed._PLAIN_DTYPES["F32"] = mx.float32
     packing.Plain.__str__ = lambda self: "float32"  # type: ignore[method-assign]
-    Survey._packing = lambda self, bits, dtype: packing.Plain("F32")  # type: ignore[method-assign]
+    Inspection._packing = lambda self, bits, dtype: packing.Plain("F32")  # type: ignore[method-assign]
 
 
 SCENES = {"ten_turns": ten_turns, "steps": steps, "a_turn": a_turn, "bring_in": bring_in, "chosen_bits": chosen_bits}
@@ -224,7 +224,7 @@ def main() -> None:
             both = "0" in ranks and rank != 0
             _die_at(step, int(occurrence), lambda: _kill(*([int(of_rank_0.read_text())] if both else [])))
     if rank:
-        from agentcache.ranks.world import follow
+        from agentcache.ranks.executors import follow
 
         run = partial(follow, Config(model=str(model), cache_dir=cache, **SETTINGS), str(model))
     else:

@@ -11,10 +11,10 @@ import numpy as np
 
 from agentcache.ranks.arena_commands import Forget
 from agentcache.ranks.file_commands import TakeStock
-from agentcache.ranks.follower import Answers
-from agentcache.ranks.leader import Leader
 from agentcache.ranks.messages import write_answers
-from agentcache.ranks.tickets import Tickets
+from agentcache.ranks.remote_handles import RemoteHandles
+from agentcache.ranks.worker import Answers
+from agentcache.ranks.worker_link import WorkerLink
 
 
 def test_a_message_waits_for_answers_that_are_due_only() -> None:
@@ -31,26 +31,26 @@ def test_no_message_goes_out_of_turn_behind_the_last_answer() -> None:
     posted: list[Any] = []
     heard = [write_answers({}), write_answers({1: b"keys"})]
     wire: Any = SimpleNamespace(size=2, exchange=lambda message: [b"", heard.pop(0)])
-    leader = Leader(wire, posted.append, lambda lost: None, 1e6)
+    link = WorkerLink(wire, posted.append, lambda lost: None, 1e6)
     try:
-        asked = leader.ask(TakeStock)
+        asked = link.ask(TakeStock)
         posted.pop()()
         assert not asked.done() and len(posted) == 1
         posted.pop()()
         assert asked.result(0) == [b"keys"] and posted == []
     finally:
-        leader._ended.set()
+        link._ended.set()
 
 
 def test_an_array_that_is_gone_leaves_its_ticket_to_no_other() -> None:
     told: list[Any] = []
-    leader: Any = SimpleNamespace(tell=told.append)
-    tickets = Tickets(leader)
+    link: Any = SimpleNamespace(tell=told.append)
+    handles = RemoteHandles(link)
     data = np.zeros(1 << 12, np.uint8)
-    tickets.bind(data, tickets.new())
-    assert tickets.of(data) == 1
+    handles.bind(data, handles.new())
+    assert handles.of(data) == 1
     del data
     gc.collect()
     assert told == [Forget([1])]
     others = [np.zeros(1 << 12, np.uint8) for _ in range(100)]
-    assert tickets._by_id == {} and not any(map(tickets.of, others))
+    assert handles._by_id == {} and not any(map(handles.of, others))

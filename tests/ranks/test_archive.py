@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.blocks.lanes import chain_keys, name_blocks, spans
+from agentcache.blocks.origin_paths import chain_keys, name_blocks, spans
 from agentcache.errors import Conflict, NotFound, StoreError
 from agentcache.ranks.agent_folders import folders_of_agent
 from agentcache.store.archive import ArchiveFile, ArchiveRejected, ArchiveWriter

@@ -6,9 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from agentcache.blocks.block_tables import Copy
+from agentcache.blocks.hidden_states import HiddenStatePlan
 from agentcache.blocks.pool import BlockTable
-from agentcache.blocks.sequence import Copy
-from agentcache.blocks.trunk import TrunkPlan
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.step_plan import Reads, Writes
 from agentcache.models.adapter_files import LowRank, ModuleName
@@ -87,7 +87,7 @@ def test_a_step_without_adapters_says_nothing_of_them() -> None:
     assert isinstance(told, Forward) and told.uses == [] and not told.all_logits
 
 
-@pytest.mark.parametrize("fields", [{"trunk": TrunkPlan(cut=2)}, {"states": (None, None)}])
+@pytest.mark.parametrize("fields", [{"hidden_states": HiddenStatePlan(cut=2)}, {"states": (None, None)}])
 def test_what_ranks_do_not_share_is_never_told(fields: dict[str, object]) -> None:
     with pytest.raises(BrokenInvariant):
         Forward.of(make_step(**fields), [])

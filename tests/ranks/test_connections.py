@@ -13,7 +13,7 @@ import pytest
 
 from agentcache.errors import RankLost
 from agentcache.ranks.connections import Connections, ring_connections
-from agentcache.ranks.leader import Leader
+from agentcache.ranks.worker_link import WorkerLink
 from tests.ranks.by_threads import SECONDS, ThreadWire
 from tests.throwing import PanicException
 
@@ -78,14 +78,14 @@ def test_rank_0_gives_up_its_thread_that_waits_for_one_that_is_gone(ring: Ring) 
     """However long ranks are given to answer."""
     lost: queue.SimpleQueue[RankLost] = queue.SimpleQueue()
     connections = Connections([ring.to_next.fileno()])
-    leader = Leader(ThreadWire(), lambda function: None, lost.put, 1e6, connections)  # type: ignore[arg-type]
-    with leader.waiting(), pytest.raises(queue.Empty):
+    link = WorkerLink(ThreadWire(), lambda function: None, lost.put, 1e6, connections)  # type: ignore[arg-type]
+    with link.waiting(), pytest.raises(queue.Empty):
         lost.get(timeout=0.6)
-    with leader.waiting():
+    with link.waiting():
         ring.of_next.close()
         assert "is gone" in str(lost.get(timeout=SECONDS))
     with pytest.raises(RankLost):
-        leader.exchange()
+        link.exchange()
 
 
 def test_a_watch_that_fails_gives_up_the_thread_it_watches() -> None:
@@ -94,16 +94,16 @@ def test_a_watch_that_fails_gives_up_the_thread_it_watches() -> None:
             raise PanicException("the poll is broken")
 
     lost: queue.SimpleQueue[RankLost] = queue.SimpleQueue()
-    leader = Leader(ThreadWire(), lambda function: None, lost.put, 1e6, Broken())  # type: ignore[arg-type]
+    link = WorkerLink(ThreadWire(), lambda function: None, lost.put, 1e6, Broken())  # type: ignore[arg-type]
     assert "the watch over the other processes has failed" in str(lost.get(timeout=SECONDS))
     with pytest.raises(RankLost):
-        leader.exchange()
+        link.exchange()
 
 
 def test_rank_0_that_waits_for_nobody_asks_at_once(ring: Ring) -> None:
     posted: queue.SimpleQueue[object] = queue.SimpleQueue()
     connections = Connections([ring.to_next.fileno()])
-    leader = Leader(ThreadWire(), posted.put, lambda lost: None, 1e6, connections)  # type: ignore[arg-type]
+    link = WorkerLink(ThreadWire(), posted.put, lambda lost: None, 1e6, connections)  # type: ignore[arg-type]
     ring.of_next.close()
     posted.get(timeout=SECONDS)
-    leader._ended.set()
+    link._ended.set()

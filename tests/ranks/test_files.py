@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agentcache.blocks.lanes import NamedBlock
+from agentcache.blocks.origin_paths import NamedBlock
 from agentcache.errors import BlocksLost, DiskBudgetExceeded, RankLost, StoreError
 from agentcache.ranks.messages import read_answers, read_commands, write_answers
 from agentcache.store.store import BlockWrite, Store
@@ -62,7 +62,7 @@ def test_what_is_written_is_on_both_with_each_ones_bytes(ranks: TwoRanks) -> Non
     assert b'"rank":"0 of 2"' in own and b'"rank":"1 of 2"' in theirs
     [found] = ranks.store.read_blocks([block.header])
     assert found is not None and np.array_equal(found.data, block.data)
-    ticket = ranks.tickets.of(found.data)
+    ticket = ranks.handles.of(found.data)
     assert np.array_equal(ranks.follower._files.data_of(ticket), make_block((1, 2, 3), parent=ROOT, seed=7).data)
 
 
@@ -100,7 +100,7 @@ def test_a_manifest_cannot_name_what_rank_1_has_lost(ranks: TwoRanks) -> None:
 
 def test_what_rank_1_cannot_write_is_on_neither(ranks: TwoRanks) -> None:
     block = ranks.block(1)
-    ranks.follower._held[ranks.tickets.of(block.data)] = np.zeros(3, np.uint8)
+    ranks.follower._held[ranks.handles.of(block.data)] = np.zeros(3, np.uint8)
     with pytest.raises(StoreError, match="rank 1"):
         ranks.store.write_blocks([block])
     assert not is_there(ranks, block)

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from agentcache.adapter_settings import Policy
 from agentcache.blocks.keys import BASE_CACHE, RESIDUAL
-from agentcache.blocks.ledger import ADAPTERS, STACKS, STATE, TEMPORARIES, TRANSCRIPTS, TRUNK, WEIGHTS, RamUse
+from agentcache.blocks.ledger import ADAPTERS, HIDDEN_STATES, STACKS, STATE, TEMPORARIES, TRANSCRIPTS, WEIGHTS, RamUse
 from agentcache.config import Config
 from agentcache.errors import InvalidRequest
 from agentcache.report import CacheState, CacheStats, FinishReason, StepDown, Update
@@ -167,10 +167,20 @@ CLOSED: dict[str, set[str]] = {
     "cache_state": set(CacheState),
     "policy": set(Policy),
     "stepped_down": {*StepDown, ""},
-    "cache": {BASE_CACHE, RESIDUAL, STATE, ADAPTERS, TRUNK},
+    "cache": {BASE_CACHE, RESIDUAL, STATE, ADAPTERS, HIDDEN_STATES},
     "kind": {BASE_CACHE, RESIDUAL, STATE, "own", "shared", "agents", "quarantine"},
     "state": {"capacity", "used", "floor", "free", "live", "cached"},
-    "account": {"base.full", "base.window512", ADAPTERS, TRUNK, STATE, STACKS, TEMPORARIES, WEIGHTS, TRANSCRIPTS},
+    "account": {
+        "base.full",
+        "base.window512",
+        ADAPTERS,
+        HIDDEN_STATES,
+        STATE,
+        STACKS,
+        TEMPORARIES,
+        WEIGHTS,
+        TRANSCRIPTS,
+    },
 }
 
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from agentcache.adapters.activation import AdapterUse
 from agentcache.answer_form import AnswerForm
-from agentcache.blocks.keys import Producer
+from agentcache.blocks.keys import KVOrigin
 from agentcache.config import Config
 from agentcache.engine.engine import Engine
-from agentcache.engine.generation import Generation
 from agentcache.engine.open import open_engine
 from agentcache.engine.output import Output
+from agentcache.engine.running_request import RunningRequest
 from agentcache.gateway.prepare import choose_lineage, held_by, make_grammar, match, read_prompt
 from agentcache.models.text.replies.stop_search import StopSearch
 from agentcache.models.text.stop_strings import stop_strings
@@ -35,7 +35,7 @@ from tests.serving.conversation import DISK_BUDGET, RAM_BUDGET
 class Receiver:
     """What one request's sender got."""
 
-    generation: Generation
+    generation: RunningRequest
     updates: list[Update | BaseException] = field(default_factory=list)
 
     @property
@@ -66,7 +66,7 @@ class ByHand:
         ids: Sequence[int],
         sampling: SamplingParams,
         agent: str | None = None,
-        producer: Producer | None = None,
+        producer: KVOrigin | None = None,
         adapter: AdapterUse | None = None,
         form: AnswerForm | None = None,
         *,
@@ -82,7 +82,7 @@ class ByHand:
         grammar = None if form is None else make_grammar(request, matched.transcript, tokenizer, UNLIMITED)
         search = StopSearch(stop_strings(sampling.stop), None) if sampling.stop else None
         receiver = Receiver(
-            Generation(
+            RunningRequest(
                 request=request,
                 match=matched,
                 following=None if grammar is None else grammar.follow(),

@@ -30,8 +30,8 @@ from agentcache.blocks.transcript import TranscriptContent
 from agentcache.engine.batch import Batch
 from agentcache.engine.device import MlxDevice
 from agentcache.engine.engine import Engine
-from agentcache.engine.generation import Generation
 from agentcache.engine.messages import RelieveMemory
+from agentcache.engine.running_request import RunningRequest
 from agentcache.engine.warm_up import warm_up as compute_something
 from agentcache.errors import AgentCacheError
 from agentcache.gateway.async_engine import AsyncEngine
@@ -133,27 +133,27 @@ def warm_up(engine: Engine) -> None:
 # -- requests ---------------------------------------------------------------------------------------------------------
 
 
-def requests(engine: Engine) -> list[Generation]:
+def requests(engine: Engine) -> list[RunningRequest]:
     """All that are not complete."""
     return list(engine.requests)
 
 
-def running(engine: Engine) -> list[Generation]:
+def running(engine: Engine) -> list[RunningRequest]:
     """Those that are admitted and able to compute."""
     return list(engine.requests.running)
 
 
-def is_waiting(engine: Engine, generation: Generation) -> bool:
+def is_waiting(engine: Engine, generation: RunningRequest) -> bool:
     """Whether it is not admitted."""
     return generation in engine.requests.waiting
 
 
-def is_loading(engine: Engine, generation: Generation) -> bool:
+def is_loading(engine: Engine, generation: RunningRequest) -> bool:
     """Whether it is admitted, and blocks are still to come from disk."""
     return generation in engine.requests.loading
 
 
-def is_saving(engine: Engine, generation: Generation | None = None) -> bool:
+def is_saving(engine: Engine, generation: RunningRequest | None = None) -> bool:
     """Whether its turn (anyone's) is over and on its way to the disk."""
     saving = engine.requests.saving
     return bool(saving) if generation is None else generation in saving
@@ -164,7 +164,7 @@ def has_requests(engine: Engine) -> bool:
     return engine.scheduler.has_work
 
 
-def preempt(engine: Engine, generation: Generation) -> None:
+def preempt(engine: Engine, generation: RunningRequest) -> None:
     """Take away a running request's place in the cache; it goes on when it is admitted again."""
     engine.preempt(generation)
 
@@ -174,12 +174,12 @@ def preempt(engine: Engine, generation: Generation) -> None:
 
 def set_chunk(engine: Engine, num_tokens: int) -> None:
     """Chunks that large, whoever else is there."""
-    engine.scheduler.pace._chunk = engine.scheduler.pace._idle_chunk = num_tokens
+    engine.scheduler.token_budget._chunk = engine.scheduler.token_budget._idle_chunk = num_tokens
 
 
 def largest_chunk(engine: Engine) -> int:
     """Tokens of a prompt that are computed at once, at most."""
-    return engine.scheduler.pace.largest_chunk
+    return engine.scheduler.token_budget.largest_chunk
 
 
 def let_prompts_go_first(engine: Engine) -> None:
@@ -189,20 +189,20 @@ def let_prompts_go_first(engine: Engine) -> None:
 
 def note_chunk(engine: Engine, seconds: float, num_tokens: int) -> None:
     """Have it believe that the beginning of a prompt took so long while nobody decoded."""
-    engine.scheduler.pace.chunk_took(seconds, num_tokens, 0, contended=False)
+    engine.scheduler.token_budget.chunk_took(seconds, num_tokens, 0, contended=False)
 
 
 def watch_chunks(engine: Engine, patch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     """Gets, of every chunk from now on, the tokens before it, and whether it went through all layers."""
     told: list[tuple[int, bool]] = []
-    pace = engine.scheduler.pace
-    tell = pace.chunk_took
+    token_budget = engine.scheduler.token_budget
+    tell = token_budget.chunk_took
 
     def look_and_tell(seconds: float, num_tokens: int, context: int, *, contended: bool, whole: bool = True) -> None:
         told.append((context, whole))
         tell(seconds, num_tokens, context, contended=contended, whole=whole)
 
-    patch.setattr(pace, "chunk_took", look_and_tell)
+    patch.setattr(token_budget, "chunk_took", look_and_tell)
     return told
 
 
@@ -372,10 +372,10 @@ def records(engine: Engine, agent: str) -> tuple[AgentRecord, ...]:
 def busy(engine: Engine, agents: Sequence[str]) -> Iterator[None]:
     """Meanwhile somebody is at work on these."""
     for agent in agents:
-        engine.persistence._in_use.hold_lineage(agent)
+        engine.persistence._pins.pin_lineage(agent)
     yield
     for agent in agents:
-        engine.persistence._in_use.let_lineage_go(agent)
+        engine.persistence._pins.let_lineage_go(agent)
 
 
 def agent_info(engine: Engine, agent: str) -> AgentInfo:
@@ -509,17 +509,17 @@ def copies_built(engine: Engine) -> int:
 
 def trunk_readers(engine: Engine) -> int:
     """How many sequences are read from the trunk, or written into it."""
-    return len(engine.trunk._runs)
+    return len(engine.hidden_states._runs)
 
 
 def sweep_trunk(engine: Engine) -> None:
     """Have the trunk forget those that have ended, as each step does; then nobody may hold a block of it."""
-    engine.trunk.sweep()
-    engine.trunk.blocks.check_integrity([])
+    engine.hidden_states.sweep()
+    engine.hidden_states.blocks.check_integrity([])
 
 
-def trunk_blocks(engine: Engine) -> int:
-    return len(engine.trunk.blocks)
+def hidden_state_blocks(engine: Engine) -> int:
+    return len(engine.hidden_states.blocks)
 
 
 # -- recurrent state --------------------------------------------------------------------------------------------------
@@ -597,5 +597,5 @@ def transcript_bytes(engine: Engine) -> tuple[int, int]:
 
 def pinned(engine: Engine) -> list[object]:
     """Lineages and blocks that turns hold."""
-    in_use = engine.persistence._in_use
-    return [*in_use.lineages(), *in_use.blocks()]
+    pins = engine.persistence._pins
+    return [*pins.lineages(), *pins.blocks()]

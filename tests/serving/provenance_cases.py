@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from agentcache.blocks.keys import Producer
+from agentcache.blocks.keys import KVOrigin
 from agentcache.report import CacheState, Report
 from agentcache.store.verify import verify_folder
 from tests.serving import inside
@@ -21,11 +21,11 @@ from tests.serving.conversation import greedy, make_ids
 PROMPT = make_ids(600)
 START = 300
 UPPER = frozenset([1])
-A, B = Producer("aa", START, UPPER), Producer("bb", START, UPPER)
+A, B = KVOrigin("aa", START, UPPER), KVOrigin("bb", START, UPPER)
 MORE = 40
 
 
-def ask(hand: ByHand, ids: list[int], agent: str | None = None, producer: Producer | None = None) -> Report:
+def ask(hand: ByHand, ids: list[int], agent: str | None = None, producer: KVOrigin | None = None) -> Report:
     """Compute the prompt and a token behind it, which the cache does not get."""
     receiver = hand.submit(ids, greedy(1), agent, producer)
     hand.run(receiver)

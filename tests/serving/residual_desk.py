@@ -18,18 +18,18 @@ import numpy as np
 
 from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.agents.eviction import Eviction
-from agentcache.agents.in_use import InUse
 from agentcache.agents.index import load_agents
 from agentcache.agents.operations import AgentOperations
 from agentcache.agents.persistence import Persistence
+from agentcache.agents.pins import Pins
 from agentcache.agents.residuals import ResidualTurn
 from agentcache.agents.restore import Restorer
 from agentcache.agents.saved import Saved
 from agentcache.agents.table import AgentTable
+from agentcache.blocks.block_tables import PathBlock
 from agentcache.blocks.keys import BASE_CACHE, Namespace, block_key, residual_cache
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.blocks.sequence import LaneBlock
 from agentcache.blocks.transcript import Transcript
 from agentcache.kv.block_layout import Array
 from agentcache.kv.residual_arenas import ResidualArenas
@@ -75,8 +75,8 @@ class Desk:
     ) -> None:
         self.posted: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self.store = Store(folder, SPEC, MODEL, disk_budget=disk_budget, fault=fault)
-        self.in_use = InUse()
-        self.agents = AgentTable(MODEL, in_use=self.in_use)
+        self.pins = Pins()
+        self.agents = AgentTable(MODEL, pins=self.pins)
         self._ledger = Ledger(1 << 30)
         base = self._cache(BASE_CACHE, SPEC)
         self.caches = KeptCaches(base, lambda salt: Namespace(MODEL, SPEC.digest, salt))
@@ -87,7 +87,7 @@ class Desk:
             runner,
             self.store,
             self.agents,
-            self.in_use,
+            self.pins,
             self.posted.put,
             max_lineages=8,
             first_thought=lambda transcript: None,
@@ -96,7 +96,7 @@ class Desk:
             self.caches, self.store, self.posted.put, lambda: self.is_idle, lambda: self.is_awaited
         )
         self.eviction = Eviction(self.caches, self.agents, self.persistence)
-        self.operations = AgentOperations(self.caches, self.agents, self.persistence, self.in_use, self.restorer)
+        self.operations = AgentOperations(self.caches, self.agents, self.persistence, self.pins, self.restorer)
         self.persistence.tidy()
         for name in adapters:
             self.open(name)
@@ -135,7 +135,7 @@ class Desk:
         """An agent's turn, whose prompt and answer are `ids`; with an adapter, its residuals too."""
         known = self.agents.known(agent)
         record = known[0] if known else self.agents.new(agent)
-        self.in_use.hold_lineage(record.name)
+        self.pins.pin_lineage(record.name)
         blocks, early = self._compute(self.caches.base, ids)
         residuals = []
         if adapter is not None:
@@ -153,10 +153,10 @@ class Desk:
         saved: list[Saved] = []
         self.persistence.commit(record, blocks, saved.append, early, residuals=residuals)
         self.settle(lambda: bool(saved))
-        self.in_use.let_lineage_go(record.name)
+        self.pins.let_lineage_go(record.name)
         return saved[0]
 
-    def _compute(self, cache: KeptCache, ids: Sequence[int]) -> tuple[list[LaneBlock], list[LaneBlock]]:
+    def _compute(self, cache: KeptCache, ids: Sequence[int]) -> tuple[list[PathBlock], list[PathBlock]]:
         """A sequence over the tokens: what is cached is used, what is not is made up and, block by block, saved."""
         root = self.caches.root(cache, "")
         sequence = cache.prefix.open(root, cache.prefix.match_prefix(root, ids, len(ids)))
@@ -173,7 +173,7 @@ class Desk:
         self._fill(cache, [block for block in blocks if not block.node.is_full])
         return blocks, published
 
-    def _fill(self, cache: KeptCache, blocks: Sequence[LaneBlock]) -> None:
+    def _fill(self, cache: KeptCache, blocks: Sequence[PathBlock]) -> None:
         for block in blocks:
             for group, slot in block.node.block_ids.items():
                 if group not in block.node.stored:
@@ -217,7 +217,7 @@ class Desk:
 
     def check_nothing_is_held(self) -> None:
         """Turns that are over hold no lineage and no block, and nothing is on its way to the disk."""
-        assert (self.in_use.lineages(), self.in_use.blocks()) == ([], set())
+        assert (self.pins.lineages(), self.pins.blocks()) == ([], set())
         assert not any(node.pending for cache in self.caches for node in cache.prefix.tree.walk())
 
 

@@ -9,22 +9,22 @@ from types import SimpleNamespace
 from typing import Any
 
 from agentcache.agents.caches import KeptCache, KeptCaches
-from agentcache.agents.in_use import InUse
+from agentcache.agents.pins import Pins
+from agentcache.blocks.block_tables import Copy
 from agentcache.blocks.keys import BASE_CACHE
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.prefix_match import Match, PromptMatch
-from agentcache.blocks.sequence import Copy
 from agentcache.blocks.transcript import Transcript
 from agentcache.engine.batch import BatchRow, Result
 from agentcache.engine.engine import Engine, Parts
-from agentcache.engine.generation import Emit, Generation
+from agentcache.engine.hidden_states import HiddenStatePlanner
 from agentcache.engine.output import Output
-from agentcache.engine.pace import Pace, idle_chunk
+from agentcache.engine.output_processor import OutputProcessor
 from agentcache.engine.requests import Requests
+from agentcache.engine.running_request import Emit, RunningRequest
 from agentcache.engine.scheduler import Scheduler
-from agentcache.engine.trunk import Trunk
-from agentcache.engine.turns import Turns
+from agentcache.engine.token_budget import TokenBudget, idle_chunk
 from agentcache.errors import AgentCacheError, RequestCancelled
 from agentcache.models.device_memory import Limits
 from agentcache.models.text.detokenizer import Detokenizer
@@ -66,7 +66,7 @@ class Costs:
 class Client:
     """One request, and what its sender saw when."""
 
-    generation: Generation
+    generation: RunningRequest
     wanted: int
     arrived_at: float
     token_times: list[float] = field(default_factory=list)
@@ -87,11 +87,11 @@ def make_generation(
     wanted: int = 1,
     priority: Priority | None = None,
     emit: Emit = lambda update: None,
-) -> Generation:
+) -> RunningRequest:
     """A request for `wanted` tokens behind a prompt of `num_tokens` equal ones."""
     ids = array("I", [token] * num_tokens)
     transcript = Transcript("a" * num_tokens, ids, array("I", range(1, num_tokens + 1)), (("prompt", num_tokens),))
-    return Generation(
+    return RunningRequest(
         request=Request("r", TokenPrompt(list(ids)), priority=priority or Priority.INTERACTIVE),
         match=PromptMatch(Match.NEW, transcript, 0),
         max_tokens=wanted,
@@ -147,10 +147,10 @@ class FormulaDevice:
         self._simulation = simulation
         self._snapshots: dict[int, Any] = {}
 
-    def limit(self, plan: dict[Generation, int]) -> dict[Generation, int]:
+    def limit(self, plan: dict[RunningRequest, int]) -> dict[RunningRequest, int]:
         return plan
 
-    def prepare(self, generation: Generation) -> None:
+    def prepare(self, generation: RunningRequest) -> None:
         pass
 
     def move_blocks(self, moves: Iterable[Copy]) -> None:
@@ -159,7 +159,7 @@ class FormulaDevice:
     def give_back(self) -> None:
         pass
 
-    def build(self, rows: Sequence[Generation], num_tokens: int, before: object, *, contended: bool) -> Computed:
+    def build(self, rows: Sequence[RunningRequest], num_tokens: int, before: object, *, contended: bool) -> Computed:
         assert num_tokens == 1 or len(rows) == 1
         self._simulation.lookahead_rows += sum(generation.in_flight for generation in rows)
         made = [BatchRow.of(g, g.num_to_launch, num_tokens) for g in rows]
@@ -170,7 +170,7 @@ class FormulaDevice:
             generation.launched_state = state
         return step
 
-    def _state_after(self, generation: Generation, num_tokens: int) -> Any:
+    def _state_after(self, generation: RunningRequest, num_tokens: int) -> Any:
         if self._simulation.cache.snapshots is None:
             return None
         before, token = generation.num_launched, generation.token_ids[0]
@@ -188,7 +188,7 @@ class FormulaDevice:
         assert snapshots is not None
         self._snapshots = {slot: state for slot, state in self._snapshots.items() if not snapshots.is_free(slot)}
 
-    def at_fault(self, rows: Sequence[Generation], num_tokens: int) -> Sequence[Generation]:
+    def at_fault(self, rows: Sequence[RunningRequest], num_tokens: int) -> Sequence[RunningRequest]:
         return ()
 
     def copy_blocks(self, copies: Iterable[Copy]) -> None:
@@ -208,7 +208,7 @@ def _restore(sequence: object, done: object) -> None:
     raise AssertionError("nothing is on disk")
 
 
-def _parts(device: FormulaDevice, cache: PrefixCache, max_running: int, pace: Pace) -> Parts:
+def _parts(device: FormulaDevice, cache: PrefixCache, max_running: int, token_budget: TokenBudget) -> Parts:
     """An engine's, without a model, adapters or a disk."""
     requests = Requests()
     tokenizer: Any = SimpleNamespace(
@@ -223,15 +223,15 @@ def _parts(device: FormulaDevice, cache: PrefixCache, max_running: int, pace: Pa
         caches=KeptCaches(KeptCache(BASE_CACHE, none, cache, none), loaded.namespace),
         device=device,
         requests=requests,
-        scheduler=Scheduler(requests, max_running=max_running, pace=pace),
-        turns=Turns(cache, tokenizer, none, persistence, InUse(), requests, device),
+        scheduler=Scheduler(requests, max_running=max_running, token_budget=token_budget),
+        turns=OutputProcessor(cache, tokenizer, none, persistence, Pins(), requests, device),
         agents=none,
         operations=none,
         eviction=none,
         persistence=persistence,
         restorer=SimpleNamespace(restore=_restore),  # type: ignore[arg-type]
         adapters=adapters,
-        trunk=Trunk(cache, adapters),
+        hidden_states=HiddenStatePlanner(cache, adapters),
         residuals=SimpleNamespace(cache_of=none),  # type: ignore[arg-type]
         served=none,
         limits=Limits([]),
@@ -261,7 +261,7 @@ class Simulation:
         max_running: int = 16,
         costs: Costs | None = None,
         decode_share: float = 0.5,
-        pace: Pace | None = None,
+        token_budget: TokenBudget | None = None,
         check_integrity: bool = False,
         num_states: int = 0,
         starts_alone: bool = False,
@@ -272,10 +272,12 @@ class Simulation:
             [FullGroup()], Ledger(num_blocks + num_states), state=state, state_budget=num_states, snapshot_tokens=512
         )
         idle = idle_chunk(256, max_stall=MAX_STALL, token_seconds=self.costs.chunk_token)
-        usual = Pace(max_stall=MAX_STALL, decode_share=decode_share, chunk=256, idle_chunk=idle, token_seconds=1.0)
-        self.engine = Engine(_parts(FormulaDevice(self), self.cache, max_running, pace or usual))
+        usual = TokenBudget(
+            max_stall=MAX_STALL, decode_share=decode_share, chunk=256, idle_chunk=idle, token_seconds=1.0
+        )
+        self.engine = Engine(_parts(FormulaDevice(self), self.cache, max_running, token_budget or usual))
         self.now = 0.0
-        self.clients: dict[Generation, Client] = {}
+        self.clients: dict[RunningRequest, Client] = {}
         self.decoding_seconds = self.prefilling_seconds = 0.0
         self.lookahead_rows = 0
         self.starts_alone = starts_alone
@@ -346,7 +348,7 @@ class Simulation:
         elif not step.is_chunk and any(not generation.num_generated for generation in self.scheduler.running):
             self.decoding_seconds += step.seconds
 
-    def note_progress(self, generation: Generation, num_tokens: int) -> None:
+    def note_progress(self, generation: RunningRequest, num_tokens: int) -> None:
         if num_tokens > 1:
             self.clients[generation].chunk_times.append(self.now)
             self._chunks.append(self.clients[generation])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from agentcache.adapter_settings import Policy
 from agentcache.adapters.activation import find_last, refuse_without_adapter, use_adapter
 from agentcache.adapters.table import ServedAdapter
-from agentcache.blocks.keys import Producer
+from agentcache.blocks.keys import KVOrigin
 from agentcache.errors import InvalidRequest
 from agentcache.models.adapters import Adapter
 from agentcache.request import Request, TokenPrompt
@@ -96,10 +96,10 @@ def test_policies() -> None:
 
 def test_producer_and_report() -> None:
     activated = use_adapter(POET, Policy.AUTO, REQUEST, [1, A, B])
-    assert activated.producer == Producer("digest", 1, frozenset([1, 2]))
+    assert activated.producer == KVOrigin("digest", 1, frozenset([1, 2]))
     assert activated.activated_at == 1
     exact = use_adapter(POET, Policy.EXACT, REQUEST, [1, A, B])
-    assert (exact.producer, exact.activated_at) == (Producer("digest", 0, frozenset([1, 2])), None)
+    assert (exact.producer, exact.activated_at) == (KVOrigin("digest", 0, frozenset([1, 2])), None)
 
 
 def test_base_has_no_invocation() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from agentcache.adapter_settings import Policy
-from agentcache.adapters.table import AdapterTable, ServedAdapter, check_adapter_name, settle_policy
+from agentcache.adapters.table import AdapterTable, ServedAdapter, check_adapter_name, resolve_policy
 from agentcache.errors import InvalidRequest, NotFound
 from agentcache.models.adapters import Adapter
 from agentcache.models.decoder import Decoder
@@ -129,12 +129,12 @@ def test_names(name: str) -> None:
 
 def test_what_auto_stands_for() -> None:
     plain, activated, decoder = make_source(), make_source(invocation=(1,)), Decoder("d", Path("/d"), 1, ())
-    assert settle_policy(Policy.AUTO, plain) is Policy.EXACT
-    assert settle_policy(Policy.AUTO, activated) is Policy.ACTIVATED
-    assert settle_policy(Policy.EXACT, activated) is Policy.EXACT
-    assert settle_policy(Policy.AUTO, decoder) is settle_policy(Policy.PREFILL_SHARE, decoder) is Policy.PREFILL_SHARE
+    assert resolve_policy(Policy.AUTO, plain) is Policy.EXACT
+    assert resolve_policy(Policy.AUTO, activated) is Policy.ACTIVATED
+    assert resolve_policy(Policy.EXACT, activated) is Policy.EXACT
+    assert resolve_policy(Policy.AUTO, decoder) is resolve_policy(Policy.PREFILL_SHARE, decoder) is Policy.PREFILL_SHARE
     with pytest.raises(InvalidRequest, match="whole model"):
-        settle_policy(Policy.EXACT, decoder)
+        resolve_policy(Policy.EXACT, decoder)
 
 
 def test_what_was_used_last_leaves_last() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentcache.adapter_settings import Policy
-from agentcache.blocks.lane_search import MIN_TAIL_TOKENS
+from agentcache.blocks.path_search import MIN_TAIL_TOKENS
 from agentcache.errors import InvalidRequest, NotFound
 from agentcache.llm import LLM
 from tests.adapters_factory import make_adapter

@@ -12,9 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from agentcache.agents.in_use import InUse
+from agentcache.agents.pins import Pins
 from agentcache.agents.table import AgentTable
-from agentcache.blocks.lanes import NamedBlock
+from agentcache.blocks.origin_paths import NamedBlock
 from agentcache.blocks.transcript import Transcript
 from agentcache.errors import Conflict, InvalidRequest, NotFound
 from agentcache.store.manifest import FIRST_LINEAGE, AgentRecord, agent_of, lineage_name
@@ -32,8 +32,8 @@ class AgentMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.in_use = InUse()
-        self.table = AgentTable("model", in_use=self.in_use)
+        self.pins = Pins()
+        self.table = AgentTable("model", pins=self.pins)
         self.records: dict[str, AgentRecord] = {}
         self.busy: Counter[str] = Counter()
 
@@ -94,11 +94,11 @@ class AgentMachine(RuleBasedStateMachine):
     def work(self, agent_id: str, lineage: str, busy: bool) -> None:
         name = lineage_name(agent_id, lineage)
         if busy:
-            self.in_use.hold_lineage(name)
+            self.pins.pin_lineage(name)
             self.busy[name] += 1
         else:
             if self.busy[name]:
-                self.in_use.let_lineage_go(name)
+                self.pins.let_lineage_go(name)
             self.busy = +(self.busy - Counter([name]))
 
     @invariant()
@@ -107,7 +107,7 @@ class AgentMachine(RuleBasedStateMachine):
         assert len(self.table) == len(self.ids)
         assert self.table.ids == sorted(self.ids)
         assert all((agent_id in self.table) is (agent_id in self.ids) for agent_id in ("ada", "Ada", "bob", "carl"))
-        assert self.in_use.lineages() == list(self.busy)
+        assert self.pins.lineages() == list(self.busy)
 
     @invariant()
     def of_too_many_the_oldest_idle_one_goes_first(self) -> None:
@@ -172,18 +172,18 @@ def test_where_only_one_may_stay_it_is_the_one_used_last() -> None:
 
 
 def test_the_longest_waits_for_a_busy_one_to_be_given_up() -> None:
-    in_use = InUse()
+    pins = Pins()
     known = lineages_of({"main": (900, 3600.0), "one": (400, 3.0), "two": (400, 1.0)}, time.time())
-    table = AgentTable("model", known, in_use=in_use)
-    in_use.hold_lineage(lineage_name("a", "one"))
+    table = AgentTable("model", known, pins=pins)
+    pins.pin_lineage(lineage_name("a", "one"))
     assert surplus_of(table, 2) is None
-    in_use.let_lineage_go(lineage_name("a", "one"))
+    pins.let_lineage_go(lineage_name("a", "one"))
     assert surplus_of(table, 2) == "one"
 
 
 def test_another_lineage_is_set_as_the_agent_is() -> None:
-    in_use = InUse()
-    table = AgentTable("model", in_use=in_use)
+    pins = Pins()
+    table = AgentTable("model", pins=pins)
     first = replace(table.new("a", policy="auto", system="be kind"), adapter="poet")
     table.put(replace(first, transcript=Transcript.empty().extended("a", [1], [1], "prompt"), num_saved=1))
     other = table.vacant("a", param="agent")
@@ -191,14 +191,14 @@ def test_another_lineage_is_set_as_the_agent_is() -> None:
     assert replace(other, lineage=FIRST_LINEAGE) == first
     table.put(other)
     assert table.vacant("a", param="agent") == other, "an empty one is used first"
-    in_use.hold_lineage(other.name)
+    pins.pin_lineage(other.name)
     assert table.vacant("a", param="agent").lineage not in (FIRST_LINEAGE, other.lineage)
 
 
 def test_two_first_turns_of_an_agent_are_two_lineages() -> None:
-    in_use = InUse()
-    table = AgentTable("model", in_use=in_use)
-    in_use.hold_lineage(table.vacant("a", param="agent").name)
+    pins = Pins()
+    table = AgentTable("model", pins=pins)
+    pins.pin_lineage(table.vacant("a", param="agent").name)
     assert table.vacant("a", param="agent").lineage != FIRST_LINEAGE
 
 

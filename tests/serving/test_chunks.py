@@ -79,7 +79,7 @@ def test_windows_are_computed_in_large_chunks_within_what_was_reckoned(
     """As much at once as without windows; the answer is that of small chunks."""
     model, said = model_folder("mistral_sliding", **WINDOWED), []
     monkeypatch.setattr(opening, "device_kind", lambda: "metal")
-    monkeypatch.setattr(opening, "settled_token_seconds", lambda *_: 1e-6)
+    monkeypatch.setattr(opening, "agreed_token_seconds", lambda *_: 1e-6)
     for chunk in (256, 2048):
         with by_hand(model, tmp_path / str(chunk), ram_budget=1 << 30) as hand:
             assert inside.largest_chunk(hand.engine) == 2048
@@ -102,7 +102,7 @@ def test_where_memory_is_short_windows_are_computed_in_smaller_chunks(
 ) -> None:
     model = model_folder("mistral_sliding", **WINDOWED)
     monkeypatch.setattr(opening, "device_kind", lambda: "metal")
-    monkeypatch.setattr(opening, "settled_token_seconds", lambda *_: 1e-6)
+    monkeypatch.setattr(opening, "agreed_token_seconds", lambda *_: 1e-6)
     with by_hand(model, tmp_path / "look") as hand:
         groups = inside.loaded_model(hand.engine).spec.groups
     for most in (1024, 512, 256):

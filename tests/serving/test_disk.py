@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from agentcache.agents.disk import Committed, Disk, SavedTurn
 from agentcache.agents.durable_lineages import DurableLineages
-from agentcache.agents.in_use import InUse
+from agentcache.agents.pins import Pins
 from agentcache.blocks.keys import BASE_CACHE, BlockName, block_key, residual_cache
 from agentcache.store.archived_agent import read_archive
 from agentcache.store.export import export_agent
@@ -82,10 +82,10 @@ class DiskMachine(RuleBasedStateMachine):
 
     def open(self) -> None:
         self.store = Store(self.folder, SPEC, MODEL, disk_budget=self.budget, fault=self.fault)
-        self.in_use = InUse()
+        self.pins = Pins()
         records = self.store.load_agents()
         assert {record.name: record for record in records} == self.saved
-        self.disk = Disk(self.store, records, self.in_use, lambda cache: cache == OPEN)
+        self.disk = Disk(self.store, records, self.pins, lambda cache: cache == OPEN)
         self.disk.files.know_cache(OPEN, RESIDUAL_SPEC)
         self.apply(self.disk.tidy())
 
@@ -131,8 +131,8 @@ class DiskMachine(RuleBasedStateMachine):
         record = self.make(agent_id, lineage, seed, num_tokens)
         held = record.block_names[: num_tokens // 256 * len(SPEC.groups)]
         self.busy[record.name] += 1
-        self.in_use.hold_lineage(record.name)
-        self.in_use.hold_blocks(held)
+        self.pins.pin_lineage(record.name)
+        self.pins.hold_blocks(held)
         self.turns.append(UnderWay(record, held))
         outcome = self.apply(self.disk.write(writes_of(record, held), held))
         assert outcome.written or outcome.error
@@ -145,7 +145,7 @@ class DiskMachine(RuleBasedStateMachine):
         turn = self.take(data)
         names = turn.record.block_names
         counted_on = [name for name in names if name not in turn.held]
-        self.in_use.hold_blocks(counted_on)
+        self.pins.hold_blocks(counted_on)
         held = [*turn.held, *counted_on]
         gone = {name for name in names if not self.disk.files.has(name)}
         writes = writes_of(turn.record, gone if knows_all else gone.difference(turn.held))
@@ -164,7 +164,7 @@ class DiskMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
         turn = self.take(data)
-        self.in_use.let_blocks_go(turn.held)
+        self.pins.let_blocks_go(turn.held)
         self.apply(self.disk.sweep(turn.held))
         self.leave(turn)
 
@@ -172,7 +172,7 @@ class DiskMachine(RuleBasedStateMachine):
         return self.turns.pop(data.draw(st.integers(0, len(self.turns) - 1)))
 
     def leave(self, turn: UnderWay) -> None:
-        self.in_use.let_lineage_go(turn.record.name)
+        self.pins.let_lineage_go(turn.record.name)
         self.busy = +(self.busy - Counter([turn.record.name]))
 
     # -- what clients ask for ---------------------------------------------------------------------------------------
@@ -200,10 +200,10 @@ class DiskMachine(RuleBasedStateMachine):
         copy = replace(source, id=new_id)
         if copy.name in self.saved:
             return
-        self.in_use.hold_lineage(source.name)  # as `AgentOperations.fork` does: else its blocks might go for room
+        self.pins.pin_lineage(source.name)  # as `AgentOperations.fork` does: else its blocks might go for room
         if self.apply(self.disk.commit(SavedTurn(copy))).error is None:
             self.saved[copy.name] = copy
-        self.in_use.let_lineage_go(source.name)
+        self.pins.let_lineage_go(source.name)
 
     # -- the disk ---------------------------------------------------------------------------------------------------
 
@@ -211,7 +211,7 @@ class DiskMachine(RuleBasedStateMachine):
     def commit_on_a_disk_that_fails(self, step: str, agent_id: str, seed: int) -> None:
         record = self.make(agent_id, FIRST_LINEAGE, seed, 300)
         gone = [name for name in record.block_names if not self.disk.files.has(name)]
-        self.in_use.hold_blocks(record.block_names)
+        self.pins.hold_blocks(record.block_names)
         self.fails = step
         turn = SavedTurn(record, record.block_names, writes_of(record, gone), record.block_names)
         outcome = self.apply(self.disk.commit(turn))
@@ -332,9 +332,9 @@ def test_an_import_that_fails_is_taken_back_as_far_as_the_disk_lets(tmp_path: Pa
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with open_store(target, fault=fault) as store:
-        archive, in_use = read_archive(tmp_path / "file", SPEC, MODEL, "bob"), InUse()
-        in_use.hold_blocks(archive.names)
-        disk = Disk(store, store.load_agents(), in_use, lambda cache: True)
+        archive, pins = read_archive(tmp_path / "file", SPEC, MODEL, "bob"), Pins()
+        pins.hold_blocks(archive.names)
+        disk = Disk(store, store.load_agents(), pins, lambda cache: True)
         outcome = disk.bring_in(archive)
         assert outcome.error is not None and "save agent bob~b2" in outcome.error
     with open_store(target) as store:
@@ -352,10 +352,10 @@ def test_room_is_made_by_whoever_was_used_longest_ago_of_whatever_model(other_is
             store.write_blocks(make_turn(record))
             store.save_agent(record)
     with open_store(tmp_path, model=OTHER_MODEL, disk_budget=size_on_disk(tmp_path) + BLOCK_BYTES) as store:
-        in_use = InUse()
-        disk = Disk(store, store.load_agents(), in_use, lambda cache: False)
+        pins = Pins()
+        disk = Disk(store, store.load_agents(), pins, lambda cache: False)
         assert disk.tidy().error is None
-        in_use.hold_blocks(new.block_names)
+        pins.hold_blocks(new.block_names)
         outcome = disk.commit(SavedTurn(new, new.block_names, make_turn(new), new.block_names))
         assert outcome.error is None
         assert [reduced.before.name for reduced in outcome.reduced] == ([] if other_is_older else ["own"])
@@ -375,7 +375,7 @@ def test_residuals_of_adapters_that_are_not_loaded_go_first(cache: str, tmp_path
             store.write_blocks(make_turn(record))
             store.save_agent(record)
     with open_store(tmp_path, disk_budget=size_on_disk(tmp_path) - 1) as store:
-        disk = Disk(store, store.load_agents(), InUse(), lambda name: name == OPEN)
+        disk = Disk(store, store.load_agents(), Pins(), lambda name: name == OPEN)
         outcome = disk.tidy()
         assert outcome.error is None and store.usage.free >= 0
         [reduced] = outcome.reduced
@@ -387,21 +387,21 @@ def test_residuals_of_adapters_that_are_not_loaded_go_first(cache: str, tmp_path
 def test_a_turn_that_is_to_be_tried_again_keeps_what_it_holds(tmp_path: Path) -> None:
     record = make_record("a", make_transcript(600))
     with open_store(tmp_path) as store:
-        in_use = InUse()
-        disk = Disk(store, [], in_use, lambda cache: False)
-        in_use.hold_blocks(record.block_names)
+        pins = Pins()
+        disk = Disk(store, [], pins, lambda cache: False)
+        pins.hold_blocks(record.block_names)
         first, *others = make_turn(record)
         outcome = disk.commit(SavedTurn(record, record.block_names, others, record.block_names))
-        assert outcome.lost and all(map(in_use.has_block, record.block_names))
+        assert outcome.lost and all(map(pins.has_block, record.block_names))
         outcome = disk.commit(SavedTurn(record, record.block_names, [first], record.block_names))
-        assert outcome.error is None and not in_use.blocks()
+        assert outcome.error is None and not pins.blocks()
         assert store.load_agents() == [record]
 
 
 def test_what_another_lineage_still_names_is_not_deleted(tmp_path: Path) -> None:
     first, second = (make_record(name, make_transcript(600)) for name in "ab")
     with open_store(tmp_path) as store:
-        disk = Disk(store, [], InUse(), lambda cache: False)
+        disk = Disk(store, [], Pins(), lambda cache: False)
         for record in (first, second):
             assert disk.commit(SavedTurn(record, record.block_names, make_turn(record))).error is None
         shorter = make_record("a", make_transcript(40, seed=1))
@@ -419,15 +419,15 @@ def test_room_is_made_of_a_newer_lineage_while_a_turn_extends_the_older_one(ram_
             store.write_blocks(make_turn(record))
             store.save_agent(record)
     with open_store(ram_path, disk_budget=size_on_disk(ram_path) - 1) as store:
-        in_use = InUse()
-        in_use.hold_lineage("a")
-        outcome = Disk(store, store.load_agents(), in_use, lambda cache: False).tidy()
+        pins = Pins()
+        pins.pin_lineage("a")
+        outcome = Disk(store, store.load_agents(), pins, lambda cache: False).tidy()
         assert outcome.error is None and store.usage.free >= 0
         assert [reduced.before.name for reduced in outcome.reduced] == ["b"]
 
 
 def test_a_conversation_that_has_grown_is_no_longer_the_first_to_go() -> None:
-    lineages = DurableLineages(InUse(), lambda cache: False)
+    lineages = DurableLineages(Pins(), lambda cache: False)
     main = make_record("a", make_transcript(300), last_used=1.0)
     side = make_record("a", make_transcript(900, seed=1), lineage="a1", last_used=2.0)
     for record in (main, side):
@@ -436,4 +436,4 @@ def test_a_conversation_that_has_grown_is_no_longer_the_first_to_go() -> None:
     lineages.put(make_record("a", make_transcript(900), last_used=3.0))
     assert lineages.stalest(now=5.0) is side
     lineages.remove(side.name)
-    assert lineages.staleness(main, now=5.0) == 4.0
+    assert lineages.eviction_priority(main, now=5.0) == 4.0

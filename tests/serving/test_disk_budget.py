@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import cast
 
 from agentcache.agents.disk import Disk, SavedTurn
-from agentcache.agents.in_use import InUse
+from agentcache.agents.pins import Pins
 from agentcache.blocks.keys import residual_cache
 from agentcache.llm import LLM
 from agentcache.store.archived_agent import ArchivedAgent
@@ -55,7 +55,7 @@ def test_ten_starts_with_random_free_space(set_free: SetFree, tmp_path: Path) ->
         free = chance.choice((0, chance.randrange(held), chance.randrange(5 * held)))
         set_free(free)
         with open_store(tmp_path, disk_budget=None) as store:
-            disk = Disk(store, store.load_agents(), InUse(), lambda cache: False)
+            disk = Disk(store, store.load_agents(), Pins(), lambda cache: False)
             assert disk.tidy().error is None
             assert store.usage.budget == max(held, (free + held) // 5), f"start {start}"
             outcome = disk.commit(SavedTurn(new, new.block_names, make_turn(new)))
@@ -72,7 +72,7 @@ def test_a_folder_that_is_nearly_full_takes_what_fits(set_free: SetFree, tmp_pat
     set_free(4 * held + 10 * BLOCK_BYTES)
     small, large = (make_record(f"of{count}", make_transcript(count, seed=count)) for count in (300, 3000))
     with open_store(tmp_path, disk_budget=None) as store:
-        disk = Disk(store, store.load_agents(), InUse(), lambda cache: False)
+        disk = Disk(store, store.load_agents(), Pins(), lambda cache: False)
         refused, taken = (disk.commit(SavedTurn(each, each.block_names, make_turn(each))) for each in (large, small))
         assert refused.error is not None and "The budget is automatic" in refused.error
         assert taken.error is None and not taken.reduced and not taken.removed

@@ -17,17 +17,17 @@ import pytest
 from agentcache.agents import disk_jobs
 from agentcache.agents.persistence import Persistence
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.engine import turns
+from agentcache.engine import output_processor
 from agentcache.engine.admission import Admission
 from agentcache.engine.batch import Batch, BatchRow
 from agentcache.engine.batch_builder import BatchBuilder
-from agentcache.engine.catch_up import CatchUp
 from agentcache.engine.engine import Engine
-from agentcache.engine.generation import Generation
+from agentcache.engine.hidden_states import HiddenStatePlanner
 from agentcache.engine.output import Output
+from agentcache.engine.output_processor import OutputProcessor
+from agentcache.engine.prefix_sharing import PrefixSharing
+from agentcache.engine.running_request import RunningRequest
 from agentcache.engine.scheduler import Scheduler
-from agentcache.engine.trunk import Trunk
-from agentcache.engine.turns import Turns
 from agentcache.errors import BrokenInvariant, EngineStopped, InternalError
 from agentcache.models.runner import ModelRunner
 from agentcache.store.writer import Writer
@@ -56,7 +56,7 @@ class Fault:
 
 
 OWN = [
-    Fault(Turns, "begin"),
+    Fault(OutputProcessor, "begin"),
     Fault(Admission, "_open"),
     Fault(Admission, "_open", late=True),
     Fault(Admission, "_take_restored"),
@@ -68,18 +68,18 @@ OWN = [
     Fault(PrefixCache, "advance", late=True),
     Fault(PrefixCache, "leave_window"),
     Fault(PrefixCache, "close"),
-    Fault(Turns, "save_early", late=True),
-    Fault(Turns, "take"),
-    Fault(Turns, "take", late=True),
-    Fault(Turns, "_add"),
-    Fault(Turns, "_announce", late=True),
+    Fault(OutputProcessor, "save_early", late=True),
+    Fault(OutputProcessor, "take"),
+    Fault(OutputProcessor, "take", late=True),
+    Fault(OutputProcessor, "_add"),
+    Fault(OutputProcessor, "_announce", late=True),
     Fault(Output, "add"),
     Fault(Output, "add", late=True),
     Fault(Output, "finish"),
     Fault(Output, "generated"),
-    Fault(Turns, "finish"),
-    Fault(Turns, "_transcript", late=True),
-    Fault(Turns, "_keep_state"),
+    Fault(OutputProcessor, "finish"),
+    Fault(OutputProcessor, "_transcript", late=True),
+    Fault(OutputProcessor, "_keep_state"),
     Fault(Persistence, "commit"),
     Fault(Persistence, "_try_to_commit"),
     Fault(BatchRow, "sampler_row"),
@@ -96,8 +96,8 @@ STEPS = [
     Fault(Batch, "wait", late=True, told=False),
     Fault(Batch, "results", told=False),
     Fault(Scheduler, "schedule", told=False),
-    Fault(CatchUp, "look", told=False),
-    Fault(Trunk, "sweep", told=False),
+    Fault(PrefixSharing, "look", told=False),
+    Fault(HiddenStatePlanner, "sweep", told=False),
     Fault(Engine, "_note_time", told=False),
 ]
 
@@ -108,7 +108,7 @@ class Trap:
     def __init__(self, fault: Fault, agent: str) -> None:
         self._fault = fault
         self._agent = agent
-        self.generation: Generation | None = None
+        self.generation: RunningRequest | None = None
         self.sprung = 0
 
     @contextmanager
@@ -134,8 +134,8 @@ class Trap:
         return any(self._is_own(arg) for arg in args)
 
     def _is_own(self, arg: Any) -> bool:
-        if isinstance(arg, (Generation, BatchRow)):
-            return (arg if isinstance(arg, Generation) else arg.generation).request.agent == self._agent
+        if isinstance(arg, (RunningRequest, BatchRow)):
+            return (arg if isinstance(arg, RunningRequest) else arg.generation).request.agent == self._agent
         if getattr(getattr(arg, "record", arg), "id", None) == self._agent:
             return True
         own = self.generation
@@ -256,7 +256,7 @@ def test_a_cache_that_is_not_sound_stops_the_engine(
     with pytest.raises(EngineStopped, match="a block is lost"), by_hand(model, tmp_path / "cache") as hand:
         before = first_turn(hand, 0)
         monkeypatch.setattr(PrefixCache, "check_integrity", unsound)
-        with Trap(Fault(Turns, "take"), "mallory0").armed(monkeypatch):
+        with Trap(Fault(OutputProcessor, "take"), "mallory0").armed(monkeypatch):
             mallory, _ = two(hand, 0)
             hand.run(mallory)
     monkeypatch.undo()
@@ -272,7 +272,7 @@ def test_a_turn_that_cannot_be_reported_is_saved(model: Path, tmp_path: Path, mo
 
     with by_hand(model, tmp_path / "cache") as hand:
         with monkeypatch.context() as patch:
-            patch.setattr(turns, "make_report", failing)
+            patch.setattr(output_processor, "make_report", failing)
             mallory = hand.submit(make_ids(700, seed=100), greedy(2), "mallory0")
             hand.run(mallory)
         assert isinstance(mallory.updates[-1], InternalError)

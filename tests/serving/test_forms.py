@@ -237,7 +237,7 @@ def test_a_grammar_that_takes_longer_than_many_steps(
         initial_lexer_fuel=10**9, step_lexer_fuel=10**9, step_max_items=10**8, max_items_in_row=10**7
     )
     monkeypatch.setattr(compiler, "parser_limits", lambda: limits)
-    monkeypatch.setattr(compiler.Grammars, "_try", lambda self, reply, limit: None)
+    monkeypatch.setattr(compiler.GrammarCompiler, "_try", lambda self, reply, limit: None)
     rules = "".join(f'r{i}: /[a-z]/ r{i} | "y{i}"\n' for i in range(3000))
     slow = text_form(Notation.LARK, "start: " + " | ".join(f'r{i} "x{i}"' for i in range(3000)) + "\n" + rules)
     with by_hand(model, tmp_path / "cache") as hand:

@@ -100,8 +100,8 @@ def test_what_base_has_computed_and_the_adapter_goes_on_from(
     said = answer(llm, ids, None, adapter="poet", **options)
     assert said.report.activated_at == start
     base, poet = (load_model(folder)[0] for folder in (qwen, merged(qwen, tmp_path / "merged")))
-    survey = inside.loaded_model(inside.engine_of(llm)).survey
-    caches = reference(base, survey)
+    inspection = inside.loaded_model(inside.engine_of(llm)).inspection
+    caches = reference(base, inspection)
     base(mx.array([ids[:start]]), cache=caches)
     rest = ids[start:]
     for mine in said.logprobs:
@@ -109,7 +109,7 @@ def test_what_base_has_computed_and_the_adapter_goes_on_from(
         assert mine.token_id == mx.argmax(expected).item()
         assert mine.logprob is not None and abs(mine.logprob - expected[mine.token_id].item()) < CLOSE
         rest = [mine.token_id]
-    alone = nn.log_softmax(base(mx.array([ids]), cache=reference(base, survey))[0, -1])
+    alone = nn.log_softmax(base(mx.array([ids]), cache=reference(base, inspection))[0, -1])
     assert abs(alone[said.token_ids[0]].item() - (said.logprobs[0].logprob or 0)) > 10 * CLOSE, "it does something"
 
 

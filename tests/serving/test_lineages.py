@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentcache.agents.lineages import PlainPrompt, choose, is_twin, staleness, unshared_tokens
+from agentcache.agents.lineages import PlainPrompt, choose, eviction_priority, is_twin, unshared_tokens
 from agentcache.agents.table import AgentTable
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.blocks.lanes import NamedBlock
+from agentcache.blocks.origin_paths import NamedBlock
 from agentcache.blocks.transcript import Kind, Transcript
 from agentcache.store.manifest import AgentRecord
 
@@ -201,7 +201,7 @@ def test_tokens_that_nobody_else_has() -> None:
 def order(*lineages: AgentRecord, now: float = 100.0) -> list[str]:
     """Ids, those that go first first."""
     unshared = unshared_tokens(lineages)
-    ranked = sorted(lineages, key=lambda record: staleness(record, unshared, now), reverse=True)
+    ranked = sorted(lineages, key=lambda record: eviction_priority(record, unshared, now), reverse=True)
     return [record.lineage for record in ranked]
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.blocks.sequence import CacheSequence
+from agentcache.blocks.block_tables import BlockTables
 from agentcache.engine.batch import BatchRow
-from agentcache.engine.generation import Generation
+from agentcache.engine.running_request import RunningRequest
 from agentcache.llm import LLM, Completion
 from agentcache.models.sampler import Sampler
 from agentcache.sampling import SamplingParams
@@ -27,7 +27,7 @@ def test_a_penalty_counts_each_token_once() -> None:
     """The step itself adds the last token, which may not be known when the row is made."""
     generation = make_generation(5, wanted=9)
     generation.sampler = Sampler(SamplingParams(frequency_penalty=1.0))
-    generation.take_sequence(CacheSequence("root", None, array("I", generation.token_ids), [], []))
+    generation.take_sequence(BlockTables("root", None, array("I", generation.token_ids), [], []))
     for token, counts in ((7, {}), (7, {7: 1}), (8, {7: 2}), (7, {7: 2, 8: 1})):
         generation.token_ids.append(token)
         row = BatchRow.of(generation, 1, 1).sampler_row(len(generation.token_ids))
@@ -38,7 +38,7 @@ def test_a_penalty_counts_each_token_once() -> None:
 def waiting_for_every_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No row goes on from a token that is not known yet."""
     with monkeypatch.context() as patch:
-        patch.setattr(Generation, "can_decode", property(lambda g: not g.in_flight and g.num_to_launch == 1))
+        patch.setattr(RunningRequest, "can_decode", property(lambda g: not g.in_flight and g.num_to_launch == 1))
         yield
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.blocks.lane_search import MIN_TAIL_TOKENS
+from agentcache.blocks.path_search import MIN_TAIL_TOKENS
 from agentcache.blocks.prefix_match import Match
 from agentcache.blocks.transcript import Encoding, Transcript
 from agentcache.llm import LLM, Completion

@@ -6,27 +6,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentcache.engine.pace import SMALLEST_CHUNK, Pace, idle_chunk
+from agentcache.engine.token_budget import SMALLEST_CHUNK, TokenBudget, idle_chunk
 
 MAX_STALL = 0.1
 
 
-def make_pace(
+def make_token_budget(
     *, max_stall: float = 0.1, decode_share: float = 0.5, chunk: int = 256, token_seconds: float = 1.0
-) -> Pace:
-    return Pace(
+) -> TokenBudget:
+    return TokenBudget(
         max_stall=max_stall, decode_share=decode_share, chunk=chunk, idle_chunk=512, token_seconds=token_seconds
     )
 
 
-def measured(tokens_per_second: float, context: int = 0, **options: float) -> Pace:
-    pace = make_pace(**options)
-    pace.chunk_took(256 / tokens_per_second, 256, context, contended=False)
-    return pace
+def measured(tokens_per_second: float, context: int = 0, **options: float) -> TokenBudget:
+    token_budget = make_token_budget(**options)
+    token_budget.chunk_took(256 / tokens_per_second, 256, context, contended=False)
+    return token_budget
 
 
 def test_before_anything_is_measured_chunks_are_small() -> None:
-    assert make_pace().chunk_tokens(0, contended=True) == SMALLEST_CHUNK
+    assert make_token_budget().chunk_tokens(0, contended=True) == SMALLEST_CHUNK
 
 
 @pytest.mark.parametrize(
@@ -41,10 +41,10 @@ def test_while_nobody_decodes_the_pace_of_the_machine_cuts_no_prompt(
     chunks: list[tuple[float, int]], context: int
 ) -> None:
     """The last digits of results depend on the cuts: a slow server and a fast one compute the same."""
-    pace = make_pace()
+    token_budget = make_token_budget()
     for seconds, behind in chunks:
-        pace.chunk_took(seconds, 256, behind, contended=False)
-    assert pace.chunk_tokens(context, contended=False) == 512
+        token_budget.chunk_took(seconds, 256, behind, contended=False)
+    assert token_budget.chunk_tokens(context, contended=False) == 512
 
 
 @pytest.mark.parametrize(
@@ -56,18 +56,18 @@ def test_an_idle_chunk_is_taken_to_last_four_stalls_at_most(chunk: int, token_se
 
 
 def test_the_configured_chunk_bounds_the_others() -> None:
-    assert make_pace(chunk=20).chunk_tokens(0, contended=True) == 20
+    assert make_token_budget(chunk=20).chunk_tokens(0, contended=True) == 20
     assert measured(10**6, chunk=100).chunk_tokens(0, contended=True) == 100
 
 
 def test_where_nothing_is_measured_deeper_in_cost_is_taken_to_grow_with_context() -> None:
-    pace = measured(1000)
-    near, far = pace.chunk_tokens(512, contended=True), pace.chunk_tokens(16_384, contended=True)
+    token_budget = measured(1000)
+    near, far = token_budget.chunk_tokens(512, contended=True), token_budget.chunk_tokens(16_384, contended=True)
     assert near == pytest.approx(100 * (128 + 256) / (512 + 256), abs=1)
     assert far == SMALLEST_CHUNK
-    pace.chunk_took(0.1, 200, 16_384, contended=True)
-    assert pace.chunk_tokens(16_384, contended=True) > 180
-    assert pace.chunk_tokens(128, contended=True) == 100
+    token_budget.chunk_took(0.1, 200, 16_384, contended=True)
+    assert token_budget.chunk_tokens(16_384, contended=True) > 180
+    assert token_budget.chunk_tokens(128, contended=True) == 100
 
 
 def test_what_is_measured_deep_down_is_not_exceeded_further_up() -> None:
@@ -88,11 +88,11 @@ def test_chunks_settle_on_what_the_machine_can_do(
     def cost(num_tokens: int, context: int) -> float:
         return fixed + num_tokens * (per_token + per_context * context)
 
-    pace, context = make_pace(), start
+    token_budget, context = make_token_budget(), start
     for _ in range(20):
-        num_tokens = pace.chunk_tokens(context, contended=True)
+        num_tokens = token_budget.chunk_tokens(context, contended=True)
         seconds = cost(num_tokens, context)
-        pace.chunk_took(seconds, num_tokens, context, contended=True)
+        token_budget.chunk_took(seconds, num_tokens, context, contended=True)
         context += num_tokens
     assert num_tokens == SMALLEST_CHUNK or seconds < 1.3 * 0.1
     assert num_tokens == 256 or seconds > 0.6 * 0.1
@@ -101,14 +101,14 @@ def test_chunks_settle_on_what_the_machine_can_do(
 @pytest.mark.parametrize("decode_share", [0.2, 0.5, 0.8])
 @pytest.mark.parametrize("step", [0.001, 0.02, 0.3])
 def test_decoding_gets_its_share_before_the_next_chunk(decode_share: float, step: float) -> None:
-    pace, decoded, chunks = make_pace(decode_share=decode_share), 0.0, 0.0
-    pace.step_took(step)
+    token_budget, decoded, chunks = make_token_budget(decode_share=decode_share), 0.0, 0.0
+    token_budget.step_took(step)
     for _ in range(200):
-        pace.chunk_took(0.1, 100, 0, contended=True)
+        token_budget.chunk_took(0.1, 100, 0, contended=True)
         chunks += 0.1
         while True:
-            due = pace.decoding_is_due  # asked while a step is under way
-            pace.step_took(step)
+            due = token_budget.decoding_is_due  # asked while a step is under way
+            token_budget.step_took(step)
             decoded += step
             if not due:
                 break
@@ -119,88 +119,88 @@ def test_decoding_gets_its_share_before_the_next_chunk(decode_share: float, step
 
 
 def test_a_chunk_that_kept_nobody_waiting_is_not_owed_for() -> None:
-    pace = make_pace()
-    pace.chunk_took(5.0, 2048, 0, contended=False)
-    assert not pace.decoding_is_due
-    pace.chunk_took(5.0, 2048, 0, contended=True)
-    assert pace.decoding_is_due
+    token_budget = make_token_budget()
+    token_budget.chunk_took(5.0, 2048, 0, contended=False)
+    assert not token_budget.decoding_is_due
+    token_budget.chunk_took(5.0, 2048, 0, contended=True)
+    assert token_budget.decoding_is_due
 
 
 def test_a_chunk_that_skipped_layers_is_owed_for_but_tells_no_rate() -> None:
-    pace = make_pace()
-    pace.chunk_took(0.1, 100, 0, contended=False)
-    before = pace.chunk_tokens(0, contended=True)
-    pace.chunk_took(0.01, 100, 0, contended=True, whole=False)
-    assert pace.chunk_tokens(0, contended=True) == before
-    assert pace.decoding_is_due
+    token_budget = make_token_budget()
+    token_budget.chunk_took(0.1, 100, 0, contended=False)
+    before = token_budget.chunk_tokens(0, contended=True)
+    token_budget.chunk_took(0.01, 100, 0, contended=True, whole=False)
+    assert token_budget.chunk_tokens(0, contended=True) == before
+    assert token_budget.decoding_is_due
 
 
 def test_what_may_go_before_its_turn_is_bounded() -> None:
     """Either way, until one side is ahead by all that the other has patience for."""
-    pace = measured(1024)
+    token_budget = measured(1024)
     borrowed = 0
-    while pace.may_borrow(128, 0):
-        pace.chunk_took(0.125, 128, 0, contended=True)
+    while token_budget.may_prefill_more(128, 0):
+        token_budget.chunk_took(0.125, 128, 0, contended=True)
         borrowed += 1
     assert borrowed == 10 * MAX_STALL // 0.125
-    pace = measured(1024)
+    token_budget = measured(1024)
     lent = 0
-    while pace.may_lend:
-        pace.step_took(0.125, contended=True)
+    while token_budget.may_defer_decodes:
+        token_budget.step_took(0.125, contended=True)
         lent += 1
     assert lent == 10 * MAX_STALL // 0.125 - 1, "the step under way counts"
     for _ in range(lent):
-        assert not pace.decoding_is_due, "chunks get back what they gave"
-        pace.chunk_took(0.125, 128, 0, contended=True)
+        assert not token_budget.decoding_is_due, "chunks get back what they gave"
+        token_budget.chunk_took(0.125, 128, 0, contended=True)
     for _ in range(2):
-        pace.chunk_took(0.125, 128, 0, contended=True)
-    assert pace.decoding_is_due
+        token_budget.chunk_took(0.125, 128, 0, contended=True)
+    assert token_budget.decoding_is_due
 
 
 def test_a_decode_step_in_its_own_turn_is_no_loan() -> None:
-    pace = measured(1000)
+    token_budget = measured(1000)
     for _ in range(100):
-        pace.step_took(0.1)
-    pace.chunk_took(0.1, 100, 0, contended=True)
-    pace.step_took(0.02)
-    assert pace.decoding_is_due
+        token_budget.step_took(0.1)
+    token_budget.chunk_took(0.1, 100, 0, contended=True)
+    token_budget.step_took(0.02)
+    assert token_budget.decoding_is_due
 
 
 def test_no_prompt_no_loan() -> None:
-    pace = measured(1000)
+    token_budget = measured(1000)
     for _ in range(20):
-        pace.step_took(0.02, contended=True)
-    pace.settle()
-    pace.chunk_took(0.1, 100, 0, contended=True)
-    assert pace.decoding_is_due
+        token_budget.step_took(0.02, contended=True)
+    token_budget.reset()
+    token_budget.chunk_took(0.1, 100, 0, contended=True)
+    assert token_budget.decoding_is_due
 
 
 def test_a_chunk_that_kept_nobody_waiting_gives_back_no_more_than_it_took() -> None:
-    pace = measured(1000)
+    token_budget = measured(1000)
     for _ in range(5):
-        pace.step_took(0.1, contended=True)
-    pace.chunk_took(0.1, 100, 0, contended=False)
-    pace.chunk_took(0.3, 300, 0, contended=True)
-    assert not pace.decoding_is_due, "0.5 s were lent, 0.4 s came back"
-    pace.chunk_took(0.4, 400, 0, contended=False)
-    pace.chunk_took(0.2, 200, 0, contended=True)
-    assert pace.decoding_is_due, "nobody is in debt for what kept nobody waiting"
+        token_budget.step_took(0.1, contended=True)
+    token_budget.chunk_took(0.1, 100, 0, contended=False)
+    token_budget.chunk_took(0.3, 300, 0, contended=True)
+    assert not token_budget.decoding_is_due, "0.5 s were lent, 0.4 s came back"
+    token_budget.chunk_took(0.4, 400, 0, contended=False)
+    token_budget.chunk_took(0.2, 200, 0, contended=True)
+    assert token_budget.decoding_is_due, "nobody is in debt for what kept nobody waiting"
 
 
 def test_a_prompt_is_short_that_is_soon_done() -> None:
-    pace = measured(1000, 4096)
-    assert pace.is_short(900)
-    assert not pace.is_short(1100)
-    assert not make_pace(token_seconds=0.01).is_short(200), "assumed until it is measured"
+    token_budget = measured(1000, 4096)
+    assert token_budget.is_short(900)
+    assert not token_budget.is_short(1100)
+    assert not make_token_budget(token_seconds=0.01).is_short(200), "assumed until it is measured"
 
 
 @pytest.mark.parametrize("decode_share", [0.1, 0.5, 0.9])
 def test_what_is_short_depends_on_no_share(decode_share: float) -> None:
-    pace = make_pace(decode_share=decode_share, token_seconds=0.001)
-    assert pace.is_short(900) and not pace.is_short(1100)
-    assert pace.may_borrow(900, 0) and not pace.may_borrow(1100, 0)
+    token_budget = make_token_budget(decode_share=decode_share, token_seconds=0.001)
+    assert token_budget.is_short(900) and not token_budget.is_short(1100)
+    assert token_budget.may_prefill_more(900, 0) and not token_budget.may_prefill_more(1100, 0)
 
 
 def test_patience_has_an_end_where_stalls_may_be_long() -> None:
-    pace = make_pace(max_stall=10.0, token_seconds=0.001)
-    assert pace.is_short(1900) and not pace.is_short(2100)
+    token_budget = make_token_budget(max_stall=10.0, token_seconds=0.001)
+    assert token_budget.is_short(1900) and not token_budget.is_short(2100)

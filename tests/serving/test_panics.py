@@ -125,7 +125,7 @@ def test_a_mask(kind: type[BaseException], model: Path, tmp_path: Path, monkeypa
     async def test(engine: AsyncEngine) -> None:
         expected = await complete(engine, seed=1)
         with monkeypatch.context() as patch:
-            patch.setattr(compiler.Following, "_find", throwing(kind))
+            patch.setattr(compiler.GrammarMatcher, "_find", throwing(kind))
             of_form, beside = await asyncio.gather(
                 complete(engine, form=FORM), complete(engine, seed=1), return_exceptions=True
             )

@@ -10,14 +10,14 @@ import pytest
 
 from agentcache.adapter_settings import Policy
 from agentcache.adapters.activation import AdapterUse
-from agentcache.blocks.keys import BASE_PRODUCER
-from agentcache.blocks.lane_search import CachedPrefix
-from agentcache.blocks.sequence import CacheSequence
-from agentcache.blocks.trunk import TrunkName
-from agentcache.blocks.trunk_match import TrunkMatch
+from agentcache.blocks.block_tables import BlockTables
+from agentcache.blocks.hidden_state_match import HiddenStateMatch
+from agentcache.blocks.hidden_states import HiddenStateKey
+from agentcache.blocks.keys import BASE_ORIGIN
+from agentcache.blocks.path_search import CachedPrefix
 from agentcache.engine.batch import BatchRow
-from agentcache.engine.generation import Generation
-from agentcache.engine.passes import Overlay, Pass, plan_passes
+from agentcache.engine.passes import Pass, ResidualKV, plan_passes
+from agentcache.engine.running_request import RunningRequest
 from tests.serving.simulation import make_generation
 
 LORA = AdapterUse("poet", "lora", Policy.EXACT, 0, frozenset([1]))
@@ -25,11 +25,11 @@ ACTIVATED = AdapterUse("poet", "lora", Policy.ACTIVATED, 700, frozenset([1]))
 DECODER = AdapterUse("novelist", "decoder", Policy.PREFILL_SHARE, 999, frozenset([0, 1]), is_decoder=True)
 RESIDUAL = AdapterUse("poet", "lora", Policy.RESIDUAL, 0, frozenset([1]))
 UNUSED = AdapterUse("novelist", "decoder", Policy.PREFILL_SHARE, None, frozenset(), is_decoder=True)
-AHEAD = TrunkMatch(CachedPrefix(BASE_PRODUCER, ()), 1, (TrunkName("b", 6), TrunkName("c", 6)))
+AHEAD = HiddenStateMatch(CachedPrefix(BASE_ORIGIN, ()), 1, (HiddenStateKey("b", 6), HiddenStateKey("c", 6)))
 
 
-def sequence_of(num_tokens: int) -> CacheSequence:
-    return CacheSequence("root", None, array("I", [1] * num_tokens), [], [])
+def sequence_of(num_tokens: int) -> BlockTables:
+    return BlockTables("root", None, array("I", [1] * num_tokens), [], [])
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def sequence_of(num_tokens: int) -> CacheSequence:
     ],
 )
 def test_the_passes_of_a_request(
-    use: AdapterUse | None, ahead: TrunkMatch | None, expected: list[tuple[AdapterUse | None, int | None, int]]
+    use: AdapterUse | None, ahead: HiddenStateMatch | None, expected: list[tuple[AdapterUse | None, int | None, int]]
 ) -> None:
     sequence = sequence_of(256)
     passes = plan_passes(use, sequence, ahead)
@@ -55,7 +55,7 @@ def test_the_passes_of_a_request(
     ]
 
 
-def compute(generation: Generation, num_tokens: int) -> None:
+def compute(generation: RunningRequest, num_tokens: int) -> None:
     """As the engine does: launch, then settle."""
     generation.in_flight += num_tokens
     generation.current.writes.token_ids.extend([1] * num_tokens)
@@ -98,29 +98,29 @@ def test_passes_over_the_same_tokens_write_different_sequences() -> None:
     assert (shared.num_tokens, own.num_tokens) == (1000, 1000)
 
 
-def overlay_of(base: int, residuals: int, known: int, window: int | None = None) -> Overlay:
+def residual_kv_of(base: int, residuals: int, known: int, window: int | None = None) -> ResidualKV:
     cache: Any = SimpleNamespace(spec=SimpleNamespace(groups=[SimpleNamespace(window=window)]))
     none: Any = None
-    return Overlay(cache, none, sequence_of(residuals), sequence_of(base), paired_from=known)
+    return ResidualKV(cache, none, sequence_of(residuals), sequence_of(base), paired_from=known)
 
 
 @pytest.mark.parametrize(("base", "residuals"), [(0, 0), (600, 100), (999, 0), (256, 256)])
 def test_the_passes_of_a_residual_request(base: int, residuals: int) -> None:
     generation = make_generation(1000, wanted=3)
     generation.adapter = RESIDUAL
-    overlay = overlay_of(base, residuals, 1000)
-    generation.take_sequence(overlay.base, overlay=overlay)
+    residual_kv = residual_kv_of(base, residuals, 1000)
+    generation.take_sequence(residual_kv.base, residual_kv=residual_kv)
     assert generation.current.computes is None and generation.num_to_prefill == 1000 - base
     assert not BatchRow.of(generation, generation.num_to_launch, 1000 - base).is_complete, "base answers nobody"
     compute(generation, 1000 - base)
     assert generation.current.computes is RESIDUAL and generation.num_to_prefill == 1000 - residuals
-    assert not overlay.is_paired(999) and overlay.is_paired(1000), "what is generated, both compute in one step"
+    assert not residual_kv.is_paired(999) and residual_kv.is_paired(1000), "what is generated, both compute in one step"
     assert BatchRow.of(generation, generation.num_to_launch, 1000 - residuals).is_complete
 
 
 def test_base_is_not_far_ahead_where_windows_are_read() -> None:
-    overlay = overlay_of(300, 100, 5000, window=512)
-    passes = plan_passes(RESIDUAL, overlay.base, None, overlay, at_once=2000)
+    residual_kv = residual_kv_of(300, 100, 5000, window=512)
+    passes = plan_passes(RESIDUAL, residual_kv.base, None, residual_kv, at_once=2000)
     assert [(each.computes, each.end) for each in passes] == [
         (None, 2048),
         (RESIDUAL, 2048),
@@ -129,7 +129,7 @@ def test_base_is_not_far_ahead_where_windows_are_read() -> None:
         (None, 5000),
         (RESIDUAL, None),
     ]
-    assert len(plan_passes(RESIDUAL, overlay.base, None, overlay_of(300, 100, 5000))) == 2
+    assert len(plan_passes(RESIDUAL, residual_kv.base, None, residual_kv_of(300, 100, 5000))) == 2
 
 
 def test_nobody_decodes_on_what_base_alone_computes() -> None:
@@ -137,8 +137,8 @@ def test_nobody_decodes_on_what_base_alone_computes() -> None:
     generation = make_generation(10, wanted=8)
     generation.adapter = RESIDUAL
     generation.token_ids += [5, 6]
-    overlay = overlay_of(8, 8, 12)
-    generation.take_sequence(overlay.base, overlay=overlay)
+    residual_kv = residual_kv_of(8, 8, 12)
+    generation.take_sequence(residual_kv.base, residual_kv=residual_kv)
     generation.in_flight = 4
     assert generation.num_to_launch == 0 and not generation.can_decode, "no token is about to be chosen"
     generation.in_flight = 0

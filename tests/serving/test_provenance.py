@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.blocks.keys import Producer
+from agentcache.blocks.keys import KVOrigin
 from agentcache.report import CacheState
 from tests.conftest import ModelFolder
 from tests.serving import inside
@@ -18,15 +18,15 @@ from tests.serving.provenance_cases import MORE, PROMPT, START, UPPER, A, B, ask
 @pytest.mark.parametrize("restart", [False, True])
 def test_base_then_a_then_b_then_base(restart: bool, model: Path, tmp_path: Path) -> None:
     """Each uses what base has computed, and of its own; warm as well as hot."""
-    steps: list[tuple[str, int, Producer | None, int]] = [
+    steps: list[tuple[str, int, KVOrigin | None, int]] = [
         ("base", 400, None, 0),
         ("a", 600, A, START),
         ("b", 600, B, START),
         ("base2", 600, None, 400),
         ("a2", 600, A, 599),
-        ("late", 600, Producer("aa", 500, UPPER), 500),
-        ("plain", 600, Producer("aa", 0, UPPER), 0),
-        ("everywhere", 600, Producer("cc", START, frozenset([0, 1])), START),
+        ("late", 600, KVOrigin("aa", 500, UPPER), 500),
+        ("plain", 600, KVOrigin("aa", 0, UPPER), 0),
+        ("everywhere", 600, KVOrigin("cc", START, frozenset([0, 1])), START),
     ]
     if restart:
         for agent, length, producer, expected in steps:
@@ -62,7 +62,7 @@ def test_an_agent_goes_on_with_the_same_producer(restart: bool, model: Path, tmp
 @pytest.mark.parametrize("restart", [False, True])
 def test_a_newer_invocation_takes_nothing_behind_the_older_one(restart: bool, model: Path, tmp_path: Path) -> None:
     longer = PROMPT + make_ids(MORE, seed=1)
-    newer = Producer("aa", len(PROMPT) + 10, UPPER)
+    newer = KVOrigin("aa", len(PROMPT) + 10, UPPER)
     with by_hand(model, tmp_path) as hand:
         ask(hand, PROMPT, "alice", A)
         if not restart:
@@ -112,7 +112,7 @@ def test_in_little_memory(model: Path, tmp_path: Path) -> None:
 
     All of them compute what base does here, so each has to say what base says.
     """
-    producers = [None, A, B, Producer("aa", 512, UPPER), Producer("cc", 0, UPPER), Producer("cc", 0, frozenset([0, 1]))]
+    producers = [None, A, B, KVOrigin("aa", 512, UPPER), KVOrigin("cc", 0, UPPER), KVOrigin("cc", 0, frozenset([0, 1]))]
     prompts = [PROMPT + make_ids(MORE, seed=seed % 2) for seed in range(len(producers))]
     with by_hand(model, tmp_path / "alone") as hand:
         alone = [hand.submit(prompt, greedy(5)) for prompt in prompts]
@@ -139,7 +139,7 @@ def test_windows(architecture: str, model_folder: ModelFolder, tmp_path: Path) -
         groups = inside.loaded_model(hand.engine).spec.groups
         upper = frozenset(index for index, group in enumerate(groups) if group.name.endswith(".1"))
         assert 0 < len(upper) < len(groups)
-        producer = Producer("aa", 700, upper)
+        producer = KVOrigin("aa", 700, upper)
         ask(hand, ids, "a", producer)
     with by_hand(model, tmp_path) as hand:
         assert reused(ask(hand, [*ids, 7], "a", producer)) == (900, 0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentcache.agents.saved import Saved
-from agentcache.blocks.keys import Producer
+from agentcache.blocks.keys import KVOrigin
 from agentcache.errors import StoreError
 from agentcache.report import CacheState
 from agentcache.store.verify import verify_folder
@@ -50,7 +50,7 @@ def test_groups_below_the_adapter_are_on_disk_once(model: Path, tmp_path: Path) 
     with by_hand(model, tmp_path) as hand:
         ask(hand, PROMPT, "base")
         before = files(tmp_path)
-        for producer in (Producer("aa", 0, UPPER), Producer("bb", 0, UPPER)):
+        for producer in (KVOrigin("aa", 0, UPPER), KVOrigin("bb", 0, UPPER)):
             report = ask(hand, PROMPT, producer.key, producer)
             assert report.written_bytes > 0
     added = files(tmp_path) - before
@@ -64,7 +64,7 @@ def test_only_what_the_agent_needs_is_written(model: Path, tmp_path: Path) -> No
     """Base's upper groups are in the same nodes in RAM, for a request that leaves nothing on disk."""
     with by_hand(model, tmp_path) as hand:
         ask(hand, PROMPT)
-        ask(hand, PROMPT, "a", Producer("aa", 0, UPPER))
+        ask(hand, PROMPT, "a", KVOrigin("aa", 0, UPPER))
     assert {(group, producer) for group, producer, _ in files(tmp_path)} == {("full.0", "base"), ("full.1", "aa@0")}
 
 
@@ -155,10 +155,10 @@ def test_a_fork_shares_all_lanes(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("before", "of_transcript"), [(A, 256), (None, 600)])
 def test_a_fork_of_an_agent_whose_last_turn_was_not_saved(
-    before: Producer | None, of_transcript: int, model: Path, tmp_path: Path
+    before: KVOrigin | None, of_transcript: int, model: Path, tmp_path: Path
 ) -> None:
     """The turn had another producer, so of what is on disk only base's blocks are of its transcript."""
-    newer = Producer("aa", len(PROMPT), UPPER)
+    newer = KVOrigin("aa", len(PROMPT), UPPER)
     with by_hand(model, tmp_path) as hand:
         ask(hand, PROMPT, "a", before)
         longer = [*inside.record(hand.engine, "a").transcript.ids, *make_ids(MORE, seed=1)]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.engine.pace import Pace
+from agentcache.engine.token_budget import TokenBudget
 from tests.conftest import ModelFolder
 from tests.marks import slow
 from tests.serving import inside
@@ -50,8 +50,10 @@ class KnownCosts:
 
 def in_simulation(arrivals: Iterable[Arrival]) -> list[list[float]]:
     """When each one's tokens come."""
-    pace = Pace(max_stall=MAX_STALL, decode_share=DECODE_SHARE, chunk=CHUNK, idle_chunk=CHUNK, token_seconds=1.0)
-    simulation, clients = Simulation(costs=COSTS, pace=pace), list[Client]()
+    token_budget = TokenBudget(
+        max_stall=MAX_STALL, decode_share=DECODE_SHARE, chunk=CHUNK, idle_chunk=CHUNK, token_seconds=1.0
+    )
+    simulation, clients = Simulation(costs=COSTS, token_budget=token_budget), list[Client]()
 
     def arrive(arrival: Arrival) -> None:
         clients.append(simulation.submit(arrival.prompt, arrival.wanted))

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from agentcache.engine.generation import LIVE, Generation, State
 from agentcache.engine.requests import Requests
+from agentcache.engine.running_request import LIVE, RunningRequest, State
 from agentcache.errors import BrokenInvariant
 from tests.serving.simulation import make_generation
 
@@ -26,7 +26,7 @@ LIVES = [
 POSSIBLE = {step for life in LIVES for step in pairwise(life)}
 
 
-def lead(requests: Requests, *states: State) -> Generation:
+def lead(requests: Requests, *states: State) -> RunningRequest:
     """A request that has been through these."""
     generation = make_generation(10)
     for state in states:

@@ -398,7 +398,7 @@ def test_a_turn_that_cannot_be_queued_has_not_happened(ram_path: Path, monkeypat
             for agent, ids in (("alice", make_ids(50, seed=8)), ("bob", make_ids(40, seed=9))):
                 with pytest.raises(RuntimeError, match="no memory"):
                     made.turn(agent, ids)
-                made.in_use.let_lineage_go(agent)  # as the turn's own end does
+                made.pins.let_lineage_go(agent)  # as the turn's own end does
         assert made.record("alice") == before and made.agents.known("bob") == ()
 
 
@@ -434,10 +434,10 @@ def test_a_saved_turn_leaves_the_pins_of_other_work_on_its_lineage(ram_path: Pat
     """A fork of the agent that is still under way counts on the blocks."""
     with desk(ram_path) as made:
         made.turn("alice", IDS, None)
-        made.in_use.hold_lineage("alice")
+        made.pins.pin_lineage("alice")
         made.turn("alice", LONGER, None)
-        assert made.in_use.has_lineage("alice")
-        made.in_use.let_lineage_go("alice")
+        assert made.pins.has_lineage("alice")
+        made.pins.let_lineage_go("alice")
 
 
 def test_a_lineage_that_was_saved_again_survives_the_news_that_the_old_one_was_dropped(ram_path: Path) -> None:
@@ -501,6 +501,6 @@ def test_early_residuals_are_held_by_their_own_names(ram_path: Path) -> None:
     with desk(ram_path) as made:
         _, early = made._compute(made.caches.get(MATH), IDS)
         names = {name for block in early for name in block.named_in(MATH).names}
-        assert names and made.in_use.blocks() == names
+        assert names and made.pins.blocks() == names
         made.persistence.release(early, MATH)
         made.settle()

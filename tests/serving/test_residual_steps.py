@@ -106,7 +106,7 @@ def test_who_leaves_at_any_step_leaves_nothing_behind(hand: Hand, steps: int) ->
         hand.hand.step()
         assert hand.engine.stats().blocks_live == sum(hand.live)
     hand.engine.cancel(left.generation)
-    assert left.generation.overlay is None
+    assert left.generation.residual_kv is None
     hand.engine.check_integrity()
     hand.run(other)
     assert hand.live == [0, 0, 0]
@@ -260,12 +260,12 @@ def test_who_leaves_lets_go_once_of_residuals_that_it_wrote_early(
             hand.hand.step()
         blocks, cache = list(left.generation.saved_residuals), hand.engine.caches.further[0].name
         names = [name for block in blocks for name in block.named_in(cache).names]
-        in_use = hand.engine.persistence._in_use
-        in_use.hold_blocks(names)
+        pins = hand.engine.persistence._pins
+        pins.hold_blocks(names)
         while steps_down and left.generation.stepped_down is None:
             hand.hand.step()
         hand.engine.cancel(left.generation)
-        assert names and all(map(in_use.has_block, names))
+        assert names and all(map(pins.has_block, names))
         hand.engine.persistence.release(blocks, cache)
         assert inside.pinned(hand.engine) == []
 

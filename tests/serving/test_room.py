@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import pytest
 
 from agentcache.blocks.allocator import window_blocks
+from agentcache.blocks.block_tables import BlockTables
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.blocks.sequence import CacheSequence
 from agentcache.engine.room import Growth, has_room
 
 
@@ -24,7 +24,7 @@ class Group:
         return 0 if self.window is None else max(0, num_tokens - self.window + 1) // BLOCK_SIZE
 
 
-def begin(cache: PrefixCache, token: int, num_blocks: int) -> CacheSequence:
+def begin(cache: PrefixCache, token: int, num_blocks: int) -> BlockTables:
     """A running sequence that holds some blocks."""
     ids = [token] * (num_blocks * BLOCK_SIZE)
     sequence = cache.open("root", cache.match_prefix("root", ids, len(ids)))
@@ -35,7 +35,7 @@ def begin(cache: PrefixCache, token: int, num_blocks: int) -> CacheSequence:
     return sequence
 
 
-def fits(cache: PrefixCache, running: list[tuple[CacheSequence, int]], token: int, num_blocks: int) -> bool:
+def fits(cache: PrefixCache, running: list[tuple[BlockTables, int]], token: int, num_blocks: int) -> bool:
     ids = [token] * (num_blocks * BLOCK_SIZE)
     growth = [Growth(sequence.tables, blocks * BLOCK_SIZE) for sequence, blocks in running]
     return has_room(cache.allocator, growth, cache.match_prefix("root", ids, len(ids)), len(ids))

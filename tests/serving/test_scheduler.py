@@ -6,11 +6,11 @@ from array import array
 
 import pytest
 
-from agentcache.blocks.sequence import CacheSequence
-from agentcache.engine.generation import Generation, State
-from agentcache.engine.pace import SMALLEST_CHUNK, Pace
+from agentcache.blocks.block_tables import BlockTables
 from agentcache.engine.requests import Requests
+from agentcache.engine.running_request import RunningRequest, State
 from agentcache.engine.scheduler import Scheduler
+from agentcache.engine.token_budget import SMALLEST_CHUNK, TokenBudget
 from agentcache.request import Priority, Request, TokenPrompt
 from agentcache.sampling import SamplingParams
 from tests.serving.simulation import MAX_STALL, make_generation
@@ -19,19 +19,19 @@ INTERACTIVE, BACKGROUND = Priority.INTERACTIVE, Priority.BACKGROUND
 
 
 def make_scheduler(max_running: int = 4, chunk: int = 256, tokens_per_second: float = 1e6) -> Scheduler:
-    pace = Pace(max_stall=MAX_STALL, decode_share=0.5, chunk=chunk, idle_chunk=1024, token_seconds=1.0)
-    pace.chunk_took(100 / tokens_per_second, 100, 0, contended=False)
-    return Scheduler(Requests(), max_running=max_running, pace=pace)
+    token_budget = TokenBudget(max_stall=MAX_STALL, decode_share=0.5, chunk=chunk, idle_chunk=1024, token_seconds=1.0)
+    token_budget.chunk_took(100 / tokens_per_second, 100, 0, contended=False)
+    return Scheduler(Requests(), max_running=max_running, token_budget=token_budget)
 
 
-def admit(scheduler: Scheduler, generation: Generation, cached: int = 0) -> Generation:
-    generation.take_sequence(CacheSequence("root", None, array("I", generation.token_ids[:cached]), [], []))
+def admit(scheduler: Scheduler, generation: RunningRequest, cached: int = 0) -> RunningRequest:
+    generation.take_sequence(BlockTables("root", None, array("I", generation.token_ids[:cached]), [], []))
     scheduler._requests.move(generation, State.WAITING)
     scheduler.admit(generation, loading=False)
     return generation
 
 
-def decoding(scheduler: Scheduler) -> Generation:
+def decoding(scheduler: Scheduler) -> RunningRequest:
     """A generation that has been writing for a while and wants much more."""
     generation = make_generation(10, wanted=1000)
     generation.token_ids += [1] * 100
@@ -57,7 +57,7 @@ def test_chunks_end_where_blocks_do_and_are_of_a_size(cached: int, tokens_per_se
     scheduler = make_scheduler(tokens_per_second=tokens_per_second)
     decoding(scheduler)
     prompt = admit(scheduler, make_generation(2000), cached)
-    scheduler.pace.chunk_took(100 / tokens_per_second, 100, cached, contended=False)
+    scheduler.token_budget.chunk_took(100 / tokens_per_second, 100, cached, contended=False)
     assert scheduler.schedule() == {prompt: expected}
 
 
@@ -74,7 +74,7 @@ def test_a_chunk_behind_the_end_of_a_prompt_waits_for_its_second_token(
 ) -> None:
     """But not for a background answer's. A stall has 200 tokens."""
     scheduler = make_scheduler(tokens_per_second=2000)
-    scheduler.pace.step_took(0.01)
+    scheduler.token_budget.step_took(0.01)
     kind = None if priority is None else Priority(priority)
     short = admit(scheduler, make_generation(64, wanted=wanted, priority=kind))
     assert scheduler.schedule() == {short: 64}
@@ -85,7 +85,7 @@ def test_a_chunk_behind_the_end_of_a_prompt_waits_for_its_second_token(
 
 def test_a_short_prompt_does_not_wait_for_the_second_token_of_another() -> None:
     scheduler = make_scheduler(tokens_per_second=2000)
-    scheduler.pace.step_took(0.01)
+    scheduler.token_budget.step_took(0.01)
     first, second = (admit(scheduler, make_generation(64, wanted=2)) for _ in range(2))
     assert scheduler.schedule() == {first: 64}
     first.in_flight = 64
@@ -132,7 +132,7 @@ def test_a_prompt_waits_for_its_chunk_under_way() -> None:
 
 def test_first_tokens_go_before_a_long_prompt_but_not_where_a_short_one_waits_behind_it() -> None:
     scheduler = make_scheduler(tokens_per_second=500)
-    scheduler.pace.step_took(0.05)
+    scheduler.token_budget.step_took(0.05)
     beginner = make_generation(10, wanted=100)
     beginner.token_ids.append(1)
     admit(scheduler, beginner, cached=10)
@@ -150,7 +150,7 @@ def test_first_tokens_go_before_a_long_prompt_but_not_where_a_short_one_waits_be
 # -- who is admitted --------------------------------------------------------------------------------------------------
 
 
-def queued(scheduler: Scheduler, submitted_at: float, priority: Priority = INTERACTIVE) -> Generation:
+def queued(scheduler: Scheduler, submitted_at: float, priority: Priority = INTERACTIVE) -> RunningRequest:
     generation = make_generation(10, submitted_at=submitted_at, priority=priority)
     scheduler._requests.move(generation, State.WAITING)
     return generation
@@ -222,7 +222,7 @@ def test_a_preempted_request_does_not_wait_for_what_the_device_computed_for_it()
     row.in_flight = 1
     row.lose_sequence()
     scheduler.preempt(row)
-    row.take_sequence(CacheSequence("root", None, array("I", row.token_ids[:50]), [], []))
+    row.take_sequence(BlockTables("root", None, array("I", row.token_ids[:50]), [], []))
     scheduler.admit(row, loading=False)
     assert scheduler.schedule() == {row: 60}
 

@@ -12,7 +12,7 @@ from agentcache.adapter_settings import Policy
 from agentcache.adapters.activation import AdapterUse
 from agentcache.llm import LLM
 from agentcache.models.adapters import producer_groups, read_adapter
-from agentcache.models.trunk import TrunkLayer
+from agentcache.models.hidden_states import SkippableLayer
 from tests.adapters_factory import make_adapter
 from tests.marks import slow
 from tests.serving import inside
@@ -134,7 +134,7 @@ def test_without_a_budget_nothing_changes(budget: int, qwen3: Path, folders: dic
         assert computed == 513 * LAYERS
         assert llm.stats().trunk_ram_bytes == 0
         layers = inside.loaded_model(inside.engine_of(llm)).model.layers
-        assert budget or not any(isinstance(layer, TrunkLayer) for layer in layers)
+        assert budget or not any(isinstance(layer, SkippableLayer) for layer in layers)
 
 
 @pytest.mark.slow
@@ -214,9 +214,9 @@ def test_cancelled_on_the_way(qwen3: Path, folders: dict[str, Path], tmp_path: P
             hand.run(hand.submit(prompt, greedy(1), adapter=user))
         assert inside.trunk_readers(hand.engine) == 1, "the last one's, up to the next step"
         inside.sweep_trunk(hand.engine)
-        assert inside.trunk_blocks(hand.engine) == 2
+        assert inside.hidden_state_blocks(hand.engine) == 2
         hand.engine.clear()
-        assert inside.trunk_blocks(hand.engine) == 0
+        assert inside.hidden_state_blocks(hand.engine) == 0
 
 
 @pytest.mark.slow
@@ -229,8 +229,8 @@ def test_chunks_from_the_trunk_tell_no_rate(
         hand.run(hand.submit(make_ids(700), greedy(1)))
         told = inside.watch_chunks(hand.engine, monkeypatch)
         hand.run(hand.submit(make_ids(700), greedy(1), adapter=use))
-    from_trunk = [whole for context, whole in told if context < 512]
-    assert from_trunk and not any(from_trunk)
+    from_hidden_states = [whole for context, whole in told if context < 512]
+    assert from_hidden_states and not any(from_hidden_states)
     assert dict(told)[512], "behind the trunk the whole model computes"
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from agentcache.agents.table import AgentTable
 from agentcache.blocks.keys import BLOCK_SIZE, Namespace
-from agentcache.blocks.lanes import name_blocks, spans
+from agentcache.blocks.origin_paths import name_blocks, spans
 from agentcache.blocks.transcript import Transcript
 from agentcache.gateway.prepare import match, read_prompt
 from agentcache.kv.block_layout import Array

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from agentcache.agents import persistence
 from agentcache.agents.disk import Disk, SavedTurn
-from agentcache.agents.in_use import InUse
 from agentcache.agents.persistence import Persistence
+from agentcache.agents.pins import Pins
 from agentcache.errors import AgentUnavailable, DiskBudgetExceeded, FileUnavailable, StoreError
 from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.store.cache_files import CacheFiles
@@ -106,7 +106,7 @@ class Starts:
             records = store.load_agents()
             assert {record.name: record for record in records}.items() <= self.saved.items()
             assert {record.name for record in records} | store.unavailable.keys() == self.saved.keys()
-            disk = Disk(store, records, InUse(), lambda cache: True)
+            disk = Disk(store, records, Pins(), lambda cache: True)
             assert disk.tidy().error is None
             for name in data.draw(st.lists(st.sampled_from(NAMES), max_size=3), "turns"):
                 self.turn(store, disk, name)
@@ -199,7 +199,7 @@ def test_room_is_not_made_of_what_an_unavailable_agent_may_name(tmp_path: Path) 
         total = sum(path.stat().st_size for path in starts.files())
         store = Store(tmp_path, SPEC, MODEL, disk_budget=total // 4)
         records = store.load_agents()
-        disk = Disk(store, records, InUse(), lambda cache: True)
+        disk = Disk(store, records, Pins(), lambda cache: True)
         outcome = disk.tidy()
         assert outcome.error is None and outcome.reduced
         assert all(store.has(block.header.block_key) for block in unavailable)
@@ -218,7 +218,7 @@ def test_blocks_of_damaged_agents_stay_until_room_is_needed(tmp_path: Path) -> N
     own -= {block.header.block_key for name in ("ada", "bob", "carl~5e") for block in make_turn(starts.saved[name])}
     for budget, is_there in ((1 << 30, True), (1 << 30, True), (None, True), (1, False)):
         store = Store(tmp_path, SPEC, MODEL, disk_budget=budget)
-        disk = Disk(store, store.load_agents(), InUse(), lambda cache: True)
+        disk = Disk(store, store.load_agents(), Pins(), lambda cache: True)
         disk.tidy()
         assert all(map(store.has, own)) == is_there and own
         assert bool(quarantined(tmp_path)) == is_there

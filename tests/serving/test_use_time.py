@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentcache.agents.disk import Disk
-from agentcache.agents.in_use import InUse
+from agentcache.agents.pins import Pins
 from agentcache.agents.table import AgentTable
 from agentcache.agents.use_time import shown_time, time_after
 from agentcache.store.export import export_agent
@@ -80,7 +80,7 @@ def test_a_lineage_of_another_model_from_a_clock_that_was_ahead(tmp_path: Path) 
         store.write_blocks(make_turn(own))
         store.save_agent(own)
     with open_store(tmp_path, model=OTHER_MODEL, disk_budget=size_on_disk(tmp_path) - 1) as store:
-        disk = Disk(store, store.load_agents(), InUse(), lambda cache: False)
+        disk = Disk(store, store.load_agents(), Pins(), lambda cache: False)
         outcome = disk.tidy()
         assert outcome.error is None and not outcome.reduced, "the other model's blocks go"
 

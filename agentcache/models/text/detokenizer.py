@@ -66,14 +66,14 @@ class Detokenizer:
         self.ends.append(self._length + len(new_text))
         self._num_open += 1
         if piece:
-            self._settle(new_text)
+            self._resolve(new_text)
         return new_text
 
     def finish(self) -> str:
         """End the text; return the rest."""
         new_text = self._decoder.decode(self._held_space, final=True)
         self._held_space = b""
-        self._settle(new_text)
+        self._resolve(new_text)
         return new_text
 
     def _without_dummy_space(self, piece: bytes) -> bytes:
@@ -87,7 +87,7 @@ class Detokenizer:
         self._dummy_space = DummySpace.NONE
         return piece if is_text else piece.removeprefix(b" ")
 
-    def _settle(self, new_text: str) -> None:
+    def _resolve(self, new_text: str) -> None:
         """Append `new_text`; if no character is incomplete, set the ends of open tokens."""
         self._append(new_text)
         if not self._decoder.getstate()[0]:

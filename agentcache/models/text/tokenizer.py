@@ -19,7 +19,7 @@ from agentcache.models.text.chat import ChatRenderer, RenderedChat
 from agentcache.models.text.detokenizer import Detokenizer, DummySpace, TokenBytes
 from agentcache.models.text.encoder import MarkedEncoder
 from agentcache.models.text.generation_config import end_tokens
-from agentcache.models.text.grammars.compiler import Grammars, Vocabulary
+from agentcache.models.text.grammars.compiler import GrammarCompiler, Vocabulary
 from agentcache.models.text.longest_token import longest_token
 from agentcache.models.text.marks import MarkedEnds, Marks, any_of
 from agentcache.models.text.messages import with_strings
@@ -95,7 +95,9 @@ class Tokenizer:
         not_text = self.control_ids | self.markers.keys()
         num_ids = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=0)
         # No reference to self: a cycle would keep the tokenizer and its processes alive.
-        self.grammars = Grammars(partial(_vocabulary, self._bytes_of, self._encoder, num_ids, not_text, self.eos_ids))
+        self.grammars = GrammarCompiler(
+            partial(_vocabulary, self._bytes_of, self._encoder, num_ids, not_text, self.eos_ids)
+        )
         self._lock = threading.Lock()
 
     @property

@@ -68,7 +68,7 @@ class Vocabulary:
         return list(self._encode(text))
 
 
-class Grammars:
+class GrammarCompiler:
     """Grammar compiler of one tokenizer, with a cache. Thread-safe.
 
     Args:
@@ -174,12 +174,12 @@ class Grammar:
         self._ends = ends
         self._finders = finders
 
-    def follow(self) -> Following:
+    def follow(self) -> GrammarMatcher:
         """Return a new matcher."""
-        return Following(self._matcher.deep_copy(), self._ends, self._finders)
+        return GrammarMatcher(self._matcher.deep_copy(), self._ends, self._finders)
 
 
-class Following:
+class GrammarMatcher:
     """Grammar matcher of one answer.
 
     The next mask is computed as soon as a token is known: inline if the last mask took less than `QUICK`, else on

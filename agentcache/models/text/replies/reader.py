@@ -189,7 +189,7 @@ class MarkedReader:
 
     def finish(self, *, cut_off: bool) -> list[Event]:
         self._read(final=True)
-        self._settle()
+        self._resolve()
         if self._thinks_first and self._state is _State.THOUGHT and not cut_off:
             # Reasoning without any marker was the answer.
             self._show_text("".join(self._thought))
@@ -235,13 +235,13 @@ class MarkedReader:
         marker, self._text = found[0], text[found.end() :]
         self._say(text[: found.start()])
         if marker in self._starts:
-            self._settle(is_thought=self._has_closed)
+            self._resolve(is_thought=self._has_closed)
             self._skip(marker)
             self._open_thought(self._starts[marker])
         elif marker in self._opens:
             self._open_calls(marker, self._opens[marker](replace(self._parts, marker=self._codes.shown(marker))))
         elif marker in self._ends:
-            self._settle(is_thought=True)
+            self._resolve(is_thought=True)
             self._skip(marker)
             self._close_thought()
         else:
@@ -258,7 +258,7 @@ class MarkedReader:
         else:
             self._zones.add(text, is_said=False)
 
-    def _settle(self, *, is_thought: bool = False) -> None:
+    def _resolve(self, *, is_thought: bool = False) -> None:
         """Emit the held text, as text or as reasoning."""
         held, self._held = self._held, []
         for piece, is_skipped in held:
@@ -293,7 +293,7 @@ class MarkedReader:
             self._held.append((text, False))
             self._doubted -= len(text)
             if self._doubted <= 0:
-                self._settle()
+                self._resolve()
 
     def _show_text(self, text: str) -> None:
         text = self._codes.without(text)
@@ -369,7 +369,7 @@ class MarkedReader:
         own, self._sink.events = self._sink.events, events
         is_call = self.num_calls > self._num_before
         if is_call:
-            self._settle()
+            self._resolve()
             self._doubted = 0.0
         self._sink.events += own
         if left is None and not is_call:

@@ -12,18 +12,18 @@ import mlx.nn as nn
 from agentcache.kv.precision import LayerBits, Precision
 from agentcache.kv.spec import CacheSpec
 from agentcache.models import mla, softcap
+from agentcache.models.inspection import Inspection, inspect_model
 from agentcache.models.interception import intercept
 from agentcache.models.proof import Proof
-from agentcache.models.survey import Survey, survey
 
 
 @dataclass(frozen=True)
 class Hosted:
-    survey: Survey
+    inspection: Inspection
     spec: CacheSpec
 
 
-ChoosePrecision = Callable[[nn.Module, Survey], Precision]
+ChoosePrecision = Callable[[nn.Module, Inspection], Precision]
 """Says in how many bits the keys and values of a model are kept that runs on the paged cache."""
 
 
@@ -31,8 +31,8 @@ ChoosePrecision = Callable[[nn.Module, Survey], Precision]
 class Everywhere:
     bits: LayerBits = LayerBits()
 
-    def __call__(self, model: nn.Module, survey: Survey) -> Precision:
-        return Precision((self.bits,) * len(survey.layers))
+    def __call__(self, model: nn.Module, inspection: Inspection) -> Precision:
+        return Precision((self.bits,) * len(inspection.layers))
 
 
 IN_FOUR_BITS = Everywhere()
@@ -46,7 +46,7 @@ def host(
     check: bool = True,
     choose: ChoosePrecision = IN_FOUR_BITS,
     within: Callable[[nn.Module], AbstractContextManager[None]] = lambda model: nullcontext(),
-    adapted: Survey | None = None,
+    adapted: Inspection | None = None,
 ) -> Hosted:
     """Make a model of mlx-lm run on step caches.
 
@@ -77,8 +77,8 @@ def host_in_pieces(
     return _in_pieces(model, _adapted(model), model_type, config, check=check, choose=choose)
 
 
-def _adapted(model: nn.Module) -> Survey:
-    seen = survey(model)
+def _adapted(model: nn.Module) -> Inspection:
+    seen = inspect_model(model)
     for layer in model.layers:
         mla.adapt(layer)
         softcap.adapt(layer)
@@ -88,7 +88,7 @@ def _adapted(model: nn.Module) -> Survey:
 
 def _in_pieces(
     model: nn.Module,
-    seen: Survey,
+    seen: Inspection,
     model_type: str,
     config: dict[str, Any],
     *,

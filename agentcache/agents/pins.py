@@ -10,7 +10,7 @@ from agentcache.blocks.keys import BlockName
 T = TypeVar("T")
 
 
-class InUse:
+class Pins:
     """Thread-safe pins that keep files of lineages in use, and blocks of unsaved turns, on disk.
 
     The engine thread pins and unpins. The writer thread reads pins, unpins a finished job's blocks, and pins lineages
@@ -22,7 +22,7 @@ class InUse:
         self._blocks: Counter[BlockName] = Counter()
         self._lock = threading.Lock()
 
-    def hold_lineage(self, name: str) -> None:
+    def pin_lineage(self, name: str) -> None:
         """Pin a lineage, which need not exist yet."""
         with self._lock:
             self._lineages[name] += 1

@@ -19,7 +19,7 @@ from agentcache.errors import RankLost
 from agentcache.ranks.connections import Connections
 from agentcache.ranks.file_commands import Question
 from agentcache.ranks.messages import Command, Stop, read_answers, write_commands
-from agentcache.ranks.patience import CUT_SECONDS, LOOK_SECONDS
+from agentcache.ranks.watchdog import CUT_SECONDS, LOOK_SECONDS
 from agentcache.ranks.wire import Wire, naming_the_lost
 from agentcache.threads import start_thread
 
@@ -40,7 +40,7 @@ class _Asked:
             self.future.set_result([self.answers[each] for each in sorted(self.answers)])
 
 
-class Leader:
+class WorkerLink:
     """Sends commands and questions to workers. `tell` and `ask` are thread-safe; the rest needs the engine thread.
 
     Args:

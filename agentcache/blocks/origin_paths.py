@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from agentcache.blocks.keys import BASE_CACHE, BASE_PRODUCER, BLOCK_SIZE, BlockName, Producer, chain_key
+from agentcache.blocks.keys import BASE_CACHE, BASE_ORIGIN, BLOCK_SIZE, BlockName, KVOrigin, chain_key
 
 
 @dataclass(frozen=True)
@@ -27,43 +27,43 @@ class BlockKind:
 
 
 @dataclass(frozen=True)
-class LaneLayout:
+class PathLayout:
     """An origin path without its blocks. With `has_state` its nodes carry checkpoints; `groups` may then be empty."""
 
     groups: tuple[int, ...]
-    producer: Producer | None
+    producer: KVOrigin | None
     has_state: bool = False
 
-    def producer_of(self, end: int) -> str:
-        return BASE_PRODUCER if self.producer is None or end <= self.producer.start else self.producer.text
+    def origin_of(self, end: int) -> str:
+        return BASE_ORIGIN if self.producer is None or end <= self.producer.start else self.producer.text
 
     def usable_kinds(self, position: int) -> list[BlockKind]:
         """Return the kinds that may provide tokens of a block."""
         begin, end = position * BLOCK_SIZE, (position + 1) * BLOCK_SIZE
         if self.producer is None or end <= self.producer.start:
-            return [BlockKind(BASE_PRODUCER, end)]
+            return [BlockKind(BASE_ORIGIN, end)]
         own = BlockKind(self.producer.text, end)
-        return [own] if self.producer.start <= begin else [BlockKind(BASE_PRODUCER, self.producer.start), own]
+        return [own] if self.producer.start <= begin else [BlockKind(BASE_ORIGIN, self.producer.start), own]
 
 
-def lay_out(producer: Producer | None, num_groups: int, *, has_state: bool = False) -> tuple[LaneLayout, ...]:
+def lay_out(producer: KVOrigin | None, num_groups: int, *, has_state: bool = False) -> tuple[PathLayout, ...]:
     """Return the non-empty origin paths: base's, then the adapter's. Recurrent state is group `num_groups`."""
     own = frozenset[int]() if producer is None else producer.groups
     keys_and_values = range(num_groups)
     lanes = (
-        LaneLayout(tuple(i for i in keys_and_values if i not in own), None, has_state and num_groups not in own),
-        LaneLayout(tuple(i for i in keys_and_values if i in own), producer, has_state and num_groups in own),
+        PathLayout(tuple(i for i in keys_and_values if i not in own), None, has_state and num_groups not in own),
+        PathLayout(tuple(i for i in keys_and_values if i in own), producer, has_state and num_groups in own),
     )
     return tuple(lane for lane in lanes if lane.groups or lane.has_state)
 
 
-def has_base_tail(producer: Producer | None, num_tokens: int) -> bool:
+def has_base_tail(producer: KVOrigin | None, num_tokens: int) -> bool:
     if producer is None or not producer.groups:
         return False
     return producer.start % BLOCK_SIZE > 0 and producer.start < num_tokens
 
 
-def agreed_tokens(left: Producer | None, right: Producer | None, num_tokens: int) -> int:
+def agreed_tokens(left: KVOrigin | None, right: KVOrigin | None, num_tokens: int) -> int:
     """Number of first tokens with the same KV under both origins."""
     if left == right:
         return num_tokens
@@ -81,19 +81,19 @@ class BlockSpan:
     parent: int | None
 
 
-def spans(num_tokens: int, producer: Producer | None, num_groups: int, *, has_state: bool = False) -> list[BlockSpan]:
+def spans(num_tokens: int, producer: KVOrigin | None, num_groups: int, *, has_state: bool = False) -> list[BlockSpan]:
     """Return all blocks of a request: path by path, then the base tail."""
     result: list[BlockSpan] = []
     for lane in lay_out(producer, num_groups, has_state=has_state):
         first = len(result)
         for begin in range(0, num_tokens, BLOCK_SIZE):
             end, parent = min(begin + BLOCK_SIZE, num_tokens), len(result) - 1 if begin else None
-            result.append(BlockSpan(begin, end, lane.producer_of(end), lane.groups, parent))
+            result.append(BlockSpan(begin, end, lane.origin_of(end), lane.groups, parent))
     if producer is not None and has_base_tail(producer, num_tokens):
         position = producer.start // BLOCK_SIZE
         parent = first + position - 1 if position else None
         groups = tuple(range(num_groups))
-        result.append(BlockSpan(position * BLOCK_SIZE, producer.start, BASE_PRODUCER, groups, parent))
+        result.append(BlockSpan(position * BLOCK_SIZE, producer.start, BASE_ORIGIN, groups, parent))
     return result
 
 
@@ -132,7 +132,7 @@ def name_blocks(chains: Iterable[str], blocks: Iterable[BlockSpan], cache: str =
 
 
 def state_chains(
-    root: str, token_ids: Sequence[int], ends: Sequence[int], producer: Producer | None, num_groups: int
+    root: str, token_ids: Sequence[int], ends: Sequence[int], producer: KVOrigin | None, num_groups: int
 ) -> list[str]:
     return [
         chain_key(block.parent, token_ids[block.begin : block.end], block.producer)
@@ -150,13 +150,13 @@ class StateBlock(NamedTuple):
 
 
 def state_blocks(
-    root: str, token_ids: Sequence[int], ends: Sequence[int], producer: Producer | None, num_groups: int
+    root: str, token_ids: Sequence[int], ends: Sequence[int], producer: KVOrigin | None, num_groups: int
 ) -> Iterator[StateBlock]:
     """Yield the blocks that end after each of `ends` tokens, on the path with recurrent state."""
     lane = next(lane for lane in lay_out(producer, num_groups, has_state=True) if lane.has_state)
     parents = [root]
     for end in range(BLOCK_SIZE, max(ends, default=0), BLOCK_SIZE):
-        parents.append(chain_key(parents[-1], token_ids[end - BLOCK_SIZE : end], lane.producer_of(end)))
+        parents.append(chain_key(parents[-1], token_ids[end - BLOCK_SIZE : end], lane.origin_of(end)))
     for end in ends:
         position = (end - 1) // BLOCK_SIZE
-        yield StateBlock(position * BLOCK_SIZE, end, lane.producer_of(end), parents[position])
+        yield StateBlock(position * BLOCK_SIZE, end, lane.origin_of(end), parents[position])

@@ -1,4 +1,4 @@
-"""Use of the hidden-state cache. The states themselves are in `models/trunk.py`."""
+"""Use of the hidden-state cache. The states themselves are in `models/hidden_states.py`."""
 
 from __future__ import annotations
 
@@ -6,20 +6,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from agentcache.adapters.weights import AdapterWeightSet
-from agentcache.blocks.lane_search import CachedPrefix
+from agentcache.blocks.block_tables import BlockTables
+from agentcache.blocks.hidden_state_match import HiddenStateMatch, match_hidden_states
+from agentcache.blocks.hidden_states import (
+    HiddenStateCache,
+    HiddenStatePlan,
+    HiddenStateReader,
+    HiddenStateWriter,
+    Piece,
+)
+from agentcache.blocks.path_search import CachedPrefix
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.blocks.sequence import CacheSequence
-from agentcache.blocks.trunk import Piece, TrunkCache, TrunkFiller, TrunkPlan, TrunkReader
-from agentcache.blocks.trunk_match import TrunkMatch, match_trunk
-from agentcache.engine.generation import Generation
+from agentcache.engine.running_request import RunningRequest
 
 
 @dataclass
 class _Run:
     """One request's use: blocks to read, until read, and blocks to fill, by layer."""
 
-    reader: TrunkReader | None = None
-    fillers: dict[int, TrunkFiller] = field(default_factory=dict)
+    reader: HiddenStateReader | None = None
+    fillers: dict[int, HiddenStateWriter] = field(default_factory=dict)
 
     @property
     def slots(self) -> list[int]:
@@ -27,18 +33,18 @@ class _Run:
         return [*read, *(slot for filler in self.fillers.values() for slot in filler.slots)]
 
 
-class Trunk:
+class HiddenStatePlanner:
     """Plans reads and writes of the hidden-state cache. Loaded adapters decide the cached layers."""
 
     def __init__(
         self, cache: PrefixCache, adapters: AdapterWeightSet, num_slots: int = 0, block_bytes: int = 0
     ) -> None:
-        self.blocks = TrunkCache(num_slots, block_bytes, cache.ledger)
+        self.blocks = HiddenStateCache(num_slots, block_bytes, cache.ledger)
         self._cache = cache
         self._adapters = adapters
-        self._runs: dict[CacheSequence, _Run] = {}
+        self._runs: dict[BlockTables, _Run] = {}
 
-    def match(self, generation: Generation, root: str, prefix: CachedPrefix) -> TrunkMatch | None:
+    def match(self, generation: RunningRequest, root: str, prefix: CachedPrefix) -> HiddenStateMatch | None:
         """Return hidden states that extend `prefix`, if cached.
 
         The last token always goes through all layers, so that only chunks use hidden states.
@@ -47,49 +53,49 @@ class Trunk:
         if not cut or not self.blocks.num_slots:
             return None
         durable, known = generation.request.agent is not None, generation.token_ids[:-1]
-        return match_trunk(self._cache, self.blocks, root, known, prefix, cut, durable=durable)
+        return match_hidden_states(self._cache, self.blocks, root, known, prefix, cut, durable=durable)
 
-    def begin(self, generation: Generation, match: TrunkMatch) -> None:
+    def begin(self, generation: RunningRequest, match: HiddenStateMatch) -> None:
         slots = self.blocks.lock(match.names)
-        self._runs[generation.open_sequence] = _Run(TrunkReader(match.first, slots))
+        self._runs[generation.open_sequence] = _Run(HiddenStateReader(match.first, slots))
 
     def sweep(self) -> None:
         for sequence in [sequence for sequence in self._runs if sequence.closed]:
             self.blocks.release(self._runs.pop(sequence).slots)
 
-    def plan(self, rows: Sequence[Generation], num_tokens: int) -> TrunkPlan:
+    def plan(self, rows: Sequence[RunningRequest], num_tokens: int) -> HiddenStatePlan:
         """Plan the reads and writes of the next step; only chunks have any."""
         generation = rows[0]
         cut, start = generation.current.cut, generation.num_launched
         cuts = []
-        if self.blocks.num_slots and num_tokens > 1 and generation.current.overlay is None:
+        if self.blocks.num_slots and num_tokens > 1 and generation.current.residual_kv is None:
             cuts = [each for each in self._adapters.cuts if each > cut]
         reads = self._reads(generation.open_sequence, start, start + num_tokens) if cut else ()
-        return TrunkPlan(cut, reads, self._writes(generation, num_tokens, cuts) if cuts else {})
+        return HiddenStatePlan(cut, reads, self._writes(generation, num_tokens, cuts) if cuts else {})
 
-    def _reads(self, sequence: CacheSequence, start: int, stop: int) -> Sequence[Piece]:
+    def _reads(self, sequence: BlockTables, start: int, stop: int) -> Sequence[Piece]:
         reader = self._runs[sequence].reader
         assert reader is not None  # kept until the pass with the cut ends
         return reader.pieces(start, stop)
 
-    def _writes(self, generation: Generation, num_tokens: int, cuts: Sequence[int]) -> dict[int, list[Piece]]:
+    def _writes(self, generation: RunningRequest, num_tokens: int, cuts: Sequence[int]) -> dict[int, list[Piece]]:
         start, writes = generation.num_launched, {}
         run = self._runs.setdefault(generation.open_sequence, _Run())
         for cut in cuts:
             stop = min(start + num_tokens, self._base_end(generation, cut))
             if stop > start:
-                filler = run.fillers.setdefault(cut, TrunkFiller(self.blocks, cut))
+                filler = run.fillers.setdefault(cut, HiddenStateWriter(self.blocks, cut))
                 writes[cut] = filler.pieces(start, stop)
         return {cut: pieces for cut, pieces in writes.items() if pieces}
 
-    def _base_end(self, generation: Generation, cut: int) -> int:
+    def _base_end(self, generation: RunningRequest, cut: int) -> int:
         """Tokens whose input to layer `cut` is base's."""
         producer = generation.producer
         if producer is None or cut <= self._adapters.cut(generation.adapter):
             return len(generation.token_ids)
         return producer.start
 
-    def advance(self, sequence: CacheSequence) -> None:
+    def advance(self, sequence: BlockTables) -> None:
         """Publish filled blocks and release read ones, after the sequence has published its own."""
         run = self._runs.get(sequence)
         if run is None:

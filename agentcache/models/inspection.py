@@ -20,21 +20,21 @@ from agentcache.kv.spec import CacheSpec, LayerSpec, RecurrentSpec, StateTensor,
 from agentcache.models.compat import ArraysCache, CacheList, DynamicNTKScalingRoPE, RotatingKVCache
 from agentcache.models.layers import layer_lists
 from agentcache.models.mla import Latent
-from agentcache.models.watched_run import Run, Seen, watch_run
+from agentcache.models.traced_run import Run, Seen, watch_run
 
 _HEADS = ("n_heads", "num_attention_heads", "num_heads", "n_head")
 
 
 @dataclass(frozen=True)
 class Paged:
-    """Place of a KV cache among a model's caches; `layer` is an index into `Survey.layers`."""
+    """Place of a KV cache among a model's caches; `layer` is an index into `Inspection.layers`."""
 
     layer: int
 
 
 @dataclass(frozen=True)
 class Recurrent:
-    """Place of a state; `cache` is an index into `Survey.recurrent`."""
+    """Place of a state; `cache` is an index into `Inspection.recurrent`."""
 
     cache: int
 
@@ -44,7 +44,7 @@ CacheRef = Paged | Recurrent | tuple[Any, ...] | None
 
 
 @dataclass(frozen=True)
-class Survey:
+class Inspection:
     """A model's caches.
 
     Args:
@@ -69,7 +69,7 @@ class Survey:
     final_norm: tuple[nn.Module, str] | None
     precision: Precision
 
-    def kept_in(self, precision: Precision) -> Survey:
+    def kept_in(self, precision: Precision) -> Inspection:
         return replace(self, precision=precision)
 
     @cached_property
@@ -105,7 +105,7 @@ def _cache_at(ref: CacheRef, paged: Sequence[Any], states: Sequence[ArraysCache]
     return None if ref is None else states[ref.cache]
 
 
-def survey(model: nn.Module) -> Survey:
+def inspect_model(model: nn.Module) -> Inspection:
     """Run the model once and return what it caches, with keys and values in 4 bits.
 
     Raises:
@@ -118,7 +118,7 @@ def survey(model: nn.Module) -> Survey:
     paged = [seen for seen in run.used if not isinstance(seen.cache, ArraysCache)]
     states = [seen for seen in run.used if isinstance(seen.cache, ArraysCache)]
     first = {id(seen): nth for nth, seen in enumerate(paged)} | {id(seen): nth for nth, seen in enumerate(states)}
-    return Survey(
+    return Inspection(
         refs=tuple(_ref(each, first) for each in run.caches),
         layers=tuple(_layer_spec(seen, paged) for seen in paged),
         recurrent=tuple(_recurrent_spec(seen) for seen in states),

@@ -4,8 +4,8 @@ from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from agentcache.blocks.keys import BASE_CACHE, Producer
-from agentcache.blocks.lanes import LaneLayout, NamedBlock
+from agentcache.blocks.keys import BASE_CACHE, KVOrigin
+from agentcache.blocks.origin_paths import NamedBlock, PathLayout
 from agentcache.blocks.pool import BlockTable
 from agentcache.blocks.radix_tree import Node
 
@@ -27,7 +27,7 @@ class Copy:
     target: int
 
 
-class LaneBlock(NamedTuple):
+class PathBlock(NamedTuple):
     node: Node
     groups: tuple[int, ...]
 
@@ -40,7 +40,7 @@ class LaneBlock(NamedTuple):
 
 
 @dataclass(eq=False)
-class Lane:
+class OriginPath:
     """One origin path of a request.
 
     Attributes:
@@ -49,7 +49,7 @@ class Lane:
         ahead: further cached full blocks, which the request has not reached.
     """
 
-    layout: LaneLayout
+    layout: PathLayout
     nodes: list[Node]
     tail: Node | None = None
     ahead: list[Node] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Lane:
 
 
 @dataclass(eq=False)
-class CacheSequence:
+class BlockTables:
     """Block tables of one running request.
 
     Attributes:
@@ -83,10 +83,10 @@ class CacheSequence:
     """
 
     root: str
-    producer: Producer | None
+    producer: KVOrigin | None
     token_ids: array[int]
     tables: list[BlockTable]
-    lanes: list[Lane]
+    lanes: list[OriginPath]
     loads: list[Load] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
     closed: bool = False
@@ -99,5 +99,5 @@ class CacheSequence:
         return len(self.token_ids)
 
     @property
-    def state_lane(self) -> Lane:
+    def state_lane(self) -> OriginPath:
         return next(lane for lane in self.lanes if lane.has_state)

@@ -16,7 +16,7 @@ LOOK_SECONDS = 0.25
 CUT_SECONDS = 1.0  # after a cut, for MLX to raise an error in the waiting thread
 
 
-class Patience:
+class Watchdog:
     """Ends a worker, whose thread may be stuck in MLX, if a connection is cut or after `seconds` of silence.
 
     `close` is called before; it completes running writes.
@@ -33,7 +33,7 @@ class Patience:
     def renew(self) -> None:
         self._heard_at = time.monotonic()
 
-    def __enter__(self) -> Patience:
+    def __enter__(self) -> Watchdog:
         self._thread = start_thread("agentcache-patience", self._look, self._died)
         return self
 

@@ -3,12 +3,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentcache.blocks.lane_search import CachedPrefix
+from agentcache.blocks.path_search import CachedPrefix
 from agentcache.blocks.prefix_cache import PrefixCache
 
 
 @dataclass(frozen=True)
-class OverlayMatch:
+class ResidualMatch:
     """Prefixes of a residual request. Valid until one of the caches changes.
 
     Args:
@@ -22,9 +22,9 @@ class OverlayMatch:
     found: int
 
 
-def match_overlay(
+def match_residual_kv(
     base: PrefixCache, root: str, residuals: PrefixCache, residual_root: str, token_ids: Sequence[int], limit: int
-) -> OverlayMatch:
+) -> ResidualMatch:
     """Return the longest prefixes that an adapter can continue.
 
     The adapter reads base's windows from the shorter end on. Where a window lacks a block, both prefixes end.
@@ -35,5 +35,5 @@ def match_overlay(
         above = residuals.match_prefix(residual_root, token_ids, end)
         below = base.match_prefix(root, token_ids, limit, read_from=above.num_tokens)
         if below.num_tokens >= above.num_tokens:
-            return OverlayMatch(below, above, found)
+            return ResidualMatch(below, above, found)
         end = below.num_tokens

@@ -40,7 +40,7 @@ def idle_chunk(chunk: int, *, max_stall: float, token_seconds: float) -> int:
     return num_tokens
 
 
-class Pace:
+class TokenBudget:
     """Measured rates and the decode deficit.
 
     Args:
@@ -62,7 +62,7 @@ class Pace:
         self._rates: dict[int, _Rate] = {}  # by depth, a power of two
         self._step_seconds = 0.0
         self._patience = min(PATIENCE * max_stall, _MOST_PATIENCE)
-        self._owed = 0.0  # decode deficit in seconds; negative if decoding is ahead
+        self._deficit = 0.0  # decode deficit in seconds; negative if decoding is ahead
 
     @property
     def largest_chunk(self) -> int:
@@ -75,18 +75,18 @@ class Pace:
     @property
     def decoding_is_due(self) -> bool:
         """Whether a deficit remains after the step under way."""
-        return self._owed > self._step_seconds
+        return self._deficit > self._step_seconds
 
     @property
-    def may_lend(self) -> bool:
+    def may_defer_decodes(self) -> bool:
         """Whether a decode step may go before a due chunk, after the step under way."""
-        return self._owed - self._step_seconds > -self._patience
+        return self._deficit - self._step_seconds > -self._patience
 
     def is_sooner_done(self, num_steps: int, num_tokens: int, context: int) -> bool:
         return num_steps * self._step_seconds < self._estimate(num_tokens, context)
 
-    def may_borrow(self, num_tokens: int, context: int) -> bool:
-        return self._owed / self._ratio + self._estimate(num_tokens, context) <= self._patience
+    def may_prefill_more(self, num_tokens: int, context: int) -> bool:
+        return self._deficit / self._ratio + self._estimate(num_tokens, context) <= self._patience
 
     def is_short(self, num_tokens: int) -> bool:
         return self._estimate(num_tokens, num_tokens // 2) <= self._patience
@@ -117,8 +117,8 @@ class Pace:
         """
         if whole:
             self._note_rate(seconds, num_tokens, context)
-        owed = self._owed + seconds * self._ratio
-        self._owed = owed if contended else min(0.0, owed)
+        deficit = self._deficit + seconds * self._ratio
+        self._deficit = deficit if contended else min(0.0, deficit)
 
     def _note_rate(self, seconds: float, num_tokens: int, context: int) -> None:
         middle = context + num_tokens // 2
@@ -130,13 +130,13 @@ class Pace:
 
     def step_took(self, seconds: float, *, contended: bool = False) -> None:
         """Record a decode step, `contended` if it went before a due chunk."""
-        least = -self._patience if contended or self._owed < 0 else 0.0
-        self._owed = max(least, self._owed - seconds)
+        least = -self._patience if contended or self._deficit < 0 else 0.0
+        self._deficit = max(least, self._deficit - seconds)
         self._step_seconds = _average(seconds, self._step_seconds or seconds)
 
-    def settle(self) -> None:
+    def reset(self) -> None:
         """Clear decoding's lead, as no prompt waits."""
-        self._owed = max(0.0, self._owed)
+        self._deficit = max(0.0, self._deficit)
 
 
 def _average(measured: float, known: float) -> float:

@@ -6,20 +6,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from agentcache.adapters.activation import AdapterUse
-from agentcache.agents.in_use import InUse
 from agentcache.agents.persistence import Persistence
+from agentcache.agents.pins import Pins
 from agentcache.agents.residuals import ResidualTurn
 from agentcache.agents.saved import Saved
 from agentcache.agents.table import AgentTable
+from agentcache.blocks.block_tables import BlockTables, PathBlock
 from agentcache.blocks.keys import BASE_CACHE
-from agentcache.blocks.lanes import agreed_tokens
+from agentcache.blocks.origin_paths import agreed_tokens
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.prefix_match import len_common_prefix
-from agentcache.blocks.sequence import CacheSequence, LaneBlock
 from agentcache.blocks.transcript import Transcript
 from agentcache.engine.device import Device
-from agentcache.engine.generation import Generation, Outcome, State, make_report
 from agentcache.engine.requests import Requests
+from agentcache.engine.running_request import Outcome, RunningRequest, State, make_report
 from agentcache.errors import InternalError, InvalidRequest
 from agentcache.models.sampler import TokenScore
 from agentcache.models.text.replies.history import ends_with_thought
@@ -30,7 +30,7 @@ from agentcache.store.manifest import AgentRecord
 log = logging.getLogger("agentcache.engine")
 
 
-class Turns:
+class OutputProcessor:
     """The output processor: from chosen tokens to updates and saved turns, with or without an agent."""
 
     def __init__(
@@ -39,7 +39,7 @@ class Turns:
         tokenizer: Tokenizer,
         agents: AgentTable,
         persistence: Persistence,
-        in_use: InUse,
+        pins: Pins,
         requests: Requests,
         device: Device,
     ) -> None:
@@ -48,20 +48,20 @@ class Turns:
         self._tokenizer = tokenizer
         self._agents = agents
         self._persistence = persistence
-        self._in_use = in_use
+        self._pins = pins
         self._requests = requests
 
-    def begin(self, generation: Generation) -> None:
+    def begin(self, generation: RunningRequest) -> None:
         """Choose and pin the turn's lineage. A new one is created at the turn's end. Raises Conflict."""
         agent = generation.request.agent
         if agent is None:
             return
         self._note_own(generation)
         record = self._extended(generation) or self._agents.vacant(agent, param="agent")
-        self._in_use.hold_lineage(record.name)
+        self._pins.pin_lineage(record.name)
         generation.record = record
 
-    def _note_own(self, generation: Generation) -> None:
+    def _note_own(self, generation: RunningRequest) -> None:
         found = generation.found
         if found is not None and found.transcript:
             common = len_common_prefix(found.transcript.ids, generation.match.transcript.ids)
@@ -70,39 +70,39 @@ class Turns:
             computed = len(found.transcript) - (found.transcript.spans[-1][0] == "generated")
             generation.expected_tokens = min(generation.own_tokens, computed, generation.num_prompt_tokens - 1)
 
-    def step_down(self, generation: Generation, why: StepDown) -> None:
+    def step_down(self, generation: RunningRequest, why: StepDown) -> None:
         """Make a residual turn exact. It must hold no block tables."""
         assert generation.adapter is not None
         self._release_residuals(generation)
         generation.stepped_down = why
         self.use(generation, generation.adapter.stepped_down())
 
-    def use(self, generation: Generation, adapter: AdapterUse) -> None:
+    def use(self, generation: RunningRequest, adapter: AdapterUse) -> None:
         generation.adapter, generation.producer = adapter, adapter.producer
         self._note_own(generation)
 
-    def _release_residuals(self, generation: Generation) -> None:
+    def _release_residuals(self, generation: RunningRequest) -> None:
         if generation.saved_residuals:
             assert generation.adapter is not None
             self._persistence.release(generation.saved_residuals, generation.adapter.residual_cache)
             generation.saved_residuals = []
 
-    def _extended(self, generation: Generation) -> AgentRecord | None:
+    def _extended(self, generation: RunningRequest) -> AgentRecord | None:
         """Return the lineage that the turn replaces, if unchanged since the match.
 
         An edit becomes a new lineage, so that the old one stays available.
         """
         found = generation.found
-        if found is None or not generation.goes_on or self._in_use.has_lineage(found.name):
+        if found is None or not generation.goes_on or self._pins.has_lineage(found.name):
             return None
         known = self._agents.find(found.name)
         return known if known is not None and known.transcript is found.transcript else None
 
     def save_early(
         self,
-        generation: Generation,
-        sequence: CacheSequence,
-        published: Sequence[LaneBlock],
+        generation: RunningRequest,
+        sequence: BlockTables,
+        published: Sequence[PathBlock],
         cache: str = BASE_CACHE,
     ) -> None:
         """Write full blocks before the turn's end, if it will be saved."""
@@ -113,21 +113,21 @@ class Turns:
         saved += published
         self._persistence.save_blocks(sequence, published, generation.note_written, cache)
 
-    def drop(self, generation: Generation) -> None:
+    def drop(self, generation: RunningRequest) -> None:
         """Discard a turn and its early writes. The agent is unchanged."""
         self._let_lineage_go(generation)
         self._release_residuals(generation)
         self._persistence.release(generation.saved_early)
 
-    def take(self, generation: Generation, token: int, score: TokenScore | None) -> Outcome | None:
+    def take(self, generation: RunningRequest, token: int, score: TokenScore | None) -> Outcome | None:
         """Process the token chosen after all known ones. Returns the outcome if the request ends."""
         if generation.first_token_at is None:
             generation.first_token_at = time.perf_counter()
             if generation.request.n > 1:
                 # The n requests each compute the last token, for its logits.
                 self._cache.share_tail(generation.open_sequence, generation.num_prompt_tokens - 1)
-                if (overlay := generation.overlay) is not None:
-                    overlay.cache.prefix.share_tail(overlay.residuals, generation.num_prompt_tokens - 1)
+                if (residual_kv := generation.residual_kv) is not None:
+                    residual_kv.cache.prefix.share_tail(residual_kv.residuals, generation.num_prompt_tokens - 1)
             self._announce(generation)
         if generation.max_tokens == 0:
             return FinishReason.LENGTH
@@ -137,7 +137,7 @@ class Turns:
             return FinishReason.STOP
         return self._add(generation, token, score)
 
-    def _add(self, generation: Generation, token: int, score: TokenScore | None) -> Outcome | None:
+    def _add(self, generation: RunningRequest, token: int, score: TokenScore | None) -> Outcome | None:
         generation.token_ids.append(token)
         shown = generation.output.add(token)
         if not generation.output.holds_back:
@@ -155,13 +155,13 @@ class Turns:
                 return end
         return FinishReason.LENGTH if generation.num_generated >= generation.max_tokens else None
 
-    def _announce(self, generation: Generation) -> None:
+    def _announce(self, generation: RunningRequest) -> None:
         prompt = tuple(generation.token_ids[: generation.num_prompt_tokens])
         logprobs = tuple(generation.prompt_logprobs) if generation.request.sampling.prompt_logprobs else None
         end = generation.match.transcript.text[-PROMPT_END:] if generation.is_chat else None
         generation.emit(Update(prompt_token_ids=prompt, prompt_logprobs=logprobs, prompt_end=end))
 
-    def note_prompt_scores(self, generation: Generation, scores: Sequence[TokenScore]) -> None:
+    def note_prompt_scores(self, generation: RunningRequest, scores: Sequence[TokenScore]) -> None:
         """Record scores of prompt tokens, before the block tables advance."""
         if not generation.prompt_logprobs:
             first = generation.token_ids[0]
@@ -175,7 +175,7 @@ class Turns:
         top = tuple((i, data(i), value) for i, value in score.top[:count])
         return TokenLogprob(token, data(token), score.logprob, top, shown)
 
-    def finish(self, generation: Generation) -> None:
+    def finish(self, generation: RunningRequest) -> None:
         """Send the remaining text, close the block tables, and report once the turn is saved."""
         rest = generation.output.finish()
         if rest.text or rest.markers:
@@ -192,21 +192,21 @@ class Turns:
         else:
             self._commit(generation, transcript)
 
-    def _close_residuals(self, generation: Generation, transcript: Transcript) -> Sequence[ResidualTurn]:
-        if (overlay := generation.overlay) is None:
+    def _close_residuals(self, generation: RunningRequest, transcript: Transcript) -> Sequence[ResidualTurn]:
+        if (residual_kv := generation.residual_kv) is None:
             return ()
-        keep = min(overlay.residuals.num_tokens, len(transcript))
-        blocks = overlay.cache.prefix.close(overlay.residuals, keep)
-        return (ResidualTurn(overlay.cache.name, keep, blocks, generation.saved_residuals),)
+        keep = min(residual_kv.residuals.num_tokens, len(transcript))
+        blocks = residual_kv.cache.prefix.close(residual_kv.residuals, keep)
+        return (ResidualTurn(residual_kv.cache.name, keep, blocks, generation.saved_residuals),)
 
-    def _note_next_start(self, generation: Generation, transcript: Transcript) -> None:
+    def _note_next_start(self, generation: RunningRequest, transcript: Transcript) -> None:
         """If the reply has no thought, the next prompt repeats it: reset `repeated_tokens`."""
         is_prompt = generation.repeated_tokens == generation.num_prompt_tokens
         if is_prompt and not ends_with_thought(transcript, self._tokenizer.reply_format):
             generation.repeated_tokens = 0
             self._cache.expect_no_start(generation.open_sequence)
 
-    def _keep_state(self, generation: Generation, num_tokens: int) -> None:
+    def _keep_state(self, generation: RunningRequest, num_tokens: int) -> None:
         # A stop string may end the text before the computed tokens.
         last = (generation.num_computed, generation.row_state) if generation.num_computed <= num_tokens else None
         end, state = last or generation.shown_state or (0, None)
@@ -215,7 +215,7 @@ class Turns:
             if slot is not None:
                 self._device.keep_state(slot, state)
 
-    def _transcript(self, generation: Generation) -> Transcript:
+    def _transcript(self, generation: RunningRequest) -> Transcript:
         generated = generation.output.generated()
         prompt = generation.match.transcript
         if not generated.ids:
@@ -225,7 +225,7 @@ class Turns:
             marked = self._tokenizer.with_markers(marked, generated.ids)
         return prompt.extended(marked.text, generated.ids, marked.ends, "generated")
 
-    def _commit(self, generation: Generation, transcript: Transcript) -> None:
+    def _commit(self, generation: RunningRequest, transcript: Transcript) -> None:
         sequence, record = generation.open_sequence, generation.record
         assert record is not None  # set by `begin`
         keep = min(sequence.num_tokens, len(transcript))
@@ -252,7 +252,7 @@ class Turns:
             residuals=residuals,
         )
 
-    def _end(self, generation: Generation, saved: Saved | None) -> None:
+    def _end(self, generation: RunningRequest, saved: Saved | None) -> None:
         self._requests.move(generation, State.DONE)
         self._let_lineage_go(generation)
         try:
@@ -261,18 +261,18 @@ class Turns:
             log.exception("a turn has ended, and cannot be reported")
             generation.emit(InternalError("the turn has ended, and cannot be reported; the log says why"))
 
-    def _report(self, generation: Generation, saved: Saved | None) -> None:
+    def _report(self, generation: RunningRequest, saved: Saved | None) -> None:
         if generation.record is not None:
             self._persistence.keep_bound(generation.record)
         report, stop_string = make_report(generation, saved), generation.output.stop_string
         generation.emit(Update(finish_reason=generation.finish_reason, stop_string=stop_string, report=report))
 
-    def _let_lineage_go(self, generation: Generation) -> None:
+    def _let_lineage_go(self, generation: RunningRequest) -> None:
         if generation.record is not None:
-            self._in_use.let_lineage_go(generation.record.name)
+            self._pins.let_lineage_go(generation.record.name)
 
 
-def _end_of_form(generation: Generation) -> Outcome | None:
+def _end_of_form(generation: RunningRequest) -> Outcome | None:
     following = generation.following
     assert following is not None
     if following.failure is not None:

@@ -125,7 +125,7 @@ class KernelMatrices:
 
 
 @dataclass(frozen=True, eq=False)
-class RowOverlay:
+class RowResidualKV:
     """One residual row in one layer.
 
     Args:
@@ -146,7 +146,7 @@ class RowOverlay:
 
 
 @dataclass(frozen=True, eq=False)
-class LayerOverlay:
+class LayerResidualKV:
     """Rows of a step in one layer, some with residuals.
 
     Args:
@@ -158,6 +158,6 @@ class LayerOverlay:
 
     plain: mx.array
     plain_reads: Reads | None
-    rows: Sequence[RowOverlay]
+    rows: Sequence[RowResidualKV]
     order: mx.array
     reads: Reads

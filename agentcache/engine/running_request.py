@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from agentcache.adapter_settings import Policy
 from agentcache.adapters.activation import AdapterUse
 from agentcache.agents.saved import Saved
-from agentcache.blocks.keys import BLOCK_SIZE, Producer
+from agentcache.blocks.block_tables import BlockTables, PathBlock
+from agentcache.blocks.hidden_state_match import HiddenStateMatch
+from agentcache.blocks.keys import BLOCK_SIZE, KVOrigin
 from agentcache.blocks.prefix_match import PromptMatch
-from agentcache.blocks.sequence import CacheSequence, LaneBlock
 from agentcache.blocks.snapshot_plan import SnapshotPlan
-from agentcache.blocks.trunk_match import TrunkMatch
 from agentcache.engine.output import Output
-from agentcache.engine.passes import Overlay, Pass, plan_passes
+from agentcache.engine.passes import Pass, ResidualKV, plan_passes
 from agentcache.errors import AgentCacheError, BrokenInvariant
 from agentcache.report import CachedTokens, CacheState, FinishReason, Report, StepDown, TokenLogprob, Update
 from agentcache.request import ChatPrompt, Request
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from agentcache.engine.messages import Submit
     from agentcache.models.recurrent import RowState
     from agentcache.models.sampler import Sampler
-    from agentcache.models.text.grammars.compiler import Following
+    from agentcache.models.text.grammars.compiler import GrammarMatcher
 
 Emit = Callable[[Update | BaseException], None]
 
@@ -52,7 +52,7 @@ LIVE = frozenset({State.WAITING, State.LOADING, State.RUNNING})
 
 
 @dataclass(eq=False)
-class Generation:
+class RunningRequest:
     """One running request.
 
     Tokens are known first and computed later, in pieces of any size: progress is `num_computed` of `len(token_ids)`.
@@ -85,7 +85,7 @@ class Generation:
         shown_tokens: number of tokens whose text is sent.
         following: grammar matcher.
         is_late: whether the next token awaits its grammar mask.
-        leader: source request, which computes its next block (`CatchUp`).
+        leader: source request, which computes its next block (`PrefixSharing`).
     """
 
     request: Request
@@ -97,8 +97,8 @@ class Generation:
     state: State = State.NEW
     sampler: Sampler | None = None
     token_ids: list[int] = field(default_factory=list)
-    sequence: CacheSequence | None = None
-    overlay: Overlay | None = None
+    sequence: BlockTables | None = None
+    residual_kv: ResidualKV | None = None
     stepped_down: StepDown | None = None
     divergence: float | None = None
     finish_reason: FinishReason | None = None
@@ -114,12 +114,12 @@ class Generation:
     expected_tokens: int = 0
     lost_tokens: int = 0
     written_bytes: int = 0
-    saved_early: list[LaneBlock] = field(default_factory=list)
-    saved_residuals: list[LaneBlock] = field(default_factory=list)
+    saved_early: list[PathBlock] = field(default_factory=list)
+    saved_residuals: list[PathBlock] = field(default_factory=list)
     found: AgentRecord | None = None
     goes_on: bool = False
     record: AgentRecord | None = None
-    producer: Producer | None = None
+    producer: KVOrigin | None = None
     adapter: AdapterUse | None = None
     in_flight: int = 0
     passes: list[Pass] = field(default_factory=list)
@@ -132,9 +132,9 @@ class Generation:
     launched_state: RowState | None = None
     shown_state: tuple[int, RowState] | None = None
     shown_tokens: int = 0
-    following: Following | None = None
+    following: GrammarMatcher | None = None
     is_late: bool = False
-    leader: Generation | None = None
+    leader: RunningRequest | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.match.transcript.ids)
@@ -142,7 +142,7 @@ class Generation:
         self.background = self.request.is_background
 
     @property
-    def open_sequence(self) -> CacheSequence:
+    def open_sequence(self) -> BlockTables:
         if self.sequence is None:
             raise BrokenInvariant(f"request {self.request.request_id} has no sequence in the cache")
         return self.sequence
@@ -198,14 +198,14 @@ class Generation:
 
     def take_sequence(
         self,
-        sequence: CacheSequence,
-        ahead: TrunkMatch | None = None,
-        overlay: Overlay | None = None,
+        sequence: BlockTables,
+        ahead: HiddenStateMatch | None = None,
+        residual_kv: ResidualKV | None = None,
         at_once: int = BLOCK_SIZE,
     ) -> None:
         """Set the block tables and plan the passes. `at_once`: largest chunk in tokens."""
-        self.sequence, self.overlay = sequence, overlay
-        self.passes = plan_passes(self.adapter, sequence, ahead, overlay, self.last_for_adapter, at_once)
+        self.sequence, self.residual_kv = sequence, residual_kv
+        self.passes = plan_passes(self.adapter, sequence, ahead, residual_kv, self.last_for_adapter, at_once)
         self.drop_passes()
 
     def drop_passes(self) -> None:
@@ -217,28 +217,28 @@ class Generation:
         if self.num_generated:
             return
         num_tokens, cached = end - begin, self.cached
-        if self.overlay is None:
+        if self.residual_kv is None:
             start = self.num_prompt_tokens if self.producer is None else self.producer.start
             self.computed_base_tokens -= max(0, min(end, start) - begin)
         elif self.current.computes is None:
             self.computed_base_tokens -= num_tokens
-        if self.overlay is None or self.current.overlay is not None:
+        if self.residual_kv is None or self.current.residual_kv is not None:
             residual = None if cached.residual is None else cached.residual + num_tokens
             self.cached = CachedTokens(cached.own, cached.shared + num_tokens, residual)
-            if self.overlay is None or self.current.computes is not None:
+            if self.residual_kv is None or self.current.computes is not None:
                 self.computed_prompt_tokens -= num_tokens
 
     def begin_state(self, state: RowState) -> None:
         self.row_state = self.launched_state = state
 
-    def settle_state(self, state: RowState) -> None:
+    def apply_state(self, state: RowState) -> None:
         self.row_state = state
         if self.num_computed <= self.shown_tokens:
             self.shown_state = self.num_computed, state
 
     def lose_sequence(self) -> None:
         """Clear the block tables. Results on the device become void."""
-        self.sequence = self.overlay = None
+        self.sequence = self.residual_kv = None
         self.in_flight = 0
         self.is_late = False
         self.leader = None
@@ -276,13 +276,13 @@ class Generation:
     @property
     def scores_prompt(self) -> bool:
         """Whether the current pass yields prompt logprobs; of a residual request, the adapter's does."""
-        return self.wants_prompt_logprobs and (self.overlay is None or self.current.computes is not None)
+        return self.wants_prompt_logprobs and (self.residual_kv is None or self.current.computes is not None)
 
     def note_written(self, num_bytes: int) -> None:
         self.written_bytes += num_bytes
 
 
-def make_report(generation: Generation, saved: Saved | None) -> Report:
+def make_report(generation: RunningRequest, saved: Saved | None) -> Report:
     cached, adapter, now = generation.cached, generation.adapter, time.perf_counter()
     policy = Policy.EXACT if adapter is None else adapter.policy
     found = CacheState.WARM if generation.restored_bytes else CacheState.HOT

@@ -11,14 +11,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from agentcache.blocks.keys import BASE_PRODUCER, BLOCK_SIZE
-from agentcache.blocks.ledger import TRUNK, Ledger
+from agentcache.blocks.keys import BASE_ORIGIN, BLOCK_SIZE
+from agentcache.blocks.ledger import HIDDEN_STATES, Ledger
 from agentcache.blocks.pool import BlockPool
 from agentcache.blocks.radix_tree import Node
 from agentcache.errors import BrokenInvariant
 
 
-class TrunkName(NamedTuple):
+class HiddenStateKey(NamedTuple):
     """The input of layer `cut` for base's block at `chain`."""
 
     chain: str
@@ -36,7 +36,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class TrunkPlan:
+class HiddenStatePlan:
     """Hidden states that one row's step reads and writes.
 
     Args:
@@ -49,7 +49,7 @@ class TrunkPlan:
     writes: Mapping[int, Sequence[Piece]] = field(default_factory=dict)
 
 
-class TrunkCache:
+class HiddenStateCache:
     """Slots under a separate budget, evicted least recently used first. Claimed on first use and kept."""
 
     def __init__(self, num_slots: int, block_bytes: int, ledger: Ledger) -> None:
@@ -57,16 +57,16 @@ class TrunkCache:
         self._pool = BlockPool()
         self._block_bytes = block_bytes
         self._account = ledger.open(
-            TRUNK,
+            HIDDEN_STATES,
             apart=num_slots * block_bytes,
             used=lambda: (self._pool.capacity - self._pool.num_free) * block_bytes,
         )
-        self._slots: dict[TrunkName, int] = {}  # least recently used first
+        self._slots: dict[HiddenStateKey, int] = {}  # least recently used first
 
     def __len__(self) -> int:
         return len(self._slots)
 
-    def match(self, names: Iterable[TrunkName]) -> int:
+    def match(self, names: Iterable[HiddenStateKey]) -> int:
         count = 0
         for name in names:
             if name not in self._slots:
@@ -74,7 +74,7 @@ class TrunkCache:
             count += 1
         return count
 
-    def lock(self, names: Sequence[TrunkName]) -> list[int]:
+    def lock(self, names: Sequence[HiddenStateKey]) -> list[int]:
         """Pin cached blocks until `release` and mark them as just used."""
         self.touch(names)
         slots = [self._slots[name] for name in names]
@@ -86,13 +86,13 @@ class TrunkCache:
         for slot in slots:
             self._pool.release(slot)
 
-    def touch(self, names: Sequence[TrunkName]) -> None:
+    def touch(self, names: Sequence[HiddenStateKey]) -> None:
         """Mark a path as just used; a block counts as older than its predecessor."""
         for name in reversed(names):
             if name in self._slots:
                 self._slots[name] = self._slots.pop(name)
 
-    def allocate(self, spare: Collection[TrunkName] = ()) -> int | None:
+    def allocate(self, spare: Collection[HiddenStateKey] = ()) -> int | None:
         """Return a slot to fill, with one reference; None if all are in use. `spare` is not evicted."""
         if not self._pool.num_free and not self._grow() and not self._evict(spare):
             return None
@@ -105,14 +105,14 @@ class TrunkCache:
         self._pool.grow(self._pool.capacity + 1)
         return True
 
-    def _evict(self, spare: Collection[TrunkName] = ()) -> bool:
+    def _evict(self, spare: Collection[HiddenStateKey] = ()) -> bool:
         idle = (name for name, slot in self._slots.items() if self._pool.ref_cnt(slot) == 1)
         victim = next((name for name in idle if name not in spare), None)
         if victim is not None:
             self._pool.release(self._slots.pop(victim))
         return victim is not None
 
-    def publish(self, name: TrunkName, slot: int) -> None:
+    def publish(self, name: HiddenStateKey, slot: int) -> None:
         """List a filled slot; the cache takes over or drops the caller's reference."""
         if name in self._slots:
             self._pool.release(slot)
@@ -140,7 +140,7 @@ class TrunkCache:
             raise BrokenInvariant("the trunk has other slots than it has claimed")
 
 
-class TrunkReader:
+class HiddenStateReader:
     """A request's cached hidden states, from block number `first` on."""
 
     def __init__(self, first: int, slots: Sequence[int]) -> None:
@@ -155,15 +155,15 @@ class TrunkReader:
         ]
 
 
-class TrunkFiller:
+class HiddenStateWriter:
     """Adds a request's hidden states at one layer, as whole blocks."""
 
-    def __init__(self, cache: TrunkCache, cut: int) -> None:
+    def __init__(self, cache: HiddenStateCache, cut: int) -> None:
         self._cache = cache
         self._cut = cut
         self._slots: dict[int, int] = {}  # by block number; complete before `_end`
         self._end = 0
-        self._path: list[TrunkName] = []
+        self._path: list[HiddenStateKey] = []
 
     @property
     def slots(self) -> list[int]:
@@ -190,9 +190,9 @@ class TrunkFiller:
         """Add complete blocks; `nodes` are the request's, from its start on."""
         for position in [position for position in self._slots if position < min(len(nodes), self._end // BLOCK_SIZE)]:
             slot, path = self._slots.pop(position), nodes[: position + 1]
-            if path[-1].producer != BASE_PRODUCER:
+            if path[-1].producer != BASE_ORIGIN:
                 raise BrokenInvariant(f"{path[-1]!r} is not base's and cannot be of the trunk")
-            self._path = [TrunkName(node.chain, self._cut) for node in path]
+            self._path = [HiddenStateKey(node.chain, self._cut) for node in path]
             self._cache.publish(self._path[-1], slot)
             self._cache.touch(self._path)
 

@@ -20,14 +20,14 @@ from agentcache.models.loader import LoadedModel, load, put_on_cache, read_model
 from agentcache.models.runner import ModelRunner
 from agentcache.models.shards import ShardedAdapters, Shards
 from agentcache.ranks.connections import ring_connections
-from agentcache.ranks.follower import Follower, Slots
-from agentcache.ranks.leader import Leader, Post
-from agentcache.ranks.patience import Patience
 from agentcache.ranks.rank import own_rank, rank_folder
-from agentcache.ranks.runner import LeadingAdapters, LeadingRunner
-from agentcache.ranks.store import LeadingStore
-from agentcache.ranks.tickets import Tickets
+from agentcache.ranks.remote_handles import RemoteHandles
+from agentcache.ranks.runner import RankZeroAdapters, RankZeroRunner
+from agentcache.ranks.store import RankZeroStore
+from agentcache.ranks.watchdog import Watchdog
 from agentcache.ranks.wire import Wire, naming_the_lost
+from agentcache.ranks.worker import Slots, Worker
+from agentcache.ranks.worker_link import Post, WorkerLink
 from agentcache.report import Traffic
 from agentcache.store.store import Store
 from agentcache.version import __version__
@@ -36,7 +36,7 @@ _ALIKE = ("version of agentcache", "model", "version of the model's code in mlx-
 _FOLLOWERS_PATIENCE = 5  # times rank 0's, which sends nothing while it starts or loads adapters
 
 
-class World(Protocol):
+class Executor(Protocol):
     """Makes an engine's parts, on the engine thread."""
 
     def settings(self, config: Config) -> Config:
@@ -57,7 +57,7 @@ class World(Protocol):
         """Traffic between ranks."""
 
 
-class Alone:
+class LocalExecutor:
     def settings(self, config: Config) -> Config:
         return config
 
@@ -83,28 +83,28 @@ class Alone:
         return Traffic()
 
 
-class Leading:
-    """Executor of rank 0. Arguments as in `Leader`."""
+class RankZeroExecutor:
+    """Executor of rank 0. Arguments as in `WorkerLink`."""
 
     def __init__(
         self, group: mx.distributed.Group, post: Post, give_up: Callable[[RankLost], None], patience: float
     ) -> None:
         self._shards = Shards(group)
         self._wire = Wire(group)
-        self._leader = Leader(self._wire, post, give_up, patience, ring_connections())
-        self._tickets = Tickets(self._leader)
-        self._adapters: LeadingAdapters | None = None
+        self._link = WorkerLink(self._wire, post, give_up, patience, ring_connections())
+        self._handles = RemoteHandles(self._link)
+        self._adapters: RankZeroAdapters | None = None
 
     def settings(self, config: Config) -> Config:
         return rank_settings(config, self._shards)
 
     def load(self, path_or_hub_id: str, **options: Any) -> LoadedModel:
-        with self._leader.waiting(math.inf):  # reading weights has no time limit
+        with self._link.waiting(math.inf):  # reading weights has no time limit
             # All ranks measure in the same order; none may stop or skip alone.
             options |= {"measured": None, "measure_seconds": math.inf}
             loaded = load_part(self._shards, self._wire, path_or_hub_id, **options)
             agree(self._wire, loaded)
-        self._adapters = LeadingAdapters(loaded.model, loaded.survey, loaded.current, self._shards, self._leader)
+        self._adapters = RankZeroAdapters(loaded.model, loaded.inspection, loaded.current, self._shards, self._link)
         return replace(loaded, adapters=self._adapters)
 
     def runner(
@@ -113,29 +113,29 @@ class Leading:
         if snapshots is not None or measures:
             raise BrokenInvariant("ranks share neither recurrent state nor residuals")
         assert self._adapters is not None  # by `load`
-        return LeadingRunner(loaded, pools, self._adapters, self._leader, self._tickets, room)
+        return RankZeroRunner(loaded, pools, self._adapters, self._link, self._handles, room)
 
     def store(self, config: Config, loaded: LoadedModel) -> Store:
-        return LeadingStore(
+        return RankZeroStore(
             config.cache_dir,
             loaded.spec,
             loaded.names,
             disk_budget=config.disk_budget,
             durability=config.durability,
             num_token_ids=loaded.num_token_ids,
-            leader=self._leader,
-            tickets=self._tickets,
+            link=self._link,
+            handles=self._handles,
         )
 
     def traffic(self) -> Traffic:
         return Traffic(self._wire.size, self._wire.messages, self._wire.sent_bytes)
 
 
-def join(config: Config, post: Post, give_up: Callable[[RankLost], None]) -> World:
+def join(config: Config, post: Post, give_up: Callable[[RankLost], None]) -> Executor:
     """Return this process's executor. Raises ConfigError if other ranks are unreachable."""
     if own_rank() is None:
-        return Alone()
-    return Leading(join_group(), post, give_up, config.rank_timeout)
+        return LocalExecutor()
+    return RankZeroExecutor(join_group(), post, give_up, config.rank_timeout)
 
 
 def join_group() -> mx.distributed.Group:
@@ -180,10 +180,10 @@ def load_part(
             read,
             kv=said.setting(kv),
             kept=lambda fingerprint: said.kept(kept(fingerprint)),
-            settle=said.divergence,
+            agree=said.divergence,
             **options,
         )
-    adapters = ShardedAdapters(loaded.model, loaded.survey, loaded.current, shards)
+    adapters = ShardedAdapters(loaded.model, loaded.inspection, loaded.current, shards)
     return replace(loaded, spec=shards.spec(loaded.spec), adapters=adapters, ranks=shards.size)
 
 
@@ -228,16 +228,16 @@ def follow(config: Config, model_path: str) -> None:
     """
     group = join_group()
     seconds, connections = config.rank_timeout * _FOLLOWERS_PATIENCE, ring_connections()
-    with Patience(seconds, connections):
+    with Watchdog(seconds, connections):
         follower = _make_follower(group, config, model_path)
     try:
-        with Patience(seconds, connections, follower.close) as patience:
+        with Watchdog(seconds, connections, follower.close) as patience:
             follower.run(patience.renew)
     finally:
         follower.close()
 
 
-def _make_follower(group: mx.distributed.Group, config: Config, model_path: str) -> Follower:
+def _make_follower(group: mx.distributed.Group, config: Config, model_path: str) -> Worker:
     shards, wire = Shards(group), Wire(group)
     config = rank_settings(config, shards)
     loaded = load_part(shards, wire, model_path, max_context=config.max_context, kv=config.kv)
@@ -252,4 +252,4 @@ def _make_follower(group: mx.distributed.Group, config: Config, model_path: str)
         durability=config.durability,
         blocks_only=True,
     )
-    return Follower(wire, loaded, ModelRunner(loaded, slots, room=device_memory().usable), slots, store)
+    return Worker(wire, loaded, ModelRunner(loaded, slots, room=device_memory().usable), slots, store)

@@ -11,12 +11,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from agentcache.blocks.hidden_states import HiddenStatePlan, Piece
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.blocks.trunk import Piece, TrunkPlan
 from agentcache.errors import BrokenInvariant
+from agentcache.models.inspection import Inspection
 from agentcache.models.layers import LayerCall, Stand, layer_lists
 from agentcache.models.step import CurrentStep, StepInputs
-from agentcache.models.survey import Survey
 
 
 class HiddenBlocks:
@@ -59,12 +59,12 @@ class HiddenBlocks:
         return arrays
 
 
-class ModelTrunk:
+class ModelHiddenStates:
     """Hidden-state cache of one model, and its layers' wrappers; `layer_tokens` counts tokens times computed layers."""
 
-    def __init__(self, model: nn.Module, survey: Survey, current: CurrentStep) -> None:
+    def __init__(self, model: nn.Module, inspection: Inspection, current: CurrentStep) -> None:
         self._layers = layers_of(model)
-        self._survey = survey
+        self._inspection = inspection
         self._current = current
         self.blocks = HiddenBlocks()
         self.layer_tokens = 0
@@ -75,24 +75,24 @@ class ModelTrunk:
 
     def prepare(self, step: StepInputs) -> None:
         """Wrap the layers that a step stores from or starts at; count its tokens."""
-        plan = step.trunk
+        plan = step.hidden_states
         if plan.cut or plan.writes:
             self._wrap(max([plan.cut, *plan.writes]))
         self.layer_tokens += step.token_ids.size * (len(self._layers) - plan.cut)
 
     def _wrap(self, last: int) -> None:
         for index in range(last + 1):
-            if not isinstance(self._layers[index], TrunkLayer):
-                self._layers[index] = TrunkLayer(self._layers[index], index, self)
+            if not isinstance(self._layers[index], SkippableLayer):
+                self._layers[index] = SkippableLayer(self._layers[index], index, self)
 
     def block_bytes(self) -> int:
         """Size of a block; 0 if layers cannot be skipped."""
-        return BLOCK_SIZE * self._survey.hidden_bytes
+        return BLOCK_SIZE * self._inspection.hidden_bytes
 
     @property
-    def _plan(self) -> TrunkPlan:
+    def _plan(self) -> HiddenStatePlan:
         step = self._current.step
-        return TrunkPlan() if step is None else step.trunk
+        return HiddenStatePlan() if step is None else step.hidden_states
 
     def skips(self, index: int) -> bool:
         return index < self._plan.cut
@@ -107,17 +107,17 @@ class ModelTrunk:
         return x
 
 
-class TrunkLayer(Stand):
-    def __init__(self, original: nn.Module, index: int, trunk: ModelTrunk) -> None:
+class SkippableLayer(Stand):
+    def __init__(self, original: nn.Module, index: int, hidden_states: ModelHiddenStates) -> None:
         super().__init__(original)
         self._index = index
-        self._trunk = trunk
+        self._hidden_states = hidden_states
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = LayerCall(self.original, self.original, args, kwargs)
-        if self._trunk.skips(self._index):
+        if self._hidden_states.skips(self._index):
             return call.x
-        return call.compute(self._trunk.enter(self._index, call.x))
+        return call.compute(self._hidden_states.enter(self._index, call.x))
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

@@ -7,14 +7,14 @@ import numpy as np
 
 from agentcache.kv.block_layout import Array
 from agentcache.ranks.arena_commands import Forget
-from agentcache.ranks.leader import Leader
+from agentcache.ranks.worker_link import WorkerLink
 
 
-class Tickets:
+class RemoteHandles:
     """Numbers of rank 0's arrays of block bytes. Workers drop their parts once the array is freed. Thread-safe."""
 
-    def __init__(self, leader: Leader) -> None:
-        self._leader = leader
+    def __init__(self, link: WorkerLink) -> None:
+        self._link = link
         self._numbers = count(1)
         self._by_id: dict[int, int] = {}
 
@@ -31,7 +31,7 @@ class Tickets:
         self.give_back(ticket)
 
     def give_back(self, ticket: int) -> None:
-        self._leader.tell(Forget([ticket]))
+        self._link.tell(Forget([ticket]))
 
     def of(self, data: Array) -> int:
         return self._by_id.get(id(data), 0)

@@ -49,7 +49,7 @@ class Run:
         tuples: whether a layer gave more than hidden states.
         layer, x: layer in progress; input of the last one.
         used: caches, in order of their first write.
-        called: linears called since the last `settle`, with the number of writes before.
+        called: linears called since the last `resolve`, with the number of writes before.
         behind: by layer and path of a linear: whether all writes came before its calls.
         norms: norms outside of layers, with owner and name.
         caches: in the model's order, a `Seen` each; a tuple for a CacheList.
@@ -63,14 +63,14 @@ class Run:
     num_writes: int = 0
     called: dict[tuple[int, str], int] = field(default_factory=dict)
     behind: dict[tuple[int, str], bool] = field(default_factory=dict)
-    norms: list[tuple[nn.Module, str, _WatchedNorm]] = field(default_factory=list)
+    norms: list[tuple[nn.Module, str, _TracedNorm]] = field(default_factory=list)
     caches: list[Any] = field(default_factory=list)
 
     def compute(self, call: LayerCall) -> Any:
         self.layer, self.x = call.layer, call.x
         self.called.clear()
         out = call.compute()
-        self.settle(lambda num_writes: num_writes == self.num_writes)
+        self.resolve(lambda num_writes: num_writes == self.num_writes)
         self.calls.append(call.layer)
         self.tuples |= isinstance(out, tuple)
         self.layer = None
@@ -80,7 +80,7 @@ class Run:
     def depth(self) -> int:
         return len(self.calls)
 
-    def settle(self, is_behind: Callable[[int], bool]) -> None:
+    def resolve(self, is_behind: Callable[[int], bool]) -> None:
         """Judge linears in `called` by the number of writes before them."""
         for name, num_writes in self.called.items():
             self.behind[name] = self.behind.get(name, True) and is_behind(num_writes)
@@ -104,7 +104,7 @@ class Run:
         seen.cache.update_and_fetch = watched
 
 
-class _WatchedArrays(ArraysCache):
+class _TracedArrays(ArraysCache):
     def __init__(self, size: int, run: Run) -> None:
         super().__init__(size)
         self.seen = Seen(self)
@@ -115,7 +115,7 @@ class _WatchedArrays(ArraysCache):
         super().__setitem__(index, value)
 
 
-class _WatchedNorm(Stand):
+class _TracedNorm(Stand):
     def __init__(self, original: nn.Module, run: Run) -> None:
         super().__init__(original)
         self.depths: list[int] = []
@@ -127,10 +127,10 @@ class _WatchedNorm(Stand):
 
 
 @contextmanager
-def _watched_norms(model: nn.Module, run: Run) -> Iterator[list[tuple[nn.Module, str, _WatchedNorm]]]:
+def _watched_norms(model: nn.Module, run: Run) -> Iterator[list[tuple[nn.Module, str, _TracedNorm]]]:
     inside = {id(module) for layers in layer_lists(model) for layer in layers for module in layer.modules()}
     norms = [
-        (owner, name, _WatchedNorm(child, run))
+        (owner, name, _TracedNorm(child, run))
         for owner in model.modules()
         if id(owner) not in inside
         for name, child in owner.items()
@@ -147,13 +147,13 @@ def _watched_norms(model: nn.Module, run: Run) -> Iterator[list[tuple[nn.Module,
 
 @functools.cache
 def _watched(kind: Any) -> Any:
-    class Watched(kind):
+    class Traced(kind):
         def __call__(self, x: mx.array) -> mx.array:
             if x.shape[:-1] == (1, _NUM_TOKENS):
                 self._run.called.setdefault(self._path, self._run.num_writes)
             return super().__call__(x)
 
-    return Watched
+    return Traced
 
 
 @contextmanager
@@ -177,7 +177,7 @@ def _watch(cache: Any, index: int, run: Run) -> Any:
     if type(cache) is CacheList:
         return tuple(_watch(inner, index, run) for inner in cache.caches)
     if type(cache) is ArraysCache:
-        return _WatchedArrays(len(cache.cache), run).seen
+        return _TracedArrays(len(cache.cache), run).seen
     if type(cache) not in (KVCache, RotatingKVCache):
         raise UnsupportedModel(f"layer {index} keeps a {type(cache).__name__}, not keys and values per token")
     if getattr(cache, "keep", 0):
@@ -198,7 +198,7 @@ def watch_run(model: nn.Module) -> Run:
         run.caches = [_watch(cache, index, run) for index, cache in enumerate(make_prompt_cache(model))]
         with hooked(model, run.compute), _watched_norms(model, run) as run.norms, _watched_linears(model, run):
             model(mx.zeros((1, _NUM_TOKENS), mx.int32), cache=_unwrap(run.caches))
-        run.settle(lambda num_writes: False)  # calls outside of layers
+        run.resolve(lambda num_writes: False)  # calls outside of layers
     except UnsupportedModel:
         raise
     except Exception as error:  # a wrong config entry can raise anything

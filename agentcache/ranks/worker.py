@@ -85,7 +85,7 @@ class Answers:
             return ready
 
 
-class Follower:
+class Worker:
     """A worker: executes rank 0's commands on its own model, arenas and files, for the thread that computes."""
 
     def __init__(
@@ -95,7 +95,7 @@ class Follower:
         self._loaded = loaded
         self._runner = runner
         self._slots = slots
-        self._files = FollowerFiles(store)
+        self._files = WorkerFiles(store)
         self._held: dict[int, Array] = {}
         self._adapters: dict[int, AdapterWeights] = {}
         self._computed: list[mx.array] = []
@@ -136,13 +136,13 @@ class Follower:
                 self._runner.move_blocks(copies)
             case TakeBytes(ticket, group, slot, num_tokens):
                 self._held[ticket] = self._runner.snapshot(group, slot, num_tokens)
-            case PutBytes(group, slots, tickets):
-                blocks = [self._bytes_of(group, ticket) for ticket in tickets]
+            case PutBytes(group, slots, handles):
+                blocks = [self._bytes_of(group, ticket) for ticket in handles]
                 self._runner.put_blocks(group, slots, blocks)
             case BringBytes(ticket, parts):
                 self._held[ticket] = parts[self._wire.rank - 1]
-            case Forget(tickets):
-                for ticket in tickets:
+            case Forget(handles):
+                for ticket in handles:
                     self._held.pop(ticket, None)
                     self._files.forget(ticket)
             case LoadAdapter():
@@ -195,7 +195,7 @@ class Follower:
         return self._loaded.adapters.load(AdapterContent(adapter, told.matrices))
 
 
-class FollowerFiles:
+class WorkerFiles:
     """This rank's block files. One thread writes in order, two read; no call waits."""
 
     def __init__(self, store: Store) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from agentcache.blocks.block_tables import BlockTables, OriginPath
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.radix_tree import Node, RadixTree
-from agentcache.blocks.sequence import CacheSequence, Lane
 from agentcache.blocks.siblings import pack
 from agentcache.blocks.slots import Slots
 
 
-def nodes_ahead(tree: RadixTree, sequence: CacheSequence, token_ids: Sequence[int], end: int) -> list[list[Node]]:
+def nodes_ahead(tree: RadixTree, sequence: BlockTables, token_ids: Sequence[int], end: int) -> list[list[Node]]:
     """Return full blocks in RAM after the request's end: per block, one node per origin path."""
     if sequence.num_tokens % BLOCK_SIZE or any(lane.ahead for lane in sequence.lanes):
         return []
@@ -23,7 +23,7 @@ def nodes_ahead(tree: RadixTree, sequence: CacheSequence, token_ids: Sequence[in
         nodes = [
             node
             for lane, parent in zip(sequence.lanes, parents, strict=True)
-            if (node := parent.child(packed, lane.layout.producer_of(block_end))) is not None and _in_ram(node, lane)
+            if (node := parent.child(packed, lane.layout.origin_of(block_end))) is not None and _in_ram(node, lane)
         ]
         if len(nodes) < len(sequence.lanes):
             break
@@ -32,11 +32,11 @@ def nodes_ahead(tree: RadixTree, sequence: CacheSequence, token_ids: Sequence[in
     return found
 
 
-def _in_ram(node: Node, lane: Lane) -> bool:
+def _in_ram(node: Node, lane: OriginPath) -> bool:
     return all(index in node.block_ids for index in lane.groups)
 
 
-def append_nodes(slots: Slots, sequence: CacheSequence, nodes: Sequence[Node]) -> None:
+def append_nodes(slots: Slots, sequence: BlockTables, nodes: Sequence[Node]) -> None:
     """Append one block; frees a slot reserved for it."""
     position = sequence.num_tokens // BLOCK_SIZE
     for lane, node in zip(sequence.lanes, nodes, strict=True):

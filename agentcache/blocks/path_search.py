@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from agentcache.blocks.keys import BLOCK_SIZE, Producer
-from agentcache.blocks.lanes import BlockKind, LaneLayout, lay_out
+from agentcache.blocks.keys import BLOCK_SIZE, KVOrigin
+from agentcache.blocks.origin_paths import BlockKind, PathLayout, lay_out
 from agentcache.blocks.radix_tree import Node, RadixTree
 from agentcache.blocks.siblings import BYTES_PER_TOKEN, Nearest, pack
 from agentcache.blocks.slots import Group
@@ -15,7 +15,7 @@ MIN_TAIL_TOKENS = 16  # fewer are cheaper to compute than to copy
 
 
 @dataclass(frozen=True)
-class LanePrefix:
+class PathPrefix:
     """Cached prefix of one origin path.
 
     Args:
@@ -24,7 +24,7 @@ class LanePrefix:
         read_from: first token computed with the prefix, if before its end.
     """
 
-    layout: LaneLayout
+    layout: PathLayout
     nodes: tuple[Node, ...]
     tail: Node | None = None
     tail_tokens: int = 0
@@ -64,8 +64,8 @@ class CachedPrefix:
         known_tokens: tokens with cached KV, even without a checkpoint after them; for recurrent models only.
     """
 
-    producer: Producer | None
-    lanes: tuple[LanePrefix, ...]
+    producer: KVOrigin | None
+    lanes: tuple[PathPrefix, ...]
     snapshot: Node | None = None
     known_tokens: int = 0
 
@@ -73,7 +73,7 @@ class CachedPrefix:
     def num_tokens(self) -> int:
         return min(lane.num_tokens for lane in self.lanes)
 
-    def lane(self, group: int) -> LanePrefix:
+    def lane(self, group: int) -> PathPrefix:
         return next(lane for lane in self.lanes if group in lane.groups)
 
 
@@ -83,7 +83,7 @@ def match_prefix(
     root: str,
     token_ids: Sequence[int],
     limit: int,
-    producer: Producer | None,
+    producer: KVOrigin | None,
     snapshots: Snapshots | None = None,
     read_from: int | None = None,
 ) -> CachedPrefix:
@@ -97,7 +97,7 @@ def match_prefix(
     layouts = lay_out(producer, len(groups), has_state=snapshots is not None)
     # Recurrent models start at few positions: any tail is worth a copy.
     least = MIN_TAIL_TOKENS if snapshots is None else 1
-    searches = [LaneSearch(tree, groups, root, packed, layout, least, read_from) for layout in layouts]
+    searches = [PathSearch(tree, groups, root, packed, layout, least, read_from) for layout in layouts]
     ends = None if snapshots is None else SnapshotSearch(tree, root, packed, layouts, snapshots)
     known = None if groups else min(limit, len(token_ids))
     while True:
@@ -117,7 +117,7 @@ def match_prefix(
             return CachedPrefix(producer, lanes, node, known)
 
 
-class LaneSearch:
+class PathSearch:
     """Longest cached prefix on one origin path. Valid until the tree changes.
 
     Args:
@@ -130,7 +130,7 @@ class LaneSearch:
         groups: Sequence[Group],
         root: str,
         packed: bytes,
-        layout: LaneLayout,
+        layout: PathLayout,
         least: int = MIN_TAIL_TOKENS,
         read_from: int | None = None,
     ) -> None:
@@ -144,21 +144,21 @@ class LaneSearch:
         # All later tokens read a full-attention group.
         unbounded = self._all - self._windows.keys()
         usable = partial(_has, unbounded)
-        self._nodes = tree.match_prefix(root, packed, usable, layout.producer_of)
+        self._nodes = tree.match_prefix(root, packed, usable, layout.origin_of)
 
-    def longest(self, limit: int) -> LanePrefix:
+    def longest(self, limit: int) -> PathPrefix:
         count = min(len(self._nodes), limit // BLOCK_SIZE)
         while True:
             with_tail = self._with_tail(count, limit)
             if with_tail is not None and self._missing(with_tail) is None:
                 return with_tail
-            prefix = LanePrefix(self._layout, tuple(self._nodes[:count]), read_from=self._read_from)
+            prefix = PathPrefix(self._layout, tuple(self._nodes[:count]), read_from=self._read_from)
             missing = self._missing(prefix)
             if missing is None:
                 return prefix
             count = missing  # later blocks need it; a sibling may be the tail
 
-    def _missing(self, prefix: LanePrefix) -> int | None:
+    def _missing(self, prefix: PathPrefix) -> int | None:
         missing = (
             position
             for index, group in self._windows.items()
@@ -167,14 +167,14 @@ class LaneSearch:
         )
         return max(missing, default=None)
 
-    def _with_tail(self, count: int, limit: int) -> LanePrefix | None:
+    def _with_tail(self, count: int, limit: int) -> PathPrefix | None:
         nearest = [self._nearest(count, limit, kind) for kind in self._layout.usable_kinds(count)]
         most = max(found.num_tokens for found in nearest)
         tails = [node for found in nearest if found.num_tokens == most for node in found.items]
         if not tails:
             return None
         tail = min(tails, key=self._loads_needed)
-        return LanePrefix(self._layout, tuple(self._nodes[:count]), tail, most, self._read_from)
+        return PathPrefix(self._layout, tuple(self._nodes[:count]), tail, most, self._read_from)
 
     def _nearest(self, count: int, limit: int, kind: BlockKind) -> Nearest[Node]:
         """Nodes that share at least `least` tokens; else a shorter tail that is used completely.
@@ -202,13 +202,13 @@ class SnapshotSearch:
     """Checkpoints along a prompt. Valid until the tree changes."""
 
     def __init__(
-        self, tree: RadixTree, root: str, packed: bytes, layouts: Iterable[LaneLayout], snapshots: Snapshots
+        self, tree: RadixTree, root: str, packed: bytes, layouts: Iterable[PathLayout], snapshots: Snapshots
     ) -> None:
         layout = next(each for each in layouts if each.has_state)
         # Nodes without data count: KV may be on another path, or in a longer block.
         self._path = [
             tree.peek(root),
-            *tree.match_prefix(root, packed, lambda node: True, layout.producer_of),
+            *tree.match_prefix(root, packed, lambda node: True, layout.origin_of),
         ]
         self._packed = packed
         self._snapshots = snapshots
@@ -229,7 +229,7 @@ class SnapshotSearch:
             return False
         begin = tail.position * BLOCK_SIZE * BYTES_PER_TOKEN
         fits = self._packed[begin : begin + len(tail.packed)] == tail.packed
-        return fits and tail.producer == self._layout.producer_of(tail.end)
+        return fits and tail.producer == self._layout.origin_of(tail.end)
 
 
 def find_snapshots(
@@ -237,7 +237,7 @@ def find_snapshots(
     num_groups: int,
     root: str,
     token_ids: Sequence[int],
-    producer: Producer | None,
+    producer: KVOrigin | None,
     snapshots: Snapshots,
 ) -> list[Node]:
     layouts = lay_out(producer, num_groups, has_state=True)

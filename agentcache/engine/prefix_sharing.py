@@ -7,13 +7,13 @@ needs next. If its turn comes first, the source request runs instead.
 from __future__ import annotations
 
 from agentcache.agents.caches import KeptCache
+from agentcache.blocks.block_tables import BlockTables
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.blocks.sequence import CacheSequence
-from agentcache.engine.generation import Generation
 from agentcache.engine.requests import Requests
+from agentcache.engine.running_request import RunningRequest
 
 
-class CatchUp:
+class PrefixSharing:
     def __init__(self, requests: Requests, base: KeptCache) -> None:
         self._requests = requests
         self._base = base
@@ -28,7 +28,7 @@ class CatchUp:
             within = (each for each in prompts if each is not generation and self._is_within_next_of(generation, each))
             generation.leader = max(within, key=lambda each: each.in_flight, default=None)
 
-    def pass_on(self) -> list[Generation]:
+    def pass_on(self) -> list[RunningRequest]:
         """Give waiting prompts published blocks, before a large chunk drops its windows. Returns these prompts."""
         running = self._requests.running
         if self._base.prefix.snapshots is not None or len(running) < 2:
@@ -38,36 +38,36 @@ class CatchUp:
             self._take(generation)
         return waiting
 
-    def _take(self, generation: Generation) -> None:
+    def _take(self, generation: RunningRequest) -> None:
         while (num_tokens := self._tokens_ahead(generation)) > 0:
             begin = generation.num_computed
             generation.note_caught_up(begin, begin + num_tokens)
-            overlay = generation.overlay
+            residual_kv = generation.residual_kv
             for cache, sequence in self._written(generation):
                 cache.prefix.catch_up(sequence, generation.token_ids, begin + num_tokens)
             generation.drop_passes()
-            if overlay is not None:
-                overlay.cache.prefix.leave_window(overlay.residuals)
-            still_read = None if overlay is None else overlay.residuals.num_tokens
+            if residual_kv is not None:
+                residual_kv.cache.prefix.leave_window(residual_kv.residuals)
+            still_read = None if residual_kv is None else residual_kv.residuals.num_tokens
             self._base.prefix.leave_window(generation.open_sequence, still_read)
 
-    def _tokens_ahead(self, generation: Generation) -> int:
+    def _tokens_ahead(self, generation: RunningRequest) -> int:
         work, begin = generation.current, generation.num_computed
         if work.cut or generation.wants_prompt_logprobs:
             return 0
         end = len(generation.token_ids) - 1 if work.end is None else work.end  # its logits are needed
-        if work.overlay is not None and not work.overlay.is_paired(begin):
-            end = min(end, work.overlay.paired_from)
+        if work.residual_kv is not None and not work.residual_kv.is_paired(begin):
+            end = min(end, work.residual_kv.paired_from)
         if end - begin < BLOCK_SIZE:
             return 0
         written = self._written(generation)
         return min(each.prefix.tokens_ahead(sequence, generation.token_ids, end) for each, sequence in written)
 
-    def _written(self, generation: Generation) -> list[tuple[KeptCache, CacheSequence]]:
+    def _written(self, generation: RunningRequest) -> list[tuple[KeptCache, BlockTables]]:
         work = generation.current
-        return [(self._base, work.writes)] if work.overlay is None else work.overlay.written(self._base)
+        return [(self._base, work.writes)] if work.residual_kv is None else work.residual_kv.written(self._base)
 
-    def _is_within_next_of(self, generation: Generation, other: Generation) -> bool:
+    def _is_within_next_of(self, generation: RunningRequest, other: RunningRequest) -> bool:
         """Whether `other` computes the next block of `generation` and can fill it."""
         begin, work, theirs = generation.num_computed, generation.current, other.current
         end = begin + BLOCK_SIZE
@@ -75,11 +75,15 @@ class CatchUp:
             return False
         if end > min(each.num_launched + each.num_to_prefill for each in (generation, other)):
             return False
-        if (work.overlay is None) is not (theirs.overlay is None) or work.cut or generation.wants_prompt_logprobs:
+        if (
+            (work.residual_kv is None) is not (theirs.residual_kv is None)
+            or work.cut
+            or generation.wants_prompt_logprobs
+        ):
             return False
         return _are_alike(work.writes, theirs.writes) and generation.token_ids[:end] == other.token_ids[:end]
 
 
-def _are_alike(one: CacheSequence, other: CacheSequence) -> bool:
+def _are_alike(one: BlockTables, other: BlockTables) -> bool:
     """Whether equal tokens have equal blocks; the root identifies the cache."""
     return one.root == other.root and one.producer == other.producer
