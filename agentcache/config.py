@@ -64,7 +64,7 @@ def _setting(kind: Kind, flag: Flag | None = None, *, above_zero: bool = False, 
 
 @dataclass(frozen=True)
 class Config:
-    """All settings, resolved: what their flags' help texts leave out. Sizes in bytes; None for `auto`.
+    """All settings, resolved. Flags' help texts describe most. Sizes are in bytes; None stands for `auto`.
 
     Args:
         api_key: None admits every local client.

@@ -86,6 +86,8 @@ class Unauthorized(RequestError):
 
 
 class NotFound(RequestError):
+    """No agent, model or adapter has this name."""
+
     status = 404
     code = "not_found"
     type = "not_found_error"
@@ -98,6 +100,8 @@ class RequestTooSlow(RequestError):
 
 
 class Conflict(RequestError):
+    """The name is taken."""
+
     status = 409
     code = "conflict"
 

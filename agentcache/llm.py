@@ -67,7 +67,7 @@ class Completion:
 
 
 class RequestOptions(TypedDict, total=False):
-    """See `agentcache.request.Request`."""
+    """Options of `LLM.chat` and `LLM.generate`; see `agentcache.request.Request`."""
 
     agent: str | None
     lineage: str | None
@@ -237,6 +237,7 @@ class LLM:
         return tuple(blocks_of([*events, *reader.finish(cut_off=is_cut_off)]))
 
     def adapters(self) -> tuple[AdapterInfo, ...]:
+        """All adapters, by name."""
         return self.model.adapters
 
     def load_adapter(self, name: str, path: str | Path, policy: Policy | str = Policy.AUTO) -> AdapterInfo:
@@ -249,10 +250,11 @@ class LLM:
         self._wait(self._engine.unload_adapter(name))
 
     def agents(self) -> list[AgentInfo]:
+        """All agents, by id."""
         return self._wait(self._engine.agents())
 
     def agent(self, agent_id: str) -> AgentInfo:
-        """Raises NotFound."""
+        """One agent. Raises NotFound."""
         return self._wait(self._engine.agent(agent_id))
 
     def fork(

@@ -134,7 +134,7 @@ class Report:
 
     @property
     def reused_tokens(self) -> int:
-        """For OpenAI's and Anthropic's `usage`."""
+        """Cached prompt tokens, for OpenAI's and Anthropic's `usage`."""
         return self.cached_tokens.own + self.cached_tokens.shared
 
 
@@ -179,7 +179,7 @@ class AgentInfo:
     """One agent as in `GET /v1/agents`. Bytes include shared blocks in full.
 
     Tokens, blocks and cache state are those of its longest lineage; bytes are those of all; `last_used` is the latest.
-    Residual bytes are parts of the others. If `unavailable` has a reason, other fields are unknown.
+    Residual bytes are parts of `ram_bytes` and `disk_bytes`. If `unavailable` has a reason, other fields are unknown.
     """
 
     id: str
@@ -224,7 +224,7 @@ class Counter(Metric):
 
 @dataclass(frozen=True)
 class Traffic:
-    """Between ranks: messages, and bytes sent by this one."""
+    """Traffic between ranks: messages, and bytes sent by this one."""
 
     ranks: int = 1
     messages: int = 0
@@ -315,7 +315,7 @@ class CacheStats:
 
     @property
     def ram_used(self) -> dict[str, int | None]:
-        """As `ram_capacity`, in use."""
+        """Used bytes by kind of cache; None without such a cache."""
         return {
             "base": self._used_by(BASE),
             "residual": self._used_by(RESIDUAL) if self._has(RESIDUAL) else None,

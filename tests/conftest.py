@@ -108,6 +108,7 @@ def pytest_collection(session: pytest.Session) -> None:
     worker = getattr(session.config, "workerinput", None)
     if worker is None:
         return
+    gc.disable()  # what is collected stays: looking for garbage in it would take longer than to make it
     folders = [Path(name) for name in session.config.args if Path(name).is_dir()]
     files = sorted({file.resolve() for folder in folders for file in folder.rglob("test_*.py")})
     number, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
@@ -138,6 +139,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Thousands of tests and all imports stay to the end: collections of garbage need not go through them each time."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

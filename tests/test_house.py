@@ -121,7 +121,8 @@ def sources(*folders: str) -> list[tuple[str, ast.Module]]:
 
 def uses(tree: ast.Module, names: set[str]) -> set[str]:
     """Those of the dotted `names` that the module uses, or imports one by one."""
-    used = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    last = {name.rpartition(".")[2] for name in names}
+    used = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in last}
     imported = {
         f"{node.module}.{alias.name}"
         for node in ast.walk(tree)

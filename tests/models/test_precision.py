@@ -348,7 +348,7 @@ def test_a_half_precision_model_is_proved_in_float32(
     read = read_model(str(model_folder("qwen2")))
     read.tokenizer.close()
     read.model.set_dtype(mx.bfloat16)
-    loaded = loader.put_on_cache(read, kv="k8v4", settle=lambda own: own if room else 0.0)
+    loaded = loader.put_on_cache(read, kv="k8v4", agree=lambda own: own if room else 0.0)
     assert seen == [room] and not is_float32(loaded.model)
 
 

@@ -79,6 +79,16 @@ def test_blocks_of_a_reply_may_be_joined_in_any_way(tokenizer: Tokenizer, text: 
     assert as_generated(found, transcript, ReplyReading(tokenizer, TOOLS)).text.startswith(transcript.text)
 
 
+@pytest.mark.parametrize(("text", "is_found"), [("Yes.\nNo.", True), ("Yes.No.", False), ("Yes.\n\nNo.", False)])
+def test_line_breaks_inside_a_block_count(tokenizer: Tokenizer, text: str, is_found: bool) -> None:
+    """A history corrected in them is another one."""
+    call = SPACED.partition("</think>\n\n")[2]
+    transcript = told(tokenizer, f"<think>\nI look.\n</think>\n\nYes.\r\nNo.\n{call}")
+    found = tokenizer.render_chat(history(message(thought="I look.", text=text)), TOOLS)
+    retold = as_generated(found, transcript, ReplyReading(tokenizer, TOOLS))
+    assert retold.text.startswith(transcript.text) == is_found
+
+
 _CALL = SPACED[SPACED.index("<tool_call>") :]
 
 

@@ -49,6 +49,8 @@ def open_on(model: Path, cache_dir: Path) -> AsyncEngine:
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(coroutine, 60))
     gc.unfreeze()  # a server ends with its process
+    gc.collect()
+    gc.freeze()  # as `pytest_collection_finish` does
 
 
 async def ask(engine: AsyncEngine, agent: str | None = None, adapter: str | None = None) -> Report:

@@ -7,6 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any, Protocol
 
@@ -23,6 +24,8 @@ from agentcache.models.text.replies.reader import open_reader
 from agentcache.models.text.template import REASONING_KEYS
 from agentcache.models.text.tokenizer import Tokenizer
 
+Said = tuple[str, tuple[tuple[str, str], ...]]  # text, and calls as in `ReadReply`
+
 _PROMPT_END = 256  # characters of the prompt that may open reasoning or calls
 _MOST_ENDS = 8  # candidates for a reply's end
 # Names of the assistant role between control tokens.
@@ -34,41 +37,50 @@ class ReadReply:
     """Content of a reply as clients tell it.
 
     Args:
-        text: without line breaks, since clients join the blocks of a reply in different ways.
+        thoughts, texts: blocks of reasoning and of text, with line ends as `\\n`.
         calls: (name, arguments as canonical JSON).
     """
 
-    thought: str
-    text: str
+    thoughts: tuple[str, ...]
+    texts: tuple[str, ...]
     calls: tuple[tuple[str, str], ...]
+
+    @property
+    def thought(self) -> str:
+        return "".join(self.thoughts).strip()
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts).strip()
 
     def says(self, generated: ReadReply) -> bool:
         """Whether text and calls are those of `generated`, as a client repeats them; the reasoning may be missing."""
-        if self.text != generated.text or (self.thought and _told(self.thought) != _told(generated.thought)):
+        if self.thought and self.thought not in _joined(generated.thoughts):
             return False
-        return self.calls == generated.calls or self.calls == generated.repeated_calls
+        return (self.text, self.calls) in generated.repeated
 
     def says_all(self, generated: ReadReply) -> bool:
         """Whether the reasoning is there, too."""
         return self.says(generated) and bool(self.thought) == bool(generated.thought)
 
-    @property
-    def repeated_calls(self) -> tuple[tuple[str, str], ...]:
-        """The calls with numbers as clients in JavaScript or Go repeat them."""
-        return tuple((name, _canonical(arguments, doubles=True)) for name, arguments in self.calls)
+    @cached_property
+    def repeated(self) -> set[Said]:
+        """Texts and calls as clients repeat them: blocks joined in any way, numbers as in JavaScript or Go."""
+        doubles = tuple((name, _canonical(arguments, doubles=True)) for name, arguments in self.calls)
+        return {(text, calls) for text in _joined(self.texts) for calls in (self.calls, doubles)}
 
     def answers(self, message: Mapping[str, Any]) -> bool:
-        said = said_in(message)
-        return said == (self.text, self.calls) or said == (self.text, self.repeated_calls)
+        return said_in(message) in self.repeated
 
 
-def said_in(message: Mapping[str, Any]) -> tuple[str, tuple[tuple[str, str], ...]] | None:
-    """Return text and calls of a client's message in `ReadReply` form; None if it cannot be a reply."""
+def said_in(message: Mapping[str, Any]) -> Said | None:
+    """Return text and calls of a client's message; None if it cannot be a reply."""
     content = "" if message.get("content") is None else message["content"]
     calls = [call.get("function") or {} for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
     if not isinstance(content, str) or not all(isinstance(call.get("name"), str) for call in calls):
         return None
-    return _told(content), tuple((call["name"], _canonical(call.get("arguments"))) for call in calls)
+    text = _with_newlines(content).strip()
+    return text, tuple((call["name"], _canonical(call.get("arguments"))) for call in calls)
 
 
 class Words(Protocol):
@@ -110,8 +122,8 @@ class ReplyReading:
         text = "".join([*texts, self._tokenizer.unmark(reply[done:])])
         blocks = blocks_of([*reader.add(text, placed), *reader.finish(cut_off=False)])
         return ReadReply(
-            "".join(block.text for block in blocks if isinstance(block, Reasoning)).strip(),
-            _told("".join(block.text for block in blocks if isinstance(block, Text))),
+            tuple(_with_newlines(block.text) for block in blocks if isinstance(block, Reasoning)),
+            tuple(_with_newlines(block.text) for block in blocks if isinstance(block, Text)),
             tuple((block.name, _canonical(block.arguments)) for block in blocks if isinstance(block, Call)),
         )
 
@@ -261,8 +273,8 @@ def _thoughts_of(messages: Sequence[dict[str, Any]], known: Sequence[ReadReply])
     thoughts, at = dict[int, str](), 0
     places = defaultdict[Any, list[int]](list)
     for place, reply in enumerate(known):
-        for calls in {reply.calls, reply.repeated_calls}:
-            places[reply.text, calls].append(place)
+        for said in reply.repeated:
+            places[said].append(place)
     for index, message in enumerate(messages):
         if message.get("role") != "assistant":
             continue
@@ -275,8 +287,14 @@ def _thoughts_of(messages: Sequence[dict[str, Any]], known: Sequence[ReadReply])
     return thoughts
 
 
-def _told(text: str) -> str:
-    return "".join(text.splitlines()).strip()
+def _joined(blocks: Sequence[str]) -> set[str]:
+    """Blocks of a reply in the ways in which clients and templates join them."""
+    stripped = [block.strip() for block in blocks]
+    return {"".join(blocks).strip(), *(between.join(stripped).strip() for between in ("", " ", "\n", "\n\n"))}
+
+
+def _with_newlines(text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _canonical(arguments: Any, *, doubles: bool = False) -> str:
