@@ -135,9 +135,9 @@ class HiddenStateCache:
         self._pool.check_integrity()
         expected = Counter(self._slots.values()) + Counter(held)
         if Counter({slot: self._pool.ref_cnt(slot) for slot in range(self._pool.capacity)}) != expected:
-            raise BrokenInvariant("reference counts of the trunk are wrong")
+            raise BrokenInvariant("reference counts of the hidden-state cache are wrong")
         if self._pool.capacity * self._block_bytes != self._account.claimed:
-            raise BrokenInvariant("the trunk has other slots than it has claimed")
+            raise BrokenInvariant("the hidden-state cache has other slots than it has claimed")
 
 
 class HiddenStateReader:
@@ -191,7 +191,7 @@ class HiddenStateWriter:
         for position in [position for position in self._slots if position < min(len(nodes), self._end // BLOCK_SIZE)]:
             slot, path = self._slots.pop(position), nodes[: position + 1]
             if path[-1].producer != BASE_ORIGIN:
-                raise BrokenInvariant(f"{path[-1]!r} is not base's and cannot be of the trunk")
+                raise BrokenInvariant(f"{path[-1]!r} is not base's and has no hidden states")
             self._path = [HiddenStateKey(node.chain, self._cut) for node in path]
             self._cache.publish(self._path[-1], slot)
             self._cache.touch(self._path)

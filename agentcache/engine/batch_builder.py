@@ -105,7 +105,7 @@ class BatchBuilder:
     def _with_residual_kvs(
         self, step: StepInputs, rows: Sequence[BatchRow], residual_kvs: Sequence[ResidualKV | None]
     ) -> StepInputs:
-        """Add residual rows, and the base rows of paired requests at the end.
+        """Add residual rows, and at the end base rows for requests that compute both.
 
         An adapter's row writes no KV: base's is cached, or its base row writes it.
         """

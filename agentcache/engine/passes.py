@@ -61,7 +61,7 @@ class Pass:
         computes: adapter use, active from its start; None for base.
         end: token count at which the pass is done; None for the last pass.
         cut: first layer to compute; KV and hidden states below it are cached.
-        overlay: residual KV to write instead of KV.
+        residual_kv: residual KV to write instead of KV.
     """
 
     computes: AdapterUse | None

@@ -111,7 +111,7 @@ class Residuals:
         return self._runner.saturated_residuals
 
     def advance(self, generation: RunningRequest, residual_kv: ResidualKV, token_ids: Sequence[int]) -> bool:
-        """Publish computed residuals and paired base KV. Returns whether a block is full."""
+        """Publish computed residuals, and base KV computed with them. Returns whether a block is full."""
         has_filled = False
         for cache, sequence in residual_kv.written(self._caches.base):
             if published := cache.prefix.advance(sequence, token_ids):

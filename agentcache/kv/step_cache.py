@@ -20,7 +20,7 @@ Put = Callable[[Writes, LayerArena, mx.array, mx.array | None], None]
 
 
 class PagedKV(NamedTuple):
-    """Keys and values for attention. `overlay`: a `LayerResidualKV` of some rows, or None."""
+    """Keys and values for attention. `residual_kv`: a `LayerResidualKV` of some rows, or None."""
 
     arena: LayerArena
     reads: Reads

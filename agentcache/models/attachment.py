@@ -53,7 +53,7 @@ def host(
     Args:
         check: whether to prove that it computes mlx-lm's numbers.
         within: context of measurement and proof, such as `in_float32`.
-        adapted: survey of a model that runs on step caches already, and is to keep other bits.
+        adapted: inspection of a model that runs on step caches already, and is to keep other bits.
 
     Raises:
         UnsupportedModel: an unknown kind of cache, or other numbers than mlx-lm's.

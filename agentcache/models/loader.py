@@ -65,7 +65,7 @@ class LoadedModel:
 
     Args:
         current: step in progress, which modules read.
-        trunk: hidden-state cache.
+        hidden_states: hidden-state cache.
         names: current and earlier names of the model in a cache folder.
         max_context: context length in tokens.
         ranks: number of processes that share the model; `model` is this one's part.

@@ -25,10 +25,10 @@ class StepInputs:
     Args:
         token_ids: int32 [B, n]; may be lazy results of a step in flight.
         lengths: tokens of each row before the step.
-        reads, writes: one per cache group, None for groups below `trunk.cut`; empty on other kinds of caches.
+        reads, writes: one per cache group, None for groups below `hidden_states.cut`; empty on other kinds of caches.
         model: model that replaces base, on the same cache.
         adapters: adapter of each row, or None; empty for base alone.
-        trunk: hidden states to continue from and to keep, for one row by base. KV below its cut is cached.
+        hidden_states: those to continue from and to keep, for one row by base. KV below its cut is cached.
         all_logits: whether logits of every position are wanted, not only of the last.
         states: recurrent state of each row; None for a row without tokens; empty without recurrent layers.
         residual: rows with residual KV. Then `reads` cover all rows, `writes` only `residual.writers`, if any.

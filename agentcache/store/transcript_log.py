@@ -33,7 +33,7 @@ class Content:
     """All data of a lineage that grows with its transcript.
 
     Args:
-        chains: chain keys by cache, in the order of `blocks.lanes.spans`; no empty entries.
+        chains: chain keys by cache, in the order of `blocks.origin_paths.spans`; no empty entries.
         system: text of the system message.
     """
 
