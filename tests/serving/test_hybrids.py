@@ -140,9 +140,10 @@ class Talk:
     agent: str | None = "alice"
     messages: list[dict[str, Any]] = field(default_factory=list)
     prompt: list[int] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
 
     def say(self, words: int, count: int = 6) -> tuple[Completion, int]:
-        """The answer, and how many tokens of its prompt the prompt before it does not have."""
+        """The answer, and how many tokens of its prompt neither the prompt before it nor that one's answer has."""
         tokenizer = inside.tokenizer(inside.engine_of(self.process.llm))
         never = dict.fromkeys({*tokenizer.control_ids, *tokenizer.eos_ids, *tokenizer.markers}, -1e9)
         self.messages.append({"role": "user", "content": make_text(words, seed=len(self.messages))})
@@ -151,8 +152,8 @@ class Talk:
         )
         self.messages.append({"role": "assistant", "content": "" if not self.variables else said.text})
         prompt = list(said.prompt_token_ids)
-        new = len(prompt) - len_common_prefix(self.prompt, prompt)
-        self.prompt = prompt
+        new = len(prompt) - len_common_prefix(self.held, prompt)
+        self.prompt, self.held = prompt, [*prompt, *said.token_ids[:-1]]  # the last one is not computed
         return said, new
 
 
