@@ -80,9 +80,16 @@ MANIFEST_DAMAGE: dict[str, Callable[[Path], object]] = {
     "bit flipped in the middle": lambda path: flip(path, path.stat().st_size // 2),
     "bit flipped near the end": lambda path: flip(path, -20),
 }
+RARE_DAMAGE = ("bit flipped in the middle", "bit flipped near the end")
 
 
-@pytest.mark.parametrize("damage", MANIFEST_DAMAGE.values(), ids=MANIFEST_DAMAGE)
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(damage, id=name, marks=[pytest.mark.slow] if name in RARE_DAMAGE else [])
+        for name, damage in MANIFEST_DAMAGE.items()
+    ],
+)
 def test_a_wrong_manifest_is_rebuilt_from_the_log(
     damage: Callable[[Path], object], saved: Saved, tmp_path: Path
 ) -> None:

@@ -116,6 +116,7 @@ def test_calls_wait_while_the_engine_is_replaced(model: Path, tmp_path: Path) ->
     run(serve())
 
 
+@pytest.mark.slow
 def test_an_interrupted_search_loses_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[object] = []
     compute = PrecisionSearch._compute
@@ -154,6 +155,7 @@ def test_an_interrupted_search_loses_nothing(model: Path, tmp_path: Path, monkey
     assert len(passes) - needed == needed + 1, "only the pass without quantisation is repeated"
 
 
+@pytest.mark.slow
 def test_adapters_are_served_on(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folders = {name: make_adapter(tmp_path / name, model) for name in ("kept", "gone")}
 

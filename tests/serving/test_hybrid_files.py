@@ -67,7 +67,7 @@ def test_a_lost_snapshot_is_computed_again(qwen: Path, tmp_path: Path) -> None:
     assert len(snapshot_files(tmp_path)) == 1, "and written again"
 
 
-@pytest.mark.parametrize("num_turns", [12, slow(50)])
+@pytest.mark.parametrize("num_turns", [slow(12), slow(50)])
 def test_many_turns_write_few_snapshots(num_turns: int, qwen: Path, tmp_path: Path) -> None:
     with open_llm(qwen, tmp_path) as llm:
         spec = inside.loaded_model(inside.engine_of(llm)).spec

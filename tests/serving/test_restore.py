@@ -135,7 +135,7 @@ def test_a_turn_that_ends_around_a_block_border(
     assert [c.report.computed_tokens for c in restored] == [c.report.computed_tokens for c in kept]
 
 
-@pytest.mark.parametrize("window", [slow(100), slow(256), 300])
+@pytest.mark.parametrize("window", [slow(100), slow(256), slow(300)])
 def test_windows_of_other_widths(window: int, model_folder: ModelFolder, tmp_path: Path) -> None:
     model, lengths = model_folder("gpt_oss", sliding_window=window), [90, 258, 400, 540]
     kept = play(model, tmp_path / "kept", TokenTalk(), lengths, restart=False)
