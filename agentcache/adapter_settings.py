@@ -40,6 +40,8 @@ def parse_policy(text: str, param: str = "policy") -> Policy:
 
 @dataclass(frozen=True)
 class AdapterFolder:
+    """An adapter to load at start."""
+
     name: str
     path: str
     policy: Policy = Policy.AUTO

@@ -44,6 +44,8 @@ class Completion:
 
 
 class Client:
+    """A connection to one server. A context manager."""
+
     def __init__(self, url: str, api_key: str | None = None) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         # The environment's proxies are not for a local server.

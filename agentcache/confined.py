@@ -27,6 +27,8 @@ _PROGRAM = (
 
 
 class OverLimit(Exception):
+    """The work took `what`, such as "longer than 2 s"."""
+
     def __init__(self, what: str) -> None:
         super().__init__(f"it took {what}")
         self.what = what

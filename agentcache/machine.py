@@ -61,6 +61,7 @@ def fast_blas() -> str:
 
 
 def installed_openblas() -> str:
+    """Library file in the usual places; empty if not found."""
     places = ("*/openblas-*/libopenblas.so.0", "*/libopenblas.so.0", "libopenblas.so.0")
     found = (file for root in _LIBRARIES for place in places for file in sorted(Path(root).glob(place)))
     return str(next(found, ""))

@@ -8,6 +8,7 @@ TOP_PAD = (64 << 20) + (1 << 16)  # bytes of address space requested in advance;
 
 
 def give_back_freed() -> None:
+    """Return free memory to the system, if the C library supports it."""
     if sys.platform == "linux":
         import ctypes  # imported only on need
 

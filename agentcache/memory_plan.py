@@ -78,6 +78,7 @@ class MemoryPlan:
 
 
 def state_budget(wished: int | None, ram_budget: int) -> int:
+    """Bytes of the cache's RAM reserved for recurrent state."""
     return int(ram_budget * AUTO_STATE_SHARE) if wished is None else wished
 
 

@@ -10,4 +10,5 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 def is_name(text: str) -> bool:
+    """Whether `text` follows `RULE`, and is neither "." nor ".."."""
     return _NAME.fullmatch(text) is not None and text not in (".", "..")

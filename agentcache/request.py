@@ -38,6 +38,8 @@ class TextPrompt:
 
 @dataclass(frozen=True)
 class TokenPrompt:
+    """Token ids, used unchanged."""
+
     token_ids: list[int]
 
 

@@ -23,6 +23,8 @@ MACOS_NORMAL, MACOS_WARNING, MACOS_CRITICAL = 1, 2, 4
 
 @dataclass(frozen=True)
 class Bound:
+    """A memory limit and its current use, in bytes."""
+
     limit: int
     used: int
 

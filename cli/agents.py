@@ -68,6 +68,7 @@ def ask(
     lineage: str | None = None,
     settings: Mapping[str, str] | None = None,
 ) -> Any:
+    """Send the request; `settings` override the agent's in a fork."""
     named = {} if lineage is None else {"lineage": lineage}
     if action is Action.LIST:
         return cache.request("GET", "/v1/agents")["data"]

@@ -45,6 +45,7 @@ def ttft(
 
 
 def measured(measure: Callable[[PlanT, Callable[[str], None]], ResultT], plan: PlanT) -> ResultT:
+    """Run a plan on server processes; signals end them too."""
     from agentcache.bench.reporter import say
     from agentcache.server_process import ending_on_signals
 

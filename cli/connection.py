@@ -34,6 +34,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print data for programs.")
 
 
 class Connection(Protocol):
+    """Sends requests of the HTTP API."""
+
     def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """JSON answer. Raises ServerError."""
 
@@ -136,6 +138,7 @@ def running_server(config: Config) -> str | None:
 
 
 def url_of(host: str, port: int) -> str:
+    """The local URL of a server that listens on `host`."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

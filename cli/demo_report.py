@@ -65,6 +65,7 @@ def _row(runs: Mapping[str, WorkflowTranscript], phase: int) -> dict[str, Any]:
 
 
 def demo_table(report: dict[str, Any]) -> Table:
+    """Recall and cost by phase and run."""
     table = Table(title="The same conversation in three runs", caption=FOOTNOTE, caption_justify="left")
     table.add_column("phase", no_wrap=True)
     costs = (f"{what}\n{run}" for what in ("computed", "first ms") for run in SHOWN)

@@ -125,6 +125,7 @@ def check_installation() -> Iterator[Check]:
 
 
 def check_ops() -> Check:
+    """Test the operations of attention."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", OPS_SCRIPT], capture_output=True, text=True, timeout=OPS_SECONDS, check=False
@@ -175,6 +176,7 @@ def _model_folder(config: Config, home: Path) -> Path | None:
 
 
 def check_folder(cache_dir: Path) -> Check:
+    """Whether a server could use or create the folder."""
     try:
         return _check_folder(cache_dir)
     except OSError as error:

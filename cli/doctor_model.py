@@ -21,6 +21,8 @@ AGENT_TOKENS = 8192  # of the agents that are counted
 
 
 class Finding(NamedTuple):
+    """A finding, as text and as data."""
+
     name: str
     detail: str
     data: Any = None

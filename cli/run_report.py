@@ -12,6 +12,7 @@ SHOWN_WORDS = 160  # characters of a wrong answer
 
 
 def say(console: Console, line: str) -> None:
+    """Print without markup, highlighting or wrapping."""
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -46,6 +47,7 @@ def turn_table(transcript: WorkflowTranscript) -> Table:
 
 
 def recall_lines(transcript: WorkflowTranscript) -> list[str]:
+    """The score by phase and agent, and the misses."""
     result = score(transcript)
     if not result.recall.total:
         return []

@@ -142,6 +142,7 @@ def tell_of_slow_blas() -> None:
 
 
 def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:
+    """Serve until a signal; raise the engine's start error."""
     from agentcache.cli.connection import open_engine
     from agentcache.server.app import create_app
     from agentcache.server.drain import DrainingServer

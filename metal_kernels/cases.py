@@ -63,6 +63,8 @@ class Case:
 
 @dataclass
 class Arenas:
+    """A case's arrays in numpy."""
+
     case: Case
     block_ids: list[list[int]]
     bases: list[int]
@@ -187,6 +189,7 @@ class Arenas:
 
 
 def as_computed(x: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
+    """float64 values after rounding to the model's dtype."""
     return np.array(mx.array(x.astype(np.float32)).astype(dtype).astype(mx.float32)).astype(np.float64)
 
 

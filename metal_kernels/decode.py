@@ -73,6 +73,8 @@ class Launch(NamedTuple):
 
 
 class StepKind(NamedTuple):
+    """Key by which a step's launches are compiled."""
+
     shape: HeadShape
     batch: int
     num_tokens: int
@@ -166,6 +168,8 @@ def decode(
 
 
 class PreparedDecode(NamedTuple):
+    """A traced step for all layers of a group, with the arrays of its plan."""
+
     compute: Callable[..., mx.array]
     shape: HeadShape
     arrays: Sequence[mx.array]
@@ -215,6 +219,7 @@ def prepare(
 
 @one_a_thread
 def no_residuals(dtype: mx.Dtype) -> mx.array:
+    """Placeholder input for missing residuals."""
     return mx.zeros(8, dtype)  # Metal passes arrays of fewer than 8 elements as constants
 
 

@@ -136,11 +136,13 @@ class DecodePlan:
 
 @one_a_thread
 def no_sinks() -> mx.array:
+    """Placeholder input for missing sinks."""
     return mx.zeros(1)
 
 
 @one_a_thread
 def nothing_written() -> mx.array:
+    """Placeholder input if no `append` is in the same graph."""
     return mx.zeros(1, mx.int32)
 
 

@@ -58,6 +58,7 @@ def device() -> str:
 
 
 def cuda_source(body: str) -> str:
+    """A body for `mx.fast.cuda_kernel`, with definitions of the attributes that it uses."""
     named = [line.format(name) for name, line in _ATTRIBUTES.items() if re.search(rf"\b{name}\b", body)]
     return "\n".join([*named, body])
 

@@ -48,6 +48,8 @@ class LatentCase:
 
 @dataclass
 class Latents:
+    """A case's arrays in numpy."""
+
     case: LatentCase
     block_ids: list[list[int]]
     packed: PackedNumpy

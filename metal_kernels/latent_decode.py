@@ -46,6 +46,8 @@ class LatentPlan:
 
 
 class LatentStep(NamedTuple):
+    """Key by which a step's launches are compiled."""
+
     shape: LatentShape
     batch: int
     num_tokens: int
@@ -80,6 +82,8 @@ def latent_decode(
 
 
 class PreparedLatents(NamedTuple):
+    """A traced step for all layers of a group, with the arrays of its plan."""
+
     compute: Callable[..., mx.array]
     arrays: Sequence[mx.array]
 

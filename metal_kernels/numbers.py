@@ -50,4 +50,5 @@ def ints(values: tuple[Any, ...]) -> mx.array:
 
 @one_a_thread
 def floats(*values: float) -> mx.array:
+    """A float32 array on the device, cached by its values."""
     return on_device(mx.array(values, mx.float32))

@@ -41,6 +41,7 @@ def laid_out(cosines: mx.array, sines: mx.array, dtype: mx.Dtype) -> mx.array:
 
 
 def no_rope(dtype: mx.Dtype) -> RopeTables:
+    """Placeholder tables for keys without rope."""
     return RopeTables(mx.zeros(8, dtype), mx.zeros(8, dtype), False)
 
 

@@ -37,11 +37,14 @@ _SHAPES: dict[str, type[Shape]] = {kind.__name__: kind for kind in (HeadShape, L
 
 @dataclass(frozen=True)
 class Verdict:
+    """Whether kernels may be used, or the reason why not."""
+
     right: bool
     reason: str = ""
 
 
 def try_kernels(shape: Shape, command: Sequence[str] = _COMMAND) -> Verdict:
+    """Check every kind of step of this shape in a child process."""
     asked = json.dumps({"of": type(shape).__name__, **vars(shape), "dtype": str(shape.dtype)})
     try:
         done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=_SECONDS, check=False)
@@ -58,10 +61,12 @@ def try_kernels(shape: Shape, command: Sequence[str] = _COMMAND) -> Verdict:
 
 
 def wrong_steps(shape: Shape) -> list[str]:
+    """Kinds of steps with wrong results on this process's device."""
     return [f"{name} (off by {off:.2g})" for name, off in differences(shape) if not off <= TOLERANCE[shape.dtype]]
 
 
 def differences(shape: Shape) -> Iterator[tuple[str, float]]:
+    """Largest difference from the definition, by kind of step."""
     return _of_latents(shape) if isinstance(shape, LatentShape) else _of_heads(shape)
 
 

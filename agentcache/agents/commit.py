@@ -15,6 +15,8 @@ from agentcache.store.manifest import AgentRecord
 
 @dataclass(frozen=True)
 class BlockToWrite:
+    """One group's part of a node, and its slot."""
+
     cache: KeptCache
     node: Node
     group: int
@@ -31,6 +33,8 @@ class BlockToWrite:
 
 @dataclass(frozen=True)
 class CachePart:
+    """A turn's blocks in one cache."""
+
     cache: KeptCache
     blocks: Sequence[PathBlock]
     num_tokens: int
@@ -78,4 +82,5 @@ class Commit:
 
 
 def is_wanted(node: Node, index: int) -> bool:
+    """Whether the file is neither on disk nor being written."""
     return index not in node.stored and index not in node.pending

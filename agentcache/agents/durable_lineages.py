@@ -14,6 +14,8 @@ from agentcache.store.manifest import AgentRecord
 
 @dataclass(frozen=True)
 class Reduced:
+    """A lineage before and after some of its blocks were dropped."""
+
     before: AgentRecord
     after: AgentRecord
 

@@ -57,6 +57,7 @@ class Pins:
 
 
 def subtract(counts: Counter[T], names: Iterable[T]) -> None:
+    """Subtract one from each count; drop counts of 0."""
     for name in names:
         counts[name] -= 1
         if counts[name] <= 0:

@@ -23,6 +23,7 @@ def share_processors(helpers: int) -> tuple[Collection[int], Collection[int]]:
 
 @contextmanager
 def kept_to(processors: Collection[int]) -> Iterator[None]:
+    """Run this thread on these processors inside the block; on any if empty."""
     if sys.platform != "linux" or not processors:
         yield
         return

@@ -14,6 +14,7 @@ from agentcache.store.block_file import BlockHeader
 
 
 def header_of(node: Node, index: int, cache: KeptCache) -> BlockHeader:
+    """The header that a block's file must have."""
     assert node.parent is not None
     group = cache.prefix.all_groups[index].name
     return BlockHeader(

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Saved:
+    """Bytes written, or the error."""
+
     written_bytes: int = 0
     error: str | None = None
 

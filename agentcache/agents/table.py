@@ -280,8 +280,10 @@ def emptied(record: AgentRecord) -> AgentRecord:
 
 
 def names_of(blocks: Iterable[NamedBlock]) -> list[BlockName]:
+    """Names of these blocks' files, one per cache group."""
     return [name for block in blocks for name in block.names]
 
 
 def blocks_of(records: Sequence[AgentRecord]) -> set[NamedBlock]:
+    """All blocks that these lineages name, including checkpoints."""
     return {block for record in records for block in record.held}

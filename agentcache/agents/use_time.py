@@ -11,6 +11,7 @@ _STEP = 1e-6  # seconds; about four units of a float's resolution today
 
 
 def time_now() -> float:
+    """System time in seconds since 1970, within a manifest's limits."""
     return as_time(time.time())
 
 

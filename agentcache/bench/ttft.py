@@ -89,6 +89,8 @@ class Files:
 
 @dataclass(frozen=True)
 class SizeResult:
+    """All samples at one length. `skipped` is the reason if there are none."""
+
     context_tokens: int
     samples: tuple[Sample, ...] = ()
     files: Files | None = None

@@ -112,6 +112,7 @@ def summarise(turns: Sequence[TurnRecord]) -> dict[str, Any]:
 
 
 def first_difference(one: WorkflowTranscript, other: WorkflowTranscript) -> str | None:
+    """Describe the first turn in which two runs differ; None if they are equal."""
     if len(one.turns) != len(other.turns):
         return f"{len(one.turns)} turns in one run, {len(other.turns)} in the other"
     pairs = zip(one.turns, other.turns, strict=True)
@@ -129,6 +130,7 @@ def _difference(one: TurnRecord, other: TurnRecord) -> str:
 
 
 def same_words(one: TurnRecord, other: TurnRecord) -> bool:
+    """Whether two turns have the same text and token ids."""
     return one.text == other.text and one.token_ids == other.token_ids
 
 

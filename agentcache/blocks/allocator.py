@@ -28,10 +28,12 @@ def window_blocks(window: int, at_once: int = BLOCK_SIZE) -> int:
 
 
 def min_blocks(group: Group) -> int:
+    """Minimum slots of a group for one request."""
     return 4 if group.window is None else window_blocks(group.window)
 
 
 def windows_bytes(groups: Sequence[Group], at_once: int = BLOCK_SIZE) -> int:
+    """Bytes of all windows of one long request, if a step computes `at_once` tokens."""
     return sum(window_blocks(each.window, at_once) * each.bytes_per_block for each in groups if each.window is not None)
 
 

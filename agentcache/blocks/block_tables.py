@@ -22,12 +22,16 @@ class Load:
 
 @dataclass(frozen=True)
 class Copy:
+    """A block copy in RAM between slots of `group`."""
+
     group: int
     source: int
     target: int
 
 
 class PathBlock(NamedTuple):
+    """A block of an origin path: its node and cache groups."""
+
     node: Node
     groups: tuple[int, ...]
 

@@ -31,6 +31,7 @@ def _digest(tag: str, *fields: bytes) -> str:
 
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
+    """Encode as little-endian uint32."""
     return array("I", token_ids).tobytes()
 
 
@@ -56,6 +57,7 @@ class Namespace:
 
 
 def root_of_version_1(model: str, spec: str, salt: str) -> str:
+    """Root in files of version 1, to verify them."""
     return _digest("agentcache.root", b"1", model.encode(), spec.encode(), salt.encode())
 
 
@@ -96,6 +98,7 @@ def residual_cache(adapter_digest: str) -> str:
 
 
 def kind_of(cache: str) -> str:
+    """Kind of a cache: `base` or `residual`."""
     return cache.partition(".")[0]
 
 

@@ -58,6 +58,7 @@ def lay_out(producer: KVOrigin | None, num_groups: int, *, has_state: bool = Fal
 
 
 def has_base_tail(producer: KVOrigin | None, num_tokens: int) -> bool:
+    """Whether the adapter starts inside a block whose first tokens base has computed."""
     if producer is None or not producer.groups:
         return False
     return producer.start % BLOCK_SIZE > 0 and producer.start < num_tokens
@@ -106,6 +107,8 @@ def chain_keys(root: str, token_ids: Sequence[int], blocks: Iterable[BlockSpan])
 
 
 class NamedBlock(NamedTuple):
+    """A block's address, and the cache groups in use there."""
+
     chain: str
     groups: tuple[int, ...]
     cache: str = BASE_CACHE

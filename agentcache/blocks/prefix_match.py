@@ -17,6 +17,8 @@ _FIRST_WINDOW = 256  # characters
 
 
 class Match(StrEnum):
+    """Relation of a prompt to its agent's transcript."""
+
     EXACT = "EXACT"
     EXTEND = "EXTEND"
     PARTIAL = "PARTIAL"

@@ -9,6 +9,8 @@ from agentcache.blocks.slots import Slots
 
 
 class Publisher:
+    """Creates nodes that list the slots of requests."""
+
     def __init__(self, tree: RadixTree, slots: Slots) -> None:
         self._tree = tree
         self._slots = slots

@@ -113,6 +113,8 @@ class Node:
 
 
 class RadixTree:
+    """Nodes by content, with one root per namespace."""
+
     def __init__(self) -> None:
         self._roots: dict[str, Node] = {}
         self._residents: OrderedDict[Node, None] = OrderedDict()

@@ -48,6 +48,8 @@ class Nearest(Generic[T]):
 
 
 class Siblings(Generic[T]):
+    """Items by packed token ids."""
+
     __slots__ = ("_items", "_order")
 
     def __init__(self) -> None:

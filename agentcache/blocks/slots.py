@@ -42,6 +42,8 @@ class BlockCounts:
 
 
 class Slots:
+    """RAM slots of one cache, and the nodes that list them."""
+
     def __init__(self, groups: Sequence[Group], tree: RadixTree) -> None:
         self.groups = tuple(groups)
         self.pools = [BlockPool() for _ in self.groups]

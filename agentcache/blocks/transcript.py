@@ -28,12 +28,16 @@ class Encoding:
 
 @dataclass(frozen=True)
 class Spelling:
+    """Marked text of given token ids, and where each ends."""
+
     text: str
     ends: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class TranscriptContent:
+    """Content of a `Transcript`, with the same arguments."""
+
     text: str
     ids: array[int]
     ends: array[int]

@@ -20,6 +20,8 @@ from agentcache.models.step import StepInputs
 
 
 class BatchBuilder:
+    """Builds the device's batches."""
+
     def __init__(
         self,
         runner: ModelRunner,

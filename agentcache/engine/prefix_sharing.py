@@ -14,6 +14,8 @@ from agentcache.engine.running_request import RunningRequest
 
 
 class PrefixSharing:
+    """Shares blocks between running prompts."""
+
     def __init__(self, requests: Requests, base: KeptCache) -> None:
         self._requests = requests
         self._base = base

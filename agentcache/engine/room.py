@@ -12,6 +12,8 @@ from agentcache.blocks.slots import Group
 
 @dataclass(frozen=True)
 class Growth:
+    """Block tables of an admitted request, by group, and its token count."""
+
     tables: Sequence[BlockTable]
     num_tokens: int
 
@@ -71,6 +73,7 @@ def slots_needed(
     prefix: CachedPrefix | None = None,
     num_tokens: int = 0,
 ) -> int:
+    """Return the slots of a group that `running` and one more request need."""
     group, read = allocator.slots.groups[index], {slot for g in running for slot in g.tables[index].block_ids}
     # Blocks that running requests read cost nothing more.
     shared = 0 if prefix is None else sum(node.block_ids.get(index) in read for node in prefix.lane(index).nodes)

@@ -283,6 +283,7 @@ class RunningRequest:
 
 
 def make_report(generation: RunningRequest, saved: Saved | None) -> Report:
+    """Return the report; `saved` is None without an agent."""
     cached, adapter, now = generation.cached, generation.adapter, time.perf_counter()
     policy = Policy.EXACT if adapter is None else adapter.policy
     found = CacheState.WARM if generation.restored_bytes else CacheState.HOT

@@ -28,6 +28,7 @@ def scratch_sequence(cache: PrefixCache, runner: ModelRunner, num_tokens: int) -
 
 
 def compute(runner: ModelRunner, sequence: BlockTables, context: int, num_tokens: int, *, rows: int = 1) -> None:
+    """Compute tokens after `context` earlier ones, and wait."""
     tables, lengths = [sequence.tables] * rows, [context] * rows
     reads, writes = runner.reads(tables, lengths, num_tokens), runner.writes(tables, lengths, num_tokens)
     states = (None,) * rows if runner.states is not None else ()

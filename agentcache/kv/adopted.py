@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 
 class Adopted:
+    """A backing that grows in place, over the front of one memory mapping."""
+
     def __init__(self, spec: TensorSpec, most: int, adopt: Callable[[Array], mx.array] | None = None) -> None:
         self.most = most
         self._spec = spec

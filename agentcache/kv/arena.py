@@ -39,6 +39,8 @@ class _Traced(NamedTuple):
 
 
 class SideArena:
+    """Keys or values of one layer."""
+
     def __init__(self, num_heads: int, dim: int, quantisation: Packing, parts: Mapping[str, TensorArena]) -> None:
         self.num_heads = num_heads
         self.dim = dim

@@ -21,6 +21,8 @@ from agentcache.kv.step_plan import Reads, Writes
 
 
 class BatchQuantizedKVCache:
+    """One layer's cache of `len(lengths)` rows; `arena` grows with `pool`."""
+
     def __init__(
         self, arena: LayerArena, pool: BlockPool, tables: Sequence[BlockTable], lengths: Sequence[int]
     ) -> None:

@@ -21,6 +21,8 @@ ALIGNMENT = 64
 
 
 class BlockTensor(NamedTuple):
+    """One tensor of a block of `num_tokens` tokens: bytes `begin` to `end - 1`."""
+
     spec: TensorSpec
     num_tokens: int
     begin: int
@@ -105,6 +107,7 @@ class GroupMemory:
 
 
 def aligned(num_bytes: int) -> Array:
+    """Uninitialised uint8 [num_bytes], aligned to `ALIGNMENT`."""
     room = np.empty(num_bytes + ALIGNMENT, np.uint8)
     begin = -room.ctypes.data % ALIGNMENT
     return room[begin : begin + num_bytes]

@@ -131,4 +131,5 @@ def _joined(blocks: Sequence[Array]) -> Array:
 
 
 def make_arenas(spec: CacheSpec, room: int = 0) -> list[GroupArena]:
+    """One empty arena per group, each for `room` bytes."""
     return [GroupArena(group, room) for group in spec.groups]

@@ -46,6 +46,8 @@ class CacheGroupInfo:
 
 
 def tokens_within(groups: Sequence[CacheGroupInfo], num_bytes: int, most: int) -> int:
+    """Tokens that fit into `num_bytes` in whole blocks, at most `most`."""
+
     def needed(blocks: int) -> int:
         return sum(group.bytes_for(blocks * BLOCK_SIZE) for group in groups)
 

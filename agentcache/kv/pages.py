@@ -13,6 +13,7 @@ from agentcache.kv.spec import TensorSpec
 
 
 def address_of(array: mx.array) -> int:
+    """Address of a non-empty array in memory that this process sees."""
     # NumPy would substitute its own memory for an empty array.
     return ctypes.addressof(ctypes.c_char.from_buffer(memoryview(array).cast("B")))
 

@@ -95,10 +95,12 @@ def allocated_bytes() -> int:
 
 
 def set_memory_limit(limit: int) -> int:
+    """`mx.set_memory_limit`, in terms of `allocated_bytes`."""
     return _addresses.set_limit(limit)
 
 
 def note_resized() -> None:
+    """Adjust MLX's limit after a resize of arenas."""
     if _addresses.num_bytes != _addresses.apart:
         _addresses.set_limit()
 
@@ -184,5 +186,6 @@ def _populator() -> ThreadPoolExecutor:
 
 
 def wait_for_pages() -> None:
+    """Wait until all slots have memory."""
     if _populator.cache_info().currsize:
         _populator().submit(int).result()

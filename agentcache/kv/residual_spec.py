@@ -50,6 +50,7 @@ def key_a_name(layer: int) -> str:
 
 
 def value_a_name(layer: int) -> str:
+    """Like `key_a_name`, for values."""
     return f"residual.layers.{layer}.value_a.{POSITION}"
 
 

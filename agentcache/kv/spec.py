@@ -325,6 +325,7 @@ def packed_tensors(layer: LayerSpec, side: str, dim: int, packing: Packing) -> d
 
 
 def attention_group(name: str, layers: Sequence[LayerSpec], keys: Packing, values: Packing | None = None) -> GroupSpec:
+    """The group of these layers' KV; `values` defaults to `keys`."""
     packing = LayerPacking(keys, values or keys)
     made = [packed_tensors(layer, side, dim, packing.side(side)) for layer in layers for side, dim in sides(layer)]
     tensors = tuple(side[part] for part in PARTS for side in made if part in side)

@@ -102,5 +102,6 @@ class StepCache:
 
 
 def check_window(arena: LayerArena, window_size: int | None) -> None:
+    """Raise BrokenInvariant if the model's window is not the layer's."""
     if window_size not in (None, arena.layer.window):
         raise BrokenInvariant(f"this cache's window is {arena.layer.window}, the model asks for {window_size}")

@@ -27,6 +27,8 @@ _QUERIES = {"q_proj", "q_a_proj", "q_b_proj"}  # beside one of `_MAKE_KEYS`
 
 @dataclass(frozen=True)
 class LinearShape:
+    """A linear module that adapters can act on."""
+
     in_dim: int
     out_dim: int
     item_bytes: int
@@ -148,6 +150,8 @@ class Adapter:
 
 @dataclass(frozen=True)
 class AdapterContent:
+    """An adapter and its float32 numpy matrices, by module of the model."""
+
     adapter: Adapter
     matrices: Mapping[ModuleName, LowRank]
 

@@ -19,6 +19,8 @@ from agentcache.models.proof import Proof
 
 @dataclass(frozen=True)
 class Hosted:
+    """Result for a model on the paged cache."""
+
     inspection: Inspection
     spec: CacheSpec
 
@@ -29,6 +31,8 @@ ChoosePrecision = Callable[[nn.Module, Inspection], Precision]
 
 @dataclass(frozen=True)
 class Everywhere:
+    """The same bits in all layers."""
+
     bits: LayerBits = LayerBits()
 
     def __call__(self, model: nn.Module, inspection: Inspection) -> Precision:

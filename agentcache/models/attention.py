@@ -40,6 +40,7 @@ class AttentionOptions(NamedTuple):
 
 
 def reads_packed(num_tokens: int, batch_size: int, softcap: float | None = None) -> bool:
+    """Whether a step reads packed blocks; else they are unpacked first."""
     return num_tokens <= MAX_PACKED_QUERIES or batch_size > 1 or softcap is not None
 
 
@@ -155,5 +156,6 @@ def _softmax(scores: mx.array, reads: Reads, options: AttentionOptions) -> tuple
 
 
 def activation_dtype(linear: nn.Module) -> mx.Dtype:
+    """Type of a linear module's float parameters, in which it computes."""
     dtype = linear.scales.dtype if "scales" in linear else linear.weight.dtype
     return dtype if mx.issubdtype(dtype, mx.floating) else mx.bfloat16  # mxfp4's scales are uint8

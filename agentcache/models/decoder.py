@@ -58,6 +58,7 @@ class DecoderWeights:
 
 
 def is_decoder_folder(folder: Path) -> bool:
+    """Whether a folder has a whole model, not an adapter."""
     return (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file()
 
 

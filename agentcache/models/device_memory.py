@@ -20,6 +20,7 @@ _LEAST_CACHE_LIMIT = 256 << 20
 
 
 def device_memory() -> DeviceMemory:
+    """Memory of the default device."""
     total = SystemMemory().total()
     if mx.default_device() != mx.gpu:
         return DeviceMemory(total)

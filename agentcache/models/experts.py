@@ -21,6 +21,7 @@ class UnsortedSwitchLinear(SwitchLinear):  # type: ignore[misc]
 
 
 def distrust_sorted_rows(model: nn.Module) -> None:
+    """On CUDA, make a model's unquantised experts `UnsortedSwitchLinear`."""
     if device() != "cuda":
         return
     for module in model.modules():

@@ -62,6 +62,8 @@ class Mode(StrEnum):
 
 @dataclass
 class Counts:
+    """Comparisons made in `check`, and differences found."""
+
     checked: int = 0
     different: int = 0
 

@@ -23,6 +23,8 @@ MAX_QUERIES = 8  # per row; each reads the row's latents by itself
 
 
 class AttendedLatents(NamedTuple):
+    """As `fused.Attended`."""
+
     shape: LatentShape
     scale: float
     rope_scale: float

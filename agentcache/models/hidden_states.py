@@ -108,6 +108,8 @@ class ModelHiddenStates:
 
 
 class SkippableLayer(Stand):
+    """A layer that steps can skip."""
+
     def __init__(self, original: nn.Module, index: int, hidden_states: ModelHiddenStates) -> None:
         super().__init__(original)
         self._index = index

@@ -30,6 +30,7 @@ class Stand(nn.Module):
 
 
 def in_dim(linear: nn.Module) -> int:
+    """Input size of a linear module, whether its weight is packed or not."""
     width = int(linear.weight.shape[-1])
     return width * 32 // linear.bits if "scales" in linear else width
 

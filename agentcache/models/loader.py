@@ -145,7 +145,7 @@ class ReadModel:
 
     def evaluate(self) -> None:
         """Read the weights, after the check that they fit. Raises UnsupportedModel."""
-        # With arrays that are no parameters, such as frequencies: only this thread can compute what it has begun.
+        # Also lazy arrays beside the parameters, such as frequencies: only the thread that made them can compute them.
         others = [array for module in self.model.modules() for array in module.values() if isinstance(array, mx.array)]
         _or_unsupported(self.path, "model", lambda: mx.eval(self.model.parameters(), others))
 

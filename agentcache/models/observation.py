@@ -12,6 +12,7 @@ _observer: ContextVar[Callable[[mx.array], None] | None] = ContextVar("observer"
 
 
 def observe(y: mx.array) -> mx.array:
+    """Pass `y` to this thread's observer and return it."""
     if (observer := _observer.get()) is not None:
         observer(y)
     return y

@@ -71,6 +71,7 @@ def kernel_is_right(dim: int, quantisation: Quantisation, transpose: bool, devic
 
 
 def agrees(product: Product, dim: int, quantisation: Quantisation, transpose: bool) -> bool:
+    """Whether a product is right on random blocks, for few and many rows."""
     keys = mx.random.split(mx.random.key(dim), 1 + len(_CHECKED_ROWS))
     packed = quantise(mx.random.normal((_BLOCKS, _HEADS, BLOCK_SIZE, dim), key=keys[0]), quantisation)
     width = dim if transpose else BLOCK_SIZE

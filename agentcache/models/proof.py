@@ -160,6 +160,7 @@ def _copies(of_row: mx.array, count: int) -> mx.array:
 
 
 def round_trip(x: mx.array, packing: Packing) -> mx.array:
+    """`x` as attention reads it: quantised, then dequantised."""
     return dequantise(quantise(x, packing), packing, x.dtype)
 
 

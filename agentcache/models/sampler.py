@@ -25,6 +25,8 @@ _NO_TOP_P = 2.0  # above any rounded sum of probabilities
 
 
 class Tally:
+    """Counts of generated tokens, updated as the text grows."""
+
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
         self._counted = 0

@@ -39,6 +39,8 @@ class _Shape:
 
 
 class Shards:
+    """Split of a model over the ranks of `group`."""
+
     def __init__(self, group: mx.distributed.Group) -> None:
         self.group = group
         self.rank = int(group.rank())

@@ -21,6 +21,7 @@ _SIZES = ("n_heads", "n_kv_heads", "scale", "attn_logit_softcapping")
 
 
 def is_capped(module: nn.Module) -> bool:
+    """Whether a module is Gemma 2's attention, or has exactly its parts."""
     has_parts = all(part in module for part in _PARTS) and set(module.children()) == set(_PARTS)
     return has_parts and all(getattr(module, size, None) for size in _SIZES)
 

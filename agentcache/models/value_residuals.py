@@ -30,6 +30,7 @@ from agentcache.models.residual_kv import LayerResidualKV, RowResidualKV
 
 
 def serves(num_tokens: int, residual_kv: LayerResidualKV, options: AttentionOptions) -> bool:
+    """Whether a step of `num_tokens` tokens per row is computed here."""
     if mx.default_device() != mx.cpu or not fused.why_none():
         return False
     if num_tokens > MAX_PACKED_QUERIES and options.softcap is not None:

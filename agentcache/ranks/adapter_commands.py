@@ -43,5 +43,7 @@ class LoadAdapter:
 
 @dataclass(frozen=True)
 class DropAdapter(Numbers):
+    """Free an adapter's memory."""
+
     code: ClassVar = 11
     number: int

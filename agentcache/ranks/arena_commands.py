@@ -15,11 +15,15 @@ from agentcache.ranks.words import Numbers, WordReader, WordWriter
 
 @dataclass(frozen=True)
 class GiveBack(Numbers):
+    """Return free memory to the system."""
+
     code: ClassVar = 4
 
 
 @dataclass(frozen=True)
 class Fit:
+    """Resize to these numbers of slots, by group."""
+
     code: ClassVar = 5
     capacities: Sequence[int]
 
@@ -77,6 +81,8 @@ class PutBytes:
 
 @dataclass(frozen=True)
 class Forget:
+    """Drop the bytes under these tickets."""
+
     code: ClassVar = 9
     handles: Sequence[int]
 

@@ -58,6 +58,8 @@ class Executor(Protocol):
 
 
 class LocalExecutor:
+    """Local executor of the whole model."""
+
     def settings(self, config: Config) -> Config:
         return config
 

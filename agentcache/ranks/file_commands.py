@@ -127,4 +127,5 @@ def pack_keys(keys: Sequence[str]) -> bytes:
 
 
 def unpack_keys(data: bytes) -> Iterator[str]:
+    """Inverse of `pack_keys`."""
     return (data[start : start + _KEY_BYTES].hex() for start in range(0, len(data), _KEY_BYTES))

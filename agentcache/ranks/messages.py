@@ -49,12 +49,14 @@ def write_commands(commands: Sequence[Command]) -> bytes:
 
 
 def read_commands(message: bytes) -> Iterator[Command]:
+    """Inverse of `write_commands`."""
     words = WordReader(message)
     while not words.is_at_end:
         yield _BY_CODE[words.get()].get(words)
 
 
 def write_answers(answers: Mapping[int, bytes]) -> bytes:
+    """Encode answers by question number."""
     words = WordWriter()
     for number, answer in answers.items():
         words.put(number)
@@ -63,6 +65,7 @@ def write_answers(answers: Mapping[int, bytes]) -> bytes:
 
 
 def read_answers(message: bytes) -> dict[int, bytes]:
+    """Inverse of `write_answers`."""
     words, answers = WordReader(message), {}
     while not words.is_at_end:
         number = words.get()

@@ -66,6 +66,7 @@ def _words_for(num_bytes: int) -> int:
 
 @contextmanager
 def naming_the_lost() -> Iterator[None]:
+    """Turn connection errors inside into `RankLost` (`lost_rank`)."""
     try:
         yield
     except (RuntimeError, UnsupportedModel) as error:

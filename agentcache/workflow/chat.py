@@ -50,6 +50,8 @@ class Reply:
 
 @dataclass(frozen=True)
 class Restored:
+    """Cost of restoring an agent before its turn."""
+
     restored_bytes: int
     restore_ms: float
 

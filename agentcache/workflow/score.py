@@ -27,6 +27,8 @@ class Recall:
 
 @dataclass(frozen=True)
 class Miss:
+    """A point that was not found, with the agent's answer."""
+
     phase: int
     turn: int
     speaker: str
@@ -36,6 +38,8 @@ class Miss:
 
 @dataclass(frozen=True)
 class Score:
+    """A run's recall: total, by phase number, by agent id, and the misses."""
+
     recall: Recall
     by_phase: dict[int, Recall]
     by_agent: dict[str, Recall]

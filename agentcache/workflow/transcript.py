@@ -16,6 +16,8 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class ToolRound:
+    """An unmodified answer with calls, and their results."""
+
     text: str
     observations: tuple[str, ...]
 

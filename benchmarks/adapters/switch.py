@@ -48,7 +48,7 @@ class SwitchPlan:
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of one turn; None for what the server does not report.
+    """Cost of one turn; None for values that the server does not report.
 
     Args:
         ram_bytes, disk_bytes: growth of the cache.

@@ -148,7 +148,7 @@ def test_who_reads_moves_out_of_the_others_share() -> None:
 
 
 def test_a_slot_that_a_file_is_being_read_into_stays_where_it_is() -> None:
-    """The reader knows the slot by its number: moved, the file would overwrite what comes to lie there."""
+    """The reader writes to a slot number: after a move it would overwrite the block that takes the slot."""
     caches = Caches()
     *running, last = [each for seed in range(9) if (each := run(caches.base, 3, seed)) is not None]
     assert caches.base.allocator.capacity_bytes > BUDGET - SHARE

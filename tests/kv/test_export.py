@@ -1,4 +1,4 @@
-"""Exports to file systems that lack what others have, and from folders that cannot be read."""
+"""Exports to file systems without hard links, and from folders that cannot be read."""
 
 from __future__ import annotations
 

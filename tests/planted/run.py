@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results.json"
-# A test that takes longer has hung, and fails. So has a run of so many times that, which counts as caught.
+# Time limit of one test, and how many times that a whole run may take. A run over its limit counts as caught.
 SECONDS, TIMES = 60, 10
 FOLDERS = ("agentcache", "benchmarks", "cli", "metal_kernels", "server", "tests", "training")
 FILES = ("pyproject.toml", "README.md")

@@ -1,6 +1,6 @@
-"""Clients of three HTTP dialects that hold a conversation and send back what the server answered, as agents do.
+"""Clients of three HTTP dialects. Each holds a conversation and echoes the server's answers, as agents do.
 
-What the user and the tools say, and what the server replies, is told in chat's form.
+Messages of the user, the tools and the server are in chat's form.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class ResponsesClient:
     """`/v1/responses`.
 
     Args:
-        stores: whether it names the response before and sends what is new; else it sends all items, as Codex does,
+        stores: whether it names the previous response and sends only new items; else it sends all items, as Codex does,
             with thoughts in `encrypted_content`.
     """
 
