@@ -2,18 +2,133 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, replace
 
-from agentcache.agents.caches import KeptCaches
-from agentcache.agents.commit import BlockToWrite
+from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.agents.disk import Committed, Disk
-from agentcache.agents.restoring import header_of
+from agentcache.agents.restore import header_of
 from agentcache.agents.table import AgentTable
-from agentcache.blocks.keys import BlockName
+from agentcache.blocks.block_tables import PathBlock
+from agentcache.blocks.keys import BLOCK_SIZE, BlockName, Namespace
+from agentcache.blocks.origin_paths import chain_keys, spans
 from agentcache.blocks.radix_tree import Node
 from agentcache.errors import StoreError
-from agentcache.store.manifest import AgentRecord
+from agentcache.store.manifest import AgentRecord, ResidualBlocks
 from agentcache.store.store import BlockWrite
 from agentcache.store.writer import Writer
+
+
+@dataclass(frozen=True)
+class ResidualTurn:
+    """A turn's residuals of one adapter.
+
+    Args:
+        cache: `keys.residual_cache` of the adapter.
+        blocks: all of the lineage's, in the order of `spans`.
+        early: blocks passed to `Persistence.save_blocks`, perhaps including surplus ones.
+    """
+
+    cache: str
+    num_tokens: int
+    blocks: Sequence[PathBlock]
+    early: Sequence[PathBlock] = ()
+
+
+def root_of(namespace: Namespace, residual: ResidualBlocks) -> str:
+    """Chain key before a lineage's residuals, even of unloaded adapters. `namespace` is base's, with the lineage's
+    salt.
+    """
+    return replace(namespace, spec=residual.spec, cache=residual.cache).root
+
+
+def cut_residuals(record: AgentRecord, namespace: Callable[[str], Namespace]) -> AgentRecord:
+    """Drop residuals of tokens outside the transcript."""
+    if not record.residuals:
+        return record
+    cut = (_still_valid(record, each, namespace(record.salt)) for each in record.residuals)
+    return replace(record, residuals=tuple(each for each in cut if each is not None))
+
+
+def _still_valid(record: AgentRecord, residual: ResidualBlocks, namespace: Namespace) -> ResidualBlocks | None:
+    num_tokens = min(residual.num_saved, len(record.transcript))
+    layout = spans(num_tokens, None, len(residual.groups))
+    chains = chain_keys(root_of(namespace, residual), record.transcript.ids, layout)
+    pairs = enumerate(zip(residual.chains, chains, strict=False))
+    agreed = next((index for index, (old, new) in pairs if old != new), len(chains))
+    return residual.first_tokens(num_tokens if agreed == len(residual.blocks) else agreed * BLOCK_SIZE)
+
+
+@dataclass(frozen=True)
+class BlockToWrite:
+    """One group's part of a node, and its slot."""
+
+    cache: KeptCache
+    node: Node
+    group: int
+    block_id: int
+
+    @property
+    def name(self) -> BlockName:
+        return BlockName(self.node.chain, self.group, self.cache.name)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.cache.prefix.all_groups[self.group].bytes_per_block
+
+
+@dataclass(frozen=True)
+class CachePart:
+    """A turn's blocks in one cache."""
+
+    cache: KeptCache
+    blocks: Sequence[PathBlock]
+    num_tokens: int
+
+    @property
+    def needed(self) -> list[tuple[Node, BlockName]]:
+        """Blocks that later attention reads."""
+        # A partly filled block before the last ends where an adapter begins. Only other conversations continue from it;
+        # this one reads the adapter's block with the same tokens.
+        groups = self.cache.prefix.groups
+        return [
+            (block.node, BlockName(block.node.chain, index, self.cache.name))
+            for block in self.blocks
+            if block.node.is_full or block.node.end == self.num_tokens
+            for index in block.groups
+            if block.node.position >= groups[index].first_block_needed(self.num_tokens)
+        ]
+
+    @property
+    def targets(self) -> list[BlockToWrite]:
+        return [
+            BlockToWrite(self.cache, block.node, index, block.node.block_ids[index])
+            for block in self.blocks
+            for index in block.groups
+            if index in block.node.block_ids and is_wanted(block.node, index)
+        ]
+
+
+@dataclass
+class Commit:
+    """A turn being saved.
+
+    Attributes:
+        parts: base's, then one per adapter with residuals.
+        held: pinned blocks.
+        num_bytes: written by earlier tries.
+    """
+
+    record: AgentRecord
+    parts: list[CachePart]
+    held: Sequence[BlockName]
+    done: Callable[[Committed], None]
+    num_bytes: int = 0
+    tries: int = 0
+
+
+def is_wanted(node: Node, index: int) -> bool:
+    """Whether the file is neither on disk nor being written."""
+    return index not in node.stored and index not in node.pending
 
 
 class DiskJobs:

@@ -184,7 +184,7 @@ def unshared_tokens(lineages: Sequence[AgentRecord]) -> dict[str, int]:
 def eviction_priority(record: AgentRecord, unshared: Mapping[str, int], now: float) -> float:
     """Eviction priority: seconds since last use, times the agent's largest unshared size over the lineage's.
 
-    Source: Blankstein et al. 2017, Hyperbolic Caching. `now` is after every use (`use_time.time_after`).
+    Source: Blankstein et al. 2017, Hyperbolic Caching. `now` is after every use (`table.time_after`).
     """
     age = max(now - record.last_used, 1e-6)
     return age * max(1, *unshared.values()) / max(1, unshared[record.name])

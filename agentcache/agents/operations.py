@@ -5,14 +5,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from agentcache.agents.caches import KeptCache, KeptCaches
+from agentcache.agents.disk import Saved, when_all
+from agentcache.agents.disk_jobs import ResidualTurn, cut_residuals
 from agentcache.agents.persistence import Persistence
 from agentcache.agents.pins import Pins
-from agentcache.agents.residuals import ResidualTurn, cut_residuals
-from agentcache.agents.restore import Restorer
-from agentcache.agents.restoring import Restored
-from agentcache.agents.saved import Saved, when_all
-from agentcache.agents.table import AgentTable, blocks_of, emptied
-from agentcache.agents.use_time import shown_time
+from agentcache.agents.restore import Restored, Restorer
+from agentcache.agents.table import AgentTable, blocks_of, emptied, shown_time
 from agentcache.blocks.block_tables import BlockTables, PathBlock
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE
 from agentcache.blocks.origin_paths import NamedBlock, chain_keys, name_blocks, spans

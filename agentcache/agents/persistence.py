@@ -9,13 +9,18 @@ from functools import partial
 from typing import TypeVar
 
 from agentcache.agents.caches import KeptCache, KeptCaches
-from agentcache.agents.commit import BlockToWrite, CachePart, Commit, is_wanted
-from agentcache.agents.disk import Committed, Disk, SavedTurn
-from agentcache.agents.disk_jobs import DiskJobs
+from agentcache.agents.disk import Committed, Disk, Saved, SavedTurn
+from agentcache.agents.disk_jobs import (
+    BlockToWrite,
+    CachePart,
+    Commit,
+    DiskJobs,
+    ResidualTurn,
+    cut_residuals,
+    is_wanted,
+)
 from agentcache.agents.index import index_lineage, index_residuals, lay_out
 from agentcache.agents.pins import Pins
-from agentcache.agents.residuals import ResidualTurn, cut_residuals
-from agentcache.agents.saved import Saved
 from agentcache.agents.saved_snapshots import SavedSnapshots
 from agentcache.agents.table import AgentTable, names_of
 from agentcache.blocks.block_tables import BlockTables, PathBlock

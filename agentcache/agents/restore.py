@@ -1,33 +1,404 @@
 """Restores blocks from disk into RAM. Only verified blocks are published.
 
-While no request computes, the readers and the engine thread read full blocks into their slots (`reads_in_place`).
-Otherwise blocks go through buffers (`buffered_reads`). So do partly filled blocks, and all blocks if the host cannot
-write device memory.
+While no request computes, the readers and the engine thread read full blocks into their slots (`ReadsInPlace`), so
+that each byte is moved once. Otherwise blocks go through buffers (`BufferedReads`). So do partly filled blocks, and all
+blocks if the host cannot write device memory.
 """
 
 from __future__ import annotations
 
+import logging
+import mmap
 import os
+import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
+from queue import Empty, SimpleQueue
 
-from agentcache.agents.buffered_reads import BufferedReads
-from agentcache.agents.caches import KeptCaches
-from agentcache.agents.reads_in_place import Job, ReadsInPlace
-from agentcache.agents.restoring import Restored, Restoring
+import numpy as np
+
+from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.blocks.block_tables import BlockTables, Load
-from agentcache.blocks.keys import BASE_CACHE
-from agentcache.kv.block_layout import GroupMemory
+from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, block_key
+from agentcache.blocks.pool import BlockTable
+from agentcache.blocks.radix_tree import Node
+from agentcache.blocks.slots import Group
+from agentcache.errors import BlockMissing, BlockRejected, StoreError
+from agentcache.kv.block_layout import Array, GroupMemory, Place, RestBuffer, aligned
+from agentcache.kv.tensor_arena import shares_memory
+from agentcache.store.block_extras import Extras
+from agentcache.store.block_file import BlockHeader, make_header
+from agentcache.store.block_folder import BlockFolder
 from agentcache.store.store import Store
+
+log = logging.getLogger("agentcache.restore")
+
+# For the reads during one step and the copies before the next. Reused last in, first out, to stay in the processor's
+# caches.
+_BUFFERS_BYTES = 64 << 20
+_BATCH_BLOCKS = 16
+# All buffers fit a processor's caches. Where blocks are uploaded, fewer and larger transfers are better.
+_BATCH_BYTES, _UPLOAD_BYTES = 2 << 20, 16 << 20
+
+_AHEAD = 2  # queued jobs per reader before the engine thread reads one
 
 READERS = min(4, os.cpu_count() or 4)  # more evict each other's files from the processor's caches
 _LARGE_BLOCK_BYTES = 1 << 20  # below, a second thread only competes for the GIL
 _READS_BEGUN = READERS + 2  # so that each reader finds its next batch
 # Minimum seconds to read before the inbox is checked. Resuming is slow: tensors are located again.
 _LEAST_AT_ONCE = 0.02
+
+
+def header_of(node: Node, index: int, cache: KeptCache) -> BlockHeader:
+    """The header that a block's file must have."""
+    assert node.parent is not None
+    group = cache.prefix.all_groups[index].name
+    return BlockHeader(
+        block_key=block_key(node.chain, group),
+        chain=node.chain,
+        parent=node.parent.chain,
+        group=group,
+        position=node.position,
+        packed=node.packed,
+        producer=node.producer,
+        cache=cache.name,
+    )
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Outcome of a restore.
+
+    Args:
+        num_bytes: bytes of keys and values read.
+        complete: whether all files were valid; damaged ones are in quarantine.
+    """
+
+    num_bytes: int
+    seconds: float
+    complete: bool
+
+
+@dataclass(frozen=True)
+class Read:
+    """Result of reading one file.
+
+    Args:
+        extras: None if the file was missing or damaged.
+        data: the stored block; None if already in its slot.
+    """
+
+    load: Load
+    extras: Extras | None
+    data: Array | None = None
+
+
+@dataclass
+class Restoring:
+    """Counts the remaining blocks of a restore. Engine thread only."""
+
+    cache: KeptCache
+    sequence: BlockTables
+    done: Callable[[Restored], None]
+    blocks_due: int
+    num_bytes: int = 0
+    complete: bool = True
+    started_at: float = field(default_factory=time.perf_counter)
+
+    def block_bytes(self, group: int) -> int:
+        return self.cache.prefix.all_groups[group].bytes_per_block
+
+    def header(self, load: Load) -> BlockHeader:
+        return header_of(load.node, load.group, self.cache)
+
+    def finish(self, reads: Sequence[Read]) -> None:
+        cache = self.cache
+        for read in reads:
+            load = read.load
+            if read.extras is None:
+                cache.prefix.mark_missing(load.node, load.group)
+                self.complete = False
+                continue
+            self.num_bytes += cache.spec.all_groups[load.group].bytes_of(load.node.num_tokens)
+            if not self.sequence.closed:
+                cache.arenas.put_extras(load.group, load.block_id, load.node.num_tokens, read.extras)
+                cache.prefix.loaded(self.sequence, load)
+        self.drop(len(reads))
+
+    def drop(self, num_blocks: int) -> None:
+        self.blocks_due -= num_blocks
+        if not self.blocks_due:
+            self.done(Restored(self.num_bytes, time.perf_counter() - self.started_at, self.complete))
+
+
+@dataclass(frozen=True)
+class _Batch:
+    restore: Restoring
+    loads: Sequence[Load]
+    headers: Sequence[BlockHeader]
+
+    @property
+    def group(self) -> int:
+        return self.loads[0].group
+
+
+class BufferedReads:
+    """Reads blocks into a fixed set of buffers while the engine computes, and copies them to slots between steps.
+
+    Engine thread only, unless noted.
+
+    Args:
+        base: cache that sets the buffer size.
+        most_begun: limit of concurrent reads.
+        post: schedules a callback on the engine thread; callable from any thread.
+    """
+
+    def __init__(
+        self,
+        base: KeptCache,
+        store: Store,
+        readers: Executor,
+        most_begun: int,
+        post: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._base = base
+        self._store = store
+        self._readers = readers
+        self._most_begun = most_begun
+        self._post = post
+        self._batch_bytes = _BATCH_BYTES if shares_memory() else _UPLOAD_BYTES
+        most = max(group.bytes_per_block * self._batch_blocks(group) for group in base.prefix.all_groups)
+        count = max(2, _BUFFERS_BYTES // most)
+        # Guards the fields below. Reentrant: a read that has already finished runs its callback inside `_begin_reads`.
+        self._lock = threading.RLock()
+        self._buffers = [np.frombuffer(mmap.mmap(-1, most), np.uint8) for _ in range(count)]
+        self._due: deque[_Batch] = deque()
+        self._begun = 0
+
+    def warm_up(self, tables: Sequence[BlockTable]) -> None:
+        """Fill base's slots of `tables` with zero blocks, along the path of real ones."""
+        base = self._base
+        for index, table in enumerate(tables):
+            group = base.prefix.groups[index]
+            header, at_once = make_header("", group.name, 0, range(BLOCK_SIZE)), self._batch_blocks(group)
+            for start in range(0, len(table.block_ids), at_once):
+                block_ids = table.block_ids[start : start + at_once]
+                buffer = self._buffers[-1 - start // at_once % self._most_begun % len(self._buffers)]
+                reads = [
+                    self._readers.submit(self._store.decode_zeros, header, part)
+                    for part in _parts(buffer, group.bytes_per_block, len(block_ids))
+                ]
+                base.arenas.put_blocks(index, block_ids, [read.result() for read in reads])
+        base.arenas.evaluate()
+
+    def _batch_blocks(self, group: Group) -> int:
+        return max(1, min(_BATCH_BLOCKS, self._batch_bytes // group.bytes_per_block))
+
+    def cease(self) -> None:
+        with self._lock:
+            self._due.clear()
+
+    @property
+    def are_under_way(self) -> bool:
+        return self._begun > 0
+
+    def read(self, restore: Restoring, loads: Sequence[Load]) -> None:
+        batches: list[list[Load]] = []
+        for group, same in groupby(loads, key=lambda load: load.group):
+            members, size = list(same), self._batch_blocks(restore.cache.prefix.all_groups[group])
+            batches += [members[start : start + size] for start in range(0, len(members), size)]
+        due = [_Batch(restore, each, [restore.header(load) for load in each]) for each in batches]
+        with self._lock:
+            self._due.extend(due)
+            self._begin_reads()
+
+    def _begin_reads(self) -> None:
+        """Any thread, under the lock."""
+        while self._due and self._buffers and self._begun < self._most_begun:
+            batch, buffer = self._due.popleft(), self._buffers.pop()
+            self._begun += 1
+            self._readers.submit(self._read_batch, batch, buffer).add_done_callback(
+                partial(self._hand_over, batch, buffer)
+            )
+
+    def _read_batch(self, batch: _Batch, buffer: Array) -> list[Read]:
+        try:
+            return self._read_files(batch, buffer)
+        except BaseException:  # computed instead
+            log.exception("blocks could not be read")
+            return [Read(load, None) for load in batch.loads]
+
+    def _read_files(self, batch: _Batch, buffer: Array) -> list[Read]:
+        size = batch.restore.block_bytes(batch.group)
+        if size * len(batch.loads) > buffer.nbytes:  # residuals of very high rank
+            buffer = aligned(size * len(batch.loads))
+        parts = _parts(buffer, size, len(batch.loads))
+        blocks = self._store.read_blocks(batch.headers, parts)
+        return [
+            Read(load, None) if block is None else Read(load, block.extras, block.data)
+            for load, block in zip(batch.loads, blocks, strict=True)
+        ]
+
+    def _hand_over(self, batch: _Batch, buffer: Array, future: Future[list[Read]]) -> None:
+        """Runs on a reader thread, or on the submitting one if the read has already finished."""
+        with self._lock:
+            self._begun -= 1
+            self._begin_reads()
+        self._post(lambda: self._take(batch, buffer, future.result()))
+
+    def _take(self, batch: _Batch, buffer: Array, reads: Sequence[Read]) -> None:
+        try:
+            batch.restore.finish(self._put(batch, reads))
+        finally:
+            with self._lock:
+                self._buffers.append(buffer)
+                self._begin_reads()
+
+    def _put(self, batch: _Batch, reads: Sequence[Read]) -> Sequence[Read]:
+        good = [(read.load.block_id, read.data) for read in reads if read.data is not None]
+        if good and not batch.restore.sequence.closed:
+            block_ids, blocks = zip(*good, strict=True)
+            try:
+                batch.restore.cache.arenas.put_blocks(batch.group, block_ids, blocks)
+            except BaseException:  # computed instead
+                log.exception("blocks could not be put into the cache")
+                return [Read(load, None) for load in batch.loads]
+        return reads
+
+
+def _parts(buffer: Array, size: int, count: int) -> list[Array]:
+    return [buffer[start : start + size] for start in range(0, count * size, size)]
+
+
+def share_processors(helpers: int) -> tuple[Collection[int], Collection[int]]:
+    """Split the usable processors between this thread and `helpers` more threads; both empty without a choice.
+
+    Linux tends to wake a thread on its waker's processor. Threads that exchange the GIL then share one processor while
+    another idles.
+    """
+    if sys.platform != "linux":
+        return (), ()
+    usable = sorted(os.sched_getaffinity(0))
+    own = len(usable) // (helpers + 1)
+    return (usable[:own], usable[own:]) if own and helpers else ((), ())
+
+
+@contextmanager
+def kept_to(processors: Collection[int]) -> Iterator[None]:
+    """Run this thread on these processors inside the block; on any if empty."""
+    if sys.platform != "linux" or not processors:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    with suppress(OSError):  # no longer available
+        os.sched_setaffinity(0, processors)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            os.sched_setaffinity(0, before)
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    restore: Restoring
+    load: Load
+    place: Place
+
+
+class ReadsInPlace:
+    """Runs read jobs while the engine thread does nothing else. `count`: threads of `readers`.
+
+    The engine thread reads and verifies as the readers do. It alone chooses the next block.
+    """
+
+    def __init__(self, store: Store, readers: Executor, count: int) -> None:
+        self._store = store
+        self._readers = readers
+        self._count = count
+        self._due: SimpleQueue[Job | None] = SimpleQueue()
+        self._ended: list[tuple[Restoring, Read]] = []
+        self._buffers: list[RestBuffer] = []  # free ones, likely in the processor's caches
+
+    def carry_out(self, jobs: Iterable[Job]) -> list[tuple[Restoring, Read]]:
+        """Carry out jobs, taken lazily, on this thread and the readers.
+
+        Afterwards no thread touches their places. Failed blocks count as missing.
+        """
+        self._ended = []
+        own, others = share_processors(self._count)
+        readers: list[Future[None]] = []
+        try:
+            readers += [self._readers.submit(self._read_all, others) for _ in range(self._count)]
+            with kept_to(own), self._store.reader() as blocks:
+                for job in jobs:
+                    self._due.put(job)
+                    if self._due.qsize() > _AHEAD * self._count:
+                        self._read_next(blocks)
+                while self._read_next(blocks):
+                    continue
+        except BaseException:
+            log.exception("blocks could not be read")
+        finally:
+            self._dismiss(readers)
+        for reader in readers:
+            if not reader.cancelled() and (error := reader.exception()) is not None:
+                log.error("a reader has failed", exc_info=error)  # this thread has read the rest
+        return self._ended
+
+    def _read_next(self, blocks: BlockFolder) -> bool:
+        with suppress(Empty):
+            job = self._due.get_nowait()
+            assert job is not None
+            self._read(blocks, job)
+            return True
+        return False
+
+    def _read_all(self, processors: Collection[int]) -> None:
+        """Runs on a reader thread."""
+        with kept_to(processors), self._store.reader() as blocks:
+            while (job := self._due.get()) is not None:
+                self._read(blocks, job)
+
+    def _read(self, blocks: BlockFolder, job: Job) -> None:
+        rest, extras = None, None
+        try:
+            rest = self._buffer(job.place.rest_sizes)
+            extras = blocks.read_apart(job.restore.header(job.load), job.place.integers, rest.data)
+            job.place.put_rest(rest)
+            self._buffers.append(rest)
+        except (BlockMissing, BlockRejected, StoreError):  # logged and counted by the store
+            pass
+        except BaseException:  # computed instead
+            extras = None
+            log.exception("a block could not be read")
+        finally:
+            job.place.let_go()
+        self._ended.append((job.restore, Read(job.load, extras)))
+
+    def _buffer(self, sizes: tuple[int, ...]) -> RestBuffer:
+        with suppress(IndexError):
+            if (buffer := self._buffers.pop()).sizes == sizes:
+                return buffer
+        return RestBuffer(sizes)
+
+    def _dismiss(self, readers: Collection[Future[None]]) -> None:
+        with suppress(Empty):
+            while (job := self._due.get_nowait()) is not None:  # only after an error
+                job.place.let_go()
+                self._ended.append((job.restore, Read(job.load, None)))
+        for reader in readers:
+            self._due.put(None)
+            reader.cancel()
+        wait(readers)
+        self._due = SimpleQueue()
 
 
 class Restorer:

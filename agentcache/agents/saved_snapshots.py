@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from agentcache.agents.caches import KeptCaches
-from agentcache.agents.commit import is_wanted
+from agentcache.agents.disk_jobs import is_wanted
 from agentcache.blocks.origin_paths import NamedSnapshot
 from agentcache.blocks.radix_tree import Node
 from agentcache.blocks.snapshot_plan import choose_saved

@@ -1,20 +1,87 @@
 from __future__ import annotations
 
+import math
 import secrets
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
 from agentcache.agents.lineages import eviction_priority, unshared_tokens
 from agentcache.agents.pins import Pins
-from agentcache.agents.resident import ResidentTranscripts
-from agentcache.agents.use_time import time_after, time_now
 from agentcache.blocks.keys import BlockName
+from agentcache.blocks.ledger import TRANSCRIPTS, UNBOUNDED, Ledger
 from agentcache.blocks.origin_paths import NamedBlock
 from agentcache.blocks.transcript import Transcript
 from agentcache.errors import AgentUnavailable, Conflict, InvalidRequest, NotFound
 from agentcache.names import is_name
 from agentcache.store.manifest import AgentRecord, agent_of, as_time
+
+_LEAST_TRANSCRIPT_BYTES = 16 << 20
+_TRANSCRIPT_SHARE = 64  # divisor of the RAM budget; transcripts get that part on top of it
+
+# Times of use always increase, even if the clock was wrong by years.
+_TIME_STEP = 1e-6  # seconds; about four units of a float's resolution today
+
+
+def transcript_budget(ram_budget: int) -> int:
+    return max(_LEAST_TRANSCRIPT_BYTES, ram_budget // _TRANSCRIPT_SHARE)
+
+
+class ResidentTranscripts:
+    """Keeps recently used transcripts in RAM, within a budget. Engine thread only.
+
+    Unsaved transcripts stay. Requests own the copies of evicted ones that they read.
+    """
+
+    def __init__(self, ledger: Ledger, budget: int) -> None:
+        self._budget = budget
+        self._account = ledger.open(TRANSCRIPTS, apart=UNBOUNDED, floor=budget)
+        self._kept: OrderedDict[str, tuple[Transcript, int]] = OrderedDict()
+
+    def keep(self, name: str, transcript: Transcript) -> None:
+        known, num_bytes = self._kept.get(name, (None, 0))
+        if known is not transcript:
+            self.forget(name)
+            if not transcript.is_kept:
+                return
+            num_bytes = transcript.content().num_bytes
+            self._account.claim(num_bytes)
+        self._kept[name] = transcript, num_bytes
+        self._kept.move_to_end(name)
+
+    def forget(self, name: str) -> None:
+        if name in self._kept:
+            _, num_bytes = self._kept.pop(name)
+            self._account.release(num_bytes)
+
+    def trim(self, is_needed: Callable[[str], bool]) -> None:
+        excess, leaving = self._account.claimed - self._budget, list[str]()
+        for name, (transcript, num_bytes) in self._kept.items():
+            if excess <= 0:
+                break
+            if transcript.is_stored and not is_needed(name):
+                leaving.append(name)
+                excess -= num_bytes
+        for name in leaving:
+            self._kept[name][0].leave_ram()
+            self.forget(name)
+
+
+def time_now() -> float:
+    """System time in seconds since 1970, within a manifest's limits."""
+    return as_time(time.time())
+
+
+def time_after(latest: float) -> float:
+    """A time of use after `latest`, the latest known use."""
+    return as_time(max(time.time(), latest + _TIME_STEP, math.nextafter(latest, math.inf)))
+
+
+def shown_time(last_used: float) -> float:
+    """Return `last_used`, but never a future time."""
+    return min(last_used, time_now())
 
 
 class Agents:

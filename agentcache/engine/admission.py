@@ -5,8 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from agentcache.adapter_settings import Policy
 from agentcache.adapters.activation import AdapterUse
 from agentcache.agents.caches import KeptCache, KeptCaches
-from agentcache.agents.restore import Restorer
-from agentcache.agents.restoring import Restored
+from agentcache.agents.restore import Restored, Restorer
 from agentcache.blocks.block_tables import BlockTables
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE
 from agentcache.blocks.ledger import RESIDUAL

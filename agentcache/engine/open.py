@@ -15,9 +15,8 @@ from agentcache.agents.index import load_agents
 from agentcache.agents.operations import AgentOperations
 from agentcache.agents.persistence import Persistence
 from agentcache.agents.pins import Pins
-from agentcache.agents.resident import ResidentTranscripts, transcript_budget
 from agentcache.agents.restore import Restorer
-from agentcache.agents.table import AgentTable
+from agentcache.agents.table import AgentTable, ResidentTranscripts, transcript_budget
 from agentcache.blocks.allocator import least_bytes, windows_bytes
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE
 from agentcache.blocks.ledger import RESIDUAL, WEIGHTS, Ledger

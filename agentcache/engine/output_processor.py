@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from agentcache.adapters.activation import AdapterUse
+from agentcache.agents.disk import Saved
+from agentcache.agents.disk_jobs import ResidualTurn
 from agentcache.agents.persistence import Persistence
 from agentcache.agents.pins import Pins
-from agentcache.agents.residuals import ResidualTurn
-from agentcache.agents.saved import Saved
 from agentcache.agents.table import AgentTable
 from agentcache.blocks.block_tables import BlockTables, PathBlock
 from agentcache.blocks.keys import BASE_CACHE

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from agentcache.adapter_settings import Policy
 from agentcache.adapters.activation import AdapterUse
-from agentcache.agents.saved import Saved
+from agentcache.agents.disk import Saved
 from agentcache.blocks.block_tables import BlockTables, PathBlock
 from agentcache.blocks.hidden_state_match import HiddenStateMatch
 from agentcache.blocks.keys import BLOCK_SIZE, KVOrigin

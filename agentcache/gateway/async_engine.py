@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import mlx.core as mx
 
 from agentcache.adapter_settings import AdapterFolder, Policy
-from agentcache.agents.saved import Saved
+from agentcache.agents.disk import Saved
 from agentcache.config import Config
 from agentcache.engine.messages import (
     CheckIntegrity,

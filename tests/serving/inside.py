@@ -18,9 +18,8 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from agentcache.agents import resident
-from agentcache.agents.disk import Committed
-from agentcache.agents.saved import Saved
+from agentcache.agents import table as table_module
+from agentcache.agents.disk import Committed, Saved
 from agentcache.agents.table import AgentTable
 from agentcache.blocks.keys import BLOCK_SIZE, BlockName
 from agentcache.blocks.ledger import BASE, STACKS, TRANSCRIPTS
@@ -571,8 +570,8 @@ def wait_until(llm: LLM, holds: Callable[[], bool]) -> None:
 
 def keep_few_transcripts(patch: pytest.MonkeyPatch, num_bytes: int) -> None:
     """Engines that are opened from now on keep so many bytes of transcripts in RAM."""
-    patch.setattr(resident, "_LEAST_BUDGET", num_bytes)
-    patch.setattr(resident, "_SHARE", 1 << 62)
+    patch.setattr(table_module, "_LEAST_TRANSCRIPT_BYTES", num_bytes)
+    patch.setattr(table_module, "_TRANSCRIPT_SHARE", 1 << 62)
 
 
 def watch_logs(patch: pytest.MonkeyPatch) -> list[str]:

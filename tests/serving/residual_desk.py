@@ -17,14 +17,14 @@ import mlx.core as mx
 import numpy as np
 
 from agentcache.agents.caches import KeptCache, KeptCaches
+from agentcache.agents.disk import Saved
+from agentcache.agents.disk_jobs import ResidualTurn
 from agentcache.agents.eviction import Eviction
 from agentcache.agents.index import load_agents
 from agentcache.agents.operations import AgentOperations
 from agentcache.agents.persistence import Persistence
 from agentcache.agents.pins import Pins
-from agentcache.agents.residuals import ResidualTurn
 from agentcache.agents.restore import Restorer
-from agentcache.agents.saved import Saved
 from agentcache.agents.table import AgentTable
 from agentcache.blocks.block_tables import PathBlock
 from agentcache.blocks.keys import BASE_CACHE, Namespace, block_key, residual_cache

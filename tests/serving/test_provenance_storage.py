@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.agents.saved import Saved
+from agentcache.agents.disk import Saved
 from agentcache.blocks.keys import KVOrigin
 from agentcache.errors import StoreError
 from agentcache.report import CacheState

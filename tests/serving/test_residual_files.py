@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 
 from agentcache.agents.block_files import BlockFiles
-from agentcache.agents.commit import is_wanted
-from agentcache.agents.disk import Committed
-from agentcache.agents.durable_lineages import Reduced
+from agentcache.agents.disk import Committed, Reduced, Saved
+from agentcache.agents.disk_jobs import ResidualTurn, is_wanted
 from agentcache.agents.index import lay_out
-from agentcache.agents.residuals import ResidualTurn
-from agentcache.agents.saved import Saved
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, BlockName, block_key
 from agentcache.store.archive import ArchiveRejected
 from agentcache.store.archived_agent import read_archive

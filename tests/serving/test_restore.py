@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from agentcache.agents import buffered_reads
+from agentcache.agents import restore
 from agentcache.kv.group_arena import GroupArena
 from agentcache.llm import Completion
 from tests.conftest import ModelFolder
@@ -167,8 +167,8 @@ def test_after_evict_and_restore(architecture: str, model_folder: ModelFolder, t
 def test_more_files_than_there_are_buffers(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each file waits for a buffer that another one has left; one of them is wrong, and so no use to anybody."""
     monkeypatch.setattr(GroupArena, "memory", lambda arena: None)  # as where a device has memory of its own
-    monkeypatch.setattr(buffered_reads, "_BUFFERS_BYTES", 1)  # two, then
-    monkeypatch.setattr(buffered_reads, "_BATCH_BLOCKS", 1)
+    monkeypatch.setattr(restore, "_BUFFERS_BYTES", 1)  # two, then
+    monkeypatch.setattr(restore, "_BATCH_BLOCKS", 1)
     kept = play(model, tmp_path / "kept", TokenTalk(), [1300, 1400], restart=False)
     restored = play(model, tmp_path / "restored", TokenTalk(), [1300, 1400], restart=True)
     assert_restored(restored[1], kept[1])

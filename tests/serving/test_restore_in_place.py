@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentcache.agents import buffered_reads, restore
-from agentcache.agents.restoring import Restored
+from agentcache.agents import restore
+from agentcache.agents.restore import Restored
 from agentcache.blocks.keys import BASE_CACHE
 from agentcache.kv.block_layout import ALIGNMENT, GroupMemory, Place, RestBuffer
 from agentcache.kv.group_arena import GroupArena
@@ -227,7 +227,7 @@ def test_a_request_that_comes_in_between_is_not_waited_for(
     """One file is read to where it belongs; then something is computed, and the others go through buffers."""
     monkeypatch.setattr(restore, "_LEAST_AT_ONCE", 0)
     saved.is_awaited = True
-    monkeypatch.setattr(buffered_reads, "_BATCH_BLOCKS", 1)
+    monkeypatch.setattr(restore, "_BATCH_BLOCKS", 1)
     done: list[Any] = []
     saved.operations.restore("alice", done.append)
     while not moved.floats:
