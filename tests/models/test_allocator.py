@@ -47,11 +47,13 @@ def compute():
     if sys.argv[1] == "unpadded":
         allocator.TOP_PAD = 128 << 10  # glibc's own
     allocator.keep_freed_memory()
-    for _ in range(3):
+    counts = []
+    for _ in range(9):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         mx.eval([mx.ones((1024, 1024)) * number for number in range(30)])
         mx.synchronize()
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+        counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    print(sorted(counts)[len(counts) // 2])
 
 PR_SET_THP_DISABLE = 41  # prctl(2): pages of 4 kB, whatever the system's setting
 ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
@@ -100,7 +102,10 @@ def test_large_buffers_come_from_the_heap() -> None:
 @cpu_memory
 @of_glibc
 def test_what_a_thread_with_an_arena_of_its_own_frees_is_kept_too() -> None:
-    """Pages that a step as large as the one before faults in."""
+    """Pages that a step as large as the ones before faults in.
+
+    MLX frees on another thread, so some steps hold one buffer more than those before them: the median of nine steps.
+    """
     assert number_from(BESIDE_OTHERS, "unpadded") > 5000
     assert number_from(BESIDE_OTHERS, "padded") < 500
 
