@@ -12,7 +12,7 @@ from agentcache.models.runner import ModelRunner
 
 _MOST_TOKENS = 16_384  # enough for temporaries of long contexts, and quick
 _STEPS = ((1, 1), (1, 16))  # rows and tokens: a decode step, a short turn
-_MOST_SECONDS = 0.5  # for a decode step; a short turn takes many times that
+_MOST_SECONDS = 0.1  # for a decode step; a short turn takes ten times that
 # CUDA compiles each for seconds, once per machine: a batch and a chunk too.
 _STEPS_OF_CUDA = (*_STEPS, (2, 1), (1, 256))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -44,6 +45,23 @@ def test_nothing_is_left_of_a_warm_up_and_answers_are_the_same(
             said.append(receiver.token_ids)
     assert len(said[0]) == 5
     assert said[0] == said[1]
+
+
+@pytest.mark.parametrize(("seconds", "tokens"), [(0.0, [1, 16]), (0.2, [1])])
+def test_a_slow_model_is_warmed_up_by_a_decode_step_only(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, tokens: list[int]
+) -> None:
+    clock, computed = [0.0], list[int]()
+
+    def compute(runner: object, sequence: object, context: int, num_tokens: int, *, rows: int) -> None:
+        computed.append(num_tokens)
+        clock[0] += seconds * num_tokens
+
+    monkeypatch.setattr(module, "compute", compute)
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    with by_hand(model, tmp_path) as hand:
+        inside.warm_up(hand.engine)
+    assert computed == tokens
 
 
 @pytest.mark.usefixtures("steps")
