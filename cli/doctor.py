@@ -24,7 +24,7 @@ from agentcache.config_sources import load_config
 from agentcache.errors import AgentCacheError, CacheFolderInUse, ConfigError, StoreError
 from agentcache.ranks.rank import RANK_FOLDER, rank_folders
 from agentcache.sizes import disk_room
-from agentcache.store.disk_budget import automatic_budget, explicit_budget
+from agentcache.store.disk_usage import automatic_budget, explicit_budget
 
 OPS_SECONDS = 120
 MAX_PROBLEMS = 20

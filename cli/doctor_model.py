@@ -67,7 +67,7 @@ def _served(model: Mapping[str, Any], stats: Mapping[str, Any]) -> Iterator[Find
 
 def _loaded(config: Config, home: Path) -> Iterator[Finding]:
     """Load the configured model; the embedded one in `home`, since only servers make a permanent copy."""
-    from agentcache.gateway.inspect_model import inspect_model
+    from agentcache.gateway.describe_model import inspect_model
     from agentcache.models.builtin.embedded import embedded_model_path
 
     found = inspect_model(config, config.model or str(embedded_model_path(home)))

@@ -33,8 +33,7 @@ from agentcache.blocks.slots import Group
 from agentcache.errors import BlockMissing, BlockRejected, StoreError
 from agentcache.kv.block_layout import Array, GroupMemory, Place, RestBuffer, aligned
 from agentcache.kv.tensor_arena import shares_memory
-from agentcache.store.block_extras import Extras
-from agentcache.store.block_file import BlockHeader, make_header
+from agentcache.store.block_file import BlockHeader, Extras, make_header
 from agentcache.store.block_folder import BlockFolder
 from agentcache.store.store import Store
 

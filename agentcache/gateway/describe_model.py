@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from agentcache.config import Config
+from agentcache.engine.open import DIVERGENCES, check_weights, plan_for, wishes_of
 from agentcache.engine.view import ServedModel
 from agentcache.kv.group_info import describe_group
-from agentcache.models.loader import LoadedModel
+from agentcache.memory_plan import MemoryPlan
+from agentcache.models.footprint import Footprint
+from agentcache.models.loader import LoadedModel, load
 from agentcache.models.text.generation_config import sampling_defaults
 from agentcache.report import ModelInfo
+from agentcache.store.precision_file import read_precision
 
 _EMBEDDED_NAME = "agentcache-embedded"
 
@@ -39,3 +45,31 @@ def describe_model(served: ServedModel | LoadedModel, config: Config) -> ModelIn
         sampling=config.sampling.over(sampling_defaults(served.path)),
         cache_groups=tuple(describe_group(group) for group in served.spec.all_groups),
     )
+
+
+@dataclass(frozen=True)
+class InspectedModel:
+    info: ModelInfo
+    plan: MemoryPlan
+
+
+def inspect_model(config: Config, model_path: str) -> InspectedModel:
+    """Load and verify a model as a server does. Precision measurements stay for later starts.
+
+    Raises:
+        UnsupportedModel: it cannot be served.
+        ConfigError: it does not fit.
+    """
+    wishes = wishes_of(config)
+    loaded = load(
+        model_path,
+        max_context=config.max_context,
+        check_weights=partial(check_weights, wishes),
+        kv=config.kv,
+        kept=partial(read_precision, config.cache_dir),
+        measured=config.cache_dir / DIVERGENCES,
+    )
+    loaded.tokenizer.grammars.start()
+    footprint = Footprint.of(loaded.spec, loaded.config, is_half=loaded.is_half)
+    plan = plan_for(wishes, loaded, footprint, config.prefill_chunk)
+    return InspectedModel(describe_model(loaded, config), plan)

@@ -8,12 +8,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from agentcache.errors import AgentCacheError, Overloaded
-from agentcache.gateway.aged_queue import AgedQueue
 from agentcache.threads import as_exception, start_thread
 
 log = logging.getLogger("agentcache.engine")
@@ -27,6 +26,56 @@ MOST_WAITING = 256
 _LOOK_SECONDS = 0.005
 _LEAST_COST = 100  # so that many tiny jobs are not free
 _PATIENCE = 10_000  # cost of later, smaller jobs before a job is overdue
+
+
+@dataclass(eq=False)
+class _Entry(Generic[T]):
+    item: T
+    cost: int
+    overtaken: int = 0
+
+
+class AgedQueue(Generic[T]):
+    """Yields the cheapest item, or the oldest overdue one. Belongs to one thread at a time.
+
+    An item is overdue once later items taken before it cost as much as itself. So their cost stays below twice its own.
+
+    Args:
+        patience: minimum cost of such items before an item is overdue.
+    """
+
+    def __init__(self, patience: int = 0) -> None:
+        self._patience = patience
+        self._entries: list[_Entry[T]] = []  # in order of arrival
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[T]:
+        return (entry.item for entry in self._entries)
+
+    def push(self, item: T, cost: int) -> None:
+        """Add an item. `cost` must be above 0."""
+        self._entries.append(_Entry(item, cost))
+
+    def take(self, may_go: Callable[[T], bool]) -> T | None:
+        """Remove and return the next item that may go, or None. O(n)."""
+        candidates = [entry for entry in self._entries if may_go(entry.item)]
+        if not candidates:
+            return None
+        overdue = (entry for entry in candidates if entry.overtaken >= max(entry.cost, self._patience))
+        taken = next(overdue, None) or min(candidates, key=lambda entry: entry.cost)
+        index = self._entries.index(taken)
+        for entry in self._entries[:index]:
+            entry.overtaken += taken.cost
+        del self._entries[index]
+        return taken.item
+
+    def drop(self, is_void: Callable[[T], bool]) -> None:
+        self._entries = [entry for entry in self._entries if not is_void(entry.item)]
+
+    def clear(self) -> None:
+        self._entries.clear()
 
 
 @dataclass(eq=False)

@@ -1,6 +1,6 @@
 """Optional measurements per cached token, which attention does not read.
 
-RAM has each token's, so that part of a block can be separated. Files have a block's sum (`store/block_extras.py`),
+RAM has each token's, so that part of a block can be separated. Files have a block's sum (`store/block_file.py`),
 rounded so that they stay equal despite differences in a float's last bit.
 """
 

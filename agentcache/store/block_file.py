@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import xxhash
@@ -32,8 +33,16 @@ from agentcache.blocks.keys import (
 from agentcache.blocks.siblings import BYTES_PER_TOKEN, pack, unpack
 from agentcache.errors import BlockRejected, BrokenInvariant, FileUnavailable, StoreError
 from agentcache.kv.block_layout import ALIGNMENT, Array, block_tensors, first_float, float_ranges, header_entries
-from agentcache.kv.spec import CacheSpec, GroupSpec
-from agentcache.store.block_extras import Extras, decode_extras, encode_extras
+from agentcache.kv.spec import DTYPES, CacheSpec, GroupSpec
+
+# Extras of a block: small named tensors and texts in the header, e.g. the quantisation error. Canonical JSON under the
+# checksum; not part of the address, and not read by attention.
+Extra: TypeAlias = "str | Array"
+Extras: TypeAlias = "Mapping[str, Extra]"
+
+MAX_EXTRAS_BYTES = 1 << 16
+_EXTRA_NAME = re.compile(r"[a-z0-9][a-z0-9_.]{0,63}")
+_SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "BF16"}
 
 MAX_HEADER_BYTES = 1 << 20
 _OLD_ALIGNMENT = 8  # in files older than `block_layout.ALIGNMENT`
@@ -49,6 +58,53 @@ _INFINITIES: dict[int, tuple[np.integer[Any], np.integer[Any]]] = {
     2: (np.int16(0x7C00), np.uint16(0xFC00)),
     4: (np.int32(0x7F800000), np.uint32(0xFF800000)),
 }
+
+
+def encode_extras(extras: Extras) -> str:
+    """The extras as text; empty if there are none.
+
+    Raises:
+        StoreError: invalid name, type or dtype, a float that is not finite, or over `MAX_EXTRAS_BYTES`.
+    """
+    if not extras:
+        return ""
+    if bad := [name for name in extras if not _EXTRA_NAME.fullmatch(name)]:
+        raise StoreError(f"{bad[0]!r:.80} cannot name an extra of a block")
+    text = _dump({name: _encode_extra(name, value) for name, value in extras.items()})
+    if len(text) > MAX_EXTRAS_BYTES:
+        raise StoreError(f"the block's extras take {len(text)} bytes, at most {MAX_EXTRAS_BYTES} are allowed")
+    return text
+
+
+def decode_extras(text: str) -> dict[str, Extra]:
+    """Parse the extras. Raises BlockRejected unless `text` is output of `encode_extras`."""
+    try:
+        extras = {name: _decode_extra(value) for name, value in json.loads(text).items()}
+        if encode_extras(extras) == text:
+            return extras
+    except (StoreError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise BlockRejected(f"the block's extras are unreadable: {error!r:.100}") from None
+    raise BlockRejected("the block's extras are not as they were written")
+
+
+def _dump(extras: Mapping[str, Any]) -> str:
+    return json.dumps(extras, sort_keys=True, separators=(",", ":"))
+
+
+def _encode_extra(name: str, value: Extra) -> Any:
+    if isinstance(value, str):
+        return value
+    if value.dtype not in _SAFETENSORS_NAMES or not np.isfinite(value).all():
+        raise StoreError(f"extra {name} has values that are not finite, or of type {value.dtype}")
+    data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
+    return {"dtype": _SAFETENSORS_NAMES[value.dtype], "shape": list(value.shape), "data": data}
+
+
+def _decode_extra(value: Any) -> Extra:
+    if isinstance(value, str):
+        return value
+    data = base64.b64decode(value["data"], validate=True)
+    return np.frombuffer(data, DTYPES[value["dtype"]]).reshape(value["shape"])
 
 
 @dataclass(frozen=True)
@@ -185,11 +241,6 @@ def verify_block(
     if (name := _not_finite(spec, header, rest)) is not None:
         raise BlockRejected(f"{name} has values that are not finite")
     return decode_extras(extras) if extras else NO_EXTRAS
-
-
-def tensor_views(spec: CacheSpec, header: BlockHeader, data: Array) -> dict[str, Array]:
-    tensors = block_tensors(spec.group(header.group), header.num_tokens)
-    return {tensor.name(header.position): tensor.view(data) for tensor in tensors}
 
 
 def _only_difference(unsigned: bytes, head: bytes) -> str | None:

@@ -16,11 +16,11 @@ from agentcache.errors import BlockMissing, BlockRejected, BrokenInvariant, File
 from agentcache.kv.block_layout import Array, aligned, first_float
 from agentcache.kv.spec import CacheSpec
 from agentcache.store.atomic import Fault, Replacement
-from agentcache.store.block_extras import Extras
 from agentcache.store.block_file import (
     HEAD_BEGIN,
     MAX_HEADER_BYTES,
     BlockHeader,
+    Extras,
     StoredBlock,
     data_bytes,
     encode_block,

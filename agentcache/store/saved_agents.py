@@ -1,11 +1,26 @@
-"""The agents of every model in a cache folder."""
+"""The agents in a cache folder: of every model, under former names of the served one, and in quarantine."""
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 
+from agentcache.errors import BlockRejected, FileUnavailable
 from agentcache.store.agent_folder import AgentFolder, SavedAgent
 from agentcache.store.block_folder import BlockFolder
+from agentcache.store.cache_files import CacheFiles
+from agentcache.store.disk_usage import DiskUsage
+from agentcache.store.lineage_check import ServedCache, check_lineage
+from agentcache.store.manifest import MAX_MANIFEST_BYTES, AgentRecord, Manifest, agent_of, decode_manifest, lineage_name
+from agentcache.store.transcript_log import MAX_LOG_BYTES, parse_log
+
+_FITS_NONE = ""  # no spec's digest
+
+log = logging.getLogger("agentcache.store")
 
 
 class SavedAgents:
@@ -106,3 +121,197 @@ class SavedAgents:
 
 def _leave_ram(agent: SavedAgent) -> None:
     agent.content.transcript.leave_ram()
+
+
+class FormerAgents:
+    """The lineages in folders with former names of the served model, renamed if the served folder has the name.
+
+    Transcripts are used; blocks are not, since their addresses contain the former name. A lineage stays in its folder
+    until it is saved in the served folder, or deleted.
+
+    Args:
+        folders: by former name; earlier ones take precedence.
+    """
+
+    def __init__(self, model: str, folders: Mapping[str, AgentFolder]) -> None:
+        self._model = model
+        self._folders = folders
+        self._found: dict[str, tuple[AgentFolder, SavedAgent]] = {}
+
+    def take_in(self, served: Sequence[AgentRecord], most: int) -> list[AgentRecord]:
+        """Load former lineages; return those added. A served one is never replaced.
+
+        A former lineage that a served one continues was saved there; its files are removed.
+
+        Args:
+            most: lineages per agent; further ones stay unused.
+        """
+        agents: dict[str, list[AgentRecord]] = {}
+        for record in served:
+            agents.setdefault(record.id.casefold(), []).append(record)
+        taken = []
+        for folder, saved in self._newest_first():
+            known = agents.setdefault(saved.manifest.id.casefold(), [])
+            record = replace(saved.record(_FITS_NONE), model=self._model)
+            if any(_continues(other, record) for other in known):
+                with suppress(OSError):  # a later start retries
+                    folder.delete(saved.manifest.name)
+                continue
+            merged = self._beside(record, known, saved, most)
+            if merged is not None:
+                known.append(merged)
+                taken.append(merged)
+                self._found[merged.name] = folder, saved
+        return taken
+
+    def _newest_first(self) -> Iterator[tuple[AgentFolder, SavedAgent]]:
+        for name, folder in self._folders.items():
+            folder.load(lambda saved: saved.content.transcript.leave_ram())
+            own = (saved for saved in folder.agents if saved.manifest.model == name)
+            for saved in sorted(own, key=lambda saved: saved.manifest.last_used, reverse=True):
+                yield folder, saved
+
+    def _beside(
+        self, record: AgentRecord, known: Sequence[AgentRecord], saved: SavedAgent, most: int
+    ) -> AgentRecord | None:
+        """The record as one more lineage of its agent; None, with a log line, if impossible."""
+        if not known:
+            return record
+        first, lineages = known[0], {other.lineage for other in known}
+        lineage = record.lineage if record.lineage not in lineages else _new_lineage(saved)
+        if first.id != record.id:
+            reason = f"agent {first.id} differs from it only by case"
+        elif len(known) >= most:
+            reason = f"the agent has {len(known)} lineages already"
+        elif lineage in lineages:
+            reason = "its agent has such a lineage already"
+        else:
+            return replace(
+                record,
+                lineage=lineage,
+                adapter=first.adapter,
+                policy=first.policy,
+                created=first.created,
+                system=first.system,
+            )
+        log.warning("%s stays unused in the folder of model %s: %s", record.name, saved.manifest.model[:16], reason)
+        return None
+
+    @property
+    def unavailable(self) -> dict[str, str]:
+        """Lineages that cannot be read now, with the reason; valid after `take_in`."""
+        return {name: reason for folder in self._folders.values() for name, reason in folder.unavailable.items()}
+
+    def keep(self, before: FormerAgents) -> None:
+        """Keep lineages of `before`, an instance on the same folders, that still exist."""
+        for name, (_, saved) in before._found.items():
+            folder = self._folders.get(saved.manifest.model)
+            if folder is not None and (there := folder.find(saved.manifest.name)) is not None:
+                self._found[name] = folder, there
+
+    def has(self, name: str) -> bool:
+        return name in self._found
+
+    def has_agent(self, agent_id: str) -> bool:
+        return any(folder.has_agent(agent_id) for folder in self._folders.values())
+
+    def find(self, name: str) -> SavedAgent | None:
+        return self._found[name][1] if name in self._found else None
+
+    def remove(self, name: str) -> None:
+        """Remove former files, if any. Raises OSError."""
+        if name in self._found:
+            folder, saved = self._found[name]
+            folder.delete(saved.manifest.name)
+            del self._found[name]
+
+
+def _continues(other: AgentRecord, record: AgentRecord) -> bool:
+    ids = record.transcript.ids
+    return (other.id, other.salt) == (record.id, record.salt) and other.transcript.ids[: len(ids)] == ids
+
+
+def _new_lineage(saved: SavedAgent) -> str:
+    """A stable id, the same at each start."""
+    name = f"{saved.manifest.model} {lineage_name(saved.manifest.id, saved.manifest.lineage)}"
+    return hashlib.blake2b(name.encode(), digest_size=4).hexdigest()
+
+
+class QuarantinedAgents:
+    """The manifests in quarantine, before any folder of agents is loaded; sound agents come back at a start.
+
+    Earlier releases quarantined files that could not be read at that moment, or that a newer release had written.
+
+    Args:
+        folders: adopted folders of agents.
+        served: cache of a folder's model, if it is served.
+    """
+
+    def __init__(
+        self,
+        files: CacheFiles,
+        usage: DiskUsage,
+        folders: Iterable[Path],
+        served: Callable[[Path], ServedCache | None],
+    ) -> None:
+        self._files, self._usage, self._served = files, usage, served
+        self._folders = {folder.name: folder for folder in folders}
+
+    def restore(self) -> None:
+        """Move sound lineages, the last used first, to where their names are free; log each. Never raises."""
+        found = [(manifest, path) for path in self._paths(".json") if (manifest := self._read(path)) is not None]
+        for manifest, path in sorted(found, key=lambda each: each[0].last_used, reverse=True):
+            folder = self._folders.get(manifest.model[:16])
+            if folder is None or path.name.rpartition(".")[0] != f"{manifest.name}.json":
+                continue
+            if self._is_free(folder, manifest) and (source := self._find_log(folder, manifest)) is not None:
+                self._move(manifest, folder, path, source)
+
+    def _paths(self, suffix: str) -> Iterator[Path]:
+        yield from (Path(path) for path, name in self._usage.quarantined_files() if name.endswith(suffix))
+
+    def _read(self, path: Path) -> Manifest | None:
+        with suppress(OSError, MemoryError, BlockRejected, FileUnavailable):
+            return decode_manifest(self._files.read(path, MAX_MANIFEST_BYTES))
+        return None
+
+    def _is_free(self, folder: Path, manifest: Manifest) -> bool:
+        """Whether neither the lineage nor a later agent of its name is there."""
+        others = (Path(path) for path in self._usage.paths(folder) if path.endswith(".json"))
+        for path in others:
+            if agent_of(path.stem).casefold() != manifest.id.casefold():
+                continue
+            other = self._read(path)
+            if (
+                other is None
+                or other.name == manifest.name
+                or (other.id, other.created) != (manifest.id, manifest.created)
+            ):
+                return False
+        return True
+
+    def _find_log(self, folder: Path, manifest: Manifest) -> Path | None:
+        name = f"{manifest.name}.{manifest.log.generation}.log"
+        there = [folder / name] if folder / name in self._usage else []
+        quarantined = (path for path in self._paths(".log") if path.name.rpartition(".")[0] == name)
+        for path in there or quarantined:
+            with suppress(OSError, MemoryError, BlockRejected, FileUnavailable):
+                data = self._files.read(path, MAX_LOG_BYTES)
+                content = parse_log(data, manifest.name, manifest.model, manifest.log, manifest.format_version)
+                check_lineage(manifest, content, self._served(folder))
+                return path
+        return None
+
+    def _move(self, manifest: Manifest, folder: Path, path: Path, source: Path) -> None:
+        """The log first: a crash leaves the manifest in quarantine, for the next start."""
+        name = f"{manifest.name}.{manifest.log.generation}.log"
+        try:
+            if source.parent != folder:
+                self._usage.move(source, folder / name)
+                self._files.sync_folder(folder, covered=True)
+            self._usage.move(path, folder / f"{manifest.name}.json")
+            self._files.sync_folder(folder)
+        except OSError as error:
+            log.warning("agent %s stays in quarantine, though it is sound: %s", manifest.name, error)
+        else:
+            log.warning("agent %s (%s) is sound: restored from quarantine", manifest.name, folder.name)

@@ -34,14 +34,12 @@ from agentcache.store.block_file import BlockHeader, StoredBlock
 from agentcache.store.block_folder import BlockCopy, BlockFolder, BlockWrite
 from agentcache.store.cache_files import CacheFiles, set_mode
 from agentcache.store.disk_usage import DiskUsage
-from agentcache.store.former_agents import FormerAgents
 from agentcache.store.lineage_check import ServedCache
 from agentcache.store.lock import FolderLock
 from agentcache.store.manifest import AgentRecord, agent_of
 from agentcache.store.model_names import ModelNames, folder_of, write_labels
-from agentcache.store.quarantined_agents import QuarantinedAgents
 from agentcache.store.response_files import ResponseFiles
-from agentcache.store.saved_agents import SavedAgents
+from agentcache.store.saved_agents import FormerAgents, QuarantinedAgents, SavedAgents
 
 __all__ = ["AgentRecord", "BlockWrite", "Store"]
 

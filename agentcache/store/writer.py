@@ -67,10 +67,6 @@ class Writer:
             self._changed.notify_all()
             return True
 
-    @property
-    def waiting_bytes(self) -> int:
-        return self._waiting_bytes
-
     def close(self) -> None:
         """Finish queued jobs, then stop."""
         with self._changed:

@@ -19,8 +19,7 @@ from agentcache.kv.packing import Quantisation
 from agentcache.kv.spec import CacheSpec, GroupSpec, LayerSpec, TensorSpec, attention_group, make_groups
 from agentcache.store import block_file
 from agentcache.store.atomic import Fault
-from agentcache.store.block_extras import Extras
-from agentcache.store.block_file import BlockHeader, data_bytes, make_header, tensor_views
+from agentcache.store.block_file import BlockHeader, Extras, data_bytes, make_header
 from agentcache.store.manifest import ResidualBlocks
 from agentcache.store.model_names import ModelNames
 from agentcache.store.store import AgentRecord, BlockWrite, Store, no_fault
@@ -61,6 +60,12 @@ def make_data(spec: CacheSpec, header: BlockHeader, seed: int = 0) -> Array:
         else:
             tensor[...] = random.standard_normal(tensor.shape)
     return data
+
+
+def tensor_views(spec: CacheSpec, header: BlockHeader, data: Array) -> dict[str, Array]:
+    """A block's tensors by the names in its file; views of its bytes."""
+    tensors = block_tensors(spec.group(header.group), header.num_tokens)
+    return {tensor.name(header.position): tensor.view(data) for tensor in tensors}
 
 
 def tensors_of(block: BlockWrite, spec: CacheSpec = SPEC) -> dict[str, Array]:

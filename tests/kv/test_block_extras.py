@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from agentcache.errors import BlockMissing, BlockRejected, StoreError
-from agentcache.store.block_extras import Extras, decode_extras, encode_extras
-from agentcache.store.block_file import decode_block
+from agentcache.store.block_file import Extras, decode_block, decode_extras, encode_extras
 from agentcache.store.store import BlockWrite
 from agentcache.store.verify import verify_folder
 from tests.kv.damage import DAMAGE, block_file

@@ -24,10 +24,9 @@ from agentcache.store.block_file import (
     decode_block,
     make_header,
     max_encoded_size,
-    tensor_views,
 )
 from tests.examples import examples
-from tests.kv.store_cases import ROOT, SPEC, encode_block, make_block, make_data, quantised, tensors_of
+from tests.kv.store_cases import ROOT, SPEC, encode_block, make_block, make_data, quantised, tensor_views, tensors_of
 from tests.serving.block_damage import sign
 
 BLOCK = make_block((5, 6, 7, 151_000, 5), position=3)

@@ -15,7 +15,6 @@ from agentcache.errors import (
     FileUnavailable,
     StoreError,
 )
-from agentcache.store.block_file import tensor_views
 from agentcache.store.store import Store
 from tests.kv.damage import DAMAGE, block_file, flip, quarantined
 from tests.kv.store_cases import (
@@ -25,6 +24,7 @@ from tests.kv.store_cases import (
     make_block,
     open_store,
     size_on_disk,
+    tensor_views,
     tensors_of,
     tree,
 )

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from agentcache.errors import BlockRejected
 from agentcache.store import cache_files
 from agentcache.store.atomic import Replacement
-from agentcache.store.cache_files import CacheFiles, skip_bytes
-from agentcache.store.openat2 import open_below
+from agentcache.store.cache_files import CacheFiles, open_below, skip_bytes
 from agentcache.store.store import no_fault
 from tests.examples import examples
 from tests.kv.store_cases import make_block, open_store

@@ -16,7 +16,7 @@ from agentcache.blocks.origin_paths import chain_keys, name_blocks, spans
 from agentcache.errors import BlockMissing, BlockRejected, BrokenInvariant, StoreError
 from agentcache.kv.group_arena import GroupArena
 from agentcache.kv.spec import CacheSpec, GroupSpec, TensorSpec
-from agentcache.store.block_file import BlockHeader, data_bytes, decode_block, make_header, tensor_views
+from agentcache.store.block_file import BlockHeader, data_bytes, decode_block, make_header
 from agentcache.store.manifest import ResidualBlocks, SavedCache, SavedOrigin, decode_manifest, encode_manifest
 from agentcache.store.store import BlockWrite
 from agentcache.store.transcript_log import Content, start_log
@@ -30,6 +30,7 @@ from tests.kv.store_cases import (
     make_transcript,
     make_turn,
     open_store,
+    tensor_views,
     tensors_of,
 )
 

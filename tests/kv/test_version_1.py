@@ -14,10 +14,20 @@ import pytest
 
 from agentcache.blocks.keys import KVOrigin
 from agentcache.cli import doctor
-from agentcache.store.block_file import BlockHeader, tensor_views
+from agentcache.store.block_file import BlockHeader
 from agentcache.store.verify import FolderReport, verify_folder
 from tests.kv.damage import agents_folder, flip, quarantined
-from tests.kv.store_cases import MODEL, SPEC, make_data, make_record, make_transcript, make_turn, open_store, tree
+from tests.kv.store_cases import (
+    MODEL,
+    SPEC,
+    make_data,
+    make_record,
+    make_transcript,
+    make_turn,
+    open_store,
+    tensor_views,
+    tree,
+)
 from tests.kv.version_1 import write_agent
 
 CACHE = "42f5eee7ead9cccf88160d60baae74da"  # what version 1 made of SPEC

@@ -46,7 +46,7 @@ def test_jobs_run_in_order_and_each_has_an_outcome(jobs: list[tuple[bool, int]])
     assert ran == list(range(len(jobs)))
     assert [int(str(outcome)) for outcome in outcomes] == ran
     assert [not isinstance(outcome, StoreError) for outcome in outcomes] == [succeeds for succeeds, _ in jobs]
-    assert writer.waiting_bytes == 0
+    assert writer._waiting_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_submit_waits_while_too_many_bytes_are_queued(writer: Writer) -> None:
     thread = threading.Thread(target=submit)
     thread.start()
     assert not submitted.wait(0.05)
-    assert writer.waiting_bytes == 101
+    assert writer._waiting_bytes == 101
     gate.set()
     assert submitted.wait(TIMEOUT)
     thread.join()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agentcache.config import Config
-from agentcache.gateway.inspect_model import inspect_model
+from agentcache.gateway.describe_model import inspect_model
 from agentcache.kv.precision import LayerBits, Precision
 from agentcache.llm import LLM
 from agentcache.models.builtin.embedded import embedded_model_path

@@ -21,9 +21,10 @@ from agentcache.llm import LLM
 from agentcache.models.loader import LoadedModel
 from agentcache.models.text.tokenizer import Encoding
 from agentcache.request import ChatPrompt
-from agentcache.store.block_file import BlockHeader, data_bytes, make_header, tensor_views
+from agentcache.store.block_file import BlockHeader, data_bytes, make_header
 from agentcache.store.store import BlockWrite, Store
 from tests.conftest import ModelFolder
+from tests.kv.store_cases import tensor_views
 from tests.marks import slow
 from tests.serving import inside
 from tests.serving.conversation import DISK_BUDGET, Chat, make_text, open_llm

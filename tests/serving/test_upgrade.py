@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from agentcache.llm import LLM
-from agentcache.store.block_file import BlockHeader, make_header, tensor_views
+from agentcache.store.block_file import BlockHeader, make_header
 from agentcache.store.store import Store
 from agentcache.store.verify import verify_folder
 from tests.conftest import ModelFolder
 from tests.kv import version_1
+from tests.kv.store_cases import tensor_views
 from tests.serving import inside
 from tests.serving.conversation import DISK_BUDGET, open_llm
 from tests.serving.saved import LENGTHS, Saved, save_two_turns

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentcache.errors import DiskBudgetExceeded
-from agentcache.store.disk_budget import AUTO_CEILING, automatic_budget, explicit_budget
+from agentcache.store.disk_usage import AUTO_CEILING, automatic_budget, explicit_budget
 from tests.kv.store_cases import make_record, make_transcript, make_turn, open_store, size_on_disk
 
 SIZES = st.integers(0, 10**13)
