@@ -27,6 +27,7 @@ from agentcache.blocks.pool import BlockTable
 from agentcache.blocks.prefix_sharing import append_nodes, nodes_ahead
 from agentcache.blocks.publishing import Publisher
 from agentcache.blocks.radix_tree import Node, RadixTree
+from agentcache.blocks.search import PrefixFinder
 from agentcache.blocks.sequence_checks import check_sequences
 from agentcache.blocks.siblings import unpack
 from agentcache.blocks.slots import BlockCounts, Group, Slots
@@ -86,6 +87,14 @@ class PrefixCache:
         return path_search.match_prefix(
             self.tree, self.groups, root, token_ids, limit, producer, self.snapshots, read_from
         )
+
+    def finder(self, root: str, token_ids: Sequence[int], producer: KVOrigin | None = None) -> PrefixFinder:
+        """Return the finder of a prompt's cached prefixes. Valid until the cache changes.
+
+        Args:
+            producer: KV origin of the rest, whose blocks match after its start; None for base.
+        """
+        return PrefixFinder(self.tree, self.groups, root, token_ids, producer, self.snapshots)
 
     def in_ram(self, prefix: CachedPrefix) -> bool:
         return path_search.in_ram(prefix, self.groups)

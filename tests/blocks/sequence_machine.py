@@ -16,6 +16,7 @@ from agentcache.blocks.path_search import CachedPrefix
 from agentcache.blocks.radix_tree import Node
 from agentcache.errors import OutOfBlocks
 from tests.blocks.cache_model import Reference
+from tests.blocks.old_and_new import assert_same
 from tests.blocks.watched_cache import Running, TracedCache, Write
 
 ROOTS = [Namespace("model", "cache", salt).root for salt in ("", "other")]
@@ -115,6 +116,7 @@ class SequenceMachine(TracedCache):
 
     def match(self, root: str, tokens: list[int], limit: int, producer: KVOrigin | None) -> CachedPrefix:
         prefix = self.cache.match_prefix(root, tokens, limit, producer)
+        assert_same(self.cache.finder(root, tokens, producer).match(limit), prefix)
         reference = Reference(self.nodes(), self.groups, self.files, has_state=self.state is not None)
         assert prefix.num_tokens == reference.longest(root, tokens[:limit], producer)
         for lane in prefix.lanes:

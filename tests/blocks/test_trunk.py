@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
+from agentcache.blocks import search
 from agentcache.blocks.block_tables import BlockTables
 from agentcache.blocks.hidden_state_match import HiddenStateMatch, match_hidden_states
 from agentcache.blocks.hidden_states import (
@@ -28,6 +29,7 @@ from agentcache.blocks.radix_tree import Node
 from agentcache.errors import BrokenInvariant
 from tests.blocks.cache_machine import CacheMachine
 from tests.blocks.cache_model import FakeGroup, Places
+from tests.blocks.old_and_new import assert_same_ahead
 from tests.blocks.sequence_machine import PICK
 from tests.blocks.watched_cache import Running
 from tests.examples import examples
@@ -73,6 +75,13 @@ class HiddenStateMachine(CacheMachine):
         self.ahead = None
         if len(prefix.lanes) > 1:
             self.ahead = match_hidden_states(self.cache, self.hidden_states, root, tokens[:limit], prefix, CUT)
+        found = search.match_hidden_states(
+            self.cache.finder(root, tokens, producer).match(limit),
+            self.cache.finder(root, tokens[:limit], producer),
+            self.hidden_states,
+            CUT,
+        )
+        assert_same_ahead(found, self.ahead if len(prefix.lanes) > 1 else None, prefix)
         if self.ahead is None:
             return prefix
         self.was_in_ram = self.cache.in_ram(self.ahead.prefix)

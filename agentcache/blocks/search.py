@@ -1,0 +1,324 @@
+"""Search for the longest cached prefix of a prompt.
+
+A finder answers for one kind of cached data: no prefix longer than this, of at most `limit` tokens, can be served. It
+can serve a prefix for which its answer is `limit` itself. A search asks its finders until none lowers the limit, and
+changes nothing. Finders and answers are valid until a cache changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import takewhile
+
+from agentcache.blocks.hidden_states import HiddenStateCache, HiddenStateKey
+from agentcache.blocks.keys import BLOCK_SIZE, KVOrigin
+from agentcache.blocks.origin_paths import PathLayout, lay_out
+from agentcache.blocks.radix_tree import Node, RadixTree
+from agentcache.blocks.siblings import BYTES_PER_TOKEN, Nearest, pack
+from agentcache.blocks.slots import Group
+from agentcache.blocks.snapshot_plan import whole_blocks
+from agentcache.blocks.snapshots import Snapshots
+
+MIN_TAIL_TOKENS = 16  # fewer are cheaper to compute than to copy
+
+Finder = Callable[[int], int]
+
+
+def longest_common(limit: int, first: Finder, *others: Finder) -> int:
+    """Return the largest number of tokens, at most `limit`, that all finders can serve.
+
+    The answers of `first` are exact: it can serve each of them.
+    """
+    while True:
+        longest = limit = first(limit)
+        for find in others:
+            limit = find(limit)
+        if limit == longest:
+            return limit
+
+
+@dataclass(frozen=True)
+class CachedPath:
+    """Cached prefix of one origin path.
+
+    Args:
+        nodes: full blocks, used completely.
+        tail: next node, used for its first `tail_tokens` tokens.
+        read_from: first token computed with the prefix, if before its end.
+    """
+
+    layout: PathLayout
+    nodes: tuple[Node, ...]
+    tail: Node | None = None
+    tail_tokens: int = 0
+    read_from: int | None = None
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        return self.layout.groups
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.nodes) * BLOCK_SIZE + self.tail_tokens
+
+    def first_block_read(self, group: Group) -> int:
+        return _first_block_read(group, self.num_tokens, self.read_from)
+
+    @property
+    def all_nodes(self) -> tuple[Node, ...]:
+        return self.nodes if self.tail is None else (*self.nodes, self.tail)
+
+    @property
+    def ends_with_a_block(self) -> bool:
+        return self.tail is None or self.tail_tokens == self.tail.num_tokens
+
+
+@dataclass(frozen=True)
+class CachedHiddenStates:
+    """Hidden states of whole blocks, from block number `first` on. Their tokens need only the layers from `cut` on."""
+
+    first: int
+    names: tuple[HiddenStateKey, ...]
+
+    @property
+    def cut(self) -> int:
+        return self.names[0].cut
+
+    @property
+    def end(self) -> int:
+        return (self.first + len(self.names)) * BLOCK_SIZE
+
+
+@dataclass(frozen=True)
+class Cached:
+    """What a search has found: a prefix that is equally long on all origin paths.
+
+    Args:
+        snapshot: node at its end with a checkpoint of recurrent state; None at position 0, or without such state.
+        known_tokens: tokens with cached KV, even if a checkpoint or base's KV is missing after fewer; 0 if not asked.
+        hidden_states: hidden states after the prefix; base's path is then longer, up to their end.
+        residuals: an adapter's residual KV, not longer than base's prefix, which is read from its end on.
+    """
+
+    producer: KVOrigin | None
+    lanes: tuple[CachedPath, ...]
+    snapshot: Node | None = None
+    known_tokens: int = 0
+    hidden_states: CachedHiddenStates | None = None
+    residuals: Cached | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return min(lane.num_tokens for lane in self.lanes)
+
+    def lane(self, group: int) -> CachedPath:
+        return next(lane for lane in self.lanes if group in lane.groups)
+
+    def in_ram(self, groups: Sequence[Group]) -> bool:
+        """Return whether no block must be read from disk. `groups`: those of the searched cache."""
+        if self.snapshot is not None and self.snapshot.state is None:
+            return False
+        return all(
+            index in node.block_ids
+            for lane in self.lanes
+            for index in lane.groups
+            for node in lane.all_nodes[lane.first_block_read(groups[index]) :]
+        )
+
+
+class PathFinder:
+    """Cached blocks on one origin path.
+
+    Args:
+        packed: the prompt (`siblings.pack`).
+        least: minimum tokens of a partly used block.
+    """
+
+    def __init__(
+        self, tree: RadixTree, groups: Sequence[Group], root: str, packed: bytes, layout: PathLayout, least: int
+    ) -> None:
+        self._root = tree.peek(root)
+        self._packed = packed
+        self._layout = layout
+        self._least = least
+        self._all = frozenset(layout.groups)
+        self._windows = {index: groups[index] for index in layout.groups if groups[index].window is not None}
+        # All later tokens read a full-attention group.
+        usable = partial(_has, self._all - self._windows.keys())
+        self._nodes = tree.match_prefix(root, packed, usable, layout.origin_of)
+
+    def longest(self, limit: int, read_from: int | None = None) -> int:
+        """Return the longest prefix. `read_from`: first token computed with the prefix, if before its end."""
+        windows = (partial(self._in_window, index, read_from) for index in self._windows)
+        return longest_common(limit, self._in_blocks, *windows)
+
+    def _in_blocks(self, limit: int) -> int:
+        count = min(len(self._nodes), limit // BLOCK_SIZE)
+        return count * BLOCK_SIZE + self._tails(count, limit).num_tokens
+
+    def _in_window(self, index: int, read_from: int | None, limit: int) -> int:
+        first = _first_block_read(self._windows[index], limit, read_from)
+        blocks = reversed(range(first, min(len(self._nodes), limit // BLOCK_SIZE)))
+        missing = next((at for at in blocks if not self._nodes[at].available(index)), None)
+        # Later blocks need it; a sibling may have its first tokens.
+        return limit if missing is None else (missing + 1) * BLOCK_SIZE - 1
+
+    def _tails(self, count: int, limit: int) -> Nearest[Node]:
+        nearest = [
+            self._nearest(count, min(limit, kind.end), kind.producer) for kind in self._layout.usable_kinds(count)
+        ]
+        most = max(found.num_tokens for found in nearest)
+        return Nearest([node for found in nearest if found.num_tokens == most for node in found.items], most)
+
+    def _nearest(self, count: int, end: int, producer: str) -> Nearest[Node]:
+        """Nodes that share at least `least` tokens; else a shorter tail that is used completely.
+
+        Fewer tokens are usually template text; a whole tail ends some agent's context.
+        """
+        parent = self._nodes[count - 1] if count else self._root
+        rest = self._packed[count * BLOCK_SIZE * BYTES_PER_TOKEN : end * BYTES_PER_TOKEN]
+        usable = partial(_has, self._all)
+        nearest = parent.nearest(rest, usable, least=self._least, producer=producer)
+        if nearest.items:
+            return nearest
+        short = min(self._least - 1, len(rest) // BYTES_PER_TOKEN)
+        for num_tokens in range(short, 0, -1):
+            tail = parent.child(rest[: num_tokens * BYTES_PER_TOKEN], producer)
+            if tail is not None and usable(tail):
+                return Nearest([tail], num_tokens)
+        return nearest
+
+    def path(self, num_tokens: int, read_from: int | None = None) -> CachedPath:
+        """Return the blocks for an answer of `longest`."""
+        count, tail_tokens = divmod(num_tokens, BLOCK_SIZE)
+        tails = self._tails(count, num_tokens).items
+        tail = min(tails, key=lambda node: len(self._all - node.block_ids.keys()), default=None)
+        return CachedPath(self._layout, tuple(self._nodes[:count]), tail, tail_tokens, read_from)
+
+    def nodes_after(self, num_tokens: int, *, durable: bool) -> Iterator[Node]:
+        """Full blocks after `num_tokens` tokens. `durable`: end where a window's block is not cached."""
+        nodes = iter(self._nodes[num_tokens // BLOCK_SIZE :])
+        return takewhile(partial(_has, self._all), nodes) if durable else nodes
+
+
+class CheckpointFinder:
+    """Checkpoints of recurrent state along a prompt."""
+
+    def __init__(
+        self, tree: RadixTree, root: str, packed: bytes, layouts: Iterable[PathLayout], snapshots: Snapshots
+    ) -> None:
+        layout = next(each for each in layouts if each.has_state)
+        # Nodes without data count: KV may be on another path, or in a longer block.
+        self._path = [tree.peek(root), *tree.match_prefix(root, packed, lambda node: True, layout.origin_of)]
+        self._packed = packed
+        self._snapshots = snapshots
+        self._layout = layout
+
+    def longest(self, limit: int) -> int:
+        node = self.last(limit)
+        return 0 if node is None else node.end
+
+    def last(self, limit: int) -> Node | None:
+        return next(self.ends(limit), None)
+
+    def ends(self, limit: int) -> Iterator[Node]:
+        """All nodes with a checkpoint, last first."""
+        for node in reversed(self._path[: limit // BLOCK_SIZE + 1]):
+            tails = [tail for tail in node.children if self._is_usable_tail(tail, limit)]
+            yield from sorted(tails, key=lambda tail: tail.num_tokens, reverse=True)
+            if node.parent is not None and self._snapshots.has(node):
+                yield node
+
+    def _is_usable_tail(self, tail: Node, limit: int) -> bool:
+        if tail.is_full or tail.end > limit or not self._snapshots.has(tail):
+            return False
+        begin = tail.position * BLOCK_SIZE * BYTES_PER_TOKEN
+        fits = self._packed[begin : begin + len(tail.packed)] == tail.packed
+        return fits and tail.producer == self._layout.origin_of(tail.end)
+
+
+class PrefixFinder:
+    """Cached prefixes of one prompt in one cache: all origin paths, and checkpoints of a recurrent model.
+
+    Args:
+        producer: KV origin of the rest, whose blocks match after its start; None for base.
+    """
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        groups: Sequence[Group],
+        root: str,
+        token_ids: Sequence[int],
+        producer: KVOrigin | None,
+        snapshots: Snapshots | None = None,
+    ) -> None:
+        packed = pack(token_ids)
+        layouts = lay_out(producer, len(groups), has_state=snapshots is not None)
+        # Recurrent models start at few positions: any tail is worth a copy.
+        least = MIN_TAIL_TOKENS if snapshots is None else 1
+        self._num_tokens = len(token_ids)
+        self._has_kv = bool(groups)
+        self._producer = producer
+        self.paths = [PathFinder(tree, groups, root, packed, layout, least) for layout in layouts]
+        self.checkpoints = None if snapshots is None else CheckpointFinder(tree, root, packed, layouts, snapshots)
+
+    def match(self, limit: int) -> Cached:
+        """Return the longest prefix of at most `limit` tokens whose needed blocks are in RAM or on disk."""
+        known = limit = min(limit, self._num_tokens)
+        if self.checkpoints is None:
+            return self.cached(self.longest(limit))
+        if self._has_kv:
+            known = min(path.longest(limit) for path in self.paths)
+        return self.cached(self.longest(known), known_tokens=known)
+
+    def longest(self, limit: int, read_from: int | None = None) -> int:
+        finders = [partial(path.longest, read_from=read_from) for path in self.paths]
+        return longest_common(limit, *([] if self.checkpoints is None else [self.checkpoints.longest]), *finders)
+
+    def cached(self, num_tokens: int, read_from: int | None = None, known_tokens: int = 0) -> Cached:
+        """Return the blocks for an answer of `longest`."""
+        lanes = tuple(path.path(num_tokens, read_from) for path in self.paths)
+        snapshot = None if self.checkpoints is None else self.checkpoints.last(num_tokens)
+        return Cached(self._producer, lanes, snapshot, known_tokens)
+
+
+def match_residual_kv(base: PrefixFinder, residuals: PrefixFinder, limit: int) -> Cached:
+    """Return the longest prefixes that an adapter can continue.
+
+    The adapter reads base's windows from the end of its residuals on. Where a window lacks a block, both prefixes end.
+    """
+    found = residuals.longest(limit)
+    end = longest_common(found, residuals.longest, lambda start: min(start, base.longest(limit, start)))
+    below = base.cached(base.longest(limit, end), end)
+    return replace(below, residuals=residuals.cached(end, known_tokens=found))
+
+
+def match_hidden_states(
+    cached: Cached, finder: PrefixFinder, hidden_states: HiddenStateCache, cut: int, *, durable: bool = False
+) -> Cached:
+    """Return `cached` with the hidden states that extend it, if any.
+
+    Args:
+        finder: that of `cached`.
+        durable: whether an agent keeps all blocks, including those before a window.
+    """
+    base, start = finder.paths[0], whole_blocks(cached.num_tokens)
+    ahead = base.nodes_after(start, durable=durable)
+    count = hidden_states.match(HiddenStateKey(node.chain, cut) for node in ahead)
+    longer = base.path(longest_common(start + count * BLOCK_SIZE, base.longest, whole_blocks))
+    first = start // BLOCK_SIZE
+    names = tuple(HiddenStateKey(node.chain, cut) for node in longer.nodes[first:])
+    if not names:
+        return cached
+    return replace(cached, lanes=(longer, *cached.lanes[1:]), hidden_states=CachedHiddenStates(first, names))
+
+
+def _has(groups: frozenset[int], node: Node) -> bool:
+    return node.all_available(groups)
+
+
+def _first_block_read(group: Group, num_tokens: int, read_from: int | None) -> int:
+    return group.first_block_needed(num_tokens if read_from is None else min(num_tokens, read_from))
