@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from agentcache.version import __version__
 
 if TYPE_CHECKING:
-    from agentcache.adapter_settings import Policy
     from agentcache.errors import (
         AgentCacheError,
         CacheFolderInUse,
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from agentcache.llm import LLM, Completion
     from agentcache.report import AgentInfo
     from agentcache.sampling import SamplingParams
+    from agentcache.settings.adapters import Policy
 
 # On CUDA, MLX multiplies float32 in TF32 unless this is set before the first product. Two ways to compute a value
 # would then be quantised differently.
@@ -51,7 +51,7 @@ def __getattr__(name: str) -> object:
 
         return getattr(llm, name)
     if name == "Policy":
-        from agentcache.adapter_settings import Policy
+        from agentcache.settings.adapters import Policy
 
         return Policy
     if name in ("AgentInfo", "SamplingParams"):

@@ -18,15 +18,8 @@ from typing import Any, TypedDict, TypeVar, Unpack
 
 import mlx.core as mx
 
-from agentcache.adapter_settings import AdapterFolder, Policy, parse_policy
 from agentcache.answer_form import AnswerForm
-from agentcache.config import Config
-from agentcache.config_sources import load_config
 from agentcache.gateway.async_engine import AsyncEngine
-from agentcache.models.text.grammars.call_syntax import calling_format
-from agentcache.models.text.replies.calls import Tools
-from agentcache.models.text.replies.events import Block, Event, blocks_of
-from agentcache.models.text.replies.reading import Reading
 from agentcache.report import (
     AdapterInfo,
     AgentInfo,
@@ -40,6 +33,13 @@ from agentcache.report import (
 )
 from agentcache.request import ChatPrompt, Prompt, Request, TextPrompt, TokenPrompt
 from agentcache.sampling import SamplingParams
+from agentcache.settings.adapters import AdapterFolder, Policy, parse_policy
+from agentcache.settings.config import Config
+from agentcache.settings.sources import load_config
+from agentcache.text.grammars.call_syntax import calling_format
+from agentcache.text.replies.calls import Tools
+from agentcache.text.replies.events import Block, Event, blocks_of
+from agentcache.text.replies.reading import Reading
 
 T = TypeVar("T")
 
@@ -84,7 +84,7 @@ class LLM:
     Args:
         model: folder or hub id; None for the embedded model.
         adapters: by name, as `PATH` or `PATH:POLICY`.
-        settings: other settings of `agentcache.config.Config`, such as `ram_budget="8GB"`.
+        settings: other settings of `agentcache.settings.config.Config`, such as `ram_budget="8GB"`.
 
     Raises:
         UnsupportedModel, CacheFolderInUse, ConfigError: the engine cannot start.

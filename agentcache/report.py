@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
-from agentcache.adapter_settings import Policy
 from agentcache.blocks.ledger import ADAPTERS, BASE, HIDDEN_STATES, RESIDUAL, STACKS, STATE, RamUse
 from agentcache.blocks.prefix_match import Match
-from agentcache.models.text.replies.format import ReplyFormat
-from agentcache.models.text.thinking import USUAL, ThinkingVariables
-from agentcache.pressure import Level
 from agentcache.sampling import SamplingDefaults
+from agentcache.settings.adapters import Policy
+from agentcache.system.pressure import Level
+from agentcache.text.replies.format import ReplyFormat
+from agentcache.text.thinking import USUAL, ThinkingVariables
 
 if TYPE_CHECKING:
     from agentcache.kv.group_info import CacheGroupInfo  # imports numpy: slow

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from agentcache.adapter_settings import Policy
 from agentcache.answer_form import AnswerForm
-from agentcache.models.text.replies.reading import Reading
 from agentcache.sampling import SamplingParams
+from agentcache.settings.adapters import Policy
+from agentcache.text.replies.reading import Reading
 
 
 @dataclass(frozen=True)

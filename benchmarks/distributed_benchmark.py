@@ -241,8 +241,8 @@ def main(
 
 
 def be_a_rank(model: Path, cache: Path, plan: DistributedPlan) -> None:
-    from agentcache.config_sources import load_config
     from agentcache.ranks.rank import own_rank
+    from agentcache.settings.sources import load_config
 
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     rank = own_rank()

@@ -19,9 +19,9 @@ from unittest import mock
 from rich.table import Table
 
 from agentcache.bench.reporter import Report, Reporter, number_table
-from agentcache.durable import Durability, commands
 from agentcache.llm import LLM
 from agentcache.sampling import SamplingParams
+from agentcache.system.durable import Durability, commands
 
 CAVEATS = [
     "Times depend on the drive and on what else it is asked to write; compare ways within one run.",

@@ -31,11 +31,11 @@ from rich.table import Table
 
 from agentcache.agents.restore import READERS
 from agentcache.bench.reporter import Report, Reporter, number_table
-from agentcache.durable import sync
 from agentcache.llm import LLM, Completion
 from agentcache.models.builtin.random_model import random_model_path
 from agentcache.report import RestoreReport
 from agentcache.sampling import SamplingParams
+from agentcache.system.durable import sync
 from benchmarks.workload import RESTORE_MODEL
 
 CAVEATS = [

@@ -11,9 +11,9 @@ from urllib.parse import quote
 
 import typer
 
-from agentcache.adapter_settings import parse_adapters
 from agentcache.cli.connection import ApiKey, ApiKeyFile, AsJson, Connection, Url, connect
 from agentcache.errors import ConfigError
+from agentcache.settings.adapters import parse_adapters
 
 HEADINGS = ("adapter", "policy", "format", "rank", "MB", "running", "folder")
 

@@ -17,8 +17,8 @@ from typing import Any
 import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
-from agentcache.durable import sync, sync_path
 from agentcache.errors import AgentCacheError
+from agentcache.system.durable import sync, sync_path
 
 Path_ = tuple[str, ...]
 _ABSENT = object()

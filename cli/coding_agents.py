@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from agentcache.cli.client_settings import Value
-from agentcache.config_sources import default_config_file
+from agentcache.settings.sources import default_config_file
 
 KEY_VARIABLE = "AGENTCACHE_API_KEY"
 SESSION_VARIABLE = "AGENTCACHE_SESSION"

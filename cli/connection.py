@@ -14,11 +14,11 @@ import typer
 from rich.console import Console
 
 from agentcache.client import Client, ServerError
-from agentcache.config import Config
-from agentcache.config_sources import load_config
 from agentcache.errors import ConfigError
 from agentcache.server.engine import Engine
 from agentcache.server.validate import check_agent_id
+from agentcache.settings.config import Config
+from agentcache.settings.sources import load_config
 
 PROBE_SECONDS = 1.0
 

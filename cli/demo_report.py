@@ -13,7 +13,7 @@ from rich.text import Text
 from agentcache.bench.plots import Panel, count, milliseconds, plot_by_phase
 from agentcache.bench.reporter import Report, draw, write_json
 from agentcache.bench.ways import first_difference, from_disk, summarise
-from agentcache.machine import describe_run
+from agentcache.system.machine import describe_run
 from agentcache.workflow.checks import pattern_of
 from agentcache.workflow.score import score
 from agentcache.workflow.transcript import TurnRecord, WorkflowTranscript

@@ -19,11 +19,11 @@ from agentcache.cli.connection import ApiKey, ApiKeyFile, AsJson, CacheDir, runn
 from agentcache.cli.doctor_check import Check
 from agentcache.cli.doctor_model import examine_model, local_folder
 from agentcache.cli.doctor_server import examine_server, root_of
-from agentcache.config import Config
-from agentcache.config_sources import load_config
 from agentcache.errors import AgentCacheError, CacheFolderInUse, ConfigError, StoreError
 from agentcache.ranks.rank import RANK_FOLDER, rank_folders
-from agentcache.sizes import disk_room
+from agentcache.settings.config import Config
+from agentcache.settings.sizes import disk_room
+from agentcache.settings.sources import load_config
 from agentcache.store.disk_usage import automatic_budget, explicit_budget
 
 OPS_SECONDS = 120
@@ -113,7 +113,7 @@ def check_disk_budget(config: Config) -> Check:
 
 
 def check_installation() -> Iterator[Check]:
-    from agentcache.machine import describe_blas, describe_machine, describe_versions
+    from agentcache.system.machine import describe_blas, describe_machine, describe_versions
 
     machine, versions = describe_machine(), describe_versions()
     memory = f"{machine['memory_bytes'] / 1e9:.0f} GB"

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agentcache.client import Client
-from agentcache.config import Config
-from agentcache.memory_plan import state_budget
+from agentcache.settings.config import Config
+from agentcache.settings.memory_plan import state_budget
 
 if TYPE_CHECKING:
     from agentcache.kv.group_info import CacheGroupInfo

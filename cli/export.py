@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from agentcache.cli.connection import AsJson, CacheDir
-from agentcache.config_sources import load_config
+from agentcache.settings.sources import load_config
 
 
 def export(

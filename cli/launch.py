@@ -17,8 +17,8 @@ from agentcache.cli.coding_agents import PROGRAMS, CodingAgent, Program, Served,
 from agentcache.cli.connection import ApiKey, ApiKeyFile, Url, find_server
 from agentcache.cli.doctor_server import root_of
 from agentcache.client import Client
-from agentcache.config_sources import default_config_file
 from agentcache.errors import AgentCacheError, ConfigError, StoreError
+from agentcache.settings.sources import default_config_file
 
 
 class NoServer(AgentCacheError):

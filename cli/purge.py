@@ -22,10 +22,10 @@ from agentcache.cli.connection import (
     running_server,
 )
 from agentcache.client import Client
-from agentcache.config import Config
-from agentcache.config_sources import load_config
-from agentcache.durable import sync_path
 from agentcache.errors import ConfigError, StoreError
+from agentcache.settings.config import Config
+from agentcache.settings.sources import load_config
+from agentcache.system.durable import sync_path
 
 FOLDERS = ("agents", "blocks", "quarantine")
 

@@ -14,8 +14,8 @@ from rich.console import Console
 from agentcache.cli.connection import ApiKey, ApiKeyFile, AsJson, CacheDir, Model, Url, find_server, progress
 from agentcache.cli.run_report import progress_line, recall_lines, say, turn_table
 from agentcache.client import Client, ServerError
-from agentcache.config import Config
 from agentcache.errors import ConfigError, EngineStopped
+from agentcache.settings.config import Config
 from agentcache.workflow.chat import Chat, HttpChat, LLMChat
 from agentcache.workflow.parse import read_script, shipped_scripts
 from agentcache.workflow.run import Settings, WorkflowRun, parse_phases

@@ -18,11 +18,11 @@ import typer
 
 from agentcache.cli.hosts import launch_on
 from agentcache.cli.log_lines import write_log
-from agentcache.config import SETTINGS, Config, Flag, Kind
-from agentcache.config_sources import load_config
 from agentcache.errors import AgentCacheError, EngineStopped, InternalError, RankLost
 from agentcache.ranks.lost import lost_rank
 from agentcache.ranks.rank import own_rank
+from agentcache.settings.config import SETTINGS, Config, Flag, Kind
+from agentcache.settings.sources import load_config
 
 if TYPE_CHECKING:
     import uvicorn
@@ -135,7 +135,7 @@ def tell_of_slow_blas() -> None:
     """Warn on a Linux CPU without a fast BLAS: prompts take minutes."""
     import mlx.core as mx
 
-    from agentcache.machine import describe_blas, fast_blas
+    from agentcache.system.machine import describe_blas, fast_blas
 
     if sys.platform == "linux" and mx.default_device() == mx.Device(mx.cpu) and not fast_blas():
         log.warning("BLAS: %s", describe_blas())

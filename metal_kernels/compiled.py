@@ -18,7 +18,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from agentcache.metal_kernels.nvrtc import Compiler, DoesNotCompile, NoCompiler, loaded_library
-from agentcache.private_file import write_private
+from agentcache.system.private_file import write_private
 
 log = logging.getLogger("agentcache.kernels")
 

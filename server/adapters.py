@@ -9,7 +9,6 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from agentcache.adapter_settings import AdapterFolder, Policy
 from agentcache.adapters.table import check_adapter_name
 from agentcache.errors import UnreadableAdapter, UnsupportedAdapter
 from agentcache.report import AdapterInfo
@@ -17,6 +16,7 @@ from agentcache.server.context import engine_of, read_call
 from agentcache.server.local_paths import read_path, require_machine_access
 from agentcache.server.model_names import known_adapter
 from agentcache.server.options import read_policy
+from agentcache.settings.adapters import AdapterFolder, Policy
 
 log = logging.getLogger("agentcache.adapters")
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from agentcache.answer_form import AnswerForm, CallableTool, Calls, Notation, TextForm
 from agentcache.errors import InvalidRequest
-from agentcache.models.text.json_values import json_string, parse_json, write_json
 from agentcache.server.context import Call
 from agentcache.server.validate import Reader
+from agentcache.text.json_values import json_string, parse_json, write_json
 
 _ANY_OBJECT = '{"type": "object"}'
 # vLLM's fields; each excludes tool calls.

@@ -8,9 +8,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentcache.models.text.call_ids import new_call_id
-from agentcache.models.text.json_values import parse_json
-from agentcache.models.text.replies.events import (
+from agentcache.report import FinishReason, Report, Update
+from agentcache.server.errors import WireError
+from agentcache.server.replies import ReplyReader, read_whole
+from agentcache.server.reply import Completion, report_object
+from agentcache.server.stream import event
+from agentcache.text.call_ids import new_call_id
+from agentcache.text.json_values import parse_json
+from agentcache.text.replies.events import (
     Block,
     Call,
     Event,
@@ -21,12 +26,7 @@ from agentcache.models.text.replies.events import (
     ToolCallArguments,
     ToolCallStart,
 )
-from agentcache.models.text.replies.reading import Reading
-from agentcache.report import FinishReason, Report, Update
-from agentcache.server.errors import WireError
-from agentcache.server.replies import ReplyReader, read_whole
-from agentcache.server.reply import Completion, report_object
-from agentcache.server.stream import event
+from agentcache.text.replies.reading import Reading
 
 _STOP_REASONS = {FinishReason.STOP: "end_turn", FinishReason.LENGTH: "max_tokens", None: None}
 

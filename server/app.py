@@ -17,8 +17,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from agentcache import __version__
-from agentcache.config import Config
-from agentcache.origins import hosts_of
 from agentcache.report import AdapterInfo, ModelInfo
 from agentcache.server import adapters, agents, anthropic, cache, openai, responses, stored_responses
 from agentcache.server.body import BodyLimit, WholeBody
@@ -34,7 +32,9 @@ from agentcache.server.page import page, wants_page
 from agentcache.server.paths import MeantPaths
 from agentcache.server.request_log import LogRequests
 from agentcache.server.stream import KEEP_ALIVE_SECONDS
-from agentcache.threads import as_exception
+from agentcache.settings.config import Config
+from agentcache.settings.origins import hosts_of
+from agentcache.system.threads import as_exception
 
 Started = Callable[[Exception | None], None]
 

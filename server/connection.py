@@ -10,9 +10,9 @@ from typing import Any
 import h11
 
 from agentcache.errors import InvalidRequest, RequestError, RequestTooSlow
-from agentcache.models.text.json_values import write_json
 from agentcache.server.compat import HeadParser, UvicornConnection, limit_read
 from agentcache.server.errors import wire_error
+from agentcache.text.json_values import write_json
 
 # Clients keep idle connections for less (httpx 5 s, aiohttp 15 s, proxies up to 60 s). A request during a close gets no
 # answer.

@@ -11,7 +11,6 @@ from typing import TypeVar
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 
-from agentcache.config import Config
 from agentcache.errors import ContextLengthExceeded, EngineStopped, Overloaded
 from agentcache.gateway.prompt_workers import Workers, shutting_down
 from agentcache.report import ModelInfo
@@ -25,6 +24,7 @@ from agentcache.server.read_limit import ReadLimit
 from agentcache.server.response_echo import json_size
 from agentcache.server.stream import until_disconnect
 from agentcache.server.validate import Reader, parse_object, refuse_long_lists
+from agentcache.settings.config import Config
 from agentcache.store.response_files import Continued
 
 T = TypeVar("T")

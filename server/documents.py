@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote, unquote_to_bytes
 
-from agentcache.models.text.json_values import json_string
+from agentcache.text.json_values import json_string
 
 _DATA_URL = "data:"
 _PLAIN = "text/plain"

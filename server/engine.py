@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from agentcache.adapter_settings import AdapterFolder, Policy
-from agentcache.pressure import Level
 from agentcache.report import AdapterInfo, AgentInfo, CacheStats, ModelInfo, RestoreReport, Update
 from agentcache.request import Request
+from agentcache.settings.adapters import AdapterFolder, Policy
 from agentcache.start_progress import Measuring, Phase
 from agentcache.store.response_files import ResponseFiles
+from agentcache.system.pressure import Level
 
 T = TypeVar("T")
 

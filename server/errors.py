@@ -27,7 +27,7 @@ from agentcache.errors import (
     Unauthorized,
 )
 from agentcache.server.paths import missing_path_hint, nearest_route
-from agentcache.threads import as_exception
+from agentcache.system.threads import as_exception
 
 log = logging.getLogger("agentcache.server")
 

@@ -7,7 +7,7 @@ import re
 from collections import OrderedDict
 from threading import Lock
 
-from agentcache.models.text.json_values import json_string
+from agentcache.text.json_values import json_string
 
 log = logging.getLogger("agentcache.sessions")
 

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentcache.errors import Overloaded
 from agentcache.gateway.prompt_workers import Workers
-from agentcache.malloc import give_back_freed
+from agentcache.system.malloc import give_back_freed
 
 LARGE_BODY = 1 << 20  # bytes
 

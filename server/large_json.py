@@ -7,10 +7,10 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-from agentcache.confined import ChildBroke, ConfinedWork, OverLimit
 from agentcache.errors import ContextLengthExceeded, InvalidRequest
 from agentcache.server.engine import Engine
 from agentcache.server.large_json_child import ParseOutcome
+from agentcache.system.confined import ChildBroke, ConfinedWork, OverLimit
 
 
 class LargeJson:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import marshal
 import os
 
-from agentcache.confined_child import serve
 from agentcache.errors import ContextLengthExceeded, InvalidRequest
 from agentcache.server.validate import parse_object, refuse_long_lists, refuse_many_values
+from agentcache.system.confined_child import serve
 
 _NICE = 10  # yields to the engine and the event loop
 

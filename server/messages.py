@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from agentcache.models.text.json_values import parse_json, write_json
 from agentcache.server.context import Call
 from agentcache.server.parts import THOUGHTS, is_newest, read_parts, readable, tool_text
 from agentcache.server.validate import Reader
+from agentcache.text.json_values import parse_json, write_json
 
 ROLES = {
     "system": "system",

@@ -9,9 +9,9 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentcache.errors import Overloaded, RequestError, Unauthorized
-from agentcache.origins import ANY_ORIGIN, is_same_origin
 from agentcache.server.hosts import host_of, is_address, is_local
 from agentcache.server.page import wants_page
+from agentcache.settings.origins import ANY_ORIGIN, is_same_origin
 
 OPEN_PATHS = ("/health", "/metrics")  # supervisors and Prometheus have no key
 

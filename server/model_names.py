@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from agentcache.config import Config
 from agentcache.errors import NotFound
 from agentcache.report import AdapterInfo, ModelInfo
 from agentcache.server.context import Call
+from agentcache.settings.config import Config
 
 _UNKNOWN = "model_not_found"
 # Names built into coding agents, with several for side requests.

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from agentcache.adapter_settings import Policy, parse_policy
 from agentcache.answer_form import AnswerForm
 from agentcache.errors import InvalidRequest
-from agentcache.models.text.replies.reading import Reading
 from agentcache.report import ModelInfo
 from agentcache.request import Priority, Prompt, Request
 from agentcache.sampling import SamplingParams
 from agentcache.server.context import Call
 from agentcache.server.model_names import read_adapter
 from agentcache.server.validate import Reader
+from agentcache.settings.adapters import Policy, parse_policy
+from agentcache.text.replies.reading import Reading
 
 MAX_SALT_LENGTH = 256
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from agentcache.config import Images
-from agentcache.models.text.json_values import write_json
 from agentcache.server.context import Call
 from agentcache.server.documents import document_text
 from agentcache.server.validate import Reader
+from agentcache.settings.config import Images
+from agentcache.text.json_values import write_json
 
 _TEXTS = ("text", "input_text", "output_text")
 THOUGHTS = ("thinking", "reasoning", "reasoning_text", "redacted_thinking")

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentcache.answer_form import AnswerForm
-from agentcache.models.text.grammars.call_syntax import calling_format
-from agentcache.models.text.replies.calls import Tools
-from agentcache.models.text.replies.events import Block, Event, ReasoningDelta, blocks_of
-from agentcache.models.text.replies.reading import Reading
 from agentcache.report import FinishReason, ModelInfo, Update
 from agentcache.server.reply import Completion
 from agentcache.server.thinking import AS_USUAL, Thinking
 from agentcache.server.validate import Reader
+from agentcache.text.grammars.call_syntax import calling_format
+from agentcache.text.replies.calls import Tools
+from agentcache.text.replies.events import Block, Event, ReasoningDelta, blocks_of
+from agentcache.text.replies.reading import Reading
 
 
 def read_whole(reading: Reading, completion: Completion) -> tuple[list[Block], int]:

@@ -11,8 +11,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from agentcache.models.text.json_values import json_string
 from agentcache.server.reply import Completion
+from agentcache.text.json_values import json_string
 
 log = logging.getLogger("agentcache.requests")
 _CLIENT_LEFT = "499"  # as nginx

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentcache.models.text.json_values import parse_json
 from agentcache.server.answer_form import ToolChoice, read_tool_choice
 from agentcache.server.context import Call
 from agentcache.server.fields import note_tool_keys
 from agentcache.server.tools import ToolList, read_function
 from agentcache.server.validate import Reader
+from agentcache.text.json_values import parse_json
 
 INPUT = "input"
 TOOL_TYPES = ("function", "custom", "namespace")

@@ -8,7 +8,6 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from agentcache.default_agents import RESPONSES_AGENT
 from agentcache.request import ChatPrompt
 from agentcache.sampling import SamplingParams
 from agentcache.server.answer_form import read_form, read_text_form
@@ -27,6 +26,7 @@ from agentcache.server.session import read_agent
 from agentcache.server.stored_responses import Keep, References, find_continued, own_items, read_references
 from agentcache.server.thinking import read_thinking
 from agentcache.server.validate import Reader
+from agentcache.settings.default_agents import RESPONSES_AGENT
 from agentcache.store.response_files import new_id
 
 _LOGPROBS = "message.output_text.logprobs"

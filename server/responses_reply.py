@@ -8,16 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentcache.errors import ContextLengthExceeded, Overloaded
-from agentcache.models.text.call_ids import new_call_id
-from agentcache.models.text.replies.events import (
-    Event,
-    ReasoningDelta,
-    TextDelta,
-    ToolCallArguments,
-    ToolCallEnd,
-    ToolCallStart,
-)
-from agentcache.models.text.replies.reading import Reading
 from agentcache.report import FinishReason, TokenLogprob, Update
 from agentcache.server.errors import WireError
 from agentcache.server.logprobs import chat_logprobs
@@ -28,6 +18,16 @@ from agentcache.server.response_items import sealed
 from agentcache.server.response_tools import ResponseTools, custom_input
 from agentcache.server.stream import encode, event, spliced
 from agentcache.store.response_files import new_id
+from agentcache.text.call_ids import new_call_id
+from agentcache.text.replies.events import (
+    Event,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+)
+from agentcache.text.replies.reading import Reading
 
 # A stream event's type, and its fields without the number.
 Said = tuple[str, dict[str, Any]]

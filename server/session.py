@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from agentcache.default_agents import default_agent
 from agentcache.errors import InvalidRequest
-from agentcache.models.text.json_values import parse_json
 from agentcache.server.context import Call
 from agentcache.server.validate import Reader, check_agent_id
+from agentcache.settings.default_agents import default_agent
+from agentcache.text.json_values import parse_json
 
 _LONGEST_JSON = 16 << 10  # characters searched
 # Claude Code's user ids before JSON.

@@ -7,8 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentcache.models.text.call_ids import new_call_id
-from agentcache.models.text.replies.events import (
+from agentcache.report import FinishReason, Report, TokenLogprob, Update
+from agentcache.server.errors import WireError
+from agentcache.server.logprobs import TextOffsets, chat_logprobs, text_logprobs
+from agentcache.server.replies import ReplyReader, read_whole
+from agentcache.server.reply import Completion, combine, combine_choices, report_object
+from agentcache.server.stream import TextEvents, event
+from agentcache.text.call_ids import new_call_id
+from agentcache.text.replies.events import (
     Call,
     Event,
     Reasoning,
@@ -18,13 +24,7 @@ from agentcache.models.text.replies.events import (
     ToolCallArguments,
     ToolCallStart,
 )
-from agentcache.models.text.replies.reading import Reading
-from agentcache.report import FinishReason, Report, TokenLogprob, Update
-from agentcache.server.errors import WireError
-from agentcache.server.logprobs import TextOffsets, chat_logprobs, text_logprobs
-from agentcache.server.replies import ReplyReader, read_whole
-from agentcache.server.reply import Completion, combine, combine_choices, report_object
-from agentcache.server.stream import TextEvents, event
+from agentcache.text.replies.reading import Reading
 
 DONE = b"data: [DONE]\n\n"
 

@@ -14,7 +14,7 @@ from starlette.types import Receive
 
 from agentcache.errors import BrokenInvariant, RequestTimedOut
 from agentcache.report import Update
-from agentcache.threads import as_exception
+from agentcache.system.threads import as_exception
 
 T = TypeVar("T")
 Generate = Callable[[Callable[[Update], None]], Coroutine[Any, Any, None]]

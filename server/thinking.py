@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentcache.models.text.thinking import (
+from agentcache.server.context import Call
+from agentcache.server.validate import Reader
+from agentcache.text.thinking import (
     EFFORTS,
     MEDIUM,
     NONE,
@@ -19,8 +21,6 @@ from agentcache.models.text.thinking import (
     ThinkingWish,
     told,
 )
-from agentcache.server.context import Call
-from agentcache.server.validate import Reader
 
 # By type. All but the first group are also read in `chat_template_kwargs`.
 _OBJECTS = ("thinking", "reasoning", "thinking_config")

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from agentcache.errors import ContextLengthExceeded, InvalidRequest
-from agentcache.models.text.json_values import TooDeep, deep_place, parse_json
 from agentcache.names import is_name
 from agentcache.server.read_limit import STEPS, ReadLimit
+from agentcache.text.json_values import TooDeep, deep_place, parse_json
 
 MAX_INTEGER = 2**63 - 1
 MAX_NAME = 256  # of a tool's name

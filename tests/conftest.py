@@ -22,7 +22,7 @@ from tests.alone import in_turn
 from tests.mlx_headers import precompile
 
 if TYPE_CHECKING:
-    from agentcache.models.text.tokenizer import Tokenizer
+    from agentcache.text.tokenizer import Tokenizer
 
 ModelFolder = Callable[..., Path]
 StyledTokenizer = Callable[[str], "Tokenizer"]
@@ -191,7 +191,7 @@ def styled_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> StyledTokenize
 
     @cache
     def load(style: str) -> Tokenizer:
-        from agentcache.models.text.tokenizer import Tokenizer  # imports mlx-lm, too
+        from agentcache.text.tokenizer import Tokenizer  # imports mlx-lm, too
         from tests.tokenizers_factory import STYLES, STYLES_WITHOUT_TEMPLATE
 
         write = (STYLES | STYLES_WITHOUT_TEMPLATE)[style]

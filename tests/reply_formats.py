@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentcache.models.text.replies.events import Block, Call, Reasoning, Text
-from tests.models.templates import QWEN_3
+from agentcache.text.replies.events import Block, Call, Reasoning, Text
+from tests.text.templates import QWEN_3
 from tests.tokenizers_factory import with_markers
 
 _TURNS = (

@@ -79,7 +79,7 @@ def test_lines_words_and_helpers_of_a_module() -> None:
     [
         ("agentcache/llm.py", "agentcache"),
         ("agentcache/models/runner.py", "models"),
-        ("agentcache/models/text/replies/calls.py", "models/text"),
+        ("agentcache/text/replies/calls.py", "text"),
         ("agentcache/training/decoder.py", "training"),
         ("training/roles.py", "tools/training"),
     ],

@@ -96,14 +96,14 @@ def test_console_script_exists() -> None:
 
 
 # Where clients' text is handled, only this module reads and writes JSON; these others read and write the server's own.
-JSON_READER = "agentcache/models/text/json_values.py"
+JSON_READER = "agentcache/text/json_values.py"
 OWN_JSON = {
-    "agentcache/models/text/tokenizer.py": "tokenizer.json",
-    "agentcache/models/text/encoder.py": "tokenizer.json",
-    "agentcache/models/text/token_rules.py": "files of a tokenizer",
-    "agentcache/models/text/generation_config.py": "files of a model",
-    "agentcache/models/text/template_child.py": "the filter `tojson`, in a process with limits",
-    "agentcache/models/text/grammars/reply_grammar.py": "grammars as llguidance writes and reads them",
+    "agentcache/text/tokenizer.py": "tokenizer.json",
+    "agentcache/text/encoder.py": "tokenizer.json",
+    "agentcache/text/token_rules.py": "files of a tokenizer",
+    "agentcache/text/generation_config.py": "files of a model",
+    "agentcache/text/template_child.py": "the filter `tojson`, in a process with limits",
+    "agentcache/text/grammars/reply_grammar.py": "grammars as llguidance writes and reads them",
     "server/stream.py": "events of answers",
 }
 FOR_CLIENTS = (
@@ -111,7 +111,7 @@ FOR_CLIENTS = (
     "agentcache/gateway",
     "agentcache/engine",
     "agentcache/agents",
-    "agentcache/models/text",
+    "agentcache/text",
 )
 
 
@@ -164,7 +164,7 @@ def test_one_module_syncs() -> None:
     words = [name.rpartition(".")[2] for name in forbidden - {"os.sync"}] + ["os.sync", "from os import"]
     found = {path: uses(tree, forbidden) for path, tree in sources(*folders, words=words)}
     counts_them = "benchmarks/durability.py"
-    assert {path for path, used in found.items() if used} == {"agentcache/durable.py", counts_them}
+    assert {path for path, used in found.items() if used} == {"agentcache/system/durable.py", counts_them}
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ import numpy as np
 from mlx.utils import tree_flatten
 from safetensors.numpy import save_file
 
-from agentcache.durable import sync_path
 from agentcache.models.builtin.embedded import TEXT_FILES, WEIGHTS_FILE
+from agentcache.system.durable import sync_path
 from training.train import Trainer
 
 

@@ -15,7 +15,7 @@ import mlx.optimizers as optimizers
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.qwen3 import Model
 
-from agentcache.durable import sync_path
+from agentcache.system.durable import sync_path
 from agentcache.training.decoder import Progress
 from training.corpus import Batch, Corpus
 from training.dialogue import Dialogue

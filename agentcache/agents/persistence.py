@@ -27,9 +27,9 @@ from agentcache.blocks.block_tables import BlockTables, PathBlock
 from agentcache.blocks.keys import BASE_CACHE, BlockName
 from agentcache.blocks.origin_paths import NamedBlock
 from agentcache.blocks.transcript import Transcript, TranscriptContent
-from agentcache.default_agents import SHARED_LINEAGES
 from agentcache.errors import StoreError
 from agentcache.models.runner import ModelRunner
+from agentcache.settings.default_agents import SHARED_LINEAGES
 from agentcache.store.archive import ArchiveRejected
 from agentcache.store.archived_agent import ArchivedAgent
 from agentcache.store.manifest import AgentRecord, ResidualBlocks, agent_of

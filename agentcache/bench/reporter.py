@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agentcache.bench.plots import can_plot
-from agentcache.machine import describe_run
+from agentcache.system.machine import describe_run
 
 CLOSE = 0.05  # smaller relative differences count as equal
 NO_PICTURE = "no picture: that takes matplotlib (pip install 'agentcache-mlx[plots]')"

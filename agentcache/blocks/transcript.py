@@ -55,7 +55,7 @@ class Transcript:
     the log, in the calling thread. A reference to `content()` keeps it in RAM.
 
     Args:
-        text: marked text (`models/text/marks.py`).
+        text: marked text (`text/marks.py`).
         ends: character offset at which each token ends; the last one is `len(text)`.
         spans: runs of tokens, each ("prompt" or "generated", number of tokens).
     """

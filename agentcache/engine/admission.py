@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from agentcache.adapter_settings import Policy
 from agentcache.adapters.activation import AdapterUse
 from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.agents.restore import Restored, Restorer
@@ -22,6 +21,7 @@ from agentcache.engine.scheduler import Scheduler
 from agentcache.errors import AgentCacheError, InvalidRequest, OutOfBlocks, OutOfMemory, Overloaded
 from agentcache.kv.residual_arenas import ResidualArenas
 from agentcache.report import CachedTokens, FinishReason, StepDown
+from agentcache.settings.adapters import Policy
 
 
 class Admission:

@@ -29,12 +29,12 @@ from agentcache.engine.output import Output
 from agentcache.engine.running_request import RunningRequest
 from agentcache.errors import AgentCacheError, BrokenInvariant, EngineStopped
 from agentcache.models.adapters import AdapterContent
-from agentcache.models.text.replies.stop_search import StopSearch
-from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.ranks.lost import lost_rank
 from agentcache.report import PROMPT_END, StepDown
 from agentcache.request import ChatPrompt
-from agentcache.threads import as_exception
+from agentcache.system.threads import as_exception
+from agentcache.text.replies.stop_search import StopSearch
+from agentcache.text.tokenizer import Tokenizer
 
 
 def dispatch(engine: Engine, message: Message, reply: Reply) -> None:

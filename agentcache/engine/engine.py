@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from agentcache.adapter_settings import Policy
 from agentcache.adapters.weights import AdapterWeightSet
 from agentcache.agents.caches import KeptCaches
 from agentcache.agents.eviction import Eviction
@@ -34,10 +33,11 @@ from agentcache.models.device_memory import Limits
 from agentcache.models.fused import counts as kernel_counts
 from agentcache.models.loader import LoadedModel
 from agentcache.models.sampler import TokenScore
-from agentcache.pressure import Level
 from agentcache.ranks.lost import lost_rank
 from agentcache.report import CacheStats, FinishReason, StepDown, Traffic
+from agentcache.settings.adapters import Policy
 from agentcache.start_progress import Measuring
+from agentcache.system.pressure import Level
 
 log = logging.getLogger("agentcache.engine")
 

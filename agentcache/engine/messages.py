@@ -11,13 +11,13 @@ from agentcache.blocks.prefix_match import PromptMatch
 from agentcache.blocks.transcript import TranscriptContent
 from agentcache.models.adapters import AdapterContent
 from agentcache.models.decoder import Decoder
-from agentcache.models.text.grammars.compiler import Grammar
-from agentcache.models.text.stop_strings import NO_STOPS, StopStrings
-from agentcache.pressure import Level
 from agentcache.request import Request
 from agentcache.store.archived_agent import ArchivedAgent
 from agentcache.store.manifest import AgentRecord
 from agentcache.store.response_files import ResponseFiles
+from agentcache.system.pressure import Level
+from agentcache.text.grammars.compiler import Grammar
+from agentcache.text.stop_strings import NO_STOPS, StopStrings
 
 Reply = Callable[[Any], None]
 

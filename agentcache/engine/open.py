@@ -22,7 +22,6 @@ from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE
 from agentcache.blocks.ledger import RESIDUAL, WEIGHTS, Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.snapshot_plan import interval_for, whole_blocks
-from agentcache.config import Config
 from agentcache.engine.batch_builder import BatchBuilder
 from agentcache.engine.device import MlxDevice
 from agentcache.engine.engine import Engine, Parts
@@ -40,7 +39,6 @@ from agentcache.errors import ConfigError, RankLost
 from agentcache.kv.precision import AUTO
 from agentcache.kv.reserved import wait_for_pages
 from agentcache.kv.spec import CacheSpec
-from agentcache.memory_plan import MemoryPlan, Wishes, plan_memory, state_budget
 from agentcache.metal_kernels.kernel_text import NO_DEVICE
 from agentcache.metal_kernels.kernel_text import device as device_kind
 from agentcache.models.device_memory import Limits, device_memory, wanted_limits
@@ -48,11 +46,13 @@ from agentcache.models.footprint import Footprint, free_memory, least_temporarie
 from agentcache.models.fused import memo as kernel_memo
 from agentcache.models.loader import LoadedModel, in_chosen_precision
 from agentcache.models.runner import ModelRunner
-from agentcache.models.text.replies.history import first_thought
 from agentcache.ranks.executors import Executor, join
+from agentcache.settings.config import Config
+from agentcache.settings.memory_plan import MemoryPlan, Wishes, plan_memory, state_budget
 from agentcache.start_progress import StartProgress
 from agentcache.store.model_names import find_names
 from agentcache.store.precision_file import read_precision, write_precision
+from agentcache.text.replies.history import first_thought
 
 log = logging.getLogger("agentcache.engine")
 

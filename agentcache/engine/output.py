@@ -4,16 +4,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from agentcache.models.text.replies.format import MarkerToken
-from agentcache.models.text.replies.markers import Placed
-from agentcache.models.text.replies.stop_search import StopSearch
-from agentcache.models.text.stop_strings import FoundStop
+from agentcache.text.replies.format import MarkerToken
+from agentcache.text.replies.markers import Placed
+from agentcache.text.replies.stop_search import StopSearch
+from agentcache.text.stop_strings import FoundStop
 
 _NO_MARKERS: Mapping[int, MarkerToken] = {}
 
 
 class Detokenizer(Protocol):
-    """Converts token ids to text (`models/text/detokenizer.py`)."""
+    """Converts token ids to text (`text/detokenizer.py`)."""
 
     ends: list[int]
 

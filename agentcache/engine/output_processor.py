@@ -22,10 +22,10 @@ from agentcache.engine.requests import Requests
 from agentcache.engine.running_request import Outcome, RunningRequest, State, make_report
 from agentcache.errors import InternalError, InvalidRequest
 from agentcache.models.sampler import TokenScore
-from agentcache.models.text.replies.history import ends_with_thought
-from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.report import PROMPT_END, FinishReason, StepDown, TokenLogprob, Update
 from agentcache.store.manifest import AgentRecord
+from agentcache.text.replies.history import ends_with_thought
+from agentcache.text.tokenizer import Tokenizer
 
 log = logging.getLogger("agentcache.engine")
 

@@ -13,7 +13,7 @@ from agentcache.engine.device import Device
 from agentcache.engine.hidden_states import HiddenStatePlanner
 from agentcache.engine.scheduler import Scheduler
 from agentcache.models.loader import LoadedModel
-from agentcache.pressure import Level
+from agentcache.system.pressure import Level
 
 log = logging.getLogger("agentcache.engine")
 

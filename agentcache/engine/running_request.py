@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from agentcache.adapter_settings import Policy
 from agentcache.adapters.activation import AdapterUse
 from agentcache.agents.disk import Saved
 from agentcache.blocks.block_tables import BlockTables, PathBlock
@@ -19,13 +18,14 @@ from agentcache.engine.passes import Pass, ResidualKV, plan_passes
 from agentcache.errors import AgentCacheError, BrokenInvariant
 from agentcache.report import CachedTokens, CacheState, FinishReason, Report, StepDown, TokenLogprob, Update
 from agentcache.request import ChatPrompt, Request
+from agentcache.settings.adapters import Policy
 from agentcache.store.manifest import AgentRecord
 
 if TYPE_CHECKING:
     from agentcache.engine.messages import Submit
     from agentcache.models.recurrent import RowState
     from agentcache.models.sampler import Sampler
-    from agentcache.models.text.grammars.compiler import GrammarMatcher
+    from agentcache.text.grammars.compiler import GrammarMatcher
 
 Emit = Callable[[Update | BaseException], None]
 

@@ -7,12 +7,12 @@ from agentcache.agents.table import Agents
 from agentcache.errors import ContextLengthExceeded, InvalidRequest
 from agentcache.kv.precision import Precision
 from agentcache.kv.spec import CacheSpec
-from agentcache.memory_plan import MemoryPlan
 from agentcache.models.adapters import TargetModules
 from agentcache.models.residual_forms import ResidualSupport
-from agentcache.models.text.tokenizer import Tokenizer
-from agentcache.pressure import Level
+from agentcache.settings.memory_plan import MemoryPlan
 from agentcache.store.model_names import ModelNames
+from agentcache.system.pressure import Level
+from agentcache.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

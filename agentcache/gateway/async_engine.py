@@ -14,9 +14,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import mlx.core as mx
 
-from agentcache.adapter_settings import AdapterFolder, Policy
 from agentcache.agents.disk import Saved
-from agentcache.config import Config
 from agentcache.engine.messages import (
     CheckIntegrity,
     ClearCache,
@@ -49,17 +47,19 @@ from agentcache.gateway.prepare import (
 )
 from agentcache.gateway.pressure_watch import never_failing, watch_pressure
 from agentcache.gateway.prompt_workers import Workers, shutting_down
-from agentcache.models.allocator import keep_freed_memory
 from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.models.loader import LoadedModel
-from agentcache.models.text.tokenizer import Tokenizer
-from agentcache.pressure import Level
 from agentcache.report import AdapterInfo, AgentInfo, CacheStats, ModelInfo, RestoreReport, Update
 from agentcache.request import Request
+from agentcache.settings.adapters import AdapterFolder, Policy
+from agentcache.settings.config import Config
 from agentcache.start_progress import Measuring, Phase, StartProgress
 from agentcache.store.archived_agent import read_archive
 from agentcache.store.response_files import ResponseFiles
-from agentcache.system_memory import SystemMemory
+from agentcache.system.malloc import keep_freed_memory
+from agentcache.system.memory import SystemMemory
+from agentcache.system.pressure import Level
+from agentcache.text.tokenizer import Tokenizer
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -13,7 +13,6 @@ from typing import TypeVar
 from agentcache.agents.lineages import PlainPrompt, is_twin
 from agentcache.agents.table import Agents
 from agentcache.blocks.transcript import Transcript
-from agentcache.config import Config
 from agentcache.engine.messages import Cancel, Submit
 from agentcache.errors import Overloaded
 from agentcache.gateway.adapter_loader import AdapterLoader
@@ -31,11 +30,12 @@ from agentcache.gateway.prepare import (
     system_of,
 )
 from agentcache.gateway.prompt_workers import HasEnded, Workers
-from agentcache.models.text.tokenizer import Tokenizer
-from agentcache.models.text.work_limit import WorkLimit
 from agentcache.report import Update
 from agentcache.request import Request, TokenPrompt
-from agentcache.threads import as_exception
+from agentcache.settings.config import Config
+from agentcache.system.threads import as_exception
+from agentcache.text.tokenizer import Tokenizer
+from agentcache.text.work_limit import WorkLimit
 
 T = TypeVar("T")
 

@@ -13,7 +13,9 @@ from agentcache.blocks.prefix_match import len_common_prefix
 from agentcache.blocks.transcript import Transcript
 from agentcache.errors import AgentUnavailable, FileUnavailable, InvalidRequest
 from agentcache.gateway.prepare import read_prompt, with_system
-from agentcache.models.text.front import (
+from agentcache.report import Volatile
+from agentcache.request import ChatPrompt, Request
+from agentcache.text.front import (
     ClientsWords,
     FrontChanges,
     find_changes,
@@ -23,12 +25,10 @@ from agentcache.models.text.front import (
     what_changed,
     with_notice,
 )
-from agentcache.models.text.messages import plain_messages, with_strings
-from agentcache.models.text.replies.history import ReplyReading, Retold, as_generated, with_thoughts
-from agentcache.models.text.tokenizer import Tokenizer
-from agentcache.models.text.work_limit import UNLIMITED, WorkLimit
-from agentcache.report import Volatile
-from agentcache.request import ChatPrompt, Request
+from agentcache.text.messages import plain_messages, with_strings
+from agentcache.text.replies.history import ReplyReading, Retold, as_generated, with_thoughts
+from agentcache.text.tokenizer import Tokenizer
+from agentcache.text.work_limit import UNLIMITED, WorkLimit
 
 
 def read_conversation(

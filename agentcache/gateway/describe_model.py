@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from agentcache.config import Config
 from agentcache.engine.open import DIVERGENCES, check_weights, plan_for, wishes_of
 from agentcache.engine.view import ServedModel
 from agentcache.kv.group_info import describe_group
-from agentcache.memory_plan import MemoryPlan
 from agentcache.models.footprint import Footprint
 from agentcache.models.loader import LoadedModel, load
-from agentcache.models.text.generation_config import sampling_defaults
 from agentcache.report import ModelInfo
+from agentcache.settings.config import Config
+from agentcache.settings.memory_plan import MemoryPlan
 from agentcache.store.precision_file import read_precision
+from agentcache.text.generation_config import sampling_defaults
 
 _EMBEDDED_NAME = "agentcache-embedded"
 

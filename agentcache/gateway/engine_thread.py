@@ -19,7 +19,7 @@ from agentcache.engine.view import EngineView
 from agentcache.errors import AgentCacheError, EngineStopped
 from agentcache.gateway.prompt_workers import shutting_down
 from agentcache.ranks.lost import lost_rank
-from agentcache.threads import as_exception, start_thread
+from agentcache.system.threads import as_exception, start_thread
 
 log = logging.getLogger("agentcache.engine")
 

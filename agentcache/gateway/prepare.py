@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from agentcache.adapter_settings import Policy
 from agentcache.adapters.activation import AdapterUse, refuse_without_adapter, use_adapter
 from agentcache.adapters.table import ServedAdapter, resolve_policy
 from agentcache.agents.lineages import PlainPrompt, choose
@@ -19,16 +18,17 @@ from agentcache.agents.table import Agents
 from agentcache.blocks.prefix_match import PromptMatch, match_text, match_tokens
 from agentcache.blocks.transcript import Spelling, Transcript
 from agentcache.errors import InvalidRequest
-from agentcache.models.text.front import find_front
-from agentcache.models.text.grammars.call_syntax import calling_format
-from agentcache.models.text.grammars.compiler import Grammar
-from agentcache.models.text.grammars.reply_grammar import reply_grammar
-from agentcache.models.text.stop_strings import NO_STOPS, StopStrings, stop_strings
-from agentcache.models.text.tokenizer import Tokenizer
-from agentcache.models.text.work_limit import UNLIMITED, WorkLimit
 from agentcache.report import PROMPT_END
 from agentcache.request import ChatPrompt, Prompt, Request, TextPrompt, TokenPrompt
+from agentcache.settings.adapters import Policy
 from agentcache.store.manifest import AgentRecord
+from agentcache.text.front import find_front
+from agentcache.text.grammars.call_syntax import calling_format
+from agentcache.text.grammars.compiler import Grammar
+from agentcache.text.grammars.reply_grammar import reply_grammar
+from agentcache.text.stop_strings import NO_STOPS, StopStrings, stop_strings
+from agentcache.text.tokenizer import Tokenizer
+from agentcache.text.work_limit import UNLIMITED, WorkLimit
 
 # Templates may omit thoughts and unknown tools, so messages may be this much longer.
 _ROOM_TO_LEAVE_OUT = 4

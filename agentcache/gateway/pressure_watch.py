@@ -7,8 +7,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from agentcache.pressure import Level, PressureGauge
-from agentcache.system_memory import PressureReading
+from agentcache.system.memory import PressureReading
+from agentcache.system.pressure import Level, PressureGauge
 
 log = logging.getLogger("agentcache.engine")
 

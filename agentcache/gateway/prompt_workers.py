@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from agentcache.errors import AgentCacheError, Overloaded
-from agentcache.threads import as_exception, start_thread
+from agentcache.system.threads import as_exception, start_thread
 
 log = logging.getLogger("agentcache.engine")
 

@@ -13,13 +13,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from safetensors import SafetensorError, safe_open
 
+from agentcache.compat import load_model
 from agentcache.errors import UnreadableAdapter, UnsupportedAdapter, UnsupportedModel
 from agentcache.models.adapter_files import ModuleName
 from agentcache.models.attachment import host_in_pieces
-from agentcache.models.compat import load_model
-from agentcache.models.file_identity import file_identity
 from agentcache.models.fingerprint import first_fingerprint
 from agentcache.models.loader import LoadedModel, check_files, install_wanted_positions
+from agentcache.system.file_identity import file_identity
 
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 

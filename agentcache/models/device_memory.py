@@ -11,8 +11,8 @@ from typing import Any
 import mlx.core as mx
 
 from agentcache.kv.reserved import set_memory_limit
-from agentcache.memory_plan import DeviceMemory, MemoryPlan
-from agentcache.system_memory import SystemMemory
+from agentcache.settings.memory_plan import DeviceMemory, MemoryPlan
+from agentcache.system.memory import SystemMemory
 
 log = logging.getLogger("agentcache.engine")
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
+from agentcache.compat import SwitchLinear
 from agentcache.metal_kernels.kernel_text import device
-from agentcache.models.compat import SwitchLinear
 
 
 class UnsortedSwitchLinear(SwitchLinear):  # type: ignore[misc]

@@ -42,9 +42,9 @@ from typing import Any
 
 import xxhash
 
-from agentcache.models.file_identity import file_identity
-from agentcache.models.memo import Memo
-from agentcache.models.text.token_rules import token_rules, tokenizer_files
+from agentcache.system.file_identity import file_identity
+from agentcache.system.memo import Memo
+from agentcache.text.token_rules import token_rules, tokenizer_files
 
 _CHUNK_BYTES = 4 << 20
 _CONFIGS = ("config.json", "hf_quant_config.json")

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from agentcache.system_memory import SystemMemory
+from agentcache.system.memory import SystemMemory
 
 _COPY_SHARE = 4  # the copy takes at most this fraction (1/n) of available memory
 

@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.compat import MODEL_REMAPPING
 from agentcache.kv.packing import LayerPacking, Packing, Quantisation
 from agentcache.kv.reserved import allocated_bytes
 from agentcache.kv.spec import DTYPES, CacheSpec, LayerSpec, RecurrentSpec
@@ -22,13 +23,12 @@ from agentcache.metal_kernels.kernel_text import device
 from agentcache.metal_kernels.latent_decode import THREADGROUPS
 from agentcache.metal_kernels.latent_shape import partial_bytes
 from agentcache.models.attention import MAX_PACKED_QUERIES, reads_packed
-from agentcache.models.compat import MODEL_REMAPPING
 from agentcache.models.device_memory import device_memory
 from agentcache.models.fused import MAX_QUERIES, MAX_RANK, read_by_kernels
 from agentcache.models.inspection import text_config
 from agentcache.models.packed_product import kernel_is_right
 from agentcache.models.residual_kv import piece_blocks
-from agentcache.system_memory import SystemMemory, free_heap
+from agentcache.system.memory import SystemMemory, free_heap
 
 _FLOAT = 4  # bytes; half precision takes less
 # Copies alive at a time, on the CPU back end, which runs up to ten operations behind its allocations.

@@ -36,7 +36,7 @@ from agentcache.metal_kernels.self_test import Verdict, try_kernels
 from agentcache.metal_kernels.tiling import NO_RESIDUALS, HeadShape, ResidualKind
 from agentcache.metal_kernels.unpack import unpack
 from agentcache.models.kernel_memo import KernelMemo
-from agentcache.threads import start_thread
+from agentcache.system.threads import start_thread
 
 log = logging.getLogger("agentcache.models")
 

@@ -13,11 +13,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from agentcache.compat import ArraysCache, CacheList, DynamicNTKScalingRoPE, RotatingKVCache
 from agentcache.errors import UnsupportedModel
 from agentcache.kv.packing import LayerPacking, Packing, Plain, quantisation_for
 from agentcache.kv.precision import UNQUANTISED_BITS, LayerBits, Precision
 from agentcache.kv.spec import CacheSpec, LayerSpec, RecurrentSpec, StateTensor, make_groups
-from agentcache.models.compat import ArraysCache, CacheList, DynamicNTKScalingRoPE, RotatingKVCache
 from agentcache.models.layers import layer_lists
 from agentcache.models.mla import Latent
 from agentcache.models.traced_run import Run, Seen, watch_run

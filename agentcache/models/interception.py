@@ -10,10 +10,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from agentcache.compat import replace_attention, scaled_dot_product_attention
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.step_cache import Handle
 from agentcache.models.attention import AttentionOptions, paged_attention
-from agentcache.models.compat import replace_attention, scaled_dot_product_attention
 from agentcache.models.mla import latent_attention
 from agentcache.models.observation import observe
 from agentcache.models.residual_attention import overlaid_attention

@@ -13,7 +13,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from agentcache.metal_kernels import kernel_text
-from agentcache.models.memo import read_memo, write_memo
+from agentcache.system.memo import read_memo, write_memo
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _FOUND_RIGHT = "right"

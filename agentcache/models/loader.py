@@ -17,27 +17,27 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from agentcache.blocks.keys import Namespace
+from agentcache.compat import download, load_model
 from agentcache.errors import InvalidRequest, UnsupportedModel
 from agentcache.kv.precision import AUTO, BITS, Precision
 from agentcache.kv.spec import CacheSpec
 from agentcache.models.attachment import ChoosePrecision, Everywhere, host
-from agentcache.models.compat import download, load_model
 from agentcache.models.experts import distrust_sorted_rows
 from agentcache.models.fingerprint import ModelFingerprints, model_fingerprints
 from agentcache.models.float32_copy import gains_by_float32, in_float32
 from agentcache.models.hidden_states import ModelHiddenStates
 from agentcache.models.inspection import Inspection, text_config
 from agentcache.models.lora import ModelAdapters
-from agentcache.models.memo import Memo, read_memo, write_memo
 from agentcache.models.precision import Measured, Numbers, PrecisionSearch
 from agentcache.models.sample_text import CODE, PROSE, SAMPLE
 from agentcache.models.source_digest import source_digest
 from agentcache.models.step import CurrentStep
-from agentcache.models.text.tokenizer import Tokenizer
-from agentcache.private_file import make_private_folder
 from agentcache.start_progress import StartProgress
 from agentcache.store.cache_files import whose
 from agentcache.store.model_names import ModelNames
+from agentcache.system.memo import Memo, read_memo, write_memo
+from agentcache.system.private_file import make_private_folder
+from agentcache.text.tokenizer import Tokenizer
 
 # Names in config.json, most common first.
 _CONTEXT_FIELDS = (

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
+from agentcache.compat import MultiLinear, QuantizedMultiLinear
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.packed import Packed
 from agentcache.kv.step_cache import Handle, PagedKV, StepCache
@@ -29,7 +30,6 @@ from agentcache.models.attention import (
     reads_packed,
     unpack_row,
 )
-from agentcache.models.compat import MultiLinear, QuantizedMultiLinear
 from agentcache.models.layers import Stand, in_dim
 
 _EXPANDED = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")

@@ -24,6 +24,7 @@ import mlx.nn as nn
 import numpy as np
 
 from agentcache.blocks.pool import BlockTable
+from agentcache.compat import create_causal_mask
 from agentcache.errors import UnsupportedModel
 from agentcache.kv.arena import LayerArena
 from agentcache.kv.packed import dequantise, quantise
@@ -31,7 +32,6 @@ from agentcache.kv.packing import LayerPacking, Packing
 from agentcache.kv.spec import LayerSpec
 from agentcache.kv.step_cache import StepCache
 from agentcache.kv.step_plan import Reads, Writes
-from agentcache.models.compat import create_causal_mask
 from agentcache.models.inspection import Inspection
 from agentcache.models.layers import LayerCall, hooked
 from agentcache.models.mla import rounded_latents

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from agentcache.compat import ArraysCache
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.spec import RecurrentSpec, StateTensor
-from agentcache.models.compat import ArraysCache
 
 # Per recurrent cache; None for an unfilled entry.
 Arrays = Sequence[Sequence[mx.array | None]]

@@ -24,7 +24,6 @@ from agentcache.kv.states import StateArena
 from agentcache.kv.step_cache import StepCache
 from agentcache.kv.step_plan import Reads, Writes
 from agentcache.kv.tensor_arena import TensorArena, has_due, take_due
-from agentcache.malloc import give_back_freed
 from agentcache.models.divergence import StepMeasures
 from agentcache.models.fused import Mode, mode, why_none, writer
 from agentcache.models.loader import LoadedModel
@@ -32,6 +31,7 @@ from agentcache.models.recurrent import RowState, join, make_caches, state_of
 from agentcache.models.residual_rows import ResidualRow, ResidualRows, make_step_caches
 from agentcache.models.step import StepInputs, StepOutputs
 from agentcache.models.step_traces import StepTraces
+from agentcache.system.malloc import give_back_freed
 
 _LONG_STEP = 512  # tokens; the device then takes longer than Python's layout
 

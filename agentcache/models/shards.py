@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 import mlx.nn as nn
 
+from agentcache.compat import MultiLinear, QuantizedMultiLinear
 from agentcache.errors import UnsupportedModel
 from agentcache.kv.spec import CacheSpec
 from agentcache.models.adapter_files import LowRank, ModuleName
 from agentcache.models.adapter_rows import AdapterRows
 from agentcache.models.adapters import LinearShape, TargetModules
-from agentcache.models.compat import MultiLinear, QuantizedMultiLinear
 from agentcache.models.inspection import Inspection
 from agentcache.models.layers import in_dim
 from agentcache.models.lora import ModelAdapters

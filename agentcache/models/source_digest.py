@@ -16,9 +16,9 @@ from pathlib import Path
 import mlx.nn as nn
 import mlx_lm
 
-from agentcache.models.file_identity import file_identity
 from agentcache.models.first_sources import FIRST_SOURCES
-from agentcache.models.memo import Memo
+from agentcache.system.file_identity import file_identity
+from agentcache.system.memo import Memo
 
 _PACKAGE = "mlx_lm"
 # Definitions that decide bytes. Keys and values lie in our own caches (kv/step_cache), so only recurrent layers' cache

@@ -11,8 +11,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from agentcache.compat import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 from agentcache.errors import UnsupportedModel
-from agentcache.models.compat import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 from agentcache.models.layers import LayerCall, Stand, hooked, layer_lists
 from agentcache.models.mla import Latent, latent_of
 

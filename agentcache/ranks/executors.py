@@ -12,7 +12,6 @@ import mlx.core as mx
 
 from agentcache.blocks.pool import BlockPool
 from agentcache.blocks.snapshots import Snapshots
-from agentcache.config import Config
 from agentcache.errors import BrokenInvariant, ConfigError, RankLost, UnsupportedModel
 from agentcache.kv.precision import Precision
 from agentcache.models.device_memory import device_memory
@@ -29,6 +28,7 @@ from agentcache.ranks.wire import Wire, naming_the_lost
 from agentcache.ranks.worker import Slots, Worker
 from agentcache.ranks.worker_link import Post, WorkerLink
 from agentcache.report import Traffic
+from agentcache.settings.config import Config
 from agentcache.store.store import Store
 from agentcache.version import __version__
 

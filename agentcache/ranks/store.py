@@ -3,7 +3,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from agentcache.durable import Durability
 from agentcache.errors import BlocksLost, RankLost, StoreError
 from agentcache.kv.block_layout import Array
 from agentcache.kv.spec import CacheSpec
@@ -24,6 +23,7 @@ from agentcache.store.block_file import BlockHeader, StoredBlock
 from agentcache.store.block_folder import BlockCopy, BlockWrite
 from agentcache.store.model_names import ModelNames
 from agentcache.store.store import Store
+from agentcache.system.durable import Durability
 
 
 class RankZeroStore(Store):

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from agentcache.ranks.connections import Connections
-from agentcache.threads import start_thread
+from agentcache.system.threads import start_thread
 
 log = logging.getLogger("agentcache.ranks")
 

@@ -21,7 +21,7 @@ from agentcache.ranks.file_commands import Question
 from agentcache.ranks.messages import Command, Stop, read_answers, write_commands
 from agentcache.ranks.watchdog import CUT_SECONDS, LOOK_SECONDS
 from agentcache.ranks.wire import Wire, naming_the_lost
-from agentcache.threads import start_thread
+from agentcache.system.threads import start_thread
 
 _PINGS = 4  # per `patience` seconds
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from agentcache.errors import InvalidRequest
-from agentcache.plain_file import open_plain
 from agentcache.store.manifest import Manifest
+from agentcache.system.plain_file import open_plain
 
 _MAGIC = b"agentcache agent 1\n"
 _TAIL_BYTES = 8 + 32

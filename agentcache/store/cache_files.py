@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from agentcache.durable import Durability, sync
 from agentcache.errors import BlockRejected, BrokenInvariant
+from agentcache.system.durable import Durability, sync
 
 _OPENAT2 = 437  # on every architecture
 _RESOLVE_NO_SYMLINKS, _RESOLVE_BENEATH = 0x04, 0x08

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentcache.blocks.keys import FORMAT_VERSION
-from agentcache.durable import sync, sync_path
 from agentcache.errors import BlockRejected, Conflict, NotFound, StoreError
 from agentcache.store.agent_folder import SavedAgent
 from agentcache.store.archive import ArchiveWriter, block_kind
@@ -17,6 +16,7 @@ from agentcache.store.manifest import MAX_MANIFEST_BYTES, agent_of, decode_manif
 from agentcache.store.model_names import folder_of, identity_of
 from agentcache.store.transcript_log import MAX_LOG_BYTES, parse_log
 from agentcache.store.verify import MAX_BLOCK_BYTES, examine_block
+from agentcache.system.durable import sync, sync_path
 
 _TRIES = 5  # a server may be changing the agent
 

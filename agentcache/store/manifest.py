@@ -12,7 +12,6 @@ from typing import Any
 
 import xxhash
 
-from agentcache.adapter_settings import Policy
 from agentcache.blocks.keys import (
     BASE_CACHE,
     BLOCK_SIZE,
@@ -27,6 +26,7 @@ from agentcache.blocks.origin_paths import BlockSpan, NamedBlock, NamedSnapshot,
 from agentcache.blocks.transcript import Transcript
 from agentcache.errors import BlockRejected, FileUnavailable
 from agentcache.names import is_name
+from agentcache.settings.adapters import Policy
 from agentcache.store.transcript_log import LogEnd
 
 MAX_MANIFEST_BYTES = 1 << 20

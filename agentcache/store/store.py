@@ -22,12 +22,10 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from agentcache.blocks.keys import BASE_CACHE
-from agentcache.durable import Durability
 from agentcache.errors import BlockMissing, BlockRejected, BlocksLost, BrokenInvariant, CacheFolderInUse, StoreError
 from agentcache.kv.block_layout import Array
 from agentcache.kv.spec import CacheSpec, GroupSpec
 from agentcache.names import is_name
-from agentcache.private_file import make_private_folder
 from agentcache.store.agent_folder import AgentFolder, SavedAgent
 from agentcache.store.atomic import Fault, as_store_error
 from agentcache.store.block_file import BlockHeader, StoredBlock
@@ -40,6 +38,8 @@ from agentcache.store.manifest import AgentRecord, agent_of
 from agentcache.store.model_names import ModelNames, folder_of, write_labels
 from agentcache.store.response_files import ResponseFiles
 from agentcache.store.saved_agents import FormerAgents, QuarantinedAgents, SavedAgents
+from agentcache.system.durable import Durability
+from agentcache.system.private_file import make_private_folder
 
 __all__ = ["AgentRecord", "BlockWrite", "Store"]
 

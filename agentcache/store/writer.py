@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from agentcache.errors import StoreError
-from agentcache.threads import start_thread
+from agentcache.system.threads import start_thread
 
 T = TypeVar("T")
 

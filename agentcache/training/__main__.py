@@ -6,10 +6,10 @@ from typing import Annotated
 import mlx.core as mx
 import typer
 
-from agentcache.config_sources import load_config
 from agentcache.errors import AgentCacheError
 from agentcache.models.builtin.embedded import embedded_model_path
-from agentcache.models.text.tokenizer import Tokenizer
+from agentcache.settings.sources import load_config
+from agentcache.text.tokenizer import Tokenizer
 from agentcache.training.decoder import CACHE_LIMIT, DecoderRecipe, DecoderTrainer, Progress
 from agentcache.training.decoder_data import Example, make_examples, read_conversations
 from agentcache.training.decoder_files import CHECKPOINT_FILE

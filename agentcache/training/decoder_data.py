@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from agentcache.errors import AgentCacheError, ConfigError
-from agentcache.models.text.tokenizer import Tokenizer
+from agentcache.text.tokenizer import Tokenizer
 
 _PAD_TO = 32  # limits the number of shapes, so that buffers are reused
 

@@ -22,7 +22,7 @@ from agentcache.models.loader import read_model
 from agentcache.models.lora import ModelAdapters
 from agentcache.models.mla import is_expanded
 from agentcache.models.step import CurrentStep, StepInputs
-from agentcache.models.text.tokenizer import Tokenizer
+from agentcache.text.tokenizer import Tokenizer
 from agentcache.training.decoder_cache import DecoderCache, PromptCache, RoundedNorm, Rounding
 
 

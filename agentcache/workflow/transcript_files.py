@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from agentcache.durable import sync, sync_path
+from agentcache.system.durable import sync, sync_path
 from agentcache.workflow.score import Score, score
 from agentcache.workflow.transcript import FORMAT, TurnRecord, WorkflowTranscript
 

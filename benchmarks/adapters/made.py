@@ -13,12 +13,12 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.utils import load_model
 
-from agentcache.adapter_settings import Policy
 from agentcache.bench.ttft import WORDS
 from agentcache.models.adapter_config import CONFIG_FILE
 from agentcache.models.adapters import target_modules
 from agentcache.models.inspection import inspect_model
-from agentcache.models.text.tokenizer import Tokenizer
+from agentcache.settings.adapters import Policy
+from agentcache.text.tokenizer import Tokenizer
 from agentcache.training.decoder_files import write_adapter
 
 POLICIES = (Policy.EXACT, Policy.ACTIVATED, Policy.PREFILL_SHARE)

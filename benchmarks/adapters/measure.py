@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from agentcache.adapter_settings import Policy
 from agentcache.models.builtin.random_model import random_model_path
-from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.server_process import SERVE, ServerProcess
+from agentcache.settings.adapters import Policy
+from agentcache.text.tokenizer import Tokenizer
 from benchmarks.adapters.made import MadeAdapter, PassageSource, make_adapters
 from benchmarks.adapters.mixed import Mixed, MixedBench, MixedPlan
 from benchmarks.adapters.pipeline import Pipeline, PipelinePlan, measure_pipelines

@@ -19,8 +19,8 @@ from typing import Any
 
 from agentcache.bench.ttft import WORDS
 from agentcache.models.builtin.random_model import random_model_path
-from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.server_process import SERVE, ServerProcess
+from agentcache.text.tokenizer import Tokenizer
 from benchmarks.mlx_lm_server import COMMAND
 from benchmarks.streams import RunningStream, Stream, overall_rate, run_together
 from benchmarks.workload import WEIGHTS_MODEL

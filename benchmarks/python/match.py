@@ -19,8 +19,8 @@ from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.prefix_match import PromptMatch, match_text
 from agentcache.blocks.slots import Group
 from agentcache.blocks.transcript import Transcript
-from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.store.manifest import AgentRecord
+from agentcache.text.tokenizer import Tokenizer
 
 _ROOT = "root"
 _OWN_TOKENS = 2 * BLOCK_SIZE + 100  # of each agent, after the shared prefix

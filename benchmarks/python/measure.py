@@ -12,11 +12,11 @@ from typing import Any
 from rich.table import Table
 
 from agentcache.bench.reporter import Report, Reporter, number_table
-from agentcache.config import Config
-from agentcache.config_sources import load_config
 from agentcache.gateway.async_engine import AsyncEngine
 from agentcache.models.builtin.random_model import random_model_path
 from agentcache.server.app import create_app
+from agentcache.settings.config import Config
+from agentcache.settings.sources import load_config
 from benchmarks.python.match import MatchCost, MatchPlan, measure_match
 from benchmarks.python.step import StepCost, StepPlan, measure_step
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentcache.models.builtin.embedded import DATA
-from agentcache.models.text.tokenizer import Tokenizer
+from agentcache.text.tokenizer import Tokenizer
 from benchmarks.quality.emulated import EmulatedCache
 from training.corpus import Corpus
 from training.recall import recall_case

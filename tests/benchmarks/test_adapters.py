@@ -11,11 +11,11 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import load_file
 
-from agentcache.adapter_settings import Policy
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.models.adapters import read_adapter
 from agentcache.models.loader import load
-from agentcache.models.text.tokenizer import Tokenizer
+from agentcache.settings.adapters import Policy
+from agentcache.text.tokenizer import Tokenizer
 from benchmarks.adapters.made import POLICIES, PassageSource, make_adapters
 from benchmarks.adapters.measure import AdaptersPlan, AdaptersResult, measure_adapters
 from benchmarks.adapters.mixed import MixedPlan

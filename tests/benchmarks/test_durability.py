@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from agentcache.durable import Durability
+from agentcache.system.durable import Durability
 from benchmarks.durability import DURABILITY, DurabilityPlan, build_report, measure_durability, ways
 from tests.conftest import ModelFolder
 

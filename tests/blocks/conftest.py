@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentcache.models.text.tokenizer import Tokenizer
+from agentcache.text.tokenizer import Tokenizer
 from tests.conftest import StyledTokenizer
 from tests.tokenizers_factory import STYLES, STYLES_WITHOUT_TEMPLATE
 

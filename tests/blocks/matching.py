@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from agentcache.blocks.prefix_match import PromptMatch, len_common_prefix, match_text
 from agentcache.blocks.transcript import Transcript
-from agentcache.models.text.tokenizer import Tokenizer
+from agentcache.text.tokenizer import Tokenizer
 
 
 def match(tokenizer: Tokenizer, transcript: Transcript, text: str) -> PromptMatch:

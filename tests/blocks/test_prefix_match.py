@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from agentcache.blocks.prefix_match import Match, len_common_prefix, match_text, match_tokens
 from agentcache.blocks.transcript import Encoding, Transcript
-from agentcache.models.text.tokenizer import Tokenizer
+from agentcache.text.tokenizer import Tokenizer
 from tests.blocks.matching import check_match, generate, match, read, user
 from tests.tokenizers_factory import byte_bpe_bos
 

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agentcache.blocks.transcript import Transcript
-from agentcache.models.text.tokenizer import Tokenizer
+from agentcache.text.tokenizer import Tokenizer
 from tests.blocks.matching import check_match, check_transcript, generate, match, user
 from tests.examples import examples
 

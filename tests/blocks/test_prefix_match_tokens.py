@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from agentcache.blocks.prefix_match import Match, len_common_prefix, match_tokens
 from agentcache.blocks.transcript import Spelling, Transcript
-from agentcache.models.text.tokenizer import Tokenizer
+from agentcache.text.tokenizer import Tokenizer
 from tests.blocks.matching import check_transcript, match
 from tests.examples import examples
 

@@ -65,8 +65,6 @@ class Module:
             return f"tools/{parts[0]}"
         if parts[0] in LINKED:
             return parts[0]
-        if parts[1:3] == ("models", "text"):
-            return "models/text"
         return parts[1] if len(parts) > 2 else PACKAGE
 
     @property

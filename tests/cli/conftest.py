@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from agentcache.cli import connection
 from agentcache.cli.main import app
-from agentcache.config import Config
+from agentcache.settings.config import Config
 from tests.server.fake_engine import FakeEngine
 
 Invoke = Callable[..., Any]

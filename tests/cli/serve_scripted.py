@@ -7,10 +7,10 @@ import os
 
 from agentcache.cli import connection
 from agentcache.cli.main import main
-from agentcache.config import Config
 from agentcache.errors import CacheFolderInUse, EngineStopped
 from agentcache.report import FinishReason, Update
 from agentcache.request import Request
+from agentcache.settings.config import Config
 from tests.server.fake_engine import REPORT, FakeEngine
 from tests.throwing import PanicException
 

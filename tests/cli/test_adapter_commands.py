@@ -8,7 +8,7 @@ import pytest
 
 from agentcache.cli import adapters
 from agentcache.cli.connection import InProcess
-from agentcache.config import Config
+from agentcache.settings.config import Config
 from tests.cli.conftest import Invoke
 from tests.server.fake_engine import MODEL, POET, FakeEngine
 

@@ -10,9 +10,9 @@ import pytest
 
 from agentcache.cli.connection import agent_path, connect, open_engine, running_server, url_of
 from agentcache.client import Client, ServerError
-from agentcache.config import Config
 from agentcache.errors import CacheFolderInUse, InvalidRequest
 from agentcache.gateway.async_engine import AsyncEngine
+from agentcache.settings.config import Config
 from tests.cli.conftest import Invoke
 from tests.server.fake_engine import FakeEngine
 

@@ -13,19 +13,19 @@ import pytest
 from click.testing import Result
 from safetensors.numpy import load_file
 
-from agentcache import machine
 from agentcache.cli import doctor
 from agentcache.cli.doctor_model import examine_model
-from agentcache.config import Config
-from agentcache.config_sources import load_config
+from agentcache.settings.config import Config
+from agentcache.settings.sources import load_config
 from agentcache.store.cache_files import CacheFiles
 from agentcache.store.lock import FolderLock
+from agentcache.system import machine
 from tests.cli.conftest import Invoke
 from tests.conftest import ModelFolder
-from tests.kv.damage import agents_folder, flip
-from tests.kv.store_cases import make_record, make_transcript, make_turn, open_store
-from tests.kv.unreadable import make_newer, unreadable
 from tests.serving.hybrids import write_hybrid
+from tests.store.damage import agents_folder, flip
+from tests.store.store_cases import make_record, make_transcript, make_turn, open_store
+from tests.store.unreadable import make_newer, unreadable
 
 
 @pytest.fixture

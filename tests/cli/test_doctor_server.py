@@ -19,10 +19,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from agentcache import __version__
 from agentcache.cli.doctor_check import Check
 from agentcache.cli.doctor_server import examine_server, root_of
-from agentcache.config import Config
 from agentcache.errors import ConfigError, EngineStopped
 from agentcache.server.app import create_app
 from agentcache.server_process import ServerProcess
+from agentcache.settings.config import Config
 from tests.cli.conftest import Invoke
 from tests.server.fake_engine import MODEL, FakeEngine
 

@@ -10,8 +10,8 @@ import pytest
 from agentcache import __version__
 from agentcache.cli.main import COMMANDS
 from tests.cli.conftest import Invoke
-from tests.kv.unreadable import NOBODY, as_user, is_root
 from tests.server.fake_engine import FakeEngine
+from tests.store.unreadable import NOBODY, as_user, is_root
 
 
 def test_every_command_is_listed_and_has_help(invoke: Invoke) -> None:
@@ -97,7 +97,7 @@ def test_settings_that_make_no_sense_are_one_sentence(invoke: Invoke) -> None:
 def test_an_unknown_variable_is_one_line_on_stderr() -> None:
     """In a process of its own: here pytest has taken over the log."""
     environ = os.environ | {"AGENTCACHE_RAMBUDGET": "1GB", "AGENTCACHE_PORT": "1"}
-    command = [sys.executable, "-c", "from agentcache.config_sources import load_config; load_config()"]
+    command = [sys.executable, "-c", "from agentcache.settings.sources import load_config; load_config()"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environ)
     expected = "unknown environment variable 'AGENTCACHE_RAMBUDGET'; did you mean 'AGENTCACHE_RAM_BUDGET'?\n"
     assert (done.stdout, done.stderr) == ("", expected)

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from agentcache.cli.serve import listen
-from agentcache.config import Config
+from agentcache.settings.config import Config
 from tests.marks import slow
 
 ROOT = Path(__file__).parent.parent.parent

@@ -20,7 +20,7 @@ from agentcache.kv.tensor_arena import TensorArena, take_due
 from tests.device_marks import cpu_memory
 from tests.held_memory import held_bytes
 from tests.kv.arena_cases import DIM, HEADS, Q32, Q64, peak_of_write, random
-from tests.kv.store_cases import named_tensors
+from tests.store.store_cases import named_tensors
 
 
 def group_of(*layers: LayerSpec, quantisation: Quantisation = Q64) -> GroupArena:

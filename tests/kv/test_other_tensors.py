@@ -21,8 +21,8 @@ from agentcache.store.manifest import ResidualBlocks, SavedCache, SavedOrigin, d
 from agentcache.store.store import BlockWrite
 from agentcache.store.transcript_log import Content, start_log
 from agentcache.store.verify import FolderReport, verify_folder
-from tests.kv.damage import DAMAGE, agents_folder, block_file, flip, quarantined
-from tests.kv.store_cases import (
+from tests.store.damage import DAMAGE, agents_folder, block_file, flip, quarantined
+from tests.store.store_cases import (
     MODEL,
     encode_block,
     encoded_size,

@@ -19,7 +19,7 @@ from agentcache.store.block_file import make_header
 from agentcache.store.store import BlockWrite
 from tests.device_marks import cpu_memory
 from tests.held_memory import held_bytes
-from tests.kv.store_cases import MODEL, open_store
+from tests.store.store_cases import MODEL, open_store
 
 RECURRENT = (
     RecurrentSpec(0, (StateTensor((3, 8), "bfloat16"), StateTensor((2, 4, 4), "float32"))),

@@ -10,8 +10,8 @@ import httpx
 import openai
 import pytest
 
-from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.server_process import ServerProcess
+from agentcache.text.tokenizer import Tokenizer
 from tests.conftest import ModelFolder
 from tests.live.servers import http_of, openai_of, serving
 

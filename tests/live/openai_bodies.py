@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentcache.models.text.tokenizer import Tokenizer
+from agentcache.text.tokenizer import Tokenizer
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Tell me about the cat on the mat."}]
 GREEDY: dict[str, Any] = {"temperature": 0, "extra_body": {"ignore_eos": True}}

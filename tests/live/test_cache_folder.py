@@ -13,7 +13,6 @@ import pytest
 
 from agentcache.server.drain import DRAIN_SECONDS
 from agentcache.server_process import ServerProcess
-from tests.kv.unreadable import make_newer
 from tests.live.servers import (
     PATIENCE,
     agent_info,
@@ -30,6 +29,7 @@ from tests.live.servers import (
 )
 from tests.memos import BESIDE
 from tests.rounds import in_rounds, within
+from tests.store.unreadable import make_newer
 
 pytestmark = pytest.mark.slow
 

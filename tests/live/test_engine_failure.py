@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
-from agentcache.config import Config
 from agentcache.engine.engine import Engine
 from agentcache.gateway import completions
 from agentcache.gateway.async_engine import AsyncEngine
 from agentcache.server.app import create_app
+from agentcache.settings.config import Config
 
 BUDGETS: dict[str, Any] = {"ram_budget": 64_000_000, "disk_budget": 256_000_000}
 LONG = {"max_tokens": 20_000, "ignore_eos": True}

@@ -12,10 +12,10 @@ import pytest
 
 from agentcache.server_process import ServerProcess
 from agentcache.store.export import export_agent
-from tests.kv.forge import FORGERIES, Forgery, block_parts, signed_block
-from tests.kv.test_archived_agent import bomb
 from tests.live.servers import agent_info, chat, http_of, make_text, serving
 from tests.serving.test_forged_agents import one_record
+from tests.store.forge import FORGERIES, Forgery, block_parts, signed_block
+from tests.store.test_archived_agent import bomb
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,8 @@ import pytest
 
 from agentcache.blocks.prefix_match import len_common_prefix
 from tests.live.servers import agent_info, all_ids, chat, complete, make_ids, make_text, serving, stats, stop
-from tests.models.templates import QWEN_3_5
 from tests.serving.hybrids import EVERY, with_template, write_hybrid
+from tests.text.templates import QWEN_3_5
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]  # serving/test_hybrids.py tries the same without servers
 

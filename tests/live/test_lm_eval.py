@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 
 from agentcache.kv.packing import Quantisation
-from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.server_process import ServerProcess
+from agentcache.text.tokenizer import Tokenizer
 from tests.live.servers import PATIENCE, complete
 from tests.models.reference import Reference
 

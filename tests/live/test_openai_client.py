@@ -11,8 +11,8 @@ import httpx
 import openai
 import pytest
 
-from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.server_process import ServerProcess
+from agentcache.text.tokenizer import Tokenizer
 from tests.live.openai_bodies import GREEDY, MESSAGES, decode, extras
 from tests.live.servers import PATIENCE, make_text
 

@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from agentcache.models.text.tokenizer import Tokenizer
+from agentcache.text.tokenizer import Tokenizer
 from tests.live.openai_bodies import MESSAGES, decode, extras
 
 

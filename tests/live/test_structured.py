@@ -19,8 +19,8 @@ from agentcache.server_process import ServerProcess
 from tests.examples import examples
 from tests.live.openai_bodies import MESSAGES
 from tests.live.servers import PATIENCE
-from tests.models.test_grammars import anything
 from tests.schemas import SHORT_TOOLS, schemas
+from tests.text.test_grammars import anything
 
 # A random model would think for long.
 NO_THOUGHTS = {"chat_template_kwargs": {"enable_thinking": False}}

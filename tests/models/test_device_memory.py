@@ -9,9 +9,9 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from agentcache.memory_plan import MemoryPlan
 from agentcache.models.device_memory import CACHE, MEMORY, WIRED, Limits, Setter, device_memory, wanted_limits
-from agentcache.system_memory import SystemMemory
+from agentcache.settings.memory_plan import MemoryPlan
+from agentcache.system.memory import SystemMemory
 
 MAC = MemoryPlan(limit=10**10, weights=4 * 10**9, ram_budget=10**9, trunk_budget=0, temporaries=10**9, wired=6 * 10**9)
 

@@ -14,8 +14,8 @@ import pytest
 
 from agentcache.models import fingerprint
 from agentcache.models.fingerprint import HARMLESS, ModelFingerprints, first_fingerprint, model_fingerprints
-from agentcache.models.memo import Memo
-from agentcache.models.text import token_rules
+from agentcache.system.memo import Memo
+from agentcache.text import token_rules
 from tests.conftest import ModelFolder
 
 

@@ -10,6 +10,7 @@ import pytest
 from mlx_lm.models import base, llama, qwen3_next
 from mlx_lm.models.cache import QuantizedKVCache
 
+from agentcache import compat
 from agentcache.blocks.pool import BlockTable
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.arena import LayerArena
@@ -17,7 +18,6 @@ from agentcache.kv.packing import Quantisation
 from agentcache.kv.spec import LayerSpec
 from agentcache.kv.step_cache import StepCache
 from agentcache.kv.step_plan import Reads, Writes
-from agentcache.models import compat
 from agentcache.models.interception import attention, intercept
 from agentcache.models.observation import observe, observing
 from tests.models import zoo

@@ -21,10 +21,10 @@ from agentcache.models import loader
 from agentcache.models.loader import WantedPositions
 from agentcache.models.step import CurrentStep, StepInputs
 from tests.conftest import ModelFolder
-from tests.kv.unreadable import NOBODY, as_user, is_root
 from tests.models import zoo
 from tests.models.driver import Driver, random_ids
 from tests.models.model_files import MODEL_FILES
+from tests.store.unreadable import NOBODY, as_user, is_root
 
 Change = Callable[[Path], object]
 

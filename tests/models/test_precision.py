@@ -32,7 +32,7 @@ from benchmarks.quality.outliers import add_key_biases, add_outliers
 from tests.conftest import ModelFolder
 from tests.examples import examples
 from tests.marks import slow
-from tests.models.test_hosting import load
+from tests.models.test_attachment import load
 
 FOUR, SIXTEEN = LayerBits(4, 4), LayerBits(16, 16)
 LEVELS = list(BITS.values())

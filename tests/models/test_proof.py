@@ -15,10 +15,11 @@ from mlx_lm.models import qwen3_next
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.utils import load_model
 
+from agentcache import compat
 from agentcache.errors import UnsupportedModel
 from agentcache.kv.step_cache import PagedKV, StepCache
 from agentcache.kv.step_plan import Reads
-from agentcache.models import compat, fused_latent, interception, mla, proof, softcap
+from agentcache.models import fused_latent, interception, mla, proof, softcap
 from agentcache.models.attachment import host, host_in_pieces
 from agentcache.models.attention import AttentionOptions
 from tests.conftest import ModelFolder

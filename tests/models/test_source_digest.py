@@ -11,8 +11,8 @@ from mlx_lm.utils import load_model
 
 from agentcache.models import source_digest as sources
 from agentcache.models.first_sources import FIRST_SOURCES
-from agentcache.models.memo import Memo
 from agentcache.models.source_digest import source_digest
+from agentcache.system.memo import Memo
 from tests.conftest import ModelFolder
 from tests.models.other_sources import changed_source
 

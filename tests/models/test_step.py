@@ -15,8 +15,8 @@ from agentcache.models import loader
 from agentcache.models.loader import LoadedModel
 from agentcache.models.step import CurrentStep, StepInputs
 from tests.conftest import ModelFolder
-from tests.kv.store_cases import named_tensors
 from tests.models.driver import Driver, Row, random_ids
+from tests.store.store_cases import named_tensors
 
 
 @pytest.fixture(scope="module")

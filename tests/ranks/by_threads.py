@@ -16,7 +16,7 @@ from agentcache.ranks.store import RankZeroStore
 from agentcache.ranks.worker import Worker
 from agentcache.ranks.worker_link import WorkerLink
 from agentcache.store.store import BlockWrite, Store
-from tests.kv.store_cases import BUDGET, MODEL, SPEC, make_block, make_data
+from tests.store.store_cases import BUDGET, MODEL, SPEC, make_block, make_data
 
 SPECS = [replace(SPEC, rank=f"{rank} of 2") for rank in range(2)]
 ROOT = Namespace(MODEL, SPECS[0].digest).root

@@ -19,7 +19,6 @@ from typing import Any
 import mlx.core as mx
 
 from agentcache.cli.serve import LOST_CODE
-from agentcache.config import Config
 from agentcache.errors import RankLost
 from agentcache.kv import packed, packing
 from agentcache.llm import LLM, Completion
@@ -28,6 +27,7 @@ from agentcache.models.runner import ModelRunner
 from agentcache.models.step import StepInputs, StepOutputs
 from agentcache.ranks.rank import own_rank
 from agentcache.sampling import SamplingParams
+from agentcache.settings.config import Config
 from agentcache.store.archive import ArchiveRejected
 from agentcache.store.store import Store
 from tests.serving import inside

@@ -18,8 +18,8 @@ from agentcache.store.block_folder import BlockCopy, BlockWrite
 from agentcache.store.export import export_agent
 from agentcache.store.manifest import AgentRecord, decode_manifest
 from agentcache.store.verify import verify_folder
-from tests.kv.store_cases import MODEL, SPEC, make_data, make_record, make_transcript, open_store
 from tests.ranks.by_threads import ROOT, SPECS, TwoRanks
+from tests.store.store_cases import MODEL, SPEC, make_data, make_record, make_transcript, open_store
 
 Contents = list[tuple[str, bytes]]
 TOKENS = 300

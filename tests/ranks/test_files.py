@@ -20,9 +20,9 @@ from agentcache.errors import BlocksLost, DiskBudgetExceeded, RankLost, StoreErr
 from agentcache.ranks.messages import read_answers, read_commands, write_answers
 from agentcache.store.store import BlockWrite, Store
 from agentcache.store.verify import verify_folder
-from tests.kv.store_cases import MODEL, SPEC, make_block, make_record, make_transcript, tree
-from tests.kv.unreadable import CAUSES, unreadable
 from tests.ranks.by_threads import ROOT, SECONDS, SPECS, TwoRanks
+from tests.store.store_cases import MODEL, SPEC, make_block, make_record, make_transcript, tree
+from tests.store.unreadable import CAUSES, unreadable
 
 
 @pytest.fixture

@@ -15,15 +15,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentcache.confined import ConfinedWork
 from agentcache.errors import InvalidRequest
-from agentcache.models.text.grammars.call_syntax import calling_format
-from agentcache.models.text.replies.calls import Tools
-from agentcache.models.text.replies.events import Call, Event, Reasoning, Text, blocks_of
-from agentcache.models.text.replies.format import HARMONY
-from agentcache.models.text.replies.reader import open_reader
-from agentcache.models.text.tokenizer import Tokenizer
-from agentcache.models.text.write_replies import DEFAULTS, render_in
+from agentcache.system.confined import ConfinedWork
+from agentcache.text.grammars.call_syntax import calling_format
+from agentcache.text.replies.calls import Tools
+from agentcache.text.replies.events import Call, Event, Reasoning, Text, blocks_of
+from agentcache.text.replies.format import HARMONY
+from agentcache.text.replies.reader import open_reader
+from agentcache.text.tokenizer import Tokenizer
+from agentcache.text.write_replies import DEFAULTS, render_in
 from tests.real.folders import template_names, template_text, template_tokenizer
 from tests.real.packages import DEEPSEEK_V4, TOKENIZERS, unpacked
 
@@ -167,7 +167,7 @@ def _render_with_strings(
     template: str, messages: list[Message], tools: list[Message], *, add_generation_prompt: bool = True
 ) -> str:
     """The same for a template that wants arguments as JSON text, or variables that no server gives it."""
-    work = ConfinedWork("agentcache.models.text.template_child")
+    work = ConfinedWork("agentcache.text.template_child")
     try:
         text = render_in(work, template, DEFAULTS, messages, tools, add_generation_prompt=add_generation_prompt)
     finally:

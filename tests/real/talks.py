@@ -18,9 +18,9 @@ from agentcache.agents.table import Agents
 from agentcache.blocks.transcript import Transcript
 from agentcache.gateway.conversation import read_conversation
 from agentcache.gateway.prepare import match
-from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.request import ChatPrompt, Request
 from agentcache.store.manifest import AgentRecord
+from agentcache.text.tokenizer import Tokenizer
 from tests.real.call_histories import TOOLS, Message, Reply, behind_thought, written_by
 from tests.real.clients import Client
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.models.text.tokenizer import Tokenizer
+from agentcache.text.tokenizer import Tokenizer
 from tests.real.call_histories import folders, judge
 
 pytestmark = pytest.mark.slow

@@ -14,14 +14,14 @@ from typing import Any
 import httpx
 import pytest
 
-from agentcache.models.text.tokenizer import Tokenizer
+from agentcache.text.tokenizer import Tokenizer
 from tests.live.servers import http_of, serving
-from tests.models.test_replies import in_bytes
 from tests.real.folders import FAMILIES, Script, family_folder, rescript
 from tests.real.scripted_model import STRIDE
 from tests.real.smollm2 import smollm2_folder
 from tests.reply_formats import TOOLS
 from tests.serving.wire import Said, say_in
+from tests.text.test_replies import in_bytes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.models.text.tokenizer import Tokenizer
-from tests.models.test_repairs import check_prefixes
+from agentcache.text.tokenizer import Tokenizer
 from tests.real.conversations import CONVERSATIONS
 from tests.real.folders import FAMILIES, family_folder, template_folder, template_names
+from tests.text.test_repairs import check_prefixes
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from agentcache.models.text.thinking import MOST, ThinkingWish, find_variables, told
-from agentcache.models.text.tokenizer import Tokenizer
+from agentcache.text.thinking import MOST, ThinkingWish, find_variables, told
+from agentcache.text.tokenizer import Tokenizer
 from tests.real.folders import family_folder, template_names, template_text
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.models.text.tokenizer import Tokenizer
+from agentcache.text.tokenizer import Tokenizer
 from tests.live.servers import http_of, serving, stop
 from tests.real.call_histories import Reply
 from tests.real.clients import ChatClient, Client, MessagesClient, ResponsesClient

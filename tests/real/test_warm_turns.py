@@ -17,11 +17,11 @@ from agentcache.agents.table import Agents
 from agentcache.blocks.transcript import Transcript
 from agentcache.gateway.conversation import read_conversation
 from agentcache.gateway.prepare import match
-from agentcache.models.text.replies.format import HARMONY_ENDS
-from agentcache.models.text.thinking import ThinkingWish, told
-from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.request import ChatPrompt, Request
 from agentcache.store.manifest import AgentRecord
+from agentcache.text.replies.format import HARMONY_ENDS
+from agentcache.text.thinking import ThinkingWish, told
+from agentcache.text.tokenizer import Tokenizer
 from tests.real.call_histories import TOOLS, Message, Reply, behind_thought, characters, joined, read, written_by
 from tests.real.folders import template_names, template_tokenizer
 

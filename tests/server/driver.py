@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 from starlette.types import Message
 
-from agentcache.config import Config
 from agentcache.server.app import create_app
+from agentcache.settings.config import Config
 from tests.server.fake_engine import FakeEngine
 
 BASE_URL = "http://127.0.0.1:8000"

@@ -11,12 +11,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from agentcache.adapter_settings import AdapterFolder, Policy
 from agentcache.blocks.ledger import RamUse
 from agentcache.blocks.prefix_match import Match
 from agentcache.errors import Conflict, NotFound, UnsupportedAdapter
 from agentcache.kv.group_info import CacheGroupInfo, GroupKind
-from agentcache.pressure import Level
 from agentcache.report import (
     AdapterInfo,
     AgentInfo,
@@ -31,10 +29,12 @@ from agentcache.report import (
     Update,
 )
 from agentcache.request import Request
+from agentcache.settings.adapters import AdapterFolder, Policy
 from agentcache.start_progress import Measuring, Phase
 from agentcache.store.archive import ArchiveRejected
 from agentcache.store.response_files import ResponseFiles
-from tests.kv.stored_responses import response_files
+from agentcache.system.pressure import Level
+from tests.store.stored_responses import response_files
 
 T = TypeVar("T")
 

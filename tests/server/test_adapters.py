@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from agentcache.adapter_settings import AdapterFolder, Policy
-from agentcache.config import Config
+from agentcache.settings.adapters import AdapterFolder, Policy
+from agentcache.settings.config import Config
 from tests.server.driver import ask, chat, complete, post, refused
 from tests.server.fake_engine import MODEL, POET, FakeEngine
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from agentcache.answer_form import AnswerForm, CallableTool, Calls, Notation, TextForm
-from agentcache.models.text.replies.format import ReplyFormat
 from agentcache.report import FinishReason, Update
 from agentcache.request import ChatPrompt
+from agentcache.text.replies.format import ReplyFormat
 from tests.server.driver import chat, complete, post
 from tests.server.fake_engine import MODEL, REPORT, FakeEngine
 

@@ -7,11 +7,11 @@ from typing import Any
 import httpx
 import pytest
 
-from agentcache.config import Config
 from agentcache.errors import ContextLengthExceeded, EngineStopped, Overloaded
 from agentcache.report import FinishReason, Update
 from agentcache.request import ChatPrompt
 from agentcache.sampling import SamplingParams
+from agentcache.settings.config import Config
 from tests.server.driver import ask, chat, post
 from tests.server.fake_engine import MODEL, REPORT, FakeEngine
 

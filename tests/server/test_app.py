@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from agentcache import __version__
-from agentcache.config import Config
 from agentcache.errors import StoreError
-from agentcache.pressure import Level
 from agentcache.server.app import create_app
+from agentcache.settings.config import Config
 from agentcache.start_progress import Measuring, Phase
+from agentcache.system.pressure import Level
 from tests.server.driver import ask, chat, refused, settle
 from tests.server.fake_engine import MODEL, FakeEngine
 

@@ -10,9 +10,9 @@ import pytest
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
-from agentcache.config import Config
 from agentcache.errors import Overloaded, RequestTooSlow
 from agentcache.server.body import FREE_BYTES, WholeBody, note_read
+from agentcache.settings.config import Config
 from tests.server.driver import ask, refused, settle
 from tests.server.fake_engine import FakeEngine
 

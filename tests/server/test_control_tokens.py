@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from agentcache.gateway.prepare import read_prompt
-from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.request import ChatPrompt
-from tests.models.templates import QWEN_3_CODER
-from tests.models.tokenizing import ids_of
+from agentcache.text.tokenizer import Tokenizer
 from tests.server.driver import post
 from tests.server.fake_engine import FakeEngine
+from tests.text.templates import QWEN_3_CODER
+from tests.text.tokenizing import ids_of
 from tests.tokenizers_factory import with_markers
 
 

@@ -12,10 +12,10 @@ import pytest
 from agentcache.agents.table import Agents
 from agentcache.blocks.transcript import Transcript
 from agentcache.gateway.conversation import read_conversation
-from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.report import FinishReason, Update
 from agentcache.request import ChatPrompt, Request
 from agentcache.store.manifest import AgentRecord
+from agentcache.text.tokenizer import Tokenizer
 from tests.real.call_histories import characters, joined
 from tests.real.clients import ChatClient, Client, MessagesClient, ResponsesClient
 from tests.reply_formats import FAMILIES, TOOLS

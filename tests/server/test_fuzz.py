@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.routing import Route
 
-from agentcache.config import Config, Images
 from agentcache.server.app import create_app
 from agentcache.server.validate import check_agent_id
+from agentcache.settings.config import Config, Images
 from tests.examples import examples
 from tests.server.driver import ask
 from tests.server.fake_engine import MODEL, POET, FakeEngine

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from agentcache.errors import ContextLengthExceeded, InvalidRequest, Overloaded
-from agentcache.models.text.json_values import MAX_DEPTH
 from agentcache.server.context import LARGE_BODY
 from agentcache.server.large_json import LargeJson
 from agentcache.server.validate import MANY_VALUES, parse_object
+from agentcache.text.json_values import MAX_DEPTH
 from tests.server.driver import ask, refused
 from tests.server.fake_engine import FakeEngine
 

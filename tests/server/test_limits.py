@@ -7,11 +7,11 @@ from typing import Any
 import httpx
 import pytest
 
-from agentcache.config import Config
 from agentcache.errors import Overloaded
 from agentcache.report import FinishReason, Update
 from agentcache.request import Request
 from agentcache.server.app import create_app
+from agentcache.settings.config import Config
 from tests.rounds import in_rounds, within
 from tests.server.driver import BASE_URL, chat, complete, events, post, refused
 from tests.server.fake_engine import REPORT, FakeEngine

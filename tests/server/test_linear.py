@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 from starlette.datastructures import Headers
 
-from agentcache.config import Config, Images
 from agentcache.errors import InvalidRequest, Overloaded
-from agentcache.models.text.json_values import write_json
 from agentcache.server.agents import _read_warm
 from agentcache.server.anthropic import _read_counted
 from agentcache.server.anthropic import read_job as read_message
@@ -21,6 +19,8 @@ from agentcache.server.openai import read_chat, read_text
 from agentcache.server.read_limit import ReadLimit
 from agentcache.server.responses import read_response
 from agentcache.server.validate import Reader, parse_object
+from agentcache.settings.config import Config, Images
+from agentcache.text.json_values import write_json
 from tests.growth import MOST, growth
 from tests.server.driver import ask, chat, post, refused
 from tests.server.fake_engine import MODEL, FakeEngine

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from starlette.datastructures import Headers
 
-from agentcache.config import Config
 from agentcache.server.context import Call
 from agentcache.server.messages import read_messages
 from agentcache.server.validate import Reader
+from agentcache.settings.config import Config
 from tests.server.fake_engine import MODEL
 
 

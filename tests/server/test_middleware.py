@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from agentcache.config import Config
 from agentcache.server.hosts import host_of, is_local
+from agentcache.settings.config import Config
 from tests.server.driver import ask, chat, refused
 from tests.server.fake_engine import FakeEngine
 

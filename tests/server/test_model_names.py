@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from agentcache.config import Config
+from agentcache.settings.config import Config
 from tests.server.driver import ask, chat, post, refused
 from tests.server.fake_engine import MODEL, POET, FakeEngine
 

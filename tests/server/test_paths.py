@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agentcache.config import Config
+from agentcache.settings.config import Config
 from tests.server.driver import BASE_URL, ask, post, refused
 from tests.server.fake_engine import MODEL, FakeEngine
 

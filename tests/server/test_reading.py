@@ -13,12 +13,12 @@ from typing import Any
 import httpx
 import pytest
 
-from agentcache.config import Config, Images
 from agentcache.server.app import create_app
 from agentcache.server.context import LARGE_BODY, MOST_UNREAD, READERS, SMALL_BODY, Context, body_weight
 from agentcache.server.large_json import LargeJson
 from agentcache.server.read_limit import ReadLimit
 from agentcache.server.validate import parse_object
+from agentcache.settings.config import Config, Images
 from tests.rounds import check_bound, in_rounds, within
 from tests.server.driver import BASE_URL, LeavingClient, refused, settle
 from tests.server.fake_engine import FakeEngine

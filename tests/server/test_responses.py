@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from openai.types.responses import Response
 
-from agentcache.config import Config, Images
 from agentcache.request import ChatPrompt
 from agentcache.sampling import SamplingParams
 from agentcache.server.response_items import sealed
+from agentcache.settings.config import Config, Images
 from tests.server.driver import refused
 from tests.server.fake_engine import MODEL, FakeEngine
 from tests.server.responses_driver import CALLER, LOOK, LOOK_SHOWN, messages_of, respond

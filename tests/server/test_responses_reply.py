@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from openai.types.responses import Response
 
 from agentcache.errors import ContextLengthExceeded, Overloaded
-from agentcache.models.text.replies.events import (
+from agentcache.report import FinishReason, Update
+from agentcache.server.reply import Completion
+from agentcache.server.response_echo import Echo
+from agentcache.server.response_tools import ResponseTool, ResponseTools
+from agentcache.server.responses_reply import ResponseReply
+from agentcache.text.replies.events import (
     Event,
     ReasoningDelta,
     TextDelta,
@@ -20,16 +25,11 @@ from agentcache.models.text.replies.events import (
     ToolCallEnd,
     ToolCallStart,
 )
-from agentcache.report import FinishReason, Update
-from agentcache.server.reply import Completion
-from agentcache.server.response_echo import Echo
-from agentcache.server.response_tools import ResponseTool, ResponseTools
-from agentcache.server.responses_reply import ResponseReply
 from tests.examples import examples
-from tests.models.test_call_ids import is_short
 from tests.server.driver import refused
 from tests.server.fake_engine import MODEL, REPORT, FakeEngine
 from tests.server.responses_driver import CALL, CALLER, LOOK, messages_of, respond, stream
+from tests.text.test_call_ids import is_short
 
 
 def test_an_answer() -> None:

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentcache.config import Config
 from agentcache.server.known_clients import KnownClients, client_name
 from agentcache.server.session import agent_of_cache_key, agent_of_session, session_of_user
 from agentcache.server.validate import check_agent_id
+from agentcache.settings.config import Config
 from tests.server.driver import ask_each, chat, complete, post, refused
 from tests.server.fake_engine import FakeEngine
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from openai.types.responses import Response
 
-from agentcache.config import Config
 from agentcache.errors import StoreError
 from agentcache.report import FinishReason, Update
 from agentcache.request import Request
+from agentcache.settings.config import Config
 from tests.server.driver import ask, refused
 from tests.server.fake_engine import REPORT, FakeEngine
 from tests.server.responses_driver import CALL, CALLER, LOOK, messages_of, respond, stream

@@ -11,11 +11,11 @@ from sse_starlette import sse
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
-from agentcache.config import Config
 from agentcache.errors import EngineStopped, InvalidRequest
 from agentcache.report import FinishReason, Update
 from agentcache.server.app import create_app
 from agentcache.server.stream import TextEvents, UpdateStream, event, until_disconnect
+from agentcache.settings.config import Config
 from tests.server.driver import LeavingClient, chat, complete, events
 from tests.server.fake_engine import REPORT, FakeEngine, Script, logprob
 from tests.server.fast_time import FastLoop

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from agentcache.models.text.replies.format import ReplyFormat
 from agentcache.report import FinishReason, Update
 from agentcache.server.anthropic_reply import signature
 from agentcache.server.replies import read_reading
 from agentcache.server.validate import Reader
-from tests.models.test_call_ids import is_short
+from agentcache.text.replies.format import ReplyFormat
 from tests.server.driver import chat, events, post
 from tests.server.fake_engine import MODEL, REPORT, FakeEngine
 from tests.server.test_anthropic import stream
+from tests.text.test_call_ids import is_short
 
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call>'

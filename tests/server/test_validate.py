@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from agentcache.errors import ContextLengthExceeded, InvalidRequest
-from agentcache.models.text.json_values import MAX_DEPTH
 from agentcache.server.validate import (
     MANY_VALUES,
     Reader,
@@ -15,6 +14,7 @@ from agentcache.server.validate import (
     refuse_long_lists,
     refuse_many_values,
 )
+from agentcache.text.json_values import MAX_DEPTH
 
 
 @pytest.mark.parametrize(

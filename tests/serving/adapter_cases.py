@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from agentcache.adapter_settings import parse_adapters
 from agentcache.llm import LLM, Completion
 from agentcache.request import Request
+from agentcache.settings.adapters import parse_adapters
 from tests.adapters_factory import ATTENTION, make_adapter, write_mlx_lm, write_peft
 from tests.serving import inside
 from tests.serving.conversation import greedy, logprob_errors, open_llm

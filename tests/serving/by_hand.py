@@ -13,20 +13,20 @@ from typing import Any
 from agentcache.adapters.activation import AdapterUse
 from agentcache.answer_form import AnswerForm
 from agentcache.blocks.keys import KVOrigin
-from agentcache.config import Config
 from agentcache.engine.engine import Engine
 from agentcache.engine.open import open_engine
 from agentcache.engine.output import Output
 from agentcache.engine.running_request import RunningRequest
 from agentcache.gateway.prepare import choose_lineage, held_by, make_grammar, match, read_prompt
-from agentcache.models.text.replies.stop_search import StopSearch
-from agentcache.models.text.stop_strings import stop_strings
-from agentcache.models.text.work_limit import UNLIMITED
 from agentcache.report import Report, Update
 from agentcache.request import Request, TokenPrompt
 from agentcache.sampling import SamplingParams
+from agentcache.settings.config import Config
 from agentcache.store.manifest import AgentRecord
 from agentcache.store.verify import verify_folder
+from agentcache.text.replies.stop_search import StopSearch
+from agentcache.text.stop_strings import stop_strings
+from agentcache.text.work_limit import UNLIMITED
 from tests.serving import inside
 from tests.serving.conversation import DISK_BUDGET, RAM_BUDGET
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from agentcache.blocks.transcript import Transcript
-from agentcache.config import Config
 from agentcache.llm import LLM, Completion, SamplingParams
 from agentcache.report import Update
 from agentcache.request import Request, TokenPrompt
+from agentcache.settings.config import Config
 from agentcache.store.verify import verify_folder
 from tests.serving import inside
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import httpx
 
-from agentcache.config import Config
 from agentcache.gateway.async_engine import AsyncEngine
-from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.server.app import create_app
+from agentcache.settings.config import Config
+from agentcache.text.tokenizer import Tokenizer
 from tests.serving.conversation import DISK_BUDGET, RAM_BUDGET
 
 

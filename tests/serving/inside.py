@@ -39,13 +39,13 @@ from agentcache.models.adapters import AdapterContent
 from agentcache.models.decoder import Decoder
 from agentcache.models.footprint import Footprint
 from agentcache.models.loader import LoadedModel
-from agentcache.models.text.tokenizer import Tokenizer
-from agentcache.pressure import Level
 from agentcache.report import AgentInfo, RestoreReport
 from agentcache.request import Request
 from agentcache.store.agent_folder import AgentFolder
 from agentcache.store.manifest import AgentRecord, Manifest
 from agentcache.store.store import Store
+from agentcache.system.pressure import Level
+from agentcache.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 Fault = Callable[[str], None]

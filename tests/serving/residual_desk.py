@@ -39,7 +39,7 @@ from agentcache.report import AgentInfo
 from agentcache.store.atomic import Fault
 from agentcache.store.manifest import AgentRecord
 from agentcache.store.store import Store, no_fault
-from tests.kv.store_cases import BUDGET, MODEL, RESIDUAL_SPEC, SPEC
+from tests.store.store_cases import BUDGET, MODEL, RESIDUAL_SPEC, SPEC
 
 MATH, POET = residual_cache("5e"), residual_cache("6f")
 

@@ -27,10 +27,10 @@ from agentcache.engine.scheduler import Scheduler
 from agentcache.engine.token_budget import TokenBudget, idle_chunk
 from agentcache.errors import AgentCacheError, RequestCancelled
 from agentcache.models.device_memory import Limits
-from agentcache.models.text.detokenizer import Detokenizer
-from agentcache.models.text.marks import MarkedEnds
 from agentcache.report import Update
 from agentcache.request import Priority, Request, TokenPrompt
+from agentcache.text.detokenizer import Detokenizer
+from agentcache.text.marks import MarkedEnds
 
 MAX_STALL = 0.1
 

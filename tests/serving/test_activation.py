@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentcache.adapter_settings import Policy
 from agentcache.adapters.activation import find_last, refuse_without_adapter, use_adapter
 from agentcache.adapters.table import ServedAdapter
 from agentcache.blocks.keys import KVOrigin
@@ -17,6 +16,7 @@ from agentcache.errors import InvalidRequest
 from agentcache.models.adapters import Adapter
 from agentcache.request import Request, TokenPrompt
 from agentcache.sampling import SamplingParams
+from agentcache.settings.adapters import Policy
 
 A, B = 11, 12
 SOURCE = Adapter("digest", Path("/poet"), "peft", {}, 0, 0, 1, (A, B), 0)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.adapter_settings import Policy
 from agentcache.llm import LLM, Completion
 from agentcache.request import Request, TokenPrompt
+from agentcache.settings.adapters import Policy
 from tests.conftest import ModelFolder
 from tests.marks import slow
 from tests.serving import inside

@@ -8,10 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from agentcache.adapter_settings import Policy
 from agentcache.adapters.table import ServedAdapter
 from agentcache.errors import EngineStopped
 from agentcache.gateway.adapter_loader import AdapterLoader
+from agentcache.settings.adapters import Policy
 from tests.serving.test_adapter_table import make_source
 
 if TYPE_CHECKING:

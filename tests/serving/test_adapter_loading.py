@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agentcache.adapter_settings import parse_adapters
 from agentcache.errors import Conflict, InvalidRequest, NotFound, Overloaded, UnreadableAdapter, UnsupportedAdapter
 from agentcache.llm import LLM
 from agentcache.report import Update
 from agentcache.request import Request, TokenPrompt
+from agentcache.settings.adapters import parse_adapters
 from tests.adapters_factory import make_adapter, random_matrices, write_mlx_lm, write_peft
 from tests.conftest import ModelFolder
 from tests.serving import inside

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from agentcache.adapter_settings import Policy
 from agentcache.adapters.table import AdapterTable, ServedAdapter, check_adapter_name, resolve_policy
 from agentcache.errors import InvalidRequest, NotFound
 from agentcache.models.adapters import Adapter
 from agentcache.models.decoder import Decoder
+from agentcache.settings.adapters import Policy
 
 BUDGET = 100
 SIZES = {"d1": 30, "d2": 40, "d3": 50, "d4": 100}

@@ -9,14 +9,14 @@ from typing import Any
 from agentcache.agents.lineages import PlainPrompt
 from agentcache.agents.table import Agents
 from agentcache.blocks.transcript import Transcript
-from agentcache.config import Config
 from agentcache.gateway.agent_turns import AgentTurns
 from agentcache.gateway.completions import Completions
 from agentcache.gateway.conversation import transcripts_for
 from agentcache.request import Request, TextPrompt
 from agentcache.sampling import SamplingParams
+from agentcache.settings.config import Config
 from agentcache.store.manifest import AgentRecord
-from tests.kv.store_cases import make_record
+from tests.store.store_cases import make_record
 
 ASKED = Transcript.empty().extended("Hi?", [1], [3], "prompt")
 ANSWERED = ASKED.extended("Yes", [2], [3], "generated")

@@ -11,11 +11,11 @@ import pytest
 
 from agentcache.errors import AgentUnavailable
 from agentcache.store.cache_files import CacheFiles
-from tests.kv.unreadable import make_newer
 from tests.marks import slow
 from tests.serving.block_damage import BLOCK_DAMAGE, Damage, block_files, flip, newer_version
 from tests.serving.conversation import TokenTalk, open_llm
 from tests.serving.saved import LENGTHS, Saved, check_answer
+from tests.store.unreadable import make_newer
 
 # What one wrong byte is found by, in whatever place, kv/test_block_file.py tries without an engine.
 WRONG_BYTES = {

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.adapter_settings import parse_adapters
 from agentcache.errors import EngineStopped, Overloaded, UnsupportedAdapter
 from agentcache.llm import LLM, Completion
 from agentcache.models.proof import STEPS
 from agentcache.request import Request, TokenPrompt
+from agentcache.settings.adapters import parse_adapters
 from tests.conftest import ModelFolder
 from tests.marks import slow
 from tests.serving import inside

@@ -24,7 +24,7 @@ from agentcache.store.manifest import FIRST_LINEAGE, AgentRecord
 from agentcache.store.store import BlockWrite, Store
 from agentcache.store.verify import verify_folder
 from tests.examples import examples
-from tests.kv.store_cases import (
+from tests.store.store_cases import (
     MODEL,
     RESIDUAL_SPEC,
     SPEC,

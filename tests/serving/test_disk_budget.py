@@ -15,7 +15,8 @@ from agentcache.blocks.keys import residual_cache
 from agentcache.llm import LLM
 from agentcache.store.archived_agent import ArchivedAgent
 from agentcache.store.verify import verify_folder
-from tests.kv.store_cases import (
+from tests.serving.conversation import BLOCK_BYTES, TokenTalk, check_idle, greedy, make_ids
+from tests.store.store_cases import (
     MODEL,
     RESIDUAL_SPEC,
     make_record,
@@ -26,7 +27,6 @@ from tests.kv.store_cases import (
     tree,
     with_residual,
 )
-from tests.serving.conversation import BLOCK_BYTES, TokenTalk, check_idle, greedy, make_ids
 
 OTHER_MODEL = "f" * 32
 NOT_LOADED = residual_cache("6f")

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.conftest import ModelFolder
-from tests.models.test_replies import in_bytes
 from tests.serving.front import open_front
 from tests.serving.scripted import scripted
 from tests.serving.talk import Talk
 from tests.serving.wire import Said, say_in
+from tests.text.test_replies import in_bytes
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "STOP"}}\n</tool_call>'
 

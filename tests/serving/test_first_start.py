@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-from agentcache.adapter_settings import AdapterFolder, Policy
-from agentcache.config import Config
 from agentcache.errors import OutOfBlocks, UnsupportedModel
 from agentcache.gateway import async_engine
 from agentcache.gateway.async_engine import AsyncEngine
@@ -23,6 +21,8 @@ from agentcache.models.precision import PrecisionSearch
 from agentcache.report import Report, Update
 from agentcache.request import Request, TokenPrompt
 from agentcache.sampling import SamplingParams
+from agentcache.settings.adapters import AdapterFolder, Policy
+from agentcache.settings.config import Config
 from agentcache.store.precision_file import read_precision
 from tests.adapters_factory import make_adapter
 from tests.conftest import ModelFolder

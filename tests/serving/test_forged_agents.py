@@ -20,10 +20,10 @@ from agentcache.store.archive import ArchiveRejected
 from agentcache.store.export import export_agent
 from agentcache.store.transcript_log import EMPTY, _changes, _replay
 from agentcache.store.verify import verify_folder
-from tests.kv.forge import FORGERIES, Forgery, block_parts, packed, signed_block
 from tests.serving.conversation import TokenTalk, greedy, make_ids, open_llm
 from tests.serving.hybrids import EVERY
 from tests.serving.saved import LENGTHS, Saved
+from tests.store.forge import FORGERIES, Forgery, block_parts, packed, signed_block
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,9 @@ from llguidance import LLParserLimits
 from agentcache.answer_form import AnswerForm, Notation, TextForm
 from agentcache.errors import InvalidRequest
 from agentcache.llm import LLM, Completion
-from agentcache.models.text.grammars import compiler
-from agentcache.models.text.replies.events import Call, Text
 from agentcache.request import Request, TokenPrompt
+from agentcache.text.grammars import compiler
+from agentcache.text.replies.events import Call, Text
 from tests.conftest import ModelFolder
 from tests.examples import examples
 from tests.marks import slow

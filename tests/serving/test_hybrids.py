@@ -17,13 +17,13 @@ from agentcache.blocks.prefix_match import len_common_prefix
 from agentcache.blocks.snapshot_plan import MOST_SAVED
 from agentcache.blocks.snapshots import ROW_STATES
 from agentcache.llm import LLM, Completion
-from agentcache.pressure import Level
 from agentcache.store.verify import verify_folder
+from agentcache.system.pressure import Level
 from tests.marks import slow
-from tests.models.templates import QWEN_3_5
 from tests.serving import inside
 from tests.serving.conversation import Chat, Stream, check_idle, greedy, make_ids, make_text, open_llm
 from tests.serving.hybrids import EVERY, HYBRIDS, answer, check_same, more, snapshot_files, with_template
+from tests.text.templates import QWEN_3_5
 from tests.tokenizers_factory import CHATML
 
 # -- one conversation, however it is interrupted -----------------------------------------------------------------------

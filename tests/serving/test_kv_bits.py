@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.config import Config
 from agentcache.gateway.describe_model import inspect_model
 from agentcache.kv.precision import LayerBits, Precision
 from agentcache.llm import LLM
 from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.sampling import SamplingParams
+from agentcache.settings.config import Config
 from agentcache.store.precision_file import NAME, read_precision, write_precision
 from agentcache.store.verify import verify_folder
 from tests.conftest import ModelFolder

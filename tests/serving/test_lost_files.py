@@ -13,11 +13,11 @@ from agentcache.errors import BlocksLost, StoreError
 from agentcache.llm import LLM
 from agentcache.store.store import Store
 from agentcache.store.verify import verify_folder
-from tests.kv.store_cases import size_on_disk
 from tests.marks import slow
 from tests.serving import inside
 from tests.serving.block_damage import block_files
 from tests.serving.conversation import TokenTalk, check_idle, cold_ids, greedy, make_ids, open_llm
+from tests.store.store_cases import size_on_disk
 
 
 def remove(llm: LLM, path: Path) -> None:

@@ -11,9 +11,9 @@ from safetensors.numpy import load_file
 from agentcache.engine import open as opening
 from agentcache.errors import AgentCacheError, ConfigError, StoreError
 from agentcache.kv.reserved import allocated_bytes
-from agentcache.memory_plan import DeviceMemory
 from agentcache.models import loader
 from agentcache.models.device_memory import MEMORY, Setter
+from agentcache.settings.memory_plan import DeviceMemory
 from tests.device_marks import cpu_chunks
 from tests.serving import inside
 from tests.serving.by_hand import by_hand

@@ -9,10 +9,10 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from agentcache.engine.output import Output
-from agentcache.models.text.detokenizer import Detokenizer
-from agentcache.models.text.replies.format import MarkerToken
-from agentcache.models.text.replies.stop_search import StopSearch
-from agentcache.models.text.stop_strings import StopStrings
+from agentcache.text.detokenizer import Detokenizer
+from agentcache.text.replies.format import MarkerToken
+from agentcache.text.replies.stop_search import StopSearch
+from agentcache.text.stop_strings import StopStrings
 from tests.examples import examples
 from tests.growth import MOST, growth
 

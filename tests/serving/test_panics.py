@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 
-from agentcache.adapter_settings import AdapterFolder
 from agentcache.answer_form import AnswerForm, Notation, TextForm
-from agentcache.config import Config
 from agentcache.errors import EngineStopped, InvalidRequest
 from agentcache.gateway import adapter_loader, async_engine, completions
 from agentcache.gateway.async_engine import AsyncEngine
 from agentcache.gateway.prompt_workers import Workers
-from agentcache.models.text.grammars import compiler
-from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.report import Update
 from agentcache.request import Request, TokenPrompt
+from agentcache.settings.adapters import AdapterFolder
+from agentcache.settings.config import Config
 from agentcache.store.block_folder import BlockFolder
 from agentcache.store.store import Store
+from agentcache.text.grammars import compiler
+from agentcache.text.tokenizer import Tokenizer
 from tests.marks import slow
 from tests.serving.conversation import DISK_BUDGET, RAM_BUDGET, greedy, make_ids
 from tests.throwing import THROWN, PanicException

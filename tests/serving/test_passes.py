@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from agentcache.adapter_settings import Policy
 from agentcache.adapters.activation import AdapterUse
 from agentcache.blocks.block_tables import BlockTables
 from agentcache.blocks.hidden_state_match import HiddenStateMatch
@@ -18,6 +17,7 @@ from agentcache.blocks.path_search import CachedPrefix
 from agentcache.engine.batch import BatchRow
 from agentcache.engine.passes import Pass, ResidualKV, plan_passes
 from agentcache.engine.running_request import RunningRequest
+from agentcache.settings.adapters import Policy
 from tests.serving.simulation import make_generation
 
 LORA = AdapterUse("poet", "lora", Policy.EXACT, 0, frozenset([1]))

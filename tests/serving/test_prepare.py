@@ -12,11 +12,11 @@ from agentcache.answer_form import AnswerForm, Notation, TextForm
 from agentcache.blocks.transcript import Transcript
 from agentcache.errors import ContextLengthExceeded
 from agentcache.gateway.prepare import match, read_prompt, rough_size
-from agentcache.models.text.tokenizer import Tokenizer
-from agentcache.models.text.work_limit import WorkLimit
 from agentcache.request import ChatPrompt, Prompt, Request, TextPrompt, TokenPrompt
-from tests.models.templates import MISTRAL
+from agentcache.text.tokenizer import Tokenizer
+from agentcache.text.work_limit import WorkLimit
 from tests.schemas import calling
+from tests.text.templates import MISTRAL
 from tests.tokenizers_factory import byte_bpe
 
 

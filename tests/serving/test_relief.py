@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.config import Config
 from agentcache.engine.dispatch import dispatch
 from agentcache.engine.messages import RelieveMemory
 from agentcache.errors import Overloaded
@@ -21,8 +20,9 @@ from agentcache.gateway.async_engine import AsyncEngine
 from agentcache.gateway.pressure_watch import never_failing, watch_pressure
 from agentcache.llm import LLM
 from agentcache.models.footprint import free_memory
-from agentcache.pressure import Level, PressureGauge
-from agentcache.system_memory import MACOS_CRITICAL, MACOS_NORMAL, MACOS_WARNING, PressureReading, SystemMemory
+from agentcache.settings.config import Config
+from agentcache.system.memory import MACOS_CRITICAL, MACOS_NORMAL, MACOS_WARNING, PressureReading, SystemMemory
+from agentcache.system.pressure import Level, PressureGauge
 from tests.adapters_factory import make_adapter
 from tests.marks import slow
 from tests.serving import inside

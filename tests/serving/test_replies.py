@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agentcache.models.text.tokenizer import Tokenizer
+from agentcache.text.tokenizer import Tokenizer
 from tests.conftest import ModelFolder
 from tests.marks import slow
 from tests.reply_formats import FAMILIES, TOOLS

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from agentcache.adapter_settings import AdapterFolder, Policy
 from agentcache.errors import InvalidRequest
 from agentcache.llm import LLM
 from agentcache.request import Request, TokenPrompt
+from agentcache.settings.adapters import AdapterFolder, Policy
 from tests.adapters_factory import ATTENTION, make_adapter, random_matrices, write_mlx_lm
 from tests.conftest import ModelFolder
 from tests.marks import slow

@@ -19,10 +19,10 @@ from agentcache.store.export import export_agent
 from agentcache.store.model_names import ModelNames
 from agentcache.store.verify import verify_folder
 from agentcache.store.writer import Writer
-from tests.kv.forge import Forgery
-from tests.kv.store_cases import MODEL, RESIDUAL_SPEC, SPEC, open_store
 from tests.serving.residual_damage import RESIDUAL_DAMAGE, damage_residuals
 from tests.serving.residual_desk import MATH, POET, Desk, desk, files_of, make_ids
+from tests.store.forge import Forgery
+from tests.store.store_cases import MODEL, RESIDUAL_SPEC, SPEC, open_store
 
 IDS = make_ids(600)
 LONGER = [*IDS, *make_ids(60, seed=1)]

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agentcache.adapter_settings import Policy
 from agentcache.adapters.activation import AdapterUse
 from agentcache.engine.dispatch import dispatch
 from agentcache.engine.messages import DropAdapter, PutAdapter
 from agentcache.models.adapters import AdapterContent, producer_groups, read_adapter
 from agentcache.report import RestoreReport
+from agentcache.settings.adapters import Policy
 from tests.conftest import ModelFolder
 from tests.marks import slow
 from tests.serving import inside

@@ -24,9 +24,9 @@ from agentcache.kv.tensor_arena import shares_memory
 from agentcache.llm import LLM
 from agentcache.sampling import SamplingParams
 from agentcache.store.cache_files import RegularFile
-from tests.kv.store_cases import SPEC
 from tests.serving.block_damage import block_files, flip, header_of, sign
 from tests.serving.residual_desk import Desk, desk, expected, make_ids
+from tests.store.store_cases import SPEC
 
 pytestmark = pytest.mark.skipif(not shares_memory(), reason="the device has memory of its own")
 

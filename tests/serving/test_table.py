@@ -23,9 +23,9 @@ from agentcache.errors import AgentUnavailable
 from agentcache.store.cache_files import CacheFiles
 from agentcache.store.export import export_agent
 from agentcache.store.manifest import MAX_TIME
-from tests.kv.store_cases import MODEL, make_record, make_transcript, make_turn, open_store, size_on_disk
 from tests.serving import inside
 from tests.serving.conversation import Chat, TokenTalk, goes_on, make_text, open_llm
+from tests.store.store_cases import MODEL, make_record, make_transcript, make_turn, open_store, size_on_disk
 
 YEAR = 365 * 86_400.0
 OTHER_MODEL = "f" * 32

@@ -19,15 +19,15 @@ from agentcache.kv.block_layout import Array
 from agentcache.kv.spec import CacheSpec
 from agentcache.llm import LLM
 from agentcache.models.loader import LoadedModel
-from agentcache.models.text.tokenizer import Encoding
 from agentcache.request import ChatPrompt
 from agentcache.store.block_file import BlockHeader, data_bytes, make_header
 from agentcache.store.store import BlockWrite, Store
+from agentcache.text.tokenizer import Encoding
 from tests.conftest import ModelFolder
-from tests.kv.store_cases import tensor_views
 from tests.marks import slow
 from tests.serving import inside
 from tests.serving.conversation import DISK_BUDGET, Chat, make_text, open_llm
+from tests.store.store_cases import tensor_views
 
 FP16_BYTES_PER_TOKEN = 4 * 2 * 2 * 128 * 2  # layers, key and value heads, head dimension, bytes
 Q4_BYTES_PER_TOKEN = FP16_BYTES_PER_TOKEN * 9 // 32

@@ -28,12 +28,12 @@ from agentcache.store.manifest import AgentRecord
 from agentcache.store.store import Store
 from agentcache.store.verify import find_unavailable, verify_folder
 from tests.examples import examples
-from tests.kv.damage import agents_folder, block_file, flip, quarantined
-from tests.kv.store_cases import MODEL, SPEC, make_record, make_transcript, make_turn, open_store, tree
-from tests.kv.unreadable import CAUSES, NOBODY, Cause, as_user, give, is_root, make_newer, unreadable
 from tests.marks import slow
 from tests.serving import inside
 from tests.serving.conversation import TokenTalk, check_idle, goes_on, greedy, open_llm
+from tests.store.damage import agents_folder, block_file, flip, quarantined
+from tests.store.store_cases import MODEL, SPEC, make_record, make_transcript, make_turn, open_store, tree
+from tests.store.unreadable import CAUSES, NOBODY, Cause, as_user, give, is_root, make_newer, unreadable
 
 OTHER_MODEL = "f" * 32
 NAMES = ("ada", "bob", "carl~5e", "dora")

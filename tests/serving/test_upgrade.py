@@ -16,11 +16,11 @@ from agentcache.store.block_file import BlockHeader, make_header
 from agentcache.store.store import Store
 from agentcache.store.verify import verify_folder
 from tests.conftest import ModelFolder
-from tests.kv import version_1
-from tests.kv.store_cases import tensor_views
 from tests.serving import inside
 from tests.serving.conversation import DISK_BUDGET, open_llm
 from tests.serving.saved import LENGTHS, Saved, save_two_turns
+from tests.store import version_1
+from tests.store.store_cases import tensor_views
 
 OLD_DIGEST = "0" * 32  # of the spec: whatever version 1 made of it, it is none of today's
 

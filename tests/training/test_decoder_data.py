@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from agentcache.errors import ConfigError
 from agentcache.models.builtin.embedded import DATA
-from agentcache.models.text.tokenizer import Tokenizer
+from agentcache.text.tokenizer import Tokenizer
 from agentcache.training.decoder_data import (
     Example,
     make_examples,

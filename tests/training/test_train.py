@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from agentcache.llm import LLM
 from agentcache.models.builtin.embedded import DATA
-from agentcache.models.text.tokenizer import Tokenizer
 from agentcache.sampling import SamplingParams
+from agentcache.text.tokenizer import Tokenizer
 from agentcache.training.decoder import Progress
 from agentcache.training.decoder_data import make_examples, read_conversations
 from training.__main__ import app

@@ -8,8 +8,8 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from agentcache.durable import sync, sync_path
-from agentcache.private_file import give_to_owner, make_private_folder
+from agentcache.system.durable import sync, sync_path
+from agentcache.system.private_file import give_to_owner, make_private_folder
 
 
 def make_folder(folder: Path, files: Mapping[str, bytes]) -> None:

@@ -1,0 +1,1 @@
+"""The operating system: memory, files, threads and confined child processes."""

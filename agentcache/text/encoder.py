@@ -1,0 +1,180 @@
+"""Tokenises marked text (see `marks.py`)."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence, Set
+from functools import cached_property
+from typing import Any
+
+import tokenizers
+
+from agentcache.blocks.transcript import Encoding
+from agentcache.text.marks import MarkOffsets, Marks, any_of
+from agentcache.text.work_limit import UNLIMITED, WorkLimit
+
+_Token = tuple[int, tuple[int, int]]
+_USUAL_CHARS = 6  # per token of the limit; longer texts are counted first
+_PIECE_CHARS = 16_384  # counted at once
+_CUT_TOKENS = 64  # maximum that a cut may add
+# Longer texts are a batch of one: the tokenizers library releases the GIL only for batches.
+_SHORT_CHARS = 4096
+
+
+class MarkedEncoder:
+    """Tokenises marked text. Thread-safe.
+
+    Sections (between control tokens) with marks use a copy of the tokenizer with each control token renamed to its
+    mark, so that its string is plain text.
+
+    Args:
+        saved: content of tokenizer.json.
+        controls: control tokens by id.
+    """
+
+    def __init__(self, saved: str, marks: Marks, controls: Mapping[int, str]) -> None:
+        self._saved = saved
+        self._marks = marks
+        self._controls = controls
+        self._control = any_of(controls.values())
+        self._backend = _bare(saved)
+        self._normalises = _normalises_controls(json.loads(saved), set(controls.values()))
+        self._lock = threading.Lock()
+
+    def encode(self, text: str, limit: WorkLimit = UNLIMITED) -> Encoding:
+        """Tokenise marked text; adds no special tokens. Raises as `limit`."""
+        limit.go_on()
+        has_marks = self._marks.are_in(text)
+        if limit.max_tokens is not None:
+            num_chars = len(self._marks.unmark(text)) if has_marks else len(text)
+            if num_chars > _USUAL_CHARS * limit.max_tokens:
+                self._count(text, limit)
+        whole = _encode(self._backend, text)
+        if not has_marks and not (self._normalises and self._has_lookalikes(whole, text)):
+            limit.check(len(whole))
+            return Encoding(whole.ids, _clean_ends(whole.offsets, len(text)))
+        tokens: list[_Token] = []
+        for section in self._sections(whole, text):
+            tokens.extend(section)
+            limit.go_on()
+            limit.check(len(tokens))
+        return Encoding([token[0] for token in tokens], _clean_ends([token[1] for token in tokens], len(text)))
+
+    def _count(self, text: str, limit: WorkLimit) -> None:
+        """Raise as `limit` if the text certainly has too many tokens."""
+        at_least = 0
+        for begin in range(0, len(text), _PIECE_CHARS):
+            limit.go_on()
+            at_least += max(0, self._num_tokens(text[begin : begin + _PIECE_CHARS]) - _CUT_TOKENS)
+            limit.check(at_least)
+
+    def _num_tokens(self, piece: str) -> int:
+        """Return a lower bound of the tokens in a piece, without offsets, which are slow in Python."""
+        if not self._marks.are_in(piece):
+            return len(self._backend.encode_batch_fast([piece], add_special_tokens=False)[0])
+        # Space next to a control token may vanish, and a section may begin with a token for a space.
+        sections = [self._marks.unmark(section).strip() for section in self._control.split(piece)]
+        plain = self._plain_backend.encode_batch_fast(sections, add_special_tokens=False)
+        return sum(max(0, len(section) - 1) for section in plain) + len(sections) - 1
+
+    def _sections(self, whole: tokenizers.Encoding, text: str) -> Iterator[Sequence[_Token]]:
+        """Yield tokens with offsets, by section; control tokens come alone."""
+        tokens = list(zip(whole.ids, whole.offsets, strict=True))
+        bounds = [index for index, token in enumerate(tokens) if self._is_control(token, text)]
+        control, begin, first = None, 0, 0
+        for bound in [*bounds, len(tokens)]:
+            end = tokens[bound][1][0] if bound < len(tokens) else len(text)
+            has_lookalike = self._normalises and any(token[0] in self._controls for token in tokens[first:bound])
+            if has_lookalike or self._marks.are_in(text[begin:end]):
+                yield self._encode_plain(text[begin:end], begin, control)
+            else:
+                yield tokens[first:bound]
+            if bound < len(tokens):
+                yield tokens[bound : bound + 1]
+                control, begin, first = tokens[bound][0], tokens[bound][1][1], bound + 1
+
+    def _is_control(self, token: _Token, text: str) -> bool:
+        # A normaliser can turn other characters into a control token.
+        special = self._controls.get(token[0])
+        return special is not None and (not self._normalises or special in text[slice(*token[1])])
+
+    def _has_lookalikes(self, whole: tokenizers.Encoding, text: str) -> bool:
+        found = [token for token in zip(whole.ids, whole.offsets, strict=True) if token[0] in self._controls]
+        return not all(self._is_control(token, text) for token in found)
+
+    def _encode_plain(self, section: str, begin: int, control: int | None) -> Sequence[_Token]:
+        # Encode the preceding control token too: some tokenizers depend on it.
+        front = "" if control is None else self._marks.mark_of[self._controls[control]]
+        plain = _encode(self._plain_backend, front + self._marks.unmark(section))
+        offsets = MarkOffsets(self._marks, section)
+        first = plain.ids.index(control) + 1 if control is not None else 0
+        return [
+            (token_id, (begin + offsets.low(max(start - len(front), 0)), begin + offsets.high(stop - len(front))))
+            for token_id, (start, stop) in zip(plain.ids[first:], plain.offsets[first:], strict=True)
+        ]
+
+    @property
+    def _plain_backend(self) -> tokenizers.Tokenizer:
+        with self._lock:  # it is large: make only one
+            return self._made_plain_backend
+
+    @cached_property
+    def _made_plain_backend(self) -> tokenizers.Tokenizer:
+        return _bare(_renamed(self._saved, self._marks.mark_of))
+
+
+def _encode(backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
+    if len(text) <= _SHORT_CHARS:
+        return backend.encode(text, add_special_tokens=False)
+    return backend.encode_batch([text], add_special_tokens=False)[0]
+
+
+def _bare(saved: str) -> tokenizers.Tokenizer:
+    # No truncation, padding or post-processor, which also trims offsets.
+    backend = tokenizers.Tokenizer.from_str(saved)
+    backend.post_processor = None
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _normalises_controls(content: Mapping[str, Any], controls: Set[str]) -> bool:
+    added = content.get("added_tokens") or ()
+    return content.get("normalizer") is not None and any(
+        token.get("normalized") and token["content"] in controls for token in added
+    )
+
+
+def _renamed(saved: str, names: Mapping[str, str]) -> str:
+    """Rename tokens in a tokenizer.json; ids stay."""
+    content = json.loads(saved)
+    for token in content["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    model = content["model"]
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {names.get(piece, piece): token_id for piece, token_id in model["vocab"].items()}
+    else:
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    if "merges" in model:
+        model["merges"] = [merge for merge in model["merges"] if not _makes(merge, names)]
+    content["post_processor"] = None
+    return json.dumps(content)
+
+
+def _makes(merge: str | list[str], names: Mapping[str, str]) -> bool:
+    left, right = merge.split(" ") if isinstance(merge, str) else merge
+    return left in names or right in names or left + right in names
+
+
+def _clean_ends(offsets: Sequence[tuple[int, int]], length: int) -> list[int]:
+    """Return token ends. A token that overlaps the next, or is empty, gets the end of the next."""
+    ends = [length] * len(offsets)
+    next_start = length
+    for index in range(len(offsets) - 2, -1, -1):
+        next_start = min(next_start, offsets[index + 1][0])
+        start, end = offsets[index]
+        ends[index] = ends[index + 1] if start == end or end > next_start else end
+    return ends

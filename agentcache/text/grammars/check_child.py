@@ -1,0 +1,64 @@
+"""Checks untrusted grammars in a confined process, whose time and memory the kernel limits.
+
+A request is a marshalled list of grammars. A reply has a kind of `Reply`; the content of `REFUSED` is the marshalled
+index of the grammar and the reason.
+"""
+
+from __future__ import annotations
+
+import marshal
+import random
+import time
+
+from llguidance import LLMatcher, LLTokenizer
+
+from agentcache.system.confined_child import serve
+from agentcache.text.grammars.limits import parser_limits
+
+_STEPS = 1000  # bytes of a random text
+_MOST_SECONDS = 0.2  # limit of one mask, CPU time
+_ENOUGH_SECONDS = 0.3  # check time of one grammar, CPU time
+_ENOUGH_FOR_ALL = 0.6  # of all grammars of a request; the remaining grammars share the rest equally
+_BYTES = 256
+
+
+class Reply:
+    FITS = b"f"
+    REFUSED = b"r"
+
+
+def main() -> None:
+    """Serve requests until the parent closes the socket."""
+    tokenizer = LLTokenizer("byte")
+
+    def answer(request: list[bytes]) -> tuple[bytes, bytes]:
+        grammars, begun = marshal.loads(request.pop()), time.thread_time()
+        for index, grammar in enumerate(grammars):
+            left = _ENOUGH_FOR_ALL - (time.thread_time() - begun)
+            if reason := _reason_against(grammar, tokenizer, min(_ENOUGH_SECONDS, left / (len(grammars) - index))):
+                return Reply.REFUSED, marshal.dumps((index, reason))
+        return Reply.FITS, b""
+
+    serve(answer)
+
+
+def _reason_against(grammar: str, tokenizer: LLTokenizer, enough: float) -> str | None:
+    """Return the reason to reject a grammar; None if it passes `enough` CPU seconds of random text."""
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
+    chosen, begun = random.Random(0), time.thread_time()
+    for step in range(_STEPS):
+        started = time.thread_time()
+        if step and started - begun > enough:
+            return None
+        mask = matcher.compute_bitmask()
+        if matcher.is_error():
+            return matcher.get_error()
+        if time.thread_time() - started > _MOST_SECONDS:
+            return "what may come next takes too long to find"
+        bits = int.from_bytes(mask[: _BYTES // 8], "little")
+        allowed = [byte for byte in range(_BYTES) if bits >> byte & 1]
+        if not allowed:
+            return None if step or matcher.is_accepting() else "no text has this form"
+        if not matcher.consume_token(chosen.choice(allowed)):
+            return matcher.get_error()
+    return None

@@ -1,0 +1,240 @@
+"""Converts a tool's schema to a list of arguments, for formats with one tag or field per argument.
+
+Strings are text, other values JSON. Schemas with more constraints (patterns, dependent arguments) are not converted:
+the arguments are then one JSON object, which every dialect's parser accepts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agentcache.text.grammars.json_schema import json_rule, means_something
+from agentcache.text.grammars.limits import MAX_CHARACTERS
+from agentcache.text.json_values import parse_json, write_json
+from agentcache.text.replies.calls import definition, schema_types
+
+_REMARKS = {"title", "description", "default", "example", "examples", "deprecated", "$comment", "readOnly", "writeOnly"}
+_OF_OBJECTS = _REMARKS | {
+    "type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id", "strict"
+}  # fmt: skip
+_OF_STRINGS = _REMARKS | {"type", "minLength", "maxLength", "enum", "const", "format"}
+_OF_LISTS = _REMARKS | {"type", "items", "minItems", "maxItems"}
+_NAME = re.compile(r"[\w.\-]{1,100}")
+_REFERS_ELSEWHERE = re.compile(r'"\$(dynamicRef|ref)": "(?!#/(\$defs|definitions)/)')
+_MOST_CHARACTERS = 1000  # bound of minLength, maxLength, minItems and maxItems
+_MOST_LITERALS = 500
+_MOST_REFERENCES = 8
+_NULL = "null"
+
+
+@dataclass(frozen=True)
+class AnyText:
+    """Any string."""
+
+
+@dataclass(frozen=True)
+class TextOfLength:
+    """A string with length bounds in characters; `most` None for no limit."""
+
+    least: int
+    most: int | None
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """One of these strings."""
+
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Json:
+    """A value that is not a string.
+
+    Args:
+        rule: right side of a Lark rule.
+        types: JSON schema types.
+        parts: structure of a list or an object; None if the schema has other constraints.
+    """
+
+    rule: str
+    types: frozenset[str]
+    parts: ListOf | TaggedArguments | None = None
+
+
+Text = AnyText | TextOfLength | OneOf
+
+
+@dataclass(frozen=True)
+class TaggedArgument:
+    """One argument; `may_be_null` allows the word `null` instead of the text."""
+
+    name: str
+    value: Text | Json
+    is_required: bool
+    may_be_null: bool = False
+
+
+@dataclass(frozen=True)
+class TaggedArguments:
+    """All arguments of a tool, in order; `any_other` if it declares none and takes any."""
+
+    known: tuple[TaggedArgument, ...]
+    any_other: bool = False
+
+
+@dataclass(frozen=True)
+class ListOf:
+    """A list with length bounds; `most` None for no limit. The name of `item` is unused."""
+
+    item: TaggedArgument
+    least: int
+    most: int | None
+
+
+def tagged_arguments(source: str) -> TaggedArguments | None:
+    """Convert a schema's JSON text; None if it has constraints that the arguments cannot express."""
+    root = parse_json(source)
+    if root is True:
+        root = {}
+    if not isinstance(root, Mapping) or _repeats_much(root):
+        return None
+    return _of_object(root, root)
+
+
+def _repeats_much(root: Mapping[str, Any]) -> bool:
+    """Whether repeating the definitions in each argument's rule exceeds a grammar's size limit."""
+    properties, definitions = root.get("properties"), _definitions(root)
+    if not isinstance(properties, Mapping) or not definitions:
+        return False
+    num_referring = sum(_refers(write_json(each)) for each in properties.values())
+    return num_referring > 1 and num_referring * len(write_json(definitions)) > MAX_CHARACTERS
+
+
+def _definitions(root: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: root[key] for key in ("$defs", "definitions") if key in root}
+
+
+def _refers(text: str) -> bool:
+    """Whether a schema's JSON text may have references."""
+    return 'Ref": "' in text or '"$ref"' in text
+
+
+def _of_object(schema: Mapping[str, Any], root: Mapping[str, Any]) -> TaggedArguments | None:
+    if not schema.keys() <= _OF_OBJECTS or schema.get("type", "object") != "object":
+        return None
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        return None
+    if not all(isinstance(name, str) and name in properties for name in required):
+        return None
+    others = schema.get("additionalProperties", True)
+    if not isinstance(others, bool) and others != {}:
+        return None
+    known = [_argument(name, each, root, name in required) for name, each in properties.items()]
+    if any(each is None for each in known):
+        return None
+    return TaggedArguments(tuple(each for each in known if each), any_other=not properties and others is not False)
+
+
+def _argument(name: str, schema: Any, root: Mapping[str, Any], is_required: bool) -> TaggedArgument | None:
+    meant = _meant({} if schema is True else schema, root)
+    other, may_be_null = _without_null(meant, root)
+    if _NAME.fullmatch(name) is None or not isinstance(other, Mapping):
+        return None
+    types = schema_types(other, root)
+    if types and "string" not in types:
+        value = _json(meant, other, root)
+        return None if value is None else TaggedArgument(name, value, is_required)
+    text = _string(other) if types else AnyText() if not other.keys() - _REMARKS else None
+    return None if text is None else TaggedArgument(name, text, is_required, may_be_null)
+
+
+def _meant(schema: Any, root: Mapping[str, Any]) -> Any:
+    """Resolve references and single alternatives; None if that fails."""
+    for _ in range(_MOST_REFERENCES):
+        if not isinstance(schema, Mapping):
+            return None
+        told = schema.keys() - _REMARKS
+        if told == {"$ref"} and isinstance(schema["$ref"], str):
+            schema = definition(schema["$ref"], root)
+        elif len(told) == 1 and told <= {"allOf", "anyOf", "oneOf"} and _is_single(schema[[*told][0]]):
+            [schema] = schema[[*told][0]]
+        else:
+            return schema
+    return None
+
+
+def _is_single(alternatives: Any) -> bool:
+    return isinstance(alternatives, list) and len(alternatives) == 1
+
+
+def _without_null(schema: Any, root: Mapping[str, Any]) -> tuple[Any, bool]:
+    """Return the schema without null, and whether it allows null."""
+    if not isinstance(schema, Mapping):
+        return None, False
+    if isinstance(named := schema.get("type"), list) and _NULL in named and len(named) == 2 and "enum" not in schema:
+        [other] = [name for name in named if name != _NULL] or [_NULL]
+        return {**schema, "type": other}, True
+    for key in ("anyOf", "oneOf"):
+        alternatives = schema.get(key)
+        if schema.keys() - _REMARKS == {key} and isinstance(alternatives, list) and len(alternatives) == 2:
+            others = [each for each in alternatives if not (isinstance(each, Mapping) and each.get("type") == _NULL)]
+            if len(others) == 1:
+                return _meant(others[0], root), True
+    return schema, False
+
+
+def _string(schema: Mapping[str, Any]) -> Text | None:
+    if (
+        schema_types(schema, {}) != {"string"}
+        or not schema.keys() <= _OF_STRINGS
+        or means_something(schema.get("format"))
+    ):
+        return None
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    if "enum" in schema or "const" in schema:
+        texts = [schema["const"]] if "const" in schema else schema["enum"]
+        if not isinstance(texts, list) or not 0 < len(texts) <= _MOST_LITERALS or least or most is not None:
+            return None
+        return OneOf(tuple(texts)) if all(isinstance(text, str) for text in texts) else None
+    if not _is_length(least) or not (most is None or _is_length(most)):
+        return None
+    if not least and most is None:
+        return AnyText()
+    return TextOfLength(least, most) if most is None or least <= most else None
+
+
+def _is_length(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_CHARACTERS
+
+
+def _json(schema: Mapping[str, Any], other: Mapping[str, Any], root: Mapping[str, Any]) -> Json | None:
+    # `other` is `schema` without null.
+    text = write_json(schema)
+    if _refers(text):
+        text = write_json({**schema, **_definitions(root)})
+    if _REFERS_ELSEWHERE.search(text) is not None:
+        return None
+    return Json(json_rule(text), schema_types(schema, root), _parts(other))
+
+
+def _parts(schema: Mapping[str, Any]) -> ListOf | TaggedArguments | None:
+    match schema.get("type"):
+        case "array":
+            return _of_list(schema)
+        case "object":  # no root: references may be recursive
+            return _of_object(schema, {})
+        case _:
+            return None
+
+
+def _of_list(schema: Mapping[str, Any]) -> ListOf | None:
+    item = _argument("item", schema.get("items", {}), {}, True)
+    least, most = schema.get("minItems", 0), schema.get("maxItems")
+    if item is None or not schema.keys() <= _OF_LISTS or not _is_length(least):
+        return None
+    return ListOf(item, least, most) if most is None or (_is_length(most) and least <= most) else None

@@ -1,0 +1,221 @@
+"""Repairs of tools, calls and results."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from itertools import chain
+from typing import Any
+
+from agentcache.text.json_values import write_json
+from agentcache.text.repairs.kinds import GAP, CallIds, EmptyContent, Message, Work
+from agentcache.text.repairs.notation import result_text
+
+
+def fill_tools(work: Work) -> None:
+    if work.repairs.fill_tools and work.tools:
+        filled = [_filled(tool) for tool in work.tools]
+        if filled != work.tools:
+            work.note("tools: descriptions and parameters that the model's chat template demands stand empty")
+        work.tools = filled
+
+
+def _filled(tool: Message) -> Message:
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        return tool
+    empty = {"description": "", "parameters": {"type": "object", "properties": {}}}
+    known = {key: value for key, value in function.items() if value is not None}
+    filled = {"name": "", **empty, **known}
+    parameters = filled["parameters"]
+    if isinstance(parameters, Mapping) and isinstance(properties := parameters.get("properties"), Mapping):
+        described = {
+            name: {"type": "string", "description": "", **each} if isinstance(each, Mapping) else each
+            for name, each in properties.items()
+        }
+        filled["parameters"] = {**parameters, "properties": described}
+    return {**tool, "function": filled}
+
+
+def offer_variables(work: Work) -> None:
+    """Must precede `tools_as_text`, which removes the tools."""
+    if work.repairs.offer_variables:
+        functions = [tool.get("function", tool) for tool in work.tools or ()]
+        today = datetime.now().strftime("%Y-%m-%d")
+        specials = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), "")
+        work.variables = {**specials, "functions": write_json(functions, ensure_ascii=False), "datetime": today}
+
+
+def empty_tools(work: Work) -> None:
+    if work.repairs.empty_tools and work.tools is None:
+        work.tools = []
+
+
+def named_ids(work: Work) -> None:
+    if work.repairs.call_ids is not CallIds.NAMED:
+        return
+    told: list[Message] = []
+    names: dict[Any, deque[Any]] = {}  # new ids of pending results, by old id
+    count = 0
+    for message in work.messages:
+        calls, own = [], defaultdict[Any, deque[Any]](deque)
+        for call in message.get("tool_calls") or ():
+            name = f"functions.{(call.get('function') or {}).get('name')}:{count}"
+            own[call.get("id")].append(name)
+            calls.append({**call, "id": name})
+            count += 1
+        names |= own
+        if calls:
+            message = {**message, "tool_calls": calls}
+        elif message.get("role") == "tool":
+            id = message.get("tool_call_id")
+            waiting = names.get(id, deque([id]))
+            message = {**message, "tool_call_id": waiting.popleft() if len(waiting) > 1 else waiting[0]}
+        told.append(message)
+    work.messages = told
+
+
+def tools_as_text(work: Work) -> None:
+    if not work.repairs.tools_as_text or not work.tools:
+        return
+    text = work.notation.tools(work.tools)
+    work.note("tools: the model's chat template shows no tools; they are described in the system message")
+    first = work.messages[:1]
+    if first and first[0].get("role") == "system":
+        work.messages[0] = {**first[0], "content": f"{first[0]['content']}{GAP}{text}"}
+    else:
+        work.messages.insert(0, {"role": "system", "content": text})
+    work.tools = None
+
+
+def calls_as_text(work: Work) -> None:
+    repairs = work.repairs
+    if not (repairs.calls_as_text or (repairs.calls_as_text_without_tools and not work.tools)):
+        return
+    if not any(message.get("tool_calls") or message.get("role") == "tool" for message in work.messages):
+        return
+    work.note("messages: the model's chat template shows no tool calls here; they are told as text")
+    is_told = {"assistant", "tool"} if repairs.results_as_text else {"assistant"}
+    work.messages = [_told_call(each, work) if each.get("role") in is_told else each for each in work.messages]
+
+
+def worded_calls_as_text(work: Work) -> None:
+    if not work.repairs.worded_calls_as_text:
+        return
+    told: list[Message] = []
+    for run in _calls_with_results(work.messages):
+        if run[0].get("tool_calls") and run[0].get("content"):
+            work.note("messages: the model's chat template drops text beside a call; both are told as text")
+            run = [_told_call(message, work) for message in run]
+        told += run
+    work.messages = told
+
+
+def _told_call(message: Message, work: Work) -> Message:
+    if message.get("role") == "tool":
+        return {"role": "user", "content": result_text(message.get("content"))}
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    words, told = message.get("content") or "", work.notation.calls(calls)
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**rest, "content": f"{words}\n{told}" if words else told}
+
+
+def one_call_a_message(work: Work) -> None:
+    if not work.repairs.one_call_a_message:
+        return
+    told: list[Message] = []
+    for run in _calls_with_results(work.messages):
+        calls = run[0].get("tool_calls") or []
+        if len(calls) < 2:
+            told += run
+            continue
+        work.note("messages: calls made at once are told one by one")
+        results = defaultdict[Any, deque[Message]](deque)  # calls may share an id or lack one
+        for message in run[1:]:
+            results[message.get("tool_call_id")].append(message)
+        for index, call in enumerate(calls):
+            told.append({**run[0], "content": run[0].get("content") if index == 0 else "", "tool_calls": [call]})
+            if waiting := results[call.get("id")]:
+                told.append(waiting.popleft())
+        told += chain.from_iterable(results.values())
+    work.messages = told
+
+
+def _calls_with_results(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """Yield runs: one message, or a call with its results."""
+    run: list[Message] = []
+    for message in messages:
+        if run and message.get("role") == "tool" and run[0].get("tool_calls"):
+            run.append(message)
+            continue
+        if run:
+            yield run
+        run = [message]
+    if run:
+        yield run
+
+
+def words_in_front(work: Work) -> None:
+    if not work.repairs.calls_without_words:
+        return
+    told: list[Message] = []
+    for message in work.messages:
+        if message.get("tool_calls") and message.get("content"):
+            work.note("messages: text beside a call is told as a message of its own")
+            told.append({"role": "assistant", "content": message["content"]})
+            message = {**message, "content": ""}
+        told.append(message)
+    work.messages = told
+
+
+def pair_calls(work: Work) -> None:
+    if not (work.repairs.results_with_calls or work.repairs.calls_with_results):
+        return
+    told: list[Message] = []
+    for run in _calls_with_results(work.messages):
+        ids = [call.get("id") for call in run[0].get("tool_calls") or ()]
+        for message in run:
+            if (
+                message.get("role") == "tool"
+                and message.get("tool_call_id") not in ids
+                and work.repairs.results_with_calls
+            ):
+                work.note("messages: the result of an unknown call is told as a user's text")
+                message = _told_call(message, work)
+            told.append(message)
+        if work.repairs.calls_with_results and ids and run[-1] is not work.messages[-1]:
+            missing = Counter(ids) - Counter(message.get("tool_call_id") for message in run[1:])
+            told += [{"role": "tool", "tool_call_id": id, "content": ""} for id in missing.elements()]
+    work.messages = told
+
+
+def string_arguments(work: Work) -> None:
+    """Must follow the steps that expect an object."""
+    if work.repairs.string_arguments:
+        work.messages = [_with_strings(message) if message.get("tool_calls") else message for message in work.messages]
+
+
+def _with_strings(message: Message) -> Message:
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function") or {}
+        arguments = write_json(function.get("arguments"), ensure_ascii=False)
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return {**message, "tool_calls": calls}
+
+
+def empty_content(work: Work) -> None:
+    """Must be last: other steps expect a string."""
+    if work.repairs.empty_content is EmptyContent.EMPTY:
+        return
+    work.messages = [_without_content(message, work.repairs.empty_content) for message in work.messages]
+
+
+def _without_content(message: Message, empty: EmptyContent) -> Message:
+    if not message.get("tool_calls") or message.get("content"):
+        return message
+    rest = {key: value for key, value in message.items() if key != "content"}
+    return rest if empty is EmptyContent.ABSENT else {**rest, "content": None}

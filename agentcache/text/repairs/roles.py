@@ -1,0 +1,141 @@
+"""Repairs of roles and their order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agentcache.text.repairs.kinds import GAP, NO_ANSWER, PLACEHOLDER, SYSTEM_ROLES, Message, Work, num_leading
+
+
+def rename_developer(work: Work) -> None:
+    if work.repairs.rename_developer:
+        work.messages = [
+            {**message, "role": "system"} if message.get("role") == "developer" else message
+            for message in work.messages
+        ]
+
+
+def join_systems(work: Work) -> None:
+    leading = num_leading(work.messages)
+    if work.repairs.join_systems and leading > 1:
+        work.note("messages: the system messages in front are told as one")
+        text = GAP.join(str(message["content"]) for message in work.messages[:leading])
+        work.messages = [{**work.messages[0], "content": text}, *work.messages[leading:]]
+
+
+def move_later_systems(work: Work) -> None:
+    """A message between a call and its results moves behind the results."""
+    leading = num_leading(work.messages)
+    later = any(message.get("role") in SYSTEM_ROLES for message in work.messages[leading:])
+    if not work.repairs.move_later_systems or not later:
+        return
+    work.note("messages: later system messages are told as marked user text at their place")
+    told, held, is_calling = work.messages[:leading], list[Message](), False
+    for message in work.messages[leading:]:
+        role = message.get("role")
+        if role in SYSTEM_ROLES:
+            (held if is_calling else told).append(_marked(message))
+            continue
+        if role != "tool":
+            told += held
+            held, is_calling = [], bool(message.get("tool_calls"))
+        told.append(message)
+    work.messages = told + held
+
+
+def _marked(message: Message) -> Message:
+    return {"role": "user", "content": f"<system>\n{message['content']}\n</system>"}
+
+
+def system_in_user(work: Work) -> None:
+    leading = num_leading(work.messages)
+    if work.repairs.no_system_role and leading:
+        work.note("messages: the model's chat template has no system role; that text is told as marked user text")
+        work.messages = [*map(_marked, work.messages[:leading]), *work.messages[leading:]]
+        if leading == len(work.messages) or work.messages[leading].get("role") == "user":
+            _join_run(work, 0, leading + 1)
+
+
+def _join_run(work: Work, begin: int, end: int) -> None:
+    run = work.messages[begin:end]
+    text = GAP.join(str(message.get("content") or "") for message in run)
+    work.messages[begin:end] = [{**run[-1], "content": text}]
+
+
+def user_first(work: Work) -> None:
+    if not work.repairs.user_first:
+        return
+    leading = num_leading(work.messages)
+    if leading == len(work.messages) or work.messages[leading].get("role") != "user":
+        work.note("messages: a short user message stands in front, which the model's chat template demands")
+        work.ends_with_placeholder = leading == len(work.messages)
+        work.messages.insert(leading, {"role": "user", "content": PLACEHOLDER})
+
+
+def fill_answers(work: Work) -> None:
+    # Some templates refuse empty replies, which clients keep in the history.
+    if work.repairs.fill_answers:
+        work.messages = [_filled(message, work) for message in work.messages]
+
+
+def _filled(message: Message, work: Work) -> Message:
+    if message.get("role") != "assistant" or message.get("content") or message.get("tool_calls"):
+        return message
+    work.note("messages: an answer without words is told as one that says so")
+    return {**message, "content": NO_ANSWER}
+
+
+def user_behind_result(work: Work) -> None:
+    if not work.repairs.user_behind_result:
+        return
+    told = _Joined()
+    for message in work.messages:
+        if message.get("role") == "user" and told.last.get("role") == "tool":
+            work.note("messages: user text behind a tool's result is told as a part of the result")
+            told.join({}, f"<user>\n{message['content']}\n</user>")
+        else:
+            told.add(message)
+    work.messages = told.messages()
+
+
+def join_neighbours(work: Work) -> None:
+    """Of joined assistant messages, only the last may call tools."""
+    if not work.repairs.join_neighbours:
+        return
+    told = _Joined()
+    for message in work.messages:
+        role, before = message.get("role"), told.last
+        is_apart = work.repairs.calls_without_words and message.get("tool_calls")
+        if role not in ("user", "assistant") or before.get("role") != role or before.get("tool_calls") or is_apart:
+            told.add(message)
+            continue
+        work.note(f"messages: {role} messages in a row are told as one")
+        told.join(message, str(message.get("content") or ""))
+    work.messages = told.messages()
+
+
+class _Joined:
+    """Joins consecutive messages in linear time."""
+
+    def __init__(self) -> None:
+        self._told: list[tuple[Message, list[str]]] = []
+
+    @property
+    def last(self) -> Message:
+        """The last message without joined texts; empty if there is none."""
+        return self._told[-1][0] if self._told else {}
+
+    def add(self, message: Message) -> None:
+        self._told.append((message, []))
+
+    def join(self, fields: Message, text: str) -> None:
+        message, texts = self._told[-1]
+        self._told[-1] = message | fields | {"content": message.get("content")}, texts
+        texts.append(text)
+
+    def messages(self) -> list[Message]:
+        return [_with_texts(message, texts) if texts else message for message, texts in self._told]
+
+
+def _with_texts(message: Message, texts: Sequence[str]) -> Message:
+    return message | {"content": GAP.join(filter(None, [str(message.get("content") or ""), *texts]))}

@@ -1,0 +1,321 @@
+"""Match replies in a rendered prompt with the replies that the model generated."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import Any, Protocol
+
+from agentcache.blocks.prefix_match import shared_until
+from agentcache.blocks.transcript import Transcript
+from agentcache.text.grammars.call_syntax import calling_format
+from agentcache.text.json_values import canonical_json, parse_json
+from agentcache.text.marks import any_of
+from agentcache.text.replies.calls import Tools
+from agentcache.text.replies.dialects import call_ends
+from agentcache.text.replies.events import Call, Reasoning, Text, blocks_of
+from agentcache.text.replies.format import ReplyFormat
+from agentcache.text.replies.reader import open_reader
+from agentcache.text.template import REASONING_KEYS
+from agentcache.text.tokenizer import Tokenizer
+
+Said = tuple[str, tuple[tuple[str, str], ...]]  # text, and calls as in `ReadReply`
+
+_PROMPT_END = 256  # characters of the prompt that may open reasoning or calls
+_MOST_ENDS = 8  # candidates for a reply's end
+# Names of the assistant role between control tokens.
+_ROLES = "(?:[Aa]ssistant|ASSISTANT|model|bot|ai name=assistant)"
+
+
+@dataclass(frozen=True)
+class ReadReply:
+    """Content of a reply as clients tell it.
+
+    Args:
+        thoughts, texts: blocks of reasoning and of text, with line ends as `\\n`.
+        calls: (name, arguments as canonical JSON).
+    """
+
+    thoughts: tuple[str, ...]
+    texts: tuple[str, ...]
+    calls: tuple[tuple[str, str], ...]
+
+    @property
+    def thought(self) -> str:
+        return "".join(self.thoughts).strip()
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts).strip()
+
+    def says(self, generated: ReadReply) -> bool:
+        """Whether text and calls are those of `generated`, as a client repeats them; the reasoning may be missing."""
+        if self.thought and self.thought not in _joined(generated.thoughts):
+            return False
+        return (self.text, self.calls) in generated.repeated
+
+    def says_all(self, generated: ReadReply) -> bool:
+        """Whether the reasoning is there, too."""
+        return self.says(generated) and bool(self.thought) == bool(generated.thought)
+
+    @cached_property
+    def repeated(self) -> set[Said]:
+        """Texts and calls as clients repeat them: blocks joined in any way, numbers as in JavaScript or Go."""
+        doubles = tuple((name, _canonical(arguments, doubles=True)) for name, arguments in self.calls)
+        return {(text, calls) for text in _joined(self.texts) for calls in (self.calls, doubles)}
+
+    def answers(self, message: Mapping[str, Any]) -> bool:
+        return said_in(message) in self.repeated
+
+
+def said_in(message: Mapping[str, Any]) -> Said | None:
+    """Return text and calls of a client's message; None if it cannot be a reply."""
+    content = "" if message.get("content") is None else message["content"]
+    calls = [call.get("function") or {} for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+    if not isinstance(content, str) or not all(isinstance(call.get("name"), str) for call in calls):
+        return None
+    text = _with_newlines(content).strip()
+    return text, tuple((call["name"], _canonical(call.get("arguments"))) for call in calls)
+
+
+class Words(Protocol):
+    """A conversation's text and its generated ranges, such as a `Transcript`."""
+
+    @property
+    def text(self) -> str: ...
+
+    def generated_ranges(self) -> list[tuple[int, int]]: ...
+
+
+class ReplyReading:
+    """Finds and parses the replies in a conversation's marked text."""
+
+    def __init__(self, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] | None) -> None:
+        self._tokenizer = tokenizer
+        self._form: ReplyFormat = calling_format(tokenizer.reply_format) if tools else tokenizer.reply_format
+        self._tools = Tools(tools) if tools else None
+        self._shown = {token.name: token.is_shown for token in self._form.tokens}
+        self._markers = any_of(self._shown)
+        self._turn_end = any_of(tokenizer.turn_ends)
+        self._end = any_of([*tokenizer.turn_ends, *call_ends(self._form)])
+        controls = rf"(?:(?:{self._turn_end.pattern})\s*)+"
+        self._opening = re.compile(rf"{controls}(?:{_ROLES}\s*(?:{controls})?)?")
+        self._first_opening = re.compile(rf"\s*{self._opening.pattern}")
+        self._last_opening = re.compile(rf"{self._opening.pattern}\Z")
+
+    def read(self, reply: str, prompt_end: str) -> ReadReply:
+        """Parse a reply; `prompt_end` is the text before it."""
+        reader = open_reader(self._form, self._tools, thoughts=True, whole=True)
+        reader.begin(prompt_end)
+        texts, placed, length, done = list[str](), list[tuple[int, str]](), 0, 0
+        for found in self._markers.finditer(reply):
+            front = self._tokenizer.unmark(reply[done : found.start()])
+            placed.append((length + len(front), found[0]))
+            texts += [front, found[0] if self._shown[found[0]] else ""]
+            length += len(front) + len(texts[-1])
+            done = found.end()
+        text = "".join([*texts, self._tokenizer.unmark(reply[done:])])
+        blocks = blocks_of([*reader.add(text, placed), *reader.finish(cut_off=False)])
+        return ReadReply(
+            tuple(_with_newlines(block.text) for block in blocks if isinstance(block, Reasoning)),
+            tuple(_with_newlines(block.text) for block in blocks if isinstance(block, Text)),
+            tuple((block.name, _canonical(block.arguments)) for block in blocks if isinstance(block, Call)),
+        )
+
+    def read_at(self, text: str, begin: int, end: int) -> ReadReply:
+        return self.read(text[begin:end], text[max(0, begin - _PROMPT_END) : begin])
+
+    def opened_at(self, text: str, begin: int) -> int:
+        """Return the start of the reasoning before `begin` that the prompt opens, or opens and closes; else `begin`."""
+        opened = _opened_at(self._form, text, begin)
+        return opened if opened < begin else self._closed_thought_at(text, begin)
+
+    def _closed_thought_at(self, text: str, begin: int) -> int:
+        first = max(0, begin - _PROMPT_END)
+        front = text[first:begin].rstrip()
+        for start, end in self._form.thoughts:
+            inside, found, rest = front.rpartition(end)
+            opened = inside.rfind(start) if found and not rest else -1
+            if opened >= 0 and self._turn_end.search(inside, opened + len(start)) is None:
+                return first + opened
+        return begin
+
+    def opening_at(self, text: str, begin: int, *, first: int) -> int:
+        """Return the start, not before `first`, of the control tokens and role before `begin`; else `begin`."""
+        found = self._last_opening.search(text, max(first, begin - _PROMPT_END), begin)
+        return begin if found is None else found.start()
+
+    def behind_opening(self, text: str, at: int) -> int:
+        """Return the position after control tokens and a role at `at`; else `at`."""
+        found = self._first_opening.match(text, at)
+        return at if found is None else found.end()
+
+    def same_reply(self, text: str, begin: int, reply: ReadReply, generated: str) -> tuple[bool, int | None]:
+        """Find a reply at `begin` with the content of `reply`; some templates split it into several turns.
+
+        Args:
+            generated: text of `reply`.
+
+        Returns:
+            Whether its reasoning is equal, too, and its end, before an end marker that `generated` lacks; None if there
+            is none.
+        """
+        without_thought: int | None = None
+        longest = 4 * len(generated) + _PROMPT_END
+        for found in islice(self._end.finditer(text, begin, begin + longest), _MOST_ENDS):
+            end = found.end() if generated.endswith(found[0]) else found.start()
+            other = self.read(self._opening.sub("", text[begin:end]), text[max(0, begin - _PROMPT_END) : begin])
+            if other.says_all(reply):
+                return True, end
+            if without_thought is None and other.says(reply):
+                without_thought = end
+        return False, without_thought
+
+
+def _opened_at(form: ReplyFormat, text: str, begin: int) -> int:
+    front = text[max(0, begin - _PROMPT_END) : begin].rstrip()
+    opener = next((start for start, _ in form.thoughts if front.endswith(start)), None)
+    return begin if opener is None else max(0, begin - _PROMPT_END) + len(front) - len(opener)
+
+
+def first_thought(transcript: Transcript, form: ReplyFormat) -> int | None:
+    """Return the number of tokens before a transcript's first reasoning; None if it has none.
+
+    The next prompt branches there if the template drops earlier reasoning.
+    """
+    places = (_thought_at(transcript.text, *place, form) for place in transcript.generated_ranges())
+    first = next((place for place in places if place is not None), None)
+    return None if first is None else bisect_right(transcript.ends, first)
+
+
+def ends_with_thought(transcript: Transcript, form: ReplyFormat) -> bool:
+    """Whether the last reply has reasoning."""
+    last = transcript.generated_ranges()[-1:]
+    return any(_thought_at(transcript.text, *place, form) is not None for place in last)
+
+
+def _thought_at(text: str, begin: int, end: int, form: ReplyFormat) -> int | None:
+    """Return the start of the reasoning in `text[begin:end]`; None if it has none."""
+    if not form.thoughts:
+        return None
+    opened = _opened_at(form, text, begin)
+    starts = [text.find(start, begin, end) for start, _ in form.thoughts]
+    if form.thinks_first or opened < begin:
+        starts.append(opened)
+    return min((start for start in starts if start >= 0), default=None)
+
+
+@dataclass(frozen=True)
+class Retold:
+    """A prompt spelled as its transcript; `is_same` if it extends all of it, except for omitted reasoning."""
+
+    text: str
+    is_same: bool
+
+
+def as_generated(text: str, transcript: Words, reading: ReplyReading) -> Retold:
+    """Return `text` with its replies spelled as generated, up to the first that differs in content.
+
+    Templates may order and space a reply differently, but the cache holds the generated spelling. The text that opens
+    a reply also comes from the transcript. From the first omitted reasoning on, `text` stays as it is.
+    """
+    old, at, old_at = transcript.text, 0, 0
+    done: list[str] = []  # result for `text[:at]`
+    is_own = True  # so far the result equals the transcript
+    same_until = shared_until(old, text, 0, 0)  # in the transcript
+    for begin, end in transcript.generated_ranges():
+        front = reading.opened_at(old, begin)
+        if same_until >= end:
+            continue
+        reply = reading.read_at(old, begin, end)
+        if same_until >= front:  # the history may lack the marker that opens reasoning
+            own_from = front if same_until < begin else begin
+            start = at + own_from - old_at
+        elif (opening := reading.opening_at(old, front, first=old_at)) <= same_until and (reply.text or reply.calls):
+            own_from, start = opening, reading.behind_opening(text, at + opening - old_at)
+        else:
+            return Retold("".join([*done, text[at:]]), False)
+        exact, same = reading.same_reply(text, start, reply, old[begin:end])
+        if same is None:
+            return Retold("".join([*done, text[at:]]), False)
+        is_own = is_own and exact
+        done += [text[at : at + own_from - old_at], old[own_from:end]] if is_own else [text[at:same]]
+        at, old_at = same, end
+        same_until = shared_until(old, text, old_at, at)
+    return Retold("".join([*done, text[at:]]), text.startswith(old[old_at:], at))
+
+
+def with_thoughts(
+    messages: Sequence[dict[str, Any]], transcript: Words, reading: ReplyReading
+) -> list[list[dict[str, Any]]]:
+    """Return variants of `messages` with the reasoning that the client omitted; empty if none is missing.
+
+    Of replies with equal content the transcript may hold the first ones or the last ones only. If the two assignments
+    differ, the result has both.
+    """
+    known = [reading.read_at(transcript.text, *place) for place in transcript.generated_ranges()]
+    first = _thoughts_of(messages, known)
+    last = _thoughts_of(messages[::-1], known[::-1])
+    found = [first, {len(messages) - 1 - index: thought for index, thought in last.items()}]
+    told = [thoughts for thoughts in found if thoughts][: 1 if found[0] == found[1] else 2]
+    return [
+        [m | {"reasoning_content": thoughts[i]} if i in thoughts else m for i, m in enumerate(messages)]
+        for thoughts in told
+    ]
+
+
+def _thoughts_of(messages: Sequence[dict[str, Any]], known: Sequence[ReadReply]) -> dict[int, str]:
+    thoughts, at = dict[int, str](), 0
+    places = defaultdict[Any, list[int]](list)
+    for place, reply in enumerate(known):
+        for said in reply.repeated:
+            places[said].append(place)
+    for index, message in enumerate(messages):
+        if message.get("role") != "assistant":
+            continue
+        same = places.get(said_in(message), [])
+        if (next_same := bisect_left(same, at)) < len(same):
+            place = same[next_same]
+            if known[place].thought and not any(message.get(key) for key in REASONING_KEYS):
+                thoughts[index] = known[place].thought
+            at = place + 1
+    return thoughts
+
+
+def _joined(blocks: Sequence[str]) -> set[str]:
+    """Blocks of a reply in the ways in which clients and templates join them."""
+    stripped = [block.strip() for block in blocks]
+    return {"".join(blocks).strip(), *(between.join(stripped).strip() for between in ("", " ", "\n", "\n\n"))}
+
+
+def _with_newlines(text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _canonical(arguments: Any, *, doubles: bool = False) -> str:
+    """Return data or JSON text as canonical JSON; invalid JSON stays as it is."""
+    try:
+        value = parse_json(arguments) if isinstance(arguments, str) else arguments
+        return canonical_json(_with_doubles(value) if doubles else value)
+    except (ValueError, RecursionError):
+        return arguments if isinstance(arguments, str) else repr(arguments)
+
+
+def _with_doubles(value: Any) -> Any:
+    """Round numbers to doubles, and whole ones to integers: 2.0 becomes 2."""
+    if isinstance(value, dict):
+        return {name: _with_doubles(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_doubles(inner) for inner in value]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    try:
+        double = float(value)
+        return int(double) if double.is_integer() else double
+    except OverflowError:
+        return value

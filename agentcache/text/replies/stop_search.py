@@ -1,0 +1,120 @@
+"""Search for stop strings in the answer text of a reply, outside reasoning and calls."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from agentcache.text.marks import any_of
+from agentcache.text.replies.markers import Placed
+from agentcache.text.replies.reader import ReplyReader
+from agentcache.text.stop_strings import FoundStop, StopStrings
+
+
+class StopSearch:
+    """Incremental search for stop strings. Positions count from the start of the reply.
+
+    A string counts only if all of it is answer text (`ReplyReader.take_zones`). The reader costs more than the
+    automaton, so it runs only while the zone of a found string is unknown. Reasoning is searched only for its end.
+
+    Args:
+        reader: new reader, after `begin`; None to search all text.
+    """
+
+    def __init__(self, stops: StopStrings, reader: ReplyReader | None) -> None:
+        self._stops = stops
+        self._reader = reader
+        self._state = 0  # automaton state over the whole text
+        self._length = 0
+        self._unread: list[str] = []  # text that the reader has not read
+        self._read_length = 0  # characters before that
+        self._placed: list[Placed] = []  # markers in the unread text
+        self._waits = False  # the zone of a found string is unknown
+        self._zoned = 0  # characters in zones
+        self._undecided = ""  # text after these, read by the reader
+        self._said = 0  # automaton state over answer text up to `_zoned`
+        self._from = 0  # first position at which a string may begin
+        self._thought_end: re.Pattern[str] | None = None  # ends the current reasoning
+        self._longest_end = 0
+        self._tail = ""  # last characters, a possible beginning of that
+
+    @property
+    def num_held(self) -> int:
+        """Characters at the end of the text that may be or begin a stop string."""
+        if self._waits:
+            return self._stops.num_held(self._said) + len(self._undecided)
+        return self._stops.num_held(self._state)
+
+    def skip(self, text: str, placed: Sequence[Placed] = ()) -> None:
+        """Take text in which stop strings do not count."""
+        self._placed += [(self._length - self._read_length + at, name) for at, name in placed]
+        self._unread.append(text)
+        self._length += len(text)
+        self._from = self._length
+        self._thought_end = None
+
+    def feed(self, text: str, placed: Sequence[Placed] = (), *, is_last: bool = False) -> FoundStop | None:
+        """Search more text and return the first stop string that counts, or None.
+
+        Args:
+            placed: offset in `text` and name of each marker token.
+            is_last: whether the reply ends here.
+        """
+        if self._thought_end is not None:
+            if not placed and self._goes_on(self._thought_end, text):
+                return None
+            self._thought_end = None
+        if placed:
+            self._placed += [(self._length - self._read_length + at, name) for at, name in placed]
+        if self._reader is not None:
+            self._unread.append(text)
+        self._length += len(text)
+        self._state, found = self._stops.feed(self._state, text)
+        if found is None and not self._waits:
+            return None
+        if self._reader is None:
+            return found and FoundStop(self._length - len(text) + found.at, found.string)
+        return self._read(self._reader, is_last=is_last)
+
+    def _read(self, reader: ReplyReader, *, is_last: bool) -> FoundStop | None:
+        text = "".join(self._unread)
+        reader.add(text, self._placed)
+        if is_last:
+            reader.finish(cut_off=False)
+        self._unread, self._read_length, self._placed = [], self._length, []
+        undecided, at = self._undecided + text, 0
+        found: FoundStop | None = None
+        for length, is_said in reader.take_zones():
+            found = found or self._look(undecided[at : at + length], is_said=is_said)
+            at += length
+            self._zoned += length
+        self._undecided = undecided[at:]
+        self._waits = bool(self._undecided)
+        self._begin_thought(reader)
+        return found
+
+    def _begin_thought(self, reader: ReplyReader) -> None:
+        """If the text is inside reasoning, suspend the search until that may end."""
+        ends = reader.thought_ends
+        if ends is not None:
+            self._thought_end, self._longest_end = any_of(ends), max(map(len, ends), default=0)
+            self._state, self._waits, self._tail = 0, False, self._undecided
+
+    def _goes_on(self, end: re.Pattern[str], text: str) -> bool:
+        """Take text that continues the reasoning; False if it may end it. `text` has no marker tokens."""
+        tail = self._tail + text
+        if end.search(tail) is not None:
+            return False
+        self._tail = tail[1 - self._longest_end :] if self._longest_end > 1 else ""
+        self._unread.append(text)
+        self._length += len(text)
+        return True
+
+    def _look(self, piece: str, *, is_said: bool) -> FoundStop | None:
+        """Search the next zone. A stop string may span two zones only if both are answer text."""
+        if not is_said:
+            self._said = 0
+            return None
+        skipped = min(len(piece), max(0, self._from - self._zoned))
+        self._said, found = self._stops.feed(self._said, piece[skipped:])
+        return found and FoundStop(self._zoned + skipped + found.at, found.string)
