@@ -47,9 +47,12 @@ def test_nothing_is_left_of_a_warm_up_and_answers_are_the_same(
     assert said[0] == said[1]
 
 
-@pytest.mark.parametrize(("seconds", "tokens"), [(0.0, [1, 16]), (0.2, [1])])
-def test_a_slow_model_is_warmed_up_by_a_decode_step_only(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, tokens: list[int]
+@pytest.mark.parametrize(
+    ("kind", "seconds", "tokens"),
+    [("none", 0.0, [1, 16]), ("none", 0.2, [1]), ("metal", 0.2, [1, 16]), ("metal", 0.6, [1])],
+)
+def test_a_model_that_is_slow_on_its_device_is_warmed_up_by_a_decode_step_only(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, seconds: float, tokens: list[int]
 ) -> None:
     clock, computed = [0.0], list[int]()
 
@@ -58,6 +61,7 @@ def test_a_slow_model_is_warmed_up_by_a_decode_step_only(
         clock[0] += seconds * num_tokens
 
     monkeypatch.setattr(module, "compute", compute)
+    monkeypatch.setattr(module, "device", lambda: kind)
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     with by_hand(model, tmp_path) as hand:
         inside.warm_up(hand.engine)
