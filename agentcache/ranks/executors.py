@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import mlx.core as mx
+from msgspec.msgpack import Decoder
 
 from agentcache.blocks.pool import BlockPool
 from agentcache.blocks.snapshots import Snapshots
@@ -18,13 +19,15 @@ from agentcache.models.device_memory import device_memory
 from agentcache.models.loader import LoadedModel, load, put_on_cache, read_model
 from agentcache.models.runner import ModelRunner
 from agentcache.models.shards import ShardedAdapters, Shards
+from agentcache.ranks.commands import decode, decoder_of, encode
 from agentcache.ranks.connections import ring_connections
+from agentcache.ranks.lost import naming_the_lost
 from agentcache.ranks.rank import own_rank, rank_folder
 from agentcache.ranks.remote_handles import RemoteHandles
 from agentcache.ranks.runner import RankZeroAdapters, RankZeroRunner
 from agentcache.ranks.store import RankZeroStore
 from agentcache.ranks.watchdog import Watchdog
-from agentcache.ranks.wire import Wire, naming_the_lost
+from agentcache.ranks.wire import Wire
 from agentcache.ranks.worker import Slots, Worker
 from agentcache.ranks.worker_link import Post, WorkerLink
 from agentcache.report import Traffic
@@ -33,46 +36,36 @@ from agentcache.store.store import Store
 from agentcache.version import __version__
 
 _ALIKE = ("version of agentcache", "model", "version of the model's code in mlx-lm", "kind of cache")
+_SETTING: Decoder[str] = decoder_of(str)
+_KEPT: Decoder[Precision | None] = decoder_of(Precision | None)
+_DIVERGENCE: Decoder[float] = decoder_of(float)
+_IDENTITY: Decoder[tuple[str, str, str, str]] = decoder_of(tuple[str, str, str, str])
 _FOLLOWERS_PATIENCE = 5  # times rank 0's, which sends nothing while it starts or loads adapters
 
 
-class Executor(Protocol):
-    """Makes an engine's parts, on the engine thread."""
+class Executor:
+    """Makes an engine's parts, on the engine thread; here for the whole model in this process."""
+
+    def __init__(self) -> None:
+        self._make_store: Callable[..., Store] = Store
 
     def settings(self, config: Config) -> Config:
         """Settings that apply here. Raises ConfigError."""
-
-    def load(self, path_or_hub_id: str, **options: Any) -> LoadedModel:
-        """See `loader.load`."""
-
-    def runner(
-        self, loaded: LoadedModel, pools: Sequence[BlockPool], snapshots: Snapshots | None, *, room: int, measures: bool
-    ) -> ModelRunner:
-        """See `ModelRunner`."""
-
-    def store(self, config: Config, loaded: LoadedModel) -> Store:
-        """Store of the cache folder in `settings`."""
-
-    def traffic(self) -> Traffic:
-        """Traffic between ranks."""
-
-
-class LocalExecutor:
-    """Local executor of the whole model."""
-
-    def settings(self, config: Config) -> Config:
         return config
 
     def load(self, path_or_hub_id: str, **options: Any) -> LoadedModel:
+        """See `loader.load`."""
         return load(path_or_hub_id, **options)
 
     def runner(
         self, loaded: LoadedModel, pools: Sequence[BlockPool], snapshots: Snapshots | None, *, room: int, measures: bool
     ) -> ModelRunner:
+        """See `ModelRunner`."""
         return ModelRunner(loaded, pools, snapshots, room=room, measures=measures)
 
     def store(self, config: Config, loaded: LoadedModel) -> Store:
-        return Store(
+        """Store of the cache folder in `settings`."""
+        return self._make_store(
             config.cache_dir,
             loaded.spec,
             loaded.names,
@@ -82,10 +75,11 @@ class LocalExecutor:
         )
 
     def traffic(self) -> Traffic:
+        """Traffic between ranks."""
         return Traffic()
 
 
-class RankZeroExecutor:
+class RankZeroExecutor(Executor):
     """Executor of rank 0. Arguments as in `WorkerLink`."""
 
     def __init__(
@@ -95,6 +89,7 @@ class RankZeroExecutor:
         self._wire = Wire(group)
         self._link = WorkerLink(self._wire, post, give_up, patience, ring_connections())
         self._handles = RemoteHandles(self._link)
+        self._make_store = partial(RankZeroStore, link=self._link, handles=self._handles)
         self._adapters: RankZeroAdapters | None = None
 
     def settings(self, config: Config) -> Config:
@@ -117,18 +112,6 @@ class RankZeroExecutor:
         assert self._adapters is not None  # by `load`
         return RankZeroRunner(loaded, pools, self._adapters, self._link, self._handles, room)
 
-    def store(self, config: Config, loaded: LoadedModel) -> Store:
-        return RankZeroStore(
-            config.cache_dir,
-            loaded.spec,
-            loaded.names,
-            disk_budget=config.disk_budget,
-            durability=config.durability,
-            num_token_ids=loaded.num_token_ids,
-            link=self._link,
-            handles=self._handles,
-        )
-
     def traffic(self) -> Traffic:
         return Traffic(self._wire.size, self._wire.messages, self._wire.sent_bytes)
 
@@ -136,7 +119,7 @@ class RankZeroExecutor:
 def join(config: Config, post: Post, give_up: Callable[[RankLost], None]) -> Executor:
     """Return this process's executor. Raises ConfigError if other ranks are unreachable."""
     if own_rank() is None:
-        return LocalExecutor()
+        return Executor()
     return RankZeroExecutor(join_group(), post, give_up, config.rank_timeout)
 
 
@@ -199,25 +182,24 @@ class PrecisionOfRank0:
         self._wire = wire
 
     def setting(self, kv: str) -> str:
-        return str(self._said(kv))
+        return decode(self._said(kv), _SETTING)
 
     def kept(self, precision: Precision | None) -> Precision | None:
-        said = self._said(None if precision is None else precision.as_data())
-        return None if said is None else Precision.of(said)
+        return decode(self._said(precision), _KEPT)
 
     def divergence(self, measured: float) -> float:
-        return float(self._said(measured))
+        return decode(self._said(measured), _DIVERGENCE)
 
-    def _said(self, own: Any) -> Any:
-        return json.loads(self._wire.exchange(json.dumps(own).encode())[0])
+    def _said(self, own: str | Precision | float | None) -> bytes:
+        return self._wire.exchange(encode(own))[0]
 
 
 def agree(wire: Wire, loaded: LoadedModel) -> None:
     """Raise UnsupportedModel unless all ranks have the same version, model and cache."""
     # Names depend on each rank's folder; only content must match.
     own = (__version__, loaded.names.identity, loaded.spec.sources, replace(loaded.spec, rank="").digest)
-    for rank, said in enumerate(wire.exchange("\n".join(own).encode())):
-        theirs = said.decode().split("\n")
+    for rank, said in enumerate(wire.exchange(encode(own))):
+        theirs = decode(said, _IDENTITY)
         for what, ours, other in zip(_ALIKE, own, theirs, strict=True):
             if ours != other:
                 raise UnsupportedModel(f"rank {rank} has another {what} ({other}) than rank {wire.rank} ({ours})")

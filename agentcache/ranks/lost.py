@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from agentcache.errors import RankLost, UnsupportedModel
 
@@ -26,3 +27,15 @@ def lost_rank(error: BaseException) -> RankLost | None:
             return lost
         due += [each for each in (link.__context__, link.__cause__) if each is not None]
     return None
+
+
+@contextmanager
+def naming_the_lost() -> Iterator[None]:
+    """Turn connection errors inside into `RankLost` (`lost_rank`)."""
+    try:
+        yield
+    except (RuntimeError, UnsupportedModel) as error:
+        lost = lost_rank(error)
+        if lost is None:
+            raise
+        raise lost from error

@@ -17,10 +17,19 @@ from agentcache.models.loader import LoadedModel
 from agentcache.models.runner import ModelRunner, Started
 from agentcache.models.shards import ShardedAdapters, Shards
 from agentcache.models.step import CurrentStep, StepInputs, StepOutputs
-from agentcache.ranks.adapter_commands import DropAdapter, LoadAdapter
-from agentcache.ranks.arena_commands import CopyBlocks, Fit, GiveBack, PutBytes, TakeBytes
+from agentcache.ranks.commands import (
+    CopyBlocks,
+    DropAdapter,
+    Fit,
+    Forward,
+    GiveBack,
+    LoadAdapter,
+    PutBytes,
+    RowUse,
+    Start,
+    TakeBytes,
+)
 from agentcache.ranks.remote_handles import RemoteHandles
-from agentcache.ranks.step_commands import Forward, RowUse, Start
 from agentcache.ranks.worker_link import WorkerLink
 
 
@@ -37,7 +46,7 @@ class RankZeroAdapters(ShardedAdapters):
 
     def load(self, content: AdapterContent) -> AdapterWeights:
         weights, number = super().load(content), next(self._next)
-        self._link.tell(LoadAdapter(number, content.adapter.digest, content.matrices))
+        self._link.tell(LoadAdapter.of(number, content.adapter.digest, content.matrices))
         self._numbers[weights] = number
         weakref.finalize(weights, self._link.tell, DropAdapter(number)).atexit = False
         return weights
@@ -131,7 +140,6 @@ class RankZeroRunner(ModelRunner):
         return None
 
     def snapshot(self, group: int, block_id: int, num_tokens: int) -> Array:
-        data, ticket = super().snapshot(group, block_id, num_tokens), self._handles.new()
-        self._link.tell(TakeBytes(ticket, group, block_id, num_tokens))
-        self._handles.bind(data, ticket)
+        data = super().snapshot(group, block_id, num_tokens)
+        self._handles.keep(data, lambda handle: TakeBytes(handle, group, block_id, num_tokens))
         return data

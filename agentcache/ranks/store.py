@@ -1,53 +1,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
+from typing import Any
 
 from agentcache.errors import BlocksLost, RankLost, StoreError
 from agentcache.kv.block_layout import Array
-from agentcache.kv.spec import CacheSpec
-from agentcache.ranks.arena_commands import BringBytes
-from agentcache.ranks.file_commands import (
+from agentcache.ranks.commands import (
     Block,
+    BringBytes,
+    BringZeros,
     Delete,
     KeepOnly,
     ReadBlocks,
     Require,
     TakeStock,
     WriteBlocks,
+    pack_keys,
     unpack_keys,
 )
 from agentcache.ranks.remote_handles import RemoteHandles
 from agentcache.ranks.worker_link import WorkerLink
 from agentcache.store.block_file import BlockHeader, StoredBlock
 from agentcache.store.block_folder import BlockCopy, BlockWrite
-from agentcache.store.model_names import ModelNames
 from agentcache.store.store import Store
-from agentcache.system.durable import Durability
 
 
 class RankZeroStore(Store):
-    """Store of rank 0's folder and, through `leader`, of the workers'.
+    """Store of rank 0's folder and, through `link`, of the workers'. Other arguments as in `Store`.
 
     Writes count once all ranks have finished; a block that is missing or invalid on one rank is missing. Only rank 0
     has manifests and transcripts.
     """
 
-    def __init__(
-        self,
-        cache_dir: Path,
-        spec: CacheSpec,
-        names: ModelNames,
-        *,
-        disk_budget: int | None,
-        link: WorkerLink,
-        handles: RemoteHandles,
-        num_token_ids: int | None = None,
-        durability: Durability = Durability.FULL,
-    ) -> None:
-        super().__init__(
-            cache_dir, spec, names, disk_budget=disk_budget, num_token_ids=num_token_ids, durability=durability
-        )
+    def __init__(self, *args: Any, link: WorkerLink, handles: RemoteHandles, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._link = link
         self._handles = handles
         self._gone: set[str] = set()  # blocks with a file here, but not on every rank
@@ -60,9 +46,8 @@ class RankZeroStore(Store):
 
     def write_blocks(self, blocks: Sequence[BlockWrite | BlockCopy]) -> int:
         new = [block.header.block_key for block in blocks if not self.is_there(block.header.block_key)]
-        parts = _with_data(blocks)
+        told = [Block(self._handle_of(block), block.header) for block in _with_data(blocks)]
         written = super().write_blocks(blocks)
-        told = [Block(self._ticket_of(block), block.header) for block in parts]
         try:
             answers = self._link.ask(lambda number: WriteBlocks(number, told)).result()
         except RankLost:  # a restart compares the ranks' blocks
@@ -76,13 +61,15 @@ class RankZeroStore(Store):
         self._gone.difference_update(block.header.block_key for block in blocks)
         return written
 
-    def _ticket_of(self, block: BlockWrite) -> int:
-        ticket = self._handles.of(block.data)
-        if not ticket and block.others:
-            ticket = self._handles.new()
-            self._link.tell(BringBytes(ticket, block.others))
-            self._handles.bind(block.data, ticket)
-        return ticket
+    def _handle_of(self, block: BlockWrite) -> int:
+        if block.others and not self._handles.has(block.data):
+            self._handles.keep(block.data, lambda handle: BringBytes(handle, block.others))
+        return self._handles.of(block.data)
+
+    def decode_zeros(self, header: BlockHeader, buffer: Array) -> Array:
+        data = super().decode_zeros(header, buffer)
+        self._handles.keep(data, lambda handle: BringZeros(handle, header.group))
+        return data
 
     def read_blocks(
         self, headers: Sequence[BlockHeader], buffers: Sequence[Array] | None = None
@@ -94,10 +81,10 @@ class RankZeroStore(Store):
         found: list[StoredBlock | None] = []
         for place, (block, stored) in enumerate(zip(wanted, own, strict=True)):
             if stored is not None and all(answer[place] for answer in answers):
-                self._handles.bind(stored.data, block.ticket)
+                self._handles.bind(stored.data, block.handle)
                 found.append(stored)
             else:
-                self._handles.give_back(block.ticket)
+                self._handles.give_back(block.handle)
                 self._gone.add(block.header.block_key)
                 found.append(None)
         return found
@@ -105,7 +92,7 @@ class RankZeroStore(Store):
     def require_blocks(self, keys: Iterable[str]) -> None:
         keys = list(keys)
         super().require_blocks(keys)
-        answers = self._link.ask(lambda number: Require(number, keys)).result()
+        answers = self._link.ask(lambda number: Require(number, pack_keys(keys))).result()
         gone = {key for answer in answers for key in unpack_keys(answer)}
         if gone:
             self._gone |= gone
@@ -114,7 +101,7 @@ class RankZeroStore(Store):
 
     def delete_blocks(self, keys: Iterable[str], *, for_room: bool = False) -> int:
         keys = self.deletable(keys, for_room=for_room)
-        self._link.tell(Delete(keys))
+        self._link.tell(Delete(pack_keys(list(keys))))
         self._gone.difference_update(keys)
         return super().delete_blocks(keys, for_room=for_room)
 
@@ -123,7 +110,7 @@ class RankZeroStore(Store):
         named = self.named_blocks()
         # An empty folder may mean a disk that is not mounted.
         if self.knows_all_manifests and (named or count):
-            self._link.tell(KeepOnly(sorted(named)))
+            self._link.tell(KeepOnly(pack_keys(sorted(named))))
         return count
 
     def close(self) -> None:

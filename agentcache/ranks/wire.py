@@ -1,16 +1,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import mlx.core as mx
 import numpy as np
 
-from agentcache.errors import UnsupportedModel
-from agentcache.ranks.lost import lost_rank
+from agentcache.ranks.lost import naming_the_lost
 
-_LEAST_WORDS = 64
+_LENGTH_BYTES = 4
+_LEAST_BYTES = 256
 _REMEMBERED = 16  # messages; the next one has room for the longest
 _MOST_REMEMBERED = 1 << 16  # bytes, enough for steps; adapters and imported blocks reserve no room
 
@@ -18,8 +16,8 @@ _MOST_REMEMBERED = 1 << 16  # bytes, enough for steps; adapters and imported blo
 class Wire:
     """Exchanges messages between ranks on the thread that computes, ordered with the model's reductions.
 
-    A message is one `all_gather` of equally many int32 words per rank. Recent messages determine the number; longer
-    ones need a second gather.
+    A message is one `all_gather` of equally many bytes per rank: the message's length, then its bytes. Recent messages
+    determine the number; longer ones need a second gather.
     """
 
     def __init__(self, group: mx.distributed.Group) -> None:
@@ -38,19 +36,20 @@ class Wire:
 
     def exchange(self, own: bytes) -> list[bytes]:
         """Send `own` and return each rank's message. All ranks must call it. Raises RankLost."""
-        room = _words_for(max(self._lengths, default=0))
+        room = _row_bytes(max(self._lengths, default=0))
         heard = self._gather(own, room)
-        longest = int(heard[:, 0].max())
-        self._lengths.append(min(longest, _MOST_REMEMBERED))
-        if _words_for(longest) > room:
-            heard = self._gather(own, _words_for(longest))
-        return [row[1:].tobytes()[: row[0]] for row in heard]
+        lengths = heard[:, :_LENGTH_BYTES].copy().view(np.uint32)[:, 0].tolist()
+        self._lengths.append(min(max(lengths), _MOST_REMEMBERED))
+        if (needed := _row_bytes(max(lengths))) > room:
+            heard = self._gather(own, needed)
+        return [row[:length].tobytes() for row, length in zip(heard[:, _LENGTH_BYTES:], lengths, strict=True)]
 
-    def _gather(self, own: bytes, num_words: int) -> np.ndarray:
-        """int32 [size, num_words]: each rank's length in bytes, then its bytes, truncated."""
-        row = np.zeros(num_words, np.int32)
-        row[0] = len(own)
-        row[1:].view(np.uint8)[: len(own)] = np.frombuffer(own, np.uint8)[: row[1:].nbytes]
+    def _gather(self, own: bytes, num_bytes: int) -> np.ndarray:
+        """uint8 [size, num_bytes]: each rank's length in bytes, then its bytes, truncated."""
+        row = np.zeros(num_bytes, np.uint8)
+        row[:_LENGTH_BYTES].view(np.uint32)[0] = len(own)
+        sent = np.frombuffer(own[: num_bytes - _LENGTH_BYTES], np.uint8)
+        row[_LENGTH_BYTES:][: len(sent)] = sent
         self.messages += 1
         self.sent_bytes += row.nbytes
         with naming_the_lost():
@@ -59,18 +58,6 @@ class Wire:
         return np.array(gathered)
 
 
-def _words_for(num_bytes: int) -> int:
+def _row_bytes(num_bytes: int) -> int:
     """A power of two, so that slightly longer messages fit."""
-    return max(_LEAST_WORDS, 1 << (1 + -(-num_bytes // 4) - 1).bit_length())
-
-
-@contextmanager
-def naming_the_lost() -> Iterator[None]:
-    """Turn connection errors inside into `RankLost` (`lost_rank`)."""
-    try:
-        yield
-    except (RuntimeError, UnsupportedModel) as error:
-        lost = lost_rank(error)
-        if lost is None:
-            raise
-        raise lost from error
+    return max(_LEAST_BYTES, 1 << (_LENGTH_BYTES + num_bytes - 1).bit_length())

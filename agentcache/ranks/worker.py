@@ -7,12 +7,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import mlx.core as mx
 import numpy as np
 
-from agentcache.errors import BlocksLost, BrokenInvariant, StoreError
+from agentcache.errors import BlocksLost, RankLost, StoreError
 from agentcache.kv.block_layout import Array
 from agentcache.kv.step_plan import Reads, Writes
 from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
@@ -20,21 +20,10 @@ from agentcache.models.adapters import Adapter, AdapterContent
 from agentcache.models.loader import LoadedModel
 from agentcache.models.runner import ModelRunner, Started
 from agentcache.models.step import StepInputs
-from agentcache.ranks.adapter_commands import DropAdapter, LoadAdapter
-from agentcache.ranks.arena_commands import BringBytes, CopyBlocks, Fit, Forget, GiveBack, PutBytes, TakeBytes
-from agentcache.ranks.file_commands import (
-    Block,
-    Delete,
-    KeepOnly,
-    ReadBlocks,
-    Require,
-    TakeStock,
-    WriteBlocks,
-    pack_keys,
-)
-from agentcache.ranks.messages import Command, Stop, read_commands, write_answers
-from agentcache.ranks.step_commands import Forward, Start
-from agentcache.ranks.wire import Wire, naming_the_lost
+from agentcache.ranks import commands
+from agentcache.ranks.commands import COMMANDS, Command, decode, encode, pack_keys, unpack_keys
+from agentcache.ranks.lost import naming_the_lost
+from agentcache.ranks.wire import Wire
 from agentcache.store.block_folder import BlockWrite
 from agentcache.store.store import Store
 from agentcache.store.writer import Writer
@@ -85,6 +74,21 @@ class Answers:
             return ready
 
 
+class Held(dict[int, T]):
+    """What a worker keeps under rank 0's numbers. Raises RankLost for a missing one. Thread-safe."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self._kind = kind
+
+    def __missing__(self, number: int) -> NoReturn:
+        raise RankLost(f"rank 0 uses {self._kind} {number}, which this rank does not have")
+
+    def drop(self, number: int) -> None:
+        self[number]
+        del self[number]
+
+
 class Worker:
     """A worker: executes rank 0's commands on its own model, arenas and files, for the thread that computes."""
 
@@ -95,23 +99,26 @@ class Worker:
         self._loaded = loaded
         self._runner = runner
         self._slots = slots
-        self._files = WorkerFiles(store)
-        self._held: dict[int, Array] = {}
-        self._adapters: dict[int, AdapterWeights] = {}
+        self._held = Held[Array]("block bytes with handle")
+        self._adapters = Held[AdapterWeights]("adapter")
+        self._files = WorkerFiles(store, self._held)
         self._computed: list[mx.array] = []
         self._has_started = False
         self._started: Started | None = None
         self._is_over = False
 
     def run(self, heard: Callable[[], None] = lambda: None) -> None:
-        """Execute commands until `Stop`, calling `heard` for each message. Raises RankLost."""
+        """Execute commands until `Stop`, calling `heard` for each message.
+
+        Raises RankLost, also for a message that cannot be read and a handle or adapter that is not here.
+        """
         while not self._is_over:
             answers = self._files.answers.take(0.0 if self._has_started else _ANSWER_SECONDS)
-            message, *_ = self._wire.exchange(write_answers(answers))
+            message, *_ = self._wire.exchange(encode(answers))
             heard()
             self._has_started = False
             with naming_the_lost():
-                for command in read_commands(message):
+                for command in decode(message, COMMANDS):
                     self._do(command)
 
     def close(self) -> None:
@@ -120,91 +127,90 @@ class Worker:
 
     def _do(self, command: Command) -> None:
         match command:
-            case Forward():
+            case commands.Forward():
                 self._computed.append(self._forward(command))
-            case Start(whole):
+            case commands.Start(whole):
                 computed, self._computed = self._computed, []
                 before, self._started = self._started, self._runner.start(*(computed if whole else ()))
                 if before is not None:  # run no further ahead than rank 0
                     self._runner.wait_for(before)
                 self._has_started = True
-            case Fit(capacities):
+            case commands.Fit(capacities):
                 for slots, capacity in zip(self._slots, capacities, strict=True):
                     slots.capacity = capacity
                 self._runner.fit()
-            case CopyBlocks(copies):
+            case commands.CopyBlocks(copies):
                 self._runner.move_blocks(copies)
-            case TakeBytes(ticket, group, slot, num_tokens):
-                self._held[ticket] = self._runner.snapshot(group, slot, num_tokens)
-            case PutBytes(group, slots, handles):
-                blocks = [self._bytes_of(group, ticket) for ticket in handles]
-                self._runner.put_blocks(group, slots, blocks)
-            case BringBytes(ticket, parts):
-                self._held[ticket] = parts[self._wire.rank - 1]
-            case Forget(handles):
-                for ticket in handles:
-                    self._held.pop(ticket, None)
-                    self._files.forget(ticket)
-            case LoadAdapter():
-                self._adapters[command.number] = self._load(command)
-            case DropAdapter(number):
+            case commands.TakeBytes(handle, group, slot, num_tokens):
+                self._held[handle] = self._runner.snapshot(group, slot, num_tokens)
+            case commands.BringBytes(handle, parts):
+                self._held[handle] = self._own(parts)
+            case commands.BringZeros(handle, name):
+                self._held[handle] = np.zeros(self._loaded.spec.group(name).bytes_per_block, np.uint8)
+            case commands.PutBytes(group, slots, handles):
+                self._runner.put_blocks(group, slots, [self._held[handle] for handle in handles])
+            case commands.Forget(handles):
+                for handle in handles:
+                    self._held.pop(handle, None)
+            case commands.LoadAdapter(number):
+                self._adapters[number] = self._load(command)
+            case commands.DropAdapter(number):
                 self._runner.wait()
                 self._loaded.adapters.stacks.clear()
-                del self._adapters[number]
-            case GiveBack():
+                self._adapters.drop(number)
+            case commands.GiveBack():
                 self._runner.give_back()
-            case Stop():
+            case commands.Stop():
                 self._runner.wait()
                 self._is_over = True
-            case WriteBlocks(number, blocks):
-                self._files.write(number, [BlockWrite(each.header, self._held[each.ticket]) for each in blocks])
-            case ReadBlocks(number, blocks):
+            case commands.WriteBlocks(number, blocks):
+                self._files.write(number, [BlockWrite(each.header, self._held[each.handle]) for each in blocks])
+            case commands.ReadBlocks(number, blocks):
                 self._files.read(number, blocks)
-            case Require(number, keys):
-                self._files.require(number, keys)
-            case TakeStock(number):
+            case commands.Require(number, keys):
+                self._files.require(number, list(unpack_keys(keys)))
+            case commands.TakeStock(number):
                 self._files.take_stock(number)
-            case Delete(keys):
-                self._files.delete(keys)
-            case KeepOnly(keys):
-                self._files.keep_only(keys)
+            case commands.Delete(keys):
+                self._files.delete(list(unpack_keys(keys)))
+            case commands.KeepOnly(keys):
+                self._files.keep_only(set(unpack_keys(keys)))
 
-    def _forward(self, told: Forward) -> mx.array:
-        num_tokens = told.token_ids.shape[1]
+    def _forward(self, step: commands.Forward) -> mx.array:
+        num_tokens = step.token_ids.shape[1]
         windows = [arena.spec.window for arena in self._runner.arenas]
-        step = StepInputs(
-            told.token_ids,
-            told.lengths,
+        inputs = StepInputs(
+            step.token_ids,
+            step.lengths,
             reads=[
-                Reads(rows.tables, told.lengths, num_tokens, window)
-                for rows, window in zip(told.reads, windows, strict=True)
+                Reads(rows.tables, step.lengths, num_tokens, window)
+                for rows, window in zip(step.reads, windows, strict=True)
             ],
-            writes=[Writes(rows.tables, told.lengths, num_tokens) for rows in told.writes],
-            adapters=[None if use is None else RowAdapter(self._adapters[use.adapter], use.start) for use in told.uses],
-            all_logits=told.all_logits,
+            writes=[Writes(rows.tables, step.lengths, num_tokens) for rows in step.writes],
+            adapters=[None if use is None else RowAdapter(self._adapters[use.adapter], use.start) for use in step.uses],
+            all_logits=step.all_logits,
         )
-        return self._runner.forward(step).logits
+        return self._runner.forward(inputs).logits
 
-    def _bytes_of(self, group: int, ticket: int) -> Array:
-        if ticket == 0:
-            return np.zeros(self._runner.arenas[group].spec.bytes_per_block, np.uint8)
-        return self._files.data_of(ticket)
+    def _own(self, parts: Sequence[Array]) -> Array:
+        if len(parts) < self._wire.rank:
+            raise RankLost(f"rank 0 brings a block's bytes of {len(parts)} ranks, not of rank {self._wire.rank}")
+        return parts[self._wire.rank - 1]
 
-    def _load(self, told: LoadAdapter) -> AdapterWeights:
-        adapter = Adapter(told.digest, Path(), "", {}, 0, 0, 0, None, 0)
-        return self._loaded.adapters.load(AdapterContent(adapter, told.matrices))
+    def _load(self, command: commands.LoadAdapter) -> AdapterWeights:
+        adapter = Adapter(command.digest, Path(), "", {}, 0, 0, 0, None, 0)
+        return self._loaded.adapters.load(AdapterContent(adapter, command.matrices))
 
 
 class WorkerFiles:
     """This rank's block files. One thread writes in order, two read; no call waits."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, held: Held[Array]) -> None:
         self.answers = Answers()
         self._store = store
+        self._held = held
         self._writer = Writer()
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="agentcache-reader")
-        self._lock = threading.Lock()
-        self._read: dict[int, Array] = {}
 
     def close(self) -> None:
         self._readers.shutdown()
@@ -226,7 +232,7 @@ class WorkerFiles:
         self._answer(number, look, pack_keys, pack_keys(keys))
 
     def take_stock(self, number: int) -> None:
-        self._answer(number, self._store.block_keys, pack_keys)
+        self._answer(number, self._store.block_keys, pack_keys, b"")
 
     def _answer(
         self, number: int, job: Callable[[], T], encode: Callable[[T], bytes], failed: bytes | None = None
@@ -244,21 +250,20 @@ class WorkerFiles:
     def delete(self, keys: Sequence[str]) -> None:
         self._writer.submit(lambda: self._store.delete_blocks(keys), _log_failure)
 
-    def keep_only(self, keys: Sequence[str]) -> None:
-        self._writer.submit(lambda: self._store.delete_blocks(set(self._store.block_keys()) - set(keys)), _log_failure)
+    def keep_only(self, keys: set[str]) -> None:
+        self._writer.submit(lambda: self._store.delete_blocks(set(self._store.block_keys()) - keys), _log_failure)
 
-    def read(self, number: int, blocks: Sequence[Block]) -> None:
+    def read(self, number: int, blocks: Sequence[commands.Block]) -> None:
         self.answers.expect()
         read = self._readers.submit(self._read_all, blocks)
         read.add_done_callback(partial(self._give_read, number, len(blocks)))
 
-    def _read_all(self, blocks: Sequence[Block]) -> bytes:
+    def _read_all(self, blocks: Sequence[commands.Block]) -> bytes:
         """Runs on a reader thread."""
         found = self._store.read_blocks([block.header for block in blocks])
-        with self._lock:
-            for block, stored in zip(blocks, found, strict=True):
-                if stored is not None:
-                    self._read[block.ticket] = stored.data
+        for block, stored in zip(blocks, found, strict=True):
+            if stored is not None:
+                self._held[block.handle] = stored.data
         return bytes(stored is not None for stored in found)
 
     def _give_read(self, number: int, count: int, read: Future[bytes]) -> None:
@@ -266,18 +271,7 @@ class WorkerFiles:
             log.error("blocks could not be read", exc_info=error)
         self.answers.give(number, bytes(count) if error is not None else read.result())
 
-    def data_of(self, ticket: int) -> Array:
-        """Return bytes read under a ticket, which rank 0 knows to be valid."""
-        with self._lock:
-            if ticket not in self._read:
-                raise BrokenInvariant(f"nothing was read under ticket {ticket}")
-            return self._read[ticket]
-
-    def forget(self, ticket: int) -> None:
-        with self._lock:
-            self._read.pop(ticket, None)
-
 
 def _log_failure(result: object) -> None:
     if isinstance(result, StoreError):
-        log.error("files that nobody needs stay: %s", result)
+        log.error("unneeded block files stay: %s", result)

@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from itertools import count
 
 from agentcache.errors import RankLost
+from agentcache.ranks.commands import ANSWERS, Command, Question, Stop, decode, encode
 from agentcache.ranks.connections import Connections
-from agentcache.ranks.file_commands import Question
-from agentcache.ranks.messages import Command, Stop, read_answers, write_commands
+from agentcache.ranks.lost import naming_the_lost
 from agentcache.ranks.watchdog import CUT_SECONDS, LOOK_SECONDS
-from agentcache.ranks.wire import Wire, naming_the_lost
+from agentcache.ranks.wire import Wire
 from agentcache.system.threads import start_thread
 
 _PINGS = 4  # per `patience` seconds
@@ -102,16 +102,22 @@ class WorkerLink:
         if self._lost is not None:
             raise self._lost
         commands = [self._outbox.popleft() for _ in range(len(self._outbox))]
-        message = write_commands(commands)
+        message = encode(commands)
         with self.waiting():
             _, *heard = self.wire.exchange(message)
-        self._heard_at = time.monotonic()
-        for rank, said in enumerate(heard, 1):
-            for number, answer in read_answers(said).items():
-                self._asked[number].take(rank, answer)
-                if self._asked[number].future.done():
-                    with self._lock:
-                        del self._asked[number]
+            self._heard_at = time.monotonic()
+            for rank, said in enumerate(heard, 1):
+                for number, answer in decode(said, ANSWERS).items():
+                    self._take(rank, number, answer)
+
+    def _take(self, rank: int, number: int, answer: bytes) -> None:
+        asked = self._asked.get(number)
+        if asked is None:
+            raise RankLost(f"rank {rank} answers question {number}, which is not open")
+        asked.take(rank, answer)
+        if asked.future.done():
+            with self._lock:
+                del self._asked[number]
 
     def ask_now(self, question: Callable[[int], Question]) -> list[bytes]:
         """`ask` between steps, waiting for all answers. Raises RankLost."""

@@ -105,9 +105,9 @@ class TwoRanks:
 
     def hold(self, block: BlockWrite) -> None:
         """Give rank 1 its part of a block."""
-        ticket = self.handles.new()
-        self.handles.bind(block.data, ticket)
-        self.follower._held[ticket] = make_data(SPECS[1], block.header, seed=7)
+        handle = self.handles.new()
+        self.handles.bind(block.data, handle)
+        self.follower._held[handle] = make_data(SPECS[1], block.header, seed=7)
 
     def path(self, rank: int, block: BlockWrite) -> Path:
         key = block.header.block_key

@@ -25,10 +25,12 @@ from agentcache.llm import LLM, Completion
 from agentcache.models.inspection import Inspection
 from agentcache.models.runner import ModelRunner
 from agentcache.models.step import StepInputs, StepOutputs
+from agentcache.ranks.commands import Block, DropAdapter, PutBytes, WriteBlocks
 from agentcache.ranks.rank import own_rank
 from agentcache.sampling import SamplingParams
 from agentcache.settings.config import Config
 from agentcache.store.archive import ArchiveRejected
+from agentcache.store.block_file import make_header
 from agentcache.store.store import Store
 from tests.serving import inside
 
@@ -153,6 +155,22 @@ def chosen_bits(model: Path, cache: Path, adapter: Path) -> dict[str, Any]:
         return {"fingerprint": info.fingerprint, "bits": info.kv_precision, "divergence": info.kv_divergence, **said}
 
 
+ASTRAY: dict[str, Any] = {
+    "block": PutBytes(0, [0], [1 << 20]),
+    "snapshot": WriteBlocks(1 << 20, [Block(1 << 20, make_header("ab" * 20, "full.0", 0, range(256)))]),
+    "adapter": DropAdapter(1 << 20),
+    "message": ("Dance", 1),
+}
+
+
+def astray(model: Path, cache: Path, what: Path) -> dict[str, Any]:
+    """A turn, then a command about what the other rank does not have."""
+    with LLM(model, cache_dir=cache, **SETTINGS) as llm:
+        _acknowledge(llm.generate(list(range(10, 290)), _greedy(5), agent="anna"), 285)
+        inside.tell_workers(llm, ASTRAY[what.name])
+        return _said(llm.generate(list(range(10, 60)), _greedy(5), agent="bea"))
+
+
 def _acknowledge(completion: Completion, tokens: int) -> None:
     """Its report says whether the turn is safe; an answer whose turn could not be written says that instead."""
     if completion.report.saved:
@@ -202,7 +220,7 @@ def _keep_float32() -> None:
     Inspection._packing = lambda self, bits, dtype: packing.Plain("F32")  # type: ignore[method-assign]
 
 
-SCENES = {"ten_turns": ten_turns, "steps": steps, "a_turn": a_turn, "bring_in": bring_in, "chosen_bits": chosen_bits}
+SCENES = {each.__name__: each for each in (ten_turns, steps, a_turn, bring_in, chosen_bits, astray)}
 
 
 def _tell(scene: Callable[[], dict[str, Any]]) -> None:

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
-from agentcache.ranks.arena_commands import Forget
-from agentcache.ranks.file_commands import TakeStock
-from agentcache.ranks.messages import write_answers
+from agentcache.errors import BrokenInvariant, RankLost
+from agentcache.ranks.commands import Forget, TakeStock, encode
 from agentcache.ranks.remote_handles import RemoteHandles
 from agentcache.ranks.worker import Answers
 from agentcache.ranks.worker_link import WorkerLink
@@ -29,7 +29,7 @@ def test_a_message_waits_for_answers_that_are_due_only() -> None:
 
 def test_no_message_goes_out_of_turn_behind_the_last_answer() -> None:
     posted: list[Any] = []
-    heard = [write_answers({}), write_answers({1: b"keys"})]
+    heard = [encode({}), encode({1: b"keys"})]
     wire: Any = SimpleNamespace(size=2, exchange=lambda message: [b"", heard.pop(0)])
     link = WorkerLink(wire, posted.append, lambda lost: None, 1e6)
     try:
@@ -38,6 +38,25 @@ def test_no_message_goes_out_of_turn_behind_the_last_answer() -> None:
         assert not asked.done() and len(posted) == 1
         posted.pop()()
         assert asked.result(0) == [b"keys"] and posted == []
+    finally:
+        link._ended.set()
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [(encode({2: b""}), "question 2, which is not open"), (b"\xc1", "cannot be read"), (encode([1]), "cannot be read")],
+)
+def test_an_answer_to_no_question_is_a_lost_rank(answer: bytes, reason: str) -> None:
+    wire: Any = SimpleNamespace(size=2, exchange=lambda message: [b"", answer])
+    link = WorkerLink(wire, lambda function: None, lambda lost: None, 1e6)
+    try:
+        asked = link.ask(TakeStock)
+        with pytest.raises(RankLost, match=reason):
+            link.exchange()
+        with pytest.raises(RankLost, match=reason):
+            asked.result(0)
+        with pytest.raises(RankLost, match=reason):
+            link.ask(TakeStock).result(0)
     finally:
         link._ended.set()
 
@@ -53,4 +72,6 @@ def test_an_array_that_is_gone_leaves_its_ticket_to_no_other() -> None:
     gc.collect()
     assert told == [Forget([1])]
     others = [np.zeros(1 << 12, np.uint8) for _ in range(100)]
-    assert handles._by_id == {} and not any(map(handles.of, others))
+    assert handles._by_id == {} and not any(map(handles.has, others))
+    with pytest.raises(BrokenInvariant, match="no handle"):
+        handles.of(others[0])

@@ -2,26 +2,57 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import asdict
+from typing import get_args
+
 import mlx.core as mx
+import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agentcache.blocks.block_tables import Copy
 from agentcache.blocks.hidden_states import HiddenStatePlan
 from agentcache.blocks.pool import BlockTable
-from agentcache.errors import BrokenInvariant
+from agentcache.errors import BrokenInvariant, RankLost
 from agentcache.kv.step_plan import Reads, Writes
 from agentcache.models.adapter_files import LowRank, ModuleName
 from agentcache.models.step import StepInputs
-from agentcache.ranks import messages
-from agentcache.ranks.adapter_commands import DropAdapter, LoadAdapter
-from agentcache.ranks.arena_commands import BringBytes, CopyBlocks, Fit, Forget, GiveBack, PutBytes, TakeBytes
-from agentcache.ranks.file_commands import Block, Delete, KeepOnly, ReadBlocks, Require, TakeStock, WriteBlocks
-from agentcache.ranks.messages import Command, Stop, read_commands, write_commands
-from agentcache.ranks.step_commands import Forward, RowUse, Start
+from agentcache.ranks.commands import (
+    ANSWERS,
+    COMMANDS,
+    Block,
+    BringBytes,
+    BringZeros,
+    Command,
+    CopyBlocks,
+    Delete,
+    DropAdapter,
+    Fit,
+    Forget,
+    Forward,
+    GiveBack,
+    KeepOnly,
+    LoadAdapter,
+    PutBytes,
+    ReadBlocks,
+    Require,
+    RowUse,
+    Start,
+    Stop,
+    TakeBytes,
+    TakeStock,
+    WriteBlocks,
+    decode,
+    encode,
+    pack_keys,
+    unpack_keys,
+)
 from agentcache.store.block_file import make_header
 
-KEYS = ["0123456789abcdef0123456789abcdef01234567", "ff" * 20]
+KEYS = pack_keys(["0123456789abcdef0123456789abcdef01234567", "ff" * 20])
 BLOCKS = [
     Block(4, make_header("ab" * 20, "full.0", 3, range(256), "ad@17")),
     Block(0, make_header("cd" * 20, "window32.1", 0, [70_000])),
@@ -32,7 +63,8 @@ PLAIN: list[Command] = [
     Fit([3, 70_000]),
     CopyBlocks([Copy(0, 1, 2), Copy(3, 4, 5)]),
     TakeBytes(9, 1, 2, 256),
-    PutBytes(1, [4, 5], [0, 12]),
+    BringZeros(3, "full.0"),
+    PutBytes(1, [4, 5], [1, 1 << 40]),
     Forget([9, 12]),
     DropAdapter(2),
     GiveBack(),
@@ -41,11 +73,23 @@ PLAIN: list[Command] = [
     Require(7, KEYS),
     TakeStock(8),
     Delete(KEYS),
-    KeepOnly([]),
+    KeepOnly(b""),
     Stop(),
 ]
 TABLES = [BlockTable([3, 1, 4]), BlockTable([9], first_block=2)]
 LENGTHS = [700, 600]
+
+RANDOM = np.random.default_rng(0)
+MATRICES = {
+    ModuleName(layer, "self_attn.q_proj"): LowRank(
+        RANDOM.standard_normal((6, 3)).astype(np.float32), RANDOM.standard_normal((3, 5)).astype(np.float32)
+    )
+    for layer in range(2)
+}
+
+
+def told(*commands: Command) -> list[Command]:
+    return decode(encode(commands), COMMANDS)
 
 
 def make_step(**fields: object) -> StepInputs:
@@ -59,32 +103,77 @@ def make_step(**fields: object) -> StepInputs:
 
 
 def test_all_commands_of_a_message_come_back_in_order() -> None:
-    assert list(read_commands(write_commands(PLAIN))) == PLAIN
-    told = {type(command) for command in PLAIN} | {Forward, LoadAdapter, BringBytes}
-    assert told == set(messages._BY_CODE.values())
+    assert told(*PLAIN) == PLAIN
+    assert {type(command) for command in PLAIN} | {Forward, LoadAdapter, BringBytes} == set(get_args(Command))
+
+
+def test_answers_and_keys_come_back() -> None:
+    answers = {3: b"", 7: b"\x01\x00\x01", 9: b"abcd"}
+    assert decode(encode(answers), ANSWERS) == answers
+    assert told() == []
+    assert list(unpack_keys(KEYS)) == ["0123456789abcdef0123456789abcdef01234567", "ff" * 20]
+
+
+def array(*shape: object) -> list[object]:
+    return ["LoadAdapter", 1, "digest", [[[0, "q_proj"], ["<f4", *shape], ["<f4", [1, 1], bytes(4)]]]]
+
+
+MALFORMED: dict[str, object] = {
+    "an unknown command": ["Dance", 1],
+    "no tag": [],
+    "no list": {"Fit": [3]},
+    "a field too few": ["TakeBytes", 9, 1, 2],
+    "a field too many": ["TakeBytes", 9, 1, 2, 256, 5],
+    "text for a number": ["DropAdapter", "poet"],
+    "a header of no tokens": ["ReadBlocks", 6, [[4, asdict(BLOCKS[0].header) | {"packed": b""}]]],
+    "an array of another length": array([2, 3], bytes(20)),
+    "an array of objects": ["LoadAdapter", 1, "digest", [[[0, "q"], ["|O", [1], bytes(8)], ["|O", [1], bytes(8)]]]],
+    "an array without a shape": array(bytes(4)),
+    "an array of no bytes": array([1, 1], 4),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_command_is_a_lost_rank(name: str) -> None:
+    with pytest.raises(RankLost, match="cannot be read"):
+        decode(msgspec.msgpack.encode([MALFORMED[name]]), COMMANDS)
+
+
+@given(data=st.data())
+def test_a_damaged_message_is_read_or_a_lost_rank(data: st.DataObject) -> None:
+    message = bytearray(encode([*PLAIN, LoadAdapter.of(4, "digest", MATRICES)]))
+    for _ in range(data.draw(st.integers(1, 3))):
+        message[data.draw(st.integers(0, len(message) - 1))] = data.draw(st.integers(0, 255))
+    with suppress(RankLost):
+        decode(bytes(message[: data.draw(st.integers(0, len(message)))]), COMMANDS)
+
+
+def test_a_message_of_what_is_no_command_is_not_sent() -> None:
+    with pytest.raises(TypeError, match="a message with a object"):
+        encode([object()])
 
 
 def test_a_step_reads_and_writes_the_same_slots() -> None:
     step = make_step(all_logits=True)
-    [told] = read_commands(write_commands([Forward.of(step, [None, RowUse(3, 17)])]))
-    assert isinstance(told, Forward)
-    assert told.token_ids.tolist() == [[5, 6], [7, 8]] and told.lengths == LENGTHS and told.all_logits
-    assert told.uses == [None, RowUse(3, 17)]
-    for window, rows, reads, told_writes, writes in zip(
-        (None, 32), told.reads, step.reads, told.writes, step.writes, strict=True
+    [arrived] = told(Forward.of(step, [None, RowUse(3, 17)]))
+    assert isinstance(arrived, Forward)
+    assert arrived.token_ids.tolist() == [[5, 6], [7, 8]] and arrived.lengths == LENGTHS and arrived.all_logits
+    assert arrived.uses == [None, RowUse(3, 17)]
+    for window, rows, reads, their_writes, writes in zip(
+        (None, 32), arrived.reads, step.reads, arrived.writes, step.writes, strict=True
     ):
         assert reads is not None and writes is not None
         again = Reads(rows.tables, LENGTHS, 2, window)
         assert again.rows == reads.rows
         assert mx.array_equal(again.mask, reads.mask)
-        theirs = Writes(told_writes.tables, LENGTHS, 2)
+        theirs = Writes(their_writes.tables, LENGTHS, 2)
         for one, other in zip(theirs.slots_and_offsets, writes.slots_and_offsets, strict=True):
             assert mx.array_equal(one, other)
 
 
 def test_a_step_without_adapters_says_nothing_of_them() -> None:
-    [told] = read_commands(write_commands([Forward.of(make_step(), [None, None])]))
-    assert isinstance(told, Forward) and told.uses == [] and not told.all_logits
+    [arrived] = told(Forward.of(make_step(), [None, None]))
+    assert isinstance(arrived, Forward) and arrived.uses == [] and not arrived.all_logits
 
 
 @pytest.mark.parametrize("fields", [{"hidden_states": HiddenStatePlan(cut=2)}, {"states": (None, None)}])
@@ -95,21 +184,14 @@ def test_what_ranks_do_not_share_is_never_told(fields: dict[str, object]) -> Non
 
 def test_bytes_from_elsewhere_arrive_as_they_were() -> None:
     parts = [np.arange(start, start + 7, dtype=np.uint8) for start in (3, 9)]
-    [told] = read_commands(write_commands([BringBytes(4, parts)]))
-    assert isinstance(told, BringBytes) and told.ticket == 4
-    assert [part.tolist() for part in told.parts] == [part.tolist() for part in parts]
+    [arrived] = told(BringBytes(4, parts))
+    assert isinstance(arrived, BringBytes) and arrived.handle == 4
+    assert [part.tolist() for part in arrived.parts] == [part.tolist() for part in parts]
 
 
 def test_matrices_of_an_adapter_arrive_bit_for_bit() -> None:
-    random = np.random.default_rng(0)
-    matrices = {
-        ModuleName(layer, "self_attn.q_proj"): LowRank(
-            random.standard_normal((6, 3)).astype(np.float32), random.standard_normal((3, 5)).astype(np.float32)
-        )
-        for layer in range(2)
-    }
-    [told] = read_commands(write_commands([LoadAdapter(4, "digest", matrices)]))
-    assert isinstance(told, LoadAdapter) and (told.number, told.digest) == (4, "digest")
-    assert set(told.matrices) == set(matrices)
-    for name, pair in matrices.items():
-        assert np.array_equal(told.matrices[name].a, pair.a) and np.array_equal(told.matrices[name].b, pair.b)
+    [arrived] = told(LoadAdapter.of(4, "digest", MATRICES))
+    assert isinstance(arrived, LoadAdapter) and (arrived.number, arrived.digest) == (4, "digest")
+    assert set(arrived.matrices) == set(MATRICES)
+    for name, pair in MATRICES.items():
+        assert np.array_equal(arrived.matrices[name].a, pair.a) and np.array_equal(arrived.matrices[name].b, pair.b)

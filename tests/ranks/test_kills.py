@@ -112,3 +112,22 @@ def test_an_agent_that_is_brought_in_is_there_whole_or_not_at_all(
 def test_a_rank_that_dies_while_the_model_is_loaded_is_not_waited_for(rank: str, model: Path, tmp_path: Path) -> None:
     """The other one's thread waits inside MLX for good, and `play` would for minutes."""
     check_codes(play("a_turn", model, tmp_path / "cache", die_at=f"{rank}:loading:3"), rank)
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("block", "block bytes with handle 1048576"),
+        ("snapshot", "block bytes with handle 1048576"),
+        ("adapter", "adapter 1048576"),
+        ("message", "Dance"),
+    ],
+)
+def test_what_rank_1_does_not_have_or_know_ends_both_and_costs_no_turn(
+    what: str, named: str, model: Path, said: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    ended = play("astray", model, tmp_path / "cache", Path(what))
+    assert ended.codes == [LOST_CODE, LOST_CODE] and named in ended.errors[1], ended.why
+    after = play("a_turn", model, tmp_path / "cache").last
+    assert after["before"] == [FIRST]
+    check_after(after["said"], said, tmp_path / "cache", is_warm=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import mlx.core as mx
 import numpy as np
 
@@ -34,13 +36,10 @@ class Among(Wire):
 
     theirs = b""
 
-    def _gather(self, own: bytes, num_words: int) -> np.ndarray:
+    def _gather(self, own: bytes, num_bytes: int) -> np.ndarray:
         self.messages += 1
-        rows = np.zeros((2, num_words), np.int32)
-        for row, said in zip(rows, (own, self.theirs), strict=True):
-            row[0] = len(said)
-            row[1:].view(np.uint8)[: len(said)] = np.frombuffer(said, np.uint8)[: row[1:].nbytes]
-        return rows
+        rows = [len(said).to_bytes(4, sys.byteorder) + said + bytes(num_bytes) for said in (own, self.theirs)]
+        return np.array([np.frombuffer(row[:num_bytes], np.uint8) for row in rows])
 
 
 def test_room_is_for_the_longest_of_all_ranks() -> None:

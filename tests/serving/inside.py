@@ -39,6 +39,7 @@ from agentcache.models.adapters import AdapterContent
 from agentcache.models.decoder import Decoder
 from agentcache.models.footprint import Footprint
 from agentcache.models.loader import LoadedModel
+from agentcache.ranks.runner import RankZeroRunner
 from agentcache.report import AgentInfo, RestoreReport
 from agentcache.request import Request
 from agentcache.store.agent_folder import AgentFolder
@@ -106,6 +107,13 @@ def hold_until(llm: LLM, num_messages: int, *, seconds: float = 30.0) -> None:
             time.sleep(0.002)
 
     thread.post(wait)
+
+
+def tell_workers(llm: LLM, command: Any) -> None:
+    """Send the other ranks a command with the next message."""
+    runner = _device(engine_of(llm)).runner
+    assert isinstance(runner, RankZeroRunner)
+    runner._link.tell(command)
 
 
 # -- the model --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,314 @@
+"""Commands of rank 0 to the workers, their answers, and the encoding of both: msgpack of tagged structs.
+
+A command with a `number` is a question; its answer, in bytes, comes with a later message. A handle is rank 0's number
+for an array of a block's bytes, of which each worker keeps its own part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import msgspec
+import numpy as np
+from msgspec import Struct
+from msgspec.msgpack import Decoder, Encoder
+
+from agentcache.blocks.block_tables import Copy
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.pool import BlockTable
+from agentcache.errors import BrokenInvariant, RankLost
+from agentcache.kv.block_layout import Array
+from agentcache.kv.step_plan import Reads, Writes
+from agentcache.models.adapter_files import LowRank, ModuleName
+from agentcache.models.step import StepInputs
+from agentcache.store.block_file import BlockHeader
+
+T = TypeVar("T")
+
+_KEY_BYTES = 20
+
+
+class _Part(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    pass
+
+
+class _Command(_Part, frozen=True, tag=True):
+    pass
+
+
+# -- steps ------------------------------------------------------------------------------------------------------------
+
+
+class Rows(_Part, frozen=True):
+    """Slots of one group that each row reads or writes, and the first slot's block index."""
+
+    slots: Sequence[Sequence[int]]
+    firsts: Sequence[int]
+
+    @property
+    def tables(self) -> list[BlockTable]:
+        return [BlockTable(list(slots), first) for slots, first in zip(self.slots, self.firsts, strict=True)]
+
+
+class RowUse(_Part, frozen=True):
+    """A row's adapter, by number, and the token from which it applies."""
+
+    adapter: int
+    start: int
+
+
+class Forward(_Command, frozen=True):
+    """Compute a step. Encoding reads the token ids, which are known by then.
+
+    Args:
+        token_ids: int32 [B, n].
+        uses: per row its adapter or None; empty without adapters.
+    """
+
+    token_ids: mx.array
+    lengths: Sequence[int]
+    reads: Sequence[Rows]
+    writes: Sequence[Rows]
+    uses: Sequence[RowUse | None] = ()
+    all_logits: bool = False
+
+    @classmethod
+    def of(cls, step: StepInputs, uses: Sequence[RowUse | None]) -> Forward:
+        """The command for a step without a decoder, hidden states, recurrent states and residuals."""
+        has_hidden_states = step.hidden_states.cut or step.hidden_states.writes
+        if step.model is not None or has_hidden_states or step.states or step.residual is not None:
+            raise BrokenInvariant("a step with what only one process has")
+        return cls(
+            step.token_ids,
+            step.lengths,
+            [_read_rows(reads) for reads in step.reads],
+            [_written_rows(writes, step.lengths) for writes in step.writes],
+            uses if any(uses) else (),
+            step.all_logits,
+        )
+
+
+def _read_rows(reads: Reads | None) -> Rows:
+    if reads is None:
+        raise BrokenInvariant("a step that passes layers by")
+    return Rows([row.block_ids for row in reads.rows], [row.base // BLOCK_SIZE for row in reads.rows])
+
+
+def _written_rows(writes: Writes | None, lengths: Sequence[int]) -> Rows:
+    if writes is None:
+        raise BrokenInvariant("a step that passes layers by")
+    return Rows(writes.rows, [length // BLOCK_SIZE for length in lengths])
+
+
+class Start(_Command, frozen=True):
+    """Start the device on the preceding commands.
+
+    `whole`: whether logits are needed. If not, no rank computes what KV does not need: it contains reductions.
+    """
+
+    whole: bool
+
+
+class Stop(_Command, frozen=True):
+    """Finish pending writes and end."""
+
+
+# -- adapters ---------------------------------------------------------------------------------------------------------
+
+
+class LoadAdapter(_Command, frozen=True):
+    """Load an adapter under a number; each rank takes its part of the whole matrices, float32 [in, r] and [r, out]."""
+
+    number: int
+    digest: str
+    pairs: Sequence[tuple[ModuleName, Array, Array]]
+
+    @classmethod
+    def of(cls, number: int, digest: str, matrices: Mapping[ModuleName, LowRank]) -> LoadAdapter:
+        whole = [
+            (name, np.asarray(pair.a, np.float32), np.asarray(pair.b, np.float32)) for name, pair in matrices.items()
+        ]
+        return cls(number, digest, whole)
+
+    @property
+    def matrices(self) -> dict[ModuleName, LowRank]:
+        return {name: LowRank(a, b) for name, a, b in self.pairs}
+
+
+class DropAdapter(_Command, frozen=True):
+    """Free an adapter's memory."""
+
+    number: int
+
+
+# -- arenas, and block bytes that workers keep under handles ----------------------------------------------------------
+
+
+class GiveBack(_Command, frozen=True):
+    """Return free memory to the system."""
+
+
+class Fit(_Command, frozen=True):
+    """Resize to these numbers of slots, by group."""
+
+    capacities: Sequence[int]
+
+
+class CopyBlocks(_Command, frozen=True):
+    """Copy blocks between slots, in order."""
+
+    copies: Sequence[Copy]
+
+
+class TakeBytes(_Command, frozen=True):
+    """Keep the bytes of a slot's first `num_tokens` tokens."""
+
+    handle: int
+    group: int
+    slot: int
+    num_tokens: int
+
+
+class BringBytes(_Command, frozen=True):
+    """Keep an imported block's bytes: uint8 [n] of ranks 1, 2, …; each keeps its own."""
+
+    handle: int
+    parts: Sequence[Array]
+
+
+class BringZeros(_Command, frozen=True):
+    """Keep a full block of zeros."""
+
+    handle: int
+    group: str
+
+
+class PutBytes(_Command, frozen=True):
+    """Write kept bytes into slots."""
+
+    group: int
+    slots: Sequence[int]
+    handles: Sequence[int]
+
+
+class Forget(_Command, frozen=True):
+    """Free kept bytes. A worker that could not read a block has none under its handle."""
+
+    handles: Sequence[int]
+
+
+# -- block files ------------------------------------------------------------------------------------------------------
+
+
+class Block(_Part, frozen=True):
+    """A block's header, and the handle of its bytes."""
+
+    handle: int
+    header: BlockHeader
+
+
+class WriteBlocks(_Command, frozen=True):
+    """Make all blocks durable, or none. Answer: an error text, empty on success."""
+
+    number: int
+    blocks: Sequence[Block]
+
+
+class ReadBlocks(_Command, frozen=True):
+    """Read, verify and keep blocks under their handles. Answer: one byte per block, 1 if valid."""
+
+    number: int
+    blocks: Sequence[Block]
+
+
+class Require(_Command, frozen=True):
+    """Ask which of these blocks (`pack_keys`) are not on disk. Answer: their keys."""
+
+    number: int
+    keys: bytes
+
+
+class TakeStock(_Command, frozen=True):
+    """Ask for the keys of all blocks on disk."""
+
+    number: int
+
+
+class Delete(_Command, frozen=True):
+    """Remove the files of these blocks (`pack_keys`)."""
+
+    keys: bytes
+
+
+class KeepOnly(_Command, frozen=True):
+    """Remove the files of all blocks but these (`pack_keys`)."""
+
+    keys: bytes
+
+
+def pack_keys(keys: Sequence[str]) -> bytes:
+    """Encode keys as 20 bytes each."""
+    return bytes.fromhex("".join(keys))
+
+
+def unpack_keys(data: bytes) -> Iterator[str]:
+    """Inverse of `pack_keys`."""
+    return (data[start : start + _KEY_BYTES].hex() for start in range(0, len(data), _KEY_BYTES))
+
+
+# -- encoding ---------------------------------------------------------------------------------------------------------
+
+Question = WriteBlocks | ReadBlocks | Require | TakeStock
+Command = (
+    Forward
+    | Start
+    | Stop
+    | LoadAdapter
+    | DropAdapter
+    | GiveBack
+    | Fit
+    | CopyBlocks
+    | TakeBytes
+    | BringBytes
+    | BringZeros
+    | PutBytes
+    | Forget
+    | Delete
+    | KeepOnly
+    | Question
+)
+
+
+def _as_data(value: object) -> tuple[str, tuple[int, ...], memoryview]:
+    """An array's dtype, shape and bytes."""
+    if not isinstance(value, (mx.array, np.ndarray)):
+        raise TypeError(f"a message with a {type(value).__name__}")
+    array = np.ascontiguousarray(value)
+    return array.dtype.str, array.shape, array.reshape(-1).view(np.uint8).data
+
+
+def _from_data(kind: Any, data: Any) -> Any:
+    dtype, shape, content = data
+    array = np.frombuffer(content, dtype).reshape(shape)
+    return mx.array(array) if kind is mx.array else array
+
+
+def decoder_of(kind: Any) -> Decoder[Any]:
+    return Decoder(kind, dec_hook=_from_data)
+
+
+encode: Callable[[object], bytes] = Encoder(enc_hook=_as_data).encode
+COMMANDS: Decoder[list[Command]] = decoder_of(list[Command])
+ANSWERS: Decoder[dict[int, bytes]] = decoder_of(dict[int, bytes])  # by question number
+
+
+def decode(message: bytes, decoder: Decoder[T]) -> T:
+    """Inverse of `encode`. Raises RankLost: ranks that do not understand each other cannot go on."""
+    try:
+        return decoder.decode(message)
+    except (msgspec.MsgspecError, ValueError, BrokenInvariant) as error:  # ValueError: text that is not UTF-8
+        raise RankLost(
+            f"a message of another process that computes the model cannot be read, maybe of another version: {error}"
+        ) from error
