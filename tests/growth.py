@@ -1,20 +1,50 @@
-"""How the time of some work grows with the size of what it is about."""
+"""CPU time of some work: how it grows with the size of its input, and in units that hold on machines of any speed."""
 
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable
 from typing import Any
 
 MOST = 6.0  # for input of four times the size: linear work takes 4 times as long, quadratic work 16 times
+ROUNDS = 8
 
 
-def growth(make: Callable[[int], Any], work: Callable[[Any], object], size: int, *, rounds: int = 4) -> float:
-    """By how much longer `work` takes for `make(4 * size)` than for `make(size)`: CPU time, the best of `rounds`."""
+def growth(make: Callable[[int], Any], work: Callable[[Any], object], size: int, *, most: float = MOST) -> float:
+    """Return CPU time of `work` for `make(4 * size)` over that for `make(size)`.
+
+    Each is the least of two to `ROUNDS` rounds, which end when the quotient is less than `most`: other processes may
+    slow any one of them.
+    """
     small, large = make(size), make(4 * size)
-    seconds = [(_seconds(work, small), _seconds(work, large)) for _ in range(rounds)]
-    return min(each[1] for each in seconds) / min(each[0] for each in seconds)
+    shorter = longer = math.inf
+    for number in range(ROUNDS):
+        shorter = min(shorter, _seconds(work, small))
+        longer = min(longer, _seconds(work, large))
+        if number and longer < most * shorter:
+            break
+    return longer / shorter
+
+
+def units(work: Callable[[], object], most: float) -> float:
+    """Return CPU time of `work` in units of `unit_of_work`.
+
+    Each is the least of up to `ROUNDS` rounds, which end when the quotient is less than `most`.
+    """
+    taken = unit = math.inf
+    for _ in range(ROUNDS):
+        taken = min(taken, _seconds(lambda _: work(), None))
+        unit = min(unit, *(_seconds(lambda _: unit_of_work(), None) for _ in range(3)))
+        if taken < most * unit:
+            break
+    return taken / unit
+
+
+def unit_of_work() -> list[dict[str, int | str]]:
+    """A fixed piece of Python: 1 to 2 ms."""
+    return [{"number": number, "name": str(number)} for number in range(10_000)]
 
 
 def _seconds(work: Callable[[Any], object], given: Any) -> float:

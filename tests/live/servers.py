@@ -107,6 +107,13 @@ def wait_until_idle(server: ServerProcess, seconds: float = PATIENCE) -> None:
     wait_until(lambda: stats(server)["blocks"]["live"] == 0, "no block is held by a request", seconds)
 
 
+def wait_until_left(server: ServerProcess, most: int = 6000) -> None:
+    """Wait until no request holds a block, long before 30,000 tokens are computed, however slow the machine is."""
+    before = stats(server)["computed_tokens"]
+    wait_until_idle(server)
+    assert stats(server)["computed_tokens"] - before < most
+
+
 def wait_until_computing(server: ServerProcess, tokens_before: int) -> None:
     """The model has computed something since `computed_tokens` was `tokens_before`."""
     wait_until(lambda: stats(server)["computed_tokens"] > tokens_before, "the model computes")

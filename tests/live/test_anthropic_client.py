@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from agentcache.server_process import ServerProcess
-from tests.live.servers import PATIENCE, http_of, make_text, wait_until_idle
+from tests.live.servers import PATIENCE, http_of, make_text, wait_until_left
 
 HI: list[Any] = [{"role": "user", "content": "Tell me about the cat on the mat."}]
 # Newer clients take no `temperature`; the server does.
@@ -158,7 +158,7 @@ def test_a_time_limit(claude: anthropic.Anthropic, live_server: ServerProcess) -
     assert (late.value.status_code, late.value.body["error"]["type"]) == (504, "timeout_error")  # type: ignore[index]
     with pytest.raises(anthropic.APIStatusError, match="time limit"):
         list(claude.messages.create(stream=True, **body))
-    wait_until_idle(live_server, 5.0)
+    wait_until_left(live_server)
 
 
 def test_the_async_client_with_many_at_once(live_server: ServerProcess) -> None:

@@ -47,7 +47,7 @@ def trap(monkeypatch: pytest.MonkeyPatch) -> Trap:
         step(engine)
 
     def prepare_behind_the_door(*arguments: Any, **more: Any) -> Any:
-        trap.door.wait(10)
+        trap.door.wait(60)
         return prepare(*arguments, **more)
 
     monkeypatch.setattr(Engine, "step", step_or_fail)
@@ -68,7 +68,7 @@ async def serving(model: Path, cache_dir: Path) -> AsyncGenerator[httpx.AsyncCli
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not await condition():
             await asyncio.sleep(0.005)
 
@@ -116,7 +116,7 @@ def test_every_waiter_is_told(live_model: Path, tmp_path: Path, trap: Trap, capl
             ]
             await decoding(http, trap)
             trap.is_set = True
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 for answer in await asyncio.gather(*waiting):
                     check_told(answer)
             health = await http.get("/health")
@@ -153,7 +153,7 @@ def test_a_request_whose_prompt_is_being_prepared_when_the_engine_ends(
                 closing = asyncio.create_task(http._transport.app.state.context.engine.close())  # type: ignore[attr-defined]
                 await running
             trap.door.set()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 answer = await late
             if not fails:
                 await closing

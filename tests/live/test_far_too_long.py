@@ -143,7 +143,7 @@ def test_who_leaves_stops_the_work(server: ServerProcess) -> None:
     """Its template would run for two seconds, on one of the threads that read prompts."""
     for _ in range(6):
         with http_of(server) as http, pytest.raises(httpx.ReadTimeout):
-            http.post(CHAT, json=messages("loop"), timeout=0.2)
+            http.post(CHAT, json=messages("loop"), timeout=httpx.Timeout(PATIENCE, read=0.2))
     with within(1.0), http_of(server) as http:
         assert http.post(CHAT, json=messages("hi") | {"max_tokens": 1}).status_code == 200
 

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from agentcache.server_process import ServerProcess
-from tests.live.servers import PATIENCE, agent_info, complete, http_of, make_ids, serving, stats, wait_until_idle
+from tests.live.servers import PATIENCE, agent_info, complete, http_of, make_ids, serving, stats, wait_until_left
 from tests.rounds import check_bound, in_rounds
 
 TIMEOUT = 1.5
@@ -61,7 +61,7 @@ def test_a_full_queue_refuses_and_empties(server: ServerProcess) -> None:
     for answer in refused:
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         assert answer.json()["error"]["type"] == "overloaded_error"
-    wait_until_idle(server, 5.0)
+    wait_until_left(server)
     assert complete(server, make_ids(20), 2)["usage"]["completion_tokens"] == 2
 
 
@@ -80,7 +80,7 @@ def test_what_takes_too_long_ends_in_prefill_and_in_decode(
         assert answer.status_code == 504 and answer.json()["error"]["code"] == "request_timeout"
     else:
         assert '"code":"request_timeout"' in answer.text and answer.text.endswith("data: [DONE]\n\n")
-    wait_until_idle(server, 5.0)
+    wait_until_left(server)
     computed = stats(server)["computed_tokens"]
     assert samples(server)["agentcache_requests_cancelled_total"] == counted["agentcache_requests_cancelled_total"] + 1
     assert agent_info(server, agent)["tokens"] == before["tokens"]

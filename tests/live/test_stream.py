@@ -14,6 +14,7 @@ import pytest
 
 from agentcache.server_process import ServerProcess
 from tests.live.servers import (
+    PATIENCE,
     agent_info,
     complete,
     greedy,
@@ -23,6 +24,7 @@ from tests.live.servers import (
     wait_until,
     wait_until_computing,
     wait_until_idle,
+    wait_until_left,
 )
 from tests.rounds import check_bound, in_rounds
 
@@ -114,7 +116,7 @@ def leave_after(http: httpx.Client, body: dict[str, Any], reached: Callable[[], 
 
 def check_left(server: ServerProcess, agent: str, info: dict[str, Any]) -> None:
     """Blocks are free soon, nothing is computed any more, and the agent is as it was."""
-    wait_until_idle(server, 5.0)
+    wait_until_left(server)
     computed = stats(server)["computed_tokens"]
     time.sleep(0.1)
     assert stats(server)["computed_tokens"] == computed
@@ -136,7 +138,7 @@ def test_leaving_while_waiting_for_ones_turn(live_server: ServerProcess) -> None
     with http_of(live_server) as http, http.stream("POST", "/v1/completions", json=first) as answer:
         wait_until_computing(live_server, computed)
         with pytest.raises(httpx.ReadTimeout):
-            http.post("/v1/completions", json=second, timeout=0.2)
+            http.post("/v1/completions", json=second, timeout=httpx.Timeout(PATIENCE, read=0.2))
         is_running = stats(live_server)["computed_tokens"] < computed + 500
         check_bound(is_running, "the first was over before the second left")
         *_, usage, done = [line.removeprefix("data: ") for line in answer.iter_lines() if line]

@@ -19,6 +19,7 @@ from agentcache.server_process import ServerProcess
 from tests.examples import examples
 from tests.live.openai_bodies import MESSAGES
 from tests.live.servers import PATIENCE
+from tests.rounds import check_bound, in_rounds
 from tests.schemas import SHORT_TOOLS, schemas
 from tests.text.test_grammars import anything
 
@@ -164,6 +165,7 @@ def test_no_schema_breaks_the_server(schema: Any, http: httpx.Client) -> None:
 
 
 @pytest.mark.slow
+@in_rounds
 def test_a_bomb_takes_nobody_elses_time(http: httpx.Client) -> None:
     many = {"properties": {f"p{i}": {} for i in range(9_000)}}
     bombs: list[dict[str, Any]] = [{"guided_json": many}, {"guided_regex": "((a{1000}){1000}){9}"}]
@@ -180,4 +182,4 @@ def test_a_bomb_takes_nobody_elses_time(http: httpx.Client) -> None:
             slowest = max(slowest, time.perf_counter() - began)
             time.sleep(0.02)
     assert refused[0].result() == 400 and refused[1].result() in (200, 400)
-    assert slowest < 1.0
+    check_bound(slowest < 1.0, slowest)

@@ -18,6 +18,7 @@ from tests.live.servers import (
     PATIENCE,
     agent_info,
     complete,
+    exit_code,
     http_of,
     log_of,
     make_ids,
@@ -65,6 +66,7 @@ def test_a_second_server_on_the_same_folder_is_refused(live_model: Path, tmp_pat
             assert stop(server) == 0
 
 
+@in_rounds
 def test_sigterm_lets_a_stream_end_properly(live_model: Path, tmp_path: Path, agent: str) -> None:
     body = {"prompt": make_ids(100), "max_tokens": 150, "ignore_eos": True, "agent": agent, "temperature": 0}
     with serving(live_model, tmp_path / "cache") as server:
@@ -79,7 +81,8 @@ def test_sigterm_lets_a_stream_end_properly(live_model: Path, tmp_path: Path, ag
             last = json.loads(events[-1])
             assert last["usage"]["completion_tokens"] == 150
             assert last["agentcache"]["saved"] is True
-        assert server._process is not None and server._process.wait(SOON) == 0
+        with within(SOON):
+            assert exit_code(server) == 0
     assert "Traceback" not in log_of(tmp_path / "cache")
 
 
@@ -126,7 +129,7 @@ def test_sigterm_ends_what_would_take_too_long(live_model: Path, tmp_path: Path,
             assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
             for refused in (waiting.result(), other.result()):
                 assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
-        assert server._process is not None and server._process.wait(SOON) == 0
+        assert exit_code(server) == 0
         taken = time.monotonic() - beginning
         check_bound(taken < DRAIN_SECONDS + SOON, taken)
     assert "Traceback" not in log_of(tmp_path / "cache")

@@ -20,7 +20,7 @@ from tests.store.store_cases import BUDGET, MODEL, SPEC, make_block, make_data
 
 SPECS = [replace(SPEC, rank=f"{rank} of 2") for rank in range(2)]
 ROOT = Namespace(MODEL, SPECS[0].digest).root
-SECONDS = 10.0
+SECONDS = 60.0
 NOTHING_COMPUTES = SimpleNamespace(wait=lambda: None)
 
 

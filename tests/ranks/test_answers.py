@@ -23,8 +23,8 @@ def test_a_message_waits_for_answers_that_are_due_only() -> None:
     answers.give(1, b"yes")
     assert answers.take(5.0) == {1: b"yes"}
     began = time.monotonic()
-    assert answers.take(5.0) == {}
-    assert time.monotonic() - began < 2.0
+    assert answers.take(100.0) == {}
+    assert time.monotonic() - began < 50.0
 
 
 def test_no_message_goes_out_of_turn_behind_the_last_answer() -> None:

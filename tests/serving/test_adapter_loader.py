@@ -17,7 +17,7 @@ from tests.serving.test_adapter_table import make_source
 if TYPE_CHECKING:
     from agentcache.adapters.table import AdapterSource
 
-SECONDS = 5.0  # that a request waits which is never told
+SECONDS = 60.0  # that a request waits which is never told
 BUDGET = 100
 
 

@@ -42,7 +42,7 @@ def test_no_call_is_inside_while_it_is_closed(calls: list[tuple[int, int]], clos
         await asyncio.gather(replace(), *(call(*each) for each in calls))
         assert done == len(calls) and gate.is_open and gate.is_empty
 
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 async def pause(turns: int) -> None:

@@ -253,7 +253,7 @@ def test_the_engine_does_not_wait_for_room(model: Path, tmp_path: Path, monkeypa
         raise DiskBudgetExceeded("it is full")
 
     def evict_slowly(store: Store) -> int:
-        in_time.append(opened.wait(5))
+        in_time.append(opened.wait(60))
         return 0
 
     monkeypatch.setattr(Store, "write_blocks", find_no_room)

@@ -34,4 +34,4 @@ def test_full_blocks_count_up_to_the_first_that_is_not_proven() -> None:
 
 def test_the_time_of_rebuilding_grows_as_the_lineage() -> None:
     """Of a long lineage with a chain that is wrong, the first one: each further block was looked at anew."""
-    assert growth(lambda size: _log(256 * size, 0), _rebuilt_log, 100, rounds=2) < MOST
+    assert growth(lambda size: _log(256 * size, 0), _rebuilt_log, 100) < MOST

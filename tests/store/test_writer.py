@@ -17,7 +17,7 @@ from agentcache.store.writer import Writer
 from tests.examples import examples
 from tests.throwing import THROWN, PanicException
 
-TIMEOUT = 10
+TIMEOUT = 60
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import queue
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
@@ -48,8 +47,8 @@ def test_a_thread_that_dies_says_so(kind: type[BaseException], caplog: pytest.Lo
     told: queue.SimpleQueue[Exception] = queue.SimpleQueue()
     with caplog.at_level(logging.ERROR):
         thread = start_thread("some-thread", run, told.put)
-        assert "the trie is full" in str(told.get(timeout=5))
-        thread.join(5)
+        assert "the trie is full" in str(told.get(timeout=60))
+        thread.join(60)
     assert thread.daemon and "some-thread" in caplog.text
 
 
@@ -58,13 +57,13 @@ def test_a_thread_that_dies_says_so(kind: type[BaseException], caplog: pytest.Lo
 
 def test_a_pool_runs_functions_on_a_few_threads() -> None:
     pool, gate = DaemonPool(2, "few"), threading.Barrier(2)
-    assert len({pool.submit(lambda: (gate.wait(10), threading.get_ident())[1]) for _ in range(2)}) == 2
-    idents = {pool.submit(threading.get_ident).result(10) for _ in range(50)}
+    assert len({pool.submit(lambda: (gate.wait(60), threading.get_ident())[1]) for _ in range(2)}) == 2
+    idents = {pool.submit(threading.get_ident).result(60) for _ in range(50)}
     assert 1 <= len(idents) <= 2
     for kind in THROWN:
         with pytest.raises(Exception, match="no"):
-            pool.submit(throw, kind).result(10)
-    assert pool.submit(int, "7", base=8).result(10) == 7
+            pool.submit(throw, kind).result(60)
+    assert pool.submit(int, "7", base=8).result(60) == 7
 
 
 def throw(kind: type[BaseException]) -> None:
@@ -74,24 +73,22 @@ def throw(kind: type[BaseException]) -> None:
 def test_threads_end_with_their_pool() -> None:
     pool = DaemonPool(3, "ending")
     gate = threading.Barrier(3)
-    threads = [future.result(10) for future in [pool.submit(here, gate) for _ in range(3)]]
+    threads = [future.result(60) for future in [pool.submit(here, gate) for _ in range(3)]]
     assert len(set(threads)) == 3 and all(thread.daemon for thread in threads)
     del pool
     gc.collect()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
 
 
 def here(gate: threading.Barrier) -> threading.Thread:
-    gate.wait(10)
+    gate.wait(60)
     return threading.current_thread()
 
 
 def test_a_pool_does_not_hold_up_the_end_of_the_process() -> None:
     program = (
-        "import time; from agentcache.system.threads import DaemonPool; DaemonPool(1, 'slow').submit(time.sleep, 60)"
+        "import time; from agentcache.system.threads import DaemonPool; DaemonPool(1, 'slow').submit(time.sleep, 600)"
     )
-    begun = time.monotonic()
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=30)
-    assert time.monotonic() - begun < 30
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from agentcache.text.repairs.schemas import plain_schema
 from agentcache.text.repairs.steps import repaired
 from agentcache.text.replies.format import ReplyFormat
 from agentcache.text.tokenizer import Tokenizer
+from tests.growth import MOST, growth
 from tests.text.templates import MISTRAL
 from tests.tokenizers_factory import byte_bpe, with_markers
 
@@ -414,29 +414,26 @@ def test_calls_that_are_none_are_refused(tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("repair", ["join_neighbours", "user_behind_result"])
 def test_thousands_of_messages_in_a_row_are_joined_quickly(repair: str) -> None:
-    def seconds(count: int) -> float:
-        row = [{"role": "user", "content": "x" * 100}] * count
-        begun = time.process_time()
-        told = repaired([result("a", "SLEEPS"), *row], None, Repairs().with_(repair), NOTATION)
-        assert len(told.messages) <= 2
-        return time.process_time() - begun
+    def make(count: int) -> list[Message]:
+        return [result("a", "SLEEPS"), *[{"role": "user", "content": "x" * 100}] * count]
 
-    seconds(1_000)
-    longer, shorter = (min(seconds(count) for _ in range(3)) for count in (16_000, 2_000))
-    assert longer < 20 * shorter  # 8 times as many
+    def join(row: list[Message]) -> None:
+        assert len(repaired(row, None, Repairs().with_(repair), NOTATION).messages) <= 2
+
+    assert growth(make, join, 4_000) < MOST
 
 
 def test_tools_that_a_prompt_lacks_are_noted_in_one_walk() -> None:
     def tools(count: int) -> list[Message]:
         return [{"type": "function", "function": {"name": f"tool{number:05}"}} for number in range(count)]
 
-    def seconds(count: int) -> float:
-        made = tools(count)
-        text, begun = str(made), time.process_time()
-        assert list(_unseen_tools(text, made)) == []
-        return time.process_time() - begun
+    def make(count: int) -> tuple[str, list[Message]]:
+        return str(tools(count)), tools(count)
 
-    assert seconds(16_000) < 30 * max(0.001, min(seconds(2_000) for _ in range(3)))  # 8 times as many
+    def look(made: tuple[str, list[Message]]) -> None:
+        assert list(_unseen_tools(*made)) == []
+
+    assert growth(make, look, 4_000) < MOST
     text = "tool00002 tool00001"
     assert list(_unseen_tools(text, tools(2)[1:] + tools(3)[2:])) == []
     [note] = _unseen_tools(text, tools(5))

@@ -208,7 +208,7 @@ def test_a_piece_costs_the_same_whatever_came_before(dialect: str, key: str, beg
             reader.add(piece)
         assert reader.num_calls == 1
 
-    assert growth(lambda size: size, read, 500, rounds=3) < MOST
+    assert growth(lambda size: size, read, 500) < MOST
 
 
 # What an argument says of its own dialect, in front of and behind what really ends it.

@@ -175,7 +175,7 @@ class TestProcesses:
         [child] = tokenizer._template._work._idle
         process: subprocess.Popen[bytes] = child._process
         del tokenizer, child
-        assert process.wait(5) is not None
+        assert process.wait(60) is not None
 
     def test_they_end_with_the_process_that_asks_them(self, tmp_path: Path) -> None:
         """However it ends: its end of the socket is closed then. Signals to all of a service's processes do nothing."""
@@ -186,7 +186,7 @@ class TestProcesses:
             child._process.send_signal(number)
         assert tokenizer.render_chat(user("x")) == "x"
         child._socket.close()
-        assert child._process.wait(5) == 0
+        assert child._process.wait(60) == 0
 
     def test_what_they_import(self, tmp_path: Path) -> None:
         """Nothing that is large: a process starts quickly and stays small."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -21,6 +20,8 @@ from agentcache.text.thinking import (
     find_variables,
     told,
 )
+from tests.growth import MOST as MOST_GROWTH
+from tests.growth import growth
 
 QWEN3 = "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>{% endif %}"
 GPT_OSS = (
@@ -131,13 +132,10 @@ def test_wishes_in_a_templates_words(name: str, wish: ThinkingWish, values: dict
 def test_any_template_is_read_in_linear_time(hostile: str) -> None:
     closed = "}}" * (len(hostile) > 2)
 
-    def seconds(count: int) -> float:
-        text = hostile[:2] + hostile[2:] * count + closed if closed else hostile * count
-        begun = time.process_time()
-        find_variables(text)
-        return time.process_time() - begun
+    def text(count: int) -> str:
+        return hostile[:2] + hostile[2:] * count + closed if closed else hostile * count
 
-    assert seconds(12_000) < 20 * max(0.001, min(seconds(1_500) for _ in range(3)))  # 8 times as many
+    assert growth(text, find_variables, 12_000) < MOST_GROWTH
 
 
 def test_a_template_that_is_not_known_gets_the_usual_variables() -> None:
