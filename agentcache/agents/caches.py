@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 from agentcache.blocks.block_tables import Copy
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, RESIDUAL, Namespace, kind_of
 from agentcache.blocks.ledger import STATE
-from agentcache.blocks.path_search import CachedPrefix
 from agentcache.blocks.prefix_cache import PrefixCache
+from agentcache.blocks.search import Cached
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.block_layout import Array, GroupMemory
 from agentcache.kv.spec import CacheSpec
@@ -99,7 +99,7 @@ class KeptCaches:
             return namespace.root
         return replace(namespace, spec=cache.spec.digest, cache=cache.name).root
 
-    def prefix_of(self, record: AgentRecord, cache: KeptCache | None = None) -> CachedPrefix:
+    def prefix_of(self, record: AgentRecord, cache: KeptCache | None = None) -> Cached:
         cache, ids = cache or self.base, self.ids_of(record)
         producer = record.producer if cache is self.base else None
         return cache.prefix.match_prefix(self.root(cache, record.salt), ids, len(ids), producer)

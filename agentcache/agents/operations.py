@@ -14,8 +14,8 @@ from agentcache.agents.table import AgentTable, blocks_of, emptied, shown_time
 from agentcache.blocks.block_tables import BlockTables, PathBlock
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE
 from agentcache.blocks.origin_paths import NamedBlock, chain_keys, name_blocks, spans
-from agentcache.blocks.path_search import CachedPrefix
 from agentcache.blocks.prefix_cache import PrefixCache
+from agentcache.blocks.search import Cached
 from agentcache.errors import AgentCacheError, EngineStopped, InternalError, InvalidRequest, OutOfBlocks
 from agentcache.report import AgentInfo, CacheState, LineageInfo, RestoreReport
 from agentcache.store.archived_agent import ArchivedAgent
@@ -40,7 +40,7 @@ class AgentOperations:
         self._pins = pins
         self._restorer = restorer
 
-    def _residual_prefixes(self, records: Iterable[AgentRecord]) -> list[tuple[KeptCache, CachedPrefix]]:
+    def _residual_prefixes(self, records: Iterable[AgentRecord]) -> list[tuple[KeptCache, Cached]]:
         return [
             (cache, self._caches.prefix_of(record, cache))
             for record in records
@@ -289,7 +289,7 @@ def _set_to(record: AgentRecord, adapter: str | None, policy: str | None) -> Age
     return replace(record, adapter=adapter or record.adapter, policy=policy or record.policy, residuals=residuals)
 
 
-def _ram_bytes(cache: PrefixCache, prefixes: Iterable[CachedPrefix]) -> int:
+def _ram_bytes(cache: PrefixCache, prefixes: Iterable[Cached]) -> int:
     prefixes = list(prefixes)
     held = {
         (node, index)

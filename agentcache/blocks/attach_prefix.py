@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from agentcache.blocks.allocator import BlockAllocator
 from agentcache.blocks.block_tables import BlockTables, Copy, Load
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.blocks.path_search import CachedPrefix, PathPrefix
 from agentcache.blocks.radix_tree import Node
+from agentcache.blocks.search import Cached, CachedPath
 from agentcache.blocks.slots import Slots
 
 
@@ -16,7 +16,7 @@ class _TailSlot:
     block_id: int
 
 
-def attach_prefix(sequence: BlockTables, prefix: CachedPrefix, allocator: BlockAllocator) -> None:
+def attach_prefix(sequence: BlockTables, prefix: Cached, allocator: BlockAllocator) -> None:
     """Fill the empty block tables with the slots of `prefix`; adds due `loads` and `copies`.
 
     Raises OutOfBlocks: the tables are then partly filled.
@@ -40,7 +40,7 @@ def attach_prefix(sequence: BlockTables, prefix: CachedPrefix, allocator: BlockA
             slots.pools[source.index].release(source.block_id)
 
 
-def _share(sequence: BlockTables, lane: PathPrefix, slots: Slots) -> None:
+def _share(sequence: BlockTables, lane: CachedPath, slots: Slots) -> None:
     for index in lane.groups:
         table = sequence.tables[index]
         table.first_block = min(lane.first_block_read(slots.groups[index]), len(lane.nodes))
@@ -51,12 +51,12 @@ def _share(sequence: BlockTables, lane: PathPrefix, slots: Slots) -> None:
             table.block_ids.append(block_id)
 
 
-def _sources(lane: PathPrefix) -> list[_TailSlot]:
+def _sources(lane: CachedPath) -> list[_TailSlot]:
     block_ids = {} if lane.tail is None else lane.tail.block_ids
     return [_TailSlot(index, block_ids[index]) for index in lane.groups if index in block_ids]
 
 
-def _allocate_absent(sequence: BlockTables, lane: PathPrefix, index: int, allocator: BlockAllocator) -> None:
+def _allocate_absent(sequence: BlockTables, lane: CachedPath, index: int, allocator: BlockAllocator) -> None:
     table = sequence.tables[index]
     for node in lane.nodes[table.first_block :]:
         if table.block_id(node.position) < 0:
@@ -64,7 +64,7 @@ def _allocate_absent(sequence: BlockTables, lane: PathPrefix, index: int, alloca
             sequence.loads.append(Load(node, index, table.block_id(node.position), BLOCK_SIZE))
 
 
-def _allocate_tail(sequence: BlockTables, lane: PathPrefix, tail: Node, index: int, allocator: BlockAllocator) -> None:
+def _allocate_tail(sequence: BlockTables, lane: CachedPath, tail: Node, index: int, allocator: BlockAllocator) -> None:
     table, source = sequence.tables[index], tail.block_ids.get(index)
     if source is not None and lane.ends_with_a_block and _may_write_behind(tail, index, source, allocator.slots):
         allocator.slots.pools[index].retain(source)

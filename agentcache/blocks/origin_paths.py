@@ -57,6 +57,11 @@ def lay_out(producer: KVOrigin | None, num_groups: int, *, has_state: bool = Fal
     return tuple(lane for lane in lanes if lane.groups or lane.has_state)
 
 
+def state_layout(producer: KVOrigin | None, num_groups: int) -> PathLayout:
+    """Return the origin path whose nodes carry checkpoints."""
+    return next(lane for lane in lay_out(producer, num_groups, has_state=True) if lane.has_state)
+
+
 def has_base_tail(producer: KVOrigin | None, num_tokens: int) -> bool:
     """Whether the adapter starts inside a block whose first tokens base has computed."""
     if producer is None or not producer.groups:
@@ -156,7 +161,7 @@ def state_blocks(
     root: str, token_ids: Sequence[int], ends: Sequence[int], producer: KVOrigin | None, num_groups: int
 ) -> Iterator[StateBlock]:
     """Yield the blocks that end after each of `ends` tokens, on the path with recurrent state."""
-    lane = next(lane for lane in lay_out(producer, num_groups, has_state=True) if lane.has_state)
+    lane = state_layout(producer, num_groups)
     parents = [root]
     for end in range(BLOCK_SIZE, max(ends, default=0), BLOCK_SIZE):
         parents.append(chain_key(parents[-1], token_ids[end - BLOCK_SIZE : end], lane.origin_of(end)))

@@ -14,22 +14,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from agentcache.blocks import path_search
 from agentcache.blocks.allocator import BlockAllocator
 from agentcache.blocks.attach_prefix import attach_prefix
 from agentcache.blocks.block_tables import BlockTables, Load, OriginPath, PathBlock
 from agentcache.blocks.eviction import EvictionOrder
 from agentcache.blocks.keys import BLOCK_SIZE, KVOrigin
 from agentcache.blocks.ledger import BASE, Ledger
-from agentcache.blocks.origin_paths import NamedBlock, has_base_tail, lay_out
-from agentcache.blocks.path_search import CachedPrefix
+from agentcache.blocks.origin_paths import NamedBlock, has_base_tail, state_layout
 from agentcache.blocks.pool import BlockTable
 from agentcache.blocks.prefix_sharing import append_nodes, nodes_ahead
 from agentcache.blocks.publishing import Publisher
 from agentcache.blocks.radix_tree import Node, RadixTree
-from agentcache.blocks.search import PrefixFinder
+from agentcache.blocks.search import Cached, CheckpointFinder, PrefixFinder
 from agentcache.blocks.sequence_checks import check_sequences
-from agentcache.blocks.siblings import unpack
+from agentcache.blocks.siblings import pack, unpack
 from agentcache.blocks.slots import BlockCounts, Group, Slots
 from agentcache.blocks.snapshot_plan import DEFAULT_INTERVAL
 from agentcache.blocks.snapshots import Snapshots
@@ -76,17 +74,9 @@ class PrefixCache:
         token_ids: Sequence[int],
         limit: int,
         producer: KVOrigin | None = None,
-        read_from: int | None = None,
-    ) -> CachedPrefix:
-        """Return the longest prefix of at most `limit` tokens whose needed blocks are in RAM or on disk.
-
-        Args:
-            producer: KV origin of the rest, whose blocks match after its start; None for base.
-            read_from: first token computed with the prefix, if before its end.
-        """
-        return path_search.match_prefix(
-            self.tree, self.groups, root, token_ids, limit, producer, self.snapshots, read_from
-        )
+    ) -> Cached:
+        """Return the longest prefix of at most `limit` tokens, as `PrefixFinder.match` does."""
+        return self.finder(root, token_ids[:limit], producer).match(limit)
 
     def finder(self, root: str, token_ids: Sequence[int], producer: KVOrigin | None = None) -> PrefixFinder:
         """Return the finder of a prompt's cached prefixes. Valid until the cache changes.
@@ -96,10 +86,18 @@ class PrefixCache:
         """
         return PrefixFinder(self.tree, self.groups, root, token_ids, producer, self.snapshots)
 
-    def in_ram(self, prefix: CachedPrefix) -> bool:
-        return path_search.in_ram(prefix, self.groups)
+    def in_ram(self, prefix: Cached) -> bool:
+        """Return whether no block of `prefix` must be read from disk."""
+        if prefix.snapshot is not None and prefix.snapshot.state is None:
+            return False
+        return all(
+            index in node.block_ids
+            for lane in prefix.lanes
+            for index in lane.groups
+            for node in lane.all_nodes[lane.first_block_read(self.groups[index]) :]
+        )
 
-    def open(self, root: str, prefix: CachedPrefix) -> BlockTables:
+    def open(self, root: str, prefix: Cached) -> BlockTables:
         """Return block tables filled with `prefix`; their `loads` and `copies` are due. Raises OutOfBlocks."""
         if self.snapshots is not None and prefix.snapshot is not None:
             self.snapshots.touch(prefix.snapshot)
@@ -113,11 +111,11 @@ class PrefixCache:
         self.allocator.note_use()
         return sequence
 
-    def touch(self, prefix: CachedPrefix) -> None:
+    def touch(self, prefix: Cached) -> None:
         for lane in prefix.lanes:
             self.tree.touch(lane.all_nodes)
 
-    def _enter(self, root: str, prefix: CachedPrefix) -> BlockTables:
+    def _enter(self, root: str, prefix: Cached) -> BlockTables:
         # Unpack once: a long prompt has many blocks.
         token_ids = unpack(b"".join(node.packed for node in prefix.lanes[-1].all_nodes))[: prefix.num_tokens]
         tables = [BlockTable() for _ in self.groups]
@@ -314,13 +312,12 @@ class PrefixCache:
     ) -> list[Node]:
         if self.snapshots is None:
             return []
-        return path_search.find_snapshots(
-            self.tree, len(self.groups), root, token_ids[:num_tokens], producer, self.snapshots
-        )
+        layout = state_layout(producer, len(self.groups))
+        finder = CheckpointFinder(self.tree, root, pack(token_ids[:num_tokens]), layout, self.snapshots)
+        return list(finder.ends(num_tokens))[::-1]
 
     def snapshot_node(self, root: str, token_ids: Sequence[int], num_tokens: int, producer: KVOrigin | None) -> Node:
-        layout = lay_out(producer, len(self.groups), has_state=True)
-        lane, node = next(each for each in layout if each.has_state), self.tree.root(root)
+        lane, node = state_layout(producer, len(self.groups)), self.tree.root(root)
         for begin in range(0, num_tokens, BLOCK_SIZE):
             end = min(begin + BLOCK_SIZE, num_tokens)
             node = self.tree.insert(node, token_ids[begin:end], lane.origin_of(end))

@@ -7,19 +7,20 @@ changes nothing. Finders and answers are valid until a cache changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 
 from agentcache.blocks.hidden_states import HiddenStateCache, HiddenStateKey
 from agentcache.blocks.keys import BLOCK_SIZE, KVOrigin
-from agentcache.blocks.origin_paths import PathLayout, lay_out
+from agentcache.blocks.origin_paths import PathLayout, lay_out, state_layout
 from agentcache.blocks.radix_tree import Node, RadixTree
 from agentcache.blocks.siblings import BYTES_PER_TOKEN, Nearest, pack
 from agentcache.blocks.slots import Group
 from agentcache.blocks.snapshot_plan import whole_blocks
 from agentcache.blocks.snapshots import Snapshots
+from agentcache.errors import BrokenInvariant
 
 MIN_TAIL_TOKENS = 16  # fewer are cheaper to compute than to copy
 
@@ -32,10 +33,13 @@ def longest_common(limit: int, first: Finder, *others: Finder) -> int:
     The answers of `first` are exact: it can serve each of them.
     """
     while True:
-        longest = limit = first(limit)
-        for find in others:
-            limit = find(limit)
-        if limit == longest:
+        answers = [limit]
+        for find in (first, *others):
+            answers.append(find(answers[-1]))
+        if answers != sorted(answers, reverse=True):
+            raise BrokenInvariant(f"a finder answers with more tokens than asked for: {answers}")
+        limit = answers[-1]
+        if limit == answers[1]:
             return limit
 
 
@@ -116,16 +120,10 @@ class Cached:
     def lane(self, group: int) -> CachedPath:
         return next(lane for lane in self.lanes if group in lane.groups)
 
-    def in_ram(self, groups: Sequence[Group]) -> bool:
-        """Return whether no block must be read from disk. `groups`: those of the searched cache."""
-        if self.snapshot is not None and self.snapshot.state is None:
-            return False
-        return all(
-            index in node.block_ids
-            for lane in self.lanes
-            for index in lane.groups
-            for node in lane.all_nodes[lane.first_block_read(groups[index]) :]
-        )
+    @property
+    def own(self) -> Cached:
+        """The prefix that the request's own blocks continue: that of its residuals, if any."""
+        return self.residuals or self
 
 
 class PathFinder:
@@ -150,7 +148,7 @@ class PathFinder:
         self._nodes = tree.match_prefix(root, packed, usable, layout.origin_of)
 
     def longest(self, limit: int, read_from: int | None = None) -> int:
-        """Return the longest prefix. `read_from`: first token computed with the prefix, if before its end."""
+        """Return the longest prefix's length. `read_from`: first token computed with it, if before its end."""
         windows = (partial(self._in_window, index, read_from) for index in self._windows)
         return longest_common(limit, self._in_blocks, *windows)
 
@@ -206,10 +204,7 @@ class PathFinder:
 class CheckpointFinder:
     """Checkpoints of recurrent state along a prompt."""
 
-    def __init__(
-        self, tree: RadixTree, root: str, packed: bytes, layouts: Iterable[PathLayout], snapshots: Snapshots
-    ) -> None:
-        layout = next(each for each in layouts if each.has_state)
+    def __init__(self, tree: RadixTree, root: str, packed: bytes, layout: PathLayout, snapshots: Snapshots) -> None:
         # Nodes without data count: KV may be on another path, or in a longer block.
         self._path = [tree.peek(root), *tree.match_prefix(root, packed, lambda node: True, layout.origin_of)]
         self._packed = packed
@@ -263,25 +258,28 @@ class PrefixFinder:
         self._has_kv = bool(groups)
         self._producer = producer
         self.paths = [PathFinder(tree, groups, root, packed, layout, least) for layout in layouts]
-        self.checkpoints = None if snapshots is None else CheckpointFinder(tree, root, packed, layouts, snapshots)
+        self._checkpoints = None
+        if snapshots is not None:
+            self._checkpoints = CheckpointFinder(tree, root, packed, state_layout(producer, len(groups)), snapshots)
 
     def match(self, limit: int) -> Cached:
         """Return the longest prefix of at most `limit` tokens whose needed blocks are in RAM or on disk."""
         known = limit = min(limit, self._num_tokens)
-        if self.checkpoints is None:
+        if self._checkpoints is None:
             return self.cached(self.longest(limit))
         if self._has_kv:
             known = min(path.longest(limit) for path in self.paths)
         return self.cached(self.longest(known), known_tokens=known)
 
     def longest(self, limit: int, read_from: int | None = None) -> int:
-        finders = [partial(path.longest, read_from=read_from) for path in self.paths]
-        return longest_common(limit, *([] if self.checkpoints is None else [self.checkpoints.longest]), *finders)
+        """Return the longest prefix's length. `read_from`: as for `PathFinder.longest`."""
+        ends = () if self._checkpoints is None else (self._checkpoints.longest,)
+        return longest_common(limit, *ends, *(partial(path.longest, read_from=read_from) for path in self.paths))
 
     def cached(self, num_tokens: int, read_from: int | None = None, known_tokens: int = 0) -> Cached:
         """Return the blocks for an answer of `longest`."""
         lanes = tuple(path.path(num_tokens, read_from) for path in self.paths)
-        snapshot = None if self.checkpoints is None else self.checkpoints.last(num_tokens)
+        snapshot = None if self._checkpoints is None else self._checkpoints.last(num_tokens)
         return Cached(self._producer, lanes, snapshot, known_tokens)
 
 

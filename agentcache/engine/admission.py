@@ -8,8 +8,7 @@ from agentcache.agents.restore import Restored, Restorer
 from agentcache.blocks.block_tables import BlockTables
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE
 from agentcache.blocks.ledger import RESIDUAL
-from agentcache.blocks.path_search import CachedPrefix
-from agentcache.blocks.residual_match import ResidualMatch, match_residual_kv
+from agentcache.blocks.search import Cached, PrefixFinder, match_residual_kv
 from agentcache.blocks.snapshot_plan import SnapshotPlan
 from agentcache.engine.device import Device
 from agentcache.engine.hidden_states import HiddenStatePlanner
@@ -83,22 +82,20 @@ class Admission:
         if generation.adapter is not None and generation.is_residual:
             self._open_residual(generation, generation.adapter, root, busy)
             return
-        prefix = self._usable_prefix(generation, root)
-        ahead = self._hidden_states.match(generation, root, prefix)
-        if ahead is not None:
-            prefix = ahead.prefix
+        finder = self._finder(generation, root)
+        cached = self._hidden_states.extend(generation, finder, finder.match(self._most_cached(generation)))
         if busy:
-            self._check_room(generation, prefix)
-        in_ram = self._cache.in_ram(prefix)
-        sequence = self._cache.open(root, prefix)
-        generation.take_sequence(sequence, ahead)
-        self._plan_snapshots(generation, prefix)
+            self._check_room(generation, cached)
+        in_ram = self._cache.in_ram(cached)
+        sequence = self._cache.open(root, cached)
+        generation.take_sequence(sequence, cached.hidden_states)
+        self._plan_snapshots(generation, cached)
         self._device.copy_blocks(sequence.copies)
-        if ahead is not None:
-            self._hidden_states.begin(generation, ahead)
+        if cached.hidden_states is not None:
+            self._hidden_states.begin(generation, cached.hidden_states)
         if generation.num_generated == 0:
             generation.prompt_logprobs.clear()  # a preempted prompt is computed again
-            _note_cached(generation, prefix)
+            _note_cached(generation, cached)
         self._scheduler.admit(generation, loading=not in_ram)
         if in_ram:
             self._begin_state(generation, sequence)
@@ -114,7 +111,7 @@ class Admission:
         if use is None or not use.may_share:
             return
         generation.adapter = use.resolved(use.policy)
-        prefix = self._usable_prefix(generation, root)
+        prefix = self._finder(generation, root).match(self._most_cached(generation))
         num_tokens = len(generation.token_ids) + 1
         allocator = self._cache.allocator
         # Residuals cannot evict blocks that are read, so their free share stays free.
@@ -125,50 +122,49 @@ class Admission:
 
     def _residual_tokens(self, generation: RunningRequest, use: AdapterUse, root: str) -> int:
         cache = self._residual_cache(use.resolved(Policy.RESIDUAL))
-        return self._match_residual_kv(generation, cache, root)[0].residuals.num_tokens
+        return self._match_residual_kv(generation, cache, root)[0].own.num_tokens
 
     def _open_residual(self, generation: RunningRequest, use: AdapterUse, root: str, busy: bool) -> None:
         """Open base's and residual block tables: both or neither."""
         cache = self._residual_cache(use)
-        match, residual_root = self._match_residual_kv(generation, cache, root)
+        cached, residual_root = self._match_residual_kv(generation, cache, root)
         if busy:
-            self._check_residual_room(generation, cache, match)
+            self._check_residual_room(generation, cache, cached)
         # Protect them from the evictions below.
-        self._cache.touch(match.base)
-        cache.prefix.touch(match.residuals)
-        has_slots = self._make_residual_room(generation, cache, match.residuals)
+        self._cache.touch(cached)
+        cache.prefix.touch(cached.own)
+        has_slots = self._make_residual_room(generation, cache, cached.own)
         if busy and not has_slots:
             raise OutOfBlocks("running requests read blocks where residuals are to be")
-        match, _ = self._match_residual_kv(generation, cache, root)
-        sequences = {BASE_CACHE: self._cache.open(root, match.base)}
+        cached, _ = self._match_residual_kv(generation, cache, root)
+        sequences = {BASE_CACHE: self._cache.open(root, cached)}
         try:
             self._device.copy_blocks(sequences[BASE_CACHE].copies)  # the next `open` can move its slots
-            sequences[cache.name] = cache.prefix.open(residual_root, match.residuals)
+            sequences[cache.name] = cache.prefix.open(residual_root, cached.own)
         except BaseException:
             self._cache.abandon(sequences[BASE_CACHE])
             raise
         base, residuals = sequences.values()
         assert isinstance(cache.arenas, ResidualArenas)
-        paired_from = match.base.num_tokens if use.is_family else len(generation.token_ids)
+        paired_from = cached.num_tokens if use.is_family else len(generation.token_ids)
         residual_kv = ResidualKV(cache, cache.arenas, residuals, base, paired_from, is_family=use.is_family)
         generation.take_sequence(base, residual_kv=residual_kv, at_once=self._scheduler.token_budget.largest_chunk)
         cache.arenas.copy_blocks(residuals.copies)
         if generation.num_generated == 0:
             generation.prompt_logprobs.clear()
-            _note_cached(generation, match.residuals, match)
+            _note_cached(generation, cached)
         due = [(name, sequence) for name, sequence in sequences.items() if sequence.loads]
         self._scheduler.admit(generation, loading=bool(due))
         if due:
             self._restore(generation, due)
 
-    def _match_residual_kv(self, generation: RunningRequest, cache: KeptCache, root: str) -> tuple[ResidualMatch, str]:
+    def _match_residual_kv(self, generation: RunningRequest, cache: KeptCache, root: str) -> tuple[Cached, str]:
         residual_root = self._caches.root(cache, generation.request.salt)
-        limit = self._most_cached(generation)
-        return match_residual_kv(
-            self._cache, root, cache.prefix, residual_root, generation.token_ids, limit
-        ), residual_root
+        token_ids = generation.token_ids[: self._most_cached(generation)]
+        finders = self._cache.finder(root, token_ids), cache.prefix.finder(residual_root, token_ids)
+        return match_residual_kv(*finders, len(token_ids)), residual_root
 
-    def _plan_snapshots(self, generation: RunningRequest, prefix: CachedPrefix) -> None:
+    def _plan_snapshots(self, generation: RunningRequest, prefix: Cached) -> None:
         snapshots = self._cache.snapshots
         if snapshots is None:
             return
@@ -189,9 +185,8 @@ class Admission:
             generation.begin_state(self._device.row_state(sequence.state))
             self._cache.state_taken(sequence)
 
-    def _usable_prefix(self, generation: RunningRequest, root: str) -> CachedPrefix:
-        limit = self._most_cached(generation)
-        return self._cache.match_prefix(root, generation.token_ids, limit, generation.producer)
+    def _finder(self, generation: RunningRequest, root: str) -> PrefixFinder:
+        return self._cache.finder(root, generation.token_ids[:-1], generation.producer)
 
     @staticmethod
     def _most_cached(generation: RunningRequest) -> int:
@@ -200,7 +195,7 @@ class Admission:
             return 0
         return len(generation.token_ids) - 1
 
-    def _check_room(self, generation: RunningRequest, prefix: CachedPrefix, beside: int | None = None) -> None:
+    def _check_room(self, generation: RunningRequest, prefix: Cached, beside: int | None = None) -> None:
         """Raise OutOfBlocks unless the known tokens of this and all admitted requests fit.
 
         `beside`: bytes for residual KV; None for what admitted requests lack.
@@ -228,16 +223,16 @@ class Admission:
             if residual_kv.cache is cache
         ]
 
-    def _check_residual_room(self, generation: RunningRequest, cache: KeptCache, match: ResidualMatch) -> None:
+    def _check_residual_room(self, generation: RunningRequest, cache: KeptCache, cached: Cached) -> None:
         """All residual caches share one part of the budget."""
-        lacking, spare = self._lacking_residuals(cache, match.residuals, len(generation.token_ids) + 1)
+        lacking, spare = self._lacking_residuals(cache, cached.own, len(generation.token_ids) + 1)
         left = self._cache.ledger.share_left(RESIDUAL)
         if lacking > left + spare:
             raise OutOfBlocks("running requests need all the blocks there are for residuals")
-        self._check_room(generation, match.base, min(lacking, left))
+        self._check_room(generation, cached, min(lacking, left))
 
     def _lacking_residuals(
-        self, joins: KeptCache | None = None, prefix: CachedPrefix | None = None, num_tokens: int = 0
+        self, joins: KeptCache | None = None, prefix: Cached | None = None, num_tokens: int = 0
     ) -> tuple[int, int]:
         """Return bytes of residual slots that admitted requests lack, and spare bytes.
 
@@ -253,7 +248,7 @@ class Admission:
                 spare += max(0, -short) * group.bytes_per_block
         return lacking, spare
 
-    def _make_residual_room(self, generation: RunningRequest, cache: KeptCache, prefix: CachedPrefix) -> bool:
+    def _make_residual_room(self, generation: RunningRequest, cache: KeptCache, prefix: Cached) -> bool:
         """Grow the cache; False if running requests hold the memory."""
         allocator, running = cache.prefix.allocator, self._residual_growth(cache)
         num_tokens = len(generation.token_ids) + 1
@@ -365,14 +360,14 @@ def _first_half(start: int, num_tokens: int) -> int:
     return to_boundary if to_boundary > 0 else half
 
 
-def _note_cached(generation: RunningRequest, prefix: CachedPrefix, match: ResidualMatch | None = None) -> None:
-    """With a `match`, `prefix` is that of the residual cache."""
+def _note_cached(generation: RunningRequest, cached: Cached) -> None:
+    prefix = cached.own
     own = min(generation.own_tokens, prefix.num_tokens)
-    generation.lost_tokens = _lost(generation, prefix, match)
-    found = None if match is None else match.found
+    generation.lost_tokens = _lost(generation, cached)
+    found = None if cached.residuals is None else prefix.known_tokens
     generation.cached = CachedTokens(own=own, shared=prefix.num_tokens - own, residual=found)
     generation.computed_prompt_tokens = generation.num_prompt_tokens - prefix.num_tokens
-    generation.computed_base_tokens = _computed_by_base(generation, (match.base if match else prefix).num_tokens)
+    generation.computed_base_tokens = _computed_by_base(generation, cached.num_tokens)
     if generation.adapter is not None and generation.adapter.is_family:
         # Base also computes the family's residuals.
         generation.computed_base_tokens = generation.computed_prompt_tokens
@@ -380,13 +375,13 @@ def _note_cached(generation: RunningRequest, prefix: CachedPrefix, match: Residu
         generation.computed_prompt_tokens = generation.num_prompt_tokens - begin
 
 
-def _lost(generation: RunningRequest, prefix: CachedPrefix, match: ResidualMatch | None) -> int:
-    if match is None:
+def _lost(generation: RunningRequest, cached: Cached) -> int:
+    if cached.residuals is None:
         # Not lost: tokens that only lack a checkpoint to start from.
-        return max(0, generation.expected_tokens - max(prefix.num_tokens, prefix.known_tokens))
+        return max(0, generation.expected_tokens - max(cached.num_tokens, cached.known_tokens))
     # Not lost: residuals of an adapter that is new to the conversation or was not used last.
     residual = min(generation.expected_tokens, generation.saved_residual_tokens)
-    return max(0, generation.expected_tokens - match.base.num_tokens, residual - match.found)
+    return max(0, generation.expected_tokens - cached.num_tokens, residual - cached.residuals.known_tokens)
 
 
 def _computed_by_base(generation: RunningRequest, cached: int) -> int:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from agentcache.adapters.weights import AdapterWeightSet
 from agentcache.blocks.block_tables import BlockTables
-from agentcache.blocks.hidden_state_match import HiddenStateMatch, match_hidden_states
 from agentcache.blocks.hidden_states import (
     HiddenStateCache,
     HiddenStatePlan,
@@ -15,8 +14,8 @@ from agentcache.blocks.hidden_states import (
     HiddenStateWriter,
     Piece,
 )
-from agentcache.blocks.path_search import CachedPrefix
-from agentcache.blocks.prefix_cache import PrefixCache
+from agentcache.blocks.ledger import Ledger
+from agentcache.blocks.search import Cached, CachedHiddenStates, PrefixFinder, match_hidden_states
 from agentcache.engine.running_request import RunningRequest
 
 
@@ -36,28 +35,27 @@ class _Run:
 class HiddenStatePlanner:
     """Plans reads and writes of the hidden-state cache. Loaded adapters decide the cached layers."""
 
-    def __init__(
-        self, cache: PrefixCache, adapters: AdapterWeightSet, num_slots: int = 0, block_bytes: int = 0
-    ) -> None:
-        self.blocks = HiddenStateCache(num_slots, block_bytes, cache.ledger)
-        self._cache = cache
+    def __init__(self, ledger: Ledger, adapters: AdapterWeightSet, num_slots: int = 0, block_bytes: int = 0) -> None:
+        self.blocks = HiddenStateCache(num_slots, block_bytes, ledger)
         self._adapters = adapters
         self._runs: dict[BlockTables, _Run] = {}
 
-    def match(self, generation: RunningRequest, root: str, prefix: CachedPrefix) -> HiddenStateMatch | None:
-        """Return hidden states that extend `prefix`, if cached.
+    def extend(self, generation: RunningRequest, finder: PrefixFinder, cached: Cached) -> Cached:
+        """Return `cached` with the hidden states that extend it, if any.
 
-        The last token always goes through all layers, so that only chunks use hidden states.
+        Args:
+            finder: finder of all tokens but the last, which always goes through all layers.
         """
         cut = self._adapters.cut(generation.adapter)
         if not cut or not self.blocks.num_slots:
-            return None
-        durable, known = generation.request.agent is not None, generation.token_ids[:-1]
-        return match_hidden_states(self._cache, self.blocks, root, known, prefix, cut, durable=durable)
+            return cached
+        durable = generation.request.agent is not None
+        return match_hidden_states(cached, finder, self.blocks, cut, durable=durable)
 
-    def begin(self, generation: RunningRequest, match: HiddenStateMatch) -> None:
-        slots = self.blocks.lock(match.names)
-        self._runs[generation.open_sequence] = _Run(HiddenStateReader(match.first, slots))
+    def begin(self, generation: RunningRequest, found: CachedHiddenStates) -> None:
+        """Pin hidden states that the request reads."""
+        slots = self.blocks.lock(found.names)
+        self._runs[generation.open_sequence] = _Run(HiddenStateReader(found.first, slots))
 
     def sweep(self) -> None:
         for sequence in [sequence for sequence in self._runs if sequence.closed]:

@@ -196,7 +196,7 @@ def _put_together(
     adapters = AdapterWeightSet(loaded, runner, ledger)
     trunk_budget = 0 if loaded.spec.recurrent else plan.trunk_budget  # see `trunk_cut`
     block_bytes = loaded.hidden_states.block_bytes() if trunk_budget else 0
-    hidden_states = HiddenStatePlanner(cache, adapters, trunk_budget // block_bytes if block_bytes else 0, block_bytes)
+    hidden_states = HiddenStatePlanner(ledger, adapters, trunk_budget // block_bytes if block_bytes else 0, block_bytes)
     token_seconds = warm_up(cache, runner, restorer, loaded.max_context) if warm else math.inf
     token_budget = _token_budget(config, loaded, cache, runner, plan.ram_budget, token_seconds)
     wait_for_pages()  # so that the first turn need not

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from agentcache.adapters.activation import AdapterUse
 from agentcache.agents.caches import KeptCache
 from agentcache.blocks.block_tables import BlockTables
-from agentcache.blocks.hidden_state_match import HiddenStateMatch
 from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.search import CachedHiddenStates
 
 if TYPE_CHECKING:
     from agentcache.kv.residual_arenas import ResidualArenas
@@ -83,7 +83,7 @@ class Pass:
 def plan_passes(
     use: AdapterUse | None,
     sequence: BlockTables,
-    ahead: HiddenStateMatch | None,
+    ahead: CachedHiddenStates | None,
     residual_kv: ResidualKV | None = None,
     last: int = 0,
     at_once: int = BLOCK_SIZE,

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from agentcache.blocks.allocator import BlockAllocator, min_blocks
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.blocks.path_search import CachedPrefix
 from agentcache.blocks.pool import BlockTable
+from agentcache.blocks.search import Cached
 from agentcache.blocks.slots import Group
 
 
@@ -21,7 +21,7 @@ class Growth:
 def has_room(
     allocator: BlockAllocator,
     running: Sequence[Growth],
-    prefix: CachedPrefix,
+    prefix: Cached,
     num_tokens: int,
     *,
     evicts: bool = True,
@@ -42,7 +42,7 @@ def _fits(
     allocator: BlockAllocator,
     index: int,
     running: Sequence[Growth],
-    prefix: CachedPrefix,
+    prefix: Cached,
     num_tokens: int,
     beside: int,
 ) -> bool:
@@ -54,7 +54,7 @@ def _fits_beside_the_cached(
     allocator: BlockAllocator,
     index: int,
     running: Sequence[Growth],
-    prefix: CachedPrefix,
+    prefix: Cached,
     num_tokens: int,
     beside: int,
 ) -> bool:
@@ -70,7 +70,7 @@ def slots_needed(
     allocator: BlockAllocator,
     index: int,
     running: Sequence[Growth],
-    prefix: CachedPrefix | None = None,
+    prefix: Cached | None = None,
     num_tokens: int = 0,
 ) -> int:
     """Return the slots of a group that `running` and one more request need."""

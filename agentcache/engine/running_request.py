@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from agentcache.adapters.activation import AdapterUse
 from agentcache.agents.disk import Saved
 from agentcache.blocks.block_tables import BlockTables, PathBlock
-from agentcache.blocks.hidden_state_match import HiddenStateMatch
 from agentcache.blocks.keys import BLOCK_SIZE, KVOrigin
 from agentcache.blocks.prefix_match import PromptMatch
+from agentcache.blocks.search import CachedHiddenStates
 from agentcache.blocks.snapshot_plan import SnapshotPlan
 from agentcache.engine.output import Output
 from agentcache.engine.passes import Pass, ResidualKV, plan_passes
@@ -199,7 +199,7 @@ class RunningRequest:
     def take_sequence(
         self,
         sequence: BlockTables,
-        ahead: HiddenStateMatch | None = None,
+        ahead: CachedHiddenStates | None = None,
         residual_kv: ResidualKV | None = None,
         at_once: int = BLOCK_SIZE,
     ) -> None:

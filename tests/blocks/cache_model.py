@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from agentcache.blocks.keys import BASE_ORIGIN, BLOCK_SIZE, KVOrigin
-from agentcache.blocks.path_search import MIN_TAIL_TOKENS
 from agentcache.blocks.pool import BlockPool
 from agentcache.blocks.radix_tree import Node
+from agentcache.blocks.search import MIN_TAIL_TOKENS
 
 Places = tuple[int, ...]
 Groups = tuple["FakeGroup", ...]
@@ -90,14 +90,21 @@ class Reference:
     Args:
         files: chain key and group of each block on disk.
         has_state: whether a prefix has to end where there is a snapshot of recurrent state.
+        least: tokens of a block that are worth a copy.
     """
 
     def __init__(
-        self, nodes: Iterable[Node], groups: Groups, files: Iterable[tuple[str, int]], *, has_state: bool = False
+        self,
+        nodes: Iterable[Node],
+        groups: Groups,
+        files: Iterable[tuple[str, int]],
+        *,
+        has_state: bool = False,
+        least: int | None = None,
     ) -> None:
         self._groups = groups
         self._has_state = has_state
-        self._least = 1 if has_state else MIN_TAIL_TOKENS
+        self._least = least or (1 if has_state else MIN_TAIL_TOKENS)
         self._files = frozenset(files)
         self._children: dict[str, list[Node]] = {}
         for node in nodes:
@@ -106,26 +113,35 @@ class Reference:
 
     def longest(self, root: str, tokens: list[int], producer: KVOrigin | None) -> int:
         """Number of leading tokens that need not be computed."""
-        lengths = {0, *self._ends(root, tokens)} | ({producer.start} if producer else set())
-        return next(n for n in sorted(lengths, reverse=True) if self._can_use(root, tokens, n, producer))
+        lengths = {0, *self.ends(root, tokens)} | ({producer.start} if producer else set())
+        return next(n for n in sorted(lengths, reverse=True) if self.can_use(root, tokens, n, producer))
 
-    def _ends(self, chain: str, tokens: list[int], position: int = 0) -> Iterator[int]:
+    def ends(self, chain: str, tokens: list[int], position: int = 0) -> Iterator[int]:
         """Where a node stops to share tokens: no usable prefix ends elsewhere, but at the producer's start."""
         rest = tokens[position * BLOCK_SIZE : (position + 1) * BLOCK_SIZE]
         for node in self._children.get(chain, []):
             shared = common(node.token_ids, rest)
             yield position * BLOCK_SIZE + shared
             if shared == BLOCK_SIZE:
-                yield from self._ends(node.chain, tokens, position + 1)
+                yield from self.ends(node.chain, tokens, position + 1)
 
-    def _can_use(self, root: str, tokens: list[int], length: int, producer: KVOrigin | None) -> bool:
+    def can_use(
+        self,
+        root: str,
+        tokens: list[int],
+        length: int,
+        producer: KVOrigin | None = None,
+        *,
+        read_from: int | None = None,
+    ) -> bool:
+        """Whether `length` tokens need not be computed, if windows are read from `read_from` on."""
         count = len(self._groups)
         own = frozenset() if producer is None else producer.groups & frozenset(range(count))
-        base = frozenset(range(count)) - own
+        base, first = frozenset(range(count)) - own, length if read_from is None else min(length, read_from)
         if length > len(tokens) or self._has_state and not self._has_snapshot(root, tokens[:length], producer):
             return False
         return all(
-            not groups or any(self._has(path, groups, length) for path in self._paths(root, tokens[:length], who))
+            not groups or any(self.has(path, groups, first) for path in self.paths(root, tokens[:length], who))
             for groups, who in ((base, None), (own, producer))
         )
 
@@ -135,10 +151,10 @@ class Reference:
         if not tokens:
             return True
         # A path of full blocks of exactly these tokens, and a node behind them that ends where they do.
-        ends = (path[-1] for path in self._paths(root, tokens, who) if path[-1].end == len(tokens))
+        ends = (path[-1] for path in self.paths(root, tokens, who) if path[-1].end == len(tokens))
         return any(node.state is not None or index in node.stored for node in ends)
 
-    def _paths(
+    def paths(
         self, chain: str, tokens: list[int], producer: KVOrigin | None, position: int = 0
     ) -> Iterator[list[Node]]:
         """All ways to cover the tokens with nodes that hold what this producer would compute."""
@@ -152,7 +168,7 @@ class Reference:
             if shared == len(rest) and shared >= min(self._least, node.num_tokens):
                 yield [node]
             elif shared == BLOCK_SIZE:
-                yield from ([node, *path] for path in self._paths(node.chain, tokens, producer, position + 1))
+                yield from ([node, *path] for path in self.paths(node.chain, tokens, producer, position + 1))
 
     @staticmethod
     def _fits(node: Node, end: int, producer: KVOrigin | None) -> bool:
@@ -161,11 +177,12 @@ class Reference:
             return producer is None or end <= producer.start
         return producer is not None and node.producer == producer.text
 
-    def _has(self, path: list[Node], groups: frozenset[int], length: int) -> bool:
+    def has(self, path: list[Node], groups: frozenset[int], first: int) -> bool:
+        """Whether all groups are there for tokens from `first` on."""
         return all(
             index in node.block_ids or (node.chain, index) in self._files and index in node.stored
             for index in groups
-            for node in path[self._groups[index].first_block_needed(length) :]
+            for node in path[self._groups[index].first_block_needed(first) :]
         )
 
 

@@ -12,11 +12,10 @@ from hypothesis.stateful import precondition, rule
 from agentcache.blocks.block_tables import BlockTables, PathBlock
 from agentcache.blocks.keys import BLOCK_SIZE, KVOrigin, Namespace
 from agentcache.blocks.origin_paths import chain_keys, spans
-from agentcache.blocks.path_search import CachedPrefix
 from agentcache.blocks.radix_tree import Node
+from agentcache.blocks.search import Cached
 from agentcache.errors import OutOfBlocks
 from tests.blocks.cache_model import Reference
-from tests.blocks.old_and_new import assert_same
 from tests.blocks.watched_cache import Running, TracedCache, Write
 
 ROOTS = [Namespace("model", "cache", salt).root for salt in ("", "other")]
@@ -114,9 +113,8 @@ class SequenceMachine(TracedCache):
             running.state = tuple(self.arena.slots[len(self.groups), sequence.state])
             self.cache.state_taken(sequence)
 
-    def match(self, root: str, tokens: list[int], limit: int, producer: KVOrigin | None) -> CachedPrefix:
+    def match(self, root: str, tokens: list[int], limit: int, producer: KVOrigin | None) -> Cached:
         prefix = self.cache.match_prefix(root, tokens, limit, producer)
-        assert_same(self.cache.finder(root, tokens, producer).match(limit), prefix)
         reference = Reference(self.nodes(), self.groups, self.files, has_state=self.state is not None)
         assert prefix.num_tokens == reference.longest(root, tokens[:limit], producer)
         for lane in prefix.lanes:

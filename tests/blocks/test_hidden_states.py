@@ -12,9 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
-from agentcache.blocks import search
 from agentcache.blocks.block_tables import BlockTables
-from agentcache.blocks.hidden_state_match import HiddenStateMatch, match_hidden_states
 from agentcache.blocks.hidden_states import (
     HiddenStateCache,
     HiddenStateKey,
@@ -24,12 +22,11 @@ from agentcache.blocks.hidden_states import (
 )
 from agentcache.blocks.keys import BLOCK_SIZE, KVOrigin
 from agentcache.blocks.ledger import Ledger
-from agentcache.blocks.path_search import CachedPrefix
 from agentcache.blocks.radix_tree import Node
+from agentcache.blocks.search import Cached, CachedHiddenStates, match_hidden_states
 from agentcache.errors import BrokenInvariant
 from tests.blocks.cache_machine import CacheMachine
 from tests.blocks.cache_model import FakeGroup, Places
-from tests.blocks.old_and_new import assert_same_ahead
 from tests.blocks.sequence_machine import PICK
 from tests.blocks.watched_cache import Running
 from tests.examples import examples
@@ -66,28 +63,22 @@ class HiddenStateMachine(CacheMachine):
         self.hidden_states = HiddenStateCache(self.num_slots, 1, self.cache.ledger)
         self.contents = Contents()
         self.uses: dict[BlockTables, Use] = {}
-        self.ahead: HiddenStateMatch | None = None
+        self.ahead: CachedHiddenStates | None = None
 
     # -- a sequence's life ------------------------------------------------------------------------------------------
 
-    def match(self, root: str, tokens: list[int], limit: int, producer: KVOrigin | None) -> CachedPrefix:
+    def match(self, root: str, tokens: list[int], limit: int, producer: KVOrigin | None) -> Cached:
         prefix = super().match(root, tokens, limit, producer)
         self.ahead = None
-        if len(prefix.lanes) > 1:
-            self.ahead = match_hidden_states(self.cache, self.hidden_states, root, tokens[:limit], prefix, CUT)
-        found = search.match_hidden_states(
-            self.cache.finder(root, tokens, producer).match(limit),
-            self.cache.finder(root, tokens[:limit], producer),
-            self.hidden_states,
-            CUT,
-        )
-        assert_same_ahead(found, self.ahead if len(prefix.lanes) > 1 else None, prefix)
-        if self.ahead is None:
+        if len(prefix.lanes) == 1:
             return prefix
-        self.was_in_ram = self.cache.in_ram(self.ahead.prefix)
-        assert self.ahead.prefix.num_tokens == prefix.num_tokens
-        assert prefix.num_tokens < self.ahead.prefix.lanes[0].num_tokens <= limit
-        return self.ahead.prefix
+        cached = match_hidden_states(prefix, self.cache.finder(root, tokens[:limit], producer), self.hidden_states, CUT)
+        self.ahead = cached.hidden_states
+        if self.ahead is not None:
+            self.was_in_ram = self.cache.in_ram(cached)
+            assert cached.num_tokens == prefix.num_tokens
+            assert prefix.num_tokens < cached.lanes[0].num_tokens == self.ahead.end <= limit
+        return cached
 
     def start(self, tokens: list[int], root: str, producer: KVOrigin | None) -> Running | None:
         running = super().start(tokens, root, producer)

@@ -9,8 +9,8 @@ from agentcache.blocks.allocator import min_blocks
 from agentcache.blocks.block_tables import BlockTables
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.ledger import Ledger
-from agentcache.blocks.path_search import MIN_TAIL_TOKENS
 from agentcache.blocks.prefix_cache import PrefixCache
+from agentcache.blocks.search import MIN_TAIL_TOKENS
 from agentcache.errors import BrokenInvariant, OutOfBlocks
 from tests.blocks.cache_machine import CacheMachine
 from tests.blocks.cache_model import FakeGroup

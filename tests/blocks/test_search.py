@@ -1,20 +1,21 @@
-"""The searches for cached prefixes, over random trees with windows, checkpoints, adapters and residual caches."""
+"""The search for cached prefixes over random caches, beside its rules by brute force (`cache_model.Reference`)."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from functools import partial
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentcache.blocks import hidden_state_match, residual_match, search
 from agentcache.blocks.hidden_states import HiddenStateCache, HiddenStateKey
 from agentcache.blocks.keys import BLOCK_SIZE, KVOrigin
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
-from tests.blocks.cache_model import FakeGroup
-from tests.blocks.old_and_new import assert_same, assert_same_ahead
+from agentcache.blocks.search import longest_common, match_hidden_states, match_residual_kv
+from agentcache.errors import BrokenInvariant
+from tests.blocks.cache_model import FakeGroup, Groups, Reference
 from tests.blocks.sequence_machine import Adapter
 from tests.examples import examples
 
@@ -93,52 +94,116 @@ def prefix_cache(*groups: FakeGroup, state: FakeGroup | None = None, name: str =
     return PrefixCache(groups, Ledger(1 << 30), state=state, state_budget=1000, name=name)
 
 
+def reference(cache: PrefixCache, groups: Groups, *, has_state: bool = False, least: int | None = None) -> Reference:
+    nodes = list(cache.tree.walk())
+    files = {(node.chain, index) for node in nodes for index in node.stored}
+    return Reference(nodes, groups, files, has_state=has_state, least=least)
+
+
+def most_of(served: set[int], limit: int) -> int:
+    return max((n for n in served if n <= limit), default=0)
+
+
+def choose_limit(tokens: list[int], rng: random.Random) -> int:
+    return rng.choice([len(tokens), len(tokens) - 1, len(tokens) // 2, 0])
+
+
+@given(st.lists(st.sets(st.integers(1, 20)), min_size=1, max_size=4), st.integers(0, 25))
+def test_the_longest_that_all_can_serve(served: list[set[int]], limit: int) -> None:
+    finders = [partial(most_of, each) for each in served]
+    assert longest_common(limit, *finders) == most_of(set.intersection(*served), limit)
+
+
+def test_a_finder_may_lower_its_own_answer() -> None:
+    """Only the first one's answers are exact."""
+    assert longest_common(9, lambda n: n, lambda n: max(3, n - 1)) == 3
+
+
+def test_a_finder_that_answers_with_more_is_an_error_and_no_endless_search() -> None:
+    with pytest.raises(BrokenInvariant):
+        longest_common(9, lambda n: n + 1, lambda n: n - 1)
+
+
 @given(SEEDS, st.sampled_from([(FULL,), (FULL, SLIDING), (SLIDING, FULL), (SLIDING,), ()]), st.booleans())
-@settings(max_examples=examples(400), deadline=None)
-def test_old_and_new_find_the_same_prefix(seed: int, groups: tuple[FakeGroup, ...], has_state: bool) -> None:
-    texts = Texts(random.Random(seed))
-    cache = prefix_cache(*groups, state=STATE if has_state or not groups else None)
+@settings(max_examples=examples(300), deadline=None)
+def test_the_longest_prefix(seed: int, groups: Groups, has_state: bool) -> None:
+    texts, has_state = Texts(random.Random(seed)), has_state or not groups
+    cache = prefix_cache(*groups, state=STATE if has_state else None)
     fill(cache, BASE, texts, has_adapters=True)
-    for _ in range(5):
-        tokens = texts.next()
-        producer = texts.producer(len(groups), has_state=cache.snapshots is not None)
-        limit = texts.rng.choice([len(tokens), len(tokens) - 1, len(tokens) // 2])
-        old = cache.match_prefix(BASE, tokens, limit, producer)
-        assert_same(cache.finder(BASE, tokens, producer).match(limit), old)
+    rules, of_kv = reference(cache, groups, has_state=has_state), reference(cache, groups, least=1)
+    for _ in range(4):
+        tokens, producer = texts.next(), texts.producer(len(groups), has_state=has_state)
+        limit = choose_limit(tokens, texts.rng)
+        finder = cache.finder(BASE, tokens, producer)
+        cached = finder.match(limit)
+        assert cached.num_tokens == rules.longest(BASE, tokens[:limit], producer)
+        assert {lane.num_tokens for lane in cached.lanes} == {cached.num_tokens}
+        assert cached == cache.match_prefix(BASE, tokens, limit, producer), "nothing is changed"
+        if producer is None:
+            known = limit if not groups else of_kv.longest(BASE, tokens[:limit], None)
+            assert cached.known_tokens == (known if has_state else 0)
+        answers = [finder.longest(n) for n in range(0, limit + 1, 50)]
+        assert answers == sorted(answers), "fewer tokens never get more"
+        assert answers == [finder.longest(n) for n in answers]
 
 
 @given(SEEDS, st.sampled_from([(FULL, FULL), (FULL, SLIDING), (SLIDING, SLIDING)]))
-@settings(max_examples=examples(400), deadline=None)
-def test_old_and_new_find_the_same_residuals(seed: int, kinds: tuple[FakeGroup, FakeGroup]) -> None:
+@settings(max_examples=examples(300), deadline=None)
+def test_the_longest_residuals(seed: int, kinds: tuple[FakeGroup, FakeGroup]) -> None:
+    """As many of the adapter's tokens as base can be read from on; then as many of base's."""
     texts = Texts(random.Random(seed))
     base, residuals = prefix_cache(FULL, kinds[0]), prefix_cache(kinds[1], name="residual.x")
     fill(base, BASE, texts)
     fill(residuals, RESIDUAL, texts)
-    for _ in range(5):
+    below, above = reference(base, (FULL, kinds[0])), reference(residuals, (kinds[1],))
+    for _ in range(4):
         tokens = texts.next()
-        limit = texts.rng.choice([len(tokens), len(tokens) - 1, len(tokens) // 2])
-        old = residual_match.match_residual_kv(base, BASE, residuals, RESIDUAL, tokens, limit)
-        new = search.match_residual_kv(base.finder(BASE, tokens), residuals.finder(RESIDUAL, tokens), limit)
-        assert new.residuals is not None
-        assert new.residuals.known_tokens == old.found
-        assert_same(replace(new.residuals, known_tokens=0), old.residuals)
-        assert_same(new, old.base)
+        tokens = tokens[: choose_limit(tokens, texts.rng)]
+        cached = match_residual_kv(base.finder(BASE, tokens), residuals.finder(RESIDUAL, tokens), len(tokens))
+        ends = sorted({0, *below.ends(BASE, tokens), *above.ends(RESIDUAL, tokens)}, reverse=True)
+        expected = next(
+            (start, end)
+            for start in ends
+            if above.can_use(RESIDUAL, tokens, start)
+            for end in ends
+            if end >= start and below.can_use(BASE, tokens, end, read_from=start)
+        )
+        assert (cached.own.num_tokens, cached.num_tokens) == expected
+        assert cached.own.known_tokens == above.longest(RESIDUAL, tokens, None)
+        assert {lane.read_from for lane in cached.lanes} == {cached.own.num_tokens}
 
 
 @given(SEEDS, st.sampled_from([(FULL, OTHER), (SLIDING, FULL), (SLIDING, FULL, OTHER)]), st.booleans())
-@settings(max_examples=examples(400), deadline=None)
-def test_old_and_new_find_the_same_hidden_states(seed: int, groups: tuple[FakeGroup, ...], durable: bool) -> None:
+@settings(max_examples=examples(300), deadline=None)
+def test_the_longest_hidden_states(seed: int, groups: Groups, durable: bool) -> None:
+    """Whole blocks after the prefix, of all of which base's path has what is read from their end on."""
     texts = Texts(random.Random(seed))
     cache = prefix_cache(*groups)
     fill(cache, BASE, texts, has_adapters=True)
     hidden_states = hide(cache, texts.rng)
-    for _ in range(5):
-        tokens, producer = texts.next(), texts.producer(len(groups), has_state=False)
-        limit = texts.rng.choice([0, len(tokens) - 1])
-        prefix = cache.match_prefix(BASE, tokens, limit, producer)
-        finder = cache.finder(BASE, tokens[:-1], producer)
-        old = hidden_state_match.match_hidden_states(
-            cache, hidden_states, BASE, tokens[:-1], prefix, CUT, durable=durable
+    rules = reference(cache, groups)
+    for _ in range(4):
+        tokens, producer = texts.next()[:-1], texts.producer(len(groups), has_state=False)
+        finder = cache.finder(BASE, tokens, producer)
+        prefix = finder.match(texts.rng.choice([0, len(tokens)]))
+        if len(prefix.lanes) == 1:
+            continue
+        cached = match_hidden_states(prefix, finder, hidden_states, CUT, durable=durable)
+        first, below = prefix.num_tokens // BLOCK_SIZE, frozenset(prefix.lanes[0].groups)
+        most = max(
+            (
+                len(path)
+                for count in range(first + 1, len(tokens) // BLOCK_SIZE + 1)
+                for path in rules.paths(BASE, tokens[: count * BLOCK_SIZE], None)
+                if rules.has(path, below, count * BLOCK_SIZE)
+                and all(hidden_states.match([HiddenStateKey(node.chain, CUT)]) for node in path[first:])
+                and (not durable or all(node.all_available(below) for node in path[first:]))
+            ),
+            default=first,
         )
-        new = search.match_hidden_states(finder.match(limit), finder, hidden_states, CUT, durable=durable)
-        assert_same_ahead(new, old, prefix)
+        found = cached.hidden_states
+        assert (first if found is None else found.end // BLOCK_SIZE) == most
+        assert (found is None) is (cached == prefix)
+        if found is not None:
+            assert (found.first, found.cut, cached.num_tokens) == (first, CUT, prefix.num_tokens)
+            assert [node.chain for node in cached.lanes[0].all_nodes[first:]] == [name.chain for name in found.names]

@@ -231,7 +231,7 @@ def _parts(device: FormulaDevice, cache: PrefixCache, max_running: int, token_bu
         persistence=persistence,
         restorer=SimpleNamespace(restore=_restore),  # type: ignore[arg-type]
         adapters=adapters,
-        hidden_states=HiddenStatePlanner(cache, adapters),
+        hidden_states=HiddenStatePlanner(cache.ledger, adapters),
         residuals=SimpleNamespace(cache_of=none),  # type: ignore[arg-type]
         served=none,
         limits=Limits([]),

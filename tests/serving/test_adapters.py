@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.blocks.path_search import MIN_TAIL_TOKENS
+from agentcache.blocks.search import MIN_TAIL_TOKENS
 from agentcache.errors import InvalidRequest, NotFound
 from agentcache.llm import LLM
 from agentcache.settings.adapters import Policy

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.blocks.path_search import MIN_TAIL_TOKENS
 from agentcache.blocks.prefix_match import Match
+from agentcache.blocks.search import MIN_TAIL_TOKENS
 from agentcache.blocks.transcript import Encoding, Transcript
 from agentcache.llm import LLM, Completion
 from tests.conftest import ModelFolder

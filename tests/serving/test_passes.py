@@ -10,10 +10,8 @@ import pytest
 
 from agentcache.adapters.activation import AdapterUse
 from agentcache.blocks.block_tables import BlockTables
-from agentcache.blocks.hidden_state_match import HiddenStateMatch
 from agentcache.blocks.hidden_states import HiddenStateKey
-from agentcache.blocks.keys import BASE_ORIGIN
-from agentcache.blocks.path_search import CachedPrefix
+from agentcache.blocks.search import CachedHiddenStates
 from agentcache.engine.batch import BatchRow
 from agentcache.engine.passes import Pass, ResidualKV, plan_passes
 from agentcache.engine.running_request import RunningRequest
@@ -25,7 +23,7 @@ ACTIVATED = AdapterUse("poet", "lora", Policy.ACTIVATED, 700, frozenset([1]))
 DECODER = AdapterUse("novelist", "decoder", Policy.PREFILL_SHARE, 999, frozenset([0, 1]), is_decoder=True)
 RESIDUAL = AdapterUse("poet", "lora", Policy.RESIDUAL, 0, frozenset([1]))
 UNUSED = AdapterUse("novelist", "decoder", Policy.PREFILL_SHARE, None, frozenset(), is_decoder=True)
-AHEAD = HiddenStateMatch(CachedPrefix(BASE_ORIGIN, ()), 1, (HiddenStateKey("b", 6), HiddenStateKey("c", 6)))
+AHEAD = CachedHiddenStates(1, (HiddenStateKey("b", 6), HiddenStateKey("c", 6)))
 
 
 def sequence_of(num_tokens: int) -> BlockTables:
@@ -44,7 +42,7 @@ def sequence_of(num_tokens: int) -> BlockTables:
     ],
 )
 def test_the_passes_of_a_request(
-    use: AdapterUse | None, ahead: HiddenStateMatch | None, expected: list[tuple[AdapterUse | None, int | None, int]]
+    use: AdapterUse | None, ahead: CachedHiddenStates | None, expected: list[tuple[AdapterUse | None, int | None, int]]
 ) -> None:
     sequence = sequence_of(256)
     passes = plan_passes(use, sequence, ahead)

@@ -8,7 +8,7 @@ import pytest
 
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.blocks.residual_match import match_residual_kv
+from agentcache.blocks.search import Cached, match_residual_kv
 from tests.blocks.cache_model import FakeGroup
 
 BASE_ROOT, RESIDUAL_ROOT = "base root", "residual root"
@@ -32,24 +32,29 @@ def fill(cache: PrefixCache, root: str, num_tokens: int, *, keeps_windows: bool 
     cache.close(sequence)
 
 
+def both(base: PrefixCache, residuals: PrefixCache, limit: int = LIMIT) -> Cached:
+    finders = base.finder(BASE_ROOT, IDS[:limit]), residuals.finder(RESIDUAL_ROOT, IDS[:limit])
+    return match_residual_kv(*finders, limit)
+
+
 @pytest.mark.parametrize("of_base", [0, 256, 300, LIMIT])
 @pytest.mark.parametrize("of_residuals", [0, 256, 300, LIMIT])
 def test_the_shorter_one(of_base: int, of_residuals: int) -> None:
     base, residuals = cache(FULL), cache(FULL, name="residual.x")
     fill(base, BASE_ROOT, of_base)
     fill(residuals, RESIDUAL_ROOT, of_residuals)
-    match = match_residual_kv(base, BASE_ROOT, residuals, RESIDUAL_ROOT, IDS, LIMIT)
-    assert match.residuals.num_tokens == min(of_base, of_residuals)
-    assert match.base.num_tokens == of_base, "all of it: base goes on from there"
-    assert match.found == of_residuals
+    match = both(base, residuals)
+    assert match.own.num_tokens == min(of_base, of_residuals)
+    assert match.num_tokens == of_base, "all of it: base goes on from there"
+    assert match.own.known_tokens == of_residuals
 
 
 def test_no_more_than_is_asked_for() -> None:
     base, residuals = cache(FULL), cache(FULL, name="residual.x")
     fill(base, BASE_ROOT, 900)
     fill(residuals, RESIDUAL_ROOT, 900)
-    match = match_residual_kv(base, BASE_ROOT, residuals, RESIDUAL_ROOT, IDS, 500)
-    assert (match.base.num_tokens, match.residuals.num_tokens, match.found) == (500, 500, 500)
+    match = both(base, residuals, 500)
+    assert (match.num_tokens, match.own.num_tokens, match.own.known_tokens) == (500, 500, 500)
 
 
 def test_a_window_that_base_has_left_is_computed_again() -> None:
@@ -57,16 +62,16 @@ def test_a_window_that_base_has_left_is_computed_again() -> None:
     base, residuals = cache(FULL, SLIDING), cache(FULL, SLIDING, name="residual.x")
     fill(base, BASE_ROOT, 800)
     assert base.match_prefix(BASE_ROOT, IDS, LIMIT).num_tokens == 800
-    match = match_residual_kv(base, BASE_ROOT, residuals, RESIDUAL_ROOT, IDS, LIMIT)
-    assert (match.base.num_tokens, match.residuals.num_tokens) == (0, 0)
+    match = both(base, residuals)
+    assert (match.num_tokens, match.own.num_tokens) == (0, 0)
 
 
 def test_windows_that_are_kept_for_such_readers_are_of_use() -> None:
     base, residuals = cache(FULL, SLIDING), cache(FULL, SLIDING, name="residual.x")
     fill(base, BASE_ROOT, 800, keeps_windows=True)
-    match = match_residual_kv(base, BASE_ROOT, residuals, RESIDUAL_ROOT, IDS, LIMIT)
-    assert (match.base.num_tokens, match.residuals.num_tokens) == (800, 0)
-    sequence = base.open(BASE_ROOT, match.base)
+    match = both(base, residuals)
+    assert (match.num_tokens, match.own.num_tokens) == (800, 0)
+    sequence = base.open(BASE_ROOT, match)
     assert [table.first_block for table in sequence.tables] == [0, 0], "from where the adapter begins"
     base.leave_window(sequence, 700)
     assert [table.first_block for table in sequence.tables] == [0, (700 - 300 + 1) // 256]
@@ -85,11 +90,11 @@ def test_both_are_always_usable(seed: int) -> None:
         for node in list(each.tree.residents):
             if rng.random() < 0.2:
                 each.slots.evict(node)
-    match = match_residual_kv(base, BASE_ROOT, residuals, RESIDUAL_ROOT, IDS, LIMIT)
-    start = match.residuals.num_tokens
-    assert start <= min(match.base.num_tokens, match.found)
-    lower = base.open(BASE_ROOT, match.base)
-    upper = residuals.open(RESIDUAL_ROOT, match.residuals)
+    match = both(base, residuals)
+    start = match.own.num_tokens
+    assert start <= min(match.num_tokens, match.own.known_tokens)
+    lower = base.open(BASE_ROOT, match)
+    upper = residuals.open(RESIDUAL_ROOT, match.own)
     for group, table in zip(base.groups, lower.tables, strict=True):
         assert table.first_block <= group.first_block_needed(start)
     base.abandon(lower)
