@@ -20,7 +20,7 @@ def new_call_id() -> str:
 
 
 def with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Replace ids of calls and results by digests, unless they have that form already.
+    """Replace ids of calls and results by digests, except nine letters and digits.
 
     Later messages never change earlier ids, so the prefix stays cached.
     """

@@ -1,4 +1,4 @@
-"""Renders chats to prompts, with the repairs that the chat template needs."""
+"""Renders chats to prompts, with the chat template's repairs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """A prompt as marked text, with notes on the changes to the client's messages."""
+    """A prompt as marked text, with notes on changes to the client's messages."""
 
     text: str
     notes: tuple[str, ...] = ()
@@ -51,11 +51,10 @@ class ChatRenderer:
 
     @property
     def uses_template(self) -> bool:
-        """Whether there is a template; False once it is found to refuse every chat."""
         return self._repairs is not NO_TEMPLATE
 
     def repairs(self, probe: Render) -> tuple[str, ...] | None:
-        """Return the names of the template's `Repairs`; None if no template is used."""
+        """Return the names of the template's `Repairs`; None if it is unused."""
         found = self._found_repairs(probe)
         return None if found is NO_TEMPLATE else found.names
 
@@ -153,7 +152,7 @@ def _unseen_tools(text: str, tools: Sequence[Message] | None) -> Iterator[str]:
 
 
 def _with_one_comment(message: Message) -> Message:
-    # Some templates refuse a thought beside text and call: drop it.
+    # Some templates refuse a thought beside text and call.
     if not (message.get("content") and message.get("tool_calls")):
         return message
     return {key: value for key, value in message.items() if key not in REASONING_KEYS}

@@ -22,9 +22,9 @@ class DummySpace(Enum):
 
 
 class Detokenizer:
-    """Converts the tokens of one reply to text.
+    """Converts one reply's tokens to text.
 
-    `ends[i]` is the text's length after token i. For a token that ends inside a character or adds nothing, it is final
+    `ends[i]` is the text's length after token i. If that token ends inside a character or adds nothing, it is final
     once a later token completes a character, or after `finish`.
 
     Args:
@@ -36,7 +36,7 @@ class Detokenizer:
         self, bytes_of: Callable[[int], bytes], control_ids: Set[int], dummy_space: DummySpace = DummySpace.NONE
     ) -> None:
         self.ends: list[int] = []
-        self._parts: list[str] = []  # appending to a string would copy it for every token
+        self._parts: list[str] = []  # a string would be copied for every token
         self._length = 0
         self._bytes_of = bytes_of
         self._control_ids = control_ids
@@ -57,7 +57,7 @@ class Detokenizer:
             self.ends.append(self._length)
             return new_text
         piece = self._without_dummy_space(self._bytes_of(token_id))
-        if piece and not self._num_open and piece.isascii():  # fast path for most tokens
+        if piece and not self._num_open and piece.isascii():  # fast path
             new_text = piece.decode("ascii")
             self._append(new_text)
             self.ends.append(self._length)
@@ -107,7 +107,6 @@ class TokenBytes:
     Args:
         decoder: `decoder` of tokenizer.json: ByteLevel, or SentencePiece ("▁" is a space, "<0xAB>" a byte).
         piece_of: vocabulary entry of a token id.
-        added: added tokens.
     Raises:
         UnsupportedModel: the decoder does not work token by token.
     """
@@ -128,7 +127,7 @@ class TokenBytes:
         self._known: dict[int, bytes] = {}
 
     def __call__(self, token_id: int) -> bytes:
-        """Return the bytes of a token; empty beyond the vocabulary."""
+        """Return a token's bytes; empty beyond the vocabulary."""
         known = self._known.get(token_id)
         if known is None:
             known = self._known[token_id] = self._compute(token_id)

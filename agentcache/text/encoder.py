@@ -1,4 +1,4 @@
-"""Tokenises marked text (see `marks.py`)."""
+"""Tokenises marked text (`marks.py`)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _SHORT_CHARS = 4096
 class MarkedEncoder:
     """Tokenises marked text. Thread-safe.
 
-    Sections (between control tokens) with marks use a copy of the tokenizer with each control token renamed to its
-    mark, so that its string is plain text.
+    Sections (between control tokens) with marks use a copy of the tokenizer in which each control token is renamed to
+    its mark, so that its string is plain text.
 
     Args:
         saved: content of tokenizer.json.
@@ -43,7 +43,7 @@ class MarkedEncoder:
         self._lock = threading.Lock()
 
     def encode(self, text: str, limit: WorkLimit = UNLIMITED) -> Encoding:
-        """Tokenise marked text; adds no special tokens. Raises as `limit`."""
+        """Tokenise without adding special tokens. Raises as `limit`."""
         limit.go_on()
         has_marks = self._marks.are_in(text)
         if limit.max_tokens is not None:
@@ -70,7 +70,7 @@ class MarkedEncoder:
             limit.check(at_least)
 
     def _num_tokens(self, piece: str) -> int:
-        """Return a lower bound of the tokens in a piece, without offsets, which are slow in Python."""
+        """Return a lower bound of a piece's tokens, without offsets, which are slow in Python."""
         if not self._marks.are_in(piece):
             return len(self._backend.encode_batch_fast([piece], add_special_tokens=False)[0])
         # Space next to a control token may vanish, and a section may begin with a token for a space.
@@ -79,7 +79,7 @@ class MarkedEncoder:
         return sum(max(0, len(section) - 1) for section in plain) + len(sections) - 1
 
     def _sections(self, whole: tokenizers.Encoding, text: str) -> Iterator[Sequence[_Token]]:
-        """Yield tokens with offsets, by section; control tokens come alone."""
+        """Yield tokens with offsets by section; control tokens alone."""
         tokens = list(zip(whole.ids, whole.offsets, strict=True))
         bounds = [index for index, token in enumerate(tokens) if self._is_control(token, text)]
         control, begin, first = None, 0, 0
@@ -104,7 +104,7 @@ class MarkedEncoder:
         return not all(self._is_control(token, text) for token in found)
 
     def _encode_plain(self, section: str, begin: int, control: int | None) -> Sequence[_Token]:
-        # Encode the preceding control token too: some tokenizers depend on it.
+        # Include the preceding control token: some tokenizers depend on it.
         front = "" if control is None else self._marks.mark_of[self._controls[control]]
         plain = _encode(self._plain_backend, front + self._marks.unmark(section))
         offsets = MarkOffsets(self._marks, section)
@@ -170,7 +170,7 @@ def _makes(merge: str | list[str], names: Mapping[str, str]) -> bool:
 
 
 def _clean_ends(offsets: Sequence[tuple[int, int]], length: int) -> list[int]:
-    """Return token ends. A token that overlaps the next, or is empty, gets the end of the next."""
+    """Return token ends. A token that is empty or overlaps the next gets the next one's end."""
     ends = [length] * len(offsets)
     next_start = length
     for index in range(len(offsets) - 2, -1, -1):

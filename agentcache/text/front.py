@@ -1,8 +1,8 @@
-"""Keeps the system prefix cached when lines of it change between turns, such as the time.
+"""Keeps the system prefix cached when lines of it, such as the time, change between turns.
 
-The system prefix is the prompt before the first user's words: system messages and tools. The prompt keeps the prefix
-of the transcript; a notice before the newest message has the changed lines. Notices of earlier turns stay in place,
-where their KV is cached. The transcript is the only state.
+The system prefix is the prompt before the first user's words: system messages and tools. The prompt keeps the
+transcript's prefix; a notice before the newest message has the changed lines. Earlier notices stay in place, where
+their KV is cached. The transcript is the only state.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from agentcache.blocks.prefix_match import len_common_prefix
 from agentcache.blocks.transcript import Transcript
 
 _SYSTEM_ROLES = ("system", "developer")
-_MOST_PLACES = 8  # changed places
+_MOST_PLACES = 8
 _MOST_PIECES, _MOST_CHARS = 32, 8192  # per place; pieces are lines and separators
 _SAME_CHARS = 256  # of the first user's words, to identify the conversation
 _AS_WRITTEN = "(as written)"
@@ -27,7 +27,7 @@ _MOST_MISSED = 16  # system messages not found verbatim in the prompt
 
 @dataclass(frozen=True)
 class Front:
-    """End of the system prefix, and the beginning of the first user's words."""
+    """End of the system prefix, and the first user's first words."""
 
     end: int
     said: str
@@ -40,7 +40,7 @@ def leading(messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
 
 
 def find_front(messages: Sequence[dict[str, Any]], text: str) -> Front | None:
-    """Find the system prefix in a rendered prompt by text search; None if not found."""
+    """Find the system prefix in a rendered prompt by text search, or None."""
     begin = missed = 0
     for message in messages:
         content = message.get("content")
@@ -70,7 +70,6 @@ class FrontChanges:
 
     Args:
         held_end: end of the prefix in the transcript.
-        lines: changed lines of the prompt.
     """
 
     edits: tuple[Edit, ...]
@@ -147,7 +146,7 @@ class ClientsWords:
         return "".join([*parts, text[done:]])
 
     def last_told(self, text: str) -> str:
-        """Return the content of the last notice in the common prefix with a client's prompt."""
+        """Return the content of the last notice in the common prefix with `text`."""
         notices = [edit.held for edit in self._edits_within(text) if (0, len(edit.held)) in find_notices(edit.held, 0)]
         return notices[-1][len(_NOTICE) : -len(_NOTICE_END)] if notices else _AS_WRITTEN
 
@@ -165,7 +164,7 @@ def in_clients_words(transcript: Transcript, text: str, front: Front, changes: F
     for start, end in find_notices(held, changes.held_end):
         following = bisect_right(ends, start)
         if following < len(generated) and generated[following][0] < end:
-            continue  # generated text that only looks like a notice
+            continue  # generated text that looks like a notice
         parts.append(held[done:start])
         length, done = length + start - done, end
         edits.append(Edit(length, length, held[start:end]))
@@ -176,7 +175,6 @@ def in_clients_words(transcript: Transcript, text: str, front: Front, changes: F
 
 
 def _moved_by(moved: Sequence[tuple[int, int]], place: int) -> int | None:
-    """Return the shift at `place`; `moved` has pairs of start and shift."""
     last = bisect_right(moved, place, key=lambda each: each[0]) - 1
     return moved[last][1] if last >= 0 else None
 
@@ -198,7 +196,7 @@ def what_changed(lines: Sequence[str]) -> str:
 
 
 def with_notice(messages: Sequence[dict[str, Any]], says: str) -> list[dict[str, Any]] | None:
-    """Insert a notice before the newest user message's content, or the last tool result's.
+    """Put a notice before the newest user message's content, or the last tool result's.
 
     None if neither follows the last reply.
     """

@@ -1,6 +1,6 @@
 """End tokens and sampling defaults from a model's generation_config.json.
 
-Chat models often end a reply by a token that only this file names (Gemma's <end_of_turn>, Llama 3.1's <|eom_id|>).
+Often only this file names a chat model's end token (Gemma's <end_of_turn>, Llama 3.1's <|eom_id|>).
 """
 
 from __future__ import annotations

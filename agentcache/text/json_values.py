@@ -1,6 +1,6 @@
 """Reads and writes all JSON that clients and models send.
 
-Values have bounded depth and valid strings, so recursion and writing are safe. `tests/test_house.py` enforces its use.
+Depth is bounded and strings are valid: recursion and writing are safe. `tests/test_house.py` enforces its use.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def parse_json(
     Args:
         max_depth: maximum levels of objects and lists.
         strict: whether raw control characters in strings are errors.
-        mends_halves: whether half of a surrogate pair becomes U+FFFD instead of an error.
+        mends_halves: whether half of a surrogate pair becomes U+FFFD, not an error.
 
     Raises:
         TooDeep: deeper than `max_depth`.
@@ -76,8 +76,8 @@ def parse_json(
 
 
 def deep_place(text: str, *, max_depth: int = MAX_DEPTH) -> str:
-    """Return the path to the part that is nested too deeply, as in "messages[0].content"; empty if not found."""
-    steps: list[str | int] = []  # the key or index in each open object or list
+    """Return the path to the part nested too deeply, as "messages[0].content"; empty if not found."""
+    steps: list[str | int] = []  # key or index in each open container
     key = ""
     for found in islice(_TOKEN.finditer(text), _MOST_TOKENS):
         token = found[0]

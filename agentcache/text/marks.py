@@ -1,7 +1,6 @@
-"""Marked text: a private-use character, the mark, replaces each special-token string that is not a control token.
+"""Marked text: a private-use character, the mark, replaces special-token strings that are not control tokens.
 
-A user may write "<|im_end|>", and a model may spell it in plain pieces. In marked text, only control tokens appear as
-their strings.
+Users and models may spell "<|im_end|>" in plain text. In marked text, only control tokens appear as their strings.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ _FIRST = 0x10F800
 _FIRST_OF_MANY = 0x100000
 _LAST = 0x10FFFD
 _RESERVED_BYTES = re.compile(rb"\xf4[\x80-\xbf]{3}")  # plane 16 in UTF-8
-# No seals, for `template_child`.
 NO_SEALS = marshal.dumps(((), (), "", (), ""))
 # Roles inside control tokens that a template joins, as in "<|" + role + "|>".
 _ROLES = (
@@ -39,7 +37,7 @@ class MarkedEnds:
 
 
 def any_of(strings: Iterable[str]) -> re.Pattern[str]:
-    """Compile a pattern that matches the longest of `strings`, without capturing groups.
+    """Compile a pattern for the longest of `strings`, without capturing groups.
 
     It is a trie: a flat list would try hundreds of names with a common prefix at each place.
     """
@@ -51,7 +49,7 @@ def any_of(strings: Iterable[str]) -> re.Pattern[str]:
 
 
 def _alternatives(strings: Sequence[str], at: int) -> str:
-    # Before offset `at`, the sorted strings are equal.
+    # The sorted strings are equal before `at`.
     shared = at + len(commonprefix([strings[0][at:], strings[-1][at:]]))
     front = re.escape(strings[0][at:shared])
     longer = [string for string in strings if len(string) > shared]
@@ -75,17 +73,16 @@ class Marks:
         self._reserved = re.compile(f"[{min(chr(first), self.seals.lowest)}-{chr(_LAST)}]")
 
     def mark(self, text: str) -> str:
-        """Convert plain text to marked text. Reserved characters become U+FFFD."""
+        """Convert plain text; reserved characters become U+FFFD."""
         return self._special.sub(lambda found: self.mark_of[found[0]], self.clean(text))
 
     def mark_unsealed(self, content: bytes | bytearray) -> str:
-        """Convert a sealed template's UTF-8 output to marked text. Unsealed special-token strings become marks."""
+        """Convert a sealed template's UTF-8 output; unsealed special-token strings become marks."""
         content = self.seals.join_halves(content)
         content = self._special_bytes.sub(lambda found: self.mark_of[found[0].decode()].encode(), content)
         return self.unsealed(content)
 
     def unsealed(self, content: bytes | bytearray) -> str:
-        """Decode a template's UTF-8 output and replace seals."""
         return self.seals.unseal(content).decode("utf-8", "surrogatepass")
 
     def unmark(self, text: str) -> str:
@@ -107,7 +104,7 @@ class Marks:
         return self._reserved.finditer(text)
 
     def marked_ends(self, text: str, ends: Sequence[int]) -> MarkedEnds:
-        """Mark generated text. A token's end inside a mark moves to the end of the next token outside."""
+        """Mark generated text. A token's end inside a mark moves to the next token's end outside."""
         marked = self.mark(text)
         if len(marked) == len(text):
             return MarkedEnds(marked, list(ends))
@@ -123,11 +120,11 @@ class Marks:
 class Seals:
     """Reserved characters that replace a template's own control tokens during a render.
 
-    A template may join or edit a client's strings; without a seal, the result is never a control token. Two further
-    seals mark the halves of a control token that a template writes around a role.
+    A template may join or edit a client's strings; without a seal, the result is never a control token. Two more seals
+    mark the halves of a control token that a template writes around a role.
 
     Args:
-        free: first code point of the reserved range after the marks.
+        free: first reserved code point after the marks.
 
     Raises:
         UnsupportedModel: too many special tokens for the reserved range.
@@ -151,7 +148,7 @@ class Seals:
 
     @cached_property
     def for_template(self) -> bytes:
-        """The seals as `template_child` takes them, marshalled."""
+        """The marshalled seals for `template_child`."""
         return marshal.dumps((tuple(self._seal_of.items()), self._openings, self._opened, self._closings, self._closed))
 
     def seal(self, text: str) -> str:
@@ -159,11 +156,11 @@ class Seals:
         return self._special.sub(lambda found: self._seal_of[found[0]], text)
 
     def unseal(self, content: bytes | bytearray) -> bytes:
-        """Replace seals by their strings; UTF-8 in and out."""
+        """Replace seals by their strings, in UTF-8."""
         return _RESERVED_BYTES.sub(lambda found: self._special_of.get(found[0], found[0]), content)
 
     def join_halves(self, content: bytes | bytearray) -> bytes | bytearray:
-        """Replace joined halves by their token's seal; UTF-8 in and out."""
+        """Replace joined halves by their token's seal, in UTF-8."""
         if not self._half.search(content):
             return content
         text = self._joined.sub(self._join, content.decode("utf-8", "surrogatepass"))
@@ -185,7 +182,7 @@ def _first_seal(num_specials: int, free: int) -> int:
 
 
 def _halves(special: str) -> Iterator[tuple[str, str, str]]:
-    """Split a control token into opening, role and closing, in each way."""
+    """Yield each split of a control token into opening, role and closing."""
     for name in _ROLES:
         for role in (name, name.upper(), name.capitalize()):
             opening, found, closing = special.partition(role)

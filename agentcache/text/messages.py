@@ -30,7 +30,7 @@ def plain_messages(messages: Sequence[Mapping[str, Any]], note: Note = _ignore) 
 
 
 def with_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """Copy nested data with `change` applied to every string and key. Keys that become equal get distinct suffixes."""
+    """Copy nested data with `change` applied to strings and keys. Keys that become equal get distinct suffixes."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -120,7 +120,6 @@ def _plain_id(call_id: Any) -> str | None:
 
 
 def _object(arguments: Any, note: Note) -> dict[str, Any]:
-    """Return arguments as an object, a non-object under the key `arguments`."""
     value = arguments
     if isinstance(arguments, str):
         try:

@@ -1,7 +1,7 @@
 """Predicts how much of a chat's prompt the next prompt repeats.
 
 A template may end a prompt with an opened or empty thought and omit it once the reply is history. `NextPrompts`
-renders the end of the chat as a prompt and with a continuation, and caches the result by the prompt's ending.
+renders the chat's end as a prompt and with a continuation, and caches the result by the prompt's ending.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from agentcache.text.messages import plain_messages
 from agentcache.text.replies.format import ReplyFormat
 from agentcache.text.template import REASONING_KEYS
 
-# Renders messages as a prompt, in marked text.
+# From messages to a prompt in marked text.
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
 
 _MOST_CHATS = 64  # cached kinds
@@ -45,7 +45,7 @@ class _Ending:
 
 
 class NextPrompts:
-    """The predictions for one chat template. Thread-safe."""
+    """Predictions for one chat template. Thread-safe."""
 
     def __init__(self) -> None:
         self._endings: dict[Any, tuple[_Ending, ...]] = {}
@@ -130,10 +130,7 @@ class _Chat:
     tells_thoughts: bool
 
     def rendered(self, following: Sequence[Mapping[str, Any]], *, thought: bool) -> tuple[str, str]:
-        """Render with further messages; return the text up to the chat's last message, and the rest.
-
-        Raises InvalidRequest.
-        """
+        """Render with further messages; split after the chat's last message. Raises InvalidRequest."""
         end = [_with_thought(message, thought) for message in self.end]
         end[-1]["content"] = f"{end[-1]['content']} {_WORDS_END}"
         front = [_USER] if end[0]["role"] == "assistant" else []
@@ -180,9 +177,9 @@ def _may_think(ending: str, form: ReplyFormat) -> bool:
 def _left_at(
     chat: _Chat, words: str, ending: str, following: Sequence[Mapping[str, Any]], *, thought: bool, may_think: bool
 ) -> int | None:
-    """Return how many characters of `ending` the prompt with `following` repeats; None if with the reply, or unknown.
+    """Return how many characters of `ending` the prompt with `following` repeats; None as in `NextPrompts.left_at`.
 
-    None if `words` differ: the turn before has handled that place.
+    None, too, if `words` differ: the previous turn has handled that place.
     """
     try:
         other_words, behind = chat.rendered(following, thought=thought)
@@ -196,7 +193,6 @@ def _left_at(
 
 
 def _shared_tokens(one: Encoding, other: Encoding) -> int:
-    """Count the characters in common leading tokens."""
     pairs = zip(one.ids, one.ends, strict=True), zip(other.ids, other.ends, strict=True)
     count = len_common_prefix(list(pairs[0]), list(pairs[1]))
     return one.ends[count - 1] if count else 0

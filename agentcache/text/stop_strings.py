@@ -22,8 +22,8 @@ class FoundStop:
 class StopStrings:
     """Finds non-empty strings in a text that arrives in pieces. Immutable: the caller keeps the state.
 
-    A state is the longest suffix of the text that is a prefix of a string; 0 for none. Of several matches in one
-    piece, the earliest start wins, then the shortest.
+    A state is the longest suffix of the text that is a prefix of a string; 0 for none. Of several matches in one piece,
+    the earliest start wins, then the shortest.
     """
 
     def __init__(self, strings: Iterable[str]) -> None:
@@ -72,7 +72,7 @@ class StopStrings:
         return following or 0
 
     def _path(self, string: str) -> int:
-        """Add the states of `string`; return its last one."""
+        """Add a string's states; return the last."""
         state = 0
         for character in string:
             key = state << _CHARACTER_BITS | ord(character)

@@ -1,4 +1,4 @@
-"""Renders the model's chat template under limits; the template is not trusted."""
+"""Renders the model's untrusted chat template under limits."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from agentcache.text.work_limit import WorkLimit
 
 MAX_BYTES = 64 << 20
 REFUSED = "refused_by_chat_template"  # the error's code
-# Message fields for thoughts; the first is the most common.
+# Message fields for thoughts, the most common first.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
-# Without special-token strings, for `ChatTemplate._is_sealed`. Every template accepts at least one.
+# For `ChatTemplate._is_sealed`: no special-token strings. Every template accepts at least one.
 _USER = {"role": "user", "content": "hello"}
 _CALL = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": {"place": "garden"}}}
 _LOOK = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}}}
@@ -97,7 +97,6 @@ class ChatTemplate:
             self._work.start()
 
     def close(self) -> None:
-        """End the idle processes."""
         self._work.close()
 
     def render(
@@ -165,7 +164,7 @@ class ChatTemplate:
     def _is_sealed(self, template: str, limit: WorkLimit) -> bool:
         """Whether to render with `Seals`: not if the template builds control tokens, as in "<|{}|>".format(role).
 
-        Such a template would lose them. Then only marks keep clients' special-token strings text.
+        It would lose them. Then only marks keep clients' special-token strings text.
         """
         if template not in self._sealed:
             try:
@@ -254,7 +253,7 @@ def _failed(how: str) -> InvalidRequest:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop None fields except content; give the thought each name that templates use."""
+    """Drop None fields except content; copy the thought to each name that templates use."""
     kept = {key: value for key, value in message.items() if value is not None or key == "content"}
     thought = next((kept[key] for key in REASONING_KEYS if key in kept), None)
     return kept if thought is None else {"thinking": thought, **kept, "reasoning_content": thought}

@@ -33,7 +33,7 @@ class RenderOutcome:
     REFUSED = b"r"
 
 
-# CPU time for each byte of a request: templates may scan the conversation for each message.
+# CPU time per byte of a request: templates may scan the conversation for each message.
 SECONDS_PER_BYTE = 1 / (32 << 10)
 
 
@@ -60,7 +60,7 @@ def _message(error: Exception) -> bytes:
     return str(error)[:2000].encode("utf-8", "backslashreplace")
 
 
-# -- The environment of transformers, except that templates may change lists and dicts, which are copies. ------------
+# transformers' environment, except that templates may change lists and dicts, which are copies.
 
 
 @lru_cache(maxsize=16)
@@ -124,7 +124,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Unlike jinja's own: no HTML escapes; generators become lists.
+    # Unlike jinja's: no HTML escapes; generators become lists.
     return json.dumps(
         x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=list
     )

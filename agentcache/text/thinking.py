@@ -1,4 +1,4 @@
-"""Translates a request's thinking settings into variables of the model's chat template."""
+"""Translates a request's thinking settings into chat-template variables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# One scale of efforts, with names of templates and clients.
+# One scale for the efforts of templates and clients.
 NONE, MINIMAL, LOW, MEDIUM, HIGH, VERY_HIGH, MOST = range(7)
 EFFORTS: Mapping[str, int] = {
     **dict.fromkeys(("none", "no_think", "nothink", "off", "disabled", "false", "no", "0"), NONE),
@@ -32,7 +32,7 @@ _USUAL_EFFORTS = ("low", "medium", "high")
 
 _OPENING = re.compile(r"\{[{%#]")
 _CLOSING = {"{{": "}}", "{%": "%}", "{#": "#}"}
-# An unclosed string extends to the end: otherwise each quote in it starts a new attempt.
+# An unclosed string extends to the end: else each quote in it starts a new attempt.
 _STRING = re.compile(r"'(?:[^'\\]|\\.)*+(?:'|\\?\Z)|\"(?:[^\"\\]|\\.)*+(?:\"|\\?\Z)", re.DOTALL)
 _ALLOWED = r"\b{name}\s+not\s+in\s*[\[(]([^\])]*)[\])]"  # list of all valid values
 _MOST_WORDS = 12  # strings in a piece of code that may list efforts
@@ -43,7 +43,6 @@ class ThinkingVariables:
     """The variables of a chat template that control thinking.
 
     Args:
-        switches: bool variables.
         modes: variables with values.
         efforts: variables with words, weakest first.
         budgets: variables for a number of tokens; -1 is no limit.
@@ -96,7 +95,6 @@ class ThinkingWish:
 
     @property
     def grade(self) -> int | None:
-        """The effort, or the nearest to the budget."""
         if self.effort is not None and self.effort != NONE:
             return self.effort
         budget = self.budget
@@ -108,7 +106,7 @@ class ThinkingWish:
 
 
 def find_variables(template: str) -> ThinkingVariables:
-    """Find the variables that a template reads, without running it."""
+    """Find a template's variables without running it."""
     code = [*_code_in(template)]
     names = "\n".join(_STRING.sub("''", piece) for piece in code)
     return ThinkingVariables(
@@ -173,7 +171,6 @@ def _reads(code: str, name: str) -> bool:
 
 
 def _words_of(code: Iterable[str], name: str) -> tuple[str, ...]:
-    """Return the effort words beside the variable, or the usual ones."""
     words: set[str] = set()
     for piece in code:
         if (allowed := re.search(_ALLOWED.format(name=name), piece)) is not None:

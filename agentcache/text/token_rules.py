@@ -14,7 +14,7 @@ from agentcache.system.memo import Memo
 _RULES = "tokenizer.json"
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _OTHERS = ("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt")
-_SCHEME = "tokens 1"  # version, part of the memo's key
+_SCHEME = "tokens 1"  # part of the memo's key
 _FIRST_FILES = (  # the order matters
     "tokenizer.json",
     "tokenizer.model",
@@ -28,7 +28,7 @@ _FIRST_FILES = (  # the order matters
     "merges.txt",
 )
 
-# Parts of tokenizer.json that `encoder.py` does not use; a prompt's text includes BOS.
+# Unused by `encoder.py`; a prompt's text includes BOS.
 _HARMLESS_RULES = {"version", "truncation", "padding", "post_processor"}
 _HARMLESS_SETTINGS = {
     "add_bos_token",
@@ -68,7 +68,7 @@ def tokenizer_files(folder: Path, memo: Memo) -> str:
 
 
 def _key(scheme: str, files: Collection[Path]) -> str:
-    # Names are part of the key: two links may lead to one file.
+    # With names: two links may lead to one file.
     return "|".join([scheme, *(f"{file.name} {file_identity(file)}" for file in files)])
 
 

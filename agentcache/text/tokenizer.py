@@ -1,4 +1,4 @@
-"""Converts chat messages to marked text (see `marks.py`), marked text to tokens, tokens to text."""
+"""Convert chat messages to marked text (`marks.py`), marked text to tokens, tokens to text."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = ["Detokenizer", "Encoding", "MarkedEnds", "Tokenizer"]
 _CONTROL_NAME = re.compile(r"<([|｜])[^<>|｜]+\1>")
 _FAST_CLASS = "PreTrainedTokenizerFast"
 _TOKENIZER_SUFFIXES = (".json", ".jinja", ".txt", ".model")
-_PROBE_BYTES = 1 << 16  # limit of a rendered probe
+_PROBE_BYTES = 1 << 16
 _UTF8_BYTES = 4  # maximum per character
 
 
@@ -73,7 +73,7 @@ class Tokenizer:
             for token_id, token in added.items()
             if token.special or token_id in self.eos_ids or _is_control_name(token.content, reply_markers)
         )
-        # A Harmony reply ends after a call, even if the folder does not list that token.
+        # A Harmony reply ends after a call even if the folder does not list that token.
         if self.reply_format.dialect == HARMONY:
             enders = {token.id for token in self.reply_format.tokens if token.name in HARMONY_ENDS}
             self.eos_ids |= enders
@@ -91,10 +91,10 @@ class Tokenizer:
         self._chat = ChatRenderer(self._marks, self.reply_format, wrapper.has_chat_template)
         self._next_prompts = NextPrompts()
         self._bytes_of = partial(_bytes_of, self.control_ids, self._contents, self._token_bytes)
-        # Reply readers treat marker tokens as markers everywhere, so a grammar must not use them as text.
+        # Reply readers treat marker tokens as markers everywhere: a grammar must not use them as text.
         not_text = self.control_ids | self.markers.keys()
         num_ids = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=0)
-        # No reference to self: a cycle would keep the tokenizer and its processes alive.
+        # No reference to self: a cycle would keep the child processes alive.
         self.grammars = GrammarCompiler(
             partial(_vocabulary, self._bytes_of, self._encoder, num_ids, not_text, self.eos_ids)
         )
@@ -102,16 +102,16 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether a template renders chats; False once it is found to refuse every chat."""
+        """Whether a template renders chats; False once it has refused every chat."""
         return self._chat.uses_template
 
     @property
     def has_template_file(self) -> bool:
-        """Whether there is a chat template, used or not."""
+        """Whether a chat template exists, used or not."""
         return bool(self._wrapper.has_chat_template)
 
     def template_repairs(self) -> tuple[str, ...] | None:
-        """Return the names of the template's `Repairs`; None if it is not used. The first call renders many probes.
+        """Return the names of the template's `Repairs`; None if it is unused. The first call renders many probes.
 
         Raises:
             UnsupportedModel: syntax error in the template.
@@ -120,7 +120,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
-        """Load from a model folder, without running code in it. Raises UnsupportedModel."""
+        """Load from a model folder without running its code. Raises UnsupportedModel."""
         path = Path(path)
         try:
             wrapper = load_tokenizer(path, {"trust_remote_code": False})
@@ -143,8 +143,6 @@ class Tokenizer:
         self._template.close()
         self.grammars.close()
 
-    # Text in
-
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -162,9 +160,9 @@ class Tokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
         limit: WorkLimit = UNLIMITED,
     ) -> RenderedChat:
-        """Render `messages` as marked text, with the repairs that the template needs.
+        """Render `messages` as marked text, with the template's repairs.
 
-        A special-token string in a message stays text.
+        Special-token strings in messages stay text.
 
         Raises:
             InvalidRequest: refused by the template, time or memory limit, reserved `template_kwargs`, deep nesting.
@@ -216,11 +214,11 @@ class Tokenizer:
         )
 
     def raw_prompt(self, text: str, *, reserved_are_marks: bool = False) -> str:
-        """Convert a raw prompt to marked text: special tokens in it are control; add BOS if the model uses it."""
+        """Convert a raw prompt to marked text, in which special tokens are control. Add BOS if the model uses it."""
         text = _without_surrogates(text if reserved_are_marks else self._marks.clean(text), "prompt")
         if not self._bos or text.startswith(self._bos):
             return text
-        # Some tokenizers add a space before a text's first word, but not after BOS: write it out.
+        # Some tokenizers add a space before a text's first word, but not after BOS.
         return self._bos + (" " if self._wants_space_after_bos(text) else "") + text
 
     def mark(self, text: str) -> str:
@@ -233,7 +231,7 @@ class Tokenizer:
         return self._marks.marked_ends(text, ends)
 
     def with_markers(self, marked: MarkedEnds, token_ids: Sequence[int]) -> MarkedEnds:
-        """Insert the strings of control tokens that structure a reply into its marked text."""
+        """Insert the strings of control tokens that structure a reply."""
         if not self._hidden_markers.keys() & set(token_ids):
             return marked
         parts: list[str] = []
@@ -257,10 +255,8 @@ class Tokenizer:
     def controls(self) -> re.Pattern[str]:
         return any_of(self._contents[token_id] for token_id in self.control_ids)
 
-    # Tokens
-
     def encode(self, marked_text: str, limit: WorkLimit = UNLIMITED) -> Encoding:
-        """Tokenise marked text; add no special tokens. Raises InvalidRequest for lone surrogates."""
+        """Tokenise without adding special tokens. Raises InvalidRequest for lone surrogates."""
         self.check_length(len(marked_text), limit)
         return self._encoder.encode(_without_surrogates(marked_text, None), limit)
 
@@ -270,7 +266,7 @@ class Tokenizer:
             limit.check(num_chars // self._longest_token)
 
     def spell(self, token_ids: Sequence[int]) -> Spelling:
-        """Return the marked text of token ids that came without text."""
+        """Return the marked text of token ids."""
         parts: list[str] = []
         ends: list[int] = []
         position, after = 0, None
@@ -287,7 +283,7 @@ class Tokenizer:
         return Spelling("".join(parts), ends)
 
     def detokenizer(self, after: int | None = None) -> Detokenizer:
-        """Return a new detokenizer for the text after token `after`; None at the start of a text.
+        """Return a detokenizer for the text after token `after`; None at the start of a text.
 
         It drops a leading space that the tokenizer would add again.
         """
@@ -297,10 +293,7 @@ class Tokenizer:
         return self.token_bytes(token_id).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token; a control token's string."""
         return self._bytes_of(token_id)
-
-    # Inside
 
     def _without_template(self, add_generation_prompt: bool, messages: Sequence[Mapping[str, Any]]) -> str:
         lines = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
@@ -399,7 +392,7 @@ def _load_without_class(path: Path, error: Exception) -> TokenizerWrapper:
                 (folder / file.name).symlink_to(file.resolve())
         config = folder / "tokenizer_config.json"
         try:
-            # A truncated file is refused: its chat template would be missing.
+            # Refuse a truncated file: its chat template would be missing.
             names = json.loads(config.read_bytes().strip() or b"{}") if config.exists() else {}
             config.unlink(missing_ok=True)
             names = {key: value for key, value in names.items() if key != "auto_map"} | {"tokenizer_class": _FAST_CLASS}

@@ -21,7 +21,7 @@ class WorkLimit:
     """Conditions that stop the work on a prompt.
 
     Args:
-        refuse: callback that raises the error for a prompt with at least the given number of tokens.
+        refuse: callback that raises the error for a prompt of at least that many tokens.
         has_ended: whether the request has ended; called on the working thread.
     """
 

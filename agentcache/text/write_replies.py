@@ -22,7 +22,7 @@ from agentcache.text.replies.written import (
 from agentcache.text.template_child import RenderOutcome
 
 _MAX_BYTES = 1 << 20
-# Variables that some templates demand.
+# Some templates demand these variables.
 DEFAULTS = {"bos_token": "", "eos_token": "", "functions": "", "datetime": ""}
 _THOUGHT = {"reasoning_content": THOUGHT, "thinking": THOUGHT, "reasoning": THOUGHT}
 # Templates accept different samples.

@@ -8,9 +8,9 @@ from keyword import iskeyword
 
 from agentcache.text.replies.format import HARMONY, ReplyFormat
 
-_NAME = "NAME"  # placeholder of the tool's name
-_TYPE = "TYPE"  # placeholder of an argument's type
-_IS_STRING = "IS_STRING"  # placeholder of true or false
+_NAME = "NAME"  # of the tool
+_TYPE = "TYPE"  # of an argument
+_IS_STRING = "IS_STRING"  # true or false
 _WORD = re.compile("[A-Za-z0-9_]{1,100}")
 _MARKER = re.compile(r"<[^<>]+>|\[[^\[\]]+\]")
 _WORDS = re.compile(r"[A-Za-z0-9_\-]+")
@@ -24,7 +24,7 @@ class ArgumentSyntax:
     """Syntax of a tagged argument. Line breaks are allowed between the parts.
 
     Args:
-        name_open, name_close: text before and after the name, with the placeholders `TYPE` and `IS_STRING`.
+        name_open, name_close: text around the name, with the placeholders `TYPE` and `IS_STRING`.
         close: text whose first occurrence ends the value.
         on_lines: put the value on separate lines; else white space around it is not part of it.
     """
@@ -75,7 +75,7 @@ class CallSyntax:
 
     Args:
         open, close: text around a call's arguments, with the placeholder `NAME`.
-        begin, between, end: text before, between and after all calls.
+        begin, between, end: text around and between all calls.
         argument, fields: syntax of the arguments; JSON without either.
         as_json: syntax of a call with JSON arguments; None if only the arguments differ.
     """
@@ -258,7 +258,7 @@ _SYNTAX: dict[str, CallSyntax] = {
 
 
 def calling_format(form: ReplyFormat) -> ReplyFormat:
-    """Return the format for a request with tools. A model without a dialect gets `json_tools`."""
+    """Return the format for a request with tools: `json_tools` without a dialect."""
     return form if form.dialect is not None else replace(form, dialect=_TOLD)
 
 
@@ -274,7 +274,7 @@ def call_syntax(form: ReplyFormat) -> CallSyntax:
 
 
 def _with_plain_bars(syntax: CallSyntax) -> CallSyntax:
-    """Return the syntax with the ASCII markers of some conversions of DeepSeek models."""
+    """Use the ASCII markers of some conversions of DeepSeek models."""
     plain = str.maketrans("｜▁", "|_")
     return CallSyntax(
         syntax.open.translate(plain),

@@ -1,7 +1,7 @@
 """Checks untrusted grammars in a confined process, whose time and memory the kernel limits.
 
-A request is a marshalled list of grammars. A reply has a kind of `Reply`; the content of `REFUSED` is the marshalled
-index of the grammar and the reason.
+A request is a marshalled list of grammars. A reply has a kind of `Reply`; `REFUSED` has the marshalled index of the
+grammar and the reason.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from agentcache.system.confined_child import serve
 from agentcache.text.grammars.limits import parser_limits
 
 _STEPS = 1000  # bytes of a random text
-_MOST_SECONDS = 0.2  # limit of one mask, CPU time
-_ENOUGH_SECONDS = 0.3  # check time of one grammar, CPU time
-_ENOUGH_FOR_ALL = 0.6  # of all grammars of a request; the remaining grammars share the rest equally
+_MOST_SECONDS = 0.2  # CPU time of one mask
+_ENOUGH_SECONDS = 0.3  # CPU time of one grammar's check
+_ENOUGH_FOR_ALL = 0.6  # of all grammars of a request; the remaining ones share the rest equally
 _BYTES = 256
 
 
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def _reason_against(grammar: str, tokenizer: LLTokenizer, enough: float) -> str | None:
-    """Return the reason to reject a grammar; None if it passes `enough` CPU seconds of random text."""
+    """Return why a grammar is rejected; None if it passes `enough` CPU seconds of random text."""
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
     chosen, begun = random.Random(0), time.thread_time()
     for step in range(_STEPS):

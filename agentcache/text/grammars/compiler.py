@@ -25,7 +25,7 @@ from agentcache.text.grammars.limits import MAX_CHARACTERS, parser_limits
 from agentcache.text.grammars.reply_grammar import Part, ReplyGrammar
 from agentcache.text.work_limit import UNLIMITED, WorkLimit
 
-GRACE = 0.05  # seconds that one answer's masks may delay the other requests, in total
+GRACE = 0.05  # seconds that one answer's masks may delay other requests, in total
 QUICK = 0.0002  # seconds of CPU, about the cost of using another thread
 _MOST_THREADS = 8  # for masks
 _KEPT = 32  # cached grammars: agents repeat theirs every turn
@@ -39,7 +39,7 @@ class Vocabulary:
     """A tokenizer's vocabulary for llguidance.
 
     Args:
-        bytes_of: function from a token to its bytes, or a control token to its name.
+        bytes_of: a token's bytes, or a control token's name.
         size: exclusive upper bound of token ids.
         control_ids: tokens that a grammar allows only by explicit reference.
     """
@@ -75,7 +75,7 @@ class GrammarCompiler:
         vocabulary: factory, called once, by `start` or the first `compile`.
 
     Attributes:
-        refusal: reason why llguidance rejects the vocabulary; empty if it accepts it, or before the first try.
+        refusal: why llguidance rejects the vocabulary; empty if accepted or untried.
     """
 
     def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
@@ -89,7 +89,7 @@ class GrammarCompiler:
         self._finders: Executor = DaemonPool(min(_MOST_THREADS, os.cpu_count() or 1), "agentcache-masks")
 
     def start(self) -> None:
-        """Read the vocabulary now, or set `refusal`. Holds the GIL, up to a second for large vocabularies."""
+        """Read the vocabulary, or set `refusal`. Holds the GIL, up to a second for large vocabularies."""
         with suppress(InvalidRequest):
             self._tokenizer("response_format")
 
@@ -175,19 +175,18 @@ class Grammar:
         self._finders = finders
 
     def follow(self) -> GrammarMatcher:
-        """Return a new matcher."""
         return GrammarMatcher(self._matcher.deep_copy(), self._ends, self._finders)
 
 
 class GrammarMatcher:
     """Grammar matcher of one answer.
 
-    The next mask is computed as soon as a token is known: inline if the last mask took less than `QUICK`, else on
-    another thread. Slower inline masks are charged to the answer's `GRACE`; without grace, all masks go to threads.
+    Once a token is known, the next mask is computed: inline if the last one took less than `QUICK`, else on another
+    thread. Slower inline masks are charged to `GRACE`; without grace, all masks go to threads.
 
     Attributes:
         is_over: whether the text is complete.
-        failure: reason why llguidance failed, or None.
+        failure: why llguidance failed, or None.
     """
 
     def __init__(self, matcher: LLMatcher, ends: NDArray[np.uint32], finders: Executor) -> None:
@@ -271,7 +270,7 @@ class GrammarMatcher:
 
 
 def _blamed(parts: Sequence[Part]) -> str:
-    """Return the parameter of the largest part, which is the likeliest cause."""
+    """Return the parameter of the largest part, the likeliest cause."""
     return max(parts, key=lambda part: len(part.source)).param
 
 
@@ -280,6 +279,6 @@ def _refused(param: str, reason: str) -> InvalidRequest:
 
 
 def _told(reason: str) -> str:
-    """Strip quotes of the grammar from llguidance's message."""
+    """Strip the grammar's quotes from llguidance's message."""
     lines = [line for line in reason.split("\n") if line.strip()] or ["it is not understood"]
     return _PLACE.sub("", lines[0].partition("<state>")[0].partition("<non-verbose/>")[0].strip()).rstrip(".:")[:300]

@@ -94,7 +94,7 @@ class FieldWriter:
         return f'"[" {items} "]"' if parts.least else f'"[" ({items})? "]"'
 
     def _quoted(self, value: Text) -> str:
-        """Return the rule of a string. The parser also stops at a quote in ordinary text, so the rule excludes it."""
+        """Return a string's rule without quotes in it: the parser may stop there."""
         opened, quote = self._rules.spelled(self._syntax.quote), escaped(self._syntax.quote)
         if isinstance(value, OneOf):
             text = f"({'|'.join(map(escaped, value.texts))})"

@@ -7,7 +7,7 @@ from typing import Any
 
 from agentcache.text.json_values import parse_json, write_json
 
-# Formats that llguidance supports. JSON Schema allows ignoring unknown formats.
+# Supported by llguidance. JSON Schema allows ignoring other formats.
 _FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")  # maps from names to schemas
 _PLAIN = ("const", "enum", "default", "example", "examples")  # plain values, not schemas
@@ -16,7 +16,7 @@ _OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
 
 
 def json_rule(definition: str, *, must_be_object: bool = False) -> str:
-    """Return the right side of a Lark rule for a schema, given as JSON text.
+    """Return the right side of a Lark rule for a schema's JSON text.
 
     Raises:
         ValueError: not a schema, or `must_be_object` and the type is not object.

@@ -1,4 +1,4 @@
-"""llguidance's limits for a grammar. The kernel also limits time and memory of the check."""
+"""llguidance's limits for a grammar; the kernel also limits the check's time and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds the grammar of a whole reply (reasoning, markers, text, calls) from the demanded answer form."""
+"""Builds the grammar of a whole reply (reasoning, markers, text, calls) from an answer form."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from agentcache.text.grammars.tagged_arguments import (
 from agentcache.text.replies.calls import SPACE
 from agentcache.text.replies.format import HARMONY, ReplyFormat
 
-# Names that the parsers of all dialects accept.
+# Accepted by the parsers of all dialects.
 _CALLABLE_NAME = re.compile(r"[\w./\-]{1,256}")
-# Masks are computed token by token, so forced tokens need no special handling.
+# Masks are computed token by token: forced tokens need no special handling.
 _HEADER = '%llguidance {"no_forcing": true}\n'
 _CALLS_FOLLOW = "<|python_tag|>"  # Llama's call marker, which Llama seldom writes
 _WHITE_SPACE = "/[ \\n\\r\\t]{0,4}/"
@@ -43,7 +43,7 @@ _CDATA = "<![CDATA["  # the parser strips it
 
 @dataclass(frozen=True)
 class Part:
-    """A part that comes from the request: the right side of a rule or a whole grammar. Errors name `param`."""
+    """A rule's right side or a whole grammar from the request. Errors name `param`."""
 
     source: str
     param: str
@@ -51,13 +51,12 @@ class Part:
 
     @property
     def whole(self) -> str:
-        """The part as a complete Lark grammar."""
         return self.source if self.is_grammar else f"{_HEADER}start: {self.source}\n"
 
 
 @dataclass(frozen=True)
 class ReplyGrammar:
-    """llguidance's grammars as JSON, and the parts that come from the request."""
+    """llguidance's grammars as JSON, and their parts from the request."""
 
     text: str
     parts: tuple[Part, ...]
@@ -95,8 +94,6 @@ class _Writer:
         grammars += [{"name": "text", "lark_grammar": part.source} for part in self._parts if part.is_grammar]
         return ReplyGrammar(json.dumps({"grammars": grammars}), tuple(self._parts))
 
-    # -- thoughts -----------------------------------------------------------------------------------------------------
-
     def _marked(self, form: AnswerForm, prompt_end: str) -> str:
         """Put reasoning before the body, as `MarkedReader.begin` expects it."""
         body, pairs = self._body(form), self._reply.thoughts
@@ -120,8 +117,6 @@ class _Writer:
         # Not a token: its first occurrence ends the text.
         rest = "".join(" " + element(piece) for piece in pieces[1:])
         return self._rules.rule(f"/(?s:.*){escaped(first)}/", "[lazy]") + rest
-
-    # -- text ---------------------------------------------------------------------------------------------------------
 
     def _body(self, form: AnswerForm) -> str:
         ways = [self._text(form.text)] if form.text is not None else []
@@ -158,8 +153,6 @@ class _Writer:
         self._parts.append(Part(source, param))
         return self._rules.rule(source)
 
-    # -- calls --------------------------------------------------------------------------------------------------------
-
     def _calls(self, calls: Calls, syntax: CallSyntax) -> str:
         call = self._rules.rule(" | ".join(self._call(tool, syntax) for tool in _callable(calls.tools)))
         further = "" if calls.just_one else f"({self._rules.spelled(syntax.between)} {call})*"
@@ -185,8 +178,6 @@ class _Writer:
 
     def _arguments(self, tool: CallableTool) -> str:
         return self._json(tool.schema, tool.param, must_be_object=True)
-
-    # -- arguments with tags of their own -----------------------------------------------------------------------------
 
     def _tagged(self, tool: CallableTool, syntax: ArgumentSyntax) -> str | None:
         arguments = tagged_arguments(tool.schema)
@@ -225,7 +216,6 @@ class _Writer:
         return self._rules.rule(f"{before} {name} {behind} {opened} {value} {_MAYBE_BREAK}")
 
     def _value(self, value: Text | Json, syntax: ArgumentSyntax, *, may_be_null: bool) -> str:
-        """Return the rule of a value and its closing tag."""
         around = literal(_BREAK) if syntax.on_lines else ""
         closed = self._rules.spelled(syntax.close)
         if isinstance(value, AnyText):
@@ -243,8 +233,6 @@ class _Writer:
         name = self._rules.terminal(" | ".join(kinds))
         behind = [*([first] if isinstance(first, int) else []), *rest]
         return " ".join([around, name, *map(element, behind)])
-
-    # -- Harmony ------------------------------------------------------------------------------------------------------
 
     def _harmony(self, form: AnswerForm, prompt_end: str) -> str:
         channel, message = self._rules.spelled("<|channel|>"), self._rules.spelled("<|message|>")
@@ -283,7 +271,7 @@ def _callable(tools: Sequence[CallableTool]) -> Sequence[CallableTool]:
 
 
 def _survives(text: str, syntax: ArgumentSyntax) -> bool:
-    """Whether the parser reads `text` back unchanged."""
+    """Whether the parser returns `text` unchanged."""
     if syntax.close in text or text.startswith(_CDATA) or has_surrogate(text):
         return False
     return syntax.on_lines or text == text.strip(SPACE)

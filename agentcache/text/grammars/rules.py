@@ -9,7 +9,7 @@ from agentcache.text.marks import any_of
 
 
 class Rules:
-    """Rules of one grammar; `ids` has the token ids of markers by name."""
+    """Rules of one grammar; `ids` has the markers' token ids by name."""
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         self.ids = ids
@@ -52,7 +52,7 @@ def literal(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Escape a text for a regular expression. All but ASCII letters and digits become code points."""
+    """Escape a text for a regular expression: all but ASCII letters and digits as code points."""
     return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
 
 

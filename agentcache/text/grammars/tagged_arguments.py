@@ -1,7 +1,7 @@
 """Converts a tool's schema to a list of arguments, for formats with one tag or field per argument.
 
 Strings are text, other values JSON. Schemas with more constraints (patterns, dependent arguments) are not converted:
-the arguments are then one JSON object, which every dialect's parser accepts.
+their arguments are one JSON object, which every dialect's parser accepts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class AnyText:
 
 @dataclass(frozen=True)
 class TextOfLength:
-    """A string with length bounds in characters; `most` None for no limit."""
+    """A string of bounded length in characters; `most` None for no limit."""
 
     least: int
     most: int | None
@@ -45,7 +45,7 @@ class TextOfLength:
 
 @dataclass(frozen=True)
 class OneOf:
-    """One of these strings."""
+    """One of some strings."""
 
     texts: tuple[str, ...]
 
@@ -56,7 +56,6 @@ class Json:
 
     Args:
         rule: right side of a Lark rule.
-        types: JSON schema types.
         parts: structure of a list or an object; None if the schema has other constraints.
     """
 
@@ -80,7 +79,7 @@ class TaggedArgument:
 
 @dataclass(frozen=True)
 class TaggedArguments:
-    """All arguments of a tool, in order; `any_other` if it declares none and takes any."""
+    """A tool's arguments in order; `any_other` if it declares none and takes any."""
 
     known: tuple[TaggedArgument, ...]
     any_other: bool = False
@@ -88,7 +87,7 @@ class TaggedArguments:
 
 @dataclass(frozen=True)
 class ListOf:
-    """A list with length bounds; `most` None for no limit. The name of `item` is unused."""
+    """A list of bounded length; `most` None for no limit. The name of `item` is unused."""
 
     item: TaggedArgument
     least: int
@@ -96,7 +95,7 @@ class ListOf:
 
 
 def tagged_arguments(source: str) -> TaggedArguments | None:
-    """Convert a schema's JSON text; None if it has constraints that the arguments cannot express."""
+    """Convert a schema's JSON text; None if the arguments cannot express its constraints."""
     root = parse_json(source)
     if root is True:
         root = {}
@@ -119,7 +118,6 @@ def _definitions(root: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refers(text: str) -> bool:
-    """Whether a schema's JSON text may have references."""
     return 'Ref": "' in text or '"$ref"' in text
 
 
@@ -154,7 +152,7 @@ def _argument(name: str, schema: Any, root: Mapping[str, Any], is_required: bool
 
 
 def _meant(schema: Any, root: Mapping[str, Any]) -> Any:
-    """Resolve references and single alternatives; None if that fails."""
+    """Resolve references and single alternatives, or return None."""
     for _ in range(_MOST_REFERENCES):
         if not isinstance(schema, Mapping):
             return None

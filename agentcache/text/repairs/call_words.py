@@ -29,7 +29,7 @@ def words_at_calls(work: Work) -> None:
 
 
 def _marked(calls: Sequence[Message], mark: str) -> list[Message]:
-    """Prefix the first call's name with a mark, and put it before the arguments."""
+    """Prefix the first call's name with a mark, before the arguments."""
     function = dict(calls[0].get("function") or {})
     name = function.pop("name", None)
     return [{**calls[0], "function": {"name": f"{mark}{'' if name is None else name}", **function}}, *calls[1:]]

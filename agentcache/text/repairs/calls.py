@@ -133,7 +133,7 @@ def one_call_a_message(work: Work) -> None:
             told += run
             continue
         work.note("messages: calls made at once are told one by one")
-        results = defaultdict[Any, deque[Message]](deque)  # calls may share an id or lack one
+        results = defaultdict[Any, deque[Message]](deque)  # calls may share or lack an id
         for message in run[1:]:
             results[message.get("tool_call_id")].append(message)
         for index, call in enumerate(calls):

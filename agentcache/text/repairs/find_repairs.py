@@ -1,4 +1,4 @@
-"""Finds the repairs that a chat template needs, by rendering marker words."""
+"""Finds a chat template's repairs by rendering marker words."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Probe:
     repairs: Repairs = field(default_factory=Repairs)
 
     def shows(self, messages: Sequence[Message], tools: Tools = None, in_order: Sequence[str] = ()) -> bool:
-        """Whether the rendered text has every marker word, and those of `in_order` in that order."""
+        """Whether the rendered text has every marker word, those of `in_order` in that order."""
         text = self.text(messages, tools)
         if text is None or not _words([messages, tools]) <= set(_WORD.findall(text)):
             return False
@@ -133,7 +133,7 @@ def _find_calls(probe: _Probe) -> None:
 
 
 def _try_further(probe: _Probe) -> None:
-    """For each conversation still not shown, add a repair that fixes it and breaks no other."""
+    """For each conversation not yet shown, add a repair that fixes it and breaks no other."""
     shown = [each for each in _WHOLE if probe.shows(*each)]
     for each in _WHOLE:
         if each in shown:
@@ -179,7 +179,7 @@ def _of_one(**place: Any) -> Message:
     return {"type": "object", "properties": {"place": place}, "required": ["place"]}
 
 
-# Common schemas that some templates refuse or drop.
+# Some templates refuse or drop these.
 _SCHEMAS: list[Message] = [
     _of_one(type=["string", "null"], description="Zqplace"),
     _of_one(**{"$ref": "#/$defs/P"}) | {"$defs": {"P": {"type": "string", "description": "Zqplace"}}},
@@ -233,7 +233,6 @@ _PART_OF_CALLS: list[list[Message]] = [
     [_USER, _CALL, _LATER, _result("Zqsleeps"), _AGAIN],
     [_USER, _CALL, _result(""), _AGAIN],
 ]
-# Typical conversations.
 _WHOLE: list[tuple[list[Message], Tools]] = [
     ([_USER], None),
     ([_SYSTEM], None),

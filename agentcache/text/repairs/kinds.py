@@ -38,7 +38,7 @@ class Repairs:
     Attributes:
         no_system_role: leading system messages as marked part of the first user message.
         move_later_systems: later system messages as marked user text in place.
-        user_first: an inserted user message before a leading assistant message, or in a chat without one.
+        user_first: a user message inserted before a leading assistant message, or in a chat without one.
         join_neighbours: consecutive user or assistant messages as one.
         user_behind_result: user text after a tool result as part of it.
         one_call_a_message: parallel calls as one message each, followed by its result.
@@ -47,14 +47,12 @@ class Repairs:
         worded_calls_as_text: calls beside text, with their results, as text.
         results_with_calls: results of unknown calls as user text.
         calls_with_results: empty results for calls without one.
-        fill_answers: a short text in empty replies.
-        plain_schemas: references, nullable types and constants in tool schemas written out.
+        plain_schemas: references, nullable types and constants written out.
         describe_enums: with `plain_schemas`, enumeration values in descriptions.
         fill_tools: empty descriptions and parameters where missing.
         tools_as_text: tools in the system message.
         calls_as_text_without_tools: `calls_as_text` in requests without tools.
         results_as_text: with calls as text, results as user text.
-        empty_tools: an empty list for missing tools.
         offer_variables: variables for tools, date and missing special tokens.
     """
 

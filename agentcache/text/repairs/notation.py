@@ -53,7 +53,7 @@ class CallNotation:
 
 
 def call_notation(form: ReplyFormat, seal: Callable[[str], str]) -> CallNotation:
-    """Return the reply format's notation with sealed control tokens; default: `<tool_call>` with JSON."""
+    """Return a reply format's notation with sealed control tokens; default: `<tool_call>` with JSON."""
     if form.dialect == HARMONY:
         return CallNotation(_sealed(_HARMONY_CALL, seal), _HARMONY_CALL.marker)
     syntax = call_syntax(form)

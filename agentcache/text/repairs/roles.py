@@ -73,7 +73,7 @@ def user_first(work: Work) -> None:
 
 
 def fill_answers(work: Work) -> None:
-    # Some templates refuse empty replies, which clients keep in the history.
+    # Some templates refuse empty replies, which clients keep.
     if work.repairs.fill_answers:
         work.messages = [_filled(message, work) for message in work.messages]
 
@@ -122,7 +122,6 @@ class _Joined:
 
     @property
     def last(self) -> Message:
-        """The last message without joined texts; empty if there is none."""
         return self._told[-1][0] if self._told else {}
 
     def add(self, message: Message) -> None:

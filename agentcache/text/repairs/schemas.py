@@ -36,7 +36,7 @@ def _with_plain_schema(tool: Mapping[str, Any], describes_enums: bool) -> dict[s
 
 
 def plain_schema(schema: Mapping[str, Any], describes_enums: bool = False) -> Schema:
-    """Expand references and give each value one type; return `schema` unchanged if that is too large.
+    """Expand references and give each value one type; return `schema` if that is too large.
 
     Recursive references become plain objects, constants enumerations; null entries are dropped.
     """

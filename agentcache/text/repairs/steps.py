@@ -1,6 +1,6 @@
 """Applies repairs to a conversation. Only the template sees the result.
 
-A step depends only on the template and on earlier messages, so a conversation's text is a prefix of a longer one's.
+A step depends only on the template and earlier messages: a conversation's text is a prefix of a longer one's.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Left:
     Args:
         shown: text that is not a call.
         rest: unread text.
-        has_failed: whether a supposed call is not one.
+        has_failed: whether a supposed call is none.
     """
 
     shown: str = ""
@@ -75,7 +75,7 @@ class CallReader(Protocol):
 
 
 class Tools:
-    """Names and argument types of a request's tools, which `shown` has in OpenAI's format."""
+    """Names and argument types of a request's tools; `shown` is in OpenAI's format."""
 
     def __init__(self, shown: Sequence[Mapping[str, Any]] = ()) -> None:
         self.shown = shown
@@ -93,7 +93,6 @@ class Tools:
         return any(known.startswith(name) for known in self._parameters)
 
     def types(self, name: str, argument: str) -> frozenset[str]:
-        """Return the JSON schema types of an argument; empty if unknown."""
         parameters = self._parameters.get(name, {})
         properties = parameters.get("properties")
         return schema_types(properties.get(argument) if isinstance(properties, Mapping) else None, parameters)
@@ -138,7 +137,7 @@ def _types(schema: Any, root: Mapping[str, Any], seen: set[str], depth: int = 0)
 
 
 def definition(reference: str, root: Mapping[str, Any]) -> Any:
-    """Resolve a `$ref` to one of the root's own definitions; None for any other."""
+    """Resolve a `$ref` to one of the root's own definitions, or None."""
     found = _DEFINITION.fullmatch(reference)
     definitions = root.get(found[1]) if found is not None else None
     return definitions.get(found[2]) if found is not None and isinstance(definitions, Mapping) else None
@@ -159,7 +158,7 @@ def _partial(text: str, string: str) -> int:
 
 
 class Steps(ABC):
-    """Base of call parsers: `feed` repeats `_step` until text and state no longer change."""
+    """Base of call parsers: `feed` repeats `_step` until text and state are stable."""
 
     def __init__(self, sink: CallSink, close: str) -> None:
         self._sink = sink
@@ -200,7 +199,7 @@ class Steps(ABC):
         self._sink.arguments(value.take())
 
     def _end_json(self, value: JsonText) -> None:
-        """Close the JSON of an unfinished call and end the call."""
+        """Close an unfinished call's JSON and end the call."""
         value.complete()
         self._sink.arguments(value.take())
         self._sink.end()

@@ -17,7 +17,7 @@ from agentcache.text.replies.tagged_calls import TaggedCalls, Tags
 
 @dataclass(frozen=True)
 class DialectParts:
-    """Inputs of a call parser; `marker` is the opening marker that clients may see, empty if they cannot."""
+    """Inputs of a call parser; `marker` is the opening marker if clients may see it, else empty."""
 
     sink: CallSink
     tools: Tools
@@ -34,10 +34,10 @@ class Dialect:
 
     Args:
         opens: parser factories by opening marker.
-        noise: markers that are dropped.
+        noise: dropped markers.
         ends: markers after which a reply with calls may end, without a turn's end.
         bare: whether a reply that begins with a JSON object may be a call.
-        hints: texts that identify the dialect in a chat template or its output; empty to use the opening markers.
+        hints: texts that identify the dialect in a chat template or its output; the opening markers if empty.
     """
 
     opens: Mapping[str, Open] = field(default_factory=dict)
@@ -93,7 +93,7 @@ def _lines(parts: DialectParts) -> CallReader:
 
 
 def bare_object(parts: DialectParts) -> CallReader:
-    """Parser of a reply that is only JSON: a call if it names one of the request's tools."""
+    """Parser of a reply that is only JSON: a call if it names a tool of the request."""
     return ObjectCalls(parts.sink, "", parts.tools, must_be_known=True)
 
 
@@ -130,7 +130,7 @@ _PYTHON = FieldNotation("[],;", "", "(", ")", "=", ('"""', "'''", '"', "'"))
 _DSML_NOISE = ("</｜DSML｜tool_calls>", "</｜DSML｜function_calls>")
 _DSML_OPENS = {close.replace("/", ""): _tagged(close, _DSML) for close in _DSML_NOISE}
 
-# By mlx-lm's parser name, or our own for formats that mlx-lm lacks. The order matters: see `find_dialect`.
+# By mlx-lm's parser name, or our own. The order matters: see `find_dialect`.
 DIALECTS: dict[str, Dialect] = {
     "qwen3_coder": Dialect(
         {"<tool_call>": _tagged("</tool_call>", _XML), "<function=": _tagged("", replace(_XML, call=""))},
@@ -281,7 +281,7 @@ DIALECTS["laguna"] = DIALECTS["glm47"]
 
 
 def call_ends(form: ReplyFormat) -> tuple[str, ...]:
-    """Return the `ends` of a reply format's dialect."""
+    """Return the `ends` of a format's dialect."""
     return DIALECTS[form.dialect].ends if form.dialect in DIALECTS else ()
 
 

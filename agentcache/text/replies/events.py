@@ -1,4 +1,4 @@
-"""Events of a streamed reply, which each HTTP dialect translates, and the blocks that they form."""
+"""Events of a streamed reply, which each HTTP dialect translates, and their blocks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ReasoningDelta:
-    """A piece of the reasoning."""
+    """A piece of reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class TextDelta:
-    """A piece of the answer text."""
+    """A piece of answer text."""
 
     text: str
 
@@ -30,7 +30,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True)
 class ToolCallArguments:
-    """A piece of a call's arguments; all pieces form the JSON text of one object."""
+    """A piece of a call's arguments; together, the JSON text of one object."""
 
     index: int
     json: str
@@ -38,7 +38,7 @@ class ToolCallArguments:
 
 @dataclass(frozen=True)
 class ToolCallEnd:
-    """End of a tool call. Every start gets one, even if the reply was cut off."""
+    """End of a tool call. Every start gets one, even in a cut-off reply."""
 
     index: int
 
@@ -68,7 +68,7 @@ Block = Reasoning | Text | Call
 
 
 def blocks_of(events: Iterable[Event]) -> list[Block]:
-    """Combine the events of a reply into blocks, in order."""
+    """Combine a reply's events into blocks."""
     blocks: list[Block] = []
     for event in events:
         last = blocks[-1] if blocks else None

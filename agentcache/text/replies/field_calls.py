@@ -1,4 +1,4 @@
-"""Streaming parser for calls whose arguments are `name value` fields: Gemma 4, FunctionGemma, LFM2."""
+"""Streaming parser for calls with `name value` fields: Gemma 4, FunctionGemma, LFM2."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _AFTER_STRING = ",:]})"
 _PLAIN = re.compile(r"[^\\\"']+")
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-7]{1,3}|.)", re.DOTALL)
 _HALF_ESCAPE = re.compile(r"\\(x[0-9a-fA-F]?|u[0-9a-fA-F]{0,3}|U[0-9a-fA-F]{0,7}|[0-7]{0,2})")
-# Escapes of JSON and of Python.
+# Of JSON and of Python.
 _ESCAPED = {character: f"\\{character}" for character in '"\\bfnrt'} | {
     "/": "/",
     "'": "'",
@@ -51,13 +51,13 @@ class FieldNotation:
     quotes: tuple[str, ...]
 
     def coded(self, code: Callable[[str], str]) -> FieldNotation:
-        """Return the notation for coded text (see `Codes`)."""
+        """Convert for coded text (`Codes`)."""
         quotes = tuple(code(quote) for quote in self.quotes)
         return FieldNotation(self.around, self.opening, self.open, self.close, self.assign, quotes)
 
 
 class FieldText:
-    """Converts the arguments of one call to JSON. `json` holds the arguments read so far."""
+    """Converts one call's arguments to JSON; `json` holds those read so far."""
 
     def __init__(self, notation: FieldNotation) -> None:
         self._notation = notation
@@ -67,7 +67,7 @@ class FieldText:
         self.json.feed("{", 0)
 
     def feed(self, text: str) -> str:
-        """Parse text up to the end of the arguments or an error. Return the unread text, to be fed again with more."""
+        """Parse up to the end of the arguments or an error. Return the unread text, to be fed again with more."""
         while text and not (self.json.is_done or self.json.is_broken):
             read = self._in_string(text) if self._quote else self._outside(text)
             if not read:
@@ -135,7 +135,7 @@ class FieldText:
         return end
 
     def _is_followed(self, text: str) -> bool | None:
-        """Whether the text after a quote shows that it ends the string; None if more text is needed."""
+        """Whether the text after a quote shows that it ends the string; None if more is needed."""
         text = text.lstrip(SPACE)
         return text[0] in (*_AFTER_STRING, self._notation.close, self._notation.assign) if text else None
 
@@ -166,7 +166,7 @@ class _At(Enum):
 
 
 class FieldCalls(Steps):
-    """Parse field calls up to the closing marker. Also accepts JSON objects (`grammars/call_syntax.py`)."""
+    """Parses field calls up to the closing marker. Also accepts JSON objects (`grammars/call_syntax.py`)."""
 
     def __init__(self, sink: CallSink, close: str, tools: Tools, notation: FieldNotation) -> None:
         super().__init__(sink, close)
@@ -241,7 +241,6 @@ def _quoted(value: object) -> str:
 
 
 def _unescaped(code: str) -> str:
-    """Convert the escape after a backslash to JSON."""
     if code in _ESCAPED:
         return _ESCAPED[code]
     kind = code[0]

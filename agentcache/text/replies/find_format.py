@@ -1,4 +1,4 @@
-"""Detect a model's reply format from its tokens and its chat template."""
+"""Detect a model's reply format from its tokens and chat template."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def find_format(
     mlx_lm_parser: str | None,
     written: Sequence[WrittenReply] = (),
 ) -> ReplyFormat:
-    """Return the reply format of a model.
+    """Return a model's reply format.
 
     Args:
         template: text of all its chat templates.
@@ -45,7 +45,7 @@ def _has_pair(pair: tuple[str, str], text: str, tokens: Mapping[str, object]) ->
     start, end = pair
     if all(marker in tokens or marker in text for marker in pair) or (end in text and _is_tag(pair)):
         return True
-    # "<|channel>thought" is several tokens.
+    # It is several tokens.
     return "<|channel>" in tokens and "<channel|>" in tokens and start == "<|channel>thought"
 
 

@@ -20,7 +20,7 @@ class MarkerToken:
 
 @dataclass(frozen=True)
 class ReplyFormat:
-    """Tool-call format and reasoning markers of a model; the default has neither.
+    """Tool-call format and reasoning markers of a model; none by default.
 
     Args:
         dialect: name in `DIALECTS`, or `HARMONY`, which includes reasoning; None for no tool calls.

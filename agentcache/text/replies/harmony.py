@@ -1,4 +1,4 @@
-"""Streaming parser for Harmony, the reply format of gpt-oss (https://github.com/openai/harmony)."""
+"""Streaming parser for Harmony, gpt-oss's reply format (https://github.com/openai/harmony)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _State(Enum):
 
 
 class HarmonyReader:
-    """Parses analysis messages as reasoning, messages to a tool as calls (unless `tools` is None), the rest as text."""
+    """Parses analysis as reasoning, messages to a tool as calls (unless `tools` is None), the rest as text."""
 
     def __init__(self, form: ReplyFormat, tools: Tools | None) -> None:
         self._codes = Codes((token.name, token.is_shown) for token in form.tokens)

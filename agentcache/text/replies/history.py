@@ -1,4 +1,4 @@
-"""Match replies in a rendered prompt with the replies that the model generated."""
+"""Match replies in a rendered prompt with the generated replies."""
 
 from __future__ import annotations
 
@@ -28,18 +28,13 @@ Said = tuple[str, tuple[tuple[str, str], ...]]  # text, and calls as in `ReadRep
 
 _PROMPT_END = 256  # characters of the prompt that may open reasoning or calls
 _MOST_ENDS = 8  # candidates for a reply's end
-# Names of the assistant role between control tokens.
+# Assistant roles between control tokens.
 _ROLES = "(?:[Aa]ssistant|ASSISTANT|model|bot|ai name=assistant)"
 
 
 @dataclass(frozen=True)
 class ReadReply:
-    """Content of a reply as clients tell it.
-
-    Args:
-        thoughts, texts: blocks of reasoning and of text, with line ends as `\\n`.
-        calls: (name, arguments as canonical JSON).
-    """
+    """Content of a reply, with line ends as `\\n`; calls as (name, canonical JSON)."""
 
     thoughts: tuple[str, ...]
     texts: tuple[str, ...]
@@ -60,7 +55,6 @@ class ReadReply:
         return (self.text, self.calls) in generated.repeated
 
     def says_all(self, generated: ReadReply) -> bool:
-        """Whether the reasoning is there, too."""
         return self.says(generated) and bool(self.thought) == bool(generated.thought)
 
     @cached_property
@@ -84,7 +78,7 @@ def said_in(message: Mapping[str, Any]) -> Said | None:
 
 
 class Words(Protocol):
-    """A conversation's text and its generated ranges, such as a `Transcript`."""
+    """A conversation's text and generated ranges, such as a `Transcript`."""
 
     @property
     def text(self) -> str: ...
@@ -146,7 +140,7 @@ class ReplyReading:
         return begin
 
     def opening_at(self, text: str, begin: int, *, first: int) -> int:
-        """Return the start, not before `first`, of the control tokens and role before `begin`; else `begin`."""
+        """Return the start, from `first` on, of the control tokens and role before `begin`; else `begin`."""
         found = self._last_opening.search(text, max(first, begin - _PROMPT_END), begin)
         return begin if found is None else found.start()
 
@@ -162,8 +156,7 @@ class ReplyReading:
             generated: text of `reply`.
 
         Returns:
-            Whether its reasoning is equal, too, and its end, before an end marker that `generated` lacks; None if there
-            is none.
+            Whether the reasoning, too, is equal; the reply's end or None, before an end marker that `generated` lacks.
         """
         without_thought: int | None = None
         longest = 4 * len(generated) + _PROMPT_END
@@ -184,7 +177,7 @@ def _opened_at(form: ReplyFormat, text: str, begin: int) -> int:
 
 
 def first_thought(transcript: Transcript, form: ReplyFormat) -> int | None:
-    """Return the number of tokens before a transcript's first reasoning; None if it has none.
+    """Return the number of tokens before a transcript's first reasoning, or None.
 
     The next prompt branches there if the template drops earlier reasoning.
     """
@@ -200,7 +193,6 @@ def ends_with_thought(transcript: Transcript, form: ReplyFormat) -> bool:
 
 
 def _thought_at(text: str, begin: int, end: int, form: ReplyFormat) -> int | None:
-    """Return the start of the reasoning in `text[begin:end]`; None if it has none."""
     if not form.thoughts:
         return None
     opened = _opened_at(form, text, begin)
@@ -221,8 +213,8 @@ class Retold:
 def as_generated(text: str, transcript: Words, reading: ReplyReading) -> Retold:
     """Return `text` with its replies spelled as generated, up to the first that differs in content.
 
-    Templates may order and space a reply differently, but the cache holds the generated spelling. The text that opens
-    a reply also comes from the transcript. From the first omitted reasoning on, `text` stays as it is.
+    The cache holds the generated spelling; templates may order and space it differently. The text that opens a reply
+    also comes from the transcript. From the first omitted reasoning on, `text` stays unchanged.
     """
     old, at, old_at = transcript.text, 0, 0
     done: list[str] = []  # result for `text[:at]`
@@ -255,8 +247,8 @@ def with_thoughts(
 ) -> list[list[dict[str, Any]]]:
     """Return variants of `messages` with the reasoning that the client omitted; empty if none is missing.
 
-    Of replies with equal content the transcript may hold the first ones or the last ones only. If the two assignments
-    differ, the result has both.
+    Of equal replies, the transcript may hold only the first or only the last ones. If these assignments differ, both
+    are returned.
     """
     known = [reading.read_at(transcript.text, *place) for place in transcript.generated_ranges()]
     first = _thoughts_of(messages, known)
@@ -288,7 +280,7 @@ def _thoughts_of(messages: Sequence[dict[str, Any]], known: Sequence[ReadReply])
 
 
 def _joined(blocks: Sequence[str]) -> set[str]:
-    """Blocks of a reply in the ways in which clients and templates join them."""
+    """Return the ways in which clients and templates join blocks."""
     stripped = [block.strip() for block in blocks]
     return {"".join(blocks).strip(), *(between.join(stripped).strip() for between in ("", " ", "\n", "\n\n"))}
 
@@ -298,7 +290,7 @@ def _with_newlines(text: str) -> str:
 
 
 def _canonical(arguments: Any, *, doubles: bool = False) -> str:
-    """Return data or JSON text as canonical JSON; invalid JSON stays as it is."""
+    """Return data or JSON text as canonical JSON; invalid JSON unchanged."""
     try:
         value = parse_json(arguments) if isinstance(arguments, str) else arguments
         return canonical_json(_with_doubles(value) if doubles else value)

@@ -32,7 +32,7 @@ class HeaderCall(Steps):
     """Parses one call: a header with the name, the arguments object, a closing marker.
 
     Args:
-        name_of: function from the header to the name, or None.
+        name_of: from the header to the name, or None.
         objects: parser for calls without a header.
     """
 
@@ -111,7 +111,7 @@ class ObjectCalls(Steps):
     """Parses a sequence or list of call objects up to a closing marker.
 
     Args:
-        close: closing marker; empty for none.
+        close: closing marker, or empty.
         must_be_known: accept only the request's tools, for calls without a marker.
         is_keyed: a call is `{name: arguments}`.
     """
@@ -224,7 +224,6 @@ class ObjectCalls(Steps):
         return self._end_value()
 
     def _is_another_name(self) -> bool:
-        """Whether no tool's name begins with the name so far."""
         return (
             self._must_be_known and self._at is _InObject.NAME and not self._tools.may_begin(self._captured.lstrip('"'))
         )
@@ -311,7 +310,7 @@ def _mended_string(text: str) -> Any:
 
 
 def _object_in(string: str) -> str | None:
-    """Return the object in a JSON string as JSON text; None for other contents."""
+    """Return the object in a JSON string as JSON text, or None."""
     try:
         value = parse_json(parse_json(string) or "{}", max_depth=MAX_REPLY_DEPTH)
     except ValueError:

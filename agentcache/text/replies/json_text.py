@@ -1,4 +1,4 @@
-"""Streaming repair of JSON text. The output so far can always be completed to valid JSON."""
+"""Streaming repair of JSON text, whose output can always be completed to valid JSON."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class JsonText:
         self._comma = False  # before the next value
         self._string: list[str] = []
         self._is_key = False
-        self._escape = ""  # incomplete escape
+        self._escape = ""  # incomplete
         self._half = ""  # escape of a high surrogate
         self._word = ""
 
@@ -133,7 +133,7 @@ class JsonText:
         return at
 
     def _pass_on(self, text: str) -> None:
-        """Emit the beginning of a value with its comma and key."""
+        """Emit a value's beginning with its comma and key."""
         comma = ", " if self._comma else ""
         self._out.append(comma + self._held + text)
         self._comma, self._held = False, ""
@@ -151,8 +151,6 @@ class JsonText:
     def _end_value(self) -> None:
         self._expect = _Expect.COMMA_OR_END if self._open else _Expect.NOTHING
         self.is_done = not self._open
-
-    # Strings
 
     def _in_string(self, text: str, at: int) -> int:
         if self._escape:
@@ -224,8 +222,6 @@ class JsonText:
         else:
             self._out.append('"')
             self._end_value()
-
-    # Numbers and constants
 
     def _in_word(self, text: str, at: int) -> int:
         word = _WORD.match(text, at)

@@ -18,7 +18,7 @@ class Codes:
     """Encoder and decoder of marker tokens.
 
     Args:
-        tokens: (name, whether clients see it in text) of each marker token.
+        tokens: each marker token's name, and whether clients see it in text.
     """
 
     def __init__(self, tokens: Iterable[tuple[str, bool]]) -> None:
@@ -28,11 +28,11 @@ class Codes:
         self._names = any_of(self._of)
 
     def code(self, marker: str) -> str:
-        """Encode a marker, or all markers in a text."""
+        """Encode the markers in a text."""
         return self._names.sub(lambda found: self._of[found[0]], marker) if self._of else marker
 
     def uncoded(self, markers: Iterable[str]) -> list[str]:
-        """Return the markers without marker tokens, which generated text spells out."""
+        """Return the markers without marker tokens: generated text spells them out."""
         return [marker for marker in markers if self.without(marker) == marker]
 
     def coded(self, text: str, placed: Sequence[Placed]) -> str:
@@ -48,7 +48,7 @@ class Codes:
         return "".join([*parts, _clean(text[done:])])
 
     def shown(self, coded: str) -> str:
-        """Decode to the text that clients see, without hidden markers."""
+        """Decode to the text that clients see."""
         return coded if coded.isascii() else _ANY.sub(lambda found: self._spelled(found[0], hides=True), coded)
 
     def spelled(self, coded: str) -> str:

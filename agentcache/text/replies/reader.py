@@ -1,4 +1,4 @@
-"""Streaming parser for replies: separates reasoning, text and tool calls."""
+"""Streaming parser that separates reasoning, text and tool calls of replies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agentcache.text.replies.harmony import HarmonyReader
 from agentcache.text.replies.markers import Codes, Placed
 from agentcache.text.replies.zones import Zone, Zones
 
-# Characters that a stream holds back after a closing marker, in case a second one follows.
+# Characters that a stream holds after a closing marker, in case a second one follows.
 DOUBTED, DOUBTED_UNTHOUGHT = 120, 400
 
 
@@ -27,8 +27,8 @@ class ReplyReader(Protocol):
 
     Attributes:
         num_calls: number of calls begun.
-        thought_ends: strings that end the current reasoning, without marker tokens. None outside reasoning, or if a
-            marker token may have begun the end. Unread text may be a prefix of one.
+        thought_ends: strings that end the current reasoning, without marker tokens; unread text may be a prefix of one.
+            None outside reasoning, or if a marker token may have begun the end.
     """
 
     @property
@@ -47,7 +47,7 @@ class ReplyReader(Protocol):
         """End the reply; `cut_off` if the model did not end it."""
 
     def take_zones(self) -> list[Zone]:
-        """Return the zones decided since the last call, in the order of the text."""
+        """Return the zones decided since the last call, in text order."""
 
 
 def open_reader(form: ReplyFormat, tools: Tools | None, *, thoughts: bool, whole: bool = False) -> ReplyReader:
@@ -55,8 +55,8 @@ def open_reader(form: ReplyFormat, tools: Tools | None, *, thoughts: bool, whole
 
     Args:
         tools: tools of the request; None to leave calls in the text.
-        thoughts: separate reasoning from text.
-        whole: use the events after the whole reply, not as a stream (see `MarkedReader`).
+        thoughts: whether to separate reasoning from text.
+        whole: whether the events are used only after the whole reply (see `MarkedReader`).
     """
     if form.dialect == HARMONY:
         return HarmonyReader(form, tools)
@@ -96,9 +96,9 @@ class MarkedReader:
     """Parser for replies with markers around reasoning and calls. Drops white space next to them.
 
     A model may close its reasoning twice. As in chat templates, all text before the last closing marker is reasoning,
-    unless a call comes first. A stream cannot take text back: it holds the first `DOUBTED` characters after a closing
-    marker (`DOUBTED_UNTHOUGHT` if the reasoning was empty). It ignores later closing markers, and those in a reply
-    that began with text.
+    unless a call comes first. A stream cannot take text back: it holds `DOUBTED` characters after a closing marker
+    (`DOUBTED_UNTHOUGHT` after empty reasoning). It ignores later closing markers, and those in a reply that began with
+    text.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class MarkedReader:
         self._any = any_of(markers)
         self._keeps_spaces = dialect.markers == ()
         self._may_begin = _beginnings(markers, r"(?!)" if self._keeps_spaces else r"\s\Z")
-        # These begin a call inside reasoning, too: models forget to close it.
+        # Models forget to close reasoning: these begin a call inside it, too.
         self._breaks = [marker for marker in self._opens if len(marker) == 1]
         self._thinks_first = form.thinks_first and bool(pairs)
         self._state = _State.TEXT
@@ -259,7 +259,6 @@ class MarkedReader:
             self._zones.add(text, is_said=False)
 
     def _resolve(self, *, is_thought: bool = False) -> None:
-        """Emit the held text, as text or as reasoning."""
         held, self._held = self._held, []
         for piece, is_skipped in held:
             self._zones.add(piece, is_said=not (is_skipped or is_thought))
@@ -391,5 +390,5 @@ class MarkedReader:
 
 
 def _beginnings(markers: Sequence[str], others: str) -> re.Pattern[str]:
-    """Pattern of the first characters of `markers`, or of the expression `others`."""
+    """Match the first characters of `markers`, or the expression `others`."""
     return re.compile("[" + "".join(re.escape(first) for first in {marker[0] for marker in markers}) + "]|" + others)

@@ -11,7 +11,7 @@ from agentcache.text.replies.reader import ReplyReader, open_reader
 
 @dataclass(frozen=True)
 class Reading:
-    """Parse options of a reply. With the defaults the whole reply is text.
+    """Parse options of a reply; by default, all is text.
 
     Args:
         tools: tools of the request; None to leave calls in the text.
@@ -31,5 +31,5 @@ class Reading:
         return (self.tools is None or self.form.dialect is None) and not (self.thoughts and self.form.thoughts)
 
     def open(self, *, whole: bool = False) -> ReplyReader:
-        """Create a parser for one reply (see `open_reader`)."""
+        """Create a parser for one reply (`open_reader`)."""
         return open_reader(self.form, self.tools, thoughts=self.thoughts, whole=whole)

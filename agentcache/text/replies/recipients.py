@@ -1,4 +1,4 @@
-"""Parsers for headers that name the recipient of a text: the user, a tool, or the model itself."""
+"""Parsers for headers that name a text's recipient: the user, a tool, or the model itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BEGINS = re.compile(r"\s*(t(o(=.*)?)?)?", re.DOTALL)
 
 
 class HeaderEnd:
-    """Drops a header up to its end marker `message`. A header `to=self` stays, because it opens reasoning."""
+    """Drops a header up to its end marker `message`. A header `to=self` stays: it opens reasoning."""
 
     def __init__(self, message: str) -> None:
         self._message = message

@@ -15,7 +15,7 @@ class StopSearch:
     """Incremental search for stop strings. Positions count from the start of the reply.
 
     A string counts only if all of it is answer text (`ReplyReader.take_zones`). The reader costs more than the
-    automaton, so it runs only while the zone of a found string is unknown. Reasoning is searched only for its end.
+    automaton: it runs only while a found string's zone is unknown. Reasoning is searched only for its end.
 
     Args:
         reader: new reader, after `begin`; None to search all text.
@@ -26,21 +26,21 @@ class StopSearch:
         self._reader = reader
         self._state = 0  # automaton state over the whole text
         self._length = 0
-        self._unread: list[str] = []  # text that the reader has not read
+        self._unread: list[str] = []  # not read by the reader
         self._read_length = 0  # characters before that
         self._placed: list[Placed] = []  # markers in the unread text
-        self._waits = False  # the zone of a found string is unknown
+        self._waits = False  # a found string's zone is unknown
         self._zoned = 0  # characters in zones
         self._undecided = ""  # text after these, read by the reader
         self._said = 0  # automaton state over answer text up to `_zoned`
-        self._from = 0  # first position at which a string may begin
-        self._thought_end: re.Pattern[str] | None = None  # ends the current reasoning
+        self._from = 0  # first possible start of a string
+        self._thought_end: re.Pattern[str] | None = None
         self._longest_end = 0
         self._tail = ""  # last characters, a possible beginning of that
 
     @property
     def num_held(self) -> int:
-        """Characters at the end of the text that may be or begin a stop string."""
+        """Characters at the text's end that may be or begin a stop string."""
         if self._waits:
             return self._stops.num_held(self._said) + len(self._undecided)
         return self._stops.num_held(self._state)
@@ -54,11 +54,10 @@ class StopSearch:
         self._thought_end = None
 
     def feed(self, text: str, placed: Sequence[Placed] = (), *, is_last: bool = False) -> FoundStop | None:
-        """Search more text and return the first stop string that counts, or None.
+        """Return the first stop string that counts, or None.
 
         Args:
             placed: offset in `text` and name of each marker token.
-            is_last: whether the reply ends here.
         """
         if self._thought_end is not None:
             if not placed and self._goes_on(self._thought_end, text):
@@ -94,7 +93,7 @@ class StopSearch:
         return found
 
     def _begin_thought(self, reader: ReplyReader) -> None:
-        """If the text is inside reasoning, suspend the search until that may end."""
+        """Inside reasoning, suspend the search until that may end."""
         ends = reader.thought_ends
         if ends is not None:
             self._thought_end, self._longest_end = any_of(ends), max(map(len, ends), default=0)

@@ -31,8 +31,8 @@ class Tags:
     Args:
         call: text before the tool name.
         name_end: text after the name; empty if the next tag or line break ends it.
-        argument, argument_end: text before and after an argument's name.
-        value, value_end: text before and after the value.
+        argument, argument_end: text around an argument's name.
+        value, value_end: text around the value.
         call_end: text after the call; empty if the closing marker of all calls ends it.
         on_lines: strip one line break on each side of a value; else strip white space, except from strings.
         untyped: see `converted`.
@@ -81,7 +81,7 @@ class _At(Enum):
 class TaggedCalls(Steps):
     """Parses tagged calls up to the marker `close`, which may be empty.
 
-    Arguments that the schema declares as strings are streamed; the rest are emitted when complete.
+    Streams arguments that the schema declares as strings; emits the rest when complete.
     """
 
     def __init__(self, sink: CallSink, close: str, tools: Tools, tags: Tags) -> None:
@@ -383,7 +383,7 @@ def converted(text: str, types: frozenset[str], *, untyped: bool, max_depth: int
     Args:
         types: JSON schema types of the argument; empty if unknown.
         untyped: parse a value of unknown type as JSON or a Python literal; else it stays text, except null.
-        max_depth: limit on nesting; a deeper value stays text.
+        max_depth: nesting limit; a deeper value stays text.
     """
     if "string" in types and len(types) == 1:
         return text

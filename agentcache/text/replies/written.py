@@ -1,4 +1,4 @@
-"""Detect the tool-call format (dialect) of a chat template from a reply that it renders."""
+"""Detect a chat template's tool-call format (dialect) from a reply that it renders."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from agentcache.text.replies.format import ReplyFormat
 from agentcache.text.replies.reader import open_reader
 
 THOUGHT = "RIVERSTONE"
-# Arguments that tell the dialects apart: a string with quotes, a number, a list in an object.
+# They tell the dialects apart: a string with quotes, a number, a list in an object.
 _ARGUMENTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("look_around", {"place": 'the "east" GARDEN', "count": 3, "deep": {"list": ["a", 1, True]}}),
     ("look_up", {"word": "CELLAR"}),
 )
-_MARKS = ("GARDEN", "CELLAR")  # one for each call
+_MARKS = ("GARDEN", "CELLAR")  # one per call
 _PROPERTIES = {
     "place": {"type": "string", "description": "Where."},
     "count": {"type": "integer", "description": "How often."},
@@ -55,7 +55,7 @@ def call_message(num_calls: int, **more: Any) -> dict[str, Any]:
 
 
 def with_string_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the message with arguments as JSON text, for templates that need it."""
+    """Write the arguments as JSON text, for templates that need it."""
     calls = [
         call | {"function": call["function"] | {"arguments": write_json(call["function"]["arguments"])}}
         for call in message["tool_calls"]
@@ -65,7 +65,7 @@ def with_string_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class WrittenReply:
-    """The rendering of `call_message(num_calls)` by a template.
+    """A template's rendering of `call_message(num_calls)`.
 
     Args:
         prompt: rendered text before the reply.
@@ -85,7 +85,7 @@ def written_reply(prompt: str, whole: str, num_calls: int) -> WrittenReply:
     """Cut the reply out of the rendered conversation `whole`.
 
     Args:
-        prompt: rendered conversation up to the generation prompt, which may have text that `whole` lacks.
+        prompt: rendered text up to the generation prompt, which may have text that `whole` lacks.
     """
     begin = next((at for at, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
     if begin < len(prompt):
@@ -97,7 +97,7 @@ def written_reply(prompt: str, whole: str, num_calls: int) -> WrittenReply:
 def find_dialect(written: WrittenReply, preferred: str | None) -> str | None:
     """Return the dialect that parses all calls of a rendered reply correctly, or None.
 
-    Of several: the one that leaves the least text, then one with signs in the text, then `preferred`, then the first.
+    Order: least text left, signs in the text, `preferred`, first.
     """
     left = {name: rest for name in DIALECTS if (rest := _left(name, written)) is not None}
 
@@ -108,7 +108,7 @@ def find_dialect(written: WrittenReply, preferred: str | None) -> str | None:
 
 
 def _left(name: str, written: WrittenReply) -> int | None:
-    """Return the number of characters parsed as text; None if the calls are wrong."""
+    """Return how many characters are parsed as text; None if the calls are wrong."""
     reader = open_reader(ReplyFormat(name), _TOOLS, thoughts=False)
     reader.begin(written.prompt)
     blocks = blocks_of([*reader.add(written.text), *reader.finish(cut_off=False)])

@@ -9,7 +9,7 @@ Zone = tuple[int, bool]
 
 
 class Zones:
-    """Collects the zones of a reply in order; `shown` decodes coded text (see `Codes`)."""
+    """Collects a reply's zones in order; `shown` decodes coded text (`Codes`)."""
 
     def __init__(self, shown: Callable[[str], str]) -> None:
         self._shown = shown
