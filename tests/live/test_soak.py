@@ -2,7 +2,7 @@
 
 SOAK_SECONDS=1800 pytest tests/live/test_soak.py     half an hour of it
 
-Above half an hour add `-o faulthandler_timeout=0`, or the process is taken for one that hangs.
+Above a quarter of an hour add `-o faulthandler_timeout=0`, or the process is taken for one that hangs.
 """
 
 from __future__ import annotations
@@ -23,9 +23,15 @@ def adapters(live_model: Path, tmp_path: Path) -> dict[str, Path]:
     return {name: make_adapter(tmp_path / name, live_model, seed=len(name)) for name in ("poet", "critic")}
 
 
+# For minutes hundreds of clients measure how soon they are answered: another load on the machine may disturb that once.
+# A hang is no disturbance, and the time limit does not start again for a second run.
+DISTURBED_ONCE = pytest.mark.flaky(reruns=1, rerun_except="Timeout")
+
+
 @pytest.mark.slow
 @pytest.mark.alone
-@pytest.mark.timeout(SECONDS + 300)
+@DISTURBED_ONCE
+@pytest.mark.timeout(2 * SECONDS + 300)
 def test_soak(live_model: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
     """With adapters, which some ask to be answered by residually: by default nobody is."""
     report = Soak(SoakPlan(model=str(live_model), seconds=SECONDS, adapters=adapters, kv="4"), tmp_path).run()
@@ -40,7 +46,8 @@ def test_soak(live_model: Path, adapters: dict[str, Path], tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.alone
-@pytest.mark.timeout(SECONDS + 300)
+@DISTURBED_ONCE
+@pytest.mark.timeout(2 * SECONDS + 300)
 def test_soak_with_residual_answers(live_model: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
     """Those who ask get them, and nobody else; base's memory is what it is without them."""
     plan = SoakPlan(
