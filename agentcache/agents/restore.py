@@ -10,13 +10,12 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -36,6 +35,7 @@ from agentcache.kv.tensor_arena import shares_memory
 from agentcache.store.block_file import BlockHeader, Extras, make_header
 from agentcache.store.block_folder import BlockFolder
 from agentcache.store.store import Store
+from agentcache.system.processors import kept_to, share_processors
 
 log = logging.getLogger("agentcache.restore")
 
@@ -274,35 +274,6 @@ class BufferedReads:
 
 def _parts(buffer: Array, size: int, count: int) -> list[Array]:
     return [buffer[start : start + size] for start in range(0, count * size, size)]
-
-
-def share_processors(helpers: int) -> tuple[Collection[int], Collection[int]]:
-    """Split the usable processors between this thread and `helpers` more threads; both empty without a choice.
-
-    Linux tends to wake a thread on its waker's processor. Threads that exchange the GIL then share one processor while
-    another idles.
-    """
-    if sys.platform != "linux":
-        return (), ()
-    usable = sorted(os.sched_getaffinity(0))
-    own = len(usable) // (helpers + 1)
-    return (usable[:own], usable[own:]) if own and helpers else ((), ())
-
-
-@contextmanager
-def kept_to(processors: Collection[int]) -> Iterator[None]:
-    """Run this thread on these processors inside the block; on any if empty."""
-    if sys.platform != "linux" or not processors:
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    with suppress(OSError):  # no longer available
-        os.sched_setaffinity(0, processors)
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            os.sched_setaffinity(0, before)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,8 +11,9 @@ import mlx.core as mx
 import numpy as np
 
 from agentcache.kv.block_layout import Array
-from agentcache.kv.pages import address_of, as_blocks, to_page_end
 from agentcache.kv.spec import TensorSpec
+from agentcache.kv.views import address_of, as_blocks
+from agentcache.system.pages import to_page_end
 
 log = logging.getLogger(__name__)
 

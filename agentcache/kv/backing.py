@@ -18,8 +18,9 @@ import mlx.core as mx
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.adopted import Adopted, adopts
 from agentcache.kv.block_layout import ALIGNMENT
-from agentcache.kv.reserved import Reserved, addresses_are_free
+from agentcache.kv.reserved import Reserved
 from agentcache.kv.spec import TensorSpec
+from agentcache.system.pages import addresses_are_free
 
 ARRAY_DTYPES = {
     "F32": mx.float32,

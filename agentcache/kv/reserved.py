@@ -8,43 +8,20 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
-import resource
-import sys
 import weakref
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from pathlib import Path
 from threading import Lock
 
 import mlx.core as mx
 
 from agentcache.kv import npy_file
 from agentcache.kv.block_layout import ALIGNMENT
-from agentcache.kv.pages import address_of, as_blocks, to_page_end
 from agentcache.kv.spec import TensorSpec
+from agentcache.kv.views import address_of, as_blocks
+from agentcache.system.pages import keep_pages_small, populate_pages, take_pages
 
 log = logging.getLogger(__name__)
-
-# madvise(2)
-_MADV_DONTNEED, _MADV_NOHUGEPAGE, _MADV_POPULATE_WRITE = 4, 15, 23
-
-
-@cache
-def addresses_are_free() -> bool:
-    """Whether reserving addresses costs nothing: on Linux, without resource limits or strict overcommit.
-
-    With either, later allocations could fail.
-    """
-    if sys.platform != "linux":
-        return False
-    limits = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
-    if any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in limits):
-        return False
-    try:
-        return Path("/proc/sys/vm/overcommit_memory").read_text().strip() != "2"
-    except OSError:
-        return False
 
 
 class _Addresses:
@@ -123,13 +100,12 @@ class Reserved:
         room = npy_file.load(((most * spec.slot_bytes + ALIGNMENT) // itemsize,), spec.numpy_dtype)
         begin = address_of(room)
         # MLX does not report failed allocations, and may reuse memory with old data.
-        if begin < mmap.PAGESIZE or not _take_pages(begin, room.nbytes):
+        if begin < mmap.PAGESIZE or not take_pages(begin, room.nbytes):
             return None
         array = as_blocks(room, spec, most, -begin % ALIGNMENT // itemsize)
         address = address_of(array)
         # With huge pages, an adapter's first block would take 2 MB per tensor.
-        first, last = _pages_within(address, address + array.nbytes)
-        _madvise()(first, last - first, _MADV_NOHUGEPAGE)
+        keep_pages_small(address, address + array.nbytes)
         return cls(spec, most, address), array
 
     def _note(self, capacity: int) -> None:
@@ -145,39 +121,12 @@ class Reserved:
         if capacity < used:
             wait_for_pages()  # or removed slots would get pages
             begin, freed = self._address + capacity * size, (used - capacity) * size
-            if not _take_pages(begin, freed):
+            if not take_pages(begin, freed):
                 ctypes.memset(begin, 0, freed)
         else:
-            _populator().submit(_populate, self._address + used * size, (capacity - used) * size)
+            _populator().submit(populate_pages, self._address + used * size, (capacity - used) * size)
         self._note(capacity)
         return array
-
-
-@cache
-def _madvise() -> Callable[[int, int, int], int]:
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return madvise
-
-
-def _take_pages(begin: int, num_bytes: int) -> bool:
-    """Zero the bytes and free whole pages; False if the system refuses."""
-    end = begin + num_bytes
-    first, last = _pages_within(begin, end)
-    ctypes.memset(begin, 0, first - begin)
-    ctypes.memset(last, 0, end - last)
-    return first == last or _madvise()(first, last - first, _MADV_DONTNEED) == 0
-
-
-def _pages_within(begin: int, end: int) -> tuple[int, int]:
-    first, last = to_page_end(begin), end // mmap.PAGESIZE * mmap.PAGESIZE
-    return (first, last) if first < last else (end, end)
-
-
-def _populate(begin: int, num_bytes: int) -> None:
-    """Keeps contents. Linux before 5.14 allocates pages on write."""
-    first, end = begin // mmap.PAGESIZE * mmap.PAGESIZE, begin + num_bytes
-    _madvise()(first, end - first, _MADV_POPULATE_WRITE)
 
 
 @cache

@@ -6,15 +6,12 @@ calls fail and touch nothing outside.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import os
 import stat
-import struct
-import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -22,9 +19,7 @@ from pathlib import Path
 
 from agentcache.errors import BlockRejected, BrokenInvariant
 from agentcache.system.durable import Durability, sync
-
-_OPENAT2 = 437  # on every architecture
-_RESOLVE_NO_SYMLINKS, _RESOLVE_BENEATH = 0x04, 0x08
+from agentcache.system.plain_file import open_below
 
 log = logging.getLogger("agentcache.store")
 
@@ -39,35 +34,6 @@ _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _REFUSALS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 _APPLE_DOUBLE = b"\0\5\x16\7"
 _MAX_COMPANION_BYTES = 1 << 24
-
-
-def open_below(folder: int, path: str, flags: int) -> int | None:
-    """Open a file below a folder without following links: openat2(2), Linux 5.6.
-
-    Return a descriptor, or None on any failure.
-
-    Args:
-        path: relative to `folder`.
-        flags: of `os.open`, without O_CREAT.
-    """
-    if sys.platform != "linux":
-        return None
-    how = _how(flags)
-    fd = _syscall()(_OPENAT2, folder, os.fsencode(path), how, len(how))
-    return fd if fd >= 0 else None
-
-
-@cache
-def _how(flags: int) -> bytes:
-    return struct.pack("=QQQ", flags, 0, _RESOLVE_NO_SYMLINKS | _RESOLVE_BENEATH)
-
-
-@cache
-def _syscall() -> Callable[[int, int, bytes, bytes, int], int]:
-    syscall = ctypes.CDLL(None).syscall
-    syscall.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t]
-    syscall.restype = ctypes.c_long
-    return syscall
 
 
 class WrongFile(BlockRejected, OSError):

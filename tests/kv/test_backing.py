@@ -17,19 +17,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentcache.kv import reserved as linux
 from agentcache.kv.adopted import Adopted, adopts
 from agentcache.kv.backing import ARRAY_DTYPES, Backing, Exact, make_backing
-from agentcache.kv.pages import address_of
 from agentcache.kv.reserved import (
     Reserved,
-    addresses_are_free,
     allocated_bytes,
     note_resized,
     set_memory_limit,
 )
 from agentcache.kv.spec import TensorSpec
 from agentcache.kv.tensor_arena import TensorArena, copy_block
+from agentcache.kv.views import address_of
+from agentcache.system import pages
+from agentcache.system.pages import addresses_are_free
 from tests.examples import examples
 
 MOST = 40
@@ -158,7 +158,7 @@ def test_where_the_system_takes_no_pages_back_there_are_zeros_all_the_same(monke
     arena.resize(10)
     arena.array[5:10] = mx.ones((5, *arena.array.shape[1:]), mx.uint32)
     mx.eval(arena.array)
-    monkeypatch.setattr(linux, "_madvise", lambda: lambda begin, num_bytes, advice: -1)
+    monkeypatch.setattr(pages, "_madvise", lambda: lambda begin, num_bytes, advice: -1)
     arena.resize(6)
     arena.resize(10)
     assert np.array(arena.array[5]).all() and not np.array(arena.array[6:10]).any()

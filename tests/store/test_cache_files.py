@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from agentcache.errors import BlockRejected
 from agentcache.store import cache_files
 from agentcache.store.atomic import Replacement
-from agentcache.store.cache_files import CacheFiles, open_below, skip_bytes
+from agentcache.store.cache_files import CacheFiles, skip_bytes
 from agentcache.store.store import no_fault
+from agentcache.system.plain_file import open_below
 from tests.examples import examples
 from tests.store.store_cases import make_block, open_store
 

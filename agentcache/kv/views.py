@@ -1,10 +1,9 @@
-"""Addresses of arrays, and memory pages."""
+"""Addresses of arrays, and views of memory as blocks."""
 
 from __future__ import annotations
 
 import ctypes
 import math
-import mmap
 
 import mlx.core as mx
 
@@ -25,7 +24,3 @@ def as_blocks(room: mx.array, spec: TensorSpec, count: int, begin: int = 0) -> m
     blocks = mx.as_strided(room, shape, strides, begin)
     mx.eval(blocks)
     return blocks
-
-
-def to_page_end(num_bytes: int) -> int:
-    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
