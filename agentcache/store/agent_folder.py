@@ -78,11 +78,10 @@ class SavedAgent:
                 yield kind_of(cache.name), list(cache.block_keys(self.content.chains.get(cache.name, ())))
 
     def fits(self, spec: str) -> bool:
-        """Whether the base blocks fit the cache spec of digest `spec`."""
         return self.is_current and self.manifest.base.spec == spec
 
     def record(self, spec: str) -> AgentRecord:
-        """The lineage as saved; without blocks if they do not fit the cache spec `spec`."""
+        """Return the lineage as saved; without blocks if they do not fit the cache spec of digest `spec`."""
         manifest, content, base = self.manifest, self.content, self.manifest.base
         fits = self.fits(spec)
         return AgentRecord(
@@ -157,12 +156,12 @@ class AgentFolder:
 
     @property
     def unavailable(self) -> Mapping[str, str]:
-        """Lineages that cannot be read now, with the reason. Their files are not touched."""
+        """Unavailable lineages with the reason. Their files are not touched."""
         return self._unavailable
 
     @property
     def damaged(self) -> Mapping[str, str]:
-        """Damaged lineages of another model, with the reason; its server rebuilds them."""
+        """Another model's damaged lineages with the reason; its server rebuilds them."""
         return self._damaged
 
     def has(self, name: str) -> bool:
@@ -172,13 +171,11 @@ class AgentFolder:
         """Whether the agent has a manifest, available or not."""
         return agent_id in self._names or any(agent_of(name) == agent_id for name in self._names)
 
-    # --- reading ---
-
     def load(self, take: Callable[[SavedAgent], None] = lambda agent: None) -> None:
         """Read all lineages, once. Unavailable files are not touched.
 
-        Damaged lineages of the served model are rebuilt or, if nothing is provable, quarantined.
-        Logs whose manifest is neither here nor in quarantine are removed.
+        Damaged lineages of the served model are rebuilt or, if nothing is provable, quarantined. Logs whose manifest is
+        neither here nor in quarantine are removed.
 
         Args:
             take: callback for each; may release the transcript from RAM.
@@ -269,8 +266,6 @@ class AgentFolder:
         except (OSError, MemoryError) as error:
             raise FileUnavailable(self._files.describe(path, error)) from error
 
-    # --- damage ---
-
     def _rebuild(self, name: str, served: ServedCache, reason: str) -> None:
         """Rebuild a lineage as far as it is proven, else quarantine it. Raises FileUnavailable."""
         stated, is_sound = self._stated_manifest(name)
@@ -343,16 +338,13 @@ class AgentFolder:
         if name in self._unavailable:
             raise FileUnavailable(f"agent {name} is unavailable: {self._unavailable[name]}")
 
-    # --- writing ---
-
     def save(self, record: AgentRecord, spec: str, groups: tuple[str, ...]) -> int:
         """Make `record` durable; return the bytes written: changes and manifest.
 
         Raises:
             InvalidRequest: invalid agent id.
             Conflict: another id differs only by case.
-            DiskBudgetExceeded: nothing has changed.
-            FileUnavailable: files cannot be read now; they are not touched.
+            DiskBudgetExceeded, FileUnavailable: nothing has changed.
             OSError: the lineage on disk is the previous one or `record`, complete.
         """
         self.require_available(record.name)
@@ -372,10 +364,10 @@ class AgentFolder:
         return len(log.data) + len(encoded)
 
     def delete(self, name: str) -> None:
-        """Remove the lineage's files, if any; the manifest first.
+        """Remove the lineage's files, the manifest first.
 
         Raises:
-            FileUnavailable: files cannot be read now; they are not touched.
+            FileUnavailable: nothing has changed.
             OSError: the manifest's removal failed or is not durable.
         """
         self.require_available(name)
@@ -462,7 +454,7 @@ class AgentFolder:
         self._usage.record_written(path, len(encoded), len(encoded))
 
     def _keep_logs_if_replaced(self, name: str) -> None:
-        """If the rename may not be durable, a crash may restore either manifest: freeze the logs."""
+        """Freeze the logs if the rename may not be durable: a crash may restore either manifest."""
         saved = self._agents.get(name)
         if saved and not self._is_on_disk(saved.manifest):
             self._agents[name] = replace(saved, extendable=False)

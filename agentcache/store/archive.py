@@ -94,7 +94,7 @@ def _none_there() -> ArchiveRejected:
 
 
 def _parse_index(index: bytes) -> tuple[str, str, str, int, list[ArchivedContent]]:
-    """Agent, model, model identity (or empty), ranks and contents.
+    """Return agent, model, model identity (or empty), ranks and contents.
 
     Parsed by entry, because JSON objects would take 20 times the bytes.
     """
@@ -163,7 +163,7 @@ class ArchiveFile:
         return b"".join(parts)
 
     def read(self, content: ArchivedContent, max_bytes: int) -> bytes:
-        """The content's bytes. Raises ArchiveRejected if they are too many or damaged."""
+        """Return the content's bytes. Raises ArchiveRejected if they are too many or damaged."""
         if content.num_bytes > max_bytes:
             raise ArchiveRejected(f"a {content.kind} of {content.num_bytes} bytes makes no sense", param="path")
         data = self._pread(content.num_bytes, content.begin)

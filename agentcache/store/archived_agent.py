@@ -185,7 +185,7 @@ def _verified(file: ArchiveFile, served: ServedCache, model: str, agent_id: str)
 
 
 def _addressed(lineage: SavedAgent, model: str) -> SavedAgent:
-    """The lineage under another name of its model, without residual KV.
+    """Return the lineage under another name of its model, without residual KV.
 
     Residual files can be rewritten only while their adapter is loaded.
     """
@@ -199,7 +199,7 @@ def _addressed(lineage: SavedAgent, model: str) -> SavedAgent:
 
 
 def _pairs(archived: SavedAgent, here: SavedAgent) -> Iterator[tuple[str, _ExpectedBlock]]:
-    """A block's key in the archive, and the block here."""
+    """Yield each block's key in the archive, and the block here."""
     of_here, caches = _expected(here), {cache.name for cache in here.manifest.caches}
     for block in _expected(archived):
         if block.header.cache in caches:
@@ -264,7 +264,7 @@ def _check_chains(lineage: SavedAgent) -> None:
 
 
 def _expected(lineage: SavedAgent) -> Iterator[_ExpectedBlock]:
-    """All blocks of the lineage, recurrent-state checkpoints last."""
+    """Yield all blocks of the lineage, recurrent-state checkpoints last."""
     for cache in lineage.manifest.caches:
         chains, root = lineage.content.chains.get(cache.name, ()), lineage.manifest.root_of(cache)
         for span in cache.spans():

@@ -93,7 +93,7 @@ def append_file(
     """Write `data` durably at `offset` and truncate behind it.
 
     Args:
-        covered: whether a later sync makes it durable (`durable.sync`).
+        covered: as in `replace_file`.
 
     Raises:
         OSError: the first `offset` bytes are unchanged.

@@ -1,7 +1,7 @@
 """Encode and verify one cache block as a safetensors file.
 
-The reader rebuilds the expected header and compares it byte by byte. It takes only three fields from the file: the
-compressed token ids (zlib versions differ), the extras, and the checksum, which covers the rest.
+The reader rebuilds the expected header and compares it byte by byte. Only three fields come from the file: compressed
+token ids (zlib versions differ), extras, and the checksum, which covers the rest.
 Format: https://github.com/huggingface/safetensors#format
 """
 
@@ -35,7 +35,7 @@ from agentcache.errors import BlockRejected, BrokenInvariant, FileUnavailable, S
 from agentcache.kv.block_layout import ALIGNMENT, Array, block_tensors, first_float, float_ranges, header_entries
 from agentcache.kv.spec import DTYPES, CacheSpec, GroupSpec
 
-# Extras of a block: small named tensors and texts in the header, e.g. the quantisation error. Canonical JSON under the
+# Small named tensors and texts in a block's header, e.g. the quantisation error. Canonical JSON under the
 # checksum; not part of the address, and not read by attention.
 Extra: TypeAlias = "str | Array"
 Extras: TypeAlias = "Mapping[str, Extra]"
@@ -61,7 +61,7 @@ _INFINITIES: dict[int, tuple[np.integer[Any], np.integer[Any]]] = {
 
 
 def encode_extras(extras: Extras) -> str:
-    """The extras as text; empty if there are none.
+    """Write the extras as text; empty for none.
 
     Raises:
         StoreError: invalid name, type or dtype, a float that is not finite, or over `MAX_EXTRAS_BYTES`.
@@ -168,7 +168,7 @@ def make_header(
 
 
 def max_encoded_size(spec: CacheSpec, header: BlockHeader) -> int:
-    """Upper bound of a valid file's size."""
+    """Return an upper bound of a valid file's size."""
     return MAX_HEADER_BYTES + spec.group(header.group).bytes_per_block
 
 
@@ -205,7 +205,7 @@ def decode_block(spec: CacheSpec, header: BlockHeader, buffer: bytes | memoryvie
 
 
 def find_data(spec: CacheSpec, header: BlockHeader, begin: bytes | bytearray | memoryview, file_size: int) -> int:
-    """Offset of the tensors in a file whose first `HEAD_BEGIN` bytes are `begin`. Raises BlockRejected."""
+    """Return the tensors' offset in a file whose first `HEAD_BEGIN` bytes are `begin`. Raises BlockRejected."""
     if len(begin) < HEAD_BEGIN:
         raise BlockRejected(f"the file has {len(begin)} bytes, too few for a header")
     head_size = HEAD_BEGIN + int.from_bytes(begin, "little")
@@ -267,9 +267,6 @@ def _examine_head(spec: CacheSpec, header: BlockHeader, head: bytes) -> tuple[by
     return _head(spec, header, _metadata(spec, header, packed, _NO_CHECKSUM, extras), size), checksum, extras
 
 
-# --- the header ---
-
-
 def _metadata(
     spec: CacheSpec, header: BlockHeader, packed_ids: str, checksum: str = _NO_CHECKSUM, extras: str = ""
 ) -> dict[str, str]:
@@ -320,10 +317,10 @@ def _head(spec: CacheSpec, header: BlockHeader, metadata: Mapping[str, str], siz
 
 
 def _head_of(spec: CacheSpec, header: BlockHeader, metadata: str, size: int) -> bytes:
-    """Length (8 bytes) and JSON header, padded to `ALIGNMENT`.
+    """Return length (8 bytes) and JSON header, padded to `ALIGNMENT`.
 
     Args:
-        size: size of an existing header, or 0; the old alignment is kept.
+        size: of an existing header, whose old alignment is kept, or 0.
     """
     entries = header_entries(spec.group(header.group), header.position, header.num_tokens)
     text = b'{"__metadata__":%b,%b}' % (metadata.encode(), entries)
@@ -337,7 +334,7 @@ def data_bytes(spec: CacheSpec, header: BlockHeader) -> int:
 
 
 def _checksum(unsigned_head: bytes, *data: bytes | memoryview) -> str:
-    """xxh3 of the header, with a zero checksum, and of all tensor bytes."""
+    """Return xxh3 of the header, with a zero checksum, and of all tensor bytes."""
     state = xxhash.xxh3_128(unsigned_head)
     for part in data:
         state.update(part)
@@ -346,7 +343,7 @@ def _checksum(unsigned_head: bytes, *data: bytes | memoryview) -> str:
 
 @lru_cache(maxsize=256)
 def _compressed(packed: bytes) -> str:
-    """Token ids for the header; cached for the files of all groups."""
+    """Compress token ids for the header; cached for the files of all groups."""
     return base64.b64encode(zlib.compress(pack_token_ids(unpack(packed)), 9)).decode()
 
 
@@ -354,9 +351,6 @@ def _all_finite(array: Array) -> bool:
     if array.dtype.kind != "f" or not array.size:
         return True
     return all(np.maximum.reduce(array.view(infinity.dtype)) < infinity for infinity in _INFINITIES[array.itemsize])
-
-
-# --- reading ---
 
 
 def _stated_metadata(header_json: bytes) -> dict[str, str]:
@@ -416,7 +410,7 @@ def _check_token_ids(expected: Sequence[int], packed: str) -> None:
 
 
 def _not_finite(spec: CacheSpec, header: BlockHeader, rest: Array) -> str | None:
-    """The first tensor that is not finite; `rest` starts at the first float."""
+    """Return the first tensor that is not finite; `rest` starts at the first float."""
     group, num_tokens = spec.group(header.group), header.num_tokens
     first = first_float(group, num_tokens)
     ranges = float_ranges(group, num_tokens)

@@ -37,7 +37,7 @@ log = logging.getLogger("agentcache.store")
 
 _BLOCK_KEY = re.compile(r"[0-9a-f]{40}")
 _SUFFIX = ".safetensors"
-_MAX_FILE_BYTES = 1 << 62  # no bound
+_MAX_FILE_BYTES = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class BlockFolder:
     Args:
         folder: existing folder, adopted by `usage`.
         specs: by cache name; may grow.
-        unavailable: keys of files that could not be read, to be rewritten.
+        unavailable: keys of unavailable files, to be rewritten.
         is_covered: whether syncs of manifests cover the blocks: same drive (`durable.sync`).
     """
 
@@ -131,7 +131,7 @@ class BlockFolder:
         Raises:
             BlockMissing: no file.
             BlockRejected: not that block; now in quarantine. The buffer is undefined.
-            FileUnavailable: cannot be read now, or of a newer release; stays until the block is rewritten.
+            FileUnavailable: the file stays until the block is rewritten.
         """
         spec = self._spec_of(header)
         size = data_bytes(spec, header)
@@ -183,7 +183,7 @@ class BlockFolder:
         self._unavailable.add(key)
 
     def decode_zeros(self, header: BlockHeader, buffer: Array) -> Array:
-        """Verify a block of zeros in `buffer` as a read would; touches no file."""
+        """Verify a block of zeros in `buffer` as a read would, without a file."""
         data = buffer[: data_bytes(self._spec_of(header), header)]
         data[:] = 0
         spec = self._spec_of(header)

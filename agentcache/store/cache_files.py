@@ -1,7 +1,7 @@
 """File access below one folder that no symbolic link can leave.
 
-Folders are resolved from the root by descriptors that refuse links, or by the kernel. If a link replaces a folder,
-calls fail and touch nothing outside.
+Descriptors that refuse links, or the kernel, resolve folders from the root. If a link replaces a folder, calls fail
+and touch nothing outside.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Opening a pipe must not block.
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
-# Errors of file systems that do not keep modes.
+# Of file systems that do not keep modes.
 _REFUSALS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 _APPLE_DOUBLE = b"\0\5\x16\7"
 _MAX_COMPANION_BYTES = 1 << 24
 
 
 class WrongFile(BlockRejected, OSError):
-    """Not a regular file (`NotAFile`), or too long, by its status. Other OSErrors say nothing about content."""
+    """By its status, not a regular file (`NotAFile`), or too long. Other OSErrors say nothing about content."""
 
 
 class NotAFile(WrongFile):
@@ -49,7 +49,7 @@ class IsLink(OSError):
 
 
 def whose(error: OSError | MemoryError) -> str:
-    """Error text that names the file's owner, or that of the folder that hides it; empty unless it is another user."""
+    """Name the owner of an error's file, or of the folder that hides it; empty for this user."""
     if not isinstance(error, PermissionError) or not isinstance(error.filename, str):
         return ""
     path = Path(error.filename)
@@ -63,7 +63,7 @@ def whose(error: OSError | MemoryError) -> str:
 
 
 def set_mode(fd: int, mode: int) -> None:
-    """Set the mode of an open file or folder. Own files on file systems that refuse modes (FUSE, SMB) stay as they are.
+    """Set the mode of an open file or folder. Own files stay as they are where modes are refused (FUSE, SMB).
 
     Raises OSError, e.g. if it belongs to another user.
     """
@@ -128,7 +128,7 @@ class RegularFile:
 
 
 def skip_bytes(views: Sequence[memoryview], count: int) -> list[memoryview]:
-    """Buffers without their first `count` bytes."""
+    """Drop the first `count` bytes of buffers."""
     if count == sum(map(len, views)):
         return []
     for index, view in enumerate(views):
@@ -161,7 +161,7 @@ class CacheFiles:
         self._durability = durability
         self._root = os.fspath(root)
         self.lasting: Collection[str] = ()
-        self._owner: tuple[int, int] | tuple[()] | None = None  # of new files; None if not known yet
+        self._owner: tuple[int, int] | tuple[()] | None = None  # of new files; None if unknown
         self._kept: dict[str, _Folder] = {}
         self._keeper: int | None = None  # thread in `keep_open`; only it uses kept folders
 
@@ -188,7 +188,7 @@ class CacheFiles:
 
     @contextmanager
     def keep_open(self) -> Iterator[bool]:
-        """Resolve each folder only once within the block. Yields whether it is the outermost one.
+        """Resolve each folder once within the block. Yields whether it is the outermost one.
 
         A replaced folder goes unnoticed: work continues in the old one. One thread at a time.
         """
@@ -235,7 +235,7 @@ class CacheFiles:
         """Create a missing folder; set its mode.
 
         Args:
-            sync: whether it is durable before later writes; if not, a sync of its parent makes it durable.
+            sync: whether it is durable before later writes; else a sync of its parent makes it durable.
         """
         with self.folder(path.parent) as parent, _naming(path):
             with suppress(FileExistsError):
@@ -251,7 +251,7 @@ class CacheFiles:
             os.close(fd)
 
     def identity(self, folder: Path) -> tuple[int, int]:
-        """Device and inode; a replacement differs in them."""
+        """Device and inode: a replacement differs in them."""
         with self.folder(folder) as fd:
             kept = self._kept.get(os.fspath(folder))
             return _identity(os.fstat(fd)) if kept is None else kept.identity
@@ -279,7 +279,7 @@ class CacheFiles:
 
     @staticmethod
     def describe(path: Path, error: OSError | MemoryError) -> str:
-        """Error text: why `path` is unreadable."""
+        """Explain why `path` is unreadable."""
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
         return f"{path.name} cannot be read: {reason}{whose(error)}"
 
@@ -299,7 +299,7 @@ class CacheFiles:
         return descriptor
 
     def _give_to_owner(self, file: int | str, folder: int | None = None) -> None:
-        """Root's new files belong to the cache folder's owner, who could not read them otherwise."""
+        """Give root's new files to the cache folder's owner, who could not read them otherwise."""
         if self._owner is None:
             root = os.stat(self._root)
             self._owner = (root.st_uid, root.st_gid) if os.geteuid() == 0 and root.st_uid != 0 else ()
@@ -349,12 +349,11 @@ class CacheFiles:
             os.unlink(name, dir_fd=folder)
 
     def read(self, path: Path, max_bytes: int) -> bytes:
-        """The whole content of a regular file.
+        """Read a whole regular file.
 
         Raises:
-            NotAFile: not a regular file.
             WrongFile: longer than `max_bytes`.
-            IsLink: a symbolic link.
+            NotAFile, IsLink: not a regular file.
             OSError, MemoryError: cannot be read now.
         """
         with closing(self.open_regular(path, max_bytes)) as file:
@@ -363,7 +362,7 @@ class CacheFiles:
             return bytes(data)
 
     def open_regular(self, path: Path | str, max_bytes: int) -> RegularFile:
-        """Open a regular file for reading. Raises NotAFile, WrongFile and IsLink as `read`."""
+        """Open a regular file. Raises NotAFile, WrongFile and IsLink as `read`."""
         fd = self._open_at_once(os.fspath(path))
         if fd is None:
             try:

@@ -52,7 +52,7 @@ def explicit_budget(num_bytes: int) -> DiskBudget:
 
 
 def automatic_budget(free: int, held: int) -> DiskBudget:
-    """A share of the disk, at least `held`: files of other programs must not cause evictions.
+    """Return a share of the disk, at least `held`: files of other programs must not cause evictions.
 
     Args:
         free: free bytes of the disk.
@@ -305,7 +305,7 @@ class DiskUsage:
         logger.warning("quarantined %s: %s", path.relative_to(self._files.root), reason)
 
     def _move_to_quarantine(self, path: Path) -> bool:
-        """False if another reader was faster."""
+        """Return False if another reader was faster."""
         target = self._quarantine / f"{path.name}.{secrets.token_hex(6)}"
         try:
             self._files.make_folder(self._quarantine)

@@ -122,7 +122,7 @@ def _lineages_of(files: CacheFiles, agent_id: str, fingerprint: str) -> list[tup
 
 
 def manifests_of(cache_dir: Path, agent_id: str, fingerprint: str = "") -> dict[str, list[Path]]:
-    """The agent's manifests by folder. Raises StoreError if one may be in a folder that cannot be read."""
+    """Return the agent's manifests by folder. Raises StoreError if one may be in an unreadable folder."""
     found: dict[str, list[Path]] = {}
     unreadable: OSError | None = None
     try:

@@ -24,11 +24,7 @@ _KINDS = ("prompt", "generated")
 
 @dataclass(frozen=True)
 class ServedCache:
-    """The served model's cache, to validate lineages.
-
-    Args:
-        num_token_ids: vocabulary size; None if unknown.
-    """
+    """The served model's cache, to validate lineages."""
 
     spec: CacheSpec
     num_token_ids: int | None = None

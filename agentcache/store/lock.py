@@ -12,9 +12,7 @@ from agentcache.store.cache_files import CacheFiles, whose
 class FolderLock:
     """An exclusive lock on a cache folder, until `release` or the process ends.
 
-    Raises:
-        CacheFolderInUse: locked; the message names the process.
-        StoreError: locking failed.
+    Raises CacheFolderInUse, which names the process, and StoreError.
     """
 
     def __init__(self, files: CacheFiles) -> None:

@@ -60,7 +60,7 @@ class ResidualBlocks:
         return tuple(block.chain for block in self.blocks)
 
     def first_tokens(self, num_tokens: int) -> ResidualBlocks | None:
-        """The part within the first tokens, in whole blocks."""
+        """Return the part within the first tokens, in whole blocks."""
         if num_tokens >= self.num_saved:
             return self
         count = num_tokens // BLOCK_SIZE
@@ -69,12 +69,12 @@ class ResidualBlocks:
 
 @dataclass(frozen=True)
 class AgentRecord:
-    """All durable data of a lineage, with its agent's settings.
+    """All durable data of a lineage, with its agent's settings. Times are Unix times.
 
     Args:
         model: fingerprint.
-        salt: salt of the namespace.
-        created: of the agent, in seconds since 1970.
+        salt: of the namespace.
+        created: of the agent.
         last_used: of the lineage.
         producer: KV origin; None for base.
         num_saved: tokens with KV on disk, at most `len(transcript.ids)`.
@@ -114,7 +114,7 @@ class AgentRecord:
         return (*self.blocks, *(snapshot.block for snapshot in self.snapshots), *further)
 
     def with_blocks_of(self, other: AgentRecord) -> AgentRecord:
-        """This lineage with the blocks on disk of another state of it."""
+        """Return this lineage with the blocks on disk of another state of it."""
         return replace(
             self,
             num_saved=other.num_saved,
@@ -170,7 +170,7 @@ class SavedCache:
     Args:
         name: `base`, or `Namespace.cache` of its roots.
         spec: digest of the cache spec.
-        groups: group names; with chains they give file names.
+        groups: names that, with chains, give file names.
         num_saved: tokens on disk.
         producer: KV origin; None for base.
         snapshots: ordered checkpoints, if the last group is the state's.
@@ -189,7 +189,6 @@ class SavedCache:
 
     @property
     def num_block_groups(self) -> int:
-        """Number of groups without the state's."""
         return len(self.groups) - self.has_state
 
     def named_snapshots(self) -> tuple[NamedSnapshot, ...]:
@@ -220,7 +219,7 @@ class Manifest:
     """The parts of an `AgentRecord` that do not grow, and the log's end.
 
     Args:
-        caches: per cache, base first.
+        caches: base first.
         log: valid end of the transcript log.
         format_version: of the manifest and its files.
     """
@@ -287,7 +286,7 @@ def agent_of(name: str) -> str:
 def encode_manifest(manifest: Manifest) -> bytes:
     """Encode as JSON in the current format version, with a checksum over all other fields.
 
-    Base as KV origin and the first lineage are omitted.
+    Omit base as KV origin and the first lineage.
     """
     fields = {
         **vars(manifest),
@@ -347,7 +346,7 @@ def _check_version(fields: Mapping[str, Any]) -> None:
 
 
 def _unknown_fields(fields: Mapping[str, Any]) -> Iterator[str]:
-    """Fields of another release: the checksum matches."""
+    """Yield fields of another release: the checksum matches."""
     yield from fields.keys() - _FIELDS
     caches = fields.get("caches", ())
     for cache in caches if isinstance(caches, list) else ():
@@ -436,7 +435,6 @@ def _require(is_valid: bool, what: str, value: object) -> None:
 
 
 def _is_text(value: object) -> bool:
-    """A string without lone surrogates."""
     if not isinstance(value, str):
         return False
     try:

@@ -45,7 +45,7 @@ class ModelNames:
     identity: str = ""
 
     def __post_init__(self) -> None:
-        # Former agents are deleted once saved under the current name: the folders must differ.
+        # The folders must differ: former agents are deleted once saved under the current name.
         folders = [folder_of(name) for name in (self.current, *self.former)]
         if len(set(folders)) != len(folders):
             raise BrokenInvariant(f"a folder of agents has two names: {', '.join(folders)}")
@@ -79,7 +79,7 @@ def folder_of(name: str) -> str:
 
 
 def find_names(cache_dir: Path, identity: str, first: Sequence[str]) -> ModelNames:
-    """A model's names in a cache folder, which may not exist.
+    """Find a model's names in a cache folder, which may not exist.
 
     Args:
         identity, first: as in `ModelFingerprints`.

@@ -22,11 +22,7 @@ _MAX_BYTES = 1 << 20
 
 
 def read_precision(cache_dir: Path, fingerprint: str) -> Precision | None:
-    """The precision chosen for a model; None without a valid choice.
-
-    Raises:
-        FileUnavailable: cannot be read now, or of a newer release.
-    """
+    """Return the precision chosen for a model; None without a valid choice. Raises FileUnavailable."""
     try:
         return Precision.of(_read(cache_dir)[fingerprint])
     except (LookupError, TypeError, ValueError):
@@ -37,7 +33,7 @@ def write_precision(cache_dir: Path, fingerprint: str, precision: Precision, fau
     """Save a choice, under the folder's lock.
 
     Raises:
-        FileUnavailable: as `read_precision`; the file is not touched.
+        FileUnavailable: the file is not touched.
         StoreError: write failed.
     """
     if read_precision(cache_dir, fingerprint) == precision:

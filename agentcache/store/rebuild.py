@@ -61,7 +61,7 @@ def rebuild(
     Args:
         model: prefix of the fingerprint.
         hint: manifest, or result of `read_hint`.
-        time: time of use if no manifest has one, in seconds since 1970.
+        time: Unix time of use if no manifest has one.
         is_sound: whether the manifest is proven.
 
     Raises:
@@ -124,7 +124,7 @@ def _bare_manifest(name: str, served: ServedCache, salvaged: SalvagedLog, time: 
 def _proven_caches(
     manifest: Manifest, served: ServedCache, salvaged: SalvagedLog
 ) -> tuple[tuple[SavedCache, ...], dict[str, tuple[str, ...]]]:
-    """Caches whose chains match the tokens, base first, and their chains."""
+    """Return caches whose chains match the tokens, base first, and their chains."""
     content, ids = salvaged.content, salvaged.content.transcript.ids
     base, *further = manifest.caches
     known = {} if salvaged.format_version == 1 else content.chains
@@ -146,7 +146,7 @@ def _proven_caches(
 def _bases(
     manifest: Manifest, served: ServedCache, ids: Sequence[int], chains: tuple[str, ...]
 ) -> Iterator[SavedCache]:
-    """Candidates for base's cache: as stated, then of the served spec; all tokens, then fewer."""
+    """Yield candidates for base's cache: as stated, then of the served spec; all tokens, then fewer."""
     stated, blank, num_tokens = manifest.base, _blank(served), len(ids)
     yield stated
     for cache in (stated, replace(blank, producer=stated.producer), blank):
@@ -173,7 +173,7 @@ def _proven_chains(
 
 
 def _proven_blocks(manifest: Manifest, cache: SavedCache, ids: Sequence[int], chains: tuple[str, ...]) -> int:
-    """Number of leading base blocks that match the tokens."""
+    """Return how many leading base blocks match the tokens."""
     pairs = zip(chain_keys(manifest.root_of(cache), ids, cache.spans()), chains, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 

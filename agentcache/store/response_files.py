@@ -1,8 +1,8 @@
 """Stored responses of `/v1/responses`: one file per agent, ``agents/<model>/<id>.responses``.
 
-A line is a checksum and a JSON object: response, fields that echo the request, and the request's items. Shared values
-are in the first line that uses them; later lines have their digests. Damaged lines are skipped; the next write drops
-them. Ids of responses and items contain a tag of their agent, so no index is needed. Ids never become part of a path.
+A line is a checksum and a JSON object: response, echo of the request, and the request's items. Shared values are in
+the first line that uses them; later lines have their digests. Damaged lines are skipped; the next write drops them.
+Ids contain a tag of their agent, so no index is needed. They never become part of a path.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Continued:
 
 
 def new_id(prefix: str, agent: str | None) -> str:
-    """An id `prefix_…` for a response or item, tagged with its agent."""
+    """Return an id `prefix_…` for a response or item, tagged with its agent."""
     return f"{prefix}_{_tag(agent or '')}{secrets.token_hex(12)}"
 
 
@@ -114,7 +114,6 @@ class _Content:
         responses: by id, oldest first.
         items: output items by id.
         values: shared values by digest.
-        num_bytes: length of the file.
         is_whole: whether all lines are valid.
     """
 
@@ -163,7 +162,7 @@ class _Content:
 
 
 class ResponseFiles:
-    """The stored responses of one model's agents; the only reader and writer of their files. One thread.
+    """Stored responses of one model's agents; the only reader and writer of their files. One thread.
 
     Args:
         folder: the agents' folder, adopted by `usage`.
@@ -217,10 +216,8 @@ class ResponseFiles:
         self._agents.discard(agent)
         self._agents_of[_tag(agent)].discard(agent)
 
-    # --- reading ---
-
     def find(self, response_id: str) -> tuple[str, StoredResponse] | None:
-        """The response and its agent. Raises StoreError if a file cannot be read."""
+        """Return the response and its agent. Raises StoreError if a file cannot be read."""
         for agent, content in self._tagged(response_id):
             if (found := content.responses.get(response_id)) is not None:
                 return agent, found
@@ -293,12 +290,10 @@ class ResponseFiles:
                 content.is_whole = False
         return content
 
-    # --- writing ---
-
     def add(self, agent: str, response: StoredResponse) -> int:
         """Store a response durably; return the bytes written.
 
-        If the file is full, the least recently continued conversations are dropped.
+        In a full file, the least recently continued conversations are dropped.
 
         Raises:
             TooLarge: the response alone is too long.
@@ -320,7 +315,7 @@ class ResponseFiles:
                 return self._rewrite(agent, [*content.responses.values(), response])
             try:
                 self._append(agent, content, line)
-            except FileNotFoundError:  # the file was removed
+            except FileNotFoundError:
                 return self._rewrite(agent, [*content.responses.values(), response])
         except BaseException:
             self._contents.pop(agent, None)  # reread at next use
@@ -396,7 +391,7 @@ class ResponseFiles:
 
 
 def _latest(content: _Content, continued: str | None) -> list[StoredResponse]:
-    """Whole conversations that fit half of the bound, latest first.
+    """Return whole conversations that fit half of the bound, latest first.
 
     Args:
         continued: response about to be continued; its conversation is first, and cut if too long.
@@ -431,7 +426,7 @@ def _dump(value: Any) -> str:
 
 
 def _weight(line: bytes) -> int:
-    """Length of a line or, if larger, its RAM divided by `_RAM_PER_BYTE`."""
+    """Return a line's length or, if larger, its RAM divided by `_RAM_PER_BYTE`."""
     values = _STRING.sub(b"", line)
     return max(len(line), sum(values.count(mark) * size for mark, size in _VALUE_BYTES.items()) // _RAM_PER_BYTE)
 

@@ -1,4 +1,4 @@
-"""The agents in a cache folder: of every model, under former names of the served one, and in quarantine."""
+"""Agents of every model, under former names of the served one, and in quarantine."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class SavedAgents:
         return [agent for agent in self.served.agents if self._is_served(agent)]
 
     def load_again(self, names: Sequence[str]) -> list[SavedAgent]:
-        """As `AgentFolder.load_again`, without lineages of other models in the folder."""
+        """Retry as `AgentFolder.load_again`; omit lineages of other models."""
         loaded = self.served.load_again(names)
         self._classify(loaded)
         return [agent for agent in loaded if self._is_served(agent)]
@@ -88,11 +88,9 @@ class SavedAgents:
 
     @property
     def has_damaged(self) -> bool:
-        """Whether another model has damaged lineages."""
         return any(folder.damaged for folder in self._folders.values())
 
     def block_keys(self) -> Iterator[str]:
-        """Keys of all blocks that manifests name."""
         for agent in self:
             yield from agent.block_keys()
 
@@ -109,7 +107,7 @@ class SavedAgents:
         return min(with_blocks, key=lambda agent: agent.manifest.last_used, default=None)
 
     def latest_use(self) -> float:
-        """Latest use of any lineage, in seconds since 1970; 0 without any."""
+        """Latest use of any lineage in Unix time, or 0."""
         return max((agent.manifest.last_used for agent in self), default=0.0)
 
     def _unreadable(self) -> Iterator[SavedAgent]:
@@ -126,8 +124,8 @@ def _leave_ram(agent: SavedAgent) -> None:
 class FormerAgents:
     """The lineages in folders with former names of the served model, renamed if the served folder has the name.
 
-    Transcripts are used; blocks are not, since their addresses contain the former name. A lineage stays in its folder
-    until it is saved in the served folder, or deleted.
+    Transcripts are used, but not blocks, whose addresses contain the former name. A lineage stays in its folder until
+    it is saved in the served folder, or deleted.
 
     Args:
         folders: by former name; earlier ones take precedence.
@@ -174,7 +172,7 @@ class FormerAgents:
     def _beside(
         self, record: AgentRecord, known: Sequence[AgentRecord], saved: SavedAgent, most: int
     ) -> AgentRecord | None:
-        """The record as one more lineage of its agent; None, with a log line, if impossible."""
+        """Make the record one more lineage of its agent; None, with a log line, if impossible."""
         if not known:
             return record
         first, lineages = known[0], {other.lineage for other in known}
@@ -199,7 +197,7 @@ class FormerAgents:
 
     @property
     def unavailable(self) -> dict[str, str]:
-        """Lineages that cannot be read now, with the reason; valid after `take_in`."""
+        """Unavailable lineages with the reason; valid after `take_in`."""
         return {name: reason for folder in self._folders.values() for name, reason in folder.unavailable.items()}
 
     def keep(self, before: FormerAgents) -> None:
@@ -219,7 +217,6 @@ class FormerAgents:
         return self._found[name][1] if name in self._found else None
 
     def remove(self, name: str) -> None:
-        """Remove former files, if any. Raises OSError."""
         if name in self._found:
             folder, saved = self._found[name]
             folder.delete(saved.manifest.name)
@@ -232,7 +229,7 @@ def _continues(other: AgentRecord, record: AgentRecord) -> bool:
 
 
 def _new_lineage(saved: SavedAgent) -> str:
-    """A stable id, the same at each start."""
+    """Return an id that is the same at each start."""
     name = f"{saved.manifest.model} {lineage_name(saved.manifest.id, saved.manifest.lineage)}"
     return hashlib.blake2b(name.encode(), digest_size=4).hexdigest()
 
@@ -240,7 +237,7 @@ def _new_lineage(saved: SavedAgent) -> str:
 class QuarantinedAgents:
     """The manifests in quarantine, before any folder of agents is loaded; sound agents come back at a start.
 
-    Earlier releases quarantined files that could not be read at that moment, or that a newer release had written.
+    Earlier releases quarantined files that were unreadable at that moment, or of a newer release.
 
     Args:
         folders: adopted folders of agents.
@@ -276,7 +273,7 @@ class QuarantinedAgents:
         return None
 
     def _is_free(self, folder: Path, manifest: Manifest) -> bool:
-        """Whether neither the lineage nor a later agent of its name is there."""
+        """Whether neither the lineage nor a later agent of its name exists."""
         others = (Path(path) for path in self._usage.paths(folder) if path.endswith(".json"))
         for path in others:
             if agent_of(path.stem).casefold() != manifest.id.casefold():
@@ -303,7 +300,7 @@ class QuarantinedAgents:
         return None
 
     def _move(self, manifest: Manifest, folder: Path, path: Path, source: Path) -> None:
-        """The log first: a crash leaves the manifest in quarantine, for the next start."""
+        """Move the log first: a crash leaves the manifest in quarantine, for the next start."""
         name = f"{manifest.name}.{manifest.log.generation}.log"
         try:
             if source.parent != folder:

@@ -8,9 +8,8 @@
 ``quarantine/``                           files that failed verification
 ``lock``                                  lock of the one process that uses the folder
 
-One writer thread calls `write_blocks`, `save_agent` and deletions; `read_block` and `has` are thread-safe. After a
-crash each agent is as of one of its saves; the next start removes leftovers. If the folder is removed while in use,
-the next write recreates it, empty.
+After a crash each agent is as of one of its saves; the next start removes leftovers. If the folder is removed while
+in use, the next write recreates it, empty.
 """
 
 from __future__ import annotations
@@ -50,14 +49,13 @@ _OWN_ENTRIES = {"agents", "blocks", "lock", "quarantine"}
 
 
 def no_fault(step: str) -> None:
-    """The default: no faults."""
+    """Inject no faults."""
 
 
 class Store:
-    """Owner of one cache folder, for one model.
+    """Owner of one cache folder, for one model. One thread writes and deletes.
 
     Args:
-        cache_dir: created if missing.
         names: names of the model; the current one names its agent folder.
         disk_budget: limit in bytes for all files; None for an automatic budget.
         num_token_ids: vocabulary size; None if unknown.
@@ -69,9 +67,7 @@ class Store:
         knows_all_manifests: whether `collect_orphans` has read all manifests.
         when_lost: callback on the writer thread after files were lost; see `has`.
 
-    Raises:
-        CacheFolderInUse: another process uses it.
-        StoreError: the folder cannot be created, read or locked.
+    Raises CacheFolderInUse, StoreError.
     """
 
     def __init__(
@@ -95,7 +91,7 @@ class Store:
         self._model = self._names.current
         self._fault = fault
         self.when_lost: Callable[[], None] = lambda: None
-        self._unclaimed: set[str] = set()  # blocks that only unavailable or damaged manifests or logs may name
+        self._unclaimed: set[str] = set()  # named, if at all, by unavailable or damaged manifests or logs
         self._spared: set[str] = set()  # all blocks at start, if manifests are unavailable; deleted only for room
         self.knows_all_manifests = False
         with as_store_error(f"use the cache folder {cache_dir}"):
@@ -146,15 +142,12 @@ class Store:
         return AgentFolder(self._files, path, self.usage, self._fault, self._served_by(path))
 
     def _served_by(self, folder: Path) -> ServedCache | None:
-        """The served cache if the folder is of the served model."""
         is_served = folder.name in map(folder_of, (self._names.current, *self._names.former))
         return self._served if is_served else None
 
-    # --- folders that are removed while in use ---
-
     @contextmanager
     def visit(self) -> Iterator[None]:
-        """Wrap one or several related writes; recreates removed folders first."""
+        """Wrap related writes; recreates removed folders first."""
         with self._files.keep_open() as is_outermost:
             if is_outermost:
                 with as_store_error("use the cache folder"):
@@ -189,11 +182,8 @@ class Store:
         self._lock = lock
 
     def close(self) -> None:
-        """Unlock the folder. The store is unusable afterwards."""
         self._files.close()
         self._lock.release()
-
-    # --- agents ---
 
     def load_agents(self, most: int = 2**62) -> list[AgentRecord]:
         """Load the served model's lineages (`AgentFolder.load`, `FormerAgents.take_in`). Raises StoreError."""
@@ -216,7 +206,7 @@ class Store:
 
     @property
     def unavailable(self) -> dict[str, str]:
-        """Lineages that cannot be read now, with the reason; valid after loading."""
+        """Unavailable lineages with the reason; valid after loading."""
         return {**self._former.unavailable, **self._agents.served.unavailable}
 
     def load_again(self, agent_id: str) -> list[AgentRecord]:
@@ -250,14 +240,14 @@ class Store:
             return written
 
     def has_agent(self, name: str) -> bool:
-        """Whether the lineage is saved. Thread-safe."""
+        """Whether a lineage is saved. Thread-safe."""
         return self._agents.served.has(name) or self._former.has(name)
 
     def _has_manifest_of(self, agent_id: str) -> bool:
         return self._agents.served.has_agent(agent_id) or self._former.has_agent(agent_id)
 
     def delete_agent(self, name: str) -> None:
-        """Remove a lineage's manifest and log, if any; its blocks may be shared and stay. Raises StoreError.
+        """Remove a lineage's manifest and log; its blocks may be shared and stay. Raises StoreError.
 
         With the last lineage go the agent's stored responses and quarantined files.
         """
@@ -271,7 +261,7 @@ class Store:
             self._delete_unreadable(unreadable)
 
     def _unreadable_blocks(self, name: str) -> list[str]:
-        """Keys of blocks that no server of this model reads, and only this lineage names."""
+        """Return blocks that only this lineage names and no server of this model reads."""
         return [
             *self._agents.unreadable_blocks(self._agents.served.find(name)),
             *self._agents.unreadable_blocks(self._former.find(name)),
@@ -282,21 +272,19 @@ class Store:
         if keys:
             self.delete_blocks(keys)
 
-    # --- blocks ---
-
     def know_cache(self, name: str, spec: CacheSpec) -> None:
         """Register a further cache. Thread-safe."""
         self._specs[name] = spec
 
     def has(self, block_key: str) -> bool:
-        """Whether a file exists and is not known to be unavailable; a read verifies it."""
+        """Whether a file exists and is not known to be unavailable; a read verifies it. Thread-safe."""
         return self._blocks.has(block_key)
 
     def is_there(self, block_key: str) -> bool:
         return self._blocks.is_there(block_key)
 
     def read_block(self, header: BlockHeader, buffer: Array | None = None) -> StoredBlock:
-        """Read and verify a block, as `BlockFolder.read`."""
+        """Read and verify a block, as `BlockFolder.read`. Thread-safe."""
         return self._blocks.read(header, buffer)
 
     def read_blocks(
@@ -325,8 +313,7 @@ class Store:
     def write_blocks(self, blocks: Sequence[BlockWrite | BlockCopy]) -> int:
         """Make blocks durable, all or none; skip existing ones. Return the bytes written.
 
-        Raises:
-            DiskBudgetExceeded, StoreError: nothing was written.
+        Raises DiskBudgetExceeded, StoreError: nothing was written.
         """
         with as_store_error("write blocks"), self.visit():
             return self._blocks.write(blocks)
@@ -335,11 +322,11 @@ class Store:
         """Check on disk that blocks exist, before a manifest names them.
 
         Raises:
-            BlocksLost: another program removed some; see `has`.
+            BlocksLost: see `has`.
             StoreError: e.g. a link in place of a folder.
         """
         with as_store_error("look for blocks"), self.visit():
-            self._files.close_replaced()  # reopen folders that were replaced
+            self._files.close_replaced()
             if not self._blocks.all_there(keys):
                 self._start_over()
                 raise BlocksLost("blocks are gone from the cache folder")
@@ -356,10 +343,9 @@ class Store:
         return list(keys) if for_room else [key for key in keys if key not in self._spared]
 
     def collect_orphans(self) -> int:
-        """Remove blocks that no manifest names; return their number. Call before the first write. Raises StoreError.
+        """Remove blocks that no manifest names, left by a crash; return their number. Raises StoreError.
 
-        A crash between blocks and manifest leaves such files. They stay if an unavailable or damaged manifest or log
-        may name them.
+        Call before the first write. Blocks stay if an unavailable or damaged manifest or log may name them.
         """
         with as_store_error("collect orphans"):
             self._agents.load_all()
@@ -379,19 +365,19 @@ class Store:
             return 0
 
     def named_blocks(self) -> set[str]:
-        """Keys of blocks that manifests of any model name; valid after `collect_orphans`."""
+        """Blocks that manifests of any model name; valid after `collect_orphans`."""
         return set(self._agents.block_keys())
 
     @property
     def unclaimed_bytes(self) -> int:
-        """Bytes that cannot be evicted: unavailable manifests may name these blocks."""
+        """Bytes of blocks that unavailable manifests may name: not evictable."""
         return self.block_bytes(self._unclaimed - self.named_blocks()) if self._spared else 0
 
     def evict_unclaimed(self, in_use: Collection[str]) -> int:
         """Empty quarantine; remove blocks that only damaged files may name. Return the bytes freed. Raises StoreError.
 
         Args:
-            in_use: keys of blocks that running turns need.
+            in_use: blocks that running turns need.
         """
         freed = self.usage.empty_quarantine()
         if self._unclaimed and not self._spared:
@@ -410,15 +396,13 @@ class Store:
         return 0 if agent is None else self.delete_blocks(agent.block_keys(), for_room=True)
 
     def unreadable_last_used(self) -> float | None:
-        """Last use of what `evict_unreadable` would remove, in seconds since 1970, or None."""
+        """Last use, in Unix time, of what `evict_unreadable` would remove, or None."""
         agent = self._agents.stalest_unreadable(self.has)
         return None if agent is None else agent.manifest.last_used
 
     def latest_use(self) -> float:
-        """Latest use of any lineage, in seconds since 1970, or 0; valid after `collect_orphans`."""
+        """Latest use of any lineage in Unix time, or 0; valid after `collect_orphans`."""
         return self._agents.latest_use()
-
-    # --- numbers ---
 
     @property
     def groups(self) -> tuple[GroupSpec, ...]:
@@ -430,7 +414,7 @@ class Store:
 
 
 def _make_root(root: Path) -> None:
-    """Create a missing cache folder, durably. Sets its mode only if it has no foreign entries."""
+    """Create a missing cache folder, durably. Set its mode only if it has no foreign entries."""
     try:
         new = make_private_folder(root)
     except FileExistsError:

@@ -1,6 +1,6 @@
 """The append-only transcript log of one lineage.
 
-Each line is a JSON record behind a checksum over all lines so far; this detects flipped bits, lost lines and foreign
+Each line is a JSON record behind a checksum over all lines so far, which detects flipped bits, lost lines and foreign
 logs. The first record names the agent. Later ones state how much content stays and what is added: a turn appends only
 its changes.
 """
@@ -61,7 +61,7 @@ class LogEnd:
 
 
 def least_bytes(content: Content) -> int:
-    """Lower bound of a log's length."""
+    """Return a lower bound of a log's length."""
     return 10 * len(content.transcript) + content.transcript.num_chars
 
 
@@ -73,7 +73,7 @@ def start_log(agent_id: str, model: str, generation: int, content: Content) -> t
 
 
 def extend_log(end: LogEnd, old: Content, new: Content) -> tuple[bytes, LogEnd]:
-    """Bytes that, appended at `end`, turn a log of `old` into one of `new`, and the new end."""
+    """Return the bytes that, appended at `end`, turn a log of `old` into one of `new`, and the new end."""
     line = _line(end.checksum, _changes(old, new))
     return line, LogEnd(end.generation, end.num_bytes + len(line), _checksum_of(line))
 
@@ -112,9 +112,7 @@ class SalvagedLog:
     """The part of a log that its checksums prove.
 
     Args:
-        end: end of the proven part.
-        lost_bytes: bytes behind it.
-        model: fingerprint.
+        lost_bytes: bytes behind `end`.
     """
 
     end: LogEnd
@@ -125,7 +123,7 @@ class SalvagedLog:
 
 
 def salvage_log(data: bytes, agent_id: str, model: str, end: LogEnd | None) -> SalvagedLog | None:
-    """The longest proven prefix of a log; None without content of that agent and model.
+    """Return the longest proven prefix of a log; None without content of that agent and model.
 
     Args:
         model: prefix of the fingerprint.
@@ -151,9 +149,6 @@ def salvage_log(data: bytes, agent_id: str, model: str, end: LogEnd | None) -> S
     return SalvagedLog(proven, content, len(data) - texts.num_bytes, version, own_model)
 
 
-# --- lines ---
-
-
 def _line(previous_checksum: str, record: Mapping[str, Any]) -> bytes:
     text = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
     return _chained(previous_checksum, text).encode() + b" " + text + b"\n"
@@ -168,7 +163,7 @@ def _checksum_of(line: bytes) -> str:
 
 
 def _records(data: bytes, end: LogEnd) -> Iterator[Any]:
-    """The records up to `end`. Raises BlockRejected, even after the last one."""
+    """Yield the records up to `end`. Raises BlockRejected, even after the last one."""
     checksum, begin, count = "", 0, 0
     while (stop := data.find(b"\n", begin, end.num_bytes)) >= 0:
         line, begin, count = data[begin:stop], stop + 1, count + 1
@@ -214,11 +209,8 @@ def _first_record(agent_id: str, model: str, generation: int, format_version: in
     return {"format_version": str(format_version), "agent": agent_id, "model": model, "generation": generation}
 
 
-# --- records ---
-
-
 def _changes(old: Content, new: Content) -> dict[str, Any]:
-    """The record that changes `old` to `new`.
+    """Return the record that changes `old` to `new`.
 
     `keep`: tokens, characters and spans that stay. Per changed cache: number of chains that stay, and added ones.
     """
@@ -262,7 +254,7 @@ def _common_tokens(a: array[int], b: array[int]) -> int:
 
 
 def _common_characters(a: str, b: str) -> int:
-    """Length of the common prefix, by bisection: slices compare as fast as memcmp."""
+    """Return the common prefix's length, by bisection: slices compare as fast as memcmp."""
     if b.startswith(a):
         return len(a)
     low, high = 0, min(len(a), len(b))

@@ -50,7 +50,7 @@ class FolderReport:
         missing_blocks: evicted blocks that agents name; 0 if a block folder is unavailable.
         unnamed_blocks: blocks without an agent, left by a crash; the next start removes them.
         problems: one sentence per damaged file.
-        unavailable: one per file or folder that cannot be read now, or of a newer release.
+        unavailable: one per unavailable file or folder.
     """
 
     blocks: int
@@ -83,10 +83,7 @@ def verify_folder(cache_dir: Path) -> FolderReport:
 
 
 def find_unavailable(cache_dir: Path) -> list[str]:
-    """One sentence per folder, manifest or log that cannot be read now, or of a newer release.
-
-    Fast: reads no blocks, and one byte of each log.
-    """
+    """Return a sentence per unavailable folder, manifest or log. Reads no blocks, and one byte of each log."""
     findings = _Findings([], [])
     files = CacheFiles(cache_dir.resolve())
     _list(files, "blocks", ".safetensors", findings)
@@ -138,7 +135,7 @@ def _entries(
 
 
 def _sound(paths: Iterable[Path], examine: Callable[[Path], T], findings: _Findings) -> Iterator[T]:
-    """Results of `examine`; failures become findings."""
+    """Yield results of `examine`; failures become findings."""
     for path in paths:
         try:
             yield examine(path)
@@ -167,9 +164,7 @@ def _examine_block(files: CacheFiles, path: Path) -> str:
 def examine_block(data: bytes) -> str:
     """Verify a block file's bytes; return the key that follows from its content.
 
-    Raises:
-        BlockRejected: not a valid block.
-        FileUnavailable: written by a newer release.
+    Raises BlockRejected, FileUnavailable.
     """
     head_size = 8 + int.from_bytes(data[:8], "little")
     if head_size > MAX_HEADER_BYTES:
@@ -216,7 +211,7 @@ def _refuse_newer(head: bytes, tensors: memoryview, version: str, stated: str) -
 
 
 def _check_entries(entries: Iterable[Mapping[str, Any]]) -> int:
-    """Bytes of all tensors, which must be contiguous and fit their shapes."""
+    """Return the bytes of all tensors, which must be contiguous and fit their shapes."""
     end = 0
     for entry in entries:
         num_bytes = _num_items(entry["shape"]) * _ITEM_BYTES[entry["dtype"]]
@@ -245,7 +240,7 @@ def _check_extras(text: str) -> None:
 
 
 def _unpack(packed: str) -> array[int]:
-    """The token ids of a block; bounded, against zip bombs."""
+    """Return a block's token ids; bounded, against zip bombs."""
     inflater, most = zlib.decompressobj(), BLOCK_SIZE * 4
     data = inflater.decompress(base64.b64decode(packed), most + 1)
     if not inflater.eof or inflater.unused_data or not 0 < len(data) <= most:

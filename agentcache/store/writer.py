@@ -50,10 +50,7 @@ class Writer:
         self._thread = start_thread("agentcache-writer", self._loop, self._died)
 
     def submit(self, run: Callable[[], T], done: Callable[[T | StoreError], None], num_bytes: int = 0) -> None:
-        """Queue `run`; `done` gets its result or error on the writer thread.
-
-        After `close`, `done` gets an error at once.
-        """
+        """Queue `run`; `done` gets its result or error on the writer thread, after `close` at once."""
         if not self._queue(_Job(run, done, num_bytes)):
             done(StoreError("the writer is closed"))
 
@@ -98,7 +95,7 @@ class Writer:
 
 
 def _outcome(run: Callable[[], T]) -> T | StoreError:
-    """Errors become results: none may end the thread."""
+    """Turn errors into results: none may end the thread."""
     try:
         return run()
     except StoreError as error:
