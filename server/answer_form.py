@@ -1,4 +1,4 @@
-"""Reads the demanded form of an answer: its text format and required tool calls."""
+"""Reads the demanded form of an answer: text format and required tool calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentcache.text.json_values import json_string, parse_json, write_json
 _ANY_OBJECT = '{"type": "object"}'
 # vLLM's fields; each excludes tool calls.
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
-# Also vLLM's newer field, SGLang's and Ollama's, in all dialects.
+# vLLM's newer field, SGLang's and Ollama's, in all dialects.
 FORM_FIELDS = (*GUIDED, "structured_outputs", "json_schema", "regex", "format")
 _STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
 # A wrapper around a JSON schema has none of these keys.
@@ -41,7 +41,7 @@ class ToolChoice:
     param: str = "tool_choice"
 
     def shown(self, tools: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-        """The tools for the chat template; None if there are none.
+        """Return the tools for the chat template, or None.
 
         A required call does not shorten the list, so that the prompt keeps its prefix; the grammar enforces the choice.
         """
@@ -53,10 +53,10 @@ class ToolChoice:
 
 
 def read_tool_choice(body: Reader, find: Find = lambda word: None) -> ToolChoice:
-    """`tool_choice` of any dialect.
+    """Read `tool_choice` of any dialect.
 
     Args:
-        find: the tool that a name or a type means; None if there is none.
+        find: from a name or a type to the tool, or None.
     """
     just_one = not body.boolean("parallel_tool_calls", True)
     choice = body.get("tool_choice")
@@ -105,7 +105,7 @@ def _named(given: Reader, kind: str | None) -> str:
 
 
 def _allowed(body: Reader, given: Reader, just_one: bool, find: Find) -> ToolChoice:
-    """OpenAI's `allowed_tools`: nested in chat, flat in responses."""
+    """Read OpenAI's `allowed_tools`: nested in chat, flat in responses."""
     holder = given.object("allowed_tools") if isinstance(given.get("allowed_tools"), dict) else given
     if holder.get("tools") is None:
         body.fail("tool_choice", "must list the tools that are allowed")
@@ -129,7 +129,7 @@ def read_form(
     """Return the demanded form, if any.
 
     Args:
-        text: text format from the dialect's own fields.
+        text: from the dialect's own fields.
         schema: this dialect's path to a tool's argument schema.
         left_out: names and types of server tools.
         strict: names of strict tools that are shown without that word.
@@ -159,7 +159,7 @@ def _is_left_out(choice: ToolChoice, tools: Tools | None, left_out: Collection[s
 
 
 def read_whole_form(body: Reader) -> TextForm | None:
-    """The form in vLLM's, SGLang's or Ollama's fields; one at most."""
+    """Read vLLM's, SGLang's or Ollama's fields; one at most."""
     given = [(body, name) for name in (*GUIDED, "json_schema", "regex", "format") if body.get(name) not in (None, "")]
     structured = body.object("structured_outputs")
     for name, value in structured.value.items():
@@ -190,7 +190,7 @@ def _whole_form(reader: Reader, name: str) -> TextForm:
 
 
 def read_text_form(body: Reader, *more: tuple[Reader, str]) -> TextForm | None:
-    """The text format in any dialect's fields and `more`; one at most."""
+    """Read any dialect's text format and `more`; one at most."""
     output = body.object("output_config")
     places = [*more, (body, "response_format"), (output, "format"), (body, "output_format")]
     forms = [
@@ -203,7 +203,7 @@ def read_text_form(body: Reader, *more: tuple[Reader, str]) -> TextForm | None:
 
 
 def read_response_format(body: Reader, name: str, schema_in: str | None = None) -> TextForm | None:
-    """The format object under `name`.
+    """Read the format object under `name`.
 
     Args:
         schema_in: this dialect's inner object for the schema, if any.
@@ -226,9 +226,7 @@ def read_response_format(body: Reader, name: str, schema_in: str | None = None) 
 
 
 def _schema_place(given: Reader, schema_in: str | None) -> tuple[Reader, str]:
-    """The schema's place: in chat's wrapper, beside the type, or the wrapper itself; if missing, the place for the
-    error.
-    """
+    """Find the schema: in chat's wrapper, beside the type, or the wrapper itself; if missing, the error's place."""
     wrapper = given.get("json_schema")
     if isinstance(wrapper, dict) and wrapper.get("schema") is not None:
         return given.object("json_schema"), "schema"
@@ -256,7 +254,7 @@ def _choice_form(body: Reader, name: str) -> TextForm:
     choices = body.get(name)
     if not isinstance(choices, list) or not choices or not all(isinstance(each, str) and each for each in choices):
         body.fail(name, "must be a list of at least one string, none of them empty")
-    # One terminal, because there may be thousands of choices.
+    # One terminal: there may be thousands of choices.
     return TextForm(Notation.LARK, "start: CHOICE\nCHOICE: " + " | ".join(map(json_string, choices)), body.param(name))
 
 
@@ -273,7 +271,7 @@ def _demanded(body: Reader, tools: Tools | None, choice: ToolChoice, schema: str
 
 
 def _offered(body: Reader, tools: Tools, schema: str, strict: Collection[str]) -> tuple[CallableTool, ...]:
-    """The tools that may be called. Only strict ones enforce their schemas."""
+    """Return the tools that may be called. Only strict ones enforce their schemas."""
     return tuple(
         tool
         if tool.name in strict or given["function"].get("strict") is True
@@ -288,7 +286,7 @@ def _callable_tools(body: Reader, tools: Tools, schema: str) -> tuple[CallableTo
     for tool in tools:
         function = tool["function"]
         place = places.get(function["name"])
-        param = "tools" if place is None else body.param(f"tools[{place}]")  # no place: added in the conversation
+        param = "tools" if place is None else body.param(f"tools[{place}]")  # added in the conversation
         arguments = function.get("parameters")
         arguments = _ANY_OBJECT if arguments is None else write_json(arguments)
         made.append(CallableTool(function["name"], arguments, f"{param}.{schema}", f"{param}.{_name_field(schema)}"))

@@ -111,7 +111,7 @@ def _routes() -> list[Route]:
 
 
 def _by_method(**handlers: Callable[[Request], Any]) -> Callable[[Request], Any]:
-    """One endpoint per path: a 405 then lists all methods."""
+    """Return one endpoint per path: a 405 then lists all methods."""
 
     async def endpoint(request: Request) -> Response:
         response = await handlers["GET" if request.method == "HEAD" else request.method](request)
@@ -182,7 +182,7 @@ async def _start(engine: Engine, on_start: Started | None) -> None:
 
 
 async def describe(request: Request) -> Response:
-    """Name, version and model; HTML for browsers. Some clients probe it."""
+    """Show name, version and model; HTML for browsers. Some clients probe it."""
     engine = context_of(request).engine
     found = {
         "name": SERVER_NAME,

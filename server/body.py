@@ -51,14 +51,14 @@ class BodyLimit:
 
 
 def note_read(request: Request) -> None:
-    """Release the body's share of the budget, once it is parsed."""
+    """Release a parsed body's share of the budget."""
     give_back = request.scope.get("state", {}).get(_READ)
     if give_back is not None:
         give_back()
 
 
 class WholeBody:
-    """Calls the application once the body is complete, so that slow uploads hold no place in the queue.
+    """Calls the application once the body is complete: slow uploads hold no place in the queue.
 
     Args:
         room: byte budget of all unparsed bodies, beyond `FREE_BYTES` each.

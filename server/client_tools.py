@@ -14,7 +14,7 @@ _PLACE = {"type": "array", "items": _WHOLE, "minItems": 2, "maxItems": 2}
 
 
 def client_tool(tool: Reader) -> dict[str, Any] | None:
-    """The function for a known type with any date; else None."""
+    """Return the function for a known type with any date, or None."""
     kind = tool.string("type") or ""
     found = _maker(kind)
     strict = {"strict": True} if tool.get("strict") is True else {}
@@ -22,7 +22,7 @@ def client_tool(tool: Reader) -> dict[str, Any] | None:
 
 
 def family(kind: str) -> str:
-    """A tool's type without date and preview; one word for all spellings of a client tool."""
+    """Return a tool's type without date and preview; one word for all spellings of a client tool."""
     bare = _VERSION.sub("", kind)
     found = _maker(bare)
     return bare if found is None else next(front for front, make in _TOOLS.items() if make is found)

@@ -43,7 +43,7 @@ class HeadParser(h11.Connection):
 
 
 class UvicornConnection(H11Protocol):
-    """uvicorn's HTTP/1.1 connection with another parser; base class for timeouts and refusals."""
+    """uvicorn's HTTP/1.1 connection with another parser; base for timeouts and refusals."""
 
     def __init__(self, *args: Any, parser: h11.Connection, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -83,7 +83,7 @@ def http_option(factory: Callable[..., UvicornConnection]) -> type[asyncio.Proto
 
 
 def limit_read(transport: asyncio.Transport, num_bytes: int) -> None:
-    """Limit the bytes of one read by asyncio (private attribute in Python 3.11 to 3.13)."""
+    """Limit asyncio's bytes per read (private attribute in Python 3.11 to 3.13)."""
     transport.max_size = num_bytes  # type: ignore[attr-defined]
 
 
@@ -108,5 +108,5 @@ class EventStream(EventSourceResponse):
 
 
 def path_pattern(route: Route) -> re.Pattern[str]:
-    """The route's pattern: `Route.matches` also compares methods."""
+    """Return the route's pattern: `Route.matches` also compares methods."""
     return route.path_regex

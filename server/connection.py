@@ -14,7 +14,7 @@ from agentcache.server.compat import HeadParser, UvicornConnection, limit_read
 from agentcache.server.errors import wire_error
 from agentcache.text.json_values import write_json
 
-# Clients keep idle connections for less (httpx 5 s, aiohttp 15 s, proxies up to 60 s). A request during a close gets no
+# Clients keep idle connections for less (httpx 5 s, aiohttp 15 s, proxies up to 60 s): a request during a close gets no
 # answer.
 IDLE_SECONDS = 75
 # A refused client may still send; on some systems a reset would lose the answer.
@@ -22,7 +22,7 @@ LINGER_SECONDS = 2.0
 _OTHER_FILES = 128  # cache, libraries, model
 _LOOKS = 4  # checks of a write per timeout
 _MOST_CONNECTIONS = 4096
-# asyncio reads 256 KiB at a time; with a hundred large bodies, copying delayed all other requests.
+# asyncio reads 256 KiB at a time: copying a hundred large bodies delayed all other requests.
 _READ_BYTES = 16 << 10
 
 
@@ -55,8 +55,6 @@ class ClientConnection(UvicornConnection):
         self._left = 0  # unwritten bytes at the last progress
         self._progress_at = 0.0
         self._waiting_since = self.loop.time()
-
-    # -- calls from uvicorn and asyncio --------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -102,8 +100,6 @@ class ClientConnection(UvicornConnection):
     def shutdown(self) -> None:
         if not self.transport.is_closing():
             super().shutdown()
-
-    # -- timeouts -----------------------------------------------------------------------------------------------------
 
     @property
     def unwritten(self) -> int:
@@ -158,7 +154,6 @@ class ClientConnection(UvicornConnection):
             self.transport.close()
 
     def _refuse(self, error: RequestError) -> None:
-        """Answer an invalid request, and close."""
         self._cancel_timer()
         self.disconnect_request()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
@@ -187,7 +182,7 @@ class ClientConnection(UvicornConnection):
 
 
 def most_connections() -> int:
-    """Raise the limit of open files if useful; return the number of connections that fit."""
+    """Raise the limit of open files if useful; return how many connections fit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_CONNECTIONS + _OTHER_FILES
     if soft < wanted:

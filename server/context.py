@@ -30,8 +30,8 @@ from agentcache.store.response_files import Continued
 T = TypeVar("T")
 
 SERVER_NAME = "agentcache"  # in the Server header; recognised by the CLI
-# Of `body_weight`: small bodies take up to 3 ms on the event loop. Large ones would hold the GIL for over 1 ms at a
-# time; a child process parses them.
+# Of `body_weight`: small bodies take up to 3 ms on the event loop. Large ones would hold the GIL: a child process
+# parses them.
 SMALL_BODY = 128 << 10
 LARGE_BODY = 1_000_000
 _BYTES_PER_GROUP = 192  # an object or list takes up to 5 µs
@@ -129,11 +129,7 @@ async def read_call(request: Request, *, without_body: bytes = b"") -> Call:
 
 
 async def read_prompt(request: Request, param: str, read: Callable[[Call], T], *, without_body: bytes = b"") -> T:
-    """Apply `read` to a request with a prompt in field `param`.
-
-    Raises:
-        ContextLengthExceeded: the prompt is too long to be read.
-    """
+    """Apply `read` to a request with a prompt in field `param`. May raise ContextLengthExceeded."""
     return await _read(request, param, read, without_body)
 
 
@@ -162,8 +158,7 @@ async def _read(request: Request, param: str | None, read: Callable[[Call], T], 
 async def read_again(request: Request, call: Call, read: Callable[[Call], T]) -> T:
     """Apply `read` again after stored items were added.
 
-    Raises:
-        ContextLengthExceeded: more items than tokens in the context.
+    Raises ContextLengthExceeded for more items than tokens in the context.
     """
     items = [*call.continued.history(), *call.continued.items.values()]
     given = call.body.get("input")
@@ -182,7 +177,7 @@ async def read_again(request: Request, call: Call, read: Callable[[Call], T]) ->
 
 
 def body_weight(raw: bytes) -> int:
-    """The cost of reading a body, in bytes of plain text."""
+    """Return the cost of reading a body, in bytes of plain text."""
     if len(raw) > LARGE_BODY:  # counting takes 1 ms per MB
         return len(raw)
     num_groups = raw.count(b"{") + raw.count(b"[")
@@ -195,7 +190,7 @@ def _never() -> bool:
 
 
 async def _body_of(request: Request) -> list[bytes]:
-    """The body, in a list that the parser empties; Starlette's `body` would keep it. `WholeBody` sends one message."""
+    """Return the body in a list that the parser empties; `body` would keep it. `WholeBody` sends one message."""
     message = await request.receive()
     if message["type"] == "http.disconnect":
         raise ClientDisconnect()

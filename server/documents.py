@@ -13,7 +13,7 @@ from agentcache.text.json_values import json_string
 
 _DATA_URL = "data:"
 _PLAIN = "text/plain"
-# By the names of the web, and not by Python's codecs: some of those are slow.
+# By the names of the web, not Python's codecs, some of which are slow.
 _CHARSETS = {
     **dict.fromkeys(("", "utf-8", "utf8", "us-ascii", "ascii"), "utf-8"),
     **dict.fromkeys(("iso-8859-1", "latin1", "latin-1", "windows-1252", "cp1252"), "cp1252"),
@@ -27,7 +27,7 @@ _TEXT_FILE = re.compile(
 
 
 def document_text(part: dict[str, Any]) -> str | None:
-    """A text document in tags with title and context; None for other or external content.
+    """Return a text document in tags with title and context; None for other or external content.
 
     Args:
         part: Anthropic's `document`, OpenAI's `file` or `input_file`.

@@ -73,7 +73,7 @@ class WireError:
 
 
 def wire_error(error: Exception) -> WireError:
-    """The client's view of an error. Paths and tracebacks go to the log only."""
+    """Return the client's view of an error. Paths and tracebacks go to the log only."""
     if isinstance(error, RequestError):
         param = None if error.param is None else _cut(error.param, MAX_PARAM)
         return WireError(error.status, _cut(error.message, MAX_MESSAGE), error.type, error.code, param)
@@ -123,7 +123,7 @@ class ErrorResponses:
 
 
 async def http_error(request: Request, error: Exception) -> Response:
-    """Starlette's errors in our shape, with a hint."""
+    """Give Starlette's errors our shape, with a hint."""
     assert isinstance(error, HTTPException)
     path, routes = request.url.path, request.app.routes
     message, spoken_at = f"{f'{request.method} {path}':.300}: {error.detail:.300}.", path

@@ -1,4 +1,4 @@
-"""The effect of each body field by dialect; shown in `docs/server.md`.
+"""Effects of body fields by dialect; shown in `docs/server.md`.
 
 A field is obeyed, has no bearing, or is refused unless its value is neutral. Others are noted.
 """
@@ -38,7 +38,7 @@ _TALK = (
     *(*thinking.FIELDS, "include_reasoning", "reasoning_format", "separate_reasoning", "chat_template_kwargs"),
     *("tools", "tool_choice", "parallel_tool_calls"),
 )
-# Other servers' names for `max_tokens`.
+# Names of `max_tokens` elsewhere.
 MAX_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens", "n_predict", "num_predict")
 _OPENAI = (*MAX_TOKENS, "n", "stop", "logprobs", "stream_options")
 
@@ -60,7 +60,7 @@ WITHOUT_BEARING = frozenset(
     + ("anthropic_version", "inference_geo", "speed", "stream_options", "max_tool_calls", "context_management")
 )
 
-# Fields that would change the answer, with their neutral values.
+# They would change the answer. Values: the neutral ones.
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -95,7 +95,7 @@ _TEXT_FORMAT = frozenset(
 _BUDGETS = ("max_tokens", "budget_tokens", "budget")
 TOOL = "tools[]"  # any tool definition
 
-# Known keys by path. Other objects are free in form, or their readers refuse unknown keys.
+# By path. Other objects are free in form, or their readers refuse unknown keys.
 KEYS: Mapping[str, frozenset[str]] = {
     "stream_options": frozenset(("include_usage", "include_obfuscation")),
     "reasoning": frozenset(("type", "enabled", "effort", *_BUDGETS, "exclude", "summary", "generate_summary")),
@@ -129,7 +129,7 @@ _REFUSED_THERE: Mapping[Dialect, Mapping[str, tuple[Any, ...]]] = {Dialect.RESPO
 def check_fields(call: Call, dialect: Dialect) -> None:
     """Refuse unsupported fields that matter; note unknown ones.
 
-    Tool readers note keys of tools, because some tools are left out.
+    Tool readers note keys of tools: some tools are left out.
     """
     unknown: list[str] = []
     refused = {**REFUSED, **_REFUSED_THERE.get(dialect, {})}

@@ -7,14 +7,14 @@ import re
 import socket
 from urllib.parse import urlsplit
 
-# Names of loopback in Linux's hosts files, and of this machine in its containers and virtual machines. No public DNS
-# name ends in `.internal` (reserved by ICANN).
+# Of loopback in Linux's hosts files, and of this machine in its containers and virtual machines. No public DNS name
+# ends in `.internal` (reserved by ICANN).
 _USUAL_NAMES = (
     *("localhost.localdomain", "localhost4", "localhost6", "ip6-localhost", "ip6-loopback"),
     *("host.docker.internal", "gateway.docker.internal", "host.containers.internal", "host.orb.internal"),
     *("host.lima.internal", "host.minikube.internal"),
 )
-# Short, octal and hexadecimal spellings, such as 127.1. Browsers never look up such a host as a name.
+# Short, octal and hexadecimal spellings, such as 127.1. Browsers never look them up as names.
 _NUMERIC = re.compile(r"(?:0x[0-9a-f]+|[0-9]+)(?:\.(?:0x[0-9a-f]+|[0-9]+)){0,3}", re.ASCII)
 _LONGEST_NUMERIC = 64
 
@@ -41,14 +41,14 @@ def is_address(host: str) -> bool:
 
 
 def own_names(listens_on: str) -> frozenset[str]:
-    """Names by which users and containers reach the machine, and the host that the server listens on."""
+    """Return the machine's names for users and containers, and the host that the server listens on."""
     name = _normal(socket.gethostname())
     short = name.partition(".")[0]
     return frozenset(filter(None, (name, short, short and f"{short}.local", _normal(listens_on), *_USUAL_NAMES)))
 
 
 def host_of(authority: str) -> str:
-    """The host in `host:port`, in lower case without a final dot; empty if invalid."""
+    """Return the host in `host:port`, in lower case without a final dot; empty if invalid."""
     try:
         return _normal(urlsplit(f"//{authority}").hostname or "")
     except ValueError:

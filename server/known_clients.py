@@ -51,7 +51,7 @@ class KnownClients:
 
 
 def client_name(user_agent: str) -> str:
-    """The product in a `User-Agent` header without its version, or `unknown`."""
+    """Return the product in a `User-Agent` header without its version, or `unknown`."""
     words = user_agent.split(None, 1)
     return (_VERSION.sub("", words[0])[:_MOST_CHARS] if words else "") or "unknown"
 

@@ -24,7 +24,6 @@ class LargeJson:
         return ConfinedWork("agentcache.server.large_json_child", str(self._engine.model.max_context))
 
     def close(self) -> None:
-        """End idle processes."""
         if "_work" in self.__dict__:
             self._work.close()
 

@@ -42,7 +42,7 @@ class LastTurns:
             self._turns.popitem(last=False)
 
     def describe(self, agent: str, lineages: tuple[str, ...]) -> dict[str, Any] | None:
-        """The last turn as JSON; None if there is none, or its lineage is gone."""
+        """Return the last turn as JSON; None without one, or if its lineage is gone."""
         turn = self._turns.get(agent)
         if turn is None or turn.report.lineage not in lineages:
             return None
@@ -61,7 +61,7 @@ class LastTurns:
 
 
 def why(report: Report) -> str | None:
-    """Why reuse was limited; None if it was complete."""
+    """Return why reuse was limited; None if it was complete."""
     if report.lost_tokens:
         return f"{report.lost_tokens} tokens of the conversation were neither in RAM nor on disk any more"
     if report.volatile is not None and not report.volatile.moved:

@@ -44,14 +44,14 @@ class TextOffsets:
 
     @classmethod
     def of_prompt(cls, tokens: Sequence[TokenLogprob], end: int) -> list[int]:
-        """Offsets in a prompt of `end` characters. Extra leading text (a BOS, a space) gets 0."""
+        """Return offsets in a prompt of `end` characters. Extra leading text (a BOS, a space) gets 0."""
         counted = cls()
         offsets = counted.of(tokens)
         return [max(0, offset - counted._end + end) for offset in offsets]
 
 
 def text_logprobs(tokens: Sequence[TokenLogprob], offsets: Sequence[int]) -> dict[str, Any]:
-    """OpenAI's legacy shape for text completions."""
+    """Write OpenAI's legacy shape for text completions."""
     return {
         "tokens": [token.text for token in tokens],
         "token_logprobs": [_finite(token.logprob) for token in tokens],
@@ -61,7 +61,7 @@ def text_logprobs(tokens: Sequence[TokenLogprob], offsets: Sequence[int]) -> dic
 
 
 def _text_top(token: TokenLogprob) -> dict[str, float | None] | None:
-    """Alternatives by text, the likeliest for equal texts."""
+    """Return alternatives by text, the likeliest for equal texts."""
     if token.logprob is None:
         return None
     top: dict[str, float | None] = {}

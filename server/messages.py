@@ -53,7 +53,7 @@ def _read_message(message: Reader, call: Call) -> dict[str, Any]:
 
 
 def _read_content(message: Reader, role: str, call: Call) -> str:
-    """The content as text; assistants may omit it, tools may send any value."""
+    """Return the content as text; assistants may omit it, tools may send any value."""
     content = message.get("content")
     if isinstance(content, str):
         return content
@@ -74,7 +74,7 @@ def _read_thoughts(message: Reader) -> str:
 
 
 def _former_call(message: Reader, role: str) -> list[dict[str, Any]]:
-    """OpenAI's deprecated `function_call`; its result has role `function`."""
+    """Read OpenAI's deprecated `function_call`; its result has role `function`."""
     if role != "assistant" or not isinstance(message.get("function_call"), dict):
         return []
     function = message.object("function_call")
@@ -83,7 +83,7 @@ def _former_call(message: Reader, role: str) -> list[dict[str, Any]]:
 
 
 def _former_id(named: Reader) -> str:
-    """An id for calls and results that have only a name."""
+    """Return an id for calls and results that have only a name."""
     return f"call_{named.string('name')}"
 
 
@@ -93,7 +93,7 @@ def without_billing_header(text: str) -> str:
 
 
 def _read_call(call: Reader, in_history: bool) -> dict[str, Any]:
-    """A call in any shape. History may lack its name: a refusal would end the conversation."""
+    """Read a call in any shape. History may lack its name: a refusal would end the conversation."""
     if isinstance(call.get("custom"), dict):
         custom = call.object("custom")
         said = {"name": custom.required_string("name"), "arguments": {"input": custom.string("input") or ""}}
@@ -108,7 +108,7 @@ def _read_call(call: Reader, in_history: bool) -> dict[str, Any]:
 
 
 def read_arguments(function: Reader, name: str = "arguments") -> Any:
-    """Arguments as an object for templates; else JSON text: a refusal would end the conversation."""
+    """Return arguments as an object for templates; else JSON text: a refusal would end the conversation."""
     arguments = function.get(name)
     if isinstance(arguments, dict):
         return arguments

@@ -130,7 +130,7 @@ def is_event_stream(start: Message) -> bool:
 
 
 class ApiKey:
-    """Requires the key in all requests except for `OPEN_PATHS` and the page, which has no data."""
+    """Requires the key except for `OPEN_PATHS` and the page, which has no data."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self.app = app

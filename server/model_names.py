@@ -40,12 +40,11 @@ def read_adapter(call: Call) -> str | None:
 
 
 def adapter_in(name: str, model: ModelInfo, config: Config) -> str | None:
-    """The adapter that a model name means; None for base.
+    """Return the adapter that a model name means; None for base.
 
     Order: served names; aliases; placeholders; served names in another spelling; names built into clients.
 
-    Raises:
-        NotFound: unknown name.
+    Raises NotFound for an unknown name.
     """
     try:
         return _served(name, model)
@@ -65,7 +64,7 @@ def adapter_in(name: str, model: ModelInfo, config: Config) -> str | None:
 
 
 def _spelled(name: str, model: ModelInfo) -> str:
-    """A served name in another spelling: case, a provider (`openai/`), Ollama's `:latest`. Else `name`."""
+    """Return a served name in another spelling: case, a provider (`openai/`), Ollama's `:latest`. Else `name`."""
     bare = name.lower().removesuffix(f":{_NEWEST}")
     known = [model.id, model.name, *(adapter.name for adapter in model.adapters)]
     return next((each for each in known if bare == each.lower() or bare.endswith("/" + each.lower())), name)

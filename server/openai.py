@@ -110,7 +110,7 @@ def _refuse_large_echo(body: Reader, prompts: Sequence[TextPrompt | TokenPrompt]
 
 
 def read_prompts(body: Reader, model: ModelInfo) -> list[TextPrompt | TokenPrompt]:
-    """The prompts: a string, token ids, or a list of these."""
+    """Read the prompts: a string, token ids, or a list of these."""
     prompt = body.get("prompt")
     if isinstance(prompt, list) and prompt and not _is_token(prompt[0]):
         if len(prompt) > MAX_PROMPTS:

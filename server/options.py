@@ -110,7 +110,7 @@ def read_priority(body: Reader) -> Priority | None:
 
 
 def read_timeout(body: Reader) -> float | None:
-    """The request's time limit in seconds; the server's limit applies too."""
+    """Return the request's time limit in seconds; the server's limit applies too."""
     value = body.get("request_timeout")
     return None if value is None else body.as_number("request_timeout", value, minimum=0.001)
 

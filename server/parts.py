@@ -1,4 +1,4 @@
-"""Reads parts of messages as text, the only input of the served models."""
+"""Reads parts of messages as text, the served models' only input."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _AS_JSON = ("input", "arguments", "args")
 
 
 def read_parts(holder: Reader, name: str, role: str, call: Call, *, without: Collection[str] = ()) -> list[str]:
-    """The non-empty texts of the parts under `name`, except types in `without`."""
+    """Return the non-empty texts of the parts under `name`, except types in `without`."""
     read = (
         read_part(holder.item(name, index), role, call) if (text := plain_text(part)) is None else text
         for index, part in _parts(holder, name, without)
@@ -46,7 +46,7 @@ def _parts(holder: Reader, name: str, without: Collection[str]) -> Iterable[tupl
 
 
 def plain_text(part: Any) -> str | None:
-    """The text of a pure text part; else None. Fast, for thousands of parts."""
+    """Return a pure text part's text, else None. Fast, for thousands of parts."""
     if type(part) is str:
         return part
     if type(part) is not dict or part.get("type") not in _TEXTS:
@@ -56,7 +56,7 @@ def plain_text(part: Any) -> str | None:
 
 
 def read_part(part: Reader, role: str, call: Call) -> str:
-    """The text of one part, or a placeholder and a note.
+    """Return one part's text, or a placeholder and a note.
 
     A refusal in the history would end the conversation. Only media in a user's newest message are refused, unless the
     setting `images` allows it: ignoring them would mislead.
@@ -82,7 +82,7 @@ def read_part(part: Reader, role: str, call: Call) -> str:
 
 
 def _read_text(part: Reader, kind: str | None, role: str, call: Call) -> str:
-    """The text, or other readable fields."""
+    """Return the text, or other readable fields."""
     text = part.get("text")
     if isinstance(text, str):
         return part.required_string("text")
@@ -95,7 +95,7 @@ def _read_text(part: Reader, kind: str | None, role: str, call: Call) -> str:
 
 
 def readable(value: Any) -> str:
-    """All readable text in a part."""
+    """Return all readable text in a part."""
     lines: list[str] = []
     rest = [value]
     while rest:
@@ -138,7 +138,7 @@ def _left_out(part: Reader, kind: str, where: str, call: Call) -> str:
 
 
 def tool_text(holder: Reader, name: str, between: str, call: Call) -> str:
-    """A tool's result; other values than text as JSON."""
+    """Return a tool's result; other values than text as JSON."""
     value = holder.get(name)
     if value is None or isinstance(value, str):
         return holder.string(name) or ""

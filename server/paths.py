@@ -36,7 +36,7 @@ class MeantPaths:
 
 
 def meant_path(path: str, routes: Sequence[BaseRoute]) -> str:
-    """The route's path that `path` means; else `path`."""
+    """Return the route's path that `path` means; else `path`."""
     exact = path.rstrip("/") or "/"
     rest = exact[_front_length(exact) :]
     candidates = (exact, f"{API}/{rest}", f"/{rest}") if rest else (exact,)
@@ -44,7 +44,7 @@ def meant_path(path: str, routes: Sequence[BaseRoute]) -> str:
 
 
 def missing_path_hint(path: str, routes: Sequence[BaseRoute]) -> str:
-    """A sentence of bounded length about an unknown path."""
+    """Return a sentence of bounded length about an unknown path."""
     if (nearest := nearest_route(path, routes)) is not None:
         return f"Probably meant: {_methods(nearest)} {nearest.path}."
     other = next((name for front, name in _OTHER_APIS.items() if path.startswith(front)), None)
@@ -53,7 +53,7 @@ def missing_path_hint(path: str, routes: Sequence[BaseRoute]) -> str:
 
 
 def nearest_route(path: str, routes: Sequence[BaseRoute]) -> Route | None:
-    """The route that `path` ends with or resembles; else None."""
+    """Return the route that `path` ends with or resembles, or None."""
     if len(path) > _LONGEST or path.startswith(_GOOGLE):
         return None
     parts = [part for part in path.lower().split("/") if part]
@@ -71,7 +71,7 @@ def nearest_route(path: str, routes: Sequence[BaseRoute]) -> Route | None:
 
 
 def _spelled_as(pattern: str, rest: str) -> str:
-    """The route without version, with parameters from `rest`."""
+    """Spell the route without version, with parameters from `rest`."""
     bare, parts = pattern[_front_length(pattern) :].split("/"), rest.split("/")
     if len(bare) != len(parts):
         return "/".join(bare)

@@ -36,18 +36,13 @@ class ReadLimit:
         self._rested = time.perf_counter()
 
     def step(self) -> None:
-        """Count one item.
-
-        Raises:
-            InvalidRequest: the limit is exceeded.
-            Overloaded: the request has ended.
-        """
+        """Count one item. Raises InvalidRequest over the limit, Overloaded if the request has ended."""
         self._steps += 1
         if self._steps % STEPS == 0:
             self.look()
 
     def look(self) -> None:
-        """Equivalent to `STEPS` calls of `step`."""
+        """Count `STEPS` items."""
         self.check()
         self._rest()
 

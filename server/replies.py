@@ -17,7 +17,7 @@ from agentcache.text.replies.reading import Reading
 
 
 def read_whole(reading: Reading, completion: Completion) -> tuple[list[Block], int]:
-    """The blocks, and the number of reasoning tokens."""
+    """Return the blocks, and the number of reasoning tokens."""
     reader = ReplyReader(reading, whole=True)
     blocks = blocks_of(event for update in completion.updates for event in reader.add(update))
     return blocks, reader.reasoning_tokens
@@ -30,7 +30,7 @@ def read_reading(
     form: AnswerForm | None = None,
     thinking: Thinking = AS_USUAL,
 ) -> Reading:
-    """How to parse the reply.
+    """Choose how to parse the reply.
 
     Args:
         tools: shown tools, in OpenAI's shape.

@@ -70,14 +70,14 @@ class Choices:
 
 
 def report_object(report: Report, notes: Sequence[str]) -> dict[str, Any]:
-    """The `agentcache` object beside `usage`; `notes` are the request's."""
+    """Build the `agentcache` object beside `usage`; `notes` are the request's."""
     described = dataclasses.asdict(report)
     del described["completion_tokens"]  # in usage
     return described | {"notes": [*notes, *(note for note in report.notes if note not in notes)]}
 
 
 def combine(reports: Sequence[Report]) -> Report:
-    """One report for several prompts: sums, otherwise the worst value."""
+    """Combine the reports of several prompts: sums, otherwise the worst value."""
     lossy = [report for report in reports if report.policy in LOSSY]
     coldest = min(reports, key=lambda report: _COLDEST_FIRST.index(report.cache_state))
     return dataclasses.replace(
@@ -101,7 +101,7 @@ def combine(reports: Sequence[Report]) -> Report:
 
 
 def combine_choices(reports: Sequence[Report]) -> Report:
-    """One report for several choices of one prompt, which counts once."""
+    """Combine the reports of several choices of one prompt, which counts once."""
     first = reports[0]
     return dataclasses.replace(
         first,

@@ -15,7 +15,7 @@ from agentcache.server.stream import encode
 MAX_ECHO = 256 << 10
 MAX_OPENING = 16 << 10
 _OVERHEAD = 4  # characters per value
-# Replacements that OpenAI's types require; else null.
+# OpenAI's types require these; else null.
 _EMPTY: dict[str, Any] = {"tools": [], "metadata": {}, "tool_choice": "auto"}
 
 
@@ -28,7 +28,7 @@ class Echo:
 
     @classmethod
     def of(cls, asked: Mapping[str, Any], most: int) -> Echo:
-        """The echo without its largest fields, in about `most` characters."""
+        """Return the echo without its largest fields, in about `most` characters."""
         sizes = {name: json_size(value, most) for name, value in asked.items()}
         kept, left_out = set[str](), []
         for name in sorted(sizes, key=lambda name: sizes[name]):
@@ -50,7 +50,7 @@ class Echo:
 
 
 def json_size(value: Any, most: float = math.inf) -> int:
-    """The approximate length of `value` as JSON; counts no further than `most`."""
+    """Return the approximate length of `value` as JSON; counts no further than `most`."""
     size, rest = 0, [value]
     while rest and size <= most:
         part = rest.pop()

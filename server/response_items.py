@@ -24,9 +24,9 @@ def is_reference(item: Reader) -> bool:
 
 
 def read_items(call: Call) -> list[dict[str, Any]]:
-    """Messages of `instructions`, the continued conversation, and `input`.
+    """Read messages of `instructions`, the continued conversation, and `input`.
 
-    One reply's items form one message. So do leading system texts, since many templates allow only one.
+    One reply's items form one message. So do leading system texts: many templates allow only one.
     """
     messages = _Messages()
     messages.system(call.body.string("instructions") or "")
@@ -48,7 +48,7 @@ def read_items(call: Call) -> list[dict[str, Any]]:
 class _Messages:
     def __init__(self) -> None:
         self.list: list[dict[str, Any]] = []
-        # Of the newest message, joined by `close`: appending to a string would copy it every time.
+        # Of the newest message, joined by `close`: a string would be copied at every addition.
         self._texts: list[str] = []
         self._thoughts: list[str] = []
 
@@ -169,7 +169,7 @@ def _read_content(item: Reader, name: str, role: str, call: Call) -> str:
 
 
 def _read_thought(item: Reader, call: Call) -> str:
-    """The thought in an item; other servers' items may have only a summary."""
+    """Return an item's thought; other servers' items may have only a summary."""
     for part in item.objects("content") if is_newest(item, call) else ():
         part.required_string("text")
     shown = readable(item.get("content")) or readable(item.get("summary"))

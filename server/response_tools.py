@@ -54,7 +54,6 @@ class ResponseTools:
 
     @property
     def strict(self) -> frozenset[str]:
-        """Shown names of strict tools."""
         return frozenset(name for name, tool in self.by_name.items() if tool.is_strict)
 
     def find(self, name: str) -> ResponseTool:
@@ -66,7 +65,7 @@ def shown_name(namespace: str | None, name: str) -> str:
 
 
 def custom_input(arguments: str) -> str:
-    """A custom tool's text, or invalid arguments unchanged."""
+    """Return a custom tool's text, or invalid arguments unchanged."""
     try:
         value = parse_json(arguments)
     except ValueError:
@@ -115,7 +114,6 @@ def _read_tool(
 
 
 def _read_description(tool: Reader) -> str:
-    """Add the grammar of a custom tool."""
     form = tool.object("format")
     grammar = (form.string("definition") or "") if form.string("type") == "grammar" else ""
     syntax = f"The input follows this {form.string('syntax') or 'lark'} grammar:\n{grammar}" if grammar else ""

@@ -43,7 +43,7 @@ async def responses(request: HttpRequest) -> Response:
 
 
 def _read_unless_it_refers(call: Call) -> Job | tuple[Call, References]:
-    """The job, or references to look up first."""
+    """Return the job, or references to look up first."""
     references = read_references(call.body)
     return (call, references) if references else read_response(call)
 
@@ -100,7 +100,7 @@ def _refuse(body: Reader) -> None:
 
 
 def _read_include(body: Reader) -> list[str]:
-    """The list `include`. Most values concern tools that this server lacks."""
+    """Read the list `include`. Most values concern tools that this server lacks."""
     include = body.get("include")
     if include is None:
         return []
@@ -110,7 +110,7 @@ def _read_include(body: Reader) -> list[str]:
 
 
 def _read_logprobs(body: Reader) -> int | None:
-    """Alternatives per token; None for no logprobs."""
+    """Return alternatives per token; None for no logprobs."""
     top = body.integer("top_logprobs", minimum=0, maximum=MAX_LOGPROBS) or 0
     return top if _LOGPROBS in _read_include(body) else None
 

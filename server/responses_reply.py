@@ -29,7 +29,7 @@ from agentcache.text.replies.events import (
 )
 from agentcache.text.replies.reading import Reading
 
-# A stream event's type, and its fields without the number.
+# Type of a stream event, and its fields without the number.
 Said = tuple[str, dict[str, Any]]
 
 
@@ -63,7 +63,7 @@ class ResponseReply:
         return self.close(completions) | dict(self.echo.fields)
 
     def close(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The response without its echo; the same object at every call."""
+        """Return the response without its echo; the same object at every call."""
         if self._closed is not None:
             return self._closed
         [completion] = completions
@@ -187,7 +187,7 @@ class OutputItems:
         return new_id(prefix, self._reply.agent)
 
     def _logprobs_of(self, text: str) -> list[dict[str, Any]]:
-        """Logprobs of the tokens at the end of `text`; earlier tokens were markers."""
+        """Return logprobs of the tokens at the end of `text`; earlier tokens were markers."""
         tokens, self._unplaced = self._unplaced, []
         while len(tokens) > 1 and _text_of(tokens[1:]).endswith(text):
             del tokens[0]
@@ -270,7 +270,7 @@ def _text_of(tokens: Sequence[TokenLogprob]) -> str:
 
 
 def _code(error: WireError) -> str:
-    """One of OpenAI's codes, by which clients retry or shorten the conversation."""
+    """Return one of OpenAI's codes, by which clients retry or shorten the conversation."""
     if error.code == ContextLengthExceeded.code:
         return error.code
     if error.status == Overloaded.status:
@@ -296,11 +296,11 @@ class ResponseWriter:
             yield self._event(kind, fields)
 
     def keep_alive(self) -> bytes:
-        """An event that may repeat: the dialect has none for keep-alives."""
+        """Return an event that may repeat: the dialect has none for keep-alives."""
         return self._spliced("response.in_progress", self._opening)
 
     def close(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The response without its echo. `end` sends it with later changes."""
+        """Return the response without its echo. `end` sends it with later changes."""
         if self._closed is None:
             [completion] = completions
             self._closing = list(self._output.finish(completion))

@@ -59,7 +59,7 @@ def _read_repetition(body: Reader, default: float) -> float:
 
 
 def read_max_tokens(body: Reader, *names: str, default: int | None) -> int | None:
-    """The first field given; None, or -1 on the wire, for the rest of the context."""
+    """Return the first field given; None, or -1 on the wire, for the rest of the context."""
     given = [body.integer(name, minimum=-1, maximum=MAX_TOKENS_LIMIT) for name in names]
     most = next((value for value in given if value is not None), default)
     return None if most == -1 else most

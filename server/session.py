@@ -39,7 +39,7 @@ _CODEX_TITLE = "thread_title"
 
 
 def read_agent(call: Call, user_id: Any = None) -> str | None:
-    """The agent of a request; None if there is none.
+    """Return the agent of a request, or None.
 
     Order: `agent` or `session_id` in the body; X-Session-ID; data that clients send automatically; the agent of the
     continued response; the setting `default_agent`. `session_headers` controls the second and third. Any automatic
@@ -48,8 +48,7 @@ def read_agent(call: Call, user_id: Any = None) -> str | None:
     Args:
         user_id: Anthropic's `metadata.user_id`, the last automatic value.
 
-    Raises:
-        InvalidRequest: an explicit name is invalid.
+    Raises InvalidRequest for an invalid explicit name.
     """
     agent = named_agent(call)
     if agent is None and call.config.session_headers:
@@ -59,7 +58,7 @@ def read_agent(call: Call, user_id: Any = None) -> str | None:
 
 
 def named_agent(call: Call) -> str | None:
-    """The agent in the body or X-Session-ID. Raises InvalidRequest."""
+    """Return the agent in the body or X-Session-ID. Raises InvalidRequest."""
     agent = _read_named(call.body)
     header = call.headers.get("x-session-id") if agent is None and call.config.session_headers else None
     return check_agent_id(_main_session(header), "X-Session-ID") if header else agent
@@ -75,7 +74,6 @@ def _read_named(body: Reader) -> str | None:
 
 
 def _read_session(call: Call, user_id: Any) -> str | None:
-    """The agent from automatic data."""
     agent = next((agent for agent in _sent_unasked(call, user_id) if agent is not None), None)
     return agent if (turn := _codex_turn(call)) is None else _agent_of_thread(call, turn, agent)
 
@@ -97,7 +95,7 @@ def _sent_unasked(call: Call, user_id: Any) -> Iterator[str | None]:
 
 
 def _codex_turn(call: Call) -> dict[str, Any] | None:
-    """Codex's turn metadata, in a header or the body."""
+    """Return Codex's turn metadata, in a header or the body."""
     said = call.headers.get(_CODEX_TURN)
     if said is None:
         fields = call.body.get("client_metadata")
@@ -110,7 +108,7 @@ def _codex_turn(call: Call) -> dict[str, Any] | None:
 
 
 def _agent_of_thread(call: Call, turn: dict[str, Any], agent: str | None) -> str | None:
-    """The agent of a Codex thread.
+    """Return the agent of a Codex thread.
 
     A title thread has another session id and follows the request that it describes; only the installation is the same.
     Without an earlier session it has no agent.
@@ -134,7 +132,7 @@ def agent_of_cache_key(key: Any) -> str | None:
 
 
 def session_of_user(user_id: Any) -> Any:
-    """The session in Claude Code's user id: `{"session_id": …}` or `user_…_session_…`. Else the whole id."""
+    """Return the session in Claude Code's user id: `{"session_id": …}` or `user_…_session_…`. Else the whole id."""
     if not isinstance(user_id, str):
         return None
     if len(user_id) <= _LONGEST_JSON and (found := _USER_SESSION.fullmatch(user_id)):
@@ -148,7 +146,7 @@ def session_of_user(user_id: Any) -> Any:
 
 
 def _agent_of(said: Any, prefix: str) -> str | None:
-    """The agent id for a text: itself if valid, else its digest. None if empty."""
+    """Return the agent id for a text: itself if valid, else its digest; None if empty."""
     if not isinstance(said, str) or not said:
         return None
     said = _main_session(said)
@@ -159,6 +157,6 @@ def _agent_of(said: Any, prefix: str) -> str | None:
 
 
 def _main_session(session: str) -> str:
-    """The main session: `ses_…` for `title-ses_…`."""
+    """Return `ses_…` for `title-ses_…`."""
     side = _SIDE_REQUEST.fullmatch(session)
     return session if side is None else side[1]

@@ -240,7 +240,7 @@ class ChunkWriter:
                 yield self._arguments.event(arguments)
 
     def _text(self, text: str) -> bytes:
-        """A piece of text with the logprobs of all tokens received."""
+        """Emit a piece of text with the logprobs of all tokens received."""
         if not self._waiting:
             return self._texts.event(text)
         waiting, self._waiting = self._waiting, []

@@ -115,7 +115,7 @@ async def show_response(request: HttpRequest) -> Response:
 
 
 async def list_input_items(request: HttpRequest) -> Response:
-    """The items of one request, without the conversation before it."""
+    """Return the items of one request, without the conversation before it."""
     data = (await _find(request)).input
     first, last = (data[0].get("id"), data[-1].get("id")) if data else (None, None)
     return JSONResponse({"object": "list", "data": data, "has_more": False, "first_id": first, "last_id": last})

@@ -21,11 +21,11 @@ Generate = Callable[[Callable[[Update], None]], Coroutine[Any, Any, None]]
 
 KEEP_ALIVE_SECONDS = 10.0
 
-encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode  # json.dumps would make an encoder per call
+encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode  # json.dumps makes an encoder per call
 _ANY_TEXT = "\x00"
 _BEHIND = 32  # queued updates; beyond, updates are merged
 _TOGETHER = 256  # tokens in a merged update
-# Tokens and candidates; beyond, the stream ends. A token without logprobs counts once.
+# Tokens and candidates at which the stream ends. A token without logprobs counts once.
 _MOST_PENDING = 50_000
 
 
@@ -36,7 +36,7 @@ def event(data: dict[str, Any], name: str | None = None) -> bytes:
 
 
 def spliced(data: dict[str, Any], key: str, object_text: str, name: str) -> bytes:
-    """Encode one event of `data`, with an encoded object under `key`."""
+    """Encode an event of `data`, with an encoded object under `key`."""
     return f"event: {name}\ndata: {encode(data)[:-1]},{encode(key)}:{object_text}}}\n\n".encode()
 
 
@@ -44,7 +44,7 @@ class TextEvents:
     """Events that differ only in one text; the rest is encoded once.
 
     Args:
-        event_of: returns the event for a text; nothing after the text may contain `_ANY_TEXT`.
+        event_of: from a text to its event, with no `_ANY_TEXT` behind the text.
     """
 
     def __init__(self, event_of: Callable[[str], bytes]) -> None:
@@ -66,7 +66,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`; cancel it when the client leaves. The body must have been read.
 
     Raises:
-        ClientDisconnect: the client left; `work` has ended.
+        ClientDisconnect: `work` has ended.
     """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(receive))
@@ -93,7 +93,7 @@ async def _end(task: asyncio.Future[Any]) -> None:
 
 
 class Backlog:
-    """A queue of updates; merges waiting ones when it is long."""
+    """A queue of updates that merges them when it is long."""
 
     def __init__(self) -> None:
         self._pending: deque[Update | Exception | None] = deque()
@@ -104,7 +104,6 @@ class Backlog:
 
     @property
     def is_full(self) -> bool:
-        """Whether the client is too far behind."""
         return self._size > _MOST_PENDING
 
     def put(self, update: Update | Exception | None) -> None:
@@ -114,14 +113,14 @@ class Backlog:
         if len(self._pending) >= _BEHIND:
             last = self._pending[-1]
             if update is None:
-                return  # no keep-alive needed
+                return
             if isinstance(last, Update) and isinstance(update, Update) and _can_merge(last, update):
                 self._pending[-1] = _merged(last, update)
                 return
         self._pending.append(update)
 
     def pop(self) -> Update | Exception | None:
-        """The next item. Must not be empty."""
+        """Pop the next item; must not be empty."""
         update = self._pending.popleft()
         if isinstance(update, Update):
             self._size -= _size(update)
@@ -186,11 +185,9 @@ class UpdateStream:
         self._running.add_done_callback(lambda running: ended())
 
     async def next(self) -> Update | None:
-        """The next update; None after `interval` without one.
+        """Return the next update; None after `interval` without one.
 
-        Raises:
-            RequestTimedOut: the deadline has passed.
-            Exception: the engine's error.
+        Raises RequestTimedOut after the deadline, and the engine's error.
         """
         while not self._backlog:
             self._arrived.clear()

@@ -1,6 +1,6 @@
 """Reads thinking settings, for the template and the answer.
 
-All dialects accept all spellings, of other servers too. Template variables count before switches, switches before
+All dialects accept all spellings, also of other servers. Template variables count before switches, switches before
 efforts. An unknown word means the nearest one.
 """
 
@@ -64,7 +64,7 @@ class Thinking:
 
 @dataclass(frozen=True)
 class _Said:
-    """The meaning of one field; `param` is its name on the wire."""
+    """One field's meaning; `param` is its name on the wire."""
 
     param: str
     enabled: bool | None = None
@@ -78,7 +78,7 @@ AS_USUAL = Thinking()
 
 
 def read_thinking(call: Call, *, only_if_asked: bool = False) -> Thinking:
-    """The request's thinking settings.
+    """Read the request's thinking settings.
 
     Args:
         only_if_asked: whether answers show thoughts only on request (Anthropic). The model thinks by default even so:
@@ -111,7 +111,6 @@ def _is_parsed(body: Reader) -> bool:
 
 
 def _fields_of(body: Reader, name: str) -> Reader:
-    """The object under `name`; else an empty one."""
     return body.object(name) if isinstance(body.get(name), dict) else Reader({}, body.param(name))
 
 
@@ -184,7 +183,7 @@ def _read(reader: Reader, name: str) -> _Said:
 
 
 def _meaning(value: str, *, is_effort: bool) -> dict[str, Any]:
-    """A word's meaning: an effort, or in other fields also on or off."""
+    """Return a word's meaning: an effort, or in other fields also on or off."""
     word = value.strip().lower().replace("-", "_")
     if word in _FREE:
         return {"free": True}
@@ -206,7 +205,7 @@ def _effort(word: str) -> int:
 
 
 def _graded(value: float) -> int:
-    """An effort from a fraction up to 1, or from a percentage."""
+    """Convert a fraction up to 1, or a percentage, to an effort."""
     share = value if 0 <= value <= 1 else max(0, min(value, 100)) / 100
     return NONE if share == 0 else 1 + min(int(share * 5), 5)
 

@@ -39,7 +39,7 @@ class ToolList:
         return read_tool_choice(body, self.find)
 
     def find(self, word: str) -> str | None:
-        """The tool that a name or a type means: its name, or its type if it is left out."""
+        """Return the tool that a name or a type means: its name, or its type if it is left out."""
         is_known = word in self.functions or word in self.left_out
         return word if is_known else self.by_family.get(family(word))
 
@@ -101,7 +101,7 @@ def read_function(tool: Reader) -> dict[str, Any]:
 
 
 def _with_strict(tool: Reader) -> dict[str, Any]:
-    """The tool; `strict` beside its function goes into it."""
+    """Move a `strict` beside the tool's function into it."""
     function = tool.object("function").value
     if tool.get("strict") is not True or function.get("strict") is not None:
         return tool.value
@@ -109,7 +109,7 @@ def _with_strict(tool: Reader) -> dict[str, Any]:
 
 
 def _added_tools(body: Reader) -> Iterator[Reader]:
-    """Definitions in `tool_addition` blocks; references to `tools` are skipped."""
+    """Yield definitions in `tool_addition` blocks; references to `tools` are skipped."""
     for index, message in enumerate(body.items("messages")):
         if type(message) is not dict or message.get("role") != "system" or type(message.get("content")) is not list:
             continue

@@ -14,7 +14,7 @@ from agentcache.text.json_values import TooDeep, deep_place, parse_json
 MAX_INTEGER = 2**63 - 1
 MAX_NAME = 256  # of a tool's name
 MAX_NUMBER = 1e300
-# Parsing cost depends on the number of values: 0.1 s for this many. Only long or many prompts need more.
+# Parsing takes 0.1 s for this many values. Only long or many prompts need more.
 MANY_VALUES = 2**20
 _CALLS = ("tool_use", "tool_result")
 _VALUES_PER_TOKEN = 4
@@ -23,7 +23,7 @@ _LONGEST_HINT = 80  # of names compared with known ones
 
 
 def parse_object(raw: list[bytes]) -> dict[str, Any]:
-    """The JSON object in a body. Raises InvalidRequest.
+    """Parse a body as JSON object. Raises InvalidRequest.
 
     Args:
         raw: one body; this call empties the list to free it early.
@@ -48,10 +48,8 @@ def parse_object(raw: list[bytes]) -> dict[str, Any]:
 def refuse_many_values(raw: bytes, max_context: int) -> None:
     """Refuse an unparsed body with more values than prompts of `max_context` tokens need.
 
-    Commas and brackets in strings count too: they are tokens as well.
-
-    Raises:
-        ContextLengthExceeded: without a parameter, which is not known yet.
+    Commas and brackets in strings count: they are tokens, too. Raises ContextLengthExceeded without a parameter,
+    which is not known yet.
     """
     if len(raw) <= MANY_VALUES:
         return
@@ -68,8 +66,7 @@ def refuse_many_values(raw: bytes, max_context: int) -> None:
 def refuse_long_lists(body: dict[str, Any], max_context: int) -> None:
     """Refuse messages, token ids, tool calls or results that outnumber the context's tokens.
 
-    Raises:
-        ContextLengthExceeded: with the list's name.
+    Raises ContextLengthExceeded with the list's name.
     """
     for param in ("messages", "prompt", "input"):
         items = body.get(param)
@@ -81,7 +78,7 @@ def refuse_long_lists(body: dict[str, Any], max_context: int) -> None:
 
 
 def _num_calls(message: Any) -> int:
-    """Return the number of tool calls and results in a message; each is a token at least."""
+    """Count a message's tool calls and results; each is a token at least."""
     if not isinstance(message, dict):
         return 0
     calls, blocks = message.get("tool_calls"), message.get("content")
@@ -108,7 +105,7 @@ class Reader:
     """One JSON object and its place in the body. null counts as absent.
 
     Args:
-        path: dotted path; empty for the body.
+        path: dotted; empty for the body.
         limit: counts objects in lists and strings.
     """
 
@@ -144,7 +141,7 @@ class Reader:
         return value
 
     def name(self, name: str) -> str:
-        """A required string of at most `MAX_NAME` characters."""
+        """Return a required string of at most `MAX_NAME` characters."""
         value = self.required_string(name)
         if len(value) > MAX_NAME:
             self.fail(name, f"must have at most {MAX_NAME} characters")
@@ -182,7 +179,7 @@ class Reader:
         return float(value)
 
     def object(self, name: str) -> Reader:
-        """The object under `name`; an empty one if absent."""
+        """Return the object under `name`; an empty one if absent."""
         value = self.value.get(name)
         if value is not None and not isinstance(value, dict):
             self.fail(name, "must be an object")
@@ -193,7 +190,7 @@ class Reader:
         return Reader(dict(value), self.param(name) if name else self.path, self._limit)
 
     def objects(self, name: str) -> list[Reader]:
-        """The objects of the list under `name`; empty if absent."""
+        """Return the list's objects under `name`; empty if absent."""
         value = self.value.get(name)
         if value is None:
             return []
@@ -209,7 +206,7 @@ class Reader:
         return readers
 
     def items(self, name: str) -> Iterator[Any]:
-        """Unchecked values of a list; `item` reads one as an object."""
+        """Yield a list's unchecked values; `item` reads one as an object."""
         value = self.value.get(name)
         if value is None:
             return
@@ -227,7 +224,6 @@ class Reader:
         return Reader(value, self.param(at), self._limit)
 
     def only(self, *known: str) -> None:
-        """Refuse other keys."""
         for name in self.value:
             if name not in known:
                 self.refuse(name, _hint(name, known))
@@ -238,7 +234,7 @@ class Reader:
 
 
 def _range(value: float, minimum: float, maximum: float) -> str:
-    """The bounds for `value`; without a real maximum only the violated one."""
+    """Word the bounds for `value`; without a real maximum only the violated one."""
     if maximum < MAX_INTEGER:
         return f"between {minimum} and {maximum}"
     return f"at least {minimum}" if value < minimum else f"at most {maximum}"
