@@ -20,7 +20,7 @@ from agentcache.text.repairs.steps import Render, Repaired, repaired
 from agentcache.text.replies.format import ReplyFormat
 from agentcache.text.template import REASONING_KEYS, REFUSED
 
-_MOST_UNSEEN = 20  # names in a note
+_MOST_UNSEEN = 20
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class ChatRenderer:
         return self._repairs is not NO_TEMPLATE
 
     def repairs(self, probe: Render) -> tuple[str, ...] | None:
-        """Return the names of the template's `Repairs`; None if it is unused."""
+        """See `Tokenizer.template_repairs`."""
         found = self._found_repairs(probe)
         return None if found is NO_TEMPLATE else found.names
 

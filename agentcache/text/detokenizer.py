@@ -57,7 +57,7 @@ class Detokenizer:
             self.ends.append(self._length)
             return new_text
         piece = self._without_dummy_space(self._bytes_of(token_id))
-        if piece and not self._num_open and piece.isascii():  # fast path
+        if piece and not self._num_open and piece.isascii():
             new_text = piece.decode("ascii")
             self._append(new_text)
             self.ends.append(self._length)
@@ -70,7 +70,6 @@ class Detokenizer:
         return new_text
 
     def finish(self) -> str:
-        """End the text; return the rest."""
         new_text = self._decoder.decode(self._held_space, final=True)
         self._held_space = b""
         self._resolve(new_text)

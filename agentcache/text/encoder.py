@@ -16,8 +16,8 @@ from agentcache.text.work_limit import UNLIMITED, WorkLimit
 
 _Token = tuple[int, tuple[int, int]]
 _USUAL_CHARS = 6  # per token of the limit; longer texts are counted first
-_PIECE_CHARS = 16_384  # counted at once
-_CUT_TOKENS = 64  # maximum that a cut may add
+_PIECE_CHARS = 16_384
+_CUT_TOKENS = 64  # that a cut may add
 # Longer texts are a batch of one: the tokenizers library releases the GIL only for batches.
 _SHORT_CHARS = 4096
 
@@ -62,7 +62,6 @@ class MarkedEncoder:
         return Encoding([token[0] for token in tokens], _clean_ends([token[1] for token in tokens], len(text)))
 
     def _count(self, text: str, limit: WorkLimit) -> None:
-        """Raise as `limit` if the text certainly has too many tokens."""
         at_least = 0
         for begin in range(0, len(text), _PIECE_CHARS):
             limit.go_on()
@@ -116,7 +115,7 @@ class MarkedEncoder:
 
     @property
     def _plain_backend(self) -> tokenizers.Tokenizer:
-        with self._lock:  # it is large: make only one
+        with self._lock:  # make only one: it is large
             return self._made_plain_backend
 
     @cached_property
@@ -147,7 +146,6 @@ def _normalises_controls(content: Mapping[str, Any], controls: Set[str]) -> bool
 
 
 def _renamed(saved: str, names: Mapping[str, str]) -> str:
-    """Rename tokens in a tokenizer.json; ids stay."""
     content = json.loads(saved)
     for token in content["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])

@@ -102,7 +102,6 @@ def find_changes(text: str, front: Front, held: str, controls: re.Pattern[str]) 
 
 
 def _find_edit(text: str, begin: int, held: str, old: int, controls: re.Pattern[str]) -> Edit | None:
-    """Return the lines that differ, up to the next equal one."""
     new_pieces, old_pieces = _pieces(text, begin, controls), _pieces(held, old, controls)
     is_cut = begin + len("".join(new_pieces)) == len(text)
 
@@ -138,7 +137,7 @@ class ClientsWords:
         return list(self.generated)
 
     def as_held(self, text: str) -> str:
-        """Convert a client's prompt to the transcript's form, within the common prefix."""
+        """Convert a prompt to the transcript's form, within their common prefix."""
         parts, done = list[str](), 0
         for edit in self._edits_within(text):
             parts += [text[done : edit.begin], edit.held]

@@ -45,7 +45,7 @@ def parse_json(
     """Parse JSON. The last of equal keys wins; numbers beyond float64 become the largest one.
 
     Args:
-        max_depth: maximum levels of objects and lists.
+        max_depth: levels of objects and lists.
         strict: whether raw control characters in strings are errors.
         mends_halves: whether half of a surrogate pair becomes U+FFFD, not an error.
 
@@ -77,7 +77,7 @@ def parse_json(
 
 def deep_place(text: str, *, max_depth: int = MAX_DEPTH) -> str:
     """Return the path to the part nested too deeply, as "messages[0].content"; empty if not found."""
-    steps: list[str | int] = []  # key or index in each open container
+    steps: list[str | int] = []
     key = ""
     for found in islice(_TOKEN.finditer(text), _MOST_TOKENS):
         token = found[0]

@@ -91,7 +91,6 @@ class Marks:
         )
 
     def clean(self, text: str) -> str:
-        """Replace reserved characters by U+FFFD."""
         return text if text.isascii() else self._reserved.sub("\ufffd", text)
 
     def are_in(self, text: str) -> bool:
@@ -148,7 +147,6 @@ class Seals:
 
     @cached_property
     def for_template(self) -> bytes:
-        """The marshalled seals for `template_child`."""
         return marshal.dumps((tuple(self._seal_of.items()), self._openings, self._opened, self._closings, self._closed))
 
     def seal(self, text: str) -> str:

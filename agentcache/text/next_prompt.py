@@ -19,7 +19,7 @@ from agentcache.text.messages import plain_messages
 from agentcache.text.replies.format import ReplyFormat
 from agentcache.text.template import REASONING_KEYS
 
-# From messages to a prompt in marked text.
+# From messages to a marked prompt.
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
 
 _MOST_CHATS = 64  # cached kinds
@@ -37,7 +37,7 @@ class _Ending:
     """The part of a prompt after its last message's words.
 
     Args:
-        left_at: leading characters of `text` that the next prompt repeats; None if with the reply, or unknown.
+        left_at: as `NextPrompts.left_at`, in `text`.
     """
 
     text: str
@@ -97,7 +97,7 @@ class NextPrompts:
 def _name_of_variables(template_kwargs: Mapping[str, Any]) -> str | None:
     try:
         name = canonical_json(dict(template_kwargs))
-    except ValueError:  # a Python value without a JSON form
+    except ValueError:  # no JSON form
         return None
     return name if len(name) <= _MOST_CHARS else None
 
@@ -119,7 +119,7 @@ def _split(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]],
 
 @dataclass(frozen=True)
 class _Chat:
-    """A chat's start and end (see `_split`), with its renderer."""
+    """A chat as `_split` returns it, with its renderer."""
 
     leading: Sequence[Mapping[str, Any]]
     end: Sequence[Mapping[str, Any]]
@@ -177,10 +177,7 @@ def _may_think(ending: str, form: ReplyFormat) -> bool:
 def _left_at(
     chat: _Chat, words: str, ending: str, following: Sequence[Mapping[str, Any]], *, thought: bool, may_think: bool
 ) -> int | None:
-    """Return how many characters of `ending` the prompt with `following` repeats; None as in `NextPrompts.left_at`.
-
-    None, too, if `words` differ: the previous turn has handled that place.
-    """
+    """Return `left_at` of `ending` before `following`; None, too, if `words` differ: the turn before handled that."""
     try:
         other_words, behind = chat.rendered(following, thought=thought)
     except InvalidRequest:

@@ -27,7 +27,7 @@ class StopStrings:
     """
 
     def __init__(self, strings: Iterable[str]) -> None:
-        self._next: dict[int, int] = {}  # by state and character
+        self._next: dict[int, int] = {}
         self._depth = [0]
         self._string_at: dict[int, str] = {}
         for string in strings:
@@ -72,7 +72,6 @@ class StopStrings:
         return following or 0
 
     def _path(self, string: str) -> int:
-        """Add a string's states; return the last."""
         state = 0
         for character in string:
             key = state << _CHARACTER_BITS | ord(character)

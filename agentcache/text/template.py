@@ -16,7 +16,7 @@ from agentcache.text.template_child import SECONDS_PER_BYTE, RenderOutcome
 from agentcache.text.work_limit import WorkLimit
 
 MAX_BYTES = 64 << 20
-REFUSED = "refused_by_chat_template"  # the error's code
+REFUSED = "refused_by_chat_template"
 # Message fields for thoughts, the most common first.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
@@ -86,7 +86,7 @@ class ChatTemplate:
         self._marks = marks
         self._work = ConfinedWork("agentcache.text.template_child", seconds_per_byte=SECONDS_PER_BYTE)
         self._sealed: dict[str, bool] = {}  # by template
-        self._greedy: set[str] = set()  # templates that hit a limit on `_HARMLESS`
+        self._greedy: set[str] = set()  # they hit a limit on `_HARMLESS`
 
     @cached_property
     def _by_code(self) -> bool:
@@ -175,7 +175,7 @@ class ChatTemplate:
         return self._sealed[template]
 
     def is_greedy(self, tools: Sequence[Mapping[str, Any]] | None, limit: WorkLimit) -> bool:
-        """Whether a few words exceed the template's time or memory limit."""
+        """Whether a few words exceed a limit of time or memory."""
         if self._by_code:
             return False
         template = self._choose(None if tools is None else list(tools))

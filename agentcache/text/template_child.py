@@ -87,7 +87,6 @@ def _seal(
     closings: tuple[str, ...],
     closed: str,
 ) -> None:
-    """Replace control tokens in constants by `marks.Seals`."""
     seal_of = dict(seals)
     control = re.compile("|".join(map(re.escape, sorted(seal_of, key=len, reverse=True))) or r"(?!)")
 

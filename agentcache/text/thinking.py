@@ -45,7 +45,7 @@ class ThinkingVariables:
     Args:
         modes: variables with values.
         efforts: variables with words, weakest first.
-        budgets: variables for a number of tokens; -1 is no limit.
+        budgets: variables for tokens; -1 is no limit.
         is_guess: whether the template is unknown.
     """
 
@@ -118,7 +118,7 @@ def find_variables(template: str) -> ThinkingVariables:
 
 
 def told(wish: ThinkingWish, variables: ThinkingVariables) -> dict[str, Any]:
-    """Return the template's variables with the values nearest to the wish."""
+    """Return the template's variables, nearest to the wish."""
     if wish.is_off:
         return _told_off(variables)
     if not wish.is_on:

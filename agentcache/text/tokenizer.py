@@ -39,7 +39,7 @@ _CONTROL_NAME = re.compile(r"<([|｜])[^<>|｜]+\1>")
 _FAST_CLASS = "PreTrainedTokenizerFast"
 _TOKENIZER_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 _PROBE_BYTES = 1 << 16
-_UTF8_BYTES = 4  # maximum per character
+_UTF8_BYTES = 4  # per character
 
 
 class Tokenizer:
@@ -102,19 +102,18 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether a template renders chats; False once it has refused every chat."""
+        """Whether a template renders chats: False once it has refused every chat."""
         return self._chat.uses_template
 
     @property
     def has_template_file(self) -> bool:
-        """Whether a chat template exists, used or not."""
+        """Whether a chat template exists, even unused."""
         return bool(self._wrapper.has_chat_template)
 
     def template_repairs(self) -> tuple[str, ...] | None:
-        """Return the names of the template's `Repairs`; None if it is unused. The first call renders many probes.
+        """Return the template's `Repairs` by name; None if it is unused. The first call renders many probes.
 
-        Raises:
-            UnsupportedModel: syntax error in the template.
+        Raises UnsupportedModel for a syntax error in the template.
         """
         return self._chat.repairs(partial(self._probe_template, UNLIMITED))
 
@@ -132,7 +131,7 @@ class Tokenizer:
         return cls(wrapper, end_tokens(path))
 
     def start(self) -> None:
-        """Start the child processes and render a chat, to speed up the first request."""
+        """Start the child processes and render a chat: the first request is faster."""
         self.grammars.start()
         if self.has_chat_template:
             self._template.start()
@@ -160,9 +159,7 @@ class Tokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
         limit: WorkLimit = UNLIMITED,
     ) -> RenderedChat:
-        """Render `messages` as marked text, with the template's repairs.
-
-        Special-token strings in messages stay text.
+        """Render `messages` as marked text, with the template's repairs. Special-token strings in them stay text.
 
         Raises:
             InvalidRequest: refused by the template, time or memory limit, reserved `template_kwargs`, deep nesting.
@@ -194,7 +191,7 @@ class Tokenizer:
         *,
         tells_thoughts: bool,
     ) -> int | None:
-        """Return how many leading characters of `prompt` the next prompt repeats; see `NextPrompts.left_at`."""
+        """See `NextPrompts.left_at`."""
         if not self.has_chat_template:
             return None
         whatever_size = WorkLimit(has_ended=limit.has_ended)
@@ -214,7 +211,7 @@ class Tokenizer:
         )
 
     def raw_prompt(self, text: str, *, reserved_are_marks: bool = False) -> str:
-        """Convert a raw prompt to marked text, in which special tokens are control. Add BOS if the model uses it."""
+        """Convert to marked text, with special tokens as control; add BOS if the model uses it."""
         text = _without_surrogates(text if reserved_are_marks else self._marks.clean(text), "prompt")
         if not self._bos or text.startswith(self._bos):
             return text
@@ -247,7 +244,7 @@ class Tokenizer:
 
     @cached_property
     def turn_ends(self) -> list[str]:
-        """Control tokens that may end a reply in a prompt, not markers inside it."""
+        """Control tokens that may end a reply, not markers inside it."""
         parts = {token.name for token in self.reply_format.tokens} - {"<|end|>", *HARMONY_ENDS}
         return [self._contents[token_id] for token_id in self.control_ids if self._contents[token_id] not in parts]
 
@@ -266,7 +263,6 @@ class Tokenizer:
             limit.check(num_chars // self._longest_token)
 
     def spell(self, token_ids: Sequence[int]) -> Spelling:
-        """Return the marked text of token ids."""
         parts: list[str] = []
         ends: list[int] = []
         position, after = 0, None
@@ -283,7 +279,7 @@ class Tokenizer:
         return Spelling("".join(parts), ends)
 
     def detokenizer(self, after: int | None = None) -> Detokenizer:
-        """Return a detokenizer for the text after token `after`; None at the start of a text.
+        """Return a detokenizer for the text after token `after`, None at a text's start.
 
         It drops a leading space that the tokenizer would add again.
         """
@@ -456,7 +452,7 @@ def _write_replies(wrapper: TokenizerWrapper) -> list[WrittenReply]:
 
 
 def _runs(token_ids: Sequence[int], control_ids: frozenset[int]) -> Iterator[tuple[bool, Sequence[int]]]:
-    """Yield single control tokens (True) and the runs between them (False)."""
+    """Yield single control tokens (True) and the runs between them."""
     first = 0
     for index, token_id in enumerate(token_ids):
         if token_id in control_ids:

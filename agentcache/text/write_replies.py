@@ -54,7 +54,7 @@ def write_replies(template: str, special_tokens: tuple[tuple[str, str], ...]) ->
 
 
 def write_in(work: ConfinedWork, template: str, variables: Mapping[str, Any]) -> tuple[WrittenReply, ...]:
-    """Like `write_replies`, but raises on a limit."""
+    """As `write_replies`, but raise on a limit."""
     prompt = render_in(work, template, variables, [USER], TOOLS, add_generation_prompt=True)
     if prompt is None:
         return ()

@@ -8,8 +8,8 @@ from keyword import iskeyword
 
 from agentcache.text.replies.format import HARMONY, ReplyFormat
 
-_NAME = "NAME"  # of the tool
-_TYPE = "TYPE"  # of an argument
+_NAME = "NAME"
+_TYPE = "TYPE"
 _IS_STRING = "IS_STRING"  # true or false
 _WORD = re.compile("[A-Za-z0-9_]{1,100}")
 _MARKER = re.compile(r"<[^<>]+>|\[[^\[\]]+\]")
@@ -40,7 +40,6 @@ class ArgumentSyntax:
         return _TYPE in self.name_close or _IS_STRING in self.name_close
 
     def name_closed(self, type_: str) -> str:
-        """Return `name_close` for a JSON schema type."""
         closed = self.name_close.replace(_IS_STRING, "true" if type_ == "string" else "false")
         return closed.replace(_TYPE, "number" if type_ == "integer" else type_)
 

@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 from agentcache.system.confined_child import serve
 from agentcache.text.grammars.limits import parser_limits
 
-_STEPS = 1000  # bytes of a random text
+_STEPS = 1000  # bytes of random text
 _MOST_SECONDS = 0.2  # CPU time of one mask
 _ENOUGH_SECONDS = 0.3  # CPU time of one grammar's check
 _ENOUGH_FOR_ALL = 0.6  # of all grammars of a request; the remaining ones share the rest equally

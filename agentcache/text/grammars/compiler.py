@@ -72,7 +72,7 @@ class GrammarCompiler:
     """Grammar compiler of one tokenizer, with a cache. Thread-safe.
 
     Args:
-        vocabulary: factory, called once, by `start` or the first `compile`.
+        vocabulary: factory, called once.
 
     Attributes:
         refusal: why llguidance rejects the vocabulary; empty if accepted or untried.
@@ -94,7 +94,6 @@ class GrammarCompiler:
             self._tokenizer("response_format")
 
     def close(self) -> None:
-        """End the check processes, which restart when needed."""
         self._check.close()
 
     def compile(self, reply: ReplyGrammar, limit: WorkLimit = UNLIMITED) -> Grammar:
@@ -233,7 +232,6 @@ class GrammarMatcher:
 
     @property
     def is_ready(self) -> bool:
-        """Whether `mask` returns without waiting."""
         return self._mask.done()
 
     def wait(self, seconds: float) -> bool:
@@ -270,7 +268,7 @@ class GrammarMatcher:
 
 
 def _blamed(parts: Sequence[Part]) -> str:
-    """Return the parameter of the largest part, the likeliest cause."""
+    """Guess the likeliest cause: the largest part."""
     return max(parts, key=lambda part: len(part.source)).param
 
 

@@ -36,7 +36,6 @@ def json_rule(definition: str, *, must_be_object: bool = False) -> str:
 
 
 def _without_remarks(schema: Any) -> Any:
-    """Remove unsupported formats."""
     if isinstance(schema, list):
         return [_without_remarks(each) for each in schema]
     if not isinstance(schema, Mapping):

@@ -38,7 +38,7 @@ _ANY_NAME = r"/[A-Za-z_][A-Za-z0-9_.\-]{0,63}/"
 _BREAK = "\n"
 _MAYBE_BREAK = "/\\n?/"
 _ANY_SPACE = r"[ \t\n\r]"
-_CDATA = "<![CDATA["  # the parser strips it
+_CDATA = "<![CDATA["
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,10 @@ class ReplyGrammar:
 
 
 def reply_grammar(form: AnswerForm, reply: ReplyFormat, prompt_end: str | None) -> ReplyGrammar:
-    """Build the grammar of a whole reply.
+    """Build the grammar of a whole reply. Raises InvalidRequest for an invalid schema or tool name.
 
     Args:
         prompt_end: end of the marked prompt, which may open reasoning or calls; None for raw text.
-
-    Raises:
-        InvalidRequest: invalid schema or tool name.
     """
     return _Writer(reply).write(form, prompt_end)
 
@@ -125,7 +122,7 @@ class _Writer:
         return " | ".join(ways)
 
     def _syntax(self, form: AnswerForm) -> CallSyntax | None:
-        """Return the call syntax; None, for text only, if calls would be ambiguous with text."""
+        """Return None, for text only, if calls would be ambiguous with text."""
         syntax = call_syntax(self._reply)
         if form.text is None or not syntax.is_bare:
             return syntax
@@ -206,7 +203,7 @@ class _Writer:
         rule = self._named(literal(argument.name), syntax, type_, spelled)
         if not (argument.may_be_null and syntax.says_type):
             return rule
-        # The parser reads `null` of type string as text, so null needs its own type.
+        # The parser reads `null` of type string as text: null needs its own type.
         null = f"{literal('null')} {self._rules.spelled(syntax.close)}"
         return self._rules.rule(f"{rule} | {self._named(literal(argument.name), syntax, 'null', null)}")
 

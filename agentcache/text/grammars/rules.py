@@ -17,19 +17,16 @@ class Rules:
         self.lines: list[str] = []
 
     def rule(self, source: str, attributes: str = "") -> str:
-        """Add a rule and return its name."""
         name = f"rule_{len(self.lines)}"
         self.lines.append(f"{name}{attributes}: {source}")
         return name
 
     def terminal(self, source: str) -> str:
-        """Add a terminal and return its name."""
         name = f"VALUE_{len(self.lines)}"
         self.lines.append(f"{name}: {source}")
         return name
 
     def spelled(self, text: str) -> str:
-        """Spell a text with its markers as tokens."""
         return " ".join(map(element, self.pieces(text)))
 
     def pieces(self, text: str) -> Iterator[str | int]:

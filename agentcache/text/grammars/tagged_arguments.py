@@ -1,7 +1,7 @@
 """Converts a tool's schema to a list of arguments, for formats with one tag or field per argument.
 
-Strings are text, other values JSON. Schemas with more constraints (patterns, dependent arguments) are not converted:
-their arguments are one JSON object, which every dialect's parser accepts.
+Strings are text, other values JSON. With more constraints (patterns, dependent arguments), all arguments are one JSON
+object, which every dialect's parser accepts.
 """
 
 from __future__ import annotations

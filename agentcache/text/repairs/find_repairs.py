@@ -39,7 +39,6 @@ class _Probe:
         return places == sorted(places)
 
     def text(self, messages: Sequence[Message], tools: Tools = None) -> str | None:
-        """Render; None if refused."""
         told = repaired(messages, tools, self.repairs, self.notation)
         try:
             return told.rendered(self.render)

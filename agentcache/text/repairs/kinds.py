@@ -10,9 +10,9 @@ from agentcache.text.repairs.notation import CallNotation
 
 Message = dict[str, Any]
 
-PLACEHOLDER = "Hello."  # an inserted user message
-NO_ANSWER = "(no answer)"  # an empty reply
-GAP = "\n\n"  # between joined texts
+PLACEHOLDER = "Hello."
+NO_ANSWER = "(no answer)"
+GAP = "\n\n"
 SYSTEM_ROLES = ("system", "developer")
 
 

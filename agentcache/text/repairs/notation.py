@@ -23,12 +23,10 @@ class CallNotation:
     opening: str = ""
 
     def calls(self, calls: Sequence[Mapping[str, Any]]) -> str:
-        """Write one message's calls, in OpenAI's form."""
         functions = [call.get("function") or {} for call in calls]
         return self._around([self._call(str(each.get("name")), each.get("arguments")) for each in functions])
 
     def tools(self, tools: Sequence[Mapping[str, Any]]) -> str:
-        """Describe the tools and how to call them."""
         definitions = "\n".join(write_json(tool.get("function", tool), ensure_ascii=False) for tool in tools)
         example = self._around([self._call("NAME", {"ARGUMENT": "VALUE"})])
         return (

@@ -52,7 +52,6 @@ class _Writer:
         self._left = _MOST_OBJECTS
 
     def plain(self, given: Mapping[str, Any], within: frozenset[str]) -> Schema:
-        """Expand; `within` are the open references."""
         self._left -= 1
         if self._left < 0:
             raise _TooLarge

@@ -62,7 +62,6 @@ class Repaired:
     ends_with_placeholder: bool = False
 
     def rendered(self, render: Render) -> str:
-        """Render to marked text. Raises as `render`."""
         return call_words.with_words(render(self.messages, self.tools, self.variables), self.words, self.opening)
 
 

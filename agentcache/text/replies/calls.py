@@ -75,7 +75,7 @@ class CallReader(Protocol):
 
 
 class Tools:
-    """Names and argument types of a request's tools; `shown` is in OpenAI's format."""
+    """Names and argument types of tools, `shown` in OpenAI's format."""
 
     def __init__(self, shown: Sequence[Mapping[str, Any]] = ()) -> None:
         self.shown = shown
@@ -110,7 +110,7 @@ _TYPE_OF: dict[type, str] = {
 
 
 def schema_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """Return the JSON schema types that `schema` allows, empty if unknown; `root` has its definitions."""
+    """Return the types that a JSON schema allows, empty if unknown; `root` has its definitions."""
     return frozenset(_types(schema, root, set()))
 
 
@@ -164,8 +164,8 @@ class Steps(ABC):
         self._sink = sink
         self._close = close
         self._text = ""  # unread
-        self._raw = ""  # text since the call's beginning, in case it is not a call
-        self._started = False  # the current call has begun in the sink
+        self._raw = ""  # text of the call, in case it is none
+        self._started = False  # the sink has the call's start
 
     def feed(self, text: str, final: bool) -> Left | None:
         self._text += text
@@ -199,7 +199,6 @@ class Steps(ABC):
         self._sink.arguments(value.take())
 
     def _end_json(self, value: JsonText) -> None:
-        """Close an unfinished call's JSON and end the call."""
         value.complete()
         self._sink.arguments(value.take())
         self._sink.end()

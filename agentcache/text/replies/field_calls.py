@@ -15,7 +15,7 @@ from agentcache.text.replies.tagged_calls import converted
 
 _NAME = re.compile(r"[\w.\-]*")
 _FIELD_NAME = re.compile(r"[\w\-]*")
-_WORDS = re.compile(r"[^{}()\[\],]*")  # an unquoted value
+_WORDS = re.compile(r"[^{}()\[\],]*")  # unquoted
 _LONGEST_WORDS = 10_000  # characters
 _BRACKETS = {"(": "[", "[": "[", "{": "{", ")": "]", "]": "]", "}": "}", ",": ",", ":": ":"}
 _AFTER_STRING = ",:]})"
@@ -51,7 +51,6 @@ class FieldNotation:
     quotes: tuple[str, ...]
 
     def coded(self, code: Callable[[str], str]) -> FieldNotation:
-        """Convert for coded text (`Codes`)."""
         quotes = tuple(code(quote) for quote in self.quotes)
         return FieldNotation(self.around, self.opening, self.open, self.close, self.assign, quotes)
 
@@ -61,8 +60,8 @@ class FieldText:
 
     def __init__(self, notation: FieldNotation) -> None:
         self._notation = notation
-        self._quote = ""  # of the open string
-        self._depth = 0  # of open lists and objects
+        self._quote = ""
+        self._depth = 0
         self.json = JsonText()
         self.json.feed("{", 0)
 
@@ -174,7 +173,7 @@ class FieldCalls(Steps):
         self._objects = ObjectCalls(sink, close, tools)
         self._fields = FieldText(notation)
         self._at = _At.HEADER
-        self._any = False  # a call has been read
+        self._any = False
 
     @property
     def _state(self) -> Enum:

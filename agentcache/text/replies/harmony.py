@@ -38,11 +38,11 @@ class HarmonyReader:
         self._sink = CallSink(self._codes.shown, self._codes.in_json)
         self._state = _State.HEADER
         self._header: list[str] = []
-        self._prompted = ""  # the prompt's part of the header
-        self._text = ""  # unread
+        self._prompted = ""  # of the header
+        self._text = ""
         self._tool = ""
         self._arguments = JsonText()
-        self._has_begun = False  # part of the current message or call has been emitted
+        self._has_begun = False  # part of the message or call is emitted
         self._zones = Zones(self._codes.shown)
         self._undecided: list[str] = []  # a header, or plain text of a model that ignores the format
         self._pause = {ReasoningDelta: "", TextDelta: ""}  # text to emit before the next message of the kind

@@ -27,8 +27,7 @@ from agentcache.text.tokenizer import Tokenizer
 Said = tuple[str, tuple[tuple[str, str], ...]]  # text, and calls as in `ReadReply`
 
 _PROMPT_END = 256  # characters of the prompt that may open reasoning or calls
-_MOST_ENDS = 8  # candidates for a reply's end
-# Assistant roles between control tokens.
+_MOST_ENDS = 8  # for a reply's end
 _ROLES = "(?:[Aa]ssistant|ASSISTANT|model|bot|ai name=assistant)"
 
 
@@ -49,7 +48,7 @@ class ReadReply:
         return "".join(self.texts).strip()
 
     def says(self, generated: ReadReply) -> bool:
-        """Whether text and calls are those of `generated`, as a client repeats them; the reasoning may be missing."""
+        """Whether text and calls are those of `generated`, as clients repeat them; the reasoning may be missing."""
         if self.thought and self.thought not in _joined(generated.thoughts):
             return False
         return (self.text, self.calls) in generated.repeated
@@ -68,7 +67,7 @@ class ReadReply:
 
 
 def said_in(message: Mapping[str, Any]) -> Said | None:
-    """Return text and calls of a client's message; None if it cannot be a reply."""
+    """Return a client message's text and calls; None if it cannot be a reply."""
     content = "" if message.get("content") is None else message["content"]
     calls = [call.get("function") or {} for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
     if not isinstance(content, str) or not all(isinstance(call.get("name"), str) for call in calls):
@@ -125,7 +124,7 @@ class ReplyReading:
         return self.read(text[begin:end], text[max(0, begin - _PROMPT_END) : begin])
 
     def opened_at(self, text: str, begin: int) -> int:
-        """Return the start of the reasoning before `begin` that the prompt opens, or opens and closes; else `begin`."""
+        """Return the start of reasoning before `begin` that the prompt opens, or opens and closes; else `begin`."""
         opened = _opened_at(self._form, text, begin)
         return opened if opened < begin else self._closed_thought_at(text, begin)
 
@@ -140,12 +139,12 @@ class ReplyReading:
         return begin
 
     def opening_at(self, text: str, begin: int, *, first: int) -> int:
-        """Return the start, from `first` on, of the control tokens and role before `begin`; else `begin`."""
+        """Return the start, from `first` on, of control tokens and role before `begin`; else `begin`."""
         found = self._last_opening.search(text, max(first, begin - _PROMPT_END), begin)
         return begin if found is None else found.start()
 
     def behind_opening(self, text: str, at: int) -> int:
-        """Return the position after control tokens and a role at `at`; else `at`."""
+        """Skip control tokens and a role at `at`."""
         found = self._first_opening.match(text, at)
         return at if found is None else found.end()
 
@@ -177,7 +176,7 @@ def _opened_at(form: ReplyFormat, text: str, begin: int) -> int:
 
 
 def first_thought(transcript: Transcript, form: ReplyFormat) -> int | None:
-    """Return the number of tokens before a transcript's first reasoning, or None.
+    """Count the tokens before a transcript's first reasoning; None without any.
 
     The next prompt branches there if the template drops earlier reasoning.
     """
@@ -204,7 +203,7 @@ def _thought_at(text: str, begin: int, end: int, form: ReplyFormat) -> int | Non
 
 @dataclass(frozen=True)
 class Retold:
-    """A prompt spelled as its transcript; `is_same` if it extends all of it, except for omitted reasoning."""
+    """A prompt spelled as its transcript; `is_same` if it extends all of it but for omitted reasoning."""
 
     text: str
     is_same: bool
@@ -225,7 +224,7 @@ def as_generated(text: str, transcript: Words, reading: ReplyReading) -> Retold:
         if same_until >= end:
             continue
         reply = reading.read_at(old, begin, end)
-        if same_until >= front:  # the history may lack the marker that opens reasoning
+        if same_until >= front:  # the marker that opens reasoning may be missing
             own_from = front if same_until < begin else begin
             start = at + own_from - old_at
         elif (opening := reading.opening_at(old, front, first=old_at)) <= same_until and (reply.text or reply.calls):
@@ -280,7 +279,6 @@ def _thoughts_of(messages: Sequence[dict[str, Any]], known: Sequence[ReadReply])
 
 
 def _joined(blocks: Sequence[str]) -> set[str]:
-    """Return the ways in which clients and templates join blocks."""
     stripped = [block.strip() for block in blocks]
     return {"".join(blocks).strip(), *(between.join(stripped).strip() for between in ("", " ", "\n", "\n\n"))}
 
@@ -290,7 +288,7 @@ def _with_newlines(text: str) -> str:
 
 
 def _canonical(arguments: Any, *, doubles: bool = False) -> str:
-    """Return data or JSON text as canonical JSON; invalid JSON unchanged."""
+    """Write data or JSON text as canonical JSON; leave invalid JSON."""
     try:
         value = parse_json(arguments) if isinstance(arguments, str) else arguments
         return canonical_json(_with_doubles(value) if doubles else value)

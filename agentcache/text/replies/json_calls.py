@@ -129,7 +129,7 @@ class ObjectCalls(Steps):
         self._at = _InObject.BEGIN
         self._started = False
         self._name: str | None = None
-        self._held = ""  # arguments that preceded the name
+        self._held = ""  # they preceded the name
         self._key = ""
         self._nested = 0
         self._value = JsonText()
@@ -303,14 +303,12 @@ def _string_end(text: str) -> int | None:
 
 
 def _mended_string(text: str) -> Any:
-    """Parse a JSON string that may have invalid escapes."""
     mended = JsonText()
     mended.feed(text, 0)
     return parse_json(mended.take())
 
 
 def _object_in(string: str) -> str | None:
-    """Return the object in a JSON string as JSON text, or None."""
     try:
         value = parse_json(parse_json(string) or "{}", max_depth=MAX_REPLY_DEPTH)
     except ValueError:

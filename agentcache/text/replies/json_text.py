@@ -55,7 +55,6 @@ class JsonText:
 
     @property
     def expects_key(self) -> bool:
-        """Whether a key or the object's end must follow."""
         return self._expect is _Expect.KEY_OR_END
 
     def feed(self, text: str, at: int) -> int:

@@ -36,7 +36,6 @@ class Codes:
         return [marker for marker in markers if self.without(marker) == marker]
 
     def coded(self, text: str, placed: Sequence[Placed]) -> str:
-        """Encode generated text; `placed` has the offset and name of each marker token."""
         if not placed:
             return text if text.isascii() else _clean(text)
         parts: list[str] = []
@@ -52,7 +51,6 @@ class Codes:
         return coded if coded.isascii() else _ANY.sub(lambda found: self._spelled(found[0], hides=True), coded)
 
     def spelled(self, coded: str) -> str:
-        """Decode with all markers as their names."""
         return coded if coded.isascii() else _ANY.sub(lambda found: self._spelled(found[0], hides=False), coded)
 
     def in_json(self, coded: str) -> str:

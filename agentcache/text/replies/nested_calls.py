@@ -11,7 +11,7 @@ from agentcache.text.replies.calls import LONGEST_HEADER, SPACE, CallSink, Left,
 from agentcache.text.replies.json_text import JsonText
 from agentcache.text.replies.tagged_calls import converted, name_in
 
-_ITEM = "item"  # tag of list items
+_ITEM = "item"
 
 
 @dataclass
@@ -51,7 +51,7 @@ class NestedCalls(Steps):
         self._sign = sign
         self._opening = f"{sign}<invoke"
         self._at = _At.CALL
-        self._any = False  # a call has been read
+        self._any = False
         self._name = ""
         self._num_arguments = 0
         self._open: list[_Element] = []

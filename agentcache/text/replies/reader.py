@@ -26,7 +26,6 @@ class ReplyReader(Protocol):
     """Parser for one reply.
 
     Attributes:
-        num_calls: number of calls begun.
         thought_ends: strings that end the current reasoning, without marker tokens; unread text may be a prefix of one.
             None outside reasoning, or if a marker token may have begun the end.
     """
@@ -54,7 +53,7 @@ def open_reader(form: ReplyFormat, tools: Tools | None, *, thoughts: bool, whole
     """Create a parser.
 
     Args:
-        tools: tools of the request; None to leave calls in the text.
+        tools: None to leave calls in the text.
         thoughts: whether to separate reasoning from text.
         whole: whether the events are used only after the whole reply (see `MarkedReader`).
     """
@@ -134,18 +133,18 @@ class MarkedReader:
         self._text = ""  # unread
         self._gap = ""  # white space, emitted before more text
         self._strips = False  # drop white space before the next text
-        self._said = False  # answer text has begun
+        self._said = False
         self._thought: list[str] = []  # reasoning without an opening marker
         self._stops: list[str] = []  # end markers of the current reasoning, its own first
         self._may_stop = self._may_begin
         self._thought_gap = ""
         self._calls: CallReader | None = None
-        self._undecided: list[str] = []  # text that may be calls
-        self._num_before = 0  # `num_calls` before that text
+        self._undecided: list[str] = []  # possible calls
+        self._num_before = 0  # `num_calls` before these
         self._zones = Zones(codes.shown)
         self._is_whole = whole and bool(pairs)
         self._doubted = inf if self._is_whole else 0.0  # characters still to be held
-        self._held: list[tuple[str, bool]] = []  # text that may become reasoning; True if clients never see it
+        self._held: list[tuple[str, bool]] = []  # possible reasoning; True if clients never see it
         self._has_closed = self._has_thought = False
 
     @property
@@ -328,7 +327,7 @@ class MarkedReader:
         self._text = text[at + len(stop) :]
         if stop not in self._breaks:
             self._skip(stop)
-        if stop in self._starts:  # repeated opening marker
+        if stop in self._starts:
             return True
         self._thinks_first = False
         self._close_thought()
@@ -378,13 +377,13 @@ class MarkedReader:
             self._skip(read)
             return False
         self._state, self._calls, self._text = _State.TEXT, None, left.rest
-        # Decoded, because `left` may spell a marker out.
+        # Decoded: `left` may spell a marker out.
         read, given_back = self._codes.shown(read), self._codes.shown(left.shown + left.rest)
         self._skip(read[: max(0, len(read) - len(given_back))])
         self._zones.pass_over(given_back[: max(0, len(given_back) - len(read))])
         if left.has_failed:
             self._say(left.shown)
-        else:  # drop white space around calls
+        else:
             self._gap, self._strips = "", True
         return True
 

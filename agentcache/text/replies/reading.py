@@ -31,5 +31,4 @@ class Reading:
         return (self.tools is None or self.form.dialect is None) and not (self.thoughts and self.form.thoughts)
 
     def open(self, *, whole: bool = False) -> ReplyReader:
-        """Create a parser for one reply (`open_reader`)."""
         return open_reader(self.form, self.tools, thoughts=self.thoughts, whole=whole)

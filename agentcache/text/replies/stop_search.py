@@ -24,15 +24,15 @@ class StopSearch:
     def __init__(self, stops: StopStrings, reader: ReplyReader | None) -> None:
         self._stops = stops
         self._reader = reader
-        self._state = 0  # automaton state over the whole text
+        self._state = 0  # of the automaton, over the whole text
         self._length = 0
         self._unread: list[str] = []  # not read by the reader
         self._read_length = 0  # characters before that
-        self._placed: list[Placed] = []  # markers in the unread text
+        self._placed: list[Placed] = []
         self._waits = False  # a found string's zone is unknown
-        self._zoned = 0  # characters in zones
+        self._zoned = 0
         self._undecided = ""  # text after these, read by the reader
-        self._said = 0  # automaton state over answer text up to `_zoned`
+        self._said = 0  # as `_state`, over answer text up to `_zoned`
         self._from = 0  # first possible start of a string
         self._thought_end: re.Pattern[str] | None = None
         self._longest_end = 0
@@ -46,7 +46,7 @@ class StopSearch:
         return self._stops.num_held(self._state)
 
     def skip(self, text: str, placed: Sequence[Placed] = ()) -> None:
-        """Take text in which stop strings do not count."""
+        """Take text in which no stop string counts."""
         self._placed += [(self._length - self._read_length + at, name) for at, name in placed]
         self._unread.append(text)
         self._length += len(text)
@@ -93,7 +93,7 @@ class StopSearch:
         return found
 
     def _begin_thought(self, reader: ReplyReader) -> None:
-        """Inside reasoning, suspend the search until that may end."""
+        """Inside reasoning, suspend the search until its possible end."""
         ends = reader.thought_ends
         if ends is not None:
             self._thought_end, self._longest_end = any_of(ends), max(map(len, ends), default=0)

@@ -16,7 +16,7 @@ from agentcache.text.replies.json_calls import ObjectCalls
 from agentcache.text.replies.json_text import JsonText
 
 _MAX_DEPTH = MAX_REPLY_DEPTH - 1  # of one argument; the arguments object is one more level
-_LONGEST_LITERAL = 10_000  # characters of a Python literal
+_LONGEST_LITERAL = 10_000  # characters
 _NAME_ATTRIBUTE = re.compile(r'(?:name|tool|key)\s*=\s*(?:"([^"]*)"|\'([^\']*)\'|([^\s"\'>]+))')
 _TYPE_ATTRIBUTE = re.compile(r'\btype\s*=\s*"([^"]*)"')
 _STRING_ATTRIBUTE = re.compile(r'\bstring\s*=\s*"(true|false)"')
@@ -29,8 +29,7 @@ class Tags:
     """The tags of one tool-call format.
 
     Args:
-        call: text before the tool name.
-        name_end: text after the name; empty if the next tag or line break ends it.
+        call, name_end: text around the tool name; an empty `name_end` is the next tag or line break.
         argument, argument_end: text around an argument's name.
         value, value_end: text around the value.
         call_end: text after the call; empty if the closing marker of all calls ends it.
@@ -90,7 +89,7 @@ class TaggedCalls(Steps):
         self._tags = tags
         self._objects = ObjectCalls(sink, close, tools)
         self._at = _At.CALL
-        self._any = False  # a call has been read
+        self._any = False
         self._begin("")
 
     @property
@@ -102,8 +101,8 @@ class TaggedCalls(Steps):
         self._num_arguments = 0
         self._key = ""
         self._types: frozenset[str] = frozenset()
-        self._begun = False  # part of the current value is emitted
-        self._value: list[str] = []  # unemitted text of the current value
+        self._begun = False  # part of the value is emitted
+        self._value: list[str] = []  # unemitted part of the value
         self._behind: list[str] = []  # a closing tag and the white space after it
         self._has_inner: bool | None = None  # the value is a list or an object; None if unknown
         self._inner = JsonText()
@@ -251,14 +250,12 @@ class TaggedCalls(Steps):
         return None
 
     def _has_whole_cdata(self) -> bool:
-        """False if the value has an open `<![CDATA[`."""
         if not self._tags.cdata or self._begun:
             return True
         value = "".join(self._value).strip(SPACE)
         return not value.startswith(_CDATA) or value.endswith(_CDATA_END)
 
     def _passes_on(self) -> bool | None:
-        """Whether the current value is streamed; None if unknown."""
         if self._types != {"string"} or self._value and not self._begun:
             return False
         begins = self._text.lstrip(SPACE)[: len(_CDATA)]
@@ -369,7 +366,7 @@ def name_in(tag: str) -> str:
 
 
 def _types_in(tag: str) -> frozenset[str] | None:
-    """Return the types that a tag declares, empty for `string="false"`; None if it declares none."""
+    """Return the types that a tag declares, or None; empty for `string="false"`."""
     if (type_ := _TYPE_ATTRIBUTE.search(tag)) is not None:
         return frozenset([type_[1]])
     if (string := _STRING_ATTRIBUTE.search(tag)) is not None:

@@ -65,12 +65,7 @@ def with_string_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class WrittenReply:
-    """A template's rendering of `call_message(num_calls)`.
-
-    Args:
-        prompt: rendered text before the reply.
-        text: rendered reply, including the end of turn.
-    """
+    """A template's rendering of `call_message(num_calls)`, including the end of turn, after `prompt`."""
 
     prompt: str
     text: str

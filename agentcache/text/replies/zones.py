@@ -34,6 +34,5 @@ class Zones:
         return len(coded) if coded.isascii() else len(self._shown(coded))
 
     def take(self) -> list[Zone]:
-        """Return the zones added since the last call."""
         zones, self._zones = self._zones, []
         return zones
