@@ -76,7 +76,7 @@ class PrefixCache:
         producer: KVOrigin | None = None,
     ) -> Cached:
         """Return the longest prefix of at most `limit` tokens, as `PrefixFinder.match` does."""
-        return self.finder(root, token_ids[:limit], producer).match(limit)
+        return self.finder(root, token_ids, producer).match(limit)
 
     def finder(self, root: str, token_ids: Sequence[int], producer: KVOrigin | None = None) -> PrefixFinder:
         """Return the finder of a prompt's cached prefixes. Valid until the cache changes.

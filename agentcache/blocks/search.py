@@ -101,7 +101,7 @@ class Cached:
 
     Args:
         snapshot: node at its end with a checkpoint of recurrent state; None at position 0, or without such state.
-        known_tokens: tokens with cached KV, even if a checkpoint or base's KV is missing after fewer; 0 if not asked.
+        known_tokens: tokens with cached KV, even where a checkpoint or base's KV is missing; 0 if not asked.
         hidden_states: hidden states after the prefix; base's path is then longer, up to their end.
         residuals: an adapter's residual KV, not longer than base's prefix, which is read from its end on.
     """
@@ -295,9 +295,9 @@ def match_residual_kv(base: PrefixFinder, residuals: PrefixFinder, limit: int) -
 
 
 def match_hidden_states(
-    cached: Cached, finder: PrefixFinder, hidden_states: HiddenStateCache, cut: int, *, durable: bool = False
+    cached: Cached, finder: PrefixFinder, limit: int, states: HiddenStateCache, cut: int, *, durable: bool = False
 ) -> Cached:
-    """Return `cached` with the hidden states that extend it, if any.
+    """Return `cached`, extended by hidden states to at most `limit` tokens.
 
     Args:
         finder: that of `cached`.
@@ -305,8 +305,8 @@ def match_hidden_states(
     """
     base, start = finder.paths[0], whole_blocks(cached.num_tokens)
     ahead = base.nodes_after(start, durable=durable)
-    count = hidden_states.match(HiddenStateKey(node.chain, cut) for node in ahead)
-    longer = base.path(longest_common(start + count * BLOCK_SIZE, base.longest, whole_blocks))
+    count = states.match(HiddenStateKey(node.chain, cut) for node in ahead)
+    longer = base.path(longest_common(min(limit, start + count * BLOCK_SIZE), base.longest, whole_blocks))
     first = start // BLOCK_SIZE
     names = tuple(HiddenStateKey(node.chain, cut) for node in longer.nodes[first:])
     if not names:

@@ -160,9 +160,9 @@ class Admission:
 
     def _match_residual_kv(self, generation: RunningRequest, cache: KeptCache, root: str) -> tuple[Cached, str]:
         residual_root = self._caches.root(cache, generation.request.salt)
-        token_ids = generation.token_ids[: self._most_cached(generation)]
+        token_ids = generation.token_ids
         finders = self._cache.finder(root, token_ids), cache.prefix.finder(residual_root, token_ids)
-        return match_residual_kv(*finders, len(token_ids)), residual_root
+        return match_residual_kv(*finders, self._most_cached(generation)), residual_root
 
     def _plan_snapshots(self, generation: RunningRequest, prefix: Cached) -> None:
         snapshots = self._cache.snapshots
@@ -186,7 +186,7 @@ class Admission:
             self._cache.state_taken(sequence)
 
     def _finder(self, generation: RunningRequest, root: str) -> PrefixFinder:
-        return self._cache.finder(root, generation.token_ids[:-1], generation.producer)
+        return self._cache.finder(root, generation.token_ids, generation.producer)
 
     @staticmethod
     def _most_cached(generation: RunningRequest) -> int:

@@ -43,14 +43,13 @@ class HiddenStatePlanner:
     def extend(self, generation: RunningRequest, finder: PrefixFinder, cached: Cached) -> Cached:
         """Return `cached` with the hidden states that extend it, if any.
 
-        Args:
-            finder: finder of all tokens but the last, which always goes through all layers.
+        The last token always goes through all layers, so that only chunks use hidden states.
         """
         cut = self._adapters.cut(generation.adapter)
         if not cut or not self.blocks.num_slots:
             return cached
-        durable = generation.request.agent is not None
-        return match_hidden_states(cached, finder, self.blocks, cut, durable=durable)
+        limit, durable = len(generation.token_ids) - 1, generation.request.agent is not None
+        return match_hidden_states(cached, finder, limit, self.blocks, cut, durable=durable)
 
     def begin(self, generation: RunningRequest, found: CachedHiddenStates) -> None:
         """Pin hidden states that the request reads."""

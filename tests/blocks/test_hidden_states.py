@@ -72,7 +72,7 @@ class HiddenStateMachine(CacheMachine):
         self.ahead = None
         if len(prefix.lanes) == 1:
             return prefix
-        cached = match_hidden_states(prefix, self.cache.finder(root, tokens[:limit], producer), self.hidden_states, CUT)
+        cached = match_hidden_states(prefix, self.cache.finder(root, tokens, producer), limit, self.hidden_states, CUT)
         self.ahead = cached.hidden_states
         if self.ahead is not None:
             self.was_in_ram = self.cache.in_ram(cached)

@@ -157,9 +157,9 @@ def test_the_longest_residuals(seed: int, kinds: tuple[FakeGroup, FakeGroup]) ->
     fill(residuals, RESIDUAL, texts)
     below, above = reference(base, (FULL, kinds[0])), reference(residuals, (kinds[1],))
     for _ in range(4):
-        tokens = texts.next()
-        tokens = tokens[: choose_limit(tokens, texts.rng)]
-        cached = match_residual_kv(base.finder(BASE, tokens), residuals.finder(RESIDUAL, tokens), len(tokens))
+        whole = texts.next()
+        tokens = whole[: choose_limit(whole, texts.rng)]
+        cached = match_residual_kv(base.finder(BASE, whole), residuals.finder(RESIDUAL, whole), len(tokens))
         ends = sorted({0, *below.ends(BASE, tokens), *above.ends(RESIDUAL, tokens)}, reverse=True)
         expected = next(
             (start, end)
@@ -183,17 +183,18 @@ def test_the_longest_hidden_states(seed: int, groups: Groups, durable: bool) -> 
     hidden_states = hide(cache, texts.rng)
     rules = reference(cache, groups)
     for _ in range(4):
-        tokens, producer = texts.next()[:-1], texts.producer(len(groups), has_state=False)
+        tokens, producer = texts.next(), texts.producer(len(groups), has_state=False)
         finder = cache.finder(BASE, tokens, producer)
-        prefix = finder.match(texts.rng.choice([0, len(tokens)]))
+        limit = len(tokens) - 1
+        prefix = finder.match(texts.rng.choice([0, limit]))
         if len(prefix.lanes) == 1:
             continue
-        cached = match_hidden_states(prefix, finder, hidden_states, CUT, durable=durable)
+        cached = match_hidden_states(prefix, finder, limit, hidden_states, CUT, durable=durable)
         first, below = prefix.num_tokens // BLOCK_SIZE, frozenset(prefix.lanes[0].groups)
         most = max(
             (
                 len(path)
-                for count in range(first + 1, len(tokens) // BLOCK_SIZE + 1)
+                for count in range(first + 1, limit // BLOCK_SIZE + 1)
                 for path in rules.paths(BASE, tokens[: count * BLOCK_SIZE], None)
                 if rules.has(path, below, count * BLOCK_SIZE)
                 and all(hidden_states.match([HiddenStateKey(node.chain, CUT)]) for node in path[first:])

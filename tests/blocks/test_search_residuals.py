@@ -33,7 +33,7 @@ def fill(cache: PrefixCache, root: str, num_tokens: int, *, keeps_windows: bool 
 
 
 def both(base: PrefixCache, residuals: PrefixCache, limit: int = LIMIT) -> Cached:
-    finders = base.finder(BASE_ROOT, IDS[:limit]), residuals.finder(RESIDUAL_ROOT, IDS[:limit])
+    finders = base.finder(BASE_ROOT, IDS), residuals.finder(RESIDUAL_ROOT, IDS)
     return match_residual_kv(*finders, limit)
 
 
