@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.alone import in_turn
+from tests.kept_children import children_kept, children_of_its_own
 from tests.mlx_headers import precompile
 
 if TYPE_CHECKING:
@@ -142,6 +143,17 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kept_children() -> Iterator[None]:
+    with children_kept():
+        yield
+
+
+@pytest.fixture
+def own_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    children_of_its_own(monkeypatch)
 
 
 @pytest.fixture

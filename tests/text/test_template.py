@@ -163,6 +163,7 @@ class TestLimits:
         assert tokenizer.render_chat(user("b")) == "b"
 
 
+@pytest.mark.usefixtures("own_children")
 class TestProcesses:
     def test_they_end_with_the_tokenizer(self, tmp_path: Path) -> None:
         tokenizer = made(tmp_path, "x")
