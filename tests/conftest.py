@@ -182,11 +182,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelFold
     patch = pytest.MonkeyPatch()
 
     def make(architecture: str, tokenizer: str = "byte_bpe", seed: int = 0, **overrides: Any) -> Path:
-        from tests.proven import prove_once  # imports mlx; plain-Python tests stay quick without it
+        from tests.proven import examine_once, prove_once  # imports mlx; plain-Python tests stay quick without it
         from tests.tiny import tiny_model
 
         if not made:
             prove_once(patch)
+            examine_once(patch)
         key = json.dumps([architecture, tokenizer, seed, overrides], sort_keys=True)
         if key not in made:
             folder = tmp_path_factory.mktemp(architecture)

@@ -1,4 +1,7 @@
-"""A model folder is proved equal to mlx-lm's once a process, not at each load: two thirds of what loading takes."""
+"""What a load finds out about the same files is found out once a process: most of the time that a load takes.
+
+A model folder is proved equal to mlx-lm's, and mlx-lm's sources are read.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ from typing import Any
 import mlx.nn as nn
 import pytest
 
-from agentcache.models import loader
+from agentcache.models import loader, source_digest
 from agentcache.models.attachment import Everywhere, Hosted
+from agentcache.system.file_identity import file_identity
 
 State = tuple[Any, ...]
 
@@ -35,6 +39,19 @@ def prove_once(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(loader, "read_model", read_and_note)
     patch.setattr(loader, "host", host_unless_proven)
+
+
+def examine_once(patch: pytest.MonkeyPatch) -> None:
+    """From now on `source_digest` parses each version of a module once only, also where a cache folder is new."""
+    examine, known = source_digest._examine, dict[tuple[str, str], list[str]]()
+
+    def examine_unless_known(name: str, file: Path) -> list[str]:
+        key = (name, file_identity(file))
+        if key not in known:
+            known[key] = examine(name, file)
+        return known[key]
+
+    patch.setattr(source_digest, "_examine", examine_unless_known)
 
 
 def _state(folder: Path) -> State:
