@@ -120,7 +120,7 @@ class AgentFolder:
     `name` is a lineage's name (`manifest.lineage_name`).
 
     Args:
-        folder: existing folder, adopted by `usage`.
+        folder: adopted by `usage`.
         served: cache of the served model; None for another model, whose lineages are not rebuilt.
     """
 
@@ -327,7 +327,6 @@ class AgentFolder:
         self._names.discard(name)
 
     def require_available(self, name: str) -> None:
-        """Retry an unavailable lineage. Raises FileUnavailable."""
         if (reason := self._unavailable.pop(name, None)) is None:
             return
         try:

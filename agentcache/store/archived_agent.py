@@ -123,7 +123,6 @@ def read_archive(
     Args:
         spec, names: cache and names of the served model.
         agent_id: name of the agent here.
-        num_token_ids: vocabulary size; None if unknown.
 
     Raises:
         ArchiveRejected: damaged, not an archive, another model or number of ranks, or a newer format.

@@ -117,7 +117,7 @@ class BlockHeader:
         position: index in the sequence, in blocks.
         packed: token ids, 1 to 256 (`siblings.pack`).
         producer: KV origin.
-        cache: cache name; not in the file, but the chain starts at its root.
+        cache: not in the file, but the chain starts at its root.
     """
 
     block_key: str
@@ -143,7 +143,7 @@ class BlockHeader:
 
     @property
     def total_tokens(self) -> int:
-        """Tokens from the start of the sequence to the block's end."""
+        """Tokens up to the block's end."""
         return self.position * BLOCK_SIZE + self.num_tokens
 
 

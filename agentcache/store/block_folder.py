@@ -66,7 +66,7 @@ class BlockFolder:
     """The files below ``blocks/``; their only writer.
 
     Args:
-        folder: existing folder, adopted by `usage`.
+        folder: adopted by `usage`.
         specs: by cache name; may grow.
         unavailable: keys of unavailable files, to be rewritten.
         is_covered: whether syncs of manifests cover the blocks: same drive (`durable.sync`).

@@ -128,7 +128,7 @@ class RegularFile:
 
 
 def skip_bytes(views: Sequence[memoryview], count: int) -> list[memoryview]:
-    """Drop the first `count` bytes of buffers."""
+    """Drop the first `count` bytes."""
     if count == sum(map(len, views)):
         return []
     for index, view in enumerate(views):
@@ -273,7 +273,7 @@ class CacheFiles:
         found: list[tuple[str, os.stat_result]] = []
         with self.folder(path) as fd, os.scandir(fd) as entries:
             for entry in entries:
-                with suppress(FileNotFoundError):  # removed in between
+                with suppress(FileNotFoundError):
                     found.append((entry.name, entry.stat(follow_symlinks=False)))
         return found
 

@@ -52,10 +52,9 @@ def explicit_budget(num_bytes: int) -> DiskBudget:
 
 
 def automatic_budget(free: int, held: int) -> DiskBudget:
-    """Return a share of the disk, at least `held`: files of other programs must not cause evictions.
+    """Return a share of the disk, at least `held` bytes: files of other programs must not cause evictions.
 
     Args:
-        free: free bytes of the disk.
         held: bytes of the cache's files.
     """
     share = min(int((free + held) * AUTO_SHARE), AUTO_CEILING)
@@ -69,7 +68,8 @@ def automatic_budget(free: int, held: int) -> DiskBudget:
 class DiskUsage:
     """Owner of file sizes, disk budget and quarantine. Thread-safe: readers quarantine files.
 
-    A file's kind is its top folder; a block's is its content, base KV by default.
+    A file's kind is its top folder; a block's is its content, base KV by default. Methods that touch files
+    raise OSError, unless stated.
 
     Args:
         budget: the user's limit in bytes; None for an automatic budget.
@@ -136,7 +136,7 @@ class DiskUsage:
         return self.budget - self.total
 
     def measure(self) -> DiskBudget:
-        """Recompute an automatic budget. Raises OSError."""
+        """Recompute an automatic budget."""
         if self._explicit is None:
             self._measured = automatic_budget(self._files.free_bytes(), self.total)
         return self.plan
@@ -193,7 +193,7 @@ class DiskUsage:
         return self.forget(path)
 
     def move(self, source: Path, target: Path) -> None:
-        """Rename a file; not durable yet. Raises OSError."""
+        """Rename a file; not durable yet."""
         self._files.rename(source, target)
         self.forget(source)
         self.refresh(target)
@@ -216,7 +216,7 @@ class DiskUsage:
             raise DiskBudgetExceeded(self.refusal(num_bytes), num_bytes)
 
     def adopt(self, folder: Path) -> list[Path]:
-        """Record a folder's files, delete temporary ones, return irregular ones. Raises OSError."""
+        """Record a folder's files, delete temporary ones, return irregular ones."""
         strange: list[Path] = []
         for name, status in self._files.list_folder(folder):
             path = f"{folder}/{name}"
@@ -234,7 +234,7 @@ class DiskUsage:
         return strange
 
     def adopt_blocks(self, parent: Path) -> None:
-        """Record the block folders; quarantine links and irregular files. Raises OSError."""
+        """Record the block folders; quarantine links and irregular files."""
         for name, status in self._files.list_folder(parent):
             if stat.S_ISLNK(status.st_mode):
                 self.quarantine("it is a symbolic link", parent / name)
@@ -275,7 +275,7 @@ class DiskUsage:
         return any(name.endswith(suffixes) for _, name in self.quarantined_files())
 
     def remove_quarantined(self, is_meant: Callable[[str], bool]) -> None:
-        """Delete quarantined files by original name. Raises OSError."""
+        """Delete quarantined files by original name."""
         for path, name in self.quarantined_files():
             if is_meant(name):
                 self.remove(path)
@@ -287,7 +287,7 @@ class DiskUsage:
         return before - self.bytes_of(QUARANTINE)
 
     def quarantine_copy(self, reason: str, path: Path, max_bytes: int) -> None:
-        """Copy a file to quarantine, since it must stay until replaced; move an irregular one. Raises OSError."""
+        """Copy a file to quarantine, since it must stay until replaced; move an irregular one."""
         try:
             data = self._files.read(path, max_bytes)
         except WrongFile:

@@ -43,7 +43,7 @@ class ResidualBlocks:
     """A lineage's residual KV on disk, of one adapter.
 
     Args:
-        cache: cache name with the adapter's digest (`keys.residual_cache`).
+        cache: name with the adapter's digest (`keys.residual_cache`).
         spec: digest of the cache spec.
         num_saved: tokens on disk.
         blocks: one per span of `spans`.
@@ -102,7 +102,6 @@ class AgentRecord:
 
     @property
     def name(self) -> str:
-        """Base name of the lineage's files."""
         return lineage_name(self.id, self.lineage)
 
     @property
@@ -275,7 +274,7 @@ def valid_lineage(lineage: str) -> bool:
 
 
 def lineage_name(agent_id: str, lineage: str) -> str:
-    """Name of a lineage, unique within a model."""
+    """Name a lineage, uniquely within a model."""
     return agent_id if lineage == FIRST_LINEAGE else f"{agent_id}{_BETWEEN}{lineage}"
 
 

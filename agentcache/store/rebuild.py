@@ -64,8 +64,7 @@ def rebuild(
         time: Unix time of use if no manifest has one.
         is_sound: whether the manifest is proven.
 
-    Raises:
-        FileUnavailable: a log is of a newer release.
+    Raises FileUnavailable for a log of a newer release.
     """
     end = None if hint is None else hint.log
     found = [salvage_log(data, name, model, end) for data in logs]

@@ -52,7 +52,7 @@ class StoredResponse:
     """A response as sent to the client.
 
     Args:
-        body: `id`, `previous_response_id`, `output` etc.; JSON values.
+        body: `id`, `previous_response_id`, `output` etc.
         echo: fields that repeat the request.
         input: items of the request, references resolved.
     """
@@ -114,7 +114,6 @@ class _Content:
         responses: by id, oldest first.
         items: output items by id.
         values: shared values by digest.
-        is_whole: whether all lines are valid.
     """
 
     responses: dict[str, StoredResponse] = field(default_factory=dict)
@@ -163,6 +162,8 @@ class _Content:
 
 class ResponseFiles:
     """Stored responses of one model's agents; the only reader and writer of their files. One thread.
+
+    Methods raise StoreError for unreadable files.
 
     Args:
         folder: the agents' folder, adopted by `usage`.
@@ -217,14 +218,14 @@ class ResponseFiles:
         self._agents_of[_tag(agent)].discard(agent)
 
     def find(self, response_id: str) -> tuple[str, StoredResponse] | None:
-        """Return the response and its agent. Raises StoreError if a file cannot be read."""
+        """Return the response and its agent."""
         for agent, content in self._tagged(response_id):
             if (found := content.responses.get(response_id)) is not None:
                 return agent, found
         return None
 
     def continued(self, previous: str | None, item_ids: Sequence[str]) -> Continued:
-        """Resolve a request's references. Raises StoreError."""
+        """Resolve a request's references."""
         agents, responses, items, missing = list[str](), list[StoredResponse](), dict[str, Item](), list[str]()
         seen = set[str]()
         while previous is not None and previous not in seen:
@@ -263,7 +264,6 @@ class ResponseFiles:
         return self._contents[agent]
 
     def _keep_bound(self) -> None:
-        """Drop least recently used contents."""
         rest = sum(each.weight for each in self._contents.values()) - _MOST_RAM_BYTES
         while rest > 0 and len(self._contents) > 1:
             _, dropped = self._contents.popitem(last=False)

@@ -46,7 +46,7 @@ class SavedAgents:
         """Load the served model's lineages; quarantine unprovable ones.
 
         Args:
-            take: callback for each; transcripts stay in RAM unless it releases them.
+            take: callback for each; may release the transcript from RAM.
         """
         self._load(self.served, lambda agent: take(agent) if self._is_served(agent) else _leave_ram(agent))
         return [agent for agent in self.served.agents if self._is_served(agent)]
@@ -237,7 +237,7 @@ def _new_lineage(saved: SavedAgent) -> str:
 class QuarantinedAgents:
     """The manifests in quarantine, before any folder of agents is loaded; sound agents come back at a start.
 
-    Earlier releases quarantined files that were unreadable at that moment, or of a newer release.
+    Earlier releases quarantined files that were unreadable then, or of a newer release.
 
     Args:
         folders: adopted folders of agents.

@@ -53,7 +53,7 @@ def no_fault(step: str) -> None:
 
 
 class Store:
-    """Owner of one cache folder, for one model. One thread writes and deletes.
+    """Owner of one cache folder, for one model. One thread writes and deletes. Methods raise StoreError if files fail.
 
     Args:
         names: names of the model; the current one names its agent folder.
@@ -67,7 +67,7 @@ class Store:
         knows_all_manifests: whether `collect_orphans` has read all manifests.
         when_lost: callback on the writer thread after files were lost; see `has`.
 
-    Raises CacheFolderInUse, StoreError.
+    Raises CacheFolderInUse.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Store:
         self._model = self._names.current
         self._fault = fault
         self.when_lost: Callable[[], None] = lambda: None
-        self._unclaimed: set[str] = set()  # named, if at all, by unavailable or damaged manifests or logs
+        self._unclaimed: set[str] = set()  # blocks that only unavailable or damaged manifests or logs may name
         self._spared: set[str] = set()  # all blocks at start, if manifests are unavailable; deleted only for room
         self.knows_all_manifests = False
         with as_store_error(f"use the cache folder {cache_dir}"):
@@ -186,7 +186,7 @@ class Store:
         self._lock.release()
 
     def load_agents(self, most: int = 2**62) -> list[AgentRecord]:
-        """Load the served model's lineages (`AgentFolder.load`, `FormerAgents.take_in`). Raises StoreError."""
+        """Load the served model's lineages (`AgentFolder.load`, `FormerAgents.take_in`)."""
         with as_store_error("load the agents"):
             served = [agent.record(self._spec.digest) for agent in self._agents.load_served()]
             return [*served, *self._former.take_in(served, most)]
@@ -210,7 +210,7 @@ class Store:
         return {**self._former.unavailable, **self._agents.served.unavailable}
 
     def load_again(self, agent_id: str) -> list[AgentRecord]:
-        """Retry an agent's unavailable lineages on the writer thread; return those now available. Raises StoreError.
+        """Retry an agent's unavailable lineages on the writer thread; return those now available.
 
         Lineages in former folders wait for the next start.
         """
@@ -247,7 +247,7 @@ class Store:
         return self._agents.served.has_agent(agent_id) or self._former.has_agent(agent_id)
 
     def delete_agent(self, name: str) -> None:
-        """Remove a lineage's manifest and log; its blocks may be shared and stay. Raises StoreError.
+        """Remove a lineage's manifest and log; its blocks may be shared and stay.
 
         With the last lineage go the agent's stored responses and quarantined files.
         """
@@ -319,12 +319,7 @@ class Store:
             return self._blocks.write(blocks)
 
     def require_blocks(self, keys: Iterable[str]) -> None:
-        """Check on disk that blocks exist, before a manifest names them.
-
-        Raises:
-            BlocksLost: see `has`.
-            StoreError: e.g. a link in place of a folder.
-        """
+        """Check on disk that blocks exist, before a manifest names them. Raises BlocksLost; see `has`."""
         with as_store_error("look for blocks"), self.visit():
             self._files.close_replaced()
             if not self._blocks.all_there(keys):
@@ -332,7 +327,7 @@ class Store:
                 raise BlocksLost("blocks are gone from the cache folder")
 
     def delete_blocks(self, keys: Iterable[str], *, for_room: bool = False) -> int:
-        """Remove block files; return the bytes freed. Raises StoreError.
+        """Remove block files; return the bytes freed.
 
         Unless `for_room`, blocks that unavailable manifests may name stay.
         """
@@ -343,7 +338,7 @@ class Store:
         return list(keys) if for_room else [key for key in keys if key not in self._spared]
 
     def collect_orphans(self) -> int:
-        """Remove blocks that no manifest names, left by a crash; return their number. Raises StoreError.
+        """Remove blocks that no manifest names, left by a crash; return their number.
 
         Call before the first write. Blocks stay if an unavailable or damaged manifest or log may name them.
         """
@@ -374,7 +369,7 @@ class Store:
         return self.block_bytes(self._unclaimed - self.named_blocks()) if self._spared else 0
 
     def evict_unclaimed(self, in_use: Collection[str]) -> int:
-        """Empty quarantine; remove blocks that only damaged files may name. Return the bytes freed. Raises StoreError.
+        """Empty quarantine; remove blocks that only damaged files may name. Return the bytes freed.
 
         Args:
             in_use: blocks that running turns need.
@@ -390,13 +385,13 @@ class Store:
         """Remove the least recently used lineage's blocks of another model or precision; return the bytes freed.
 
         The transcript stays. The engine cannot reach these blocks: only this, or the lineage's next turn, frees them.
-        Call `collect_orphans` first. Raises StoreError.
+        Call `collect_orphans` first.
         """
         agent = self._agents.stalest_unreadable(self.has)
         return 0 if agent is None else self.delete_blocks(agent.block_keys(), for_room=True)
 
     def unreadable_last_used(self) -> float | None:
-        """Last use, in Unix time, of what `evict_unreadable` would remove, or None."""
+        """Last use, in Unix time, of what `evict_unreadable` would remove."""
         agent = self._agents.stalest_unreadable(self.has)
         return None if agent is None else agent.manifest.last_used
 

@@ -129,8 +129,7 @@ def salvage_log(data: bytes, agent_id: str, model: str, end: LogEnd | None) -> S
         model: prefix of the fingerprint.
         end: as a manifest states; if no record ends there, the whole log is read.
 
-    Raises:
-        FileUnavailable: of a newer release.
+    Raises FileUnavailable for a newer release.
     """
     _refuse_newer(data)
     texts = _proven_texts(data[: end.num_bytes] if end is not None else data)
