@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import pytest
 
 from agentcache.server_process import ServerProcess
 from tests.live.servers import PATIENCE, http_of, make_text, wait_until_left
+
+if TYPE_CHECKING:
+    import anthropic
 
 HI: list[Any] = [{"role": "user", "content": "Tell me about the cat on the mat."}]
 # Newer clients take no `temperature`; the server does.
@@ -26,6 +28,8 @@ def extras(**fields: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def claude(live_server: ServerProcess) -> Iterator[anthropic.Anthropic]:
+    import anthropic  # a second of CPU time, in each process that collects tests
+
     with anthropic.Anthropic(base_url=live_server.client.url, api_key="any", max_retries=0, timeout=PATIENCE) as client:
         yield client
 
@@ -114,6 +118,8 @@ def test_warming_with_max_tokens_0(claude: anthropic.Anthropic, agent: str) -> N
 
 
 def test_errors(claude: anthropic.Anthropic, http: httpx.Client) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError) as unknown:
         claude.messages.create(model="nobody", messages=HI, max_tokens=1)
     assert unknown.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
@@ -152,6 +158,8 @@ def test_a_session_is_durable_unasked(claude: anthropic.Anthropic) -> None:
 
 
 def test_a_time_limit(claude: anthropic.Anthropic, live_server: ServerProcess) -> None:
+    import anthropic
+
     body = extras(request_timeout=0.3) | {"messages": HI, "max_tokens": 30_000}
     with pytest.raises(anthropic.APIStatusError) as late:
         claude.messages.create(**body)
@@ -162,6 +170,8 @@ def test_a_time_limit(claude: anthropic.Anthropic, live_server: ServerProcess) -
 
 
 def test_the_async_client_with_many_at_once(live_server: ServerProcess) -> None:
+    import anthropic
+
     async def run() -> set[str]:
         client = anthropic.AsyncAnthropic(base_url=live_server.client.url, api_key="any", timeout=PATIENCE)
         async with client:

@@ -6,9 +6,8 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -22,6 +21,9 @@ from tests.live.servers import PATIENCE
 from tests.rounds import check_bound, in_rounds
 from tests.schemas import SHORT_TOOLS, schemas
 from tests.text.test_grammars import anything
+
+if TYPE_CHECKING:
+    import anthropic
 
 # A random model would think for long.
 NO_THOUGHTS = {"chat_template_kwargs": {"enable_thinking": False}}
@@ -41,6 +43,8 @@ class House(BaseModel, extra="forbid"):
 
 @pytest.fixture(scope="module")
 def claude(live_server: ServerProcess) -> Iterator[anthropic.Anthropic]:
+    import anthropic  # a second of CPU time, in each process that collects tests
+
     with anthropic.Anthropic(base_url=live_server.client.url, api_key="any", max_retries=0, timeout=PATIENCE) as client:
         yield client
 
