@@ -1,30 +1,67 @@
-"""Messages to the engine. Any reply may be an error."""
+"""Messages to the engine, with what each does there.
+
+The gateway sends them to the engine thread, which calls `dispatch`.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from agentcache.adapters.activation import AdapterUse
+from agentcache.agents.disk import Saved
 from agentcache.blocks.prefix_match import PromptMatch
 from agentcache.blocks.transcript import TranscriptContent
+from agentcache.engine.output import Output
+from agentcache.engine.running_request import RunningRequest
+from agentcache.errors import AgentCacheError, BrokenInvariant, EngineStopped
 from agentcache.models.adapters import AdapterContent
 from agentcache.models.decoder import Decoder
-from agentcache.request import Request
+from agentcache.ranks.lost import lost_rank
+from agentcache.report import PROMPT_END, AgentInfo, CacheStats, RestoreReport, StepDown, Update
+from agentcache.request import ChatPrompt, Request
+from agentcache.start_progress import Measuring
 from agentcache.store.archived_agent import ArchivedAgent
 from agentcache.store.manifest import AgentRecord
 from agentcache.store.response_files import ResponseFiles
 from agentcache.system.pressure import Level
+from agentcache.system.threads import as_exception
 from agentcache.text.grammars.compiler import Grammar
+from agentcache.text.replies.stop_search import StopSearch
 from agentcache.text.stop_strings import NO_STOPS, StopStrings
+from agentcache.text.tokenizer import Tokenizer
 
-Reply = Callable[[Any], None]
+if TYPE_CHECKING:
+    from agentcache.engine.engine import Engine
+
+T = TypeVar("T")
+Reply = Callable[[T | BaseException], None]
+
+
+class Message(ABC, Generic[T]):
+    """A message whose replies are of type T, or an error. Created on the event loop, handled on the engine thread."""
+
+    @abstractmethod
+    def handle(self, engine: Engine, reply: Reply[T]) -> None:
+        """Do it, and reply now or later. An error that is raised is the reply."""
+
+
+def dispatch(engine: Engine, message: Message[T], reply: Reply[T]) -> None:
+    """Handle a message on the engine thread. `reply` gets the result or an error, now or later."""
+    try:
+        message.handle(engine, reply)
+    except BaseException as error:
+        lost = lost_rank(error)
+        reply(lost or as_exception(error))
+        if lost or not isinstance(error, AgentCacheError) or isinstance(error, (BrokenInvariant, EngineStopped)):
+            engine.fail((), error)
 
 
 @dataclass(frozen=True, eq=False)
-class Submit:
-    """A tokenized request. Replies: updates, the last one with a report.
+class Submit(Message[Update]):
+    """A tokenized request. The last reply has a report.
 
     Args:
         match: prompt tokens, and their relation to `found`.
@@ -50,65 +87,95 @@ class Submit:
     grammar: Grammar | None = None
     stops: StopStrings = NO_STOPS
 
+    def handle(self, engine: Engine, reply: Reply[Update]) -> None:
+        engine.add(_running_request(self, engine.served.tokenizer, reply))
+
 
 @dataclass(frozen=True)
-class Cancel:
-    """Cancel a request, which gets its own error. Reply: None."""
+class Cancel(Message[None]):
+    """Cancel a request, which gets its own error."""
 
     submitted: Submit
 
-
-@dataclass(frozen=True)
-class MeasurePrecision:
-    """Compute one forward pass of the precision search. Reply: `Measuring`."""
-
-
-@dataclass(frozen=True)
-class UseResponses:
-    """Run `work` on the writer thread. Reply: its result."""
-
-    work: Callable[[ResponseFiles], Any]
+    def handle(self, engine: Engine, reply: Reply[None]) -> None:
+        request = next((each for each in engine.requests if each.submitted is self.submitted), None)
+        if request is not None:
+            engine.cancel(request)
+        reply(None)
 
 
 @dataclass(frozen=True)
-class ListAgents:
-    """Reply: `list[AgentInfo]`."""
+class MeasurePrecision(Message[Measuring]):
+    """Compute one forward pass of the precision search."""
+
+    def handle(self, engine: Engine, reply: Reply[Measuring]) -> None:
+        reply(engine.measure_precision())
 
 
 @dataclass(frozen=True)
-class ShowAgent:
-    """Reply: `AgentInfo`."""
+class UseResponses(Message[T]):
+    """Run `work` on the writer thread."""
+
+    work: Callable[[ResponseFiles], T]
+
+    def handle(self, engine: Engine, reply: Reply[T]) -> None:
+        engine.persistence.use_responses(self.work, reply)
+
+
+@dataclass(frozen=True)
+class ListAgents(Message[list[AgentInfo]]):
+    """List all agents, by id."""
+
+    def handle(self, engine: Engine, reply: Reply[list[AgentInfo]]) -> None:
+        reply(engine.operations.list())
+
+
+@dataclass(frozen=True)
+class ShowAgent(Message[AgentInfo]):
+    """Describe an agent."""
 
     agent_id: str
 
+    def handle(self, engine: Engine, reply: Reply[AgentInfo]) -> None:
+        reply(engine.operations.info(self.agent_id))
+
 
 @dataclass(frozen=True)
-class LookAgain:
-    """Check whether an unavailable agent is readable. Reply: None."""
+class LookAgain(Message[None]):
+    """Check whether an unavailable agent is readable."""
 
     agent_id: str
 
+    def handle(self, engine: Engine, reply: Reply[None]) -> None:
+        engine.operations.look_again(self.agent_id, reply)
+
 
 @dataclass(frozen=True)
-class CreateAgent:
-    """Reply: `Saved`."""
+class CreateAgent(Message[Saved]):
+    """Create an empty agent, durably."""
 
     agent_id: str
     adapter: str | None
     policy: str
     system: str | None
 
+    def handle(self, engine: Engine, reply: Reply[Saved]) -> None:
+        engine.operations.create(self.agent_id, self.adapter, self.policy, self.system, reply)
+
 
 @dataclass(frozen=True)
-class ImportAgent:
-    """Reply: `Saved`."""
+class ImportAgent(Message[Saved]):
+    """Create an agent from an archive, durably."""
 
     archive: ArchivedAgent
 
+    def handle(self, engine: Engine, reply: Reply[Saved]) -> None:
+        engine.operations.bring_in(self.archive, reply)
+
 
 @dataclass(frozen=True)
-class ForkAgent:
-    """Reply: `Saved`."""
+class ForkAgent(Message[Saved]):
+    """Copy an agent, or one lineage, sharing its blocks."""
 
     agent_id: str
     new_id: str
@@ -116,95 +183,150 @@ class ForkAgent:
     adapter: str | None = None
     policy: str | None = None
 
+    def handle(self, engine: Engine, reply: Reply[Saved]) -> None:
+        engine.operations.fork(self.agent_id, self.new_id, reply, self.lineage, self.adapter, self.policy)
+
 
 @dataclass(frozen=True)
-class DeleteAgent:
-    """Reply: `Saved`."""
+class DeleteAgent(Message[Saved]):
+    """Delete an agent, or one lineage, in RAM and on disk."""
 
     agent_id: str
     lineage: str | None
 
+    def handle(self, engine: Engine, reply: Reply[Saved]) -> None:
+        engine.operations.delete(self.agent_id, reply, self.lineage)
+
 
 @dataclass(frozen=True)
-class SaveAgent:
-    """Reply: `Saved`."""
+class SaveAgent(Message[Saved]):
+    """Wait until all data of an agent, or one lineage, is on disk."""
 
     agent_id: str
     lineage: str | None
 
+    def handle(self, engine: Engine, reply: Reply[Saved]) -> None:
+        engine.operations.save(self.agent_id, reply, self.lineage)
+
 
 @dataclass(frozen=True)
-class RestoreAgent:
-    """Reply: `RestoreReport`."""
+class RestoreAgent(Message[RestoreReport]):
+    """Load blocks of an agent, or one lineage, from disk."""
 
     agent_id: str
     lineage: str | None
 
+    def handle(self, engine: Engine, reply: Reply[RestoreReport]) -> None:
+        engine.operations.restore(self.agent_id, reply, self.lineage)
+
 
 @dataclass(frozen=True)
-class EvictAgent:
-    """Evict RAM of all caches or of one `kind` (`keys.kind_of`). Reply: None."""
+class EvictAgent(Message[None]):
+    """Evict RAM of all caches or of one `kind` (`keys.kind_of`)."""
 
     agent_id: str
     lineage: str | None
     kind: str | None = None
 
+    def handle(self, engine: Engine, reply: Reply[None]) -> None:
+        engine.eviction.evict(self.agent_id, reply, self.lineage, self.kind)
+
 
 @dataclass(frozen=True)
-class PutAdapter:
-    """Load an adapter, or a decoder's next piece. Reply: whether it is complete."""
+class PutAdapter(Message[bool]):
+    """Load an adapter, or a decoder's next piece; the reply says whether it is complete."""
 
     content: AdapterContent | Decoder
 
+    def handle(self, engine: Engine, reply: Reply[bool]) -> None:
+        is_complete = engine.adapters.load(self.content)
+        if isinstance(self.content, AdapterContent):
+            engine.residuals.open_for(self.content.adapter)
+        reply(is_complete)
+
 
 @dataclass(frozen=True)
-class DropAdapter:
-    """Drop unused weights. Reply: None."""
+class DropAdapter(Message[None]):
+    """Drop unused weights."""
 
     digest: str
 
+    def handle(self, engine: Engine, reply: Reply[None]) -> None:
+        engine.adapters.drop(self.digest)
+        engine.residuals.close_for(self.digest)
+        reply(None)
+
 
 @dataclass(frozen=True)
-class RelieveMemory:
-    """Report memory pressure, on change and while it lasts. Reply: None."""
+class RelieveMemory(Message[None]):
+    """Report memory pressure, on change and while it lasts."""
 
     level: Level
 
-
-@dataclass(frozen=True)
-class ReadStats:
-    """Reply: `CacheStats`."""
-
-
-@dataclass(frozen=True)
-class ClearCache:
-    """Reply: None."""
+    def handle(self, engine: Engine, reply: Reply[None]) -> None:
+        engine.relieve(self.level)
+        reply(None)
 
 
 @dataclass(frozen=True)
-class CheckIntegrity:
-    """Reply: None if every block is accounted for."""
+class ReadStats(Message[CacheStats]):
+    """Count what the cache holds and has done."""
+
+    def handle(self, engine: Engine, reply: Reply[CacheStats]) -> None:
+        reply(engine.stats())
 
 
-Message = (
-    Submit
-    | Cancel
-    | UseResponses
-    | ListAgents
-    | LookAgain
-    | ShowAgent
-    | CreateAgent
-    | ImportAgent
-    | ForkAgent
-    | DeleteAgent
-    | SaveAgent
-    | RestoreAgent
-    | EvictAgent
-    | PutAdapter
-    | DropAdapter
-    | RelieveMemory
-    | MeasurePrecision
-    | ReadStats
-    | ClearCache
-    | CheckIntegrity
-)
+@dataclass(frozen=True)
+class ClearCache(Message[None]):
+    """Free all unread blocks in RAM."""
+
+    def handle(self, engine: Engine, reply: Reply[None]) -> None:
+        engine.clear()
+        reply(None)
+
+
+@dataclass(frozen=True)
+class CheckIntegrity(Message[None]):
+    """Count every block; an error if one is not accounted for."""
+
+    def handle(self, engine: Engine, reply: Reply[None]) -> None:
+        engine.check_integrity()
+        reply(None)
+
+
+def _stop_search(submitted: Submit) -> StopSearch | None:
+    if not submitted.stops:
+        return None
+    reading = submitted.request.reading
+    if reading.is_plain:
+        return StopSearch(submitted.stops, None)
+    reader = reading.open()
+    reader.begin(submitted.match.transcript.text[-PROMPT_END:])
+    return StopSearch(submitted.stops, reader)
+
+
+def _running_request(submitted: Submit, tokenizer: Tokenizer, emit: Reply[Update]) -> RunningRequest:
+    use, sampling = submitted.adapter, submitted.request.sampling
+    detokenizer = tokenizer.detokenizer(after=submitted.match.transcript.ids[-1])
+    return RunningRequest(
+        request=submitted.request,
+        match=submitted.match,
+        max_tokens=submitted.max_tokens,
+        output=Output(
+            detokenizer,
+            _stop_search(submitted),
+            tokenizer.markers if isinstance(submitted.request.prompt, ChatPrompt) else {},
+            sampling.min_tokens,
+        ),
+        emit=emit,
+        submitted=submitted,
+        submitted_at=submitted.submitted_at,
+        found=submitted.found,
+        system_tokens=submitted.system_tokens,
+        repeated_tokens=submitted.repeated_tokens,
+        goes_on=submitted.goes_on,
+        following=None if submitted.grammar is None else submitted.grammar.follow(),
+        adapter=use,
+        producer=None if use is None else use.producer,
+        stepped_down=StepDown.FAMILY if use is not None and use.stepped_from else None,
+    )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import mlx.core as mx
 
@@ -200,7 +200,8 @@ class AsyncEngine:
             measuring = Measuring(0)
             while measuring.chosen is None:
                 await self._gate.emptied()
-                measuring = self._measuring = await self._thread.ask(MeasurePrecision())
+                measuring = await self._thread.ask(MeasurePrecision())
+                self._measuring = measuring
         except Exception as error:  # also a library's: /health must not report a search that has ended
             log.warning("the precision of keys and values was not measured: %s", error)
             self._measuring = None
@@ -315,13 +316,13 @@ class AsyncEngine:
     @_through_gate
     async def agents(self) -> list[AgentInfo]:
         """All agents, sorted by id."""
-        return cast(list[AgentInfo], await self._thread.ask(ListAgents()))
+        return await self._thread.ask(ListAgents())
 
     @_through_gate
     async def agent(self, agent_id: str) -> AgentInfo:
         """One agent. Raises NotFound."""
         await self._look_again(agent_id)
-        return cast(AgentInfo, await self._thread.ask(ShowAgent(agent_id)))
+        return await self._thread.ask(ShowAgent(agent_id))
 
     @_through_gate
     async def create_agent(
@@ -401,8 +402,7 @@ class AsyncEngine:
         """Load the blocks of an agent (or one lineage) from disk into RAM. Raises NotFound."""
         await self._look_again(agent_id)
         async with self._turns.turn(agent_id) as turn:
-            restored: RestoreReport = await _result([turn], self._thread.ask(RestoreAgent(agent_id, lineage)))
-            return restored
+            return await _result([turn], self._thread.ask(RestoreAgent(agent_id, lineage)))
 
     @_through_gate
     async def evict_agent(self, agent_id: str, lineage: str | None = None, kind: str | None = None) -> AgentInfo:
@@ -416,8 +416,8 @@ class AsyncEngine:
         if agent_id is not None and agent_id in self._thread.view.agents.unavailable:
             await self._thread.ask(LookAgain(agent_id))
 
-    async def _save(self, turns: Sequence[Turn], message: Message) -> None:
-        saved: Saved = await _result(turns, self._thread.ask(message))
+    async def _save(self, turns: Sequence[Turn], message: Message[Saved]) -> None:
+        saved = await _result(turns, self._thread.ask(message))
         if saved.error is not None:
             if isinstance(self.failure, EngineStopped):  # the write did not fail
                 raise self.failure
@@ -428,7 +428,7 @@ class AsyncEngine:
     @_through_gate
     async def use_responses(self, work: Callable[[ResponseFiles], T]) -> T:
         """Run `work` on the writer thread. Raises StoreError."""
-        return cast(T, await self._thread.ask(UseResponses(work)))
+        return await self._thread.ask(UseResponses(work))
 
     # -- adapters ---------------------------------------------------------------------------------------------------
 
@@ -451,7 +451,7 @@ class AsyncEngine:
 
     @_through_gate
     async def stats(self) -> CacheStats:
-        return cast(CacheStats, await self._thread.ask(ReadStats()))
+        return await self._thread.ask(ReadStats())
 
     @_through_gate
     async def check_integrity(self) -> None:

@@ -8,13 +8,12 @@ import queue
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from agentcache.engine.dispatch import dispatch
 from agentcache.engine.engine import Engine
-from agentcache.engine.messages import Message
+from agentcache.engine.messages import Message, dispatch
 from agentcache.engine.view import EngineView
 from agentcache.errors import AgentCacheError, EngineStopped
 from agentcache.gateway.prompt_workers import shutting_down
@@ -22,6 +21,7 @@ from agentcache.ranks.lost import lost_rank
 from agentcache.system.threads import as_exception, start_thread
 
 log = logging.getLogger("agentcache.engine")
+T = TypeVar("T")
 
 Post = Callable[[Callable[[], None]], None]
 Receive = Callable[[Any], None]
@@ -181,16 +181,16 @@ class EngineThread:
         """Whether posted functions are waiting. Callable from any thread."""
         return not self._inbox.empty()
 
-    def tell(self, message: Message, receive: Receive) -> None:
+    def tell(self, message: Message[Any], receive: Receive) -> None:
         """Send a message; `receive` gets the replies on the event loop."""
         engine = self.engine
         assert engine is not None  # callers have read its `view`
         self.post(lambda: dispatch(engine, message, partial(self._send, receive)))
 
-    def ask(self, message: Message) -> asyncio.Future[Any]:
+    def ask(self, message: Message[T]) -> asyncio.Future[T]:
         """Send a message; the future gets its only reply, or the error."""
         self.view  # noqa: B018 (raises if no engine would answer)
-        future: asyncio.Future[Any] = self._loop.create_future()
+        future: asyncio.Future[T] = self._loop.create_future()
 
         def finish(result: Any) -> None:
             if future.done():

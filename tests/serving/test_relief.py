@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.engine.dispatch import dispatch
-from agentcache.engine.messages import RelieveMemory
+from agentcache.engine.messages import RelieveMemory, dispatch
 from agentcache.errors import Overloaded
 from agentcache.gateway.async_engine import AsyncEngine
 from agentcache.gateway.pressure_watch import never_failing, watch_pressure

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from agentcache.adapters.activation import AdapterUse
-from agentcache.engine.dispatch import dispatch
-from agentcache.engine.messages import DropAdapter, PutAdapter
+from agentcache.engine.messages import DropAdapter, PutAdapter, dispatch
 from agentcache.models.adapters import AdapterContent, producer_groups, read_adapter
 from agentcache.report import RestoreReport
 from agentcache.settings.adapters import Policy
