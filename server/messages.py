@@ -9,6 +9,7 @@ from agentcache.server.context import Call
 from agentcache.server.parts import THOUGHTS, is_newest, read_parts, readable, tool_text
 from agentcache.server.validate import Reader
 from agentcache.text.json_values import parse_json, write_json
+from agentcache.text.messages import REASONING_KEYS
 
 ROLES = {
     "system": "system",
@@ -18,8 +19,6 @@ ROLES = {
     "tool": "tool",
     "function": "tool",
 }
-
-REASONING_KEYS = frozenset(("reasoning_content", "reasoning", "thinking"))
 
 _BILLING_HEADER = re.compile(r"^x-anthropic-billing-header:[^\n]*\n*", re.IGNORECASE | re.MULTILINE)
 
@@ -43,7 +42,7 @@ def _read_message(message: Reader, call: Call) -> dict[str, Any]:
     if calls and role != "assistant":
         message.fail("tool_calls", "belongs to assistant messages only")
     read = {name: value for name, value in message.value.items() if value is not None and name != "function_call"}
-    if role == "assistant" and not REASONING_KEYS & read.keys() and (thought := _read_thoughts(message)):
+    if role == "assistant" and not any(map(read.get, REASONING_KEYS)) and (thought := _read_thoughts(message)):
         read["reasoning_content"] = thought
     content = _read_content(message, role, call)
     read |= {"role": role, "content": without_billing_header(content) if role == "system" else content}

@@ -12,13 +12,13 @@ from typing import Any
 from agentcache.errors import InvalidRequest
 from agentcache.text.call_ids import with_short_ids
 from agentcache.text.marks import Marks
-from agentcache.text.messages import plain_messages, with_strings
+from agentcache.text.messages import THOUGHT, plain_messages, with_strings
 from agentcache.text.repairs.find_repairs import find_repairs
 from agentcache.text.repairs.kinds import NO_TEMPLATE, PLACEHOLDER, PLAINEST, Message, Repairs
 from agentcache.text.repairs.notation import call_notation
 from agentcache.text.repairs.steps import Render, Repaired, repaired
 from agentcache.text.replies.format import ReplyFormat
-from agentcache.text.template import REASONING_KEYS, REFUSED
+from agentcache.text.template import REFUSED
 
 _MOST_UNSEEN = 20
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
@@ -118,7 +118,7 @@ class ChatRenderer:
                 yield repaired(way, tools, repairs, self._notation)
         if tools:  # the template may refuse a tool's schema
             yield repaired(with_short_ids(fewer), tools, repairs.with_("tools_as_text"), self._notation)
-        plainest = replace(PLAINEST, empty_tools=repairs.empty_tools)
+        plainest = replace(PLAINEST, empty_tools=repairs.empty_tools, thoughts=repairs.thoughts)
         yield repaired(with_short_ids(fewer), tools, plainest, self._notation)
 
     def _found_repairs(self, probe: Render) -> Repairs:
@@ -155,4 +155,4 @@ def _with_one_comment(message: Message) -> Message:
     # Some templates refuse a thought beside text and call.
     if not (message.get("content") and message.get("tool_calls")):
         return message
-    return {key: value for key, value in message.items() if key not in REASONING_KEYS}
+    return {key: value for key, value in message.items() if key != THOUGHT}

@@ -9,6 +9,9 @@ from typing import Any
 from agentcache.errors import InvalidRequest
 from agentcache.text.json_values import parse_json, write_json
 
+# Message fields for thoughts, the most common first.
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+THOUGHT = REASONING_KEYS[0]  # the field in plain messages
 _MOST_APPENDED = 8
 _MEDIA = ("image", "input_image", "audio", "input_audio", "video", "file", "input_file", "document")
 
@@ -21,7 +24,7 @@ def _ignore(note: str) -> None:
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]], note: Note = _ignore) -> list[dict[str, Any]]:
-    """Return messages with content as one string and call arguments as objects; pass changes to `note`.
+    """Return messages with content and thought as one string each, call arguments as objects; pass changes to `note`.
 
     Raises:
         InvalidRequest: missing role, media, or a wrong type of content or calls.
@@ -59,13 +62,27 @@ def _copy(name: str, number: int) -> str:
 def _plain_message(message: Mapping[str, Any], where: str, note: Note) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequest("A message is an object with a `role`.", param=where)
-    plain = {**message, "content": _plain_content(message.get("content"), f"{where}.content", note)}
+    plain = {key: value for key, value in message.items() if key not in REASONING_KEYS}
+    plain["content"] = _plain_content(message.get("content"), f"{where}.content", note)
+    thoughts = [_thought_text(message[key], note) for key in REASONING_KEYS if message.get(key) is not None]
+    if thoughts:
+        plain[THOUGHT] = next(filter(None, thoughts), "")
     calls = message.get("tool_calls")
     if calls:
         plain["tool_calls"] = _plain_calls(calls, f"{where}.tool_calls", note)
     if "tool_call_id" in message:
         plain["tool_call_id"] = _plain_id(message["tool_call_id"])
     return plain
+
+
+def _thought_text(thought: Any, note: Note) -> str:
+    if isinstance(thought, str):
+        return thought
+    parts = thought if isinstance(thought, list) else [thought]
+    try:
+        return "".join(_part_text(part, "", note) for part in parts)
+    except InvalidRequest:
+        return _as_json(thought)
 
 
 def _plain_content(content: Any, where: str, note: Note) -> str:

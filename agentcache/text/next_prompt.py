@@ -15,9 +15,8 @@ from agentcache.blocks.prefix_match import len_common_prefix
 from agentcache.blocks.transcript import Encoding
 from agentcache.errors import InvalidRequest
 from agentcache.text.json_values import canonical_json
-from agentcache.text.messages import plain_messages
+from agentcache.text.messages import REASONING_KEYS, THOUGHT, plain_messages
 from agentcache.text.replies.format import ReplyFormat
-from agentcache.text.template import REASONING_KEYS
 
 # From messages to a marked prompt.
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
@@ -199,7 +198,7 @@ def _with_thought(message: Mapping[str, Any], thought: bool) -> dict[str, Any]:
     if message.get("role") != "assistant":
         return dict(message)
     plain = {key: value for key, value in message.items() if key not in REASONING_KEYS}
-    return plain | ({"reasoning_content": _THOUGHT} if thought else {})
+    return plain | ({THOUGHT: _THOUGHT} if thought else {})
 
 
 def _name_of(tool: Mapping[str, Any]) -> str:

@@ -11,14 +11,12 @@ from agentcache.compat import TokenizerWrapper, renders_by_code
 from agentcache.errors import InvalidRequest, UnsupportedModel
 from agentcache.system.confined import ChildBroke, ConfinedWork, OverLimit, ReplyTooLong
 from agentcache.text.marks import NO_SEALS, Marks
-from agentcache.text.messages import with_strings
+from agentcache.text.messages import REASONING_KEYS, with_strings
 from agentcache.text.template_child import SECONDS_PER_BYTE, RenderOutcome
 from agentcache.text.work_limit import WorkLimit
 
 MAX_BYTES = 64 << 20
 REFUSED = "refused_by_chat_template"
-# Message fields for thoughts, the most common first.
-REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 # For `ChatTemplate._is_sealed`: no special-token strings. Every template accepts at least one.
 _USER = {"role": "user", "content": "hello"}
@@ -253,7 +251,7 @@ def _failed(how: str) -> InvalidRequest:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop None fields except content; copy the thought to each name that templates use."""
+    """Drop None fields except content; give the thought two names, as transformers does."""
     kept = {key: value for key, value in message.items() if value is not None or key == "content"}
     thought = next((kept[key] for key in REASONING_KEYS if key in kept), None)
     return kept if thought is None else {"thinking": thought, **kept, "reasoning_content": thought}

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from agentcache.text.tokenizer import Tokenizer
-from tests.real.conversations import CONVERSATIONS
-from tests.real.folders import FAMILIES, family_folder, template_folder, template_names
+from tests.real.conversations import CONVERSATIONS, LOOK
+from tests.real.folders import (
+    FAMILIES,
+    family_folder,
+    template_folder,
+    template_names,
+    template_text,
+    template_tokenizer,
+)
 from tests.text.test_repairs import check_prefixes
 
 pytestmark = pytest.mark.slow
 
 _PARTS = 8  # of the templates, for several processes
+
+
+# Templates that read thoughts as blocks of the content, or in `message.reasoning` only.
+_OTHER_FIELDS = {"mistralai-Ministral-3-14B-Reasoning-2512.jinja", "upstage-Solar-Open-100B.jinja"}
+_READS_THOUGHTS = re.compile(r"message\.(thinking|reasoning)\b|reasoning_content")
+_ANSWER = {"role": "assistant", "content": "Yes.", "reasoning_content": "I ponder."}
+_CALLING = _ANSWER | {
+    "content": "",
+    "tool_calls": [{"id": "call00000", "type": "function", "function": {"name": "look", "arguments": "{}"}}],
+}
+_HI = {"role": "user", "content": "hi"}
 
 
 def _tokenizer(folder: Path, name: str) -> Tokenizer:
@@ -32,6 +51,20 @@ def test_every_template_shows_every_conversation(part: int, tmp_path: Path) -> N
     names = template_names()[part::_PARTS]
     lost = {name: list(_lost(_tokenizer(tmp_path / name, name))) for name in names}
     assert {name: each for name, each in lost.items() if each} == {}
+
+
+def test_thoughts_reach_every_template_that_reads_them(tmp_path: Path) -> None:
+    lost = []
+    for name in template_names():
+        tokenizer = Tokenizer.load(template_tokenizer(tmp_path / name, name, small=True))
+        result = {"role": "tool", "tool_call_id": "call00000", "content": "A cat."}
+        texts = [tokenizer.render_chat([_HI, _CALLING, result], [LOOK]), tokenizer.render_chat([_HI, _ANSWER])]
+        reads = name in _OTHER_FIELDS or _READS_THOUGHTS.search(template_text(name)) is not None
+        if reads != any("I ponder." in text for text in texts):
+            lost.append(name)
+        assert ("thoughts" in (tokenizer.template_repairs() or ())) == (name in _OTHER_FIELDS), name
+        tokenizer.close()
+    assert lost == []
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"deepseek_v3"}))  # whose template tells results anew

@@ -397,6 +397,76 @@ def test_words_beside_calls_stay_in_front_of_them(tmp_path: Path) -> None:
     tokenizer.close()
 
 
+# How a template writes a thought, and what it reads it from.
+SHOW_THOUGHTS = {
+    "reasoning_content": "{% if m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}{{ m.content }}",
+    "reasoning": "{% if m.reasoning %}[{{ m.reasoning }}]{% endif %}{{ m.content }}",
+    "thinking": "{% if m.thinking %}[{{ m.thinking }}]{% endif %}{{ m.content }}",
+    "thought": "{% if m.thought is defined and m.tool_calls %}[{{ m.thought }}]{% endif %}{{ m.content }}",
+    "blocks": "{% if m.content is string %}{{ m.content }}{% else %}{% for b in m.content %}"
+    "{% if b.type == 'thinking' %}[{{ b.thinking }}]{% else %}{{ b.text }}{% endif %}{% endfor %}{% endif %}",
+    "a variable": "{% if shows and m.thought %}[{{ m.thought }}]{% endif %}{{ m.content }}",
+}
+
+
+@pytest.mark.parametrize("sent", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("name", SHOW_THOUGHTS)
+def test_thoughts_are_told_where_the_template_reads_them(tmp_path: Path, name: str, sent: str) -> None:
+    calls = (
+        "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+    )
+    template = f"{{% for m in messages %}}<{{{{ m.role }}}}>{SHOW_THOUGHTS[name]}{calls}{{% endfor %}}"
+    tokenizer = Tokenizer.load(byte_bpe(tmp_path, chat_template=template))
+    calling = {"role": "assistant", "content": "WORDS", sent: "HMMM", "tool_calls": [call("a", "{}")]}
+    told = tokenizer.tell_chat([USER, calling, result("a", "SLEEPS")], template_kwargs={"shows": True})
+    assert "<assistant>[HMMM]WORDS" in told.text and told.text.count("HMMM") == 1
+    tokenizer.close()
+
+
+def test_a_template_that_writes_blocks_out_gets_text(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(byte_bpe(tmp_path, chat_template=LOOP))
+    text = tokenizer.render_chat([USER, ANSWER | {"reasoning_content": "HMMM"}, AGAIN])
+    assert text == "<user>HELLO<assistant>ANSWER<user>AGAIN"
+    tokenizer.close()
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        ({"reasoning_content": "", "reasoning": "HMMM"}, "HMMM"),
+        ({"reasoning_content": None, "thinking": "HMMM"}, "HMMM"),
+        ({"reasoning": [{"type": "text", "text": "HM"}, {"type": "thinking", "thinking": "MM"}]}, "HMMM"),
+        ({"thinking": {"of": 1}}, '{"of": 1}'),
+        ({"reasoning": [{"type": "image"}]}, '[{"type": "image"}]'),
+        ({"thinking": ""}, ""),
+        ({"thinking": None}, None),
+    ],
+)
+def test_thoughts_of_any_kind_are_one_text(sent: Message, told: str | None) -> None:
+    [plain] = plain_messages([ANSWER | sent])
+    assert plain == (ANSWER if told is None else ANSWER | {"reasoning_content": told})
+
+
+def test_joined_answers_keep_all_thoughts() -> None:
+    def told(*messages: Message) -> list[Message]:
+        return repaired(plain_messages(messages), None, Repairs(join_neighbours=True), NOTATION).messages
+
+    first, second = ANSWER | {"reasoning": "HM"}, {"role": "assistant", "content": "FURTHER", "thinking": "MM"}
+    [joined] = told(first, second)
+    assert joined["content"] == "ANSWER\n\nFURTHER"
+    assert {joined[name] for name in ("reasoning_content", "reasoning", "thought")} == {"HM\n\nMM"}
+    assert told(first, ANSWER)[0]["reasoning"] == told(ANSWER, first)[0]["reasoning"] == "HM"
+    assert "reasoning" not in told(ANSWER, ANSWER)[0]
+
+
+def test_calls_told_one_by_one_share_no_thought() -> None:
+    calling = CALLS[1] | {"reasoning_content": "HMMM"}
+    told = repaired(
+        plain_messages([USER, calling, *CALLS[2:]]), None, Repairs(one_call_a_message=True), NOTATION
+    ).messages
+    assert [each.get("reasoning") for each in told if each["role"] == "assistant"] == ["HMMM", None]
+
+
 def test_words_are_put_back_once_and_where_a_call_is_opened() -> None:
     words = {"m0_": "ONE", "m1_": "TWO"}
     text = "<a>HELLO<call>m0_look{}<result of m0_look>SLEEPS<call>m1_look{}"

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 from agentcache.text.json_values import write_json
+from agentcache.text.messages import THOUGHT
 from agentcache.text.repairs.kinds import GAP, CallIds, EmptyContent, Message, Work
 from agentcache.text.repairs.notation import result_text
 
@@ -136,8 +137,10 @@ def one_call_a_message(work: Work) -> None:
         results = defaultdict[Any, deque[Message]](deque)  # calls may share or lack an id
         for message in run[1:]:
             results[message.get("tool_call_id")].append(message)
-        for index, call in enumerate(calls):
-            told.append({**run[0], "content": run[0].get("content") if index == 0 else "", "tool_calls": [call]})
+        said = run[0]
+        for call in calls:
+            told.append({**said, "tool_calls": [call]})
+            said = {key: value for key, value in said.items() if key != THOUGHT} | {"content": ""}
             if waiting := results[call.get("id")]:
                 told.append(waiting.popleft())
         told += chain.from_iterable(results.values())
@@ -208,7 +211,7 @@ def _with_strings(message: Message) -> Message:
 
 
 def empty_content(work: Work) -> None:
-    """Must be last: other steps expect a string."""
+    """Must follow the steps that expect a string."""
     if work.repairs.empty_content is EmptyContent.EMPTY:
         return
     work.messages = [_without_content(message, work.repairs.empty_content) for message in work.messages]

@@ -10,7 +10,16 @@ from itertools import product
 from typing import Any
 
 from agentcache.errors import InvalidRequest
-from agentcache.text.repairs.kinds import NO_TEMPLATE, PLAINEST, CallIds, EmptyContent, Message, Repairs
+from agentcache.text.messages import THOUGHT
+from agentcache.text.repairs.kinds import (
+    NO_TEMPLATE,
+    PLAINEST,
+    CallIds,
+    EmptyContent,
+    Message,
+    Repairs,
+    ThoughtField,
+)
 from agentcache.text.repairs.notation import CallNotation
 from agentcache.text.repairs.steps import Render, repaired
 from agentcache.text.template import REFUSED
@@ -20,6 +29,8 @@ Tools = Sequence[Message] | None
 log = logging.getLogger("agentcache.models")
 
 _WORD = re.compile(r"Zq[a-z]+")
+# A quotation mark follows where a template writes out a value of a kind that it does not know.
+_SHOWN_THOUGHT = re.compile(r"""Zqthought(?!\\*['"])""")
 
 
 @dataclass
@@ -98,6 +109,7 @@ def _find_all(probe: _Probe) -> None:
     probe.need("user_first", [_SYSTEM])
     probe.need("user_first", [_SYSTEM], _TOOLS)
     _find_calls(probe)
+    _find_thoughts(probe)
     _try_further(probe)
 
 
@@ -129,6 +141,15 @@ def _find_calls(probe: _Probe) -> None:
     probe.need("results_with_calls", [_USER, _result("Zqsleeps"), _AGAIN], _TOOLS)
     probe.need("calls_with_results", [_USER, _calling(_call("Zqgarden")), _AGAIN], _TOOLS)
     probe.need("no_system_role", [_SYSTEM, *one], _TOOLS)
+
+
+def _find_thoughts(probe: _Probe) -> None:
+    for thoughts in ThoughtField:
+        tried = replace(probe, repairs=replace(probe.repairs, thoughts=thoughts))
+        texts = (tried.text(messages, tools) for messages, tools in _THOUGHTFUL)
+        if any(text is not None and _SHOWN_THOUGHT.search(text) for text in texts):
+            probe.repairs = tried.repairs
+            return
 
 
 def _try_further(probe: _Probe) -> None:
@@ -222,6 +243,11 @@ _SWITCHES = (
 _CALL = _calling(_call("Zqgarden"))
 _CALLS = _calling(_call("Zqgarden"), _call("Zqcellar", 1), content="Zqwords")
 _RESULTS = [_result("Zqsleeps"), _result("Zqopened", 1)]
+# Templates may show a thought only beside a call, or only in an answer.
+_THOUGHTFUL: list[tuple[list[Message], Tools]] = [
+    ([_USER, {**_CALL, THOUGHT: "Zqthought"}, _result("Zqsleeps")], _TOOLS),
+    ([_USER, {**_ANSWER, THOUGHT: "Zqthought"}], None),
+]
 _PART_OF_CALLS: list[list[Message]] = [
     [_SYSTEM, _USER, _CALL, _result("Zqsleeps"), _ANSWER, _AGAIN],
     [_SYSTEM, _USER, _CALL, _result("Zqsleeps"), _AGAIN],

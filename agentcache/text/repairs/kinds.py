@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
 
+from agentcache.text.messages import THOUGHT
 from agentcache.text.repairs.notation import CallNotation
 
 Message = dict[str, Any]
@@ -31,6 +32,16 @@ class CallIds(Enum):
     NAMED = "functions.NAME:INDEX"  # Kimi K2 shows the id, not the name
 
 
+class ThoughtField(Enum):
+    """Fields of a message under which a template reads the thought."""
+
+    USUAL = (THOUGHT,)  # also "thinking" (see `ChatTemplate`)
+    REASONING = ("reasoning",)
+    SHORT = ("thought",)
+    BLOCKS = ()  # a block of the content
+    ALL = (THOUGHT, "reasoning", "thought")  # none is seen to be read; a request's variables may change that
+
+
 @dataclass(frozen=True)
 class Repairs:
     """The repairs that a chat template needs.
@@ -53,6 +64,7 @@ class Repairs:
         tools_as_text: tools in the system message.
         calls_as_text_without_tools: `calls_as_text` in requests without tools.
         results_as_text: with calls as text, results as user text.
+        thoughts: fields of thoughts.
         offer_variables: variables for tools, date and missing special tokens.
     """
 
@@ -82,10 +94,12 @@ class Repairs:
     call_ids: CallIds = CallIds.AS_SENT
     string_arguments: bool = False
     offer_variables: bool = False
+    thoughts: ThoughtField = ThoughtField.ALL
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(each.name for each in fields(self) if getattr(self, each.name) != each.default)
+        usual = (ThoughtField.USUAL,)
+        return tuple(each.name for each in fields(self) if getattr(self, each.name) not in (each.default, *usual))
 
     def with_(self, *names: str) -> Repairs:
         switched: dict[str, Any] = dict.fromkeys(names, True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from agentcache.text.messages import THOUGHT
 from agentcache.text.repairs.kinds import GAP, NO_ANSWER, PLACEHOLDER, SYSTEM_ROLES, Message, Work, num_leading
 
 
@@ -110,31 +111,35 @@ def join_neighbours(work: Work) -> None:
             told.add(message)
             continue
         work.note(f"messages: {role} messages in a row are told as one")
-        told.join(message, str(message.get("content") or ""))
+        told.join(message, message.get("content") or "")
     work.messages = told.messages()
 
 
 class _Joined:
-    """Joins consecutive messages in linear time."""
+    """Joins consecutive messages in linear time: contents, thoughts, and else the last one's fields."""
 
     def __init__(self) -> None:
-        self._told: list[tuple[Message, list[str]]] = []
+        self._told: list[tuple[Message, list[Message]]] = []  # fields, and what is joined
 
     @property
     def last(self) -> Message:
         return self._told[-1][0] if self._told else {}
 
     def add(self, message: Message) -> None:
-        self._told.append((message, []))
+        self._told.append((message, [message]))
 
     def join(self, fields: Message, text: str) -> None:
-        message, texts = self._told[-1]
-        self._told[-1] = message | fields | {"content": message.get("content")}, texts
-        texts.append(text)
+        message, joined = self._told[-1]
+        self._told[-1] = message | fields, joined
+        joined.append(fields | {"content": text})
 
     def messages(self) -> list[Message]:
-        return [_with_texts(message, texts) if texts else message for message, texts in self._told]
+        return [message if len(joined) == 1 else message | _joined(joined) for message, joined in self._told]
 
 
-def _with_texts(message: Message, texts: Sequence[str]) -> Message:
-    return message | {"content": GAP.join(filter(None, [str(message.get("content") or ""), *texts]))}
+def _joined(messages: Sequence[Message]) -> Message:
+    return {
+        key: GAP.join(str(each[key]) for each in messages if each.get(key))
+        for key in ("content", THOUGHT)
+        if any(key in each for each in messages)
+    }

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentcache.text.repairs import call_words, calls, roles, schemas
+from agentcache.text.repairs import call_words, calls, roles, schemas, thoughts
 from agentcache.text.repairs.kinds import Message, Repairs, Work
 from agentcache.text.repairs.notation import CallNotation
 
@@ -40,6 +40,7 @@ _STEPS: tuple[Callable[[Work], None], ...] = (
     calls.empty_tools,
     calls.string_arguments,
     calls.empty_content,
+    thoughts.named_thoughts,
 )
 
 

@@ -16,12 +16,12 @@ from agentcache.blocks.transcript import Transcript
 from agentcache.text.grammars.call_syntax import calling_format
 from agentcache.text.json_values import canonical_json, parse_json
 from agentcache.text.marks import any_of
+from agentcache.text.messages import REASONING_KEYS, THOUGHT
 from agentcache.text.replies.calls import Tools
 from agentcache.text.replies.dialects import call_ends
 from agentcache.text.replies.events import Call, Reasoning, Text, blocks_of
 from agentcache.text.replies.format import ReplyFormat
 from agentcache.text.replies.reader import open_reader
-from agentcache.text.template import REASONING_KEYS
 from agentcache.text.tokenizer import Tokenizer
 
 Said = tuple[str, tuple[tuple[str, str], ...]]  # text, and calls as in `ReadReply`
@@ -254,10 +254,7 @@ def with_thoughts(
     last = _thoughts_of(messages[::-1], known[::-1])
     found = [first, {len(messages) - 1 - index: thought for index, thought in last.items()}]
     told = [thoughts for thoughts in found if thoughts][: 1 if found[0] == found[1] else 2]
-    return [
-        [m | {"reasoning_content": thoughts[i]} if i in thoughts else m for i, m in enumerate(messages)]
-        for thoughts in told
-    ]
+    return [[m | {THOUGHT: thoughts[i]} if i in thoughts else m for i, m in enumerate(messages)] for thoughts in told]
 
 
 def _thoughts_of(messages: Sequence[dict[str, Any]], known: Sequence[ReadReply]) -> dict[int, str]:
