@@ -334,6 +334,13 @@ _TWICE: list[tuple[str, str, list[Block], list[Block]]] = [
         [Reasoning("a\n" + "b" * 900), Text("c")],
         [Reasoning("a"), Text("b" * 900 + "c")],
     ),
+    (
+        "{s}",
+        "a{e}" + "b" * 900 + "\n{e}\n\nc",
+        [Reasoning("a\n" + "b" * 900), Text("c")],
+        [Reasoning("a"), Text("b" * 900 + "\n\n\nc")],
+    ),
+    ("", "b\n{e}\nc", [Reasoning("b"), Text("c")], [Text("b\n\nc")]),
     ("{s}", "a{e}b" + "{e}" * 3, [Reasoning("a\nb")], []),
     ("{s}", "a{e}only this", [Reasoning("a"), Text("only this")], []),
     ("{s}", "a{e}b<tool_call>none</tool_call> c{e}d", [Reasoning("a\nbnone c"), Text("d")], []),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentcache.blocks.transcript import Kind, Transcript
-from agentcache.text.replies.history import ReplyReading, Retold, as_generated, first_thought, with_thoughts
+from agentcache.text.replies.history import ReplyReading, Retold, as_generated, first_thought, said_in, with_thoughts
 from agentcache.text.tokenizer import Tokenizer
 from tests.reply_formats import FAMILIES, TOOLS
 from tests.text.templates import MISTRAL
@@ -79,6 +79,32 @@ def test_blocks_of_a_reply_may_be_joined_in_any_way(tokenizer: Tokenizer, text: 
     assert as_generated(found, transcript, ReplyReading(tokenizer, TOOLS)).text.startswith(transcript.text)
 
 
+_CALL = SPACED[SPACED.index("<tool_call>") :]
+_PLAN = "I will do this and that. " * 30  # longer than what a stream holds back
+
+
+@pytest.mark.parametrize(
+    ("reply", "thought", "text"),
+    [
+        (f"<think>\nI look.\n</think>\n{_PLAN}\n</think>\n\nSo:\n", f"I look.\n{_PLAN}", "So:"),
+        (f"<think>\nI look.\n</think>\n{_PLAN}\n</think>\n\nSo:\n", "I look.", f"{_PLAN}\n\n\nSo:"),
+        (f"<think>\n\n</think>\n\n{_PLAN}</think>So:\n", _PLAN, "So:"),
+        (f"<think>\n\n</think>\n\n{_PLAN}</think>So:\n", None, f"{_PLAN}So:"),
+    ],
+    ids=["whole", "streamed", "whole, nothing thought", "streamed, nothing thought"],
+)
+def test_a_thought_closed_twice_is_told_again_as_the_client_saw_it(
+    tokenizer: Tokenizer, reply: str, thought: str | None, text: str
+) -> None:
+    transcript, reading = told(tokenizer, reply + _CALL), ReplyReading(tokenizer, TOOLS)
+    said = history(message(thought=thought, text=text))
+    found = as_generated(tokenizer.render_chat(said, TOOLS), transcript, reading)
+    assert found.is_same and found.text.startswith(transcript.text)
+    if thought is not None:
+        [added] = with_thoughts(history(message(thought=None, text=text)), transcript, reading)
+        assert added[1]["reasoning_content"] == thought.strip()
+
+
 @pytest.mark.parametrize(("text", "is_found"), [("Yes.\nNo.", True), ("Yes.No.", False), ("Yes.\n\nNo.", False)])
 def test_line_breaks_inside_a_block_count(tokenizer: Tokenizer, text: str, is_found: bool) -> None:
     """A history corrected in them is another one."""
@@ -87,9 +113,6 @@ def test_line_breaks_inside_a_block_count(tokenizer: Tokenizer, text: str, is_fo
     found = tokenizer.render_chat(history(message(thought="I look.", text=text)), TOOLS)
     retold = as_generated(found, transcript, ReplyReading(tokenizer, TOOLS))
     assert retold.text.startswith(transcript.text) == is_found
-
-
-_CALL = SPACED[SPACED.index("<tool_call>") :]
 
 
 @pytest.mark.parametrize(
@@ -279,7 +302,7 @@ def test_a_reply_is_read_in_its_prompt(tokenizer: Tokenizer) -> None:
     [(begin, end)] = transcript.generated_ranges()
     read = reading.read_at(transcript.text, begin, end)
     assert (read.thought, read.text) == ("I look.", "")
-    assert read.calls == (("look", '{"at":"sky","n":1}'),) and read.answers(message())
+    assert read.calls == (("look", '{"at":"sky","n":1}'),) and said_in(message()) in read.repeated
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,8 @@ class _State(Enum):
 class HarmonyReader:
     """Parses analysis as reasoning, messages to a tool as calls (unless `tools` is None), the rest as text."""
 
+    is_doubtful = False
+
     def __init__(self, form: ReplyFormat, tools: Tools | None) -> None:
         self._codes = Codes((token.name, token.is_shown) for token in form.tokens)
         codes = self._markers = [self._codes.code(marker) for marker in HARMONY_MARKERS]

@@ -33,11 +33,16 @@ _ROLES = "(?:[Aa]ssistant|ASSISTANT|model|bot|ai name=assistant)"
 
 @dataclass(frozen=True)
 class ReadReply:
-    """Content of a reply, with line ends as `\\n`; calls as (name, canonical JSON)."""
+    """Content of a reply, with line ends as `\\n`; calls as (name, canonical JSON). `streamed`: as a stream, if other."""
 
     thoughts: tuple[str, ...]
     texts: tuple[str, ...]
     calls: tuple[tuple[str, str], ...]
+    streamed: ReadReply | None = None
+
+    @property
+    def readings(self) -> tuple[ReadReply, ...]:
+        return (self,) if self.streamed is None else (self, self.streamed)
 
     @property
     def thought(self) -> str:
@@ -49,21 +54,21 @@ class ReadReply:
 
     def says(self, generated: ReadReply) -> bool:
         """Whether text and calls are those of `generated`, as clients repeat them; the reasoning may be missing."""
+        return any(map(self._says, generated.readings))
+
+    def says_all(self, generated: ReadReply) -> bool:
+        return any(self._says(each) and bool(self.thought) == bool(each.thought) for each in generated.readings)
+
+    def _says(self, generated: ReadReply) -> bool:
         if self.thought and self.thought not in _joined(generated.thoughts):
             return False
         return (self.text, self.calls) in generated.repeated
-
-    def says_all(self, generated: ReadReply) -> bool:
-        return self.says(generated) and bool(self.thought) == bool(generated.thought)
 
     @cached_property
     def repeated(self) -> set[Said]:
         """Texts and calls as clients repeat them: blocks joined in any way, numbers as in JavaScript or Go."""
         doubles = tuple((name, _canonical(arguments, doubles=True)) for name, arguments in self.calls)
         return {(text, calls) for text in _joined(self.texts) for calls in (self.calls, doubles)}
-
-    def answers(self, message: Mapping[str, Any]) -> bool:
-        return said_in(message) in self.repeated
 
 
 def said_in(message: Mapping[str, Any]) -> Said | None:
@@ -103,8 +108,6 @@ class ReplyReading:
 
     def read(self, reply: str, prompt_end: str) -> ReadReply:
         """Parse a reply; `prompt_end` is the text before it."""
-        reader = open_reader(self._form, self._tools, thoughts=True, whole=True)
-        reader.begin(prompt_end)
         texts, placed, length, done = list[str](), list[tuple[int, str]](), 0, 0
         for found in self._markers.finditer(reply):
             front = self._tokenizer.unmark(reply[done : found.start()])
@@ -113,11 +116,17 @@ class ReplyReading:
             length += len(front) + len(texts[-1])
             done = found.end()
         text = "".join([*texts, self._tokenizer.unmark(reply[done:])])
+        return self._read(text, placed, prompt_end, whole=True)
+
+    def _read(self, text: str, placed: Sequence[tuple[int, str]], prompt_end: str, *, whole: bool) -> ReadReply:
+        reader = open_reader(self._form, self._tools, thoughts=True, whole=whole)
+        reader.begin(prompt_end)
         blocks = blocks_of([*reader.add(text, placed), *reader.finish(cut_off=False)])
         return ReadReply(
             tuple(_with_newlines(block.text) for block in blocks if isinstance(block, Reasoning)),
             tuple(_with_newlines(block.text) for block in blocks if isinstance(block, Text)),
             tuple((block.name, _canonical(block.arguments)) for block in blocks if isinstance(block, Call)),
+            self._read(text, placed, prompt_end, whole=False) if whole and reader.is_doubtful else None,
         )
 
     def read_at(self, text: str, begin: int, end: int) -> ReadReply:
@@ -261,16 +270,19 @@ def _thoughts_of(messages: Sequence[dict[str, Any]], known: Sequence[ReadReply])
     thoughts, at = dict[int, str](), 0
     places = defaultdict[Any, list[int]](list)
     for place, reply in enumerate(known):
-        for said in reply.repeated:
-            places[said].append(place)
+        for reading in reply.readings:
+            for said in reading.repeated:
+                places[said].append(place)
     for index, message in enumerate(messages):
         if message.get("role") != "assistant":
             continue
-        same = places.get(said_in(message), [])
+        said = said_in(message)
+        same = places.get(said, [])
         if (next_same := bisect_left(same, at)) < len(same):
             place = same[next_same]
-            if known[place].thought and not any(message.get(key) for key in REASONING_KEYS):
-                thoughts[index] = known[place].thought
+            thought = next(each.thought for each in known[place].readings if said in each.repeated)
+            if thought and not any(message.get(key) for key in REASONING_KEYS):
+                thoughts[index] = thought
             at = place + 1
     return thoughts
 

@@ -26,9 +26,12 @@ class ReplyReader(Protocol):
     """Parser for one reply.
 
     Attributes:
+        is_doubtful: whether a stream may have told some of the reasoning as text.
         thought_ends: strings that end the current reasoning, without marker tokens; unread text may be a prefix of one.
             None outside reasoning, or if a marker token may have begun the end.
     """
+
+    is_doubtful: bool
 
     @property
     def num_calls(self) -> int: ...
@@ -70,6 +73,7 @@ class PlainReader:
     """Parser of replies that are only text."""
 
     num_calls = 0
+    is_doubtful = False
     thought_ends = None
 
     def begin(self, prompt_end: str) -> None:
@@ -145,7 +149,7 @@ class MarkedReader:
         self._is_whole = whole and bool(pairs)
         self._doubted = inf if self._is_whole else 0.0  # characters still to be held
         self._held: list[tuple[str, bool]] = []  # possible reasoning; True if clients never see it
-        self._has_closed = self._has_thought = False
+        self._has_closed = self._has_thought = self.is_doubtful = False
 
     @property
     def num_calls(self) -> int:
@@ -265,6 +269,7 @@ class MarkedReader:
         if not text:
             return
         if is_thought:
+            self.is_doubtful = True
             self._thought_gap, self._strips = "\n" if self._has_thought else "", True
             self._show_thought(text)
         else:
@@ -273,8 +278,9 @@ class MarkedReader:
 
     def _close_thought(self) -> None:
         """Handle a closing marker. A stream that has emitted the text before it holds nothing after it."""
-        self._strips, self._gap = True, ""
         closes = self._state is _State.THOUGHT or self._doubted or not self._said
+        if closes or self.num_calls:
+            self._strips, self._gap = True, ""
         self._state, self._has_closed = _State.TEXT, True
         self._doubted = 0.0
         if closes and not self.num_calls:
