@@ -113,6 +113,7 @@ WITH_THOUGHTS: dict[str, Held] = {
             "deepseek-ai-DeepSeek-R1-Distill-Llama-8B.jinja",
             "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B.jinja",
             "llama-cpp-deepseek-r1.jinja",
+            "llama-cpp-rwkv-world.jinja",
         ),
         _without_reply,
     ),
@@ -121,7 +122,6 @@ ALWAYS: dict[str, Held] = {
     "CohereForAI-c4ai-command-r-plus-tool_use.jinja": _without_end,
     "Mistral-Small-3.2-24B-Instruct-2506.jinja": _nothing_if_the_user_speaks,
     "mistralai-Mistral-Nemo-Instruct-2407.jinja": _nothing_if_the_user_speaks,
-    "llama-cpp-rwkv-world.jinja": _without_reply,  # no token ends a turn: where a reply ends in the history is unknown
 }
 
 

@@ -272,6 +272,40 @@ def test_a_reply_is_told_again_where_the_template_drops_words_beside_its_call(tm
     tokenizer.close()
 
 
+# As RWKV's: names in front of turns, no token behind them, and a prompt that opens and closes a thought.
+_NAMES = (
+    "{% for m in messages %}{{ {'user': 'User: ', 'assistant': 'Assistant: '}[m.role] }}{{ m.content | trim }}\n\n"
+    "{% endfor %}Assistant:"
+)
+
+
+@pytest.mark.parametrize(
+    ("opened", "reply", "is_found", "is_same"),
+    [
+        (" <think>\n</think>", "Yes.", True, True),
+        ("", " <think>\n</think>\n\nYes.", True, True),
+        (" <think>\n</think>", "Yes, indeed.", False, False),
+        ("", " <think>Hm.</think>\n\nYes.", False, True),
+    ],
+    ids=["closed in the prompt", "nothing thought", "other words", "a thought left out"],
+)
+def test_a_reply_is_told_again_where_no_token_ends_a_turn(
+    tmp_path: Path, opened: str, reply: str, is_found: bool, is_same: bool
+) -> None:
+    tokenizer = Tokenizer.load(with_markers(tmp_path, _NAMES, ("<think>", "</think>")))
+    transcript = Transcript.empty()
+    texts: list[tuple[str, Kind]] = [(tokenizer.render_chat([QUESTION]) + opened, "prompt"), (reply, "generated")]
+    for text, kind in texts:
+        encoding = tokenizer.encode(text)
+        transcript = transcript.extended(text, encoding.ids, encoding.ends, kind)
+    said = {"role": "assistant", "content": "Yes."}
+    text = tokenizer.render_chat([QUESTION, said, {"role": "user", "content": "And now?"}])
+    found = as_generated(text, transcript, ReplyReading(tokenizer, None))
+    assert (found.text.startswith(transcript.text), found.is_same) == (is_found, is_same)
+    assert found.text.endswith("Yes.\n\nUser: And now?\n\nAssistant:")
+    tokenizer.close()
+
+
 def test_thoughts_are_put_back_where_the_client_has_none(tokenizer: Tokenizer) -> None:
     transcript, reading = told(tokenizer, SPACED), ReplyReading(tokenizer, TOOLS)
     for text in ("", None):

@@ -167,15 +167,26 @@ class ReplyReading:
             Whether the reasoning, too, is equal; the reply's end or None, before an end marker that `generated` lacks.
         """
         without_thought: int | None = None
+        has_end = False
         longest = 4 * len(generated) + _PROMPT_END
         for found in islice(self._end.finditer(text, begin, begin + longest), _MOST_ENDS):
+            has_end = True
             end = found.end() if generated.endswith(found[0]) else found.start()
             other = self.read(self._opening.sub("", text[begin:end]), text[max(0, begin - _PROMPT_END) : begin])
             if other.says_all(reply):
                 return True, end
             if without_thought is None and other.says(reply):
                 without_thought = end
-        return False, without_thought
+        return (False, without_thought) if has_end else self._same_spelling(text, begin, reply, generated)
+
+    def _same_spelling(self, text: str, begin: int, reply: ReadReply, generated: str) -> tuple[bool, int | None]:
+        """Like `same_reply`, where no token ends a turn: only a reply that is spelled as `generated`."""
+        closed = [generated.rfind(end) + len(end) for _, end in self._form.thoughts if end in generated]
+        said, front = generated[max(closed, default=0) :].strip(), text[begin : begin + _PROMPT_END]
+        at = begin + len(front) - len(front.lstrip())
+        if not said or not text.startswith(said, at):
+            return False, None
+        return not reply.thought, at + len(said)
 
 
 def _opened_at(form: ReplyFormat, text: str, begin: int) -> int:
@@ -276,11 +287,11 @@ def _thoughts_of(messages: Sequence[dict[str, Any]], known: Sequence[ReadReply])
     for index, message in enumerate(messages):
         if message.get("role") != "assistant":
             continue
-        said = said_in(message)
-        same = places.get(said, [])
+        own = said_in(message)
+        same = places.get(own, [])
         if (next_same := bisect_left(same, at)) < len(same):
             place = same[next_same]
-            thought = next(each.thought for each in known[place].readings if said in each.repeated)
+            thought = next(each.thought for each in known[place].readings if own in each.repeated)
             if thought and not any(message.get(key) for key in REASONING_KEYS):
                 thoughts[index] = thought
             at = place + 1
