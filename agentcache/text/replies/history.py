@@ -33,7 +33,7 @@ _ROLES = "(?:[Aa]ssistant|ASSISTANT|model|bot|ai name=assistant)"
 
 @dataclass(frozen=True)
 class ReadReply:
-    """Content of a reply, with line ends as `\\n`; calls as (name, canonical JSON). `streamed`: as a stream, if other."""
+    """Content of a reply, line ends as `\\n`, calls as (name, canonical JSON); `streamed` if a stream told it otherwise."""
 
     thoughts: tuple[str, ...]
     texts: tuple[str, ...]
