@@ -33,7 +33,7 @@ _ROLES = "(?:[Aa]ssistant|ASSISTANT|model|bot|ai name=assistant)"
 
 @dataclass(frozen=True)
 class ReadReply:
-    """Content of a reply, line ends as `\\n`, calls as (name, canonical JSON); `streamed` if a stream told it otherwise."""
+    """Content of a reply, with line ends as `\\n`; calls as (name, canonical JSON); `streamed` if a stream differs."""
 
     thoughts: tuple[str, ...]
     texts: tuple[str, ...]
