@@ -235,9 +235,7 @@ def test_the_blocker_blocks() -> None:
 
 
 # At the top of a module, or within a class there. Trees of all sources would take two seconds.
-DEFINITION = re.compile(
-    r"^(?:(?:class|def) (?P<name>\w+)|    (?:async )?(?:class|def) (?P<member>\w+))", re.MULTILINE
-)
+DEFINITION = re.compile(r"^(?:(?:class|def) (?P<name>\w+)|    (?:async )?(?:class|def) (?P<member>\w+))", re.MULTILINE)
 
 
 def test_every_name_on_the_structure_page_exists() -> None:
