@@ -17,7 +17,7 @@ from agentcache.text.work_limit import UNLIMITED, WorkLimit
 _Token = tuple[int, tuple[int, int]]
 _USUAL_CHARS = 6  # per token of the limit; longer texts are counted first
 _PIECE_CHARS = 16_384
-_CUT_TOKENS = 64  # that a cut may add
+_CUT_TOKENS = 64  # the most that a cut may add
 # Longer texts are a batch of one: the tokenizers library releases the GIL only for batches.
 _SHORT_CHARS = 4096
 

@@ -180,7 +180,6 @@ def _first_seal(num_specials: int, free: int) -> int:
 
 
 def _halves(special: str) -> Iterator[tuple[str, str, str]]:
-    """Yield each split of a control token into opening, role and closing."""
     for name in _ROLES:
         for role in (name, name.upper(), name.capitalize()):
             opening, found, closing = special.partition(role)

@@ -29,14 +29,14 @@ class StopSearch:
         self._unread: list[str] = []  # not read by the reader
         self._read_length = 0  # characters before that
         self._placed: list[Placed] = []
-        self._waits = False  # a found string's zone is unknown
+        self._waits = False  # the zone of a found string is unknown
         self._zoned = 0
-        self._undecided = ""  # text after these, read by the reader
+        self._undecided = ""  # text after the zones, read by the reader
         self._said = 0  # as `_state`, over answer text up to `_zoned`
         self._from = 0  # first possible start of a string
         self._thought_end: re.Pattern[str] | None = None
         self._longest_end = 0
-        self._tail = ""  # last characters, a possible beginning of that
+        self._tail = ""  # last characters, a possible beginning of the reasoning's end
 
     @property
     def num_held(self) -> int:
