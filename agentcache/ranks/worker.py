@@ -1,11 +1,9 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -26,7 +24,6 @@ from agentcache.ranks.lost import naming_the_lost
 from agentcache.ranks.wire import Wire
 from agentcache.store.block_folder import BlockWrite
 from agentcache.store.store import Store
-from agentcache.store.writer import Writer
 
 log = logging.getLogger("agentcache.ranks")
 
@@ -46,32 +43,6 @@ class Slots:
     def take_moves() -> list[tuple[int, int]]:
         """Rank 0 sends moves as commands."""
         return []
-
-
-class Answers:
-    """Answers to rank 0's questions. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._due = 0
-        self._ready: dict[int, bytes] = {}
-
-    def expect(self) -> None:
-        with self._changed:
-            self._due += 1
-
-    def give(self, number: int, answer: bytes) -> None:
-        with self._changed:
-            self._due -= 1
-            self._ready[number] = answer
-            self._changed.notify_all()
-
-    def take(self, seconds: float) -> dict[int, bytes]:
-        """Return ready answers. Waits up to `seconds` if some are due but none is ready."""
-        with self._changed:
-            self._changed.wait_for(lambda: bool(self._ready) or not self._due, seconds)
-            ready, self._ready = self._ready, {}
-            return ready
 
 
 class Held(dict[int, T]):
@@ -113,7 +84,7 @@ class Worker:
         Raises RankLost, also for a message that cannot be read and a handle or adapter that is not here.
         """
         while not self._is_over:
-            answers = self._files.answers.take(0.0 if self._has_started else _ANSWER_SECONDS)
+            answers = self._files.answers(0.0 if self._has_started else _ANSWER_SECONDS)
             message, *_ = self._wire.exchange(encode(answers))
             heard()
             self._has_started = False
@@ -168,13 +139,13 @@ class Worker:
             case commands.ReadBlocks(number, blocks):
                 self._files.read(number, blocks)
             case commands.Require(number, keys):
-                self._files.require(number, list(unpack_keys(keys)))
+                self._files.require(number, keys)
             case commands.TakeStock(number):
                 self._files.take_stock(number)
             case commands.Delete(keys):
-                self._files.delete(list(unpack_keys(keys)))
+                self._files.delete(keys)
             case commands.KeepOnly(keys):
-                self._files.keep_only(set(unpack_keys(keys)))
+                self._files.keep_only(keys)
 
     def _forward(self, step: commands.Forward) -> mx.array:
         num_tokens = step.token_ids.shape[1]
@@ -203,75 +174,73 @@ class Worker:
 
 
 class WorkerFiles:
-    """This rank's block files. One thread writes in order, two read; no call waits."""
+    """This rank's block files, and answers to rank 0's questions. One thread writes in order, two read."""
 
     def __init__(self, store: Store, held: Held[Array]) -> None:
-        self.answers = Answers()
         self._store = store
         self._held = held
-        self._writer = Writer()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="agentcache-writer")
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="agentcache-reader")
+        self._due: dict[int, Future[bytes]] = {}
 
     def close(self) -> None:
         self._readers.shutdown()
-        self._writer.close()
+        self._writer.shutdown()
         self._store.close()
 
-    def write(self, number: int, blocks: Sequence[BlockWrite]) -> None:
-        self._answer(number, lambda: self._store.write_blocks(blocks), lambda written: b"")
+    def answers(self, seconds: float) -> dict[int, bytes]:
+        """Return ready answers. Waits up to `seconds` if some are due but none is ready."""
+        wait(self._due.values(), seconds, FIRST_COMPLETED)
+        ready = [number for number, answer in self._due.items() if answer.done()]
+        return {number: self._due.pop(number).result() for number in ready}
 
-    def require(self, number: int, keys: Sequence[str]) -> None:
-        def look() -> list[str]:
+    def write(self, number: int, blocks: Sequence[BlockWrite]) -> None:
+        def write() -> bytes:
+            self._store.write_blocks(blocks)
+            return b""
+
+        self._due[number] = self._run(self._writer, write, lambda error: (str(error) or repr(error)).encode())
+
+    def require(self, number: int, keys: bytes) -> None:
+        def look() -> bytes:
+            names = list(unpack_keys(keys))
             try:
-                self._store.require_blocks(keys)
+                self._store.require_blocks(names)
             except BlocksLost:
-                return [key for key in keys if not self._store.has(key)]
-            return []
+                return pack_keys([name for name in names if not self._store.has(name)])
+            return b""
 
         # If the check fails, all count as missing.
-        self._answer(number, look, pack_keys, pack_keys(keys))
+        self._due[number] = self._run(self._writer, look, lambda error: keys)
 
     def take_stock(self, number: int) -> None:
-        self._answer(number, self._store.block_keys, pack_keys, b"")
+        self._due[number] = self._run(self._writer, lambda: pack_keys(self._store.block_keys()), lambda error: b"")
 
-    def _answer(
-        self, number: int, job: Callable[[], T], encode: Callable[[T], bytes], failed: bytes | None = None
-    ) -> None:
-        def give(result: T | StoreError) -> None:
-            if isinstance(result, StoreError):
-                log.error("%s", result)
-                self.answers.give(number, str(result).encode() if failed is None else failed)
-            else:
-                self.answers.give(number, encode(result))
+    def delete(self, keys: bytes) -> None:
+        self._run(self._writer, lambda: self._store.delete_blocks(unpack_keys(keys)), lambda error: 0)
 
-        self.answers.expect()
-        self._writer.submit(job, give)
+    def keep_only(self, keys: bytes) -> None:
+        def delete_others() -> int:
+            return self._store.delete_blocks(set(self._store.block_keys()).difference(unpack_keys(keys)))
 
-    def delete(self, keys: Sequence[str]) -> None:
-        self._writer.submit(lambda: self._store.delete_blocks(keys), _log_failure)
-
-    def keep_only(self, keys: set[str]) -> None:
-        self._writer.submit(lambda: self._store.delete_blocks(set(self._store.block_keys()) - keys), _log_failure)
+        self._run(self._writer, delete_others, lambda error: 0)
 
     def read(self, number: int, blocks: Sequence[commands.Block]) -> None:
-        self.answers.expect()
-        read = self._readers.submit(self._read_all, blocks)
-        read.add_done_callback(partial(self._give_read, number, len(blocks)))
+        def read() -> bytes:
+            found = self._store.read_blocks([block.header for block in blocks])
+            self._held.update(
+                (block.handle, stored.data) for block, stored in zip(blocks, found, strict=True) if stored is not None
+            )
+            return bytes(stored is not None for stored in found)
 
-    def _read_all(self, blocks: Sequence[commands.Block]) -> bytes:
-        """Runs on a reader thread."""
-        found = self._store.read_blocks([block.header for block in blocks])
-        for block, stored in zip(blocks, found, strict=True):
-            if stored is not None:
-                self._held[block.handle] = stored.data
-        return bytes(stored is not None for stored in found)
+        self._due[number] = self._run(self._readers, read, lambda error: bytes(len(blocks)))
 
-    def _give_read(self, number: int, count: int, read: Future[bytes]) -> None:
-        if (error := read.exception()) is not None:
-            log.error("blocks could not be read", exc_info=error)
-        self.answers.give(number, bytes(count) if error is not None else read.result())
+    def _run(self, pool: ThreadPoolExecutor, job: Callable[[], T], failed: Callable[[BaseException], T]) -> Future[T]:
+        def run() -> T:
+            try:
+                return job()
+            except BaseException as error:
+                log.error("block files: %s", error, exc_info=not isinstance(error, StoreError))
+                return failed(error)
 
-
-def _log_failure(result: object) -> None:
-    if isinstance(result, StoreError):
-        log.error("unneeded block files stay: %s", result)
+        return pool.submit(run)

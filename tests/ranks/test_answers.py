@@ -4,27 +4,55 @@ from __future__ import annotations
 
 import gc
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from agentcache.errors import BrokenInvariant, RankLost
-from agentcache.ranks.commands import Forget, TakeStock, encode
+from agentcache.errors import BrokenInvariant, RankLost, StoreError
+from agentcache.ranks.commands import Block, Forget, TakeStock, encode
 from agentcache.ranks.remote_handles import RemoteHandles
-from agentcache.ranks.worker import Answers
+from agentcache.ranks.worker import Held, WorkerFiles
 from agentcache.ranks.worker_link import WorkerLink
+from agentcache.store.block_file import make_header
+from agentcache.store.store import Store
+from tests.store.store_cases import MODEL, SPEC
 
 
-def test_a_message_waits_for_answers_that_are_due_only() -> None:
-    answers = Answers()
-    answers.expect()
-    answers.give(1, b"yes")
-    assert answers.take(5.0) == {1: b"yes"}
+def test_a_message_waits_for_answers_that_are_due_only(tmp_path: Path) -> None:
+    files = WorkerFiles(Store(tmp_path, SPEC, MODEL, disk_budget=None, blocks_only=True), Held("bytes"))
+    files.require(1, bytes(20))
+    files.delete(bytes(20))
+    assert files.answers(100.0) == {1: bytes(20)}
     began = time.monotonic()
-    assert answers.take(100.0) == {}
+    assert files.answers(100.0) == {}
     assert time.monotonic() - began < 50.0
+    files.close()
+
+
+@pytest.mark.parametrize("error", [StoreError("the disk is full"), MemoryError(), SystemExit()])
+def test_a_failed_job_is_no_good_answer(error: BaseException) -> None:
+    def fail(*args: object) -> None:
+        raise error
+
+    blocks = [Block(number, make_header("ab" * 20, "full.0", 0, [1])) for number in range(2)]
+    store: Any = SimpleNamespace(
+        write_blocks=fail, read_blocks=fail, require_blocks=fail, block_keys=fail, delete_blocks=fail, close=list
+    )
+    files = WorkerFiles(store, Held("bytes"))
+    files.keep_only(b"")
+    files.write(1, [])
+    files.read(2, blocks)
+    files.require(3, bytes(40))
+    files.take_stock(4)
+    answers = dict[int, bytes]()
+    while len(answers) < 4:
+        answers |= files.answers(100.0)
+    assert answers.pop(1)
+    assert answers == {2: bytes(2), 3: bytes(40), 4: b""}
+    files.close()
 
 
 def test_no_message_goes_out_of_turn_behind_the_last_answer() -> None:

@@ -225,8 +225,8 @@ def test_who_asks_a_rank_that_is_gone_is_told(ranks: TwoRanks) -> None:
 def test_a_rank_that_hangs_is_given_up(tmp_path: Path) -> None:
     ranks = TwoRanks(tmp_path, patience=0.3)
     held = threading.Event()
-    answers = ranks.follower._files.answers
-    take, answers.take = answers.take, lambda seconds: held.wait(SECONDS) and take(seconds)  # type: ignore[method-assign]
+    files = ranks.follower._files
+    answers, files.answers = files.answers, lambda seconds: held.wait(SECONDS) and answers(seconds)  # type: ignore
     try:
         with pytest.raises(RankLost, match="has not answered"):
             ranks.store.require_blocks([])

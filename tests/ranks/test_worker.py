@@ -62,7 +62,7 @@ def tell(loaded: LoadedModel, tmp_path: Path) -> Iterator[Told]:
         due = [encode(message) for message in (*messages, [Stop()])]
 
         def exchange(own: bytes) -> list[bytes]:
-            worker._files.answers.take(5.0)  # reads are done before the next message
+            worker._files.answers(100.0)  # reads are done before the next message
             return [due.pop(0), own]
 
         wire: Any = SimpleNamespace(rank=1, exchange=exchange)
