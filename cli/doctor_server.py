@@ -6,13 +6,13 @@ import json
 import ssl
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
 from agentcache import __version__
-from agentcache.cli.doctor_check import Check
 from agentcache.client import TIMEOUT
 from agentcache.errors import ConfigError
 
@@ -25,8 +25,17 @@ _TOOL: dict[str, Any] = {
     "parameters": {"type": "object", "properties": {"place": {"enum": ["garden"]}}, "required": ["place"]},
 }
 
-
 _OTHER_SHAPE = (LookupError, TypeError, AttributeError)  # another server's answer
+
+
+@dataclass(frozen=True)
+class Check:
+    """`ok` is False if the finding prevents agentcache from working. `data` is structured."""
+
+    name: str
+    ok: bool
+    detail: str
+    data: Any = None
 
 
 class _NotWorking(Exception):

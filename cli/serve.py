@@ -10,15 +10,14 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from agentcache.cli.hosts import launch_on
-from agentcache.cli.log_lines import write_log
-from agentcache.errors import AgentCacheError, EngineStopped, InternalError, RankLost
+from agentcache.errors import AgentCacheError, ConfigError, EngineStopped, InternalError, RankLost
 from agentcache.ranks.lost import lost_rank
 from agentcache.ranks.rank import own_rank
 from agentcache.settings.config import SETTINGS, Config, Flag, Kind
@@ -36,6 +35,12 @@ FLAGS = {key: setting.flag for key, setting in SETTINGS.items() if setting.flag 
 _VALUES: dict[Kind, type] = {Kind.PATH: Path, Kind.INTEGER: int, Kind.NUMBER: float}
 
 log = logging.getLogger("agentcache.cli")
+
+OPTION = "--hosts"
+_LAUNCH = "import sys; from mlx._distributed_utils.launch import main; sys.exit(main())"
+
+MOST_CHARACTERS = 4000  # of a message
+_MOST_TRACEBACK = 16_000
 
 
 class CannotListen(AgentCacheError):
@@ -145,7 +150,7 @@ def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:
     """Serve until a signal; raise the engine's start error."""
     from agentcache.cli.connection import open_engine
     from agentcache.server.app import create_app
-    from agentcache.server.drain import DrainingServer
+    from agentcache.server.connection import DrainingServer
 
     # A step takes the GIL many times, and may wait this long each time.
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -193,8 +198,7 @@ def uvicorn_config(app: object, config: Config) -> uvicorn.Config:
     import uvicorn
 
     from agentcache.server.compat import http_option
-    from agentcache.server.connection import IDLE_SECONDS, ClientConnection, most_connections
-    from agentcache.server.drain import CUT_SECONDS
+    from agentcache.server.connection import CUT_SECONDS, IDLE_SECONDS, ClientConnection, most_connections
 
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     return uvicorn.Config(
@@ -246,3 +250,56 @@ def start_error(failure: Exception) -> AgentCacheError:
     log.error("the engine did not start", exc_info=failure)
     what = "" if isinstance(failure, InternalError) else f"{type(failure).__name__}: "
     return CannotStart(f"the engine did not start: {what}{failure}")
+
+
+def launch_on(hosts: Path, arguments: Sequence[str]) -> NoReturn:
+    """Replace this process by `mlx.launch`, which runs these arguments on every host."""
+    if not hosts.is_file():
+        raise ConfigError(f"there is no file {hosts} of hosts")
+    command = [sys.executable, "-m", "agentcache", *without_hosts(arguments)]
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-c", _LAUNCH, "--hostfile", str(hosts.absolute()), "--", *command])
+
+
+def without_hosts(arguments: Sequence[str]) -> list[str]:
+    kept, rest = list[str](), iter(arguments)
+    for argument in rest:
+        if argument == OPTION:
+            next(rest, None)
+        elif not argument.startswith(f"{OPTION}="):
+            kept.append(argument)
+    return kept
+
+
+class LineFormatter(logging.Formatter):
+    """Escapes control characters, cuts long text, indents tracebacks: client text cannot imitate a record or fill the
+    disk.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = _escaped(_cut(record.message, MOST_CHARACTERS))
+        return super().formatMessage(record)
+
+    def formatException(self, ei: object) -> str:
+        text = _cut(super().formatException(ei), _MOST_TRACEBACK)  # type: ignore[arg-type]
+        return "\n".join(f"  {_escaped(line)}" for line in text.split("\n"))
+
+
+def write_log(format: str) -> None:
+    """Log to stderr from INFO on."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(LineFormatter(format))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+def _cut(text: str, most: int) -> str:
+    """Keep both ends: a traceback's end has the error."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 2]} [{len(text) - most} characters] {text[-most // 2 :]}"
+
+
+def _escaped(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

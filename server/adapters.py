@@ -13,9 +13,8 @@ from agentcache.adapters.table import check_adapter_name
 from agentcache.errors import UnreadableAdapter, UnsupportedAdapter
 from agentcache.report import AdapterInfo
 from agentcache.server.context import engine_of, read_call
-from agentcache.server.local_paths import read_path, require_machine_access
 from agentcache.server.model_names import known_adapter
-from agentcache.server.options import read_policy
+from agentcache.server.options import read_path, read_policy, require_machine_access
 from agentcache.settings.adapters import AdapterFolder, Policy
 
 log = logging.getLogger("agentcache.adapters")
@@ -38,7 +37,7 @@ async def load_adapter(request: HttpRequest) -> Response:
     engine = engine_of(request)
     body = (await read_call(request)).body
     body.only("name", "path", "policy")
-    name, path = check_adapter_name(body.required_string("name")), read_path(body, "path", "a folder")
+    name, path = check_adapter_name(body.required_string("name")), read_path(body, "a folder")
     folder = AdapterFolder(name, path, read_policy(body) or Policy.AUTO)
     try:
         loaded = await engine.load_adapter(folder)

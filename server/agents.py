@@ -18,10 +18,16 @@ from agentcache.request import Prompt, Request
 from agentcache.sampling import SamplingParams
 from agentcache.server.completion import collect
 from agentcache.server.context import Call, context_of, engine_of, name_agent, read_call, read_prompt
-from agentcache.server.local_paths import read_path, require_machine_access
 from agentcache.server.model_names import read_adapter
 from agentcache.server.openai import read_chat_prompt, read_prompts
-from agentcache.server.options import MAX_SALT_LENGTH, read_policy, read_priority, read_timeout
+from agentcache.server.options import (
+    MAX_SALT_LENGTH,
+    read_path,
+    read_policy,
+    read_priority,
+    read_timeout,
+    require_machine_access,
+)
 from agentcache.server.reply import Completion
 from agentcache.server.request_log import note_model, note_usage
 from agentcache.server.stream import until_disconnect
@@ -101,7 +107,7 @@ async def import_agent(request: HttpRequest, agent_id: str) -> Response:
     )
     body = (await read_call(request, without_body=b"{}")).body
     _check_fields(body, "path", id_field="is in the path")
-    agent = await engine_of(request).import_agent(agent_id, read_path(body, "path", "a file"))
+    agent = await engine_of(request).import_agent(agent_id, read_path(body, "a file"))
     return JSONResponse(agent_object(request, agent), 201)
 
 

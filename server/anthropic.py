@@ -96,14 +96,14 @@ def read_chat_prompt(call: Call, tools: ToolList, thinking: Thinking) -> ChatPro
 
 
 def _read_system(reader: Reader, name: str, call: Call) -> list[dict[str, Any]]:
-    text = without_billing_header(_read_text(reader, name, "system", call))
+    text = without_billing_header(_read_text(reader, name, call))
     return [{"role": "system", "content": text}] if text else []
 
 
-def _read_text(reader: Reader, name: str, role: str, call: Call) -> str:
+def _read_text(reader: Reader, name: str, call: Call) -> str:
     if not isinstance(reader.get(name), list):
         return reader.string(name) or ""
-    return _BETWEEN_BLOCKS.join(read_parts(reader, name, role, call))
+    return _BETWEEN_BLOCKS.join(read_parts(reader, name, "system", call))
 
 
 def _read_message(message: Reader, call: Call) -> list[dict[str, Any]]:

@@ -17,8 +17,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from agentcache import __version__
-from agentcache.report import AdapterInfo, ModelInfo
-from agentcache.server import adapters, agents, anthropic, cache, openai, responses, stored_responses
+from agentcache.report import AdapterInfo, CacheStats, ModelInfo
+from agentcache.server import adapters, agents, anthropic, openai, responses, stored_responses
 from agentcache.server.body import BodyLimit, WholeBody
 from agentcache.server.context import SERVER_NAME, Context, context_of, engine_of
 from agentcache.server.engine import Engine
@@ -105,8 +105,8 @@ def _routes() -> list[Route]:
             _by_method(GET=adapters.show_adapter, DELETE=adapters.unload_adapter),
             methods=["GET", "DELETE"],
         ),
-        Route("/v1/cache/stats", cache.cache_stats, methods=["GET"]),
-        Route("/v1/cache", cache.clear_cache, methods=["DELETE"]),
+        Route("/v1/cache/stats", cache_stats, methods=["GET"]),
+        Route("/v1/cache", clear_cache, methods=["DELETE"]),
     ]
 
 
@@ -249,3 +249,22 @@ def _model_object(model: ModelInfo) -> dict[str, Any]:
 def _adapter_object(model: ModelInfo, adapter: AdapterInfo) -> dict[str, Any]:
     own = {"id": adapter.name, "created": adapter.created, "root": adapter.path, "parent": model.id}
     return _model_object(model) | own
+
+
+async def cache_stats(request: Request) -> Response:
+    return JSONResponse(stats_object(await engine_of(request).stats()))
+
+
+async def clear_cache(request: Request) -> Response:
+    await engine_of(request).clear_cache()
+    return JSONResponse({"cleared": True})
+
+
+def stats_object(stats: CacheStats) -> dict[str, Any]:
+    described = dataclasses.asdict(stats)
+    for name in ("ram_bytes", "adapter_ram_bytes", "trunk_ram_bytes"):
+        del described[name]
+    accounts = {account.pop("kind"): account for account in described.pop("ram_accounts")}
+    blocks = {state: described.pop(f"blocks_{state}") for state in ("free", "live", "cached")}
+    ram = {"ram_bytes": stats.ram_capacity, "ram_used_bytes": stats.ram_used, "ram_accounts": accounts}
+    return ram | {"blocks": blocks} | described | {"memory_pressure": stats.memory_pressure.word}

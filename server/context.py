@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
+import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeVar
+from textwrap import shorten
+from threading import Lock
+from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 
+from agentcache.blocks.prefix_match import Match
 from agentcache.errors import ContextLengthExceeded, EngineStopped, Overloaded
 from agentcache.gateway.prompt_workers import Workers, shutting_down
-from agentcache.report import ModelInfo
+from agentcache.report import ModelInfo, Report
 from agentcache.server.body import note_read
 from agentcache.server.engine import Engine
-from agentcache.server.known_clients import KnownClients
 from agentcache.server.large_json import LargeJson
-from agentcache.server.last_turns import LastTurns
 from agentcache.server.metrics import ServerMetrics
 from agentcache.server.read_limit import ReadLimit
 from agentcache.server.response_echo import json_size
@@ -26,6 +31,23 @@ from agentcache.server.stream import until_disconnect
 from agentcache.server.validate import Reader, parse_object, refuse_long_lists
 from agentcache.settings.config import Config
 from agentcache.store.response_files import Continued
+from agentcache.text.json_values import json_string
+
+log = logging.getLogger("agentcache.sessions")
+
+_MOST_INSTALLATIONS = 256
+_MOST_UNKEPT = 64
+_MOST_NAME_CHARS = 40  # of a name
+_VERSION = re.compile(r"/v?[0-9].*")
+
+_MOST_AGENTS = 1024
+_MOST_LINE_CHARS = 80  # of a quoted line
+
+_WHY = {
+    Match.NEW: "no conversation of the agent began like this prompt",
+    Match.PARTIAL: "the prompt changes the end of what the conversation said",
+    Match.DIVERGE: "the prompt says something else than the conversation, from an early point on",
+}
 
 T = TypeVar("T")
 
@@ -40,6 +62,98 @@ _BYTES_PER_COMMA = 2  # of token ids
 MOST_NOTES = 32
 READERS = 2  # one for large bodies; they compete for the GIL
 MOST_UNREAD = 64  # queued bodies
+
+
+class KnownClients:
+    """State of clients across requests. Bounded, thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._agents: OrderedDict[str, str] = OrderedDict()
+        self._unkept: set[str] = set()
+
+    def note_session(self, installation: str, agent: str) -> None:
+        with self._lock:
+            self._agents[installation] = agent
+            self._agents.move_to_end(installation)
+            while len(self._agents) > _MOST_INSTALLATIONS:
+                self._agents.popitem(last=False)
+
+    def latest_session(self, installation: str) -> str | None:
+        with self._lock:
+            return self._agents.get(installation)
+
+    def note_unkept(self, user_agent: str) -> None:
+        """Log a client's first request without agent or session."""
+        name = client_name(user_agent)
+        with self._lock:
+            if name in self._unkept or len(self._unkept) >= _MOST_UNKEPT:
+                return
+            self._unkept.add(name)
+        log.info(
+            "requests of %s name no agent or session, so nothing of them is kept; --default-agent NAME keeps those of"
+            " all such clients, --default-agent %s=NAME of this one, and the header X-Session-ID of one session",
+            *(_word(name), _word(name.lower())),
+        )
+
+
+def client_name(user_agent: str) -> str:
+    """Return the product in a `User-Agent` header without its version, or `unknown`."""
+    words = user_agent.split(None, 1)
+    return (_VERSION.sub("", words[0])[:_MOST_NAME_CHARS] if words else "") or "unknown"
+
+
+def _word(name: str) -> str:
+    return name if name.isprintable() else json_string(name)
+
+
+@dataclass(frozen=True)
+class _Turn:
+    at: float
+    report: Report
+
+
+class LastTurns:
+    """The last turns of recent agents. For one thread."""
+
+    def __init__(self) -> None:
+        self._turns: OrderedDict[str, _Turn] = OrderedDict()
+
+    def note(self, report: Report) -> None:
+        if report.agent is None:
+            return
+        self._turns[report.agent] = _Turn(time.time(), report)
+        self._turns.move_to_end(report.agent)
+        while len(self._turns) > _MOST_AGENTS:
+            self._turns.popitem(last=False)
+
+    def describe(self, agent: str, lineages: tuple[str, ...]) -> dict[str, Any] | None:
+        """Return the last turn as JSON; None without one, or if its lineage is gone."""
+        turn = self._turns.get(agent)
+        if turn is None or turn.report.lineage not in lineages:
+            return None
+        report = turn.report
+        return {
+            "at": turn.at,
+            "lineage": report.lineage,
+            "match": report.match,
+            "cache_state": report.cache_state,
+            "prompt_tokens": report.prompt_tokens,
+            "reused_tokens": report.reused_tokens,
+            "computed_tokens": report.computed_tokens,
+            "time_to_first_token_ms": report.time_to_first_token_ms,
+            "why": why(report),
+        }
+
+
+def why(report: Report) -> str | None:
+    """Return why reuse was limited; None if it was complete."""
+    if report.lost_tokens:
+        return f"{report.lost_tokens} tokens of the conversation were neither in RAM nor on disk any more"
+    if report.volatile is not None and not report.volatile.moved:
+        line = shorten(report.volatile.lines[0], _MOST_LINE_CHARS, placeholder=" …")
+        return f"a line in front is another one than before: {line!r} (with --stable-prefix it is told behind)"
+    return _WHY.get(report.match)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -127,16 +127,12 @@ def _read_prompt(body: Reader, name: str, prompt: Any, model: ModelInfo) -> Text
     # No loop in Python: there may be tens of thousands of tokens.
     if set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) >= model.vocab_size:
         wrong = (i for i, token in enumerate(prompt) if not _is_token(token) or not 0 <= token < model.vocab_size)
-        _refuse_token(body, f"{name}[{next(wrong)}]", model)
+        body.fail(f"{name}[{next(wrong)}]", f"must be a token id between 0 and {model.vocab_size - 1}")
     return TokenPrompt(prompt)
 
 
 def _is_token(value: Any) -> bool:
     return type(value) is int
-
-
-def _refuse_token(body: Reader, name: str, model: ModelInfo) -> NoReturn:
-    body.fail(name, f"must be a token id between 0 and {model.vocab_size - 1}")
 
 
 def _job(call: Call, prompts: list[Any], sampling: SamplingParams, shape: Shape, form: AnswerForm | None) -> Job:

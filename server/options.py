@@ -1,17 +1,22 @@
-"""Request options: agent, adapter, report."""
+"""Request options: agent, adapter, report, paths on the server's machine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import PurePath
 from typing import Protocol
+
+from starlette.requests import Request as HttpRequest
 
 from agentcache.answer_form import AnswerForm
 from agentcache.errors import InvalidRequest
 from agentcache.report import ModelInfo
 from agentcache.request import Priority, Prompt, Request
 from agentcache.sampling import SamplingParams
-from agentcache.server.context import Call
+from agentcache.server.context import Call, context_of
+from agentcache.server.hosts import is_loopback
+from agentcache.server.middleware import Forbidden
 from agentcache.server.model_names import read_adapter
 from agentcache.server.validate import Reader
 from agentcache.settings.adapters import Policy, parse_policy
@@ -30,6 +35,26 @@ _EXTRAS = (
     "parse_tools",
     "parse_reasoning",
 )
+
+
+def require_machine_access(request: HttpRequest, what: str, instead: str) -> None:
+    """Raise Forbidden unless the server listens on loopback or has an API key.
+
+    Args:
+        what: operation, as the beginning of a sentence.
+        instead: advice in the error.
+    """
+    config = context_of(request).config
+    if config.api_key is None and not is_loopback(config.host):
+        raise Forbidden(f"{what} only on a loopback address, or with an API key; or {instead}.")
+
+
+def read_path(body: Reader, what: str) -> str:
+    """The absolute path in the field `path`; `what` describes it in errors."""
+    path = body.required_string("path")
+    if not PurePath(path).is_absolute() or "\0" in path:
+        body.fail("path", f"must be an absolute path of {what} on the server's machine")
+    return path
 
 
 class MakeRequest(Protocol):

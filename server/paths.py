@@ -46,7 +46,8 @@ def meant_path(path: str, routes: Sequence[BaseRoute]) -> str:
 def missing_path_hint(path: str, routes: Sequence[BaseRoute]) -> str:
     """Return a sentence of bounded length about an unknown path."""
     if (nearest := nearest_route(path, routes)) is not None:
-        return f"Probably meant: {_methods(nearest)} {nearest.path}."
+        methods = " or ".join(sorted((nearest.methods or set()) - {"HEAD"}))
+        return f"Probably meant: {methods} {nearest.path}."
     other = next((name for front, name in _OTHER_APIS.items() if path.startswith(front)), None)
     refused = f"{other}'s API is not served here; " if other is not None else ""
     return f"{refused}{_SPOKEN}."
@@ -76,10 +77,6 @@ def _spelled_as(pattern: str, rest: str) -> str:
     if len(bare) != len(parts):
         return "/".join(bare)
     return "/".join(part if _PARAMETER.fullmatch(name) else name for name, part in zip(bare, parts, strict=True))
-
-
-def _methods(route: Route) -> str:
-    return " or ".join(sorted((route.methods or set()) - {"HEAD"}))
 
 
 def _route_of(path: str, routes: Sequence[BaseRoute]) -> Route | None:

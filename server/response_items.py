@@ -148,7 +148,7 @@ def _read_message(item: Reader, messages: _Messages, call: Call) -> None:
     role = ROLES.get(given)
     if role not in ("system", "user", "assistant"):
         item.fail("role", "must be one of system, developer, user, assistant")
-    text = _read_content(item, "content", role, call)
+    text = _read_content(item, role, call)
     if role == "system":
         messages.system(text)
     elif role == "assistant":
@@ -157,15 +157,15 @@ def _read_message(item: Reader, messages: _Messages, call: Call) -> None:
         messages.add(role, text)
 
 
-def _read_content(item: Reader, name: str, role: str, call: Call) -> str:
-    content = item.get(name)
+def _read_content(item: Reader, role: str, call: Call) -> str:
+    content = item.get("content")
     if isinstance(content, str):
         return content
     if content is None and (role == "assistant" or not is_newest(item, call)):
         return ""
     if not isinstance(content, list):
-        item.fail(name, "must be a string or a list of parts")
-    return "".join(read_parts(item, name, role, call))
+        item.fail("content", "must be a string or a list of parts")
+    return "".join(read_parts(item, "content", role, call))
 
 
 def _read_thought(item: Reader, call: Call) -> str:

@@ -16,7 +16,7 @@ from agentcache.server.reply import Completion, report_object
 from agentcache.server.response_echo import Echo
 from agentcache.server.response_items import sealed
 from agentcache.server.response_tools import ResponseTools, custom_input
-from agentcache.server.stream import encode, event, spliced
+from agentcache.server.stream import encode, event
 from agentcache.store.response_files import new_id
 from agentcache.text.call_ids import new_call_id
 from agentcache.text.replies.events import (
@@ -323,7 +323,8 @@ class ResponseWriter:
         return event(self._numbered(kind) | dict(fields), kind)
 
     def _spliced(self, kind: str, response: str) -> bytes:
-        return spliced(self._numbered(kind), "response", response, kind)
+        """Encode an event with an encoded response."""
+        return f'event: {kind}\ndata: {encode(self._numbered(kind))[:-1]},"response":{response}}}\n\n'.encode()
 
     def _numbered(self, kind: str) -> dict[str, Any]:
         self._sent += 1

@@ -93,14 +93,13 @@ def _read_stop(body: Reader, name: str) -> tuple[str, ...]:
 
 def _read_logit_bias(body: Reader, vocab_size: int) -> dict[int, float]:
     biases = body.object("logit_bias")
-    return {_token_id(biases, key, vocab_size): _bias(biases, key) for key in biases.value}
+    return {
+        _token_id(biases, key, vocab_size): biases.as_number(key, biases.get(key), minimum=-100, maximum=100)
+        for key in biases.value
+    }
 
 
 def _token_id(biases: Reader, key: str, vocab_size: int) -> int:
     if not (key.isascii() and key.isdigit() and len(key) <= 9 and int(key) < vocab_size):
         biases.fail(key, f"must be named by a token id between 0 and {vocab_size - 1}")
     return int(key)
-
-
-def _bias(biases: Reader, key: str) -> float:
-    return biases.as_number(key, biases.get(key), minimum=-100, maximum=100)

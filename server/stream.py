@@ -35,11 +35,6 @@ def event(data: dict[str, Any], name: str | None = None) -> bytes:
     return (line if name is None else f"event: {name}\n{line}").encode()
 
 
-def spliced(data: dict[str, Any], key: str, object_text: str, name: str) -> bytes:
-    """Encode an event of `data`, with an encoded object under `key`."""
-    return f"event: {name}\ndata: {encode(data)[:-1]},{encode(key)}:{object_text}}}\n\n".encode()
-
-
 class TextEvents:
     """Events that differ only in one text; the rest is encoded once.
 

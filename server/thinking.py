@@ -96,7 +96,8 @@ def read_thinking(call: Call, *, only_if_asked: bool = False) -> Thinking:
             call.notes.add(note)
     own = {name: value for name, value in kwargs.value.items() if name not in FIELDS or not _is_read(name, value)}
     shown = not silent and not (only_if_asked and wish.is_off) and _is_shown(body)
-    return Thinking(values | own, shown, _is_parsed(body))
+    is_parsed = body.boolean("separate_reasoning", True) and body.string("reasoning_format") not in _RAW
+    return Thinking(values | own, shown, is_parsed)
 
 
 def _is_shown(body: Reader) -> bool:
@@ -104,10 +105,6 @@ def _is_shown(body: Reader) -> bool:
     if reasoning.boolean("exclude") or not body.boolean("include_reasoning", True):
         return False
     return body.string("reasoning_format") not in _HIDDEN and thinking.string("display") not in _HIDDEN
-
-
-def _is_parsed(body: Reader) -> bool:
-    return body.boolean("separate_reasoning", True) and body.string("reasoning_format") not in _RAW
 
 
 def _fields_of(body: Reader, name: str) -> Reader:
@@ -136,7 +133,7 @@ def _in_template_kwargs(kwargs: Reader) -> Iterator[_Said]:
 def _is_read(name: str, value: Any) -> bool:
     """Whether a template variable has a type for thinking."""
     if name in _BUDGETS:
-        return _is_whole(value)
+        return isinstance(value, int) and not isinstance(value, bool)
     return name not in ("reasoning", *_OFF_SWITCHES) and isinstance(value, bool | str | int | float)
 
 
@@ -208,10 +205,6 @@ def _graded(value: float) -> int:
     """Convert a fraction up to 1, or a percentage, to an effort."""
     share = value if 0 <= value <= 1 else max(0, min(value, 100)) / 100
     return NONE if share == 0 else 1 + min(int(share * 5), 5)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _notes(

@@ -427,7 +427,7 @@ class Disk:
         Order: blocks that only damaged files name, residuals of unloaded adapters, then a lineage of any model. An
         agent's longest lineage, and unreadable ones, keep their transcripts.
         """
-        if self._evict_unclaimed():
+        if self._store.evict_unclaimed({self.files.key(name) for name in self._pins.blocks()}):
             return True
         if (reduced := self._lineages.first_with_orphans()) is not None:
             name = reduced.before.name
@@ -447,9 +447,6 @@ class Disk:
         else:
             self._remove(victim, done, for_room=True)
         return True
-
-    def _evict_unclaimed(self) -> bool:
-        return self._store.evict_unclaimed({self.files.key(name) for name in self._pins.blocks()}) > 0
 
     def _reduce(self, reduced: Reduced, done: Committed) -> None:
         done.reduced.append(reduced)

@@ -34,13 +34,6 @@ class ResidualTurn:
     early: Sequence[PathBlock] = ()
 
 
-def root_of(namespace: Namespace, residual: ResidualBlocks) -> str:
-    """Chain key before a lineage's residuals, even of unloaded adapters. `namespace` is base's, with the lineage's
-    salt.
-    """
-    return replace(namespace, spec=residual.spec, cache=residual.cache).root
-
-
 def cut_residuals(record: AgentRecord, namespace: Callable[[str], Namespace]) -> AgentRecord:
     """Drop residuals of tokens outside the transcript."""
     if not record.residuals:
@@ -52,7 +45,8 @@ def cut_residuals(record: AgentRecord, namespace: Callable[[str], Namespace]) ->
 def _still_valid(record: AgentRecord, residual: ResidualBlocks, namespace: Namespace) -> ResidualBlocks | None:
     num_tokens = min(residual.num_saved, len(record.transcript))
     layout = spans(num_tokens, None, len(residual.groups))
-    chains = chain_keys(root_of(namespace, residual), record.transcript.ids, layout)
+    root = replace(namespace, spec=residual.spec, cache=residual.cache).root  # also of an unloaded adapter
+    chains = chain_keys(root, record.transcript.ids, layout)
     pairs = enumerate(zip(residual.chains, chains, strict=False))
     agreed = next((index for index, (old, new) in pairs if old != new), len(chains))
     return residual.first_tokens(num_tokens if agreed == len(residual.blocks) else agreed * BLOCK_SIZE)

@@ -138,7 +138,8 @@ def choose(lineages: Iterable[AgentRecord], prompt: PlainPrompt, salt: str) -> A
         if record.salt != salt or not record.transcript or not record.transcript.is_in_ram:
             continue
         shared = prompt.shared_with(record.transcript)
-        rank = (shared, _tokens_within(record.transcript, prompt, shared), record.last_used)
+        tokens = bisect_right(record.transcript.ends, shared) if isinstance(prompt.content, str) else shared
+        rank = (shared, tokens, record.last_used)
         if best is None or rank > best[0]:
             best = rank, record
     if best is None or prompt.is_another_beginning(best[1].transcript, best[0][0]):
@@ -158,10 +159,6 @@ def is_twin(found: AgentRecord, lineages: Iterable[AgentRecord], prompt: PlainPr
         return True
     others = (each for each in lineages if each.name != found.name and each.salt == found.salt)
     return any(each.transcript.is_in_ram and prompt.is_answered_by(each.transcript) for each in others)
-
-
-def _tokens_within(transcript: Transcript, prompt: PlainPrompt, shared: int) -> int:
-    return bisect_right(transcript.ends, shared) if isinstance(prompt.content, str) else shared
 
 
 def _shared_blocks(one: AgentRecord, other: AgentRecord) -> int:

@@ -155,7 +155,6 @@ class BufferedReads:
 
     Args:
         base: cache that sets the buffer size.
-        most_begun: limit of concurrent reads.
         post: schedules a callback on the engine thread; callable from any thread.
     """
 
@@ -164,13 +163,11 @@ class BufferedReads:
         base: KeptCache,
         store: Store,
         readers: Executor,
-        most_begun: int,
         post: Callable[[Callable[[], None]], None],
     ) -> None:
         self._base = base
         self._store = store
         self._readers = readers
-        self._most_begun = most_begun
         self._post = post
         self._batch_bytes = _BATCH_BYTES if shares_memory() else _UPLOAD_BYTES
         most = max(group.bytes_per_block * self._batch_blocks(group) for group in base.prefix.all_groups)
@@ -189,7 +186,7 @@ class BufferedReads:
             header, at_once = make_header("", group.name, 0, range(BLOCK_SIZE)), self._batch_blocks(group)
             for start in range(0, len(table.block_ids), at_once):
                 block_ids = table.block_ids[start : start + at_once]
-                buffer = self._buffers[-1 - start // at_once % self._most_begun % len(self._buffers)]
+                buffer = self._buffers[-1 - start // at_once % _READS_BEGUN % len(self._buffers)]
                 reads = [
                     self._readers.submit(self._store.decode_zeros, header, part)
                     for part in _parts(buffer, group.bytes_per_block, len(block_ids))
@@ -220,7 +217,7 @@ class BufferedReads:
 
     def _begin_reads(self) -> None:
         """Any thread, under the lock."""
-        while self._due and self._buffers and self._begun < self._most_begun:
+        while self._due and self._buffers and self._begun < _READS_BEGUN:
             batch, buffer = self._due.popleft(), self._buffers.pop()
             self._begun += 1
             self._readers.submit(self._read_batch, batch, buffer).add_done_callback(
@@ -398,7 +395,7 @@ class Restorer:
         readers = READERS if max(sizes) >= _LARGE_BLOCK_BYTES else 1
         self._readers = ThreadPoolExecutor(readers, thread_name_prefix="agentcache-reader")
         self._in_place = ReadsInPlace(store, self._readers, readers - 1)
-        self.buffered = BufferedReads(caches.base, store, self._readers, _READS_BEGUN, post)
+        self.buffered = BufferedReads(caches.base, store, self._readers, post)
 
     def cease(self) -> None:
         self._whole.clear()

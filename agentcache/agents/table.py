@@ -285,13 +285,13 @@ class AgentTable(Lineages):
         others = (*self._lineages, *self.unavailable, *map(agent_of, self._pins.lineages()))
         return next((other for other in others if other != agent_id and other.casefold() == agent_id.casefold()), None)
 
-    def vacant(self, agent_id: str, *, param: str) -> AgentRecord:
+    def vacant(self, agent_id: str) -> AgentRecord:
         """An empty unpinned lineage: an existing one, a new one, or a new agent's first.
 
         Not added to the table. Raises as `new`.
         """
         if agent_id not in self._lineages:
-            blank = self.new(agent_id, param=param)
+            blank = self.new(agent_id, param="agent")
             return self._renamed(blank) if self._pins.has_lineage(blank.name) else blank
         known = self._lineages[agent_id]
         blank_ones = (record for record in known if not record.transcript)

@@ -57,7 +57,7 @@ class OutputProcessor:
         if agent is None:
             return
         self._note_own(generation)
-        record = self._extended(generation) or self._agents.vacant(agent, param="agent")
+        record = self._extended(generation) or self._agents.vacant(agent)
         self._pins.pin_lineage(record.name)
         generation.record = record
 

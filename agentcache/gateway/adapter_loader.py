@@ -260,7 +260,7 @@ class AdapterLoader:
     def _drop(self, digest: str) -> None:
         """Queue the removal after everything posted so far."""
         self._table.set_dropped(digest)
-        self._thread.tell(DropAdapter(digest), lambda dropped: None)
+        self._thread.tell(DropAdapter(digest))
 
     async def _in_background(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._reader.run(0, lambda has_ended: function(*args, **kwargs))

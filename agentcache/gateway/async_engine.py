@@ -171,7 +171,7 @@ class AsyncEngine:
 
     def _relieve(self, level: Level) -> None:
         if self._gate.is_open:
-            self._thread.tell(RelieveMemory(level), _ignore)
+            self._thread.tell(RelieveMemory(level))
 
     async def close(self) -> None:
         """Cancel running requests, finish writes and release the cache folder."""
@@ -470,7 +470,3 @@ async def _result(turns: Iterable[Turn], work: asyncio.Future[T]) -> T:
         turn.lasts_until(work)
     await asyncio.wait({work})
     return work.result()
-
-
-def _ignore(reply: object) -> None:
-    return None

@@ -167,7 +167,7 @@ class Completions:
         finally:
             receiver.leave()
             if not receiver.finished.done():
-                self._thread.tell(Cancel(submitted), _ignore)
+                self._thread.tell(Cancel(submitted))
 
     async def _run_forks(self, first: Submit, receiver: Receiver, take: Callable[[Update], None]) -> None:
         """Run the other answers of `Request.n`."""
@@ -253,7 +253,3 @@ def _take_with_prompt(take: Callable[[Update], None], prompt: PlainPrompt, updat
         report = replace(update.report, volatile=prompt.volatile, notes=prompt.notes)
         update = replace(update, report=report)
     take(update)
-
-
-def _ignore(reply: object) -> None:
-    return None

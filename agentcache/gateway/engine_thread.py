@@ -106,7 +106,7 @@ class EngineThread:
             mx.clear_streams()
 
     def _died(self, started: asyncio.Future[None], error: Exception) -> None:
-        self._deliver(started, error=self._fail(error))
+        self._deliver(started, self._fail(error))
 
     def _fail(self, error: BaseException) -> Exception:
         """Keep the first error; later ones arise while closing."""
@@ -168,7 +168,7 @@ class EngineThread:
         """Declare the engine lost: its thread waits for an event that never comes. Callable from any thread."""
         self.failure, self._is_stuck = failure, True
         assert self._started is not None  # the thread runs
-        self._deliver(self._started, error=failure)
+        self._deliver(self._started, failure)
         self._loop.call_soon_threadsafe(self._tell_waiters, failure)
 
     # -- to the thread ------------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class EngineThread:
         """Whether posted functions are waiting. Callable from any thread."""
         return not self._inbox.empty()
 
-    def tell(self, message: Message[Any], receive: Receive) -> None:
+    def tell(self, message: Message[Any], receive: Receive = lambda reply: None) -> None:
         """Send a message; `receive` gets the replies on the event loop."""
         engine = self.engine
         assert engine is not None  # callers have read its `view`
@@ -233,11 +233,11 @@ class EngineThread:
     def _tell_waiters(self, end: BaseException) -> None:
         _hand_out([(tell, end) for tell in self._waiters])
 
-    def _deliver(self, future: asyncio.Future[Any], result: Any = None, error: Exception | None = None) -> None:
+    def _deliver(self, future: asyncio.Future[None], error: Exception | None = None) -> None:
         def finish() -> None:
             if future.done():
                 return
-            future.set_exception(error) if error else future.set_result(result)
+            future.set_exception(error) if error else future.set_result(None)
 
         self._loop.call_soon_threadsafe(finish)
 

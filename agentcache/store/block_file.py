@@ -70,7 +70,8 @@ def encode_extras(extras: Extras) -> str:
         return ""
     if bad := [name for name in extras if not _EXTRA_NAME.fullmatch(name)]:
         raise StoreError(f"{bad[0]!r:.80} cannot name an extra of a block")
-    text = _dump({name: _encode_extra(name, value) for name, value in extras.items()})
+    encoded = {name: _encode_extra(name, value) for name, value in extras.items()}
+    text = json.dumps(encoded, sort_keys=True, separators=(",", ":"))
     if len(text) > MAX_EXTRAS_BYTES:
         raise StoreError(f"the block's extras take {len(text)} bytes, at most {MAX_EXTRAS_BYTES} are allowed")
     return text
@@ -85,10 +86,6 @@ def decode_extras(text: str) -> dict[str, Extra]:
     except (StoreError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise BlockRejected(f"the block's extras are unreadable: {error!r:.100}") from None
     raise BlockRejected("the block's extras are not as they were written")
-
-
-def _dump(extras: Mapping[str, Any]) -> str:
-    return json.dumps(extras, sort_keys=True, separators=(",", ":"))
 
 
 def _encode_extra(name: str, value: Extra) -> Any:

@@ -106,7 +106,9 @@ def write_labels(files: CacheFiles, names: ModelNames, fault: Fault) -> None:
         order += 1
         path = files.root / AGENTS / folder_of(name) / LABEL
         try:
-            replace_file(files, path, _encode(_Label(name, names.identity, order)), LABEL, fault)
+            fields = {"version": _VERSION, **asdict(_Label(name, names.identity, order))}
+            content = json.dumps({**fields, "checksum": _checksum(fields)}, indent=1)
+            replace_file(files, path, content.encode(), LABEL, fault)
         except OSError as error:
             log.warning("cannot write %s: %s", path, error)
             return  # later labels must not get a lower order
@@ -149,11 +151,6 @@ def _has_agents(files: CacheFiles, name: str) -> bool:
         return False
     except OSError:  # opening the store reports it
         return True
-
-
-def _encode(label: _Label) -> bytes:
-    fields = {"version": _VERSION, **asdict(label)}
-    return json.dumps({**fields, "checksum": _checksum(fields)}, indent=1).encode()
 
 
 def _decode(data: bytes) -> _Label:

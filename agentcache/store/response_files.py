@@ -213,10 +213,6 @@ class ResponseFiles:
         self._agents.add(agent)
         self._agents_of[_tag(agent)].add(agent)
 
-    def _forget(self, agent: str) -> None:
-        self._agents.discard(agent)
-        self._agents_of[_tag(agent)].discard(agent)
-
     def find(self, response_id: str) -> tuple[str, StoredResponse] | None:
         """Return the response and its agent."""
         for agent, content in self._tagged(response_id):
@@ -344,7 +340,8 @@ class ResponseFiles:
         if agent in self._agents:
             self._usage.remove(self._path(agent))
             self._files.sync_folder(self._folder)
-            self._forget(agent)
+            self._agents.discard(agent)
+            self._agents_of[_tag(agent)].discard(agent)
 
     def remove_orphans(self) -> None:
         """Remove files of agents that are not on disk. Raises OSError."""

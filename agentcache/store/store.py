@@ -123,7 +123,9 @@ class Store:
             raise StoreError(f"the agents of the served model cannot be read: {self._agent_dir.parent}: {reason}")
         if restores:
             QuarantinedAgents(self._files, self.usage, models, self._served_by).restore()
-        folders = {path.name: self._agent_folder(path) for path in models}
+        folders = {
+            path.name: AgentFolder(self._files, path, self.usage, self._fault, self._served_by(path)) for path in models
+        }
         self.usage.measure()
         self._agents = SavedAgents(folders, self._model, self._spec.digest, self._blocks)
         former = {name: folders[folder_of(name)] for name in self._names.former if folder_of(name) in folders}
@@ -137,9 +139,6 @@ class Store:
             [self._agent_dir.parent / folder_of(name) for name in former],
         )
         self._folders = self._identities()
-
-    def _agent_folder(self, path: Path) -> AgentFolder:
-        return AgentFolder(self._files, path, self.usage, self._fault, self._served_by(path))
 
     def _served_by(self, folder: Path) -> ServedCache | None:
         is_served = folder.name in map(folder_of, (self._names.current, *self._names.former))
@@ -185,14 +184,11 @@ class Store:
         self._files.close()
         self._lock.release()
 
-    def load_agents(self, most: int = 2**62) -> list[AgentRecord]:
-        """Load the served model's lineages (`AgentFolder.load`, `FormerAgents.take_in`)."""
-        with as_store_error("load the agents"):
-            served = [agent.record(self._spec.digest) for agent in self._agents.load_served()]
-            return [*served, *self._former.take_in(served, most)]
-
     def read_agents(self, take: Callable[[AgentRecord], None], most: int = 2**62) -> None:
-        """As `load_agents`, by a callback, which may release the transcript from RAM."""
+        """Load the served model's lineages (`AgentFolder.load`, `FormerAgents.take_in`).
+
+        `take` gets each, and may release its transcript from RAM.
+        """
         served: list[AgentRecord] = []
 
         def take_served(agent: SavedAgent) -> None:

@@ -13,10 +13,11 @@ import pytest
 from rich.console import Console
 
 from agentcache.bench.reporter import NO_PICTURE
-from agentcache.cli.demo import demo, run_demo
-from agentcache.cli.demo_report import (
+from agentcache.cli.demo import (
     build_demo_report,
+    demo,
     demo_table,
+    run_demo,
     summary_lines,
     telling_lines,
     write_demo_report,

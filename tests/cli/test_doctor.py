@@ -14,7 +14,7 @@ from click.testing import Result
 from safetensors.numpy import load_file
 
 from agentcache.cli import doctor
-from agentcache.cli.doctor_model import examine_model
+from agentcache.cli.doctor import examine_model
 from agentcache.settings.config import Config
 from agentcache.settings.sources import load_config
 from agentcache.store.cache_files import CacheFiles

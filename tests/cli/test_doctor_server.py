@@ -17,8 +17,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentcache import __version__
-from agentcache.cli.doctor_check import Check
-from agentcache.cli.doctor_server import examine_server, root_of
+from agentcache.cli.doctor_server import Check, examine_server, root_of
 from agentcache.errors import ConfigError, EngineStopped
 from agentcache.server.app import create_app
 from agentcache.server_process import ServerProcess

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -13,13 +14,17 @@ from pathlib import Path
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from agentcache.cli.serve import listen
+from agentcache.cli.serve import MOST_CHARACTERS, LineFormatter, listen
 from agentcache.settings.config import Config
 from tests.marks import slow
 
 ROOT = Path(__file__).parent.parent.parent
 PATIENCE = 60.0  # with a process that starts or ends while everything else runs, too
+
+FORGED = "x\n2026-01-01 00:00:00 ERROR agentcache: all agents deleted"
 
 
 @contextmanager
@@ -140,3 +145,34 @@ def test_settings_of_what_requests_mean(tmp_path: Path) -> None:
         body = {"max_tokens": 5, "messages": image}
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers={"session_id": "x"})
         assert answer.status_code == 200 and "x-agentcache-agent" not in answer.headers
+
+
+def written(message: str, error: BaseException | None = None) -> str:
+    information = None if error is None else (type(error), error, error.__traceback__)
+    record = logging.LogRecord("agentcache.server", logging.INFO, "", 0, "%s", (message,), information)
+    return LineFormatter("%(levelname)s %(name)s: %(message)s").format(record)
+
+
+@given(st.text())
+def test_a_message_is_one_line(text: str) -> None:
+    line = written(text)
+    assert len(line.splitlines()) == 1 and line.isprintable()
+
+
+@pytest.mark.parametrize("text", ["plain é 🙂", "a b"])
+def test_ordinary_text_is_as_it_was(text: str) -> None:
+    assert written(text) == f"INFO agentcache.server: {text}"
+
+
+def test_megabytes_are_cut() -> None:
+    assert len(written("x" * (8 << 20))) < 2 * MOST_CHARACTERS
+
+
+def test_a_traceback_is_indented_and_ends_with_what_failed() -> None:
+    try:
+        raise ValueError(FORGED + "y" * 100_000)
+    except ValueError:
+        lines = written("failed", sys.exc_info()[1]).split("\n")
+    assert lines[0] == "INFO agentcache.server: failed" and lines[-1].endswith("yyy")
+    assert all(line.startswith("  ") for line in lines[1:])
+    assert sum(map(len, lines)) < 20_000

@@ -26,6 +26,7 @@ from tests.store.store_cases import (
     MODEL,
     encode_block,
     encoded_size,
+    load_agents,
     make_record,
     make_transcript,
     make_turn,
@@ -200,7 +201,7 @@ def test_a_lineage_may_have_blocks_in_two_caches(tmp_path: Path) -> None:
     assert len(names) == len(residual) == 4 and set(names) <= set(record.block_names)
     assert verify_folder(tmp_path) == FolderReport(6 + 4, 1, 0, 0, ())
     with open_store(tmp_path) as store:  # which does not know the other cache, and keeps its files
-        assert store.load_agents() == [record]
+        assert load_agents(store) == [record]
         assert store.collect_orphans() == 0
         assert all(store.has(block.header.block_key) for block in residual)
         assert store.usage.by_kind == written
@@ -249,7 +250,7 @@ def test_a_log_with_blocks_that_the_manifest_does_not_name_is_rejected(tmp_path:
     (folder / "alice.json").write_bytes(encode_manifest(replace(manifest, caches=caches, log=end)))
     assert len(verify_folder(tmp_path).problems) == 1
     with open_store(tmp_path) as store:
-        assert store.load_agents() == [record] and store.usage.quarantined == 1  # as far as it is proven
+        assert load_agents(store) == [record] and store.usage.quarantined == 1  # as far as it is proven
 
 
 @pytest.mark.parametrize(
@@ -270,4 +271,4 @@ def test_what_may_not_stand_beside_base_is_rejected(tmp_path: Path, change: dict
     (folder / "alice.1.log").write_bytes(log)
     (folder / "alice.json").write_bytes(encode_manifest(replace(manifest, caches=(manifest.base, cache), log=end)))
     with open_store(tmp_path) as store:
-        assert store.load_agents() == [record] and store.usage.quarantined == 1  # as far as it is proven
+        assert load_agents(store) == [record] and store.usage.quarantined == 1  # as far as it is proven

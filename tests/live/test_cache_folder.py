@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.server.drain import DRAIN_SECONDS
+from agentcache.server.connection import DRAIN_SECONDS
 from agentcache.server_process import ServerProcess
 from tests.live.servers import (
     PATIENCE,

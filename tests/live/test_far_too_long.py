@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from agentcache.server.drain import DRAIN_SECONDS
+from agentcache.server.connection import DRAIN_SECONDS
 from agentcache.server_process import ServerProcess
 from tests.live.servers import PATIENCE, complete, http_of, make_ids, serving, stats, stop
 from tests.rounds import check_bound, in_rounds, within

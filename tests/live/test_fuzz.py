@@ -24,7 +24,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from agentcache.server.drain import DRAIN_SECONDS
+from agentcache.server.connection import DRAIN_SECONDS
 from agentcache.server_process import ServerProcess
 from tests.live.servers import PATIENCE, ROOT, complete, http_of, serving, stats, stop, wait_until_idle
 from tests.rounds import check_bound, in_rounds

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.server.drain import DRAIN_SECONDS
+from agentcache.server.connection import DRAIN_SECONDS
 from agentcache.server_process import ServerProcess
 from tests.live.servers import PATIENCE, complete, http_of, log_of, make_ids, serving, stop
 from tests.rounds import check_bound, in_rounds, queued_seconds, within

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from agentcache.server.drain import DRAIN_SECONDS
+from agentcache.server.connection import DRAIN_SECONDS
 from agentcache.server_process import ServerProcess
 from tests.live.servers import PATIENCE, complete, http_of, log_of, make_ids, serving, stop
 from tests.live.test_far_too_long import HEALTH_P95, MEMORY, SECONDS, SHORT_RATIO, Seen, attacking, memory_of, watched

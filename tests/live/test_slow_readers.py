@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from agentcache.server.drain import DRAIN_SECONDS
+from agentcache.server.connection import DRAIN_SECONDS
 from agentcache.server_process import ServerProcess
 from tests.live.servers import PATIENCE, complete, make_ids, serving, stats, stop, wait_until, wait_until_idle
 from tests.rounds import check_bound, in_rounds

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from agentcache.server.drain import DRAIN_SECONDS
+from agentcache.server.connection import DRAIN_SECONDS
 from tests.live.servers import (
     PATIENCE,
     agent_info,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agentcache.cli.hosts import launch_on, without_hosts
+from agentcache.cli.serve import launch_on, without_hosts
 from agentcache.errors import ConfigError, UnsupportedModel
 from agentcache.kv.precision import LayerBits, Precision
 from agentcache.kv.spec import RecurrentSpec, StateTensor

@@ -20,7 +20,7 @@ from agentcache.errors import BlocksLost, DiskBudgetExceeded, RankLost, StoreErr
 from agentcache.store.store import BlockWrite, Store
 from agentcache.store.verify import verify_folder
 from tests.ranks.by_threads import ROOT, SECONDS, SPECS, TwoRanks
-from tests.store.store_cases import MODEL, SPEC, make_block, make_record, make_transcript, tree
+from tests.store.store_cases import MODEL, SPEC, load_agents, make_block, make_record, make_transcript, tree
 from tests.store.unreadable import CAUSES, unreadable
 
 
@@ -137,7 +137,7 @@ def test_after_a_crash_only_what_both_have_is_there(tmp_path: Path) -> None:
     try:
         assert [is_there(ranks, block) for block in blocks] == [False, False, True]
         assert ranks.path(0, blocks[1]).exists()  # rank 1's disk may only not be mounted
-        assert [record.id for record in ranks.store.load_agents()] == ["anna"]
+        assert [record.id for record in load_agents(ranks.store)] == ["anna"]
         ranks.store.collect_orphans()  # nobody names any of them
         ranks.store.write_blocks([ranks.block(20)])
         assert not any(ranks.path(rank, block).exists() for rank in range(2) for block in blocks)
@@ -158,7 +158,7 @@ def test_a_rank_whose_folder_is_not_mounted_costs_no_files(tmp_path: Path) -> No
         folder = tmp_path / f"rank-{away}-of-2"
         folder.rename(tmp_path / "away")
         ranks = TwoRanks(tmp_path)
-        ranks.store.load_agents()
+        load_agents(ranks.store)
         ranks.store.collect_orphans()
         assert not any(is_there(ranks, block) for block in blocks)
         ranks.close()
@@ -167,7 +167,7 @@ def test_a_rank_whose_folder_is_not_mounted_costs_no_files(tmp_path: Path) -> No
         (tmp_path / "away").rename(folder)
     ranks = TwoRanks(tmp_path)
     try:
-        assert [each.id for each in ranks.store.load_agents()] == ["anna"]
+        assert [each.id for each in load_agents(ranks.store)] == ["anna"]
         assert all(is_there(ranks, block) for block in blocks)
     finally:
         ranks.close()
@@ -192,7 +192,7 @@ def test_a_rank_whose_folder_cannot_be_read_ends_the_start_and_costs_no_files(
         assert [tree(tmp_path / f"rank-{each}-of-2") for each in range(2)] == before
     ranks = TwoRanks(tmp_path)
     try:
-        assert [each.id for each in ranks.store.load_agents()] == ["anna"]
+        assert [each.id for each in load_agents(ranks.store)] == ["anna"]
         assert ranks.store.collect_orphans() == 0 and is_there(ranks, block)
     finally:
         ranks.close()

@@ -21,8 +21,7 @@ from uvicorn.protocols.http import h11_impl
 from uvicorn.server import ServerState
 
 from agentcache.server import compat
-from agentcache.server.connection import ClientConnection
-from agentcache.server.drain import DrainingServer
+from agentcache.server.connection import ClientConnection, DrainingServer
 from tests.versions import check_versions
 
 ROOT = Path(__file__).parent.parent.parent

@@ -16,7 +16,7 @@ import pytest
 from agentcache.blocks.prefix_match import Match
 from agentcache.report import AgentInfo, CacheState, FinishReason, LineageInfo, Report, Update, Volatile
 from agentcache.server.app import create_app
-from agentcache.server.last_turns import LastTurns, why
+from agentcache.server.context import LastTurns, why
 from agentcache.settings.config import Config
 from tests.server.driver import BASE_URL, ask, refused
 from tests.server.fake_engine import REPORT, FakeEngine

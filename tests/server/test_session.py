@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentcache.server.known_clients import KnownClients, client_name
+from agentcache.server.context import KnownClients, client_name
 from agentcache.server.session import agent_of_cache_key, agent_of_session, session_of_user
 from agentcache.server.validate import check_agent_id
 from agentcache.settings.config import Config

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 
 import pytest
 from hypothesis import settings
@@ -47,7 +46,7 @@ class AgentMachine(RuleBasedStateMachine):
     @rule(agent_id=IDS, lineage=LINEAGES, blocks=BLOCKS, last_used=st.integers(0, 9))
     def put(self, agent_id: str, lineage: str, blocks: tuple[NamedBlock, ...], last_used: int) -> None:
         if agent_id not in self.ids and self.clashes(agent_id):
-            for make in (self.table.new, partial(self.table.vacant, param="agent")):
+            for make in (self.table.new, self.table.vacant):
                 with pytest.raises(Conflict):
                     make(agent_id)
             return
@@ -55,7 +54,7 @@ class AgentMachine(RuleBasedStateMachine):
         record = self.table.find(name)
         assert record == self.records.get(name)
         if record is None:
-            record = replace(self.table.vacant(agent_id, param="agent"), lineage=lineage)
+            record = replace(self.table.vacant(agent_id), lineage=lineage)
         self.records[name] = replace(record, blocks=blocks, last_used=float(last_used))
         self.table.put(self.records[name])
 
@@ -186,20 +185,20 @@ def test_another_lineage_is_set_as_the_agent_is() -> None:
     table = AgentTable("model", pins=pins)
     first = replace(table.new("a", policy="auto", system="be kind"), adapter="poet")
     table.put(replace(first, transcript=Transcript.empty().extended("a", [1], [1], "prompt"), num_saved=1))
-    other = table.vacant("a", param="agent")
+    other = table.vacant("a")
     assert other.lineage != FIRST_LINEAGE and not other.transcript.ids and other.num_saved == 0
     assert replace(other, lineage=FIRST_LINEAGE) == first
     table.put(other)
-    assert table.vacant("a", param="agent") == other, "an empty one is used first"
+    assert table.vacant("a") == other, "an empty one is used first"
     pins.pin_lineage(other.name)
-    assert table.vacant("a", param="agent").lineage not in (FIRST_LINEAGE, other.lineage)
+    assert table.vacant("a").lineage not in (FIRST_LINEAGE, other.lineage)
 
 
 def test_two_first_turns_of_an_agent_are_two_lineages() -> None:
     pins = Pins()
     table = AgentTable("model", pins=pins)
-    pins.pin_lineage(table.vacant("a", param="agent").name)
-    assert table.vacant("a", param="agent").lineage != FIRST_LINEAGE
+    pins.pin_lineage(table.vacant("a").name)
+    assert table.vacant("a").lineage != FIRST_LINEAGE
 
 
 def test_a_new_agent_has_no_memory() -> None:

@@ -28,6 +28,7 @@ from tests.store.store_cases import (
     MODEL,
     RESIDUAL_SPEC,
     SPEC,
+    load_agents,
     make_record,
     make_transcript,
     make_turn,
@@ -82,7 +83,7 @@ class DiskMachine(RuleBasedStateMachine):
     def open(self) -> None:
         self.store = Store(self.folder, SPEC, MODEL, disk_budget=self.budget, fault=self.fault)
         self.pins = Pins()
-        records = self.store.load_agents()
+        records = load_agents(self.store)
         assert {record.name: record for record in records} == self.saved
         self.disk = Disk(self.store, records, self.pins, lambda cache: cache == OPEN)
         self.disk.files.know_cache(OPEN, RESIDUAL_SPEC)
@@ -333,11 +334,11 @@ def test_an_import_that_fails_is_taken_back_as_far_as_the_disk_lets(tmp_path: Pa
     with open_store(target, fault=fault) as store:
         archive, pins = read_archive(tmp_path / "file", SPEC, MODEL, "bob"), Pins()
         pins.hold_blocks(archive.names)
-        disk = Disk(store, store.load_agents(), pins, lambda cache: True)
+        disk = Disk(store, load_agents(store), pins, lambda cache: True)
         outcome = disk.bring_in(archive)
         assert outcome.error is not None and "save agent bob~b2" in outcome.error
     with open_store(target) as store:
-        assert [record.lineage for record in store.load_agents()] == [FIRST_LINEAGE], "the others are gone"
+        assert [record.lineage for record in load_agents(store)] == [FIRST_LINEAGE], "the others are gone"
     assert verify_folder(target).missing_blocks == 0
 
 
@@ -352,7 +353,7 @@ def test_room_is_made_by_whoever_was_used_longest_ago_of_whatever_model(other_is
             store.save_agent(record)
     with open_store(tmp_path, model=OTHER_MODEL, disk_budget=size_on_disk(tmp_path) + BLOCK_BYTES) as store:
         pins = Pins()
-        disk = Disk(store, store.load_agents(), pins, lambda cache: False)
+        disk = Disk(store, load_agents(store), pins, lambda cache: False)
         assert disk.tidy().error is None
         pins.hold_blocks(new.block_names)
         outcome = disk.commit(SavedTurn(new, new.block_names, make_turn(new), new.block_names))
@@ -361,7 +362,7 @@ def test_room_is_made_by_whoever_was_used_longest_ago_of_whatever_model(other_is
         kept = {record.id: any(map(store.has, keys_of(record.block_names))) for record in (other, own, new)}
         assert kept == {"other": not other_is_older, "own": other_is_older, "new": True}
     with open_store(tmp_path) as store:
-        assert [record.id for record in store.load_agents()] == ["other"], "its transcript stays"
+        assert [record.id for record in load_agents(store)] == ["other"], "its transcript stays"
 
 
 @pytest.mark.parametrize("cache", [OPEN, CLOSED], ids=["loaded", "not loaded"])
@@ -374,7 +375,7 @@ def test_residuals_of_adapters_that_are_not_loaded_go_first(cache: str, tmp_path
             store.write_blocks(make_turn(record))
             store.save_agent(record)
     with open_store(tmp_path, disk_budget=size_on_disk(tmp_path) - 1) as store:
-        disk = Disk(store, store.load_agents(), Pins(), lambda name: name == OPEN)
+        disk = Disk(store, load_agents(store), Pins(), lambda name: name == OPEN)
         outcome = disk.tidy()
         assert outcome.error is None and store.usage.free >= 0
         [reduced] = outcome.reduced
@@ -394,7 +395,7 @@ def test_a_turn_that_is_to_be_tried_again_keeps_what_it_holds(tmp_path: Path) ->
         assert outcome.lost and all(map(pins.has_block, record.block_names))
         outcome = disk.commit(SavedTurn(record, record.block_names, [first], record.block_names))
         assert outcome.error is None and not pins.blocks()
-        assert store.load_agents() == [record]
+        assert load_agents(store) == [record]
 
 
 def test_what_another_lineage_still_names_is_not_deleted(tmp_path: Path) -> None:
@@ -420,7 +421,7 @@ def test_room_is_made_of_a_newer_lineage_while_a_turn_extends_the_older_one(ram_
     with open_store(ram_path, disk_budget=size_on_disk(ram_path) - 1) as store:
         pins = Pins()
         pins.pin_lineage("a")
-        outcome = Disk(store, store.load_agents(), pins, lambda cache: False).tidy()
+        outcome = Disk(store, load_agents(store), pins, lambda cache: False).tidy()
         assert outcome.error is None and store.usage.free >= 0
         assert [reduced.before.name for reduced in outcome.reduced] == ["b"]
 

@@ -19,6 +19,7 @@ from tests.serving.conversation import BLOCK_BYTES, TokenTalk, check_idle, greed
 from tests.store.store_cases import (
     MODEL,
     RESIDUAL_SPEC,
+    load_agents,
     make_record,
     make_transcript,
     make_turn,
@@ -55,7 +56,7 @@ def test_ten_starts_with_random_free_space(set_free: SetFree, tmp_path: Path) ->
         free = chance.choice((0, chance.randrange(held), chance.randrange(5 * held)))
         set_free(free)
         with open_store(tmp_path, disk_budget=None) as store:
-            disk = Disk(store, store.load_agents(), Pins(), lambda cache: False)
+            disk = Disk(store, load_agents(store), Pins(), lambda cache: False)
             assert disk.tidy().error is None
             assert store.usage.budget == max(held, (free + held) // 5), f"start {start}"
             outcome = disk.commit(SavedTurn(new, new.block_names, make_turn(new)))
@@ -72,7 +73,7 @@ def test_a_folder_that_is_nearly_full_takes_what_fits(set_free: SetFree, tmp_pat
     set_free(4 * held + 10 * BLOCK_BYTES)
     small, large = (make_record(f"of{count}", make_transcript(count, seed=count)) for count in (300, 3000))
     with open_store(tmp_path, disk_budget=None) as store:
-        disk = Disk(store, store.load_agents(), Pins(), lambda cache: False)
+        disk = Disk(store, load_agents(store), Pins(), lambda cache: False)
         refused, taken = (disk.commit(SavedTurn(each, each.block_names, make_turn(each))) for each in (large, small))
         assert refused.error is not None and "The budget is automatic" in refused.error
         assert taken.error is None and not taken.reduced and not taken.removed

@@ -25,7 +25,15 @@ from agentcache.store.export import export_agent
 from agentcache.store.manifest import MAX_TIME
 from tests.serving import inside
 from tests.serving.conversation import Chat, TokenTalk, goes_on, make_text, open_llm
-from tests.store.store_cases import MODEL, make_record, make_transcript, make_turn, open_store, size_on_disk
+from tests.store.store_cases import (
+    MODEL,
+    load_agents,
+    make_record,
+    make_transcript,
+    make_turn,
+    open_store,
+    size_on_disk,
+)
 
 YEAR = 365 * 86_400.0
 OTHER_MODEL = "f" * 32
@@ -112,7 +120,7 @@ def test_a_lineage_of_another_model_from_a_clock_that_was_ahead(tmp_path: Path) 
         store.write_blocks(make_turn(own))
         store.save_agent(own)
     with open_store(tmp_path, model=OTHER_MODEL, disk_budget=size_on_disk(tmp_path) - 1) as store:
-        disk = Disk(store, store.load_agents(), Pins(), lambda cache: False)
+        disk = Disk(store, load_agents(store), Pins(), lambda cache: False)
         outcome = disk.tidy()
         assert outcome.error is None and not outcome.reduced, "the other model's blocks go"
 

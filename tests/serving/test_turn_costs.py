@@ -27,7 +27,7 @@ from tests.conftest import ModelFolder
 from tests.marks import slow
 from tests.serving import inside
 from tests.serving.conversation import DISK_BUDGET, Chat, make_text, open_llm
-from tests.store.store_cases import tensor_views
+from tests.store.store_cases import load_agents, tensor_views
 
 FP16_BYTES_PER_TOKEN = 4 * 2 * 2 * 128 * 2  # layers, key and value heads, head dimension, bytes
 Q4_BYTES_PER_TOKEN = FP16_BYTES_PER_TOKEN * 9 // 32
@@ -56,7 +56,7 @@ def save_without_computing(model: Path, cache_dir: Path, chat: Chat) -> int:
     writes = list(make_blocks(loaded, transcript))
     chains = dict.fromkeys(write.header.chain for write in writes)
     store = Store(cache_dir, loaded.spec, loaded.fingerprint, disk_budget=DISK_BUDGET)
-    store.load_agents()
+    load_agents(store)
     store.write_blocks(writes)
     blank = AgentTable(loaded.fingerprint).new("alice")
     blocks = name_blocks(chains, spans(len(transcript), None, len(loaded.spec.groups)))

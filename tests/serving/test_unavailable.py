@@ -32,7 +32,7 @@ from tests.marks import slow
 from tests.serving import inside
 from tests.serving.conversation import TokenTalk, check_idle, goes_on, greedy, open_llm
 from tests.store.damage import agents_folder, block_file, flip, quarantined
-from tests.store.store_cases import MODEL, SPEC, make_record, make_transcript, make_turn, open_store, tree
+from tests.store.store_cases import MODEL, SPEC, load_agents, make_record, make_transcript, make_turn, open_store, tree
 from tests.store.unreadable import CAUSES, NOBODY, Cause, as_user, give, is_root, make_newer, unreadable
 
 OTHER_MODEL = "f" * 32
@@ -53,7 +53,7 @@ def save(store: Store, record: AgentRecord) -> None:
 def check_whole(folder: Path, saved: dict[str, AgentRecord]) -> None:
     """Every acknowledged lineage is there with every block, and nothing is in quarantine."""
     with open_store(folder) as store:
-        assert {record.name: record for record in store.load_agents()} == saved
+        assert {record.name: record for record in load_agents(store)} == saved
         assert store.unavailable == {}
         store.collect_orphans()
         for record in saved.values():
@@ -103,7 +103,7 @@ class Starts:
         """Some turns and deletions, as a server makes them."""
         store = Store(self.folder, SPEC, MODEL, disk_budget=None)
         try:
-            records = store.load_agents()
+            records = load_agents(store)
             assert {record.name: record for record in records}.items() <= self.saved.items()
             assert {record.name for record in records} | store.unavailable.keys() == self.saved.keys()
             disk = Disk(store, records, Pins(), lambda cache: True)
@@ -148,7 +148,7 @@ def test_an_agent_that_cannot_be_read_waits(tmp_path: Path, name: str, cause: Ca
     starts = Starts(tmp_path)
     files = {path: path.read_bytes() for path in starts.files()}
     with unreadable({agents_folder(tmp_path) / name: cause}), open_store(tmp_path) as store:
-        assert {record.name for record in store.load_agents()} == starts.saved.keys() - {"ada"}
+        assert {record.name for record in load_agents(store)} == starts.saved.keys() - {"ada"}
         assert name in store.unavailable["ada"] or cause is MemoryError
         assert store.collect_orphans() == 0
         with pytest.raises(FileUnavailable):
@@ -163,7 +163,7 @@ def test_an_agent_is_back_as_soon_as_it_can_be_read(tmp_path: Path) -> None:
     starts = Starts(tmp_path)
     with open_store(tmp_path) as store:
         with unreadable({agents_folder(tmp_path) / "ada.json": errno.EMFILE}):
-            store.load_agents()
+            load_agents(store)
             store.collect_orphans()
         save(store, starts.saved["ada"])
         assert store.unavailable == {}
@@ -175,7 +175,7 @@ def test_a_folder_of_another_model_that_cannot_be_listed_keeps_all_blocks(tmp_pa
     for path in agents_folder(tmp_path).glob("bob.*"):
         path.rename(tmp_path / path.name)  # as if its blocks were named in the folder that cannot be read
     with unreadable({agents_folder(tmp_path): errno.EIO}), open_store(tmp_path, model=OTHER_MODEL) as store:
-        store.load_agents()
+        load_agents(store)
         assert store.collect_orphans() == 0
     for path in tmp_path.glob("bob.*"):
         path.rename(agents_folder(tmp_path) / path.name)
@@ -198,7 +198,7 @@ def test_room_is_not_made_of_what_an_unavailable_agent_may_name(tmp_path: Path) 
     with unreadable({agents_folder(tmp_path) / "ada.json": errno.EACCES}):
         total = sum(path.stat().st_size for path in starts.files())
         store = Store(tmp_path, SPEC, MODEL, disk_budget=total // 4)
-        records = store.load_agents()
+        records = load_agents(store)
         disk = Disk(store, records, Pins(), lambda cache: True)
         outcome = disk.tidy()
         assert outcome.error is None and outcome.reduced
@@ -206,7 +206,7 @@ def test_room_is_not_made_of_what_an_unavailable_agent_may_name(tmp_path: Path) 
         assert disk.commit(SavedTurn(record_of("eve", 700).without_blocks())).error is None
         store.close()
     with open_store(tmp_path) as store:
-        assert starts.saved["ada"] in store.load_agents()
+        assert starts.saved["ada"] in load_agents(store)
         assert all(store.read_block(block.header).data.any() for block in unavailable)
 
 
@@ -218,7 +218,7 @@ def test_blocks_of_damaged_agents_stay_until_room_is_needed(tmp_path: Path) -> N
     own -= {block.header.block_key for name in ("ada", "bob", "carl~5e") for block in make_turn(starts.saved[name])}
     for budget, is_there in ((1 << 30, True), (1 << 30, True), (None, True), (1, False)):
         store = Store(tmp_path, SPEC, MODEL, disk_budget=budget)
-        disk = Disk(store, store.load_agents(), Pins(), lambda cache: True)
+        disk = Disk(store, load_agents(store), Pins(), lambda cache: True)
         disk.tidy()
         assert all(map(store.has, own)) == is_there and own
         assert bool(quarantined(tmp_path)) == is_there
@@ -284,7 +284,7 @@ def test_a_start_at_which_any_call_fails_loses_nothing(
             patch.setattr(os, function, failing)
             try:
                 with open_store(tmp_path) as store:
-                    known = {record.name: record for record in store.load_agents()}
+                    known = {record.name: record for record in load_agents(store)}
                     assert known.items() <= starts.saved.items()
                     assert known.keys() | store.unavailable.keys() == starts.saved.keys()
                     store.collect_orphans()
@@ -309,7 +309,7 @@ def test_a_file_of_another_user(ram_path: Path, pattern: str) -> None:
 
     def serve() -> None:
         with open_store(folder) as store:
-            assert {record.name for record in store.load_agents()} >= starts.saved.keys() - {"ada"}
+            assert {record.name for record in load_agents(store)} >= starts.saved.keys() - {"ada"}
             assert not theirs.suffix or "belongs to user 0" in store.unavailable["ada"]
             assert store.collect_orphans() == 0
             starts.saved["bob"] = record_of("bob", 700)
@@ -350,7 +350,7 @@ def test_what_root_makes_in_a_users_folder_belongs_to_the_user(ram_path: Path) -
     ram_path.chmod(0o711)
     give(NOBODY, folder)
     with open_store(folder) as store:
-        store.load_agents()
+        load_agents(store)
         store.collect_orphans()
         for name, num_tokens in (("ada", 400), ("eve", 700)):
             starts.saved[name] = record_of(name, num_tokens, 7)
@@ -420,7 +420,7 @@ def test_a_log_that_may_only_be_read_is_not_appended_to(ram_path: Path) -> None:
 
     def serve() -> None:
         with open_store(folder) as store:
-            assert store.unavailable == {} and len(store.load_agents()) == len(NAMES)
+            assert store.unavailable == {} and len(load_agents(store)) == len(NAMES)
             save(store, starts.saved["ada"])
 
     as_user(NOBODY, serve)
@@ -449,12 +449,12 @@ def test_a_crash_while_an_agent_is_rebuilt(ram_path: Path, damaged: str) -> None
 
         try:
             with open_store(folder, fault=fault) as store:
-                store.load_agents()
+                load_agents(store)
                 has_ended = True
         except Crash:
             number += 1
         with open_store(folder) as store:
-            [record] = store.load_agents()
+            [record] = load_agents(store)
             assert len(record.transcript) == expected and record.transcript == make_transcript(330).cut(expected)
             save(store, record_of("ada", 400))
         check_saved(folder, record_of("ada", 400))
@@ -463,7 +463,7 @@ def test_a_crash_while_an_agent_is_rebuilt(ram_path: Path, damaged: str) -> None
 
 def check_saved(folder: Path, record: AgentRecord) -> None:
     with open_store(folder) as store:
-        assert store.load_agents() == [record]
+        assert load_agents(store) == [record]
 
 
 def test_turns_do_not_fit_and_nothing_of_others_goes(tmp_path: Path) -> None:
@@ -473,7 +473,7 @@ def test_turns_do_not_fit_and_nothing_of_others_goes(tmp_path: Path) -> None:
     with unreadable({agents_folder(tmp_path) / "ada.json": errno.EIO}), pytest.MonkeyPatch.context() as patch:
         patch.setattr(CacheFiles, "free_bytes", lambda files: 0)
         store = Store(tmp_path, SPEC, MODEL, disk_budget=None)
-        store.load_agents()
+        load_agents(store)
         store.collect_orphans()
         with pytest.raises(DiskBudgetExceeded):
             store.write_blocks(make_turn(record_of("eve", 3000)))

@@ -20,7 +20,7 @@ from tests.serving import inside
 from tests.serving.conversation import DISK_BUDGET, open_llm
 from tests.serving.saved import LENGTHS, Saved, save_two_turns
 from tests.store import version_1
-from tests.store.store_cases import tensor_views
+from tests.store.store_cases import load_agents, tensor_views
 
 OLD_DIGEST = "0" * 32  # of the spec: whatever version 1 made of it, it is none of today's
 
@@ -35,7 +35,7 @@ def as_version_1(saved: Saved, folder: Path) -> Path:
     with open_llm(saved.model, shutil.copytree(saved.cache_dir, folder / "today")) as llm:
         loaded = inside.loaded_model(inside.engine_of(llm))
     store = Store(folder / "today", loaded.spec, loaded.fingerprint, disk_budget=DISK_BUDGET)
-    for record in store.load_agents():
+    for record in load_agents(store):
         parents = dict[tuple[int, str], str]()
 
         def arrays_of(header: BlockHeader, parents: dict[tuple[int, str], str] = parents) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from agentcache.kv.block_layout import Array, block_tensors
 from agentcache.kv.packing import Quantisation
 from agentcache.kv.spec import CacheSpec, GroupSpec, LayerSpec, TensorSpec, attention_group, make_groups
 from agentcache.store import block_file
-from agentcache.store.atomic import Fault
+from agentcache.store.atomic import Fault, as_store_error
 from agentcache.store.block_file import BlockHeader, Extras, data_bytes, make_header
 from agentcache.store.manifest import ResidualBlocks
 from agentcache.store.model_names import ModelNames
@@ -60,6 +60,13 @@ def make_data(spec: CacheSpec, header: BlockHeader, seed: int = 0) -> Array:
         else:
             tensor[...] = random.standard_normal(tensor.shape)
     return data
+
+
+def load_agents(store: Store, most: int = 2**62) -> list[AgentRecord]:
+    """The served model's lineages, with their transcripts in RAM."""
+    with as_store_error("load the agents"):
+        served = [agent.record(store._spec.digest) for agent in store._agents.load_served()]
+        return [*served, *store._former.take_in(served, most)]
 
 
 def tensor_views(spec: CacheSpec, header: BlockHeader, data: Array) -> dict[str, Array]:

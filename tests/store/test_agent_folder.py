@@ -31,6 +31,7 @@ from tests.store.damage import (
     truncate,
 )
 from tests.store.store_cases import (
+    load_agents,
     make_record,
     make_transcript,
     open_store,
@@ -48,7 +49,7 @@ def test_an_agent_survives_a_restart(tmp_path: Path) -> None:
         written = store.save_agent(record)
         assert written == store.usage.written == store.usage.total == size_on_disk(tmp_path)
     with open_store(tmp_path) as store:
-        assert store.load_agents() == [record]
+        assert load_agents(store) == [record]
         assert store.usage.total == written
 
 
@@ -59,14 +60,14 @@ def test_an_agent_with_a_producer_survives_a_restart(tmp_path: Path, producer: K
     with open_store(tmp_path) as store:
         store.save_agent(record)
     with open_store(tmp_path) as store:
-        assert store.load_agents() == [record]
+        assert load_agents(store) == [record]
         newer = make_record("alice", make_transcript(700), producer=replace(producer, start=650))
         store.save_agent(newer)
     with open_store(tmp_path) as store:
-        assert store.load_agents() == [newer]
+        assert load_agents(store) == [newer]
         store.save_agent(replace(newer, producer=None, num_saved=0, blocks=()))
     with open_store(tmp_path) as store:
-        assert store.load_agents() == [replace(newer, producer=None, num_saved=0, blocks=())]
+        assert load_agents(store) == [replace(newer, producer=None, num_saved=0, blocks=())]
 
 
 def test_blocks_that_are_not_those_of_the_producer_are_not_saved(tmp_path: Path) -> None:
@@ -105,10 +106,10 @@ def test_odd_ids_are_fine(tmp_path: Path, agent_id: str) -> None:
         for record in records:
             store.save_agent(record)
     with open_store(tmp_path) as store:
-        assert {record.id for record in store.load_agents()} == {agent_id, "a"}
+        assert {record.id for record in load_agents(store)} == {agent_id, "a"}
         store.delete_agent(agent_id)
     with open_store(tmp_path) as store:
-        assert {record.id for record in store.load_agents()} == {"a"} - {agent_id}
+        assert {record.id for record in load_agents(store)} == {"a"} - {agent_id}
 
 
 def test_ids_that_differ_only_by_case_conflict(tmp_path: Path) -> None:
@@ -134,10 +135,10 @@ def test_lineages_of_an_agent_come_and_go_by_themselves(tmp_path: Path) -> None:
         *("Alice~5e.1.log", "Alice~5e.json"),
     }
     with open_store(tmp_path) as store:
-        assert store.load_agents() == [first, side]
+        assert load_agents(store) == [first, side]
         store.delete_agent("Alice")
     with open_store(tmp_path) as store:
-        assert store.load_agents() == [side]
+        assert load_agents(store) == [side]
 
 
 def test_the_first_lineage_is_saved_as_agents_were_before_there_were_others(tmp_path: Path) -> None:
@@ -169,7 +170,7 @@ def test_a_lineage_renamed_on_disk_is_rejected(tmp_path: Path) -> None:
     for path in _agent_files(tmp_path):
         path.rename(path.with_name(path.name.replace("~5e", "~6f")))
     with open_store(tmp_path) as store:
-        assert store.load_agents() == []
+        assert load_agents(store) == []
         assert store.usage.quarantined == 1
 
 
@@ -180,7 +181,7 @@ def test_a_deleted_agent_stays_deleted(tmp_path: Path) -> None:
         store.delete_agent("a")
         assert store.usage.total == 0 and tree(tmp_path) == []
     with open_store(tmp_path) as store:
-        assert store.load_agents() == []
+        assert load_agents(store) == []
 
 
 def _agent_files(cache_dir: Path) -> list[Path]:
@@ -206,7 +207,7 @@ def test_a_deleted_agents_damaged_files_go_with_it(tmp_path: Path) -> None:
         if log.suffix == ".log":
             truncate(log)
     with open_store(tmp_path) as store:
-        store.load_agents()
+        load_agents(store)
         assert any(name.startswith("bad.1.log") for name in quarantined(tmp_path))
         store.save_agent(make_record("bad", make_transcript(6)))
         store.delete_agent("bad")
@@ -222,12 +223,12 @@ def test_a_log_that_proves_nothing_is_quarantined_and_the_others_load(
     log, _ = _save_bad_and_good(tmp_path)
     damage(log)
     with open_store(tmp_path, disk_budget=1 << 50) as store:
-        assert [record.id for record in store.load_agents()] == ["good"]
+        assert [record.id for record in load_agents(store)] == ["good"]
         assert store.usage.quarantined >= 1
         assert log.name in [name.rpartition(".")[0] for name in quarantined(tmp_path)]
         store.save_agent(make_record("bad", make_transcript(6)))
     with open_store(tmp_path, disk_budget=1 << 50) as store:
-        assert [record.id for record in store.load_agents()] == ["bad", "good"]
+        assert [record.id for record in load_agents(store)] == ["bad", "good"]
 
 
 @pytest.mark.parametrize("replace", [replace_by_folder, replace_by_fifo])
@@ -237,7 +238,7 @@ def test_what_is_in_a_logs_place_is_left_until_the_log_is_back(tmp_path: Path, r
     replace(log)
     files = sorted(tmp_path.rglob("*"))
     with open_store(tmp_path) as store:
-        assert [record.id for record in store.load_agents()] == ["good"]
+        assert [record.id for record in load_agents(store)] == ["good"]
         assert "not a regular file" in store.unavailable["bad"] and store.usage.quarantined == 0
         with pytest.raises(FileUnavailable):
             store.save_agent(make_record("bad", make_transcript(6)))
@@ -245,7 +246,7 @@ def test_what_is_in_a_logs_place_is_left_until_the_log_is_back(tmp_path: Path, r
     log.rmdir() if log.is_dir() else log.unlink()
     log.write_bytes(content)
     with open_store(tmp_path) as store:
-        assert [record.id for record in store.load_agents()] == ["bad", "good"]
+        assert [record.id for record in load_agents(store)] == ["bad", "good"]
 
 
 def test_companions_that_macos_writes_are_no_agents(tmp_path: Path) -> None:
@@ -258,7 +259,7 @@ def test_companions_that_macos_writes_are_no_agents(tmp_path: Path) -> None:
     for companion in companions:
         companion.write_bytes(b"\0\5\x16\7" + bytes(4092))
     with open_store(tmp_path) as store:
-        assert store.load_agents() == saved
+        assert load_agents(store) == saved
         assert store.usage.quarantined == 0 and store.unavailable == {}
         assert store.usage.total == size_on_disk(tmp_path)
     assert all(companion.exists() for companion in companions)
@@ -269,7 +270,7 @@ def test_bytes_behind_the_valid_end_of_a_log_do_not_count(tmp_path: Path) -> Non
     log, _ = _save_bad_and_good(tmp_path)
     extend(log)
     with open_store(tmp_path) as store:
-        assert len(store.load_agents()) == 2
+        assert len(load_agents(store)) == 2
 
 
 @pytest.mark.parametrize("damage", [damage for damage in DAMAGE if damage is not replace_by_link])
@@ -277,7 +278,7 @@ def test_a_damaged_manifest_beside_a_sound_log_is_rebuilt(tmp_path: Path, damage
     _, manifest = _save_bad_and_good(tmp_path)
     damage(manifest)
     with open_store(tmp_path, disk_budget=1 << 50) as store:
-        bad, good = store.load_agents()
+        bad, good = load_agents(store)
         assert (bad.id, bad.transcript, bad.num_saved) == ("bad", good.transcript, 5)
         assert bad.chains == good.chains
         assert store.usage.quarantined == 1
@@ -285,7 +286,7 @@ def test_a_damaged_manifest_beside_a_sound_log_is_rebuilt(tmp_path: Path, damage
         store.save_agent(make_record("bad", make_transcript(6)))
         assert store.usage.total == size_on_disk(tmp_path)
     with open_store(tmp_path, disk_budget=1 << 50) as store:
-        assert [len(record.transcript) for record in store.load_agents()] == [6, 5]
+        assert [len(record.transcript) for record in load_agents(store)] == [6, 5]
         assert store.usage.quarantined == 0
 
 
@@ -296,7 +297,7 @@ def test_a_link_is_left_and_its_agent_unavailable(tmp_path: Path, which: int) ->
     replace_by_link(path)
     files = tree(tmp_path)
     with open_store(tmp_path) as store:
-        assert [record.id for record in store.load_agents()] == ["good"]
+        assert [record.id for record in load_agents(store)] == ["good"]
         assert "link" in store.unavailable["bad"] and store.usage.quarantined == 0
         with pytest.raises(FileUnavailable):
             store.save_agent(make_record("bad", make_transcript(6)))
@@ -308,7 +309,7 @@ def test_a_link_is_left_and_its_agent_unavailable(tmp_path: Path, which: int) ->
         target.rename(path)
         store.save_agent(make_record("bad", make_transcript(6)))
     with open_store(tmp_path) as store:
-        assert [len(record.transcript) for record in store.load_agents()] == [6, 5]
+        assert [len(record.transcript) for record in load_agents(store)] == [6, 5]
 
 
 @pytest.mark.slow
@@ -324,7 +325,7 @@ def test_every_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None:
         shutil.copytree(tmp_path / "cache", copy)
         (agents_folder(copy) / "a.json").write_bytes(damaged)
         with open_store(copy) as store:
-            [record] = store.load_agents()  # by its log
+            [record] = load_agents(store)  # by its log
             assert record.transcript == make_transcript(5) and store.usage.quarantined == 1
         shutil.rmtree(copy)
 
@@ -340,7 +341,7 @@ def test_agents_renamed_or_swapped_on_disk_are_rejected(tmp_path: Path) -> None:
     (folder / "c.json").write_bytes((folder / "a.json").read_bytes())
     (folder / "c.1.log").write_bytes((folder / "a.1.log").read_bytes())
     with open_store(tmp_path) as store:
-        assert store.load_agents() == []
+        assert load_agents(store) == []
         assert store.usage.quarantined == 3
 
 
@@ -351,7 +352,7 @@ def test_a_manifest_of_an_unknown_format_is_rejected(tmp_path: Path) -> None:
     manifest.write_bytes(manifest.read_bytes().replace(b'"format_version": "2"', b'"format_version": "0"'))
     (agents_folder(tmp_path) / "a.1.log").unlink()
     with open_store(tmp_path) as store:
-        assert store.load_agents() == [] and store.usage.quarantined == 1
+        assert load_agents(store) == [] and store.usage.quarantined == 1
 
 
 def test_a_log_lost_while_running_is_written_anew(tmp_path: Path) -> None:
@@ -361,7 +362,7 @@ def test_a_log_lost_while_running_is_written_anew(tmp_path: Path) -> None:
         (agents_folder(tmp_path) / "a.1.log").unlink()
         store.save_agent(make_record("a", transcript))
     with open_store(tmp_path) as store:
-        assert store.load_agents() == [make_record("a", transcript)]
+        assert load_agents(store) == [make_record("a", transcript)]
 
 
 def test_a_log_of_cut_back_histories_is_compacted(tmp_path: Path) -> None:
@@ -374,7 +375,7 @@ def test_a_log_of_cut_back_histories_is_compacted(tmp_path: Path) -> None:
         assert len(_agent_files(tmp_path)) == 2
         assert store.usage.written < 40 * 3 * live
     with open_store(tmp_path) as store:
-        assert store.load_agents() == [make_record("a", transcripts[-1])]
+        assert load_agents(store) == [make_record("a", transcripts[-1])]
 
 
 def test_text_that_json_escapes_does_not_force_compaction_every_turn(tmp_path: Path) -> None:
@@ -398,7 +399,7 @@ def test_a_transcript_that_has_left_ram_is_read_only_where_its_words_are_needed(
         assert store.save_agent(longer) < 2500
         assert not record.transcript.is_in_ram and record.transcript == make_transcript(700), "its log has grown"
     with open_store(tmp_path) as store:
-        assert store.load_agents() == [longer]
+        assert load_agents(store) == [longer]
 
 
 def test_agents_of_another_model_take_no_ram_for_their_transcripts(tmp_path: Path) -> None:

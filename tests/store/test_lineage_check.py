@@ -15,7 +15,7 @@ from agentcache.store.transcript_log import EMPTY, Content, LogEnd, _checksum_of
 from agentcache.store.verify import verify_folder
 from tests.growth import units
 from tests.store.forge import FORGERIES, OF_A_MODEL, Forgery
-from tests.store.store_cases import MODEL, SPEC, make_record, make_transcript, make_turn, open_store
+from tests.store.store_cases import MODEL, SPEC, load_agents, make_record, make_transcript, make_turn, open_store
 
 NUM_TOKEN_IDS = 150_000
 
@@ -73,7 +73,7 @@ def test_lineages_with_values_that_make_no_sense_are_set_aside_at_start(archive:
     assert len(report.problems) == len(FORGERIES) - len(OF_A_MODEL) - 1
     for quarantined in (len(FORGERIES) - 1, 0):
         with open_store(ram_path, num_token_ids=NUM_TOKEN_IDS) as store:
-            *rebuilt, carol = store.load_agents()
+            *rebuilt, carol = load_agents(store)
             assert carol == record and len(store.unavailable) == 1
             assert len(rebuilt) >= len([name for name in FORGERIES if is_of_the_manifest(name)])
             assert all(each.transcript == alice and each.adapter is None for each in rebuilt)

@@ -17,7 +17,7 @@ from agentcache.errors import BrokenInvariant
 from agentcache.store.manifest import AgentRecord
 from agentcache.store.model_names import LABEL, ModelNames, find_names
 from agentcache.store.verify import verify_folder
-from tests.store.store_cases import make_record, make_transcript, make_turn, open_store, tree
+from tests.store.store_cases import load_agents, make_record, make_transcript, make_turn, open_store, tree
 from tests.store.stored_responses import stored
 
 IDENTITY, FIRST, LATER = "1" * 32, "2" * 32, "3" * 32
@@ -57,7 +57,7 @@ def test_a_name_that_is_found_twice_is_one_folder(tmp_path: Path) -> None:
         names = find_names(tmp_path, IDENTITY, (FIRST, LATER, FIRST, LATER))
         assert (names.current, names.former, names.others) == (FIRST, (), (LATER, IDENTITY))
         with open_store(tmp_path, model=names) as store:
-            assert [record.id for record in store.load_agents()] == ["a"]
+            assert [record.id for record in load_agents(store)] == ["a"]
     assert find_names(tmp_path / "new", IDENTITY, (IDENTITY, FIRST, FIRST)).others == (FIRST,)
     with pytest.raises(BrokenInvariant):
         ModelNames(FIRST, (LATER, FIRST))
@@ -68,11 +68,11 @@ def test_an_older_folder_keeps_its_name_whatever_the_first_fingerprint_is_later(
     names = names_in(tmp_path)
     assert (names.current, names.former) == (FIRST, ())
     with open_store(tmp_path, model=names) as store:
-        assert [record.id for record in store.load_agents()] == ["a"]
+        assert [record.id for record in load_agents(store)] == ["a"]
     again = names_in(tmp_path, first=LATER)
     assert again == ModelNames(FIRST, (), (LATER, IDENTITY), IDENTITY)
     with open_store(tmp_path, model=again) as store:
-        assert [record.id for record in store.load_agents()] == ["a"]
+        assert [record.id for record in load_agents(store)] == ["a"]
 
 
 def test_an_older_folder_without_agents_is_none(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_label_that_cannot_be_used_stops_nothing_and_loses_nothing(tmp_path: P
     assert names.current in (FIRST, IDENTITY) and FIRST in (names.current, *names.former)
     for _ in range(2):
         with open_store(tmp_path, model=names) as store:
-            assert sorted(record.id for record in store.load_agents(MOST)) == ["a", "b"]
+            assert sorted(record.id for record in load_agents(store, MOST)) == ["a", "b"]
         assert names_in(tmp_path).current == names.current
 
 
@@ -129,7 +129,7 @@ def test_a_label_that_cannot_be_written_is_written_later(tmp_path: Path) -> None
             raise OSError(28, "No space left on device")
 
     with open_store(tmp_path, model=names, fault=full) as store:
-        assert [record.id for record in store.load_agents()] == ["a"]
+        assert [record.id for record in load_agents(store)] == ["a"]
     assert f"agents/{FIRST[:16]}/{LABEL}" not in tree(tmp_path)
     with open_store(tmp_path, model=names):
         pass
@@ -169,7 +169,7 @@ def merged(tmp_path: Path) -> ModelNames:
 def test_agents_of_both_folders_are_there_and_each_conversation_once(tmp_path: Path, merged: ModelNames) -> None:
     for _ in range(3):  # at every start alike, and with any template
         with open_store(tmp_path, model=merged) as store:
-            records = {record.name: record for record in store.load_agents(MOST)}
+            records = {record.name: record for record in load_agents(store, MOST)}
             assert sorted(record.id for record in records.values()) == ["a", "a", "b", "c"]
             assert {record.model for record in records.values()} == {FIRST}
             assert all(store.has_agent(name) for name in records)
@@ -184,7 +184,7 @@ def test_agents_of_both_folders_are_there_and_each_conversation_once(tmp_path: P
 
 def test_a_lineage_that_goes_on_moves_and_takes_its_blocks_with_it(tmp_path: Path, merged: ModelNames) -> None:
     with open_store(tmp_path, model=merged) as store:
-        records = store.load_agents(MOST)
+        records = load_agents(store, MOST)
         store.collect_orphans()
         [former] = [each for each in records if each.last_used == 2.0]
         store.save_agent(former)
@@ -192,18 +192,18 @@ def test_a_lineage_that_goes_on_moves_and_takes_its_blocks_with_it(tmp_path: Pat
         assert not store._former.has(former.name) and store.has_agent(former.name)
     assert not list((tmp_path / "agents" / LATER[:16]).glob("a.*"))
     with open_store(tmp_path, model=merged) as store:
-        assert {each.name: each for each in store.load_agents(MOST)} == {each.name: each for each in records}
+        assert {each.name: each for each in load_agents(store, MOST)} == {each.name: each for each in records}
 
 
 def test_a_lineage_whose_move_was_cut_short_is_there_once(tmp_path: Path, merged: ModelNames) -> None:
     later = tmp_path / "agents" / LATER[:16]
     shutil.copytree(later, tmp_path / "kept")
     with open_store(tmp_path, model=merged) as store:
-        records = store.load_agents(MOST)
+        records = load_agents(store, MOST)
         store.save_agent(next(each for each in records if each.last_used == 2.0))
     shutil.copytree(tmp_path / "kept", later, dirs_exist_ok=True)
     with open_store(tmp_path, model=merged) as store:
-        assert {each.name: each for each in store.load_agents(MOST)} == {each.name: each for each in records}
+        assert {each.name: each for each in load_agents(store, MOST)} == {each.name: each for each in records}
     assert not list(later.glob("a.*")) and list(later.glob("c.*"))
 
 
@@ -217,12 +217,12 @@ def test_stored_responses_are_found_and_go_with_their_agent(tmp_path: Path, merg
         store.responses.add("a", stored("a"))
     for _ in range(2):
         with open_store(tmp_path, model=merged) as store:
-            records = store.load_agents(MOST)
+            records = load_agents(store, MOST)
             store.collect_orphans()
             assert store.responses.find(later["c"].id) == ("c", later["c"])
             assert len(list(tmp_path.glob("agents/*/*.responses"))) == 3
     with open_store(tmp_path, model=merged) as store:
-        for record in store.load_agents(MOST):
+        for record in load_agents(store, MOST):
             store.delete_agent(record.name)
         assert {record.id for record in records} == {"a", "b", "c"}
     assert not list(tmp_path.glob("agents/*/*.responses"))
@@ -230,13 +230,13 @@ def test_stored_responses_are_found_and_go_with_their_agent(tmp_path: Path, merg
 
 def test_a_lineage_that_is_deleted_stays_deleted(tmp_path: Path, merged: ModelNames) -> None:
     with open_store(tmp_path, model=merged) as store:
-        for record in store.load_agents(MOST):
+        for record in load_agents(store, MOST):
             if record.id in ("a", "c"):
                 store.delete_agent(record.name)
         store.collect_orphans()
         assert store.block_keys() == []
     with open_store(tmp_path, model=merged) as store:
-        assert [record.id for record in store.load_agents(MOST)] == ["b"]
+        assert [record.id for record in load_agents(store, MOST)] == ["b"]
 
 
 def test_further_lineages_and_ids_that_differ_by_case_stay_where_they_are(
@@ -246,7 +246,7 @@ def test_further_lineages_and_ids_that_differ_by_case_stay_where_they_are(
     before = {path: path.read_bytes() for path in (tmp_path / "agents" / LATER[:16]).glob("*.*")}
     caplog.clear()
     with open_store(tmp_path, model=merged) as store:
-        assert sorted(record.id for record in store.load_agents(1)) == ["a", "b", "c"]
+        assert sorted(record.id for record in load_agents(store, 1)) == ["a", "b", "c"]
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
         f"{name} stays unused in the folder of model {LATER[:16]}" for name in ("B", "a")
     ]
@@ -255,7 +255,7 @@ def test_further_lineages_and_ids_that_differ_by_case_stay_where_they_are(
 
 def test_folders_that_vanish_while_serving_do_not_bring_agents_back(tmp_path: Path, merged: ModelNames) -> None:
     with open_store(tmp_path, model=merged) as store:
-        store.load_agents(MOST)
+        load_agents(store, MOST)
         store.collect_orphans()
         shutil.rmtree(tmp_path / "blocks")
         store.save_agent(replace(record_of("d"), model=FIRST))
@@ -283,7 +283,7 @@ def test_a_start_that_ends_while_it_writes_a_label_loses_nothing(tmp_path: Path,
     with pytest.raises(Killed), open_store(tmp_path, model=names_in(tmp_path), fault=kill):
         pass
     with open_store(tmp_path, model=names_in(tmp_path)) as store:
-        assert [record.id for record in store.load_agents()] == ["a"]
+        assert [record.id for record in load_agents(store)] == ["a"]
     assert names_in(tmp_path, first=LATER).current == FIRST
     assert not list(tmp_path.rglob("*.tmp"))
 
@@ -319,7 +319,7 @@ def test_whatever_releases_and_templates_take_turns_no_conversation_is_lost(
         names = ModelNames(first) if is_earlier else names_in(cache_dir, first=first)
         known |= {names.current, *names.former} if not is_earlier else set()
         with open_store(cache_dir, model=names) as store:
-            records = store.load_agents(50)
+            records = load_agents(store, 50)
             seen = [tip for tip in tips if tip.folder in ({first} if is_earlier else known)]
             for tip in seen:
                 assert any(continues(record, tip) for record in records), tip

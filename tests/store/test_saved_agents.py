@@ -15,7 +15,7 @@ from agentcache.store.cache_files import CacheFiles
 from agentcache.store.manifest import AgentRecord
 from agentcache.store.model_names import find_names
 from tests.store.damage import agents_folder, flip, quarantined
-from tests.store.store_cases import MODEL, make_record, make_transcript, make_turn, open_store, tree
+from tests.store.store_cases import MODEL, load_agents, make_record, make_transcript, make_turn, open_store, tree
 from tests.store.unreadable import raise_cause, unreadable
 
 OTHER_MODEL = "f" * 32
@@ -47,7 +47,7 @@ def set_aside(folder: Path) -> Iterator[None]:
 
 def load(folder: Path) -> list[AgentRecord]:
     with open_store(folder) as store:
-        records = store.load_agents()
+        records = load_agents(store)
         store.collect_orphans()
         for record in records:
             assert all(store.read_block(block.header).data.any() for block in make_turn(record))
@@ -109,7 +109,7 @@ def test_values_that_the_served_model_refuses_stay_in_quarantine(tmp_path: Path)
     save(tmp_path, make_record("ada", make_transcript(300)))
     quarantine(tmp_path, "ada")
     with open_store(tmp_path, num_token_ids=10) as store:
-        assert store.load_agents() == []
+        assert load_agents(store) == []
     assert len(quarantined(tmp_path)) == 2
     assert len(load(tmp_path)) == 1
 
@@ -122,7 +122,7 @@ def test_a_manifest_finds_its_log_among_those_of_other_models(tmp_path: Path) ->
     quarantine(tmp_path, "ada", model=OTHER_MODEL)
     assert [len(record.transcript) for record in load(tmp_path)] == [300]
     with open_store(tmp_path, model=OTHER_MODEL) as store:
-        assert store.load_agents() == [other]
+        assert load_agents(store) == [other]
     assert quarantined(tmp_path) == []
 
 
@@ -187,7 +187,7 @@ def test_a_folder_without_a_label_is_found_though_all_its_agents_are_in_quaranti
     names = find_names(tmp_path, "e" * 32, [MODEL])
     assert names.current == MODEL
     with open_store(tmp_path, model=names) as store:
-        assert store.load_agents() == [record]
+        assert load_agents(store) == [record]
 
 
 def test_an_agent_that_a_user_deletes_does_not_return(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_an_agent_that_a_user_deletes_does_not_return(tmp_path: Path) -> None:
     quarantine(tmp_path, "ada")
     save(tmp_path, make_record("bob", make_transcript(20)))
     with open_store(tmp_path) as store:
-        assert {record.id for record in store.load_agents()} == {"ada", "bob"}
+        assert {record.id for record in load_agents(store)} == {"ada", "bob"}
         store.delete_agent("ada")
     assert [record.id for record in load(tmp_path)] == ["bob"]
 
@@ -204,7 +204,7 @@ def test_a_folder_in_use_that_is_replaced_brings_nothing_back(tmp_path: Path) ->
     """The engine knows the agents of its start: a later one could be written over."""
     save(tmp_path, make_record("ada", make_transcript(300)))
     with open_store(tmp_path) as store:
-        store.load_agents()
+        load_agents(store)
         quarantine(tmp_path, "ada")
         (tmp_path / "lock").unlink()
         store.save_agent(make_record("bob", make_transcript(20)).without_blocks())

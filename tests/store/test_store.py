@@ -23,6 +23,7 @@ from tests.store.store_cases import (
     MODEL,
     SPEC,
     encoded_size,
+    load_agents,
     make_block,
     make_record,
     make_transcript,
@@ -41,11 +42,11 @@ def test_agents_of_another_model_are_not_loaded_but_keep_their_blocks(tmp_path: 
         store.write_blocks(make_turn(record))
         store.save_agent(record)
     with open_store(tmp_path, model="f" * 32) as store:
-        assert store.load_agents() == []
+        assert load_agents(store) == []
         assert store.collect_orphans() == 0
         store.save_agent(replace(record, model="f" * 32, num_saved=0, blocks=()))
     with open_store(tmp_path) as store:
-        assert store.load_agents() == [record]
+        assert load_agents(store) == [record]
         assert all(store.has(block.header.block_key) for block in make_turn(record))
 
 
@@ -53,7 +54,7 @@ def test_a_model_whose_fingerprint_begins_alike_is_another_model(tmp_path: Path)
     with open_store(tmp_path) as store:
         store.save_agent(make_record("a", make_transcript(3)))
     with open_store(tmp_path, model=MODEL[:16] + "0" * 16) as store:
-        assert store.load_agents() == []
+        assert load_agents(store) == []
 
 
 def test_blocks_in_another_precision_wait_until_their_agent_goes_on(tmp_path: Path) -> None:
@@ -62,17 +63,17 @@ def test_blocks_in_another_precision_wait_until_their_agent_goes_on(tmp_path: Pa
         store.write_blocks(make_turn(record))
         store.save_agent(record)
     with open_store(tmp_path, spec=EIGHT_BITS) as store:
-        assert store.load_agents() == [replace(record, num_saved=0, blocks=())]
+        assert load_agents(store) == [replace(record, num_saved=0, blocks=())]
         assert store.collect_orphans() == 0  # the next server may read them
     with open_store(tmp_path) as store:
-        assert store.load_agents() == [record]
+        assert load_agents(store) == [record]
         assert all(store.read_block(block.header).data.any() for block in make_turn(record))
     with open_store(tmp_path, spec=EIGHT_BITS) as store:
-        store.load_agents()
+        load_agents(store)
         store.save_agent(replace(record, num_saved=0, blocks=()))
         assert store.block_keys() == [] and store.usage.total == size_on_disk(tmp_path)
     with open_store(tmp_path) as store:
-        assert store.load_agents() == [replace(record, num_saved=0, blocks=())]
+        assert load_agents(store) == [replace(record, num_saved=0, blocks=())]
 
 
 @pytest.mark.parametrize("leaves", ["save", "delete"])
@@ -83,7 +84,7 @@ def test_what_two_agents_share_in_another_precision_stays_for_the_other(tmp_path
         for record in (first, second):
             store.save_agent(record)
     with open_store(tmp_path, spec=EIGHT_BITS) as store:
-        store.load_agents()
+        load_agents(store)
         if leaves == "save":
             store.save_agent(replace(first, num_saved=0, blocks=()))
         else:
@@ -98,11 +99,11 @@ def test_blocks_in_another_precision_go_when_room_is_needed(tmp_path: Path) -> N
         store.write_blocks(make_turn(record))
         store.save_agent(record)
     with open_store(tmp_path, spec=EIGHT_BITS) as store:
-        store.load_agents()
+        load_agents(store)
         assert store.unreadable_last_used() == record.last_used
         assert store.evict_unreadable() > 0
         assert (store.unreadable_last_used(), store.evict_unreadable()) == (None, 0)
-        assert store.load_agents() == [replace(record, num_saved=0, blocks=())]
+        assert load_agents(store) == [replace(record, num_saved=0, blocks=())]
 
 
 def test_orphans_are_collected_and_named_blocks_stay(tmp_path: Path) -> None:
@@ -150,7 +151,7 @@ def test_blocks_of_other_models_can_be_evicted_oldest_first(tmp_path: Path) -> N
         assert store.evict_unreadable() > 0
         assert store.evict_unreadable() == 0
     with open_store(tmp_path) as store:
-        assert [record.id for record in store.load_agents()] == ["new", "old"]
+        assert [record.id for record in load_agents(store)] == ["new", "old"]
 
 
 def test_blocks_that_only_damaged_files_name_go_for_room_but_for_those_that_a_turn_needs(tmp_path: Path) -> None:
@@ -162,7 +163,7 @@ def test_blocks_that_only_damaged_files_name_go_for_room_but_for_those_that_a_tu
         path.write_bytes(b"damaged")  # the log, too: else it names them
     needed, *others = [block.header.block_key for block in make_turn(record)]
     with open_store(tmp_path) as store:
-        assert store.load_agents() == [] and store.collect_orphans() == 0
+        assert load_agents(store) == [] and store.collect_orphans() == 0
         assert store.evict_unclaimed({needed}) > 0
         assert store.has(needed) and not any(map(store.has, others))
 

@@ -25,6 +25,7 @@ from tests.store.crash_scenario import (
 from tests.store.damage import agents_folder
 from tests.store.store_cases import (
     SPEC,
+    load_agents,
     make_record,
     make_transcript,
     make_turn,
@@ -54,7 +55,7 @@ def check_recovery(folder: Path) -> None:
     """A fresh store on the folder has the state before or after the interrupted operation, and works."""
     with open_crash_store(folder) as store:
         assert not any(name.endswith(".tmp") for name in tree(folder / "cache"))
-        found = {record.name: record for record in store.load_agents()}
+        found = {record.name: record for record in load_agents(store)}
         assert found in possible_states(folder)
         assert store.usage.quarantined == 0
         store.collect_orphans()
@@ -63,7 +64,7 @@ def check_recovery(folder: Path) -> None:
         store.write_blocks(make_turn(later))
         store.save_agent(later)
     with open_store(folder / "cache") as store:
-        assert {record.name: record for record in store.load_agents()} == {**found, "a": later}
+        assert {record.name: record for record in load_agents(store)} == {**found, "a": later}
 
 
 def possible_states(folder: Path) -> list[State]:
@@ -124,7 +125,7 @@ def test_a_process_killed_while_it_tidies_up_loses_nothing(tmp_path: Path) -> No
         with pytest.raises(Crash):
             run_scenario(folder, fail_at(number))
         with open_store(folder / "cache", fault=fail_at(0)) as store, pytest.raises(Crash):
-            store.load_agents()
+            load_agents(store)
         check_recovery(folder)
 
 
@@ -144,17 +145,17 @@ def test_a_crash_beside_an_agent_that_cannot_be_read(ram_path: Path, cause: str)
         files = {name: (folder / "cache" / name).read_bytes() for name in tree(folder / "cache")}
         causes = {manifest: errno.EACCES} if cause == "unreadable" else {}
         with unreadable(causes), open_crash_store(folder, fail_at(number)) as store:
-            store.load_agents()
+            load_agents(store)
             store.collect_orphans()
             with pytest.raises(Crash):
                 run_operations(store, folder)
         with unreadable(causes), open_crash_store(folder) as store:
-            store.load_agents()
+            load_agents(store)
             assert store.collect_orphans() == 0 and list(store.unavailable) == ["zoe"]
         assert {name: (folder / "cache" / name).read_bytes() for name in files} == files
         manifest.write_bytes(before)
         with open_crash_store(folder) as store:
-            assert bystander in store.load_agents() and store.usage.quarantined == 0
+            assert bystander in load_agents(store) and store.usage.quarantined == 0
             store.collect_orphans()
             assert all(store.read_block(block.header).data.any() for block in make_turn(bystander))
 

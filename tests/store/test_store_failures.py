@@ -18,6 +18,7 @@ from agentcache.store.store import Store
 from tests.examples import examples
 from tests.store.damage import agents_folder
 from tests.store.store_cases import (
+    load_agents,
     make_record,
     make_transcript,
     make_turn,
@@ -46,11 +47,11 @@ def test_a_full_disk_leaves_nothing_half_written(
         if failed:
             assert files - set(tree(tmp_path)) == set()
     with open_store(tmp_path) as store:
-        assert store.load_agents() in ([[new]] if not failed else [[old], [new]])
+        assert load_agents(store) in ([[new]] if not failed else [[old], [new]])
         assert store.collect_orphans() in range(3)
         store.write_blocks(make_turn(new))
         store.save_agent(new)
-        assert store.load_agents() == [new]
+        assert load_agents(store) == [new]
         assert all(store.read_block(block.header).data.any() for block in make_turn(new))
 
 
@@ -102,10 +103,10 @@ def test_a_save_after_a_failed_one_in_the_same_process(tmp_path: Path, first: bo
         with pytest.raises(StoreError):
             store.save_agent(make_record("a", make_transcript(45, seed=3)))
     with open_store(tmp_path) as store:
-        assert store.load_agents() == [make_record("a", transcript.cut(50))]
+        assert load_agents(store) == [make_record("a", transcript.cut(50))]
         store.save_agent(make_record("a", transcript))
     with open_store(tmp_path) as store:
-        assert store.load_agents() == [make_record("a", transcript)]
+        assert load_agents(store) == [make_record("a", transcript)]
 
 
 @settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -123,11 +124,11 @@ def test_a_log_append_torn_at_any_byte_is_harmless(tmp_path: Path, data: st.Data
     os.truncate(log, data.draw(st.integers(valid, log.stat().st_size)))
     (agents_folder(cache_dir) / "a.json").write_bytes(manifest)
     with open_store(cache_dir) as store:
-        assert store.load_agents() == [make_record("a", transcript.cut(20))]
+        assert load_agents(store) == [make_record("a", transcript.cut(20))]
         store.save_agent(make_record("a", transcript.cut(25)))
         assert store.usage.total == size_on_disk(cache_dir)
     with open_store(cache_dir) as store:
-        assert store.load_agents() == [make_record("a", transcript.cut(25))]
+        assert load_agents(store) == [make_record("a", transcript.cut(25))]
 
 
 def test_a_failed_append_leaves_no_part_of_its_line(tmp_path: Path) -> None:
@@ -154,4 +155,4 @@ def test_a_log_that_was_cut_off_is_written_anew(tmp_path: Path) -> None:
         os.truncate(log, log.stat().st_size // 2)
         store.save_agent(make_record("a", transcript))
     with open_store(tmp_path) as store:
-        assert store.load_agents() == [make_record("a", transcript)]
+        assert load_agents(store) == [make_record("a", transcript)]

@@ -25,6 +25,7 @@ from tests.store.damage import agents_folder, block_file, flip
 from tests.store.store_cases import (
     MODEL,
     SPEC,
+    load_agents,
     make_block,
     make_record,
     make_transcript,
@@ -102,7 +103,7 @@ def test_a_folder_replaced_by_a_link_is_not_written_through(tmp_path: Path, name
         turn(store, AFTER)
         assert store.usage.total == size_on_disk(cache_dir)
     with open_store(cache_dir) as store:
-        assert store.load_agents() == [AFTER]
+        assert load_agents(store) == [AFTER]
         assert all(store.read_block(block.header).data.any() for block in make_turn(AFTER))
     assert contents(outside) == before
 
@@ -181,7 +182,7 @@ def test_what_is_removed_is_made_again(tmp_path: Path, name: str) -> None:
             Store(cache_dir, SPEC, MODEL, disk_budget=1)
     with open_store(cache_dir) as store:
         listed = [AFTER] if name == "" or name.startswith("agents") else [AFTER, other]
-        assert store.load_agents() == listed
+        assert load_agents(store) == listed
         assert all(store.read_block(block.header).data.any() for block in make_turn(AFTER))
 
 
@@ -212,10 +213,10 @@ def test_a_folder_that_another_process_has_taken_over_is_left_alone(tmp_path: Pa
         shutil.rmtree(cache_dir)
         with open_store(cache_dir) as other:
             assert set(outcomes(store)) == {StoreError}
-            assert other.load_agents() == [] and size_on_disk(cache_dir) == 0
+            assert load_agents(other) == [] and size_on_disk(cache_dir) == 0
         turn(store, AFTER)
     with open_store(cache_dir) as store:
-        assert store.load_agents() == [AFTER]
+        assert load_agents(store) == [AFTER]
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_each_time(tmp_path: Path) -> None:
@@ -278,7 +279,7 @@ def test_a_file_system_that_refuses_modes_is_used_as_it_is(
             with open_store(tmp_path / "cache") as store:
                 store.write_blocks(make_turn(record))
                 store.save_agent(record)
-                assert store.load_agents() == [record]
+                assert load_agents(store) == [record]
     finally:
         os.umask(old)
 

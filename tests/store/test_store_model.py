@@ -19,6 +19,7 @@ from tests.store.store_cases import (
     BUDGET,
     MODEL,
     SPEC,
+    load_agents,
     make_block,
     make_record,
     make_transcript,
@@ -98,7 +99,7 @@ class StoreMachine(RuleBasedStateMachine):
     def restart(self, collect: bool) -> None:
         self.store.close()
         self.open()
-        assert {record.name: record for record in self.store.load_agents()} == self.agents
+        assert {record.name: record for record in load_agents(self.store)} == self.agents
         if collect:
             assert self.store.collect_orphans() == len(self.blocks - self._named())
             self.blocks &= self._named()

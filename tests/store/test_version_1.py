@@ -20,6 +20,7 @@ from tests.store.damage import agents_folder, flip, quarantined
 from tests.store.store_cases import (
     MODEL,
     SPEC,
+    load_agents,
     make_data,
     make_record,
     make_transcript,
@@ -78,19 +79,19 @@ def test_doctor_finds_damage_in_it(old: Path) -> None:
 
 def test_conversations_stay_and_blocks_go_quietly(old: Path, caplog: pytest.LogCaptureFixture) -> None:
     with open_store(old) as store:
-        assert store.load_agents() == [forgotten(ALICE), forgotten(BOB)]
+        assert load_agents(store) == [forgotten(ALICE), forgotten(BOB)]
         assert store.collect_orphans() == BLOCKS
         assert store.usage.quarantined == 0
     assert not caplog.records
     assert not list((old / "blocks").glob("??/*.safetensors")) and not quarantined(old)
     with open_store(old) as store:
-        assert store.load_agents() == [forgotten(ALICE), forgotten(BOB)]
+        assert load_agents(store) == [forgotten(ALICE), forgotten(BOB)]
     assert verify_folder(old).agents == 2
 
 
 def test_the_next_turn_writes_version_2(old: Path) -> None:
     with open_store(old) as store:
-        store.load_agents()
+        load_agents(store)
         store.collect_orphans()
         store.write_blocks(make_turn(ALICE))
         store.save_agent(ALICE)
@@ -101,7 +102,7 @@ def test_the_next_turn_writes_version_2(old: Path) -> None:
     report = verify_folder(old)
     assert (report.agents, report.missing_blocks, report.problems) == (2, BLOCKS - 4, ())
     with open_store(old) as store:
-        assert store.load_agents() == [ALICE, forgotten(BOB)]
+        assert load_agents(store) == [ALICE, forgotten(BOB)]
         assert store.collect_orphans() == 0
 
 
@@ -114,29 +115,29 @@ def test_a_crash_before_the_new_manifest_leaves_the_old_conversation(old: Path) 
             raise Crash(step)
 
     with open_store(old, fault=fault) as store:
-        store.load_agents()
+        load_agents(store)
         with pytest.raises(Crash):
             store.save_agent(forgotten(replace(ALICE, transcript=make_transcript(400))))
     with open_store(old) as store:
-        assert store.load_agents()[0] == forgotten(ALICE)
+        assert load_agents(store)[0] == forgotten(ALICE)
         store.save_agent(forgotten(replace(ALICE, transcript=make_transcript(400))))
     with open_store(old) as store:
-        assert store.load_agents()[0].transcript == make_transcript(400)
+        assert load_agents(store)[0].transcript == make_transcript(400)
 
 
 def test_blocks_of_other_models_go_too_and_their_conversations_stay(old: Path) -> None:
     with open_store(old, model=OTHER_MODEL) as store:
-        assert store.load_agents() == []
+        assert load_agents(store) == []
         assert store.collect_orphans() == BLOCKS
         assert store.evict_unreadable() == 0
     with open_store(old) as store:
-        assert [record.name for record in store.load_agents()] == ["alice", "bob~5e"]
+        assert [record.name for record in load_agents(store)] == ["alice", "bob~5e"]
 
 
 def test_a_damaged_conversation_is_quarantined(old: Path) -> None:
     flip(agents_folder(old) / "alice.1.log")
     with open_store(old) as store:
-        assert store.load_agents() == [forgotten(BOB)]
+        assert load_agents(store) == [forgotten(BOB)]
         assert store.usage.quarantined == 1
 
 

@@ -244,8 +244,3 @@ class JsonText:
             return
         self._pass_on(known)
         self._end_value()
-
-    def end_of_text(self) -> None:
-        """Complete a top-level number or constant at the end of the text."""
-        if self._expect is _Expect.WORD and not self._open:
-            self._end_word()
