@@ -58,7 +58,7 @@ class Eviction:
         behind = [each for each in self._agents if each.num_saved < len(each.transcript) - 1]
         prefixes = [self._caches.prefix_of(each) for each in behind]
         prefixes += [self._caches.prefix_of(each, cache) for each in behind for cache in self._caches.further]
-        nodes = (node for prefix in prefixes for lane in prefix.lanes for node in lane.all_nodes)
+        nodes = (node for prefix in prefixes for path in prefix.paths for node in path.all_nodes)
         return {node for node in nodes if not node.block_ids.keys() <= node.stored}
 
     def evict_snapshots(self, share: float) -> int:

@@ -188,7 +188,7 @@ class AgentOperations:
     def _save_lineage(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
         prefix = self._caches.prefix_of(record)
         num_saved = prefix.num_tokens
-        if not all(lane.ends_with_a_block for lane in prefix.lanes):
+        if not all(path.ends_with_a_block for path in prefix.paths):
             num_saved -= num_saved % BLOCK_SIZE  # another agent's tail
         blocks = self._persistence.blocks_of(record, num_saved)
         record = replace(record, num_saved=num_saved, blocks=tuple(block.named for block in blocks))
@@ -201,11 +201,11 @@ class AgentOperations:
         """Return a lineage's residuals; None unless more are computed than saved."""
         prefix, saved = self._caches.prefix_of(record, cache), record.residual_of(cache.name)
         num_tokens = prefix.num_tokens
-        if not all(lane.ends_with_a_block for lane in prefix.lanes):
+        if not all(path.ends_with_a_block for path in prefix.paths):
             num_tokens -= num_tokens % BLOCK_SIZE
         if num_tokens <= (0 if saved is None else saved.num_saved):
             return None
-        nodes = [node for lane in prefix.lanes for node in lane.all_nodes]
+        nodes = [node for path in prefix.paths for node in path.all_nodes]
         groups = tuple(range(len(cache.prefix.groups)))
         return ResidualTurn(
             cache.name, num_tokens, [PathBlock(node, groups) for node in nodes if node.end <= num_tokens]
@@ -294,9 +294,9 @@ def _ram_bytes(cache: PrefixCache, prefixes: Iterable[Cached]) -> int:
     held = {
         (node, index)
         for prefix in prefixes
-        for lane in prefix.lanes
-        for node in lane.all_nodes
-        for index in node.block_ids.keys() & set(lane.groups)
+        for path in prefix.paths
+        for node in path.all_nodes
+        for index in node.block_ids.keys() & set(path.groups)
     }
     of_states = {node for prefix in prefixes if (node := prefix.snapshot) is not None and node.state is not None}
     state_bytes = 0 if cache.snapshots is None else cache.snapshots.group.bytes_per_block

@@ -23,57 +23,57 @@ def attach_prefix(sequence: BlockTables, prefix: Cached, allocator: BlockAllocat
     """
     slots = allocator.slots
     # Allocation may evict.
-    for lane in prefix.lanes:
-        _share(sequence, lane, slots)
-    sources = [source for lane in prefix.lanes for source in _sources(lane)]
+    for path in prefix.paths:
+        _share(sequence, path, slots)
+    sources = [source for path in prefix.paths for source in _sources(path)]
     for source in sources:
         slots.pools[source.index].retain(source.block_id)
     try:
-        for lane in prefix.lanes:
-            for index in lane.groups:
-                _allocate_absent(sequence, lane, index, allocator)
-                if lane.tail is not None:
-                    _allocate_tail(sequence, lane, lane.tail, index, allocator)
+        for path in prefix.paths:
+            for index in path.groups:
+                _allocate_absent(sequence, path, index, allocator)
+                if path.tail is not None:
+                    _allocate_tail(sequence, path, path.tail, index, allocator)
     finally:
         # The engine copies before its next allocation.
         for source in sources:
             slots.pools[source.index].release(source.block_id)
 
 
-def _share(sequence: BlockTables, lane: CachedPath, slots: Slots) -> None:
-    for index in lane.groups:
+def _share(sequence: BlockTables, path: CachedPath, slots: Slots) -> None:
+    for index in path.groups:
         table = sequence.tables[index]
-        table.first_block = min(lane.first_block_read(slots.groups[index]), len(lane.nodes))
-        for node in lane.nodes[table.first_block :]:
+        table.first_block = min(path.first_block_read(slots.groups[index]), len(path.nodes))
+        for node in path.nodes[table.first_block :]:
             block_id = node.block_ids.get(index, -1)
             if block_id >= 0:
                 slots.pools[index].retain(block_id)
             table.block_ids.append(block_id)
 
 
-def _sources(lane: CachedPath) -> list[_TailSlot]:
-    block_ids = {} if lane.tail is None else lane.tail.block_ids
-    return [_TailSlot(index, block_ids[index]) for index in lane.groups if index in block_ids]
+def _sources(path: CachedPath) -> list[_TailSlot]:
+    block_ids = {} if path.tail is None else path.tail.block_ids
+    return [_TailSlot(index, block_ids[index]) for index in path.groups if index in block_ids]
 
 
-def _allocate_absent(sequence: BlockTables, lane: CachedPath, index: int, allocator: BlockAllocator) -> None:
+def _allocate_absent(sequence: BlockTables, path: CachedPath, index: int, allocator: BlockAllocator) -> None:
     table = sequence.tables[index]
-    for node in lane.nodes[table.first_block :]:
+    for node in path.nodes[table.first_block :]:
         if table.block_id(node.position) < 0:
             table.replace(node.position, allocator.allocate(index))
             sequence.loads.append(Load(node, index, table.block_id(node.position), BLOCK_SIZE))
 
 
-def _allocate_tail(sequence: BlockTables, lane: CachedPath, tail: Node, index: int, allocator: BlockAllocator) -> None:
+def _allocate_tail(sequence: BlockTables, path: CachedPath, tail: Node, index: int, allocator: BlockAllocator) -> None:
     table, source = sequence.tables[index], tail.block_ids.get(index)
-    if source is not None and lane.ends_with_a_block and _may_write_behind(tail, index, source, allocator.slots):
+    if source is not None and path.ends_with_a_block and _may_write_behind(tail, index, source, allocator.slots):
         allocator.slots.pools[index].retain(source)
         table.block_ids.append(source)
         return
     target = allocator.allocate(index)
     table.block_ids.append(target)
     if source is None:
-        sequence.loads.append(Load(tail, index, target, lane.tail_tokens))
+        sequence.loads.append(Load(tail, index, target, path.tail_tokens))
     else:
         sequence.copies.append(Copy(index, source, target))
 

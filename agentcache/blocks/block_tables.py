@@ -90,7 +90,7 @@ class BlockTables:
     producer: KVOrigin | None
     token_ids: array[int]
     tables: list[BlockTable]
-    lanes: list[OriginPath]
+    paths: list[OriginPath]
     loads: list[Load] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
     closed: bool = False
@@ -103,5 +103,5 @@ class BlockTables:
         return len(self.token_ids)
 
     @property
-    def state_lane(self) -> OriginPath:
-        return next(lane for lane in self.lanes if lane.has_state)
+    def state_path(self) -> OriginPath:
+        return next(path for path in self.paths if path.has_state)

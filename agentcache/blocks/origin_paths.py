@@ -50,16 +50,16 @@ def lay_out(producer: KVOrigin | None, num_groups: int, *, has_state: bool = Fal
     """Return the non-empty origin paths: base's, then the adapter's. Recurrent state is group `num_groups`."""
     own = frozenset[int]() if producer is None else producer.groups
     keys_and_values = range(num_groups)
-    lanes = (
+    paths = (
         PathLayout(tuple(i for i in keys_and_values if i not in own), None, has_state and num_groups not in own),
         PathLayout(tuple(i for i in keys_and_values if i in own), producer, has_state and num_groups in own),
     )
-    return tuple(lane for lane in lanes if lane.groups or lane.has_state)
+    return tuple(path for path in paths if path.groups or path.has_state)
 
 
 def state_layout(producer: KVOrigin | None, num_groups: int) -> PathLayout:
     """Return the origin path whose nodes carry checkpoints."""
-    return next(lane for lane in lay_out(producer, num_groups, has_state=True) if lane.has_state)
+    return next(path for path in lay_out(producer, num_groups, has_state=True) if path.has_state)
 
 
 def has_base_tail(producer: KVOrigin | None, num_tokens: int) -> bool:
@@ -90,11 +90,11 @@ class BlockSpan:
 def spans(num_tokens: int, producer: KVOrigin | None, num_groups: int, *, has_state: bool = False) -> list[BlockSpan]:
     """Return all blocks of a request: path by path, then the base tail."""
     result: list[BlockSpan] = []
-    for lane in lay_out(producer, num_groups, has_state=has_state):
+    for path in lay_out(producer, num_groups, has_state=has_state):
         first = len(result)
         for begin in range(0, num_tokens, BLOCK_SIZE):
             end, parent = min(begin + BLOCK_SIZE, num_tokens), len(result) - 1 if begin else None
-            result.append(BlockSpan(begin, end, lane.origin_of(end), lane.groups, parent))
+            result.append(BlockSpan(begin, end, path.origin_of(end), path.groups, parent))
     if producer is not None and has_base_tail(producer, num_tokens):
         position = producer.start // BLOCK_SIZE
         parent = first + position - 1 if position else None
@@ -161,10 +161,10 @@ def state_blocks(
     root: str, token_ids: Sequence[int], ends: Sequence[int], producer: KVOrigin | None, num_groups: int
 ) -> Iterator[StateBlock]:
     """Yield the blocks that end after each of `ends` tokens, on the path with recurrent state."""
-    lane = state_layout(producer, num_groups)
+    path = state_layout(producer, num_groups)
     parents = [root]
     for end in range(BLOCK_SIZE, max(ends, default=0), BLOCK_SIZE):
-        parents.append(chain_key(parents[-1], token_ids[end - BLOCK_SIZE : end], lane.origin_of(end)))
+        parents.append(chain_key(parents[-1], token_ids[end - BLOCK_SIZE : end], path.origin_of(end)))
     for end in ends:
         position = (end - 1) // BLOCK_SIZE
-        yield StateBlock(position * BLOCK_SIZE, end, lane.origin_of(end), parents[position])
+        yield StateBlock(position * BLOCK_SIZE, end, path.origin_of(end), parents[position])

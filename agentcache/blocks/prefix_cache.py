@@ -5,7 +5,7 @@ are immutable. A request writes only after its own tokens: in private slots, or 
 request extends. A full block is published once computed, a partial one when the request is closed. A longer node may
 list the same slot as the tail that it extends.
 
-Each group is published on one origin path (`lanes`) only, so base nodes never list KV of an adapter. If an adapter
+Each group is published on one origin path (`paths`) only, so base nodes never list KV of an adapter. If an adapter
 starts inside a block, the base tail lists its slots too, for the tokens before the start.
 """
 
@@ -92,9 +92,9 @@ class PrefixCache:
             return False
         return all(
             index in node.block_ids
-            for lane in prefix.lanes
-            for index in lane.groups
-            for node in lane.all_nodes[lane.first_block_read(self.groups[index]) :]
+            for path in prefix.paths
+            for index in path.groups
+            for node in path.all_nodes[path.first_block_read(self.groups[index]) :]
         )
 
     def open(self, root: str, prefix: Cached) -> BlockTables:
@@ -112,28 +112,28 @@ class PrefixCache:
         return sequence
 
     def touch(self, prefix: Cached) -> None:
-        for lane in prefix.lanes:
-            self.tree.touch(lane.all_nodes)
+        for path in prefix.paths:
+            self.tree.touch(path.all_nodes)
 
     def _enter(self, root: str, prefix: Cached) -> BlockTables:
         # Unpack once: a long prompt has many blocks.
-        token_ids = unpack(b"".join(node.packed for node in prefix.lanes[-1].all_nodes))[: prefix.num_tokens]
+        token_ids = unpack(b"".join(node.packed for node in prefix.paths[-1].all_nodes))[: prefix.num_tokens]
         tables = [BlockTable() for _ in self.groups]
         count = prefix.num_tokens // BLOCK_SIZE
-        lanes = [
-            OriginPath(lane.layout, list(lane.nodes[:count]), lane.tail, list(lane.nodes[count:]))
-            for lane in prefix.lanes
+        paths = [
+            OriginPath(path.layout, list(path.nodes[:count]), path.tail, list(path.nodes[count:]))
+            for path in prefix.paths
         ]
         state = None if self.snapshots is None else self.snapshots.enter(prefix.snapshot)
-        sequence = BlockTables(root, prefix.producer, token_ids, tables, lanes, state=state)
+        sequence = BlockTables(root, prefix.producer, token_ids, tables, paths, state=state)
         start = prefix.snapshot
         if self.snapshots is not None and start is not None:
             sequence.snapshots.append(start)
             if start.state is None and state is not None:
                 sequence.loads.append(Load(start, self.snapshots.index, state, start.num_tokens))
         self._sequences.add(sequence)
-        for lane in lanes:
-            for node in lane.read_nodes:
+        for path in paths:
+            for node in path.read_nodes:
                 node.readers += 1
         return sequence
 
@@ -163,8 +163,8 @@ class PrefixCache:
     def catch_up(self, sequence: BlockTables, token_ids: Sequence[int], end: int) -> None:
         for nodes in nodes_ahead(self.tree, sequence, token_ids, end):
             append_nodes(self.slots, sequence, nodes)
-        for lane in sequence.lanes:
-            self.tree.touch(lane.nodes)
+        for path in sequence.paths:
+            self.tree.touch(path.nodes)
 
     def advance(self, sequence: BlockTables, token_ids: Sequence[int]) -> list[PathBlock]:
         """Record computed tokens; publish and return the blocks that they fill, path by path.
@@ -174,7 +174,7 @@ class PrefixCache:
         """
         was_hidden = has_base_tail(sequence.producer, sequence.num_tokens)
         sequence.token_ids.extend(token_ids)
-        published = [block for lane in sequence.lanes for block in self._publisher.publish_full(sequence, lane)]
+        published = [block for path in sequence.paths for block in self._publisher.publish_full(sequence, path)]
         if has_base_tail(sequence.producer, sequence.num_tokens) and not was_hidden:
             published.append(self._publisher.publish_base_tail(sequence))
             self.slots.prune(published[-1].node)  # without attention it has no data
@@ -186,8 +186,8 @@ class PrefixCache:
         The request continues in its own slots, other requests in copies.
         """
         if end % BLOCK_SIZE:
-            for lane in sequence.lanes:
-                self.slots.prune(self._publisher.list_slots(sequence, lane, end))
+            for path in sequence.paths:
+                self.slots.prune(self._publisher.list_slots(sequence, path, end))
 
     def leave_window(self, sequence: BlockTables, read_from: int | None = None) -> None:
         """Drop slots that no later token reads; from the tree too, if no request reads them.
@@ -196,15 +196,15 @@ class PrefixCache:
             read_from: first token still to compute, for base's tables of a residual request. The tree then keeps its
                 slots, because adapters start reading anywhere.
         """
-        for lane in sequence.lanes if self._windowed else ():
-            for index in self._windowed.intersection(lane.groups):
-                self._leave_window(sequence, lane, index, read_from)
+        for path in sequence.paths if self._windowed else ():
+            for index in self._windowed.intersection(path.groups):
+                self._leave_window(sequence, path, index, read_from)
 
-    def _leave_window(self, sequence: BlockTables, lane: OriginPath, index: int, read_from: int | None) -> None:
+    def _leave_window(self, sequence: BlockTables, path: OriginPath, index: int, read_from: int | None) -> None:
         num_tokens = sequence.num_tokens if read_from is None else min(sequence.num_tokens, read_from)
         table = sequence.tables[index]
         start, needed = table.first_block, self.groups[index].first_block_needed(num_tokens)
-        for node, block_id in zip(lane.nodes[start:], table.drop_before(needed), strict=False):
+        for node, block_id in zip(path.nodes[start:], table.drop_before(needed), strict=False):
             self.slots.pools[index].release(block_id)
             if read_from is not None:
                 continue
@@ -217,7 +217,7 @@ class PrefixCache:
         If `keep` lies inside a published block, the tail lists that block's slots.
         """
         keep = sequence.num_tokens if keep is None else keep
-        blocks = [block for lane in sequence.lanes for block in self._keep(sequence, lane, keep)]
+        blocks = [block for path in sequence.paths for block in self._keep(sequence, path, keep)]
         if has_base_tail(sequence.producer, keep):
             blocks.append(self._publisher.publish_base_tail(sequence))
         self._discard(sequence)
@@ -226,11 +226,11 @@ class PrefixCache:
                 self.slots.prune(block.node)
         return blocks
 
-    def _keep(self, sequence: BlockTables, lane: OriginPath, keep: int) -> list[PathBlock]:
-        nodes = lane.nodes[: keep // BLOCK_SIZE]
+    def _keep(self, sequence: BlockTables, path: OriginPath, keep: int) -> list[PathBlock]:
+        nodes = path.nodes[: keep // BLOCK_SIZE]
         if keep % BLOCK_SIZE:
-            nodes.append(self._publisher.publish(sequence, lane, keep))
-        return [PathBlock(node, lane.groups) for node in nodes]
+            nodes.append(self._publisher.publish(sequence, path, keep))
+        return [PathBlock(node, path.groups) for node in nodes]
 
     def abandon(self, sequence: BlockTables) -> None:
         """End a request without its unfinished block."""
@@ -247,8 +247,8 @@ class PrefixCache:
                 if block_id >= 0:
                     self.slots.pools[index].release(block_id)
             table.block_ids.clear()
-        for lane in sequence.lanes:
-            for node in lane.read_nodes:
+        for path in sequence.paths:
+            for node in path.read_nodes:
                 node.readers -= 1
                 self.slots.prune(node)
         if self.snapshots is not None:
@@ -277,7 +277,7 @@ class PrefixCache:
         snapshots = self.snapshots
         if snapshots is None or not num_tokens:
             return None
-        node = self._publisher.node_of(sequence, sequence.state_lane, num_tokens)
+        node = self._publisher.node_of(sequence, sequence.state_path, num_tokens)
         if not lasts and node not in sequence.snapshots:
             self._note_snapshot(snapshots, sequence, node, starts_next=starts_next)
         slot = None
@@ -317,10 +317,10 @@ class PrefixCache:
         return list(finder.ends(num_tokens))[::-1]
 
     def snapshot_node(self, root: str, token_ids: Sequence[int], num_tokens: int, producer: KVOrigin | None) -> Node:
-        lane, node = state_layout(producer, len(self.groups)), self.tree.root(root)
+        path, node = state_layout(producer, len(self.groups)), self.tree.root(root)
         for begin in range(0, num_tokens, BLOCK_SIZE):
             end = min(begin + BLOCK_SIZE, num_tokens)
-            node = self.tree.insert(node, token_ids[begin:end], lane.origin_of(end))
+            node = self.tree.insert(node, token_ids[begin:end], path.origin_of(end))
         return node
 
     def mark_stored(self, node: Node, group: int) -> None:

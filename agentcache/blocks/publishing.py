@@ -15,32 +15,32 @@ class Publisher:
         self._tree = tree
         self._slots = slots
 
-    def publish_full(self, sequence: BlockTables, lane: OriginPath) -> list[PathBlock]:
+    def publish_full(self, sequence: BlockTables, path: OriginPath) -> list[PathBlock]:
         published = []
-        while (len(lane.nodes) + 1) * BLOCK_SIZE <= sequence.num_tokens:
-            node = self.publish(sequence, lane, (len(lane.nodes) + 1) * BLOCK_SIZE)
+        while (len(path.nodes) + 1) * BLOCK_SIZE <= sequence.num_tokens:
+            node = self.publish(sequence, path, (len(path.nodes) + 1) * BLOCK_SIZE)
             node.readers += 1
-            lane.nodes.append(node)
-            if lane.ahead:
-                lane.ahead.pop(0).readers -= 1  # the same node
-            published.append(PathBlock(node, lane.groups))
+            path.nodes.append(node)
+            if path.ahead:
+                path.ahead.pop(0).readers -= 1  # the same node
+            published.append(PathBlock(node, path.groups))
         return published
 
-    def publish(self, sequence: BlockTables, lane: OriginPath, end: int) -> Node:
+    def publish(self, sequence: BlockTables, path: OriginPath, end: int) -> Node:
         """Return the path's node that ends before token `end`, sharing slots with the request.
 
         A node with data on disk only stays so: computed KV could differ by rounding, and RAM and disk must be equal bit
         for bit.
         """
-        node = self.list_slots(sequence, lane, end)
-        for index in lane.groups:
+        node = self.list_slots(sequence, path, end)
+        for index in path.groups:
             self._adopt(sequence, node, index)
         return node
 
-    def list_slots(self, sequence: BlockTables, lane: OriginPath, end: int) -> Node:
+    def list_slots(self, sequence: BlockTables, path: OriginPath, end: int) -> Node:
         """Return the path's node, with the request's slots in groups without data."""
-        node = self.node_of(sequence, lane, end)
-        for index in lane.groups:
+        node = self.node_of(sequence, path, end)
+        for index in path.groups:
             self._offer(sequence, node, index)
         return node
 
@@ -49,18 +49,18 @@ class Publisher:
         assert sequence.producer is not None
         start = sequence.producer.start
         position = start // BLOCK_SIZE
-        parent = sequence.lanes[-1].parent_of(position, self._tree.root(sequence.root))
+        parent = sequence.paths[-1].parent_of(position, self._tree.root(sequence.root))
         tail = self._tree.insert(parent, sequence.token_ids[position * BLOCK_SIZE : start])
         groups = tuple(range(len(sequence.tables)))
         for index in groups:
             self._offer(sequence, tail, index)
         return PathBlock(tail, groups)
 
-    def node_of(self, sequence: BlockTables, lane: OriginPath, end: int) -> Node:
+    def node_of(self, sequence: BlockTables, path: OriginPath, end: int) -> Node:
         position = (end - 1) // BLOCK_SIZE
-        parent = lane.parent_of(position, self._tree.root(sequence.root))
+        parent = path.parent_of(position, self._tree.root(sequence.root))
         tokens = sequence.token_ids[position * BLOCK_SIZE : end]
-        return self._tree.insert(parent, tokens, lane.layout.origin_of(end))
+        return self._tree.insert(parent, tokens, path.layout.origin_of(end))
 
     def _offer(self, sequence: BlockTables, node: Node, index: int) -> None:
         table = sequence.tables[index]

@@ -107,7 +107,7 @@ class Cached:
     """
 
     producer: KVOrigin | None
-    lanes: tuple[CachedPath, ...]
+    paths: tuple[CachedPath, ...]
     snapshot: Node | None = None
     known_tokens: int = 0
     hidden_states: CachedHiddenStates | None = None
@@ -115,10 +115,10 @@ class Cached:
 
     @property
     def num_tokens(self) -> int:
-        return min(lane.num_tokens for lane in self.lanes)
+        return min(path.num_tokens for path in self.paths)
 
-    def lane(self, group: int) -> CachedPath:
-        return next(lane for lane in self.lanes if group in lane.groups)
+    def path(self, group: int) -> CachedPath:
+        return next(path for path in self.paths if group in path.groups)
 
     @property
     def own(self) -> Cached:
@@ -278,9 +278,9 @@ class PrefixFinder:
 
     def cached(self, num_tokens: int, read_from: int | None = None, known_tokens: int = 0) -> Cached:
         """Return the blocks for an answer of `longest`."""
-        lanes = tuple(path.path(num_tokens, read_from) for path in self.paths)
+        paths = tuple(path.path(num_tokens, read_from) for path in self.paths)
         snapshot = None if self._checkpoints is None else self._checkpoints.last(num_tokens)
-        return Cached(self._producer, lanes, snapshot, known_tokens)
+        return Cached(self._producer, paths, snapshot, known_tokens)
 
 
 def match_residual_kv(base: PrefixFinder, residuals: PrefixFinder, limit: int) -> Cached:
@@ -311,7 +311,7 @@ def match_hidden_states(
     names = tuple(HiddenStateKey(node.chain, cut) for node in longer.nodes[first:])
     if not names:
         return cached
-    return replace(cached, lanes=(longer, *cached.lanes[1:]), hidden_states=CachedHiddenStates(first, names))
+    return replace(cached, paths=(longer, *cached.paths[1:]), hidden_states=CachedHiddenStates(first, names))
 
 
 def _has(groups: frozenset[int], node: Node) -> bool:

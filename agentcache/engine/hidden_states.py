@@ -98,7 +98,7 @@ class HiddenStatePlanner:
         if run is None:
             return
         for filler in run.fillers.values():
-            filler.publish(sequence.lanes[0].nodes)
+            filler.publish(sequence.paths[0].nodes)
         if run.reader is not None and run.reader.end <= sequence.num_tokens:
             self.blocks.release(run.reader.slots)
             run.reader = None

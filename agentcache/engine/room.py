@@ -60,7 +60,7 @@ def _fits_beside_the_cached(
 ) -> bool:
     group = allocator.slots.groups[index]
     # Partly filled blocks are copied, as other requests may extend them.
-    there = sum(node.is_full and index in node.block_ids for node in prefix.lane(index).nodes)
+    there = sum(node.is_full and index in node.block_ids for node in prefix.path(index).nodes)
     needed = max(0, _most_blocks(group, num_tokens) - there)
     room = allocator.slots.pools[index].num_free + allocator.affordable_growth(index, beside)
     return _promised(group, index, running) + needed <= room
@@ -76,7 +76,7 @@ def slots_needed(
     """Return the slots of a group that `running` and one more request need."""
     group, read = allocator.slots.groups[index], {slot for g in running for slot in g.tables[index].block_ids}
     # Blocks that running requests read cost nothing more.
-    shared = 0 if prefix is None else sum(node.block_ids.get(index) in read for node in prefix.lane(index).nodes)
+    shared = 0 if prefix is None else sum(node.block_ids.get(index) in read for node in prefix.path(index).nodes)
     needed = max(0, _most_blocks(group, num_tokens) - shared)
     return len(read) + _promised(group, index, running) + needed
 

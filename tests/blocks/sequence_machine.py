@@ -117,9 +117,9 @@ class SequenceMachine(TracedCache):
         prefix = self.cache.match_prefix(root, tokens, limit, producer)
         reference = Reference(self.nodes(), self.groups, self.files, has_state=self.state is not None)
         assert prefix.num_tokens == reference.longest(root, tokens[:limit], producer)
-        for lane in prefix.lanes:
-            tail = lane.tail.token_ids[: lane.tail_tokens] if lane.tail else ()
-            held = [*chain.from_iterable(node.token_ids for node in lane.nodes), *tail]
+        for path in prefix.paths:
+            tail = path.tail.token_ids[: path.tail_tokens] if path.tail else ()
+            held = [*chain.from_iterable(node.token_ids for node in path.nodes), *tail]
             assert held == tokens[: prefix.num_tokens]
         self.was_in_ram = self.cache.in_ram(prefix)
         return prefix

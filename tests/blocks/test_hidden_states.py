@@ -70,14 +70,14 @@ class HiddenStateMachine(CacheMachine):
     def match(self, root: str, tokens: list[int], limit: int, producer: KVOrigin | None) -> Cached:
         prefix = super().match(root, tokens, limit, producer)
         self.ahead = None
-        if len(prefix.lanes) == 1:
+        if len(prefix.paths) == 1:
             return prefix
         cached = match_hidden_states(prefix, self.cache.finder(root, tokens, producer), limit, self.hidden_states, CUT)
         self.ahead = cached.hidden_states
         if self.ahead is not None:
             self.was_in_ram = self.cache.in_ram(cached)
             assert cached.num_tokens == prefix.num_tokens
-            assert prefix.num_tokens < cached.lanes[0].num_tokens == self.ahead.end <= limit
+            assert prefix.num_tokens < cached.paths[0].num_tokens == self.ahead.end <= limit
         return cached
 
     def start(self, tokens: list[int], root: str, producer: KVOrigin | None) -> Running | None:
@@ -102,8 +102,8 @@ class HiddenStateMachine(CacheMachine):
         return done
 
     def name_blocks(self, sequence: BlockTables) -> list[Node]:
-        """The nodes of the first lane, with what is to lie in the trunk for each that is base's."""
-        nodes, places = sequence.lanes[0].nodes, self.arena.numbers(sequence.root, list(sequence.token_ids))
+        """The nodes of the first path, with what is to lie in the trunk for each that is base's."""
+        nodes, places = sequence.paths[0].nodes, self.arena.numbers(sequence.root, list(sequence.token_ids))
         for node in nodes:
             self.contents.named[HiddenStateKey(node.chain, CUT)] = places[node.position * BLOCK_SIZE : node.end]
         return nodes

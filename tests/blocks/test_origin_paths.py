@@ -1,4 +1,4 @@
-"""The layout of sequences in lanes."""
+"""The layout of sequences in paths."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ ORIGINS = st.none() | st.builds(
 
 
 @given(ORIGINS)
-def test_each_group_is_in_one_lane(producer: KVOrigin | None) -> None:
-    lanes = lay_out(producer, NUM_GROUPS)
-    assert sorted(group for lane in lanes for group in lane.groups) == [0, 1, 2]
-    assert all(lane.groups for lane in lanes)
-    own = [lane.groups for lane in lanes if lane.producer is not None]
+def test_each_group_is_on_one_path(producer: KVOrigin | None) -> None:
+    paths = lay_out(producer, NUM_GROUPS)
+    assert sorted(group for path in paths for group in path.groups) == [0, 1, 2]
+    assert all(path.groups for path in paths)
+    own = [path.groups for path in paths if path.producer is not None]
     assert own == ([tuple(sorted(producer.groups))] if producer and producer.groups else [])
 
 
@@ -77,7 +77,7 @@ def test_the_base_tail_is_what_the_own_block_hides(start: int, length: int, expe
     assert has_base_tail(producer, length) is expected
     assert not has_base_tail(None, length)
     last = spans(length, producer, NUM_GROUPS)[-1]
-    parent = 2 if start == 300 else None  # behind the own lane's first block, which is base's
+    parent = 2 if start == 300 else None  # behind the own path's first block, which is base's
     tail = BlockSpan(start // BLOCK_SIZE * BLOCK_SIZE, start, BASE_ORIGIN, (0, 1, 2), parent)
     assert (last == tail) is expected
 
@@ -93,7 +93,7 @@ def test_base_is_laid_out_as_one_chain() -> None:
     assert chain_keys("root", list(range(600)), layout)[:2] == [first, chain_key(first, range(256, 512))]
 
 
-def test_the_own_lane_leaves_the_base_lane_at_the_block_of_the_start() -> None:
+def test_the_adapters_path_leaves_bases_path_at_the_block_of_the_start() -> None:
     producer = KVOrigin("a", 300, frozenset([1]))
     layout = spans(600, producer, 2)
     assert [(span.begin, span.end, span.producer, span.groups, span.parent) for span in layout] == [

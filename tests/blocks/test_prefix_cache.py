@@ -159,7 +159,7 @@ def test_tokens_that_end_inside_a_published_block_are_found_again() -> None:
     cache = PrefixCache([FULL], Ledger(20))
     sequence = run(cache, [1] * 256 + [2] * 10)
     [tail] = cache.close(sequence, keep=250)
-    assert tail.node.block_ids == sequence.lanes[0].nodes[0].block_ids
+    assert tail.node.block_ids == sequence.paths[0].nodes[0].block_ids
     assert cache.in_ram(cache.match_prefix(ROOT, [1] * 250, 250))
 
 
@@ -290,14 +290,14 @@ def test_want_of_one_group_does_not_cost_the_blocks_of_another() -> None:
     cache = PrefixCache([FULL, WINDOW], Ledger(4 + min_blocks(WINDOW)))
     sequence = run(cache, [1] * 512)
     cache.close(sequence)
-    for node in sequence.lanes[0].nodes:
+    for node in sequence.paths[0].nodes:
         cache.slots.take_from(node, 1)
     greedy = start(cache, [2])
     with pytest.raises(OutOfBlocks):
         while True:
             greedy.tables[1].block_ids.append(cache.allocator.allocate(1))
     assert cache.match_prefix(ROOT, [1] * 512, 512).num_tokens == 0
-    assert [node.block_ids.keys() for node in sequence.lanes[0].nodes] == [{0}, {0}]
+    assert [node.block_ids.keys() for node in sequence.paths[0].nodes] == [{0}, {0}]
     cache.check_integrity()
 
 
@@ -335,17 +335,17 @@ def test_salts_leave_no_trace() -> None:
     sequence = cache.open("salt", cache.match_prefix("salt", [1] * 256, 256))
     grow(cache, sequence, [1] * 256)
     cache.close(sequence)
-    assert cache.slots.evict(sequence.lanes[0].nodes[0])
+    assert cache.slots.evict(sequence.paths[0].nodes[0])
     assert cache.tree._roots == {}
 
 
 def test_integrity_notices_what_is_wrong() -> None:
     cache = PrefixCache([FULL], Ledger(20))
     sequence = run(cache, [1] * 300)
-    sequence.lanes[0].nodes[0].readers += 1
+    sequence.paths[0].nodes[0].readers += 1
     with pytest.raises(BrokenInvariant, match="readers"):
         cache.check_integrity()
-    sequence.lanes[0].nodes[0].readers -= 1
+    sequence.paths[0].nodes[0].readers -= 1
     cache.slots.pools[0].retain(sequence.tables[0].block_ids[0])
     with pytest.raises(BrokenInvariant, match="reference counts"):
         cache.check_integrity()

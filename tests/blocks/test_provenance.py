@@ -174,7 +174,7 @@ def test_lower_groups_computed_by_an_adapter_serve_all() -> None:
     assert desk.slots_in_use(LOWER) == lower
 
 
-def test_lanes_without_a_common_end_are_cut_to_the_shorter() -> None:
+def test_paths_without_a_common_end_are_cut_to_the_shorter() -> None:
     """Base has more of the lower group than the adapter has of its own."""
     desk = Desk()
     desk.request(PROMPT[:500], upper("a", 100))
@@ -253,11 +253,11 @@ def test_what_an_adapter_alone_needs_leaves_ram_for_others() -> None:
     assert desk.slots_in_use(UPPER) <= 8
 
 
-def test_integrity_notices_a_lane_on_the_wrong_path() -> None:
+def test_integrity_notices_a_wrong_path() -> None:
     desk = Desk()
     sequence = desk.begin(PROMPT, upper("a", 0))
     desk.grow(sequence, PROMPT)
-    base, own = sequence.lanes
+    base, own = sequence.paths
     base.nodes, own.nodes = own.nodes, base.nodes
     with pytest.raises(BrokenInvariant, match="path"):
         desk.cache.check_integrity()

@@ -137,7 +137,7 @@ def test_the_longest_prefix(seed: int, groups: Groups, has_state: bool) -> None:
         finder = cache.finder(BASE, tokens, producer)
         cached = finder.match(limit)
         assert cached.num_tokens == rules.longest(BASE, tokens[:limit], producer)
-        assert {lane.num_tokens for lane in cached.lanes} == {cached.num_tokens}
+        assert {path.num_tokens for path in cached.paths} == {cached.num_tokens}
         assert cached == cache.match_prefix(BASE, tokens, limit, producer), "nothing is changed"
         if producer is None:
             known = limit if not groups else of_kv.longest(BASE, tokens[:limit], None)
@@ -170,7 +170,7 @@ def test_the_longest_residuals(seed: int, kinds: tuple[FakeGroup, FakeGroup]) ->
         )
         assert (cached.own.num_tokens, cached.num_tokens) == expected
         assert cached.own.known_tokens == above.longest(RESIDUAL, tokens, None)
-        assert {lane.read_from for lane in cached.lanes} == {cached.own.num_tokens}
+        assert {path.read_from for path in cached.paths} == {cached.own.num_tokens}
 
 
 @given(SEEDS, st.sampled_from([(FULL, OTHER), (SLIDING, FULL), (SLIDING, FULL, OTHER)]), st.booleans())
@@ -187,10 +187,10 @@ def test_the_longest_hidden_states(seed: int, groups: Groups, durable: bool) -> 
         finder = cache.finder(BASE, tokens, producer)
         limit = len(tokens) - 1
         prefix = finder.match(texts.rng.choice([0, limit]))
-        if len(prefix.lanes) == 1:
+        if len(prefix.paths) == 1:
             continue
         cached = match_hidden_states(prefix, finder, limit, hidden_states, CUT, durable=durable)
-        first, below = prefix.num_tokens // BLOCK_SIZE, frozenset(prefix.lanes[0].groups)
+        first, below = prefix.num_tokens // BLOCK_SIZE, frozenset(prefix.paths[0].groups)
         most = max(
             (
                 len(path)
@@ -207,4 +207,4 @@ def test_the_longest_hidden_states(seed: int, groups: Groups, durable: bool) -> 
         assert (found is None) is (cached == prefix)
         if found is not None:
             assert (found.first, found.cut, cached.num_tokens) == (first, CUT, prefix.num_tokens)
-            assert [node.chain for node in cached.lanes[0].all_nodes[first:]] == [name.chain for name in found.names]
+            assert [node.chain for node in cached.paths[0].all_nodes[first:]] == [name.chain for name in found.names]

@@ -342,7 +342,7 @@ def cached_bytes(engine: Engine, ids: Sequence[int], num_tokens: int) -> list[np
     assert prefix.num_tokens == num_tokens
     arrays = []
     for index in range(len(engine.cache.groups)):
-        for node in prefix.lane(index).all_nodes:
+        for node in prefix.path(index).all_nodes:
             length = min(node.num_tokens, num_tokens - node.position * BLOCK_SIZE)
             arrays.append(_device(engine).runner.snapshot(index, node.block_ids[index], length))
     return arrays

@@ -121,7 +121,7 @@ def test_plain_lora_shares_what_lies_below_its_first_layer(llm: LLM, qwen3: Path
     ask(llm, prompt, tokens=1)
     blocks = llm.stats().blocks_cached
     adapted = ask(llm, prompt, "upper", tokens=1)
-    assert adapted.report.computed_tokens == 512, "every lane is needed to go on; memory is what is saved"
+    assert adapted.report.computed_tokens == 512, "every path is needed to go on; memory is what is saved"
     added = llm.stats().blocks_cached - blocks
     assert added == 2, "one group of four, that of the layers 6 and 7"
     again = ask(llm, prompt, "upper", tokens=1)

@@ -77,7 +77,7 @@ def test_an_adapter_fills_the_trunk_for_those_that_begin_no_higher(llm: LLM) -> 
 
 @pytest.mark.slow
 def test_from_inside_a_block_to_beyond_the_trunk(llm: LLM) -> None:
-    """The own lane ends inside a block, base's goes on, the prompt further."""
+    """The adapter's path ends inside a block, base's goes on, the prompt further."""
     ask(llm, make_ids(300), "a", tokens=1)
     base = ask(llm, make_ids(800), tokens=3)
     longer = all_ids(base) + make_ids(100, seed=1)

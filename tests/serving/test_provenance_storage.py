@@ -123,7 +123,7 @@ def test_evicting_one_agent_leaves_the_others(model: Path, tmp_path: Path) -> No
         assert hand.engine.stats().blocks_cached == 0
 
 
-def test_restoring_an_agent_brings_all_its_lanes(model: Path, tmp_path: Path) -> None:
+def test_restoring_an_agent_brings_all_its_paths(model: Path, tmp_path: Path) -> None:
     with by_hand(model, tmp_path) as hand:
         ask(hand, PROMPT, "a", A)
     with by_hand(model, tmp_path) as hand:
@@ -138,7 +138,7 @@ def test_restoring_an_agent_brings_all_its_lanes(model: Path, tmp_path: Path) ->
         assert ask(hand, [*PROMPT, 7], "a", A).restored_bytes == 0
 
 
-def test_a_fork_shares_all_lanes(model: Path, tmp_path: Path) -> None:
+def test_a_fork_shares_all_paths(model: Path, tmp_path: Path) -> None:
     longer = PROMPT + make_ids(MORE, seed=1)
     with by_hand(model, tmp_path) as hand:
         ask(hand, PROMPT, "a", A)

@@ -73,7 +73,7 @@ def test_snapshots_are_named_by_position_and_are_no_part_of_blocks() -> None:
         (512, "aa", 3),
         (600, "bb", 3),
     ]
-    assert len(ADAPTED_HYBRID.base.spans()) == 3 + 3 + 1, "an own lane of states alone, and base's tail"
+    assert len(ADAPTED_HYBRID.base.spans()) == 3 + 3 + 1, "a path of states alone, and base's tail"
 
 
 def test_a_manifest_without_snapshots_does_not_mention_them() -> None:
