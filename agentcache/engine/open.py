@@ -45,6 +45,7 @@ from agentcache.models.device_memory import Limits, device_memory, wanted_limits
 from agentcache.models.footprint import Footprint, free_memory, least_temporaries, spare_memory
 from agentcache.models.fused import memo as kernel_memo
 from agentcache.models.loader import LoadedModel, in_chosen_precision
+from agentcache.models.probe import Probe
 from agentcache.models.runner import ModelRunner
 from agentcache.ranks.executors import Executor, join
 from agentcache.settings.config import Config
@@ -61,6 +62,7 @@ _PREALLOCATED_BYTES, _PREALLOCATED_TOKENS, _MOST_PREALLOCATED_BYTES = 32 << 20, 
 _RESIDUAL_SHARE = 4  # divisor of the RAM budget: residuals
 _WINDOWS_SHARE = 8  # divisor of the RAM budget: a chunk's window blocks
 _KERNELS_FOUND, _PREFILL_RATES = "kernels.json", "prefill.json"
+STEPS_PROBED = "steps.json"
 DIVERGENCES = "divergences.json"  # written by precision searches
 
 
@@ -100,12 +102,15 @@ def open_engine(
         if served is None
         else in_chosen_precision(served, progress)
     )
-    footprint = Footprint.of(loaded.spec, loaded.config, is_half=loaded.is_half)
+    progress.begin("reading the agents, and computing first steps")
+    footprint, probe = Footprint.of(loaded), Probe(config.cache_dir / STEPS_PROBED, loaded, config.prefill_chunk)
+    if warm or device_kind() != NO_DEVICE:
+        probe.measure(footprint, partial(free_memory, wishes.memory_limit))
+    footprint = replace(footprint, needs=probe.needs)
     plan = plan_for(wishes, loaded, footprint, config.prefill_chunk)
     limits = Limits(wanted_limits(plan))
     try:
-        progress.begin("reading the agents, and computing a first step")
-        return _put_together(config, world, loaded, footprint, plan, limits, post, is_awaited, warm=warm)
+        return _put_together(config, world, loaded, footprint, plan, limits, post, is_awaited, probe.keep, warm=warm)
     except BaseException:
         limits.restore()
         raise
@@ -143,6 +148,7 @@ def _put_together(
     limits: Limits,
     post: Callable[[Callable[[], None]], None],
     is_awaited: Callable[[], bool],
+    keep_probe: Callable[[], None],
     *,
     warm: bool,
 ) -> Engine:
@@ -188,6 +194,7 @@ def _put_together(
     requests = Requests()
     restorer = Restorer(caches, store, post, lambda: not requests.running, is_awaited)
     kernel_memo.keep_in(config.cache_dir / _KERNELS_FOUND)  # the folder is locked by now
+    keep_probe()
     persistence.tidy()
     agents.note_use(store.latest_use())
     log.log(logging.INFO if store.usage.free > 0 else logging.WARNING, "disk budget: %s", store.usage.plan)

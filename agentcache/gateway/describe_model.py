@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from agentcache.engine.open import DIVERGENCES, check_weights, plan_for, wishes_of
+from agentcache.engine.open import DIVERGENCES, STEPS_PROBED, check_weights, plan_for, wishes_of
 from agentcache.engine.view import ServedModel
 from agentcache.kv.group_info import describe_group
 from agentcache.models.footprint import Footprint
 from agentcache.models.loader import LoadedModel, load
+from agentcache.models.probe import Probe
 from agentcache.report import ModelInfo
 from agentcache.settings.config import Config
 from agentcache.settings.memory_plan import MemoryPlan
@@ -70,6 +71,7 @@ def inspect_model(config: Config, model_path: str) -> InspectedModel:
         measured=config.cache_dir / DIVERGENCES,
     )
     loaded.tokenizer.grammars.start()
-    footprint = Footprint.of(loaded.spec, loaded.config, is_half=loaded.is_half)
+    probe = Probe(config.cache_dir / STEPS_PROBED, loaded, config.prefill_chunk)
+    footprint = replace(Footprint.of(loaded), needs=probe.needs)
     plan = plan_for(wishes, loaded, footprint, config.prefill_chunk)
     return InspectedModel(describe_model(loaded, config), plan)

@@ -1,6 +1,9 @@
 """Memory that a step needs beside weights and cache, and available memory.
 
 On a Mac, a command buffer without enough memory ends the process: such a step must not start.
+
+Probe steps (`models/probe.py`) measure what the model takes. Attention beyond the probed depth follows from the cache's
+layout. Without a probe, sizes in config.json stand for the model.
 """
 
 from __future__ import annotations
@@ -9,12 +12,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.compat import MODEL_REMAPPING
 from agentcache.kv.packing import LayerPacking, Packing, Quantisation
 from agentcache.kv.reserved import allocated_bytes
 from agentcache.kv.spec import DTYPES, CacheSpec, LayerSpec, RecurrentSpec
@@ -26,6 +29,7 @@ from agentcache.models.attention import MAX_PACKED_QUERIES, reads_packed
 from agentcache.models.device_memory import device_memory
 from agentcache.models.fused import MAX_QUERIES, MAX_RANK, read_by_kernels
 from agentcache.models.inspection import text_config
+from agentcache.models.loader import LoadedModel
 from agentcache.models.packed_product import kernel_is_right
 from agentcache.models.residual_kv import piece_blocks
 from agentcache.system.memory import SystemMemory, free_heap
@@ -41,20 +45,54 @@ _FLASH_SCORES = 1.25  # softmax overwrites the scores
 _FLASH_SCORES_WITH_SINKS = 3.25  # the sink's logit is added beside them, then removed
 # For a piece of a residual row: keys and values (packed, unpacked, residual, rotated, contiguous); scores.
 _REBUILT_COPIES, _REBUILT_SCORES = 10, 8
-_HAVE_SINKS = ("gpt_oss", "mimo_v2_flash")
-# mlx-lm's recurrent layers, by how they compute a chunk.
-SSD_FILES = frozenset({"falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "plamo2"})
-GATED_DELTA_FILES = frozenset(
-    {"bailing_moe_v3", "kimi_k3", "kimi_linear", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next"}
-)
-_SSD_TOKENS = 256  # tokens per attention block
-_SSD_COPIES, _SSD_COPIES_KEPT = 6.5, 2.5  # of the current block's scores, and of every block's
-_STATES_A_TOKEN = 1.3  # one by one: each output keeps its state alive
-_STATES_LAID_OUT = {"jamba": 16}  # all inputs exist before the first token
+_STATES_A_TOKEN = 1.3  # recurrent layers, token by token: each output keeps its state alive
 _CHANNEL_COPIES = 8  # projected, before and after the convolution, gated
 _LEAST_TEMPORARIES = 64 << 20
 _SMALL_ARRAYS = 16 << 10  # positions, tables, scalars
-_USUAL_CONTEXT, _USUAL_ROWS = 8192, 8
+USUAL_CONTEXT, USUAL_ROWS = 8192, 8
+# Of a measured peak: for arrays that adapters add, and because equal steps differ by how fast the device frees. Under
+# load, a short step on a CPU took 1.6 times the peak of three others.
+_MARGIN = 1.5
+
+
+class ProbedStep(NamedTuple):
+    """A step of `rows` rows of `num_tokens` tokens after `context` tokens each, and its measured temporary bytes."""
+
+    rows: int
+    num_tokens: int
+    context: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class StepNeeds:
+    """Bounds for other steps, from probed ones, margin included. Logits of sampling come on top.
+
+    Args:
+        steps: at least a decode step and a chunk without context.
+    """
+
+    steps: tuple[ProbedStep, ...]
+
+    def without_reads(self, rows: int, num_tokens: int) -> int:
+        """Bound for a step whose attention to the cache is counted apart."""
+        shallow = [step for step in self.steps if not step.context]
+        decode = max(step.num_bytes * max(1, rows / step.rows) for step in shallow if step.num_tokens == 1)
+        if num_tokens == 1:
+            return int(_MARGIN * decode)
+        # Any part grows at most linearly with tokens, or not at all: then a decode step has it too.
+        chunk = max(rows * step.num_bytes * num_tokens / step.num_tokens for step in shallow if step.num_tokens > 1)
+        return int(_MARGIN * (decode + chunk))
+
+    def of_larger(self, contexts: Sequence[int], num_tokens: int) -> int | None:
+        """Peak of the least probed step that computes the same way and is at least as large; None if none is."""
+        larger = [
+            step.num_bytes
+            for step in self.steps
+            if step.rows >= len(contexts) and step.context >= max(contexts, default=0)
+            if step.num_tokens == num_tokens == 1 or step.num_tokens >= num_tokens > MAX_PACKED_QUERIES
+        ]
+        return int(_MARGIN * min(larger)) if larger else None
 
 
 @dataclass(frozen=True)
@@ -66,6 +104,8 @@ class Footprint:
         unpacked_dim: values per token decompressed from latents in a chunk; 0 without latents.
         fused: whether kernels exist.
         is_half: whether the model computes in 16 bits.
+        has_sinks: whether attention has sinks.
+        needs: measured steps; None without a probe.
     """
 
     spec: CacheSpec
@@ -77,10 +117,12 @@ class Footprint:
     softcap: float | None
     fused: bool
     is_half: bool
+    has_sinks: bool
+    needs: StepNeeds | None = None
 
     @classmethod
-    def of(cls, spec: CacheSpec, config: dict[str, Any], *, is_half: bool = True) -> Footprint:
-        sizes = config | text_config(config)
+    def of(cls, loaded: LoadedModel) -> Footprint:
+        spec, sizes = loaded.spec, loaded.config | text_config(loaded.config)
         hidden = _first_int(sizes, "hidden_size", "n_embd", "d_model", "model_dim", "hidden_dim", default=8192)
         wide = max(_int(sizes.get(name)) for name in ("intermediate_size", "moe_intermediate_size")) or 4 * hidden
         experts = max(_int(sizes.get(name)) for name in ("num_experts_per_tok", "num_experts_per_token")) or 1
@@ -98,7 +140,8 @@ class Footprint:
             unpacked_dim=unpacked_dim,
             softcap=sizes.get("attn_logit_softcapping"),
             fused=mx.default_device() == mx.gpu,
-            is_half=is_half,
+            is_half=loaded.is_half,
+            has_sinks=any("sink" in name for name, _ in tree_flatten(loaded.model.parameters())),
         )
 
     def step_bytes(
@@ -111,13 +154,27 @@ class Footprint:
     ) -> int:
         """Bytes for a step of `num_tokens` tokens per row, behind `contexts` (plain rows) and `residual` tokens."""
         rows = len(contexts) + len(residual)
+        logits = rows * (num_tokens if all_logits else 1) * self.vocab * _LOGIT_COPIES * _FLOAT + _SMALL_ARRAYS
+        reads = self._read_bytes(contexts, num_tokens, residual)
+        if self.needs is None:
+            return self._model_bytes(rows, num_tokens) + reads + logits
+        bound = self.needs.without_reads(rows, num_tokens) + reads
+        larger = None if residual else self.needs.of_larger(contexts, num_tokens)
+        return (bound if larger is None else min(bound, larger)) + logits
+
+    def _model_bytes(self, rows: int, num_tokens: int) -> int:
+        """By sizes in config.json; of recurrent layers, as if they kept a state for each token."""
         queries = self.spec.num_attention_heads * self.query_dim
         width = _HIDDEN_COPIES * self.hidden + _QUERY_COPIES * queries + _INNER_COPIES * self.intermediate
-        activations = rows * num_tokens * width * _FLOAT
-        logits = rows * (num_tokens if all_logits else 1) * self.vocab * _LOGIT_COPIES * _FLOAT
+        states = 0 if self.spec.state_group is None else 2 * self.spec.state_group.bytes_per_block
+        kept = 0 if num_tokens == 1 else int(_STATES_A_TOKEN * num_tokens)
+        scans = (_CHANNEL_COPIES * num_tokens * scan.width * _FLOAT + kept * scan.state_bytes for scan in self._scans)
+        return rows * (num_tokens * width * _FLOAT + states + max(scans, default=0))
+
+    def _read_bytes(self, contexts: Sequence[int], num_tokens: int, residual: Sequence[int]) -> int:
+        """Of attention to the cache."""
         packed = reads_packed(num_tokens, len(contexts), self.softcap)
         attention = self._packed_bytes if packed else self._unpacked_bytes
-        states = 0 if self.spec.state_group is None else 2 * rows * self.spec.state_group.bytes_per_block
         reads = max((attention(kind, contexts, num_tokens) for kind in self._kinds), default=0) if contexts else 0
         if residual:
             rebuilt = max(self._rebuilt_bytes(kind, each, num_tokens) for kind in self._kinds for each in residual)
@@ -128,21 +185,7 @@ class Footprint:
                 )
             added = max(self._added_bytes(kind, residual, num_tokens) for kind in self._kinds)
             reads += max(rebuilt, by_kernels, added)
-        scans = rows * max((self._scan_bytes(each, num_tokens) for each in self._scans), default=0)
-        return activations + logits + states + reads + scans + _SMALL_ARRAYS
-
-    def _scan_bytes(self, scan: _Scan, num_tokens: int) -> int:
-        """For one row, beside the states before and after."""
-        model = MODEL_REMAPPING.get(self.spec.model_type, self.spec.model_type)
-        channels = _CHANNEL_COPIES * num_tokens * scan.width * _FLOAT
-        if model in SSD_FILES:
-            steps = -(-num_tokens // _SSD_TOKENS)
-            scores = scan.heads * min(num_tokens, _SSD_TOKENS) ** 2 * _FLOAT
-            return channels + int((_SSD_COPIES + _SSD_COPIES_KEPT * steps) * scores)
-        if num_tokens == 1 or (model in GATED_DELTA_FILES and mx.metal.is_available() and self.fused):
-            return channels  # one token has one state; Metal has a kernel for the gated delta rule
-        states = num_tokens * _STATES_LAID_OUT.get(model, _STATES_A_TOKEN)
-        return channels + int(states * scan.state_bytes)
+        return reads
 
     @cached_property
     def _scans(self) -> set[_Scan]:
@@ -207,7 +250,7 @@ class Footprint:
         keys = sum(kind.num_blocks(contexts, num_tokens)) * BLOCK_SIZE
         unpacked = keys * (self.unpacked_dim + kind.cached_dim) * _UNPACKED_COPIES * _FLOAT
         scores = self.spec.num_attention_heads * num_tokens * keys * _FLOAT
-        copies = _FLASH_SCORES_WITH_SINKS if self.spec.model_type in _HAVE_SINKS else _FLASH_SCORES
+        copies = _FLASH_SCORES_WITH_SINKS if self.has_sinks else _FLASH_SCORES
         mask = num_tokens * keys  # one byte each
         return unpacked + mask + (0 if self._has_flash(kind) else int(copies * scores))
 
@@ -278,7 +321,6 @@ class _Scan:
     """Sizes of a recurrent layer's state: channels of convolutions and heads; bytes without convolutions."""
 
     width: int
-    heads: int
     state_bytes: int
 
     @classmethod
@@ -288,8 +330,7 @@ class _Scan:
         states = [shape for shape in shapes if len(shape) > 2 or (len(shape) == 2 and shape[0] > shape[1])]
         matrices = [shape for shape in shapes if len(shape) == 3]
         width = sum(shape[-1] for shape in shapes if shape not in states) + sum(h * d for h, d, _ in matrices)
-        heads = max((shape[0] for shape in matrices), default=0)
-        return cls(width, heads, sum(math.prod(shape) for shape in states) * _FLOAT)
+        return cls(width, sum(math.prod(shape) for shape in states) * _FLOAT)
 
 
 def _packed_size(dim: int, packing: Packing, *, transpose: bool) -> int:
@@ -322,7 +363,7 @@ def spare_memory(limit: int | None = None) -> int:
 
 
 def least_temporaries(footprint: Footprint, num_tokens: int, max_context: int) -> int:
-    """Memory kept free for steps: a chunk, or eight decoding rows, after 8K tokens."""
-    context = min(_USUAL_CONTEXT, max_context)
-    chunk, decode = footprint.step_bytes([context], num_tokens), footprint.step_bytes([context] * _USUAL_ROWS, 1)
-    return max(_LEAST_TEMPORARIES, chunk, decode)
+    """Memory kept free for steps: a chunk, or eight decoding rows, within the first 8K tokens."""
+    end = min(USUAL_CONTEXT, max_context)
+    chunk = footprint.step_bytes([max(0, end - num_tokens)], num_tokens)
+    return max(_LEAST_TEMPORARIES, chunk, footprint.step_bytes([end - 1] * USUAL_ROWS, 1))

@@ -97,7 +97,7 @@ def test_the_estimate_covers_rows_of_values_alone(
     for row in all_rows:
         row.length = CONTEXT - 1
     taken = peak(driver, all_rows[:rows], 1)
-    estimate = Footprint.of(driver.loaded.spec, driver.loaded.config)
+    estimate = Footprint.of(driver.loaded)
     expected = estimate.step_bytes([], 1, all_logits=True, residual=[CONTEXT - 1] * rows)
     assert taken <= expected < 12 * taken + (1 << 20)
 
@@ -110,7 +110,7 @@ def test_the_estimate_covers_it(which: str, num_tokens: int, request: pytest.Fix
     row = rows[0]
     row.length = CONTEXT - num_tokens
     taken = peak(driver, [row], num_tokens)
-    estimate = Footprint.of(driver.loaded.spec, driver.loaded.config)
+    estimate = Footprint.of(driver.loaded)
     expected = estimate.step_bytes([], num_tokens, all_logits=True, residual=[CONTEXT - num_tokens])
     assert taken <= expected < 12 * taken + (1 << 20)
 
@@ -121,7 +121,7 @@ def test_what_kernels_keep_of_many_rows_is_known(
     """Rows of one adapter are computed together; the reference computes one after the other."""
     monkeypatch.setattr(Footprint, "_added_bytes", lambda *_: 0)  # which no kernel and no reference takes
     loaded = crowd[0].loaded
-    on_cpu = replace(Footprint.of(loaded.spec, loaded.config), fused=False)
+    on_cpu = replace(Footprint.of(loaded), fused=False)
     on_a_device = replace(on_cpu, fused=True)
     rows, sums = [CONTEXT] * 100, HEADS * 32 * (DIM + 64 + 2) * 4
     further = on_cpu.step_bytes([], 1, residual=[*rows, CONTEXT]) - on_cpu.step_bytes([], 1, residual=rows)

@@ -136,11 +136,11 @@ class ByHand:
 
 
 @contextmanager
-def by_hand(model: Path, cache_dir: Path, **settings: Any) -> Iterator[ByHand]:
+def by_hand(model: Path, cache_dir: Path, *, warm: bool = False, **settings: Any) -> Iterator[ByHand]:
     """At the end nobody may hold a block, and all are accounted for."""
     values = {"ram_budget": RAM_BUDGET, "disk_budget": DISK_BUDGET} | settings
     posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-    engine = open_engine(Config(cache_dir=cache_dir, **{"kv": "4"} | values), str(model), posted.put)
+    engine = open_engine(Config(cache_dir=cache_dir, **{"kv": "4"} | values), str(model), posted.put, warm=warm)
     hand = ByHand(engine, posted)
     try:
         yield hand

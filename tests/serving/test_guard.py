@@ -10,7 +10,6 @@ from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
-import mlx_lm.models
 import numpy as np
 import pytest
 
@@ -21,7 +20,8 @@ from agentcache.errors import Overloaded
 from agentcache.metal_kernels import kernel_text
 from agentcache.models import footprint, loader
 from agentcache.models.builtin.random_model import random_model_path
-from agentcache.models.footprint import GATED_DELTA_FILES, SSD_FILES, Footprint, free_memory
+from agentcache.models.footprint import Footprint, free_memory
+from agentcache.models.probe import measure_steps
 from tests.conftest import ModelFolder
 from tests.device_marks import cpu_memory
 from tests.marks import slow
@@ -38,7 +38,7 @@ from tests.serving.simulation import make_generation
 def guard(model: Path, monkeypatch: pytest.MonkeyPatch) -> MemoryGuard:
     monkeypatch.setattr(guard_module, "_SMALL_STEP", 0)
     loaded = loader.load(str(model))
-    return MemoryGuard(Footprint.of(loaded.spec, loaded.config), Ledger(0))
+    return MemoryGuard(Footprint.of(loaded), Ledger(0))
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_the_estimate_is_above_what_a_step_takes(
 ) -> None:
     gc.collect()  # what earlier tests have left is not freed while this one measures
     driver, row = driver_at(architecture, context)
-    estimate = Footprint.of(driver.loaded.spec, driver.loaded.config)
+    estimate = Footprint.of(driver.loaded)
     _measure(driver, [row], num_tokens)  # the arena may have to grow
     tries = 50 if num_tokens == 1 else 3  # the shorter a step, the more its peak depends on who is quicker
     before, peak = zip(*(_measure(driver, [row], num_tokens) for _ in range(tries)), strict=True)
@@ -122,7 +122,7 @@ def test_the_estimate_is_at_most_twice_what_a_step_takes(
     rows = [large_driver.row() for _ in contexts]
     for row, context in zip(rows, contexts, strict=True):
         row.length = context  # of zeros
-    estimate = Footprint.of(large_driver.loaded.spec, large_driver.loaded.config).step_bytes(contexts, num_tokens)
+    estimate = Footprint.of(large_driver.loaded).step_bytes(contexts, num_tokens)
     _measure(large_driver, rows, num_tokens)  # the arena has to grow
     tries = 6 if num_tokens == 1 else 2
     before, peak = zip(*(_measure(large_driver, rows, num_tokens) for _ in range(tries)), strict=True)
@@ -150,7 +150,7 @@ def test_the_estimate_is_at_most_twice_what_a_step_takes(
     ],
     ids=str,
 )
-def test_the_estimate_knows_what_recurrent_layers_take(file: str, contexts: list[int], num_tokens: int) -> None:
+def test_what_recurrent_layers_take_is_measured(file: str, contexts: list[int], num_tokens: int) -> None:
     gc.collect()
     config = MODEL_FILES[file].config
     driver = Driver(zoo.load(file, config, check=False))
@@ -158,25 +158,18 @@ def test_the_estimate_knows_what_recurrent_layers_take(file: str, contexts: list
     for row, context in zip(rows, contexts, strict=True):
         if context:
             driver.step([row], some_ids((1, context)), all_logits=False)
-    estimate = Footprint.of(driver.loaded.spec, config).step_bytes(contexts, num_tokens)
+    footprint = Footprint.of(driver.loaded)
+    needs = measure_steps(driver.loaded, footprint, 256, lambda: 1 << 50, seconds=1e9)
+    estimate = replace(footprint, needs=needs).step_bytes(contexts, num_tokens)
     _measure(driver, rows, num_tokens)  # the arena may have to grow
     before, peak = zip(*(_measure(driver, rows, num_tokens) for _ in range(2)), strict=True)
     taken = max(peak) - min(before)
     assert taken <= estimate <= 4 * taken, (taken, estimate)
 
 
-def test_recurrent_files_are_known_by_how_they_compute() -> None:
-    """As long as mlx-lm has them so: the estimate goes by their names."""
-    files = {file.stem: file.read_text(encoding="utf-8") for file in Path(mlx_lm.models.__path__[0]).glob("*.py")}
-    users = lambda module: {name for name, text in files.items() if f"from .{module} import" in text}  # noqa: E731
-    assert users("ssm") == SSD_FILES
-    with_gated_delta = users("gated_delta")
-    assert with_gated_delta | (users("qwen3_5") & {"qwen3_5_moe"}) == GATED_DELTA_FILES
-
-
 def test_what_the_kernel_for_latents_takes_is_known(model_folder: ModelFolder) -> None:
     loaded = loader.load(str(model_folder("deepseek_v2")))
-    by_operations = replace(Footprint.of(loaded.spec, loaded.config), fused=False)
+    by_operations = replace(Footprint.of(loaded), fused=False)
     on_a_device = replace(by_operations, fused=True)
     # Sums of splits, of 16 heads in each threadgroup: however short the context.
     least = 264 * 16 * 96 * 4
@@ -255,7 +248,7 @@ def test_scores_of_a_chunk_count_where_there_is_no_flash_attention(
     device: str, head_dim: int, is_half: bool, flash: bool, model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = loader.load(str(model_folder("qwen3", head_dim=head_dim, num_hidden_layers=1)))
-    of_a_gpu = replace(Footprint.of(loaded.spec, loaded.config), fused=True, is_half=is_half)
+    of_a_gpu = replace(Footprint.of(loaded), fused=True, is_half=is_half)
     monkeypatch.setattr(footprint, "device", lambda: device)
     longer, shorter = (of_a_gpu.step_bytes([context], 2048) for context in (16_384, 8192))
     scores = 8192 * 2048 * loaded.spec.num_attention_heads * 4

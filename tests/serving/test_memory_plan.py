@@ -11,10 +11,13 @@ from safetensors.numpy import load_file
 from agentcache.engine import open as opening
 from agentcache.errors import AgentCacheError, ConfigError, StoreError
 from agentcache.kv.reserved import allocated_bytes
-from agentcache.models import loader
+from agentcache.models import loader, probe
 from agentcache.models.device_memory import MEMORY, Setter
 from agentcache.settings.memory_plan import DeviceMemory
+from tests.conftest import ModelFolder
 from tests.device_marks import cpu_chunks
+from tests.held_memory import held_bytes
+from tests.marks import slow
 from tests.serving import inside
 from tests.serving.by_hand import by_hand
 from tests.serving.conversation import greedy, make_ids, open_llm
@@ -128,6 +131,28 @@ def test_a_budget_that_is_not_given_is_what_the_model_leaves(model: Path, tmp_pa
         parts = use["weights"].capacity_bytes + use["temporaries"].floor_bytes + hand.engine.stats().ram_budget
         assert parts == 200 * MB
         hand.run(hand.submit(make_ids(900), greedy(2)))
+
+
+@cpu_chunks
+@pytest.mark.parametrize("architecture", ["mistral", slow("deepseek_v2"), slow("gemma3"), slow("qwen3_moe")])
+def test_measured_steps_and_the_cache_stay_within_the_limit(
+    architecture: str, model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "_MOST_SECONDS", 1e9)
+    model, written = model_folder(architecture), list[str]()
+    for _ in range(2):
+        before = held_bytes()
+        with by_hand(model, tmp_path, memory_limit=200 * MB, ram_budget=None, warm=True) as hand:
+            assert inside.footprint(hand.engine).needs is not None
+            use = {each.kind: each for each in hand.engine.stats().ram_accounts}
+            planned = use["weights"].capacity_bytes + use["temporaries"].floor_bytes + hand.engine.stats().ram_budget
+            assert planned <= 200 * MB
+            mx.reset_peak_memory()
+            hand.run(*(hand.submit(make_ids(400, seed), greedy(2)) for seed in range(2)))
+            untouched = mx.get_active_memory() - allocated_bytes()
+            assert mx.get_peak_memory() - untouched - before <= planned
+        written.append((tmp_path / "steps.json").read_text())
+    assert written[0] == written[1], "the second start measures nothing, and has the same plan"
 
 
 def test_a_file_that_breaks_off_is_no_model(model: Path, tmp_path: Path) -> None:

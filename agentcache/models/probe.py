@@ -1,0 +1,190 @@
+"""Measure the temporary memory of a few steps at start, before the cache gets its share, like vLLM's profiling run.
+
+Probe steps go through the real paged attention over a few slots: all blocks of a row's context are one slot, as memory
+depends on shapes only.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from operator import index
+from pathlib import Path
+
+import mlx.core as mx
+
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.pool import BlockPool, BlockTable
+from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
+from agentcache.models.footprint import USUAL_CONTEXT, USUAL_ROWS, Footprint, ProbedStep, StepNeeds
+from agentcache.models.fused import mode
+from agentcache.models.loader import LoadedModel
+from agentcache.models.recurrent import RowState
+from agentcache.models.runner import ModelRunner
+from agentcache.models.step import StepInputs
+from agentcache.system.memo import read_memo, write_memo
+
+log = logging.getLogger("agentcache.engine")
+
+_SHARE = 0.9  # of free memory, for the estimate of a probe step
+# Limits on a CPU, where a chunk takes minutes with a large model.
+_MOST_SECONDS, _MOST_WEIGHT_BYTES = 2.0, 256 << 20
+# Tokens of steps that predict a chunk's time, and how much faster each token of a chunk is.
+_PREDICTED_FROM = ((1, 8), (16, 1))
+_DECODE_RUNS = 8
+_FAR_BELOW = 4
+_LARGEST = 2**62
+
+
+class Probe:
+    """Measured steps of one model and its settings. A file keeps them, and thus the memory plan, for later starts.
+
+    Args:
+        chunk: tokens of a chunk; at least 256 are measured, as some recurrent layers compute 256 at once.
+    """
+
+    def __init__(self, file: Path, loaded: LoadedModel, chunk: int) -> None:
+        self._file, self._loaded = file, loaded
+        self._num_tokens = min(max(chunk, BLOCK_SIZE), loaded.max_context)
+        self._key = (
+            f"{loaded.fingerprint}, {loaded.spec.digest}, {self._num_tokens} of {loaded.max_context} tokens, "
+            f"{mx.device_info()['device_name']}, mlx {mx.__version__}, kernels {mode()}"
+        )
+        self._known = read_memo(file)
+        self.needs = _as_needs(self._known.get(self._key))
+
+    def measure(self, footprint: Footprint, free: Callable[[], int]) -> None:
+        """Measure what is not known. Ranks would have to measure together: there the estimate stays."""
+        if self.needs is None and self._loaded.ranks == 1 and self._num_tokens > 1:
+            self.needs = measure_steps(self._loaded, footprint, self._num_tokens, free)
+            if self.needs is not None:
+                compare(self.needs, footprint)
+
+    def keep(self) -> None:
+        """Write what is new. The caller holds the folder's lock."""
+        if self.needs is not None and self._key not in self._known:
+            write_memo(self._file, self._known | {self._key: json.dumps(self.needs.steps)})
+
+
+def measure_steps(
+    loaded: LoadedModel,
+    footprint: Footprint,
+    num_tokens: int,
+    free: Callable[[], int],
+    *,
+    depth: int | None = None,
+    seconds: float | None = None,
+) -> StepNeeds | None:
+    """Compute decode steps and chunks of `num_tokens`, without context and then deep in one.
+
+    Args:
+        footprint: the estimate; no step is computed for which it is more than what is free.
+        free: source of bytes that a step can allocate.
+        depth: tokens up to the end of deep steps; by default 8K, or none on a CPU, where they take seconds.
+        seconds: time limit of a chunk; by default 2 on a CPU, and none elsewhere.
+
+    Returns:
+        None if the smallest steps do not fit, or would take too long.
+    """
+    on_cpu = device() == NO_DEVICE
+    depth = (0 if on_cpu else min(USUAL_CONTEXT, loaded.max_context)) if depth is None else depth
+    seconds = (_MOST_SECONDS if on_cpu else math.inf) if seconds is None else seconds
+    shapes = [(USUAL_ROWS, 1, 0), (1, num_tokens, 0)]
+    if depth > num_tokens:
+        shapes += [(USUAL_ROWS, 1, depth - 1), (1, num_tokens, depth - num_tokens)]
+
+    def fits(shape: tuple[int, int, int]) -> bool:
+        rows, count, context = shape
+        return footprint.step_bytes([context] * rows, count) <= _SHARE * free()
+
+    if not all(map(fits, shapes[:2])) or (seconds < math.inf and loaded.weight_bytes > _MOST_WEIGHT_BYTES):
+        return None
+    slots = _Slots(loaded, num_tokens)
+    try:
+        if slots.predict_seconds(num_tokens) > seconds:
+            return None
+        return StepNeeds(tuple(ProbedStep(*shape, slots.peak(*shape)) for shape in filter(fits, shapes)))
+    finally:
+        slots.close()
+
+
+class _Slots:
+    """A runner with slots for one probe step's own tokens, and one that stands for all blocks before them."""
+
+    def __init__(self, loaded: LoadedModel, num_tokens: int) -> None:
+        self._own = -(-num_tokens // BLOCK_SIZE) + 1
+        self._pools = [BlockPool(1 + max(USUAL_ROWS, self._own)) for _ in loaded.spec.groups]
+        self._runner = ModelRunner(loaded, self._pools)
+        self._runner.fit()
+        self._has_states = bool(loaded.spec.recurrent)
+        self._states: Sequence[RowState] = ()  # after the last step
+
+    def predict_seconds(self, num_tokens: int) -> float:
+        """Time of a chunk, from shorter steps: those may be enough."""
+        seconds = 0.0
+        for count, faster in _PREDICTED_FROM:
+            began = time.perf_counter()
+            self._peak(1, min(count, num_tokens), 0)
+            seconds = (time.perf_counter() - began) * num_tokens / (count * faster)
+            if seconds > _MOST_SECONDS:
+                break
+        return seconds
+
+    def peak(self, rows: int, num_tokens: int, context: int) -> int:
+        """Temporary bytes of a step. Short ones differ more, and the first finds no recurrent state."""
+        return max(self._peak(rows, num_tokens, context) for _ in range(_DECODE_RUNS if num_tokens == 1 else 1))
+
+    def _peak(self, rows: int, num_tokens: int, context: int) -> int:
+        """Bytes beyond those held before, in one step, or in two where the device gets the next one early."""
+        runner, lengths = self._runner, [context] * rows
+        tables = [[self._table(row, num_tokens, context)] * len(self._pools) for row in range(rows)]
+        runner.evaluate()
+        mx.synchronize()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        for _ in range(1 if device() == NO_DEVICE else 2):
+            reads, writes = runner.reads(tables, lengths, num_tokens), runner.writes(tables, lengths, num_tokens)
+            # In another order, so that they are joined as for rows that come from several steps.
+            states = (*reversed(self._states), *[None] * rows)[:rows] if self._has_states else ()
+            step = StepInputs(mx.zeros((rows, num_tokens), mx.int32), lengths, reads, writes, states=states)
+            outputs = runner.forward(step)
+            self._states = outputs.states
+            runner.start(mx.argmax(outputs.logits[:, -1], axis=-1))
+        runner.wait()
+        return int(mx.get_peak_memory()) - before
+
+    def _table(self, row: int, num_tokens: int, context: int) -> BlockTable:
+        earlier = context // BLOCK_SIZE
+        own = -(-(context + num_tokens) // BLOCK_SIZE) - earlier
+        return BlockTable([0] * earlier + [1 + row + number for number in range(own)])
+
+    def close(self) -> None:
+        self._runner.reset_counters()
+        mx.clear_cache()
+
+
+def compare(needs: StepNeeds, footprint: Footprint) -> None:
+    """Log one line if the estimate from config.json is too low, or far too high."""
+    off = [
+        f"{step.num_bytes / 1e6:.1f} MB where {estimate / 1e6:.1f} MB were expected "
+        f"({step.rows} × {step.num_tokens} tokens after {step.context})"
+        for step in needs.steps
+        for estimate in [footprint.step_bytes([step.context] * step.rows, step.num_tokens)]
+        if not estimate / _FAR_BELOW <= step.num_bytes <= estimate
+    ]
+    if off:
+        log.info("steps of this model take other memory than its config.json tells: %s", "; ".join(off))
+
+
+def _as_needs(written: str | None) -> StepNeeds | None:
+    """None for anything but what `Probe.keep` writes."""
+    with suppress(TypeError, ValueError, RecursionError):
+        steps = tuple(ProbedStep(*map(index, step)) for step in json.loads(written or ""))
+        sizes = [size for step in steps for size in (step.rows, step.num_tokens, step.num_bytes)]
+        has_both = {(False, 0), (True, 0)} <= {(step.num_tokens > 1, step.context) for step in steps}
+        return StepNeeds(steps) if has_both and all(0 < size < _LARGEST for size in sizes) else None
+    return None
