@@ -28,23 +28,23 @@ def growth(make: Callable[[int], Any], work: Callable[[Any], object], size: int,
     return longer / shorter
 
 
-def units(work: Callable[[], object], most: float) -> float:
-    """Return CPU time of `work` in units of `unit_of_work`.
-
-    Each is the least of up to `ROUNDS` rounds, which end when the quotient is less than `most`.
-    """
-    taken = unit = math.inf
-    for _ in range(ROUNDS):
-        taken = min(taken, _seconds(lambda _: work(), None))
-        unit = min(unit, *(_seconds(lambda _: unit_of_work(), None) for _ in range(3)))
-        if taken < most * unit:
-            break
-    return taken / unit
-
-
 def unit_of_work() -> list[dict[str, int | str]]:
     """A fixed piece of Python: 1 to 2 ms."""
     return [{"number": number, "name": str(number)} for number in range(10_000)]
+
+
+def units(work: Callable[[], object], most: float, unit: Callable[[], object] = unit_of_work) -> float:
+    """Return CPU time of `work` over that of `unit`.
+
+    Each is the least of up to `ROUNDS` rounds, which end when the quotient is less than `most`.
+    """
+    taken = one = math.inf
+    for _ in range(ROUNDS):
+        taken = min(taken, _seconds(lambda _: work(), None))
+        one = min(one, *(_seconds(lambda _: unit(), None) for _ in range(3)))
+        if taken < most * one:
+            break
+    return taken / one
 
 
 def _seconds(work: Callable[[Any], object], given: Any) -> float:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -19,7 +17,7 @@ from agentcache.server.large_json import LargeJson
 from agentcache.server.read_limit import ReadLimit
 from agentcache.server.validate import parse_object
 from agentcache.settings.config import Config, Images
-from tests.growth import unit_of_work
+from tests.growth import units
 from tests.rounds import check_bound, in_rounds, within
 from tests.server.driver import BASE_URL, LeavingClient, refused, settle
 from tests.server.fake_engine import FakeEngine
@@ -178,17 +176,8 @@ def largest_small(make: Callable[[int], dict[str, Any]], more: dict[str, Any]) -
 @in_rounds
 def test_small_bodies_take_a_few_milliseconds(reader: Any, make: Callable[[int], dict[str, Any]], name: str) -> None:
     raw = largest_small(make, {"max_tokens": 1} if name.startswith("messages") else {})
-    gc.collect()
-    seconds, unit = [], []
-    for _ in range(5):
-        begun = time.thread_time()
-        read_body(raw, reader, Config(images=Images.PLACEHOLDER))
-        seconds.append(time.thread_time() - begun)
-        begun = time.thread_time()
-        unit_of_work()
-        unit.append(time.thread_time() - begun)
-    figures = f"{min(seconds) * 1e3:.1f} ms for {len(raw)} bytes, {min(unit) * 1e3:.1f} for a unit of work"
-    check_bound(min(seconds) < SMALL_UNITS * min(unit), figures)
+    taken = units(lambda: read_body(raw, reader, Config(images=Images.PLACEHOLDER)), SMALL_UNITS)
+    check_bound(taken < SMALL_UNITS, f"{taken:.1f} units of work for {len(raw)} bytes")
 
 
 @pytest.mark.parametrize(("count", "bound"), [(6_000, SMALL_BODY), (38_000, LARGE_BODY)])
@@ -202,16 +191,9 @@ def test_token_ids_weigh_little(count: int, bound: int) -> None:
 def test_parts_are_read_as_quickly_as_their_json(dialect: str) -> None:
     message = {"role": "user", "content": [{"type": "text", "text": ""}] * 3_000}
     raw = json.dumps({"input" if dialect == "responses" else "messages": [message], "max_tokens": 1}).encode()
-    gc.collect()
-    parsing, all_of_it = [], []
-    for _ in range(10):
-        begun = time.thread_time()
-        parse_object([raw])
-        parsing.append(time.thread_time() - begun)
-        begun = time.thread_time()
-        read_body(raw, DIALECTS[dialect][0], Config())
-        all_of_it.append(time.thread_time() - begun)
-    check_bound(min(all_of_it) < 2 * min(parsing), f"{min(all_of_it) * 1e3:.2f} ms, {min(parsing) * 1e3:.2f} for JSON")
+    most = 2.6  # 1.7 to 2.0, however busy the machine is; a reader for each part made it 3.5 to 4.1
+    taken = units(lambda: read_body(raw, DIALECTS[dialect][0], Config()), most, unit=lambda: parse_object([raw]))
+    check_bound(taken < most, f"{taken:.2f} times what its JSON takes")
 
 
 def test_many_values_are_read_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
