@@ -31,7 +31,9 @@ _READS_THOUGHTS = re.compile(r"message\.(thinking|reasoning)\b|reasoning_content
 _ANSWER = {"role": "assistant", "content": "Yes.", "reasoning_content": "I ponder."}
 _CALLING = _ANSWER | {
     "content": "",
-    "tool_calls": [{"id": "call00000", "type": "function", "function": {"name": "look", "arguments": "{}"}}],
+    "tool_calls": [
+        {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": '{"place": "the shed"}'}}
+    ],
 }
 _HI = {"role": "user", "content": "hi"}
 
@@ -53,18 +55,23 @@ def test_every_template_shows_every_conversation(part: int, tmp_path: Path) -> N
     assert {name: each for name, each in lost.items() if each} == {}
 
 
-def test_thoughts_reach_every_template_that_reads_them(tmp_path: Path) -> None:
-    lost = []
-    for name in template_names():
+@pytest.mark.parametrize("part", range(_PARTS))
+def test_thoughts_and_words_stand_in_front_of_a_call(part: int, tmp_path: Path) -> None:
+    """Thoughts only in templates that read them."""
+    lost, behind = [], []
+    for name in template_names()[part::_PARTS]:
         tokenizer = Tokenizer.load(template_tokenizer(tmp_path / name, name, small=True))
         result = {"role": "tool", "tool_call_id": "call00000", "content": "A cat."}
         texts = [tokenizer.render_chat([_HI, _CALLING, result], [LOOK]), tokenizer.render_chat([_HI, _ANSWER])]
         reads = name in _OTHER_FIELDS or _READS_THOUGHTS.search(template_text(name)) is not None
         if reads != any("I ponder." in text for text in texts):
             lost.append(name)
+        worded = tokenizer.render_chat([_HI, _CALLING | {"content": "So, words."}, result], [LOOK])
+        if not 0 <= worded.find("So, words.") < worded.find("the shed"):
+            behind.append(name)
         assert ("thoughts" in (tokenizer.template_repairs() or ())) == (name in _OTHER_FIELDS), name
         tokenizer.close()
-    assert lost == []
+    assert (lost, behind) == ([], [])
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"deepseek_v3"}))  # whose template tells results anew

@@ -373,6 +373,21 @@ def test_words_that_a_template_moves_behind_a_result_stay_in_front_of_the_call(t
     tokenizer.close()
 
 
+def test_words_that_a_template_moves_behind_the_call_stay_in_front_of_it(tmp_path: Path) -> None:
+    """As R1-Distill-Qwen's."""
+    template = (
+        "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<|turn|>{{ m.role }}"
+        "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}{{ c.function.arguments | tojson }}"
+        "</tool_call>{% endfor %}{{ m.content }}<|end|>{% endfor %}"
+    )
+    tokenizer = Tokenizer.load(with_markers(tmp_path, template, ("<|turn|>", "<|end|>", "<tool_call>", "</tool_call>")))
+    calling = {"role": "assistant", "content": "ANSWER", "tool_calls": [call("callnum01", '{"p": "GARDEN"}')]}
+    text = tokenizer.render_chat([USER, calling, result("callnum01", "SLEEPS")], [LOOK])
+    assert 'assistantANSWER<tool_call>look{"p": "GARDEN"}</tool_call><|end|><|turn|>toolSLEEPS' in text
+    check_prefixes(tokenizer)
+    tokenizer.close()
+
+
 def test_words_beside_calls_stay_in_front_of_them(tmp_path: Path) -> None:
     """Mistral's templates drop them. A result told as a user's would move the tools, which stand in front of that."""
     tokenizer = Tokenizer.load(with_markers(tmp_path, MISTRAL, ("[INST]", "[/INST]", "[TOOL_CALLS]")))

@@ -132,8 +132,8 @@ def _find_calls(probe: _Probe) -> None:
     worded = [_USER, _calling(_call("Zqgarden"), content="Zqwords"), _result("Zqsleeps")]
     ways = ("calls_without_words", "words_at_calls", "worded_calls_as_text")
     probe.need(ways, [*worded, _ANSWER, _AGAIN], _TOOLS)
-    # Gemma 4's template writes such text behind the result and ends the turn there.
-    probe.need("words_at_calls", worded, _TOOLS, in_order=("Zqwords", "Zqsleeps"))
+    # Gemma 4's templates write such text behind the result or the call and end the turn there.
+    probe.need("words_at_calls", worded, _TOOLS, in_order=("Zqwords", "Zqgarden", "Zqsleeps"))
     two = [_USER, _calling(_call("Zqgarden"), _call("Zqcellar", 1)), _result("Zqsleeps"), _result("Zqopened", 1)]
     probe.need("one_call_a_message", two, _TOOLS)
     probe.need("calls_as_text_without_tools", [*one, _ANSWER, _AGAIN])
