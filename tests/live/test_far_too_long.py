@@ -127,7 +127,7 @@ def test_a_template_that_takes_all_it_can_get(
 def test_a_server_that_is_told_to_end_meanwhile(hostile_model: Path, tmp_path: Path, attack: str) -> None:
     path, make = TOO_LONG.get(attack, (CHAT, lambda: messages(attack)))
     with serving(hostile_model, tmp_path / "cache") as server:
-        attackers = [attacking(server, path, make(), tmp_path, 60) for _ in range(3)]
+        attackers = attacking(server, path, make(), tmp_path, 60, count=3)
         time.sleep(1.0)
         try:
             with within(DRAIN_SECONDS + 2):
@@ -168,7 +168,7 @@ def attack_and_watch(
 ) -> None:
     """Adds what the attacker was answered to `answers`; others may not wait too long nor memory grow too much."""
     quiet = watched(server, subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1)"], text=True))
-    attacker = attacking(server, path, body, folder, SECONDS)
+    [attacker] = attacking(server, path, body, folder, SECONDS)
     with ThreadPoolExecutor(1) as readers:  # a pipe that is full would hold the attacker up
         reading = readers.submit(attacker.communicate, timeout=PATIENCE)
         seen = watched(server, attacker)
@@ -190,13 +190,15 @@ def attack_and_watch(
 
 
 def attacking(
-    server: ServerProcess, path: str, body: dict[str, Any], folder: Path, seconds: float
-) -> subprocess.Popen[str]:
+    server: ServerProcess, path: str, body: dict[str, Any], folder: Path, seconds: float, count: int = 1
+) -> list[subprocess.Popen[str]]:
+    """Start `count` attackers, all with one file."""
     content = folder / "body.json"
     content.write_text(json.dumps(body))
     address = server.client.url.removeprefix("http://")
     command = [sys.executable, "-c", ATTACK, address, path, str(content), str(seconds)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    return [subprocess.Popen(command, **pipes) for _ in range(count)]
 
 
 @dataclass(frozen=True)

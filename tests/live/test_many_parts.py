@@ -85,7 +85,7 @@ def quiet(server: ServerProcess) -> tuple[Seen, int]:
 @in_rounds
 def test_others_are_served(server: ServerProcess, quiet: tuple[Seen, int], tmp_path: Path, name: str) -> None:
     path, make = BODIES[name]
-    attackers = [attacking(server, path, make(), tmp_path, SECONDS) for _ in range(ATTACKERS)]
+    attackers = attacking(server, path, make(), tmp_path, SECONDS, count=ATTACKERS)
     with ThreadPoolExecutor(ATTACKERS) as readers:  # a pipe that is full would hold an attacker up
         reading = [readers.submit(attacker.communicate, timeout=PATIENCE) for attacker in attackers]
         seen = watched(server, attackers[0])
@@ -117,7 +117,7 @@ def test_thousands_of_parts_cost_others_as_much_as_a_word(server: ServerProcess,
     short: dict[str, list[float]] = {"parts": [], "hi": []}
     for _ in range(3):
         for name, body in ("parts", parts), ("hi", ORDINARY):
-            attackers = [attacking(server, path, body, tmp_path, 1.5) for _ in range(ATTACKERS)]
+            attackers = attacking(server, path, body, tmp_path, 1.5, count=ATTACKERS)
             with ThreadPoolExecutor(ATTACKERS) as readers:
                 reading = [readers.submit(attacker.communicate, timeout=PATIENCE) for attacker in attackers]
                 short[name] += watched(server, attackers[0]).short
@@ -136,7 +136,7 @@ def test_thousands_of_parts_cost_others_as_much_as_a_word(server: ServerProcess,
 def test_a_signal_meanwhile(live_model: Path, tmp_path: Path, name: str) -> None:
     path, make = BODIES[name]
     with serving(live_model, tmp_path / "cache") as server:
-        attackers = [attacking(server, path, make(), tmp_path, 60) for _ in range(ATTACKERS)]
+        attackers = attacking(server, path, make(), tmp_path, 60, count=ATTACKERS)
         time.sleep(1.0)
         try:
             with within(DRAIN_SECONDS + 2):
