@@ -17,7 +17,7 @@ import mlx.core as mx
 from agentcache.kv.packed import Packed
 from agentcache.kv.packing import PARTS, LayerPacking, Packing
 from agentcache.kv.spec import LayerSpec, packed_tensors, sides
-from agentcache.kv.tensor_arena import TensorArena, resize
+from agentcache.kv.tensor_arena import TensorArena, copy_block, resize
 
 _ALL = slice(None)
 
@@ -93,6 +93,9 @@ class SideArena:
     def _behind_writes(self, block_ids: mx.array) -> mx.array:
         """Make the device read `block_ids` only after the last in-place write."""
         return block_ids if self.written is None else block_ids + self.written
+
+    def copy(self, source: int, target: int) -> None:
+        copy_block(self._arenas, source, target)
 
     def arrays(self) -> list[mx.array]:
         """Return the arrays. Do not keep them: a held reference turns every write into a copy."""

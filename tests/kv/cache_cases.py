@@ -9,10 +9,10 @@ import numpy as np
 
 from agentcache.blocks.pool import BlockPool
 from agentcache.kv.arena import LayerArena
+from agentcache.kv.batch_cache import BatchQuantizedKVCache
 from agentcache.kv.packed import Packed, dequantise, quantise
 from agentcache.kv.packing import Quantisation
 from agentcache.kv.spec import LayerSpec
-from tests.kv.batch_cache import BatchQuantizedKVCache
 
 HEADS, DIM = 2, 32
 QUANTISATION = Quantisation(4, 32)

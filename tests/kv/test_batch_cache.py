@@ -11,10 +11,10 @@ from mlx_lm.models.base import create_causal_mask
 
 from agentcache.blocks.pool import BlockTable
 from agentcache.errors import BrokenInvariant
+from agentcache.kv.batch_cache import BatchQuantizedKVCache
 from agentcache.kv.packing import PARTS
 from agentcache.kv.step_plan import Reads
 from tests.examples import examples
-from tests.kv.batch_cache import BatchQuantizedKVCache
 from tests.kv.cache_cases import DIM, HEADS, Desk, History, assert_rows, batch_of, step
 
 LENGTHS = [3, 256, 300, 511]
@@ -214,6 +214,11 @@ def test_the_state_of_a_row_without_tokens() -> None:
     cache, _ = batch_of(Desk(), [10, 0])
     (data, _, _), _ = cache.state
     assert data.shape == (2, HEADS, 256, DIM // 8)
+
+
+def test_padding_on_the_left_is_refused() -> None:
+    with pytest.raises(BrokenInvariant, match="left"):
+        Desk().cache().prepare(left_padding=[1])
 
 
 @pytest.mark.parametrize("window", [None, 1, 32, 256, 300])

@@ -10,13 +10,13 @@ import pytest
 
 from agentcache.blocks.pool import BlockPool
 from agentcache.kv.arena import LayerArena
+from agentcache.kv.batch_cache import BatchQuantizedKVCache
 from agentcache.kv.packed import Packed, dequantise
 from agentcache.kv.packing import Quantisation
 from agentcache.kv.spec import LayerSpec
 from agentcache.kv.step_cache import PagedKV
 from agentcache.models import attention
 from agentcache.models.attention import MAX_PACKED_QUERIES, AttentionOptions, paged_attention
-from tests.kv.batch_cache import BatchQuantizedKVCache
 from tests.models.reference import naive_attention
 
 Q4 = Quantisation(4, 64)

@@ -18,7 +18,6 @@ from agentcache.kv.packed import Packed
 from agentcache.kv.packing import Quantisation
 from agentcache.kv.step_cache import PagedKV, check_window
 from agentcache.kv.step_plan import Reads, Writes
-from agentcache.kv.tensor_arena import copy_block
 
 
 class BatchQuantizedKVCache:
@@ -32,6 +31,7 @@ class BatchQuantizedKVCache:
         self.lengths = list(lengths)
         self.pool = pool
         self.window = arena.layer.window
+        self._right_padding: list[int] | None = None
 
     @classmethod
     def empty_rows(cls, arena: LayerArena, pool: BlockPool, batch_size: int = 1) -> BatchQuantizedKVCache:
@@ -57,7 +57,7 @@ class BatchQuantizedKVCache:
                     target = self._allocate()
                     self.arena.grow(self.pool.capacity)
                     for _, side in self.arena.sides:
-                        copy_block(side._arenas, source, target)
+                        side.copy(source, target)
                     self.pool.release(source)
                     table.replace(position, target)
 
@@ -141,6 +141,19 @@ class BatchQuantizedKVCache:
                 self.pool.release(block_id)
         self.tables = [self.tables[i] for i in kept]
         self.lengths = [self.lengths[i] for i in kept]
+
+    def prepare(
+        self, *, left_padding: object = None, lengths: object = None, right_padding: list[int] | None = None
+    ) -> None:
+        """Expect updates with `right_padding[i]` padding tokens at the end of row i, until `finalize`."""
+        if left_padding is not None:
+            raise BrokenInvariant("paged rows have no padding on the left")
+        self._right_padding = right_padding
+
+    def finalize(self) -> None:
+        if self._right_padding is not None:
+            self.lengths = [n - padding for n, padding in zip(self.lengths, self._right_padding, strict=True)]
+            self._right_padding = None
 
     @property
     def state(self) -> tuple[tuple[mx.array, ...], ...]:
