@@ -30,8 +30,8 @@ class Device:
         await asyncio.sleep(0)
         return True
 
-    def tell(self, message: object, take: Callable[[object], None]) -> None:
-        take(None)
+    def tell(self, message: object) -> None:
+        """The loader takes no reply."""
 
 
 class Loader(AdapterLoader):
