@@ -45,7 +45,7 @@ _MOST_LINE_CHARS = 80  # of a quoted line
 
 _WHY = {
     Match.NEW: "no conversation of the agent began like this prompt",
-    Match.PARTIAL: "the prompt changes the end of what the conversation said",
+    Match.PARTIAL: "the prompt changes the end of the conversation",
     Match.DIVERGE: "the prompt says something else than the conversation, from an early point on",
 }
 

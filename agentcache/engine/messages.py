@@ -270,7 +270,7 @@ class RelieveMemory(Message[None]):
 
 @dataclass(frozen=True)
 class ReadStats(Message[CacheStats]):
-    """Count what the cache holds and has done."""
+    """Return counters, budgets and RAM by kind."""
 
     def handle(self, engine: Engine, reply: Reply[CacheStats]) -> None:
         reply(engine.stats())

@@ -58,14 +58,14 @@ class Probe:
         self.needs = _as_needs(self._known.get(self._key))
 
     def measure(self, footprint: Footprint, free: Callable[[], int]) -> None:
-        """Measure what is not known. Ranks would have to measure together: there the estimate stays."""
+        """Measure unless the file has the result. Several ranks keep the estimate, as they must measure together."""
         if self.needs is None and self._loaded.ranks == 1 and self._num_tokens > 1:
             self.needs = measure_steps(self._loaded, footprint, self._num_tokens, free)
             if self.needs is not None:
                 compare(self.needs, footprint)
 
     def keep(self) -> None:
-        """Write what is new. The caller holds the folder's lock."""
+        """Write a new result to the file. The caller holds the folder's lock."""
         if self.needs is not None and self._key not in self._known:
             write_memo(self._file, self._known | {self._key: json.dumps(self.needs.steps)})
 
@@ -82,7 +82,7 @@ def measure_steps(
     """Compute decode steps and chunks of `num_tokens`, without context and then deep in one.
 
     Args:
-        footprint: the estimate; no step is computed for which it is more than what is free.
+        footprint: the estimate; a step above free memory is not computed.
         free: source of bytes that a step can allocate.
         depth: tokens up to the end of deep steps; by default 8K, or none on a CPU, where they take seconds.
         seconds: time limit of a chunk; by default 2 on a CPU, and none elsewhere.

@@ -1,1 +1,1 @@
-"""Settings: what they are, where they are read from, and the memory plan that follows from them."""
+"""Settings, their sources, and the memory plan."""

@@ -102,7 +102,7 @@ class HiddenStateMachine(CacheMachine):
         return done
 
     def name_blocks(self, sequence: BlockTables) -> list[Node]:
-        """The nodes of the first path, with what is to lie in the trunk for each that is base's."""
+        """The nodes of the first path, with the expected hidden states of base's nodes."""
         nodes, places = sequence.paths[0].nodes, self.arena.numbers(sequence.root, list(sequence.token_ids))
         for node in nodes:
             self.contents.named[HiddenStateKey(node.chain, CUT)] = places[node.position * BLOCK_SIZE : node.end]

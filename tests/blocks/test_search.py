@@ -176,7 +176,7 @@ def test_the_longest_residuals(seed: int, kinds: tuple[FakeGroup, FakeGroup]) ->
 @given(SEEDS, st.sampled_from([(FULL, OTHER), (SLIDING, FULL), (SLIDING, FULL, OTHER)]), st.booleans())
 @settings(max_examples=examples(300), deadline=None)
 def test_the_longest_hidden_states(seed: int, groups: Groups, durable: bool) -> None:
-    """Whole blocks after the prefix, of all of which base's path has what is read from their end on."""
+    """Whole blocks after the prefix that base's path can continue from."""
     texts = Texts(random.Random(seed))
     cache = prefix_cache(*groups)
     fill(cache, BASE, texts, has_adapters=True)
