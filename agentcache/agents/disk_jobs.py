@@ -8,7 +8,6 @@ from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.agents.disk import Committed, Disk
 from agentcache.agents.restore import header_of
 from agentcache.agents.table import AgentTable
-from agentcache.blocks.block_tables import PathBlock
 from agentcache.blocks.keys import BLOCK_SIZE, BlockName, Namespace
 from agentcache.blocks.origin_paths import chain_keys, spans
 from agentcache.blocks.radix_tree import Node
@@ -16,22 +15,6 @@ from agentcache.errors import StoreError
 from agentcache.store.manifest import AgentRecord, ResidualBlocks
 from agentcache.store.store import BlockWrite
 from agentcache.store.writer import Writer
-
-
-@dataclass(frozen=True)
-class ResidualTurn:
-    """A turn's residuals of one adapter.
-
-    Args:
-        cache: `keys.residual_cache` of the adapter.
-        blocks: all of the lineage's, in the order of `spans`.
-        early: blocks passed to `Persistence.save_blocks`, perhaps including surplus ones.
-    """
-
-    cache: str
-    num_tokens: int
-    blocks: Sequence[PathBlock]
-    early: Sequence[PathBlock] = ()
 
 
 def cut_residuals(record: AgentRecord, namespace: Callable[[str], Namespace]) -> AgentRecord:
@@ -68,56 +51,6 @@ class BlockToWrite:
     @property
     def num_bytes(self) -> int:
         return self.cache.prefix.all_groups[self.group].bytes_per_block
-
-
-@dataclass(frozen=True)
-class CachePart:
-    """A turn's blocks in one cache."""
-
-    cache: KeptCache
-    blocks: Sequence[PathBlock]
-    num_tokens: int
-
-    @property
-    def needed(self) -> list[tuple[Node, BlockName]]:
-        """Blocks that later attention reads."""
-        # A partly filled block before the last ends where an adapter begins. Only other conversations continue from it;
-        # this one reads the adapter's block with the same tokens.
-        groups = self.cache.prefix.groups
-        return [
-            (block.node, BlockName(block.node.chain, index, self.cache.name))
-            for block in self.blocks
-            if block.node.is_full or block.node.end == self.num_tokens
-            for index in block.groups
-            if block.node.position >= groups[index].first_block_needed(self.num_tokens)
-        ]
-
-    @property
-    def targets(self) -> list[BlockToWrite]:
-        return [
-            BlockToWrite(self.cache, block.node, index, block.node.block_ids[index])
-            for block in self.blocks
-            for index in block.groups
-            if index in block.node.block_ids and is_wanted(block.node, index)
-        ]
-
-
-@dataclass
-class Commit:
-    """A turn being saved.
-
-    Attributes:
-        parts: base's, then one per adapter with residuals.
-        held: pinned blocks.
-        num_bytes: written by earlier tries.
-    """
-
-    record: AgentRecord
-    parts: list[CachePart]
-    held: Sequence[BlockName]
-    done: Callable[[Committed], None]
-    num_bytes: int = 0
-    tries: int = 0
 
 
 def is_wanted(node: Node, index: int) -> bool:

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.agents.disk import Saved, when_all
-from agentcache.agents.disk_jobs import ResidualTurn, cut_residuals
+from agentcache.agents.disk_jobs import cut_residuals
 from agentcache.agents.persistence import Persistence
 from agentcache.agents.pins import Pins
 from agentcache.agents.restore import Restored, Restorer
 from agentcache.agents.table import AgentTable, blocks_of, emptied, shown_time
+from agentcache.agents.turn_write import CacheTurn
 from agentcache.blocks.block_tables import BlockTables, PathBlock
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE
 from agentcache.blocks.origin_paths import NamedBlock, chain_keys, name_blocks, spans
@@ -139,7 +140,7 @@ class AgentOperations:
             done(saved)
 
         saved_all = when_all(len(copies), finish)
-        with self._persistence.holding(sources):
+        with self._pins.holding(sources):
             for copy in copies:
                 self._persistence.save_record(copy, saved_all)
 
@@ -193,11 +194,11 @@ class AgentOperations:
         blocks = self._persistence.blocks_of(record, num_saved)
         record = replace(record, num_saved=num_saved, blocks=tuple(block.named for block in blocks))
         residuals = [turn for cache in self._caches.further if (turn := self._residual_turn(record, cache)) is not None]
-        self._persistence.commit(record, blocks, done, residuals=residuals)
+        self._persistence.commit(record, [CacheTurn(BASE_CACHE, num_saved, blocks), *residuals], done)
         for block in reversed(blocks):
             self._cache.slots.prune(block.node)  # remove empty nodes that `blocks_of` inserted
 
-    def _residual_turn(self, record: AgentRecord, cache: KeptCache) -> ResidualTurn | None:
+    def _residual_turn(self, record: AgentRecord, cache: KeptCache) -> CacheTurn | None:
         """Return a lineage's residuals; None unless more are computed than saved."""
         prefix, saved = self._caches.prefix_of(record, cache), record.residual_of(cache.name)
         num_tokens = prefix.num_tokens
@@ -207,7 +208,7 @@ class AgentOperations:
             return None
         nodes = [node for path in prefix.paths for node in path.all_nodes]
         groups = tuple(range(len(cache.prefix.groups)))
-        return ResidualTurn(
+        return CacheTurn(
             cache.name, num_tokens, [PathBlock(node, groups) for node in nodes if node.end <= num_tokens]
         )
 

@@ -2,27 +2,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
 from agentcache.agents.caches import KeptCache, KeptCaches
-from agentcache.agents.disk import Committed, Disk, Saved, SavedTurn
-from agentcache.agents.disk_jobs import (
-    BlockToWrite,
-    CachePart,
-    Commit,
-    DiskJobs,
-    ResidualTurn,
-    cut_residuals,
-    is_wanted,
-)
+from agentcache.agents.disk import Committed, Disk, Saved
+from agentcache.agents.disk_jobs import BlockToWrite, DiskJobs, cut_residuals, is_wanted
 from agentcache.agents.index import index_lineage, index_residuals, lay_out
 from agentcache.agents.pins import Pins
 from agentcache.agents.saved_snapshots import SavedSnapshots
 from agentcache.agents.table import AgentTable, names_of
+from agentcache.agents.turn_write import CacheTurn, TurnWriter
 from agentcache.blocks.block_tables import BlockTables, PathBlock
 from agentcache.blocks.keys import BASE_CACHE, BlockName
 from agentcache.blocks.origin_paths import NamedBlock
@@ -32,14 +23,13 @@ from agentcache.models.runner import ModelRunner
 from agentcache.settings.default_agents import SHARED_LINEAGES
 from agentcache.store.archive import ArchiveRejected
 from agentcache.store.archived_agent import ArchivedAgent
-from agentcache.store.manifest import AgentRecord, ResidualBlocks, agent_of
+from agentcache.store.manifest import AgentRecord, agent_of
 from agentcache.store.response_files import ResponseFiles
 from agentcache.store.store import Store
 
 log = logging.getLogger("agentcache.persistence")
 
 LOOK_AGAIN_SECONDS = 5.0
-MOST_TRIES = 5  # of saving a turn whose blocks disappear
 
 T = TypeVar("T")
 
@@ -81,9 +71,9 @@ class Persistence:
         self._disk = Disk(store, [*agents, *set_aside], pins, caches.is_open)
         self._snapshots = SavedSnapshots(caches, runner, self._disk.fits, first_thought)
         self.jobs = DiskJobs(self._disk, caches, agents, post)
+        self._turns = TurnWriter(self._disk, self.jobs, caches, agents, pins)
         agents.must_stay = self._snapshots.is_unsaved
         store.when_lost = lambda: post(self.jobs.forget_lost)
-        self.save_failures = 0
 
     def close(self) -> None:
         self.jobs.close()
@@ -134,143 +124,39 @@ class Persistence:
             for index in block.groups
             if is_wanted(block.node, index) and sequence.tables[index].has(block.node.position)
         ]
-        with self.holding(blocks=_names(blocks, cache)):
+        with self._pins.holding(blocks=_names(blocks, cache)):
             if targets:
                 write = partial(self._disk.write, self.jobs.copy_out(targets), [target.name for target in targets])
                 self.jobs.submit(write, targets, lambda outcome: written(outcome.num_bytes))
 
-    @contextmanager
-    def holding(self, lineages: Sequence[str] = (), blocks: Sequence[BlockName] = ()) -> Iterator[None]:
-        """Pin for a job queued inside, which unpins at its end; an exception unpins at once."""
-        for name in lineages:
-            self._pins.pin_lineage(name)
-        self._pins.hold_blocks(blocks)
-        try:
-            yield
-        except BaseException:
-            for name in lineages:
-                self._pins.let_lineage_go(name)
-            self._pins.let_blocks_go(blocks)
-            raise
-
     def release(self, blocks: Iterable[PathBlock], cache: str = BASE_CACHE) -> None:
         """Undo `save_blocks` for a dropped turn."""
-        self._let_go(_names(blocks, cache))
-
-    def _let_go(self, held: Sequence[BlockName]) -> None:
-        if held:
-            self._pins.let_blocks_go(held)
-            self.jobs.submit(partial(self._disk.sweep, held))
+        self._turns.release(_names(blocks, cache))
 
     def commit(
         self,
         record: AgentRecord,
-        blocks: Sequence[PathBlock],
+        turns: Sequence[CacheTurn],
         done: Callable[[Saved], None],
-        early: Iterable[PathBlock] = (),
-        lasting: int = 0,
         *,
+        lasting: int = 0,
         repeated: int = 0,
         final: bool = False,
-        residuals: Sequence[ResidualTurn] = (),
     ) -> None:
-        """Make a turn durable: its blocks, then the manifest. A failed turn leaves no file.
-
-        Residuals that do not fit, or are lost, are left out: they can be computed again.
+        """Make a turn durable (`TurnWriter.write`), with the checkpoints that are worth it.
 
         Args:
             record: lineage after the turn.
-            blocks: all of the lineage's.
-            early: those passed to `save_blocks`.
+            turns: base's, then adapters'.
             lasting, repeated, final: as in `SavedSnapshots.choose`.
-            residuals: the turn's own; those of other adapters stay.
         """
         record = self._snapshots.choose(record, lasting, repeated, final=final)
-        record = cut_residuals(record, self._caches.namespace)
-        parts = [CachePart(self._caches.base, blocks, record.num_saved)]
-        held = _names(early)
-        for residual in residuals:
-            early_ones, with_residual = _names(residual.early, residual.cache), self._with_residual(record, residual)
-            if residual.num_tokens and self.fits(with_residual, record.num_saved):
-                record = with_residual
-                held += early_ones
-                parts.append(CachePart(self._caches.get(residual.cache), residual.blocks, residual.num_tokens))
-            else:
-                self._let_go(early_ones)  # before base's, which may need the room
-        # The table keeps the old durable blocks until the job succeeds.
-        before = self._agents.find(record.name)
-        durable = before or record.without_blocks()
-        self._agents.put(record.with_blocks_of(durable))
-        self._pins.pin_lineage(record.name)  # keeps its durable blocks from eviction
-        counted_on = names_of(set(record.held).difference(durable.held))
-        self._pins.hold_blocks(counted_on)
+        self._turns.write(cut_residuals(record, self._caches.namespace), turns, done)
 
-        def finish(outcome: Committed) -> None:
-            self._pins.let_lineage_go(record.name)
-            done(self._saved(commit.record, outcome))
-
-        commit = Commit(record, parts, [*counted_on, *held], finish)
-        try:
-            self._try_to_commit(commit)
-        except BaseException:  # undo the turn
-            self._pins.let_lineage_go(record.name)
-            self._pins.let_blocks_go(counted_on)
-            self._agents.remove(record) if before is None else self._agents.put(before)
-            raise
-
-    def _with_residual(self, record: AgentRecord, residual: ResidualTurn) -> AgentRecord:
-        spec = self._caches.get(residual.cache).spec
-        return record.with_residual(
-            ResidualBlocks(
-                cache=residual.cache,
-                spec=spec.digest,
-                groups=tuple(group.name for group in spec.groups),
-                num_saved=residual.num_tokens,
-                blocks=tuple(block.named_in(residual.cache) for block in residual.blocks),
-            )
-        )
-
-    def _try_to_commit(self, commit: Commit) -> None:
-        """Retries up to `MOST_TRIES` times if files disappear while RAM has the blocks."""
-        commit.tries += 1
-        targets = [target for part in commit.parts for target in part.targets]
-        for snapshot in commit.record.snapshots:
-            node = self._caches.base.prefix.tree.node(snapshot.chain)
-            if node is not None and node.state is not None and is_wanted(node, snapshot.group):
-                targets.append(BlockToWrite(self._caches.base, node, snapshot.group, node.state))
-        needed = [each for part in commit.parts for each in part.needed]
-        turn = SavedTurn(commit.record, [name for _, name in needed], self.jobs.copy_out(targets), commit.held)
-
-        def finish(outcome: Committed) -> None:
-            commit.num_bytes += outcome.num_bytes
-            if not outcome.lost:
-                commit.done(replace(outcome, num_bytes=commit.num_bytes))
-            elif commit.tries >= MOST_TRIES:
-                give_up(f"files have gone from the cache folder {commit.tries} times while they were written")
-            elif all(node.available(name.group) for node, name in needed):
-                self._try_to_commit(commit)
-            elif len(commit.parts) > 1:
-                for part in commit.parts[1:]:
-                    commit.record = commit.record.without_residual(part.cache.name)
-                del commit.parts[1:]
-                self._try_to_commit(commit)
-            else:
-                give_up("an earlier block of the agent is neither on disk nor in RAM")
-
-        def give_up(reason: str) -> None:
-            self._let_go(commit.held)
-            commit.done(Committed(error=reason))
-
-        self.jobs.submit(partial(self._disk.commit, turn), targets, finish)
-
-    def _saved(self, record: AgentRecord, outcome: Committed) -> Saved:
-        if outcome.error is not None:
-            self.save_failures += 1
-            log.error("agent %s was not saved: %s", record.name, outcome.error)
-            return Saved(error=outcome.error)
-        current = self._agents.find(record.name) or record
-        self._agents.put(current.with_blocks_of(record))
-        return Saved(outcome.num_bytes)
+    @property
+    def save_failures(self) -> int:
+        """Turns that could not be written."""
+        return self._turns.failures
 
     def save_snapshots(self, now: float, idle: float = 0.0) -> None:
         """Write the last checkpoints of lineages unused for `idle` seconds. `now`: `time.monotonic()`."""
@@ -283,7 +169,8 @@ class Persistence:
         """Write the last checkpoint if it is not on disk and the lineage is not pinned."""
         if self._snapshots.is_unsaved(record.name) and not self._pins.has_lineage(record.name):
             blocks = self.blocks_of(record, record.num_saved)
-            self.commit(record, blocks, lambda saved: None, final=True)  # on failure it is computed again
+            turn = CacheTurn(BASE_CACHE, record.num_saved, blocks)
+            self.commit(record, [turn], lambda saved: None, final=True)  # on failure it is computed again
             for block in reversed(blocks):
                 self._caches.base.prefix.slots.prune(block.node)
 
@@ -368,14 +255,8 @@ class Persistence:
         self.jobs.submit(partial(self._disk.use_responses, lambda files: results.append(work(files))), finish=finish)
 
     def save_record(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
-        """Write only manifest and transcript (new agent, fork). The lineage stays pinned until that is done."""
-
-        def finish(outcome: Committed) -> None:
-            self._pins.let_lineage_go(record.name)
-            done(self._saved(record, outcome))
-
-        with self.holding(lineages=[record.name]):
-            self.jobs.submit(partial(self._disk.commit, SavedTurn(record)), finish=finish)
+        """Write only manifest and transcript (new agent, fork)."""
+        self._turns.write_record(record, done)
 
     def bring_in(self, archive: ArchivedAgent, done: Callable[[Saved], None]) -> None:
         """Save an imported agent with an unused id, then add it to the table.
@@ -396,7 +277,7 @@ class Persistence:
                 self.keep_bound(max(archive.records, key=lambda record: record.last_used))
             done(Saved(outcome.num_bytes, outcome.error))
 
-        with self.holding([record.name for record in archive.records], archive.names):
+        with self._pins.holding([record.name for record in archive.records], archive.names):
             for record in archive.records:
                 self._disk.files.learn_names(record)
             self.jobs.submit(partial(self._disk.bring_in, archive), finish=finish)

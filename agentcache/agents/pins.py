@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 from agentcache.blocks.keys import BlockName
@@ -38,6 +39,20 @@ class Pins:
     def let_blocks_go(self, names: Iterable[BlockName]) -> None:
         with self._lock:
             subtract(self._blocks, names)
+
+    @contextmanager
+    def holding(self, lineages: Sequence[str] = (), blocks: Sequence[BlockName] = ()) -> Iterator[None]:
+        """Pin for a job queued inside, which unpins at its end; an exception unpins at once."""
+        for name in lineages:
+            self.pin_lineage(name)
+        self.hold_blocks(blocks)
+        try:
+            yield
+        except BaseException:
+            for name in lineages:
+                self.let_lineage_go(name)
+            self.let_blocks_go(blocks)
+            raise
 
     def has_lineage(self, name: str) -> bool:
         with self._lock:

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from agentcache.adapters.activation import AdapterUse
 from agentcache.agents.disk import Saved
-from agentcache.agents.disk_jobs import ResidualTurn
 from agentcache.agents.persistence import Persistence
 from agentcache.agents.pins import Pins
 from agentcache.agents.table import AgentTable
+from agentcache.agents.turn_write import CacheTurn
 from agentcache.blocks.block_tables import BlockTables, PathBlock
 from agentcache.blocks.keys import BASE_CACHE
 from agentcache.blocks.origin_paths import agreed_tokens
@@ -192,12 +192,12 @@ class OutputProcessor:
         else:
             self._commit(generation, transcript)
 
-    def _close_residuals(self, generation: RunningRequest, transcript: Transcript) -> Sequence[ResidualTurn]:
+    def _close_residuals(self, generation: RunningRequest, transcript: Transcript) -> Sequence[CacheTurn]:
         if (residual_kv := generation.residual_kv) is None:
             return ()
         keep = min(residual_kv.residuals.num_tokens, len(transcript))
         blocks = residual_kv.cache.prefix.close(residual_kv.residuals, keep)
-        return (ResidualTurn(residual_kv.cache.name, keep, blocks, generation.saved_residuals),)
+        return (CacheTurn(residual_kv.cache.name, keep, blocks, generation.saved_residuals),)
 
     def _note_next_start(self, generation: RunningRequest, transcript: Transcript) -> None:
         """If the reply has no thought, the next prompt repeats it: reset `repeated_tokens`."""
@@ -239,17 +239,13 @@ class OutputProcessor:
             num_saved=keep,
             blocks=tuple(block.named for block in blocks),
         )
-        early = generation.saved_early
-        lasting = 0 if generation.snapshots is None else generation.snapshots.lasting
-        residuals = self._close_residuals(generation, transcript)
+        base = CacheTurn(BASE_CACHE, keep, blocks, generation.saved_early)
         self._persistence.commit(
             record,
-            blocks,
+            [base, *self._close_residuals(generation, transcript)],
             lambda saved: self._end(generation, saved),
-            early,
-            lasting,
+            lasting=0 if generation.snapshots is None else generation.snapshots.lasting,
             repeated=generation.repeated_tokens,
-            residuals=residuals,
         )
 
     def _end(self, generation: RunningRequest, saved: Saved | None) -> None:

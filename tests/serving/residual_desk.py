@@ -18,7 +18,6 @@ import numpy as np
 
 from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.agents.disk import Saved
-from agentcache.agents.disk_jobs import ResidualTurn
 from agentcache.agents.eviction import Eviction
 from agentcache.agents.index import load_agents
 from agentcache.agents.operations import AgentOperations
@@ -26,6 +25,7 @@ from agentcache.agents.persistence import Persistence
 from agentcache.agents.pins import Pins
 from agentcache.agents.restore import Restorer
 from agentcache.agents.table import AgentTable
+from agentcache.agents.turn_write import CacheTurn
 from agentcache.blocks.block_tables import PathBlock
 from agentcache.blocks.keys import BASE_CACHE, Namespace, block_key, residual_cache
 from agentcache.blocks.ledger import Ledger
@@ -141,7 +141,7 @@ class Desk:
         if adapter is not None:
             tokens = ids if residual_tokens is None else ids[:residual_tokens]
             own, own_early = self._compute(self.caches.get(adapter), tokens)
-            residuals.append(ResidualTurn(adapter, len(tokens), own, own_early))
+            residuals.append(CacheTurn(adapter, len(tokens), own, own_early))
         record = replace(
             record,
             adapter=adapter,
@@ -151,7 +151,8 @@ class Desk:
             blocks=tuple(block.named for block in blocks),
         )
         saved: list[Saved] = []
-        self.persistence.commit(record, blocks, saved.append, early, residuals=residuals)
+        base = CacheTurn(BASE_CACHE, len(ids), blocks, early)
+        self.persistence.commit(record, [base, *residuals], saved.append)
         self.settle(lambda: bool(saved))
         self.pins.let_lineage_go(record.name)
         return saved[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.agents import persistence
+from agentcache.agents.turn_write import MOST_TRIES
 from agentcache.errors import BlocksLost, StoreError
 from agentcache.llm import LLM
 from agentcache.store.store import Store
@@ -158,7 +158,7 @@ def test_files_that_always_go_fail_the_save(model: Path, tmp_path: Path, monkeyp
         with monkeypatch.context() as patch:
             patch.setattr(Store, "require_blocks", lose)
             report = talk.turn(llm, 300).report
-        assert not report.saved and f"{persistence.MOST_TRIES} times" in str(report.save_error)
-        assert tries == persistence.MOST_TRIES
+        assert not report.saved and f"{MOST_TRIES} times" in str(report.save_error)
+        assert tries == MOST_TRIES
         assert talk.turn(llm, 330).report.saved
         check_idle(llm)

@@ -10,8 +10,9 @@ import pytest
 
 from agentcache.agents.block_files import BlockFiles
 from agentcache.agents.disk import Committed, Reduced, Saved
-from agentcache.agents.disk_jobs import ResidualTurn, is_wanted
+from agentcache.agents.disk_jobs import is_wanted
 from agentcache.agents.index import lay_out
+from agentcache.agents.turn_write import CacheTurn
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, BlockName, block_key
 from agentcache.store.archive import ArchiveRejected
 from agentcache.store.archived_agent import read_archive
@@ -176,8 +177,8 @@ def test_residuals_that_neither_disk_nor_ram_has_are_not_named(ram_path: Path) -
         files_of(ram_path, record)[0].unlink()
         blocks = [lay_out(made.caches, kept, record, 600) for kept in (made.caches.base, cache)]
         saved: list[Saved] = []
-        turn = ResidualTurn(MATH, 600, blocks[1])
-        made.persistence.commit(record, blocks[0], saved.append, residuals=[turn])
+        turns = [CacheTurn(BASE_CACHE, 600, blocks[0]), CacheTurn(MATH, 600, blocks[1])]
+        made.persistence.commit(record, turns, saved.append)
         made.settle(lambda: bool(saved))
         assert saved[0].error is None
         assert made.record("alice").residuals == () and made.record("alice").num_saved == 600

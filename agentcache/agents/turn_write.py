@@ -1,0 +1,267 @@
+"""A turn's way to the disk.
+
+    WRITE ─→ DONE                  blocks and manifest are on disk
+      ├────→ RETRY ─→ WRITE        another program removed files whose blocks are in RAM
+      ├────→ WITHOUT_RESIDUALS ─→ WRITE    their blocks are not in RAM; without them, the turn may be saved
+      └────→ FAILED                the agent's files are as before the turn
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+
+from agentcache.agents.caches import KeptCache, KeptCaches
+from agentcache.agents.disk import Committed, Disk, Saved, SavedTurn
+from agentcache.agents.disk_jobs import BlockToWrite, DiskJobs, is_wanted
+from agentcache.agents.pins import Pins
+from agentcache.agents.table import AgentTable, names_of
+from agentcache.blocks.block_tables import PathBlock
+from agentcache.blocks.keys import BlockName
+from agentcache.blocks.radix_tree import Node
+from agentcache.store.manifest import AgentRecord, ResidualBlocks
+
+log = logging.getLogger("agentcache.persistence")
+
+MOST_TRIES = 5  # of saving a turn whose blocks disappear
+
+
+@dataclass(frozen=True)
+class CacheTurn:
+    """A turn's blocks in one cache: base's, or the residuals of one adapter.
+
+    Args:
+        cache: its name (`keys.residual_cache` of an adapter).
+        num_tokens: tokens to save.
+        blocks: all of the lineage's, in the order of `spans`.
+        early: blocks passed to `Persistence.save_blocks`, perhaps including surplus ones.
+    """
+
+    cache: str
+    num_tokens: int
+    blocks: Sequence[PathBlock]
+    early: Sequence[PathBlock] = ()
+
+    @property
+    def early_names(self) -> list[BlockName]:
+        return names_of(block.named_in(self.cache) for block in self.early)
+
+
+@dataclass(frozen=True)
+class CachePart:
+    """The blocks of a `CacheTurn` that is written, in its cache."""
+
+    cache: KeptCache
+    blocks: Sequence[PathBlock]
+    num_tokens: int
+
+    @property
+    def needed(self) -> list[tuple[Node, BlockName]]:
+        """Blocks that later attention reads."""
+        # A partly filled block before the last ends where an adapter begins. Only other conversations continue from it;
+        # this one reads the adapter's block with the same tokens.
+        groups = self.cache.prefix.groups
+        return [
+            (block.node, BlockName(block.node.chain, index, self.cache.name))
+            for block in self.blocks
+            if block.node.is_full or block.node.end == self.num_tokens
+            for index in block.groups
+            if block.node.position >= groups[index].first_block_needed(self.num_tokens)
+        ]
+
+    @property
+    def targets(self) -> list[BlockToWrite]:
+        return [
+            BlockToWrite(self.cache, block.node, index, block.node.block_ids[index])
+            for block in self.blocks
+            for index in block.groups
+            if index in block.node.block_ids and is_wanted(block.node, index)
+        ]
+
+
+class WriteState(Enum):
+    """States of a `TurnWrite`; the module describes the transitions."""
+
+    WRITE = "write"
+    RETRY = "retry"
+    WITHOUT_RESIDUALS = "without residuals"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(eq=False)
+class TurnWrite:
+    """A turn being saved. Only `take` and `begin` change its state. Engine thread only.
+
+    Attributes:
+        record: lineage after the turn.
+        parts: base's, then one per adapter with residuals.
+        before: lineage in the table before the turn, if any.
+        counted_on: pinned blocks that the turn adds to the lineage.
+        held: all pinned blocks: those, and the early ones.
+        done: callback for the result.
+        tries: jobs submitted.
+        num_bytes: written by all of them.
+        error: why it failed.
+    """
+
+    record: AgentRecord
+    parts: list[CachePart]
+    before: AgentRecord | None
+    counted_on: Sequence[BlockName]
+    held: Sequence[BlockName]
+    done: Callable[[Saved], None]
+    state: WriteState = WriteState.WRITE
+    tries: int = 0
+    num_bytes: int = 0
+    error: str | None = None
+
+    @property
+    def needed(self) -> list[tuple[Node, BlockName]]:
+        """Blocks that must be on disk before the manifest."""
+        return [each for part in self.parts for each in part.needed]
+
+    def begin(self) -> None:
+        """Count a try; leave residuals out if they are lost."""
+        if self.state is WriteState.WITHOUT_RESIDUALS:
+            for part in self.parts[1:]:
+                self.record = self.record.without_residual(part.cache.name)
+            del self.parts[1:]
+        self.state = WriteState.WRITE
+        self.tries += 1
+
+    def take(self, outcome: Committed) -> None:
+        """Move to the state that follows a job's outcome."""
+        self.num_bytes += outcome.num_bytes
+        if not outcome.lost:
+            self.state = WriteState.DONE if outcome.error is None else WriteState.FAILED
+            self.error = outcome.error
+        elif self.tries >= MOST_TRIES:
+            self._fail(f"files have gone from the cache folder {self.tries} times while they were written")
+        elif all(node.available(name.group) for node, name in self.needed):
+            self.state = WriteState.RETRY
+        elif len(self.parts) > 1:
+            self.state = WriteState.WITHOUT_RESIDUALS
+        else:
+            self._fail("an earlier block of the agent is neither on disk nor in RAM")
+
+    def _fail(self, reason: str) -> None:
+        self.state, self.error = WriteState.FAILED, reason
+
+
+class TurnWriter:
+    """Saves turns by jobs of the writer thread. Engine thread only.
+
+    Attributes:
+        failures: turns that were not saved.
+    """
+
+    def __init__(self, disk: Disk, jobs: DiskJobs, caches: KeptCaches, agents: AgentTable, pins: Pins) -> None:
+        self._disk = disk
+        self._jobs = jobs
+        self._caches = caches
+        self._agents = agents
+        self._pins = pins
+        self.failures = 0
+
+    def write(self, record: AgentRecord, turns: Sequence[CacheTurn], done: Callable[[Saved], None]) -> None:
+        """Make a turn durable: its blocks, then the manifest. A failed turn leaves no file.
+
+        Residuals that do not fit, or are lost, are left out: they can be computed again.
+
+        Args:
+            record: lineage after the turn; residuals of adapters without a turn stay.
+            turns: base's, then adapters'.
+        """
+        base, *residuals = turns
+        parts, early = [CachePart(self._caches.base, base.blocks, record.num_saved)], base.early_names
+        for turn in residuals:
+            with_residual = self._with_residual(record, turn)
+            if turn.num_tokens and self._disk.fits(with_residual, record.num_saved):
+                record = with_residual
+                early += turn.early_names
+                parts.append(CachePart(self._caches.get(turn.cache), turn.blocks, turn.num_tokens))
+            else:
+                self.release(turn.early_names)  # before base's, which may need the room
+        before = self._agents.find(record.name)
+        durable = before or record.without_blocks()
+        counted_on = names_of(set(record.held).difference(durable.held))
+        # The table keeps the old durable blocks until the job succeeds.
+        self._agents.put(record.with_blocks_of(durable))
+        self._pins.pin_lineage(record.name)  # keeps its durable blocks from eviction
+        self._pins.hold_blocks(counted_on)
+        write = TurnWrite(record, parts, before, counted_on, [*counted_on, *early], done)
+        try:
+            self._submit(write)
+        except BaseException:
+            self._undo(write)
+            raise
+
+    def _undo(self, write: TurnWrite) -> None:
+        """Forget a turn that no job saves."""
+        self._pins.let_lineage_go(write.record.name)
+        self._pins.let_blocks_go(write.counted_on)
+        self._agents.remove(write.record) if write.before is None else self._agents.put(write.before)
+
+    def _with_residual(self, record: AgentRecord, turn: CacheTurn) -> AgentRecord:
+        spec = self._caches.get(turn.cache).spec
+        return record.with_residual(
+            ResidualBlocks(
+                cache=turn.cache,
+                spec=spec.digest,
+                groups=tuple(group.name for group in spec.groups),
+                num_saved=turn.num_tokens,
+                blocks=tuple(block.named_in(turn.cache) for block in turn.blocks),
+            )
+        )
+
+    def _submit(self, write: TurnWrite) -> None:
+        write.begin()
+        targets = [target for part in write.parts for target in part.targets]
+        targets += self._checkpoints(write.record)
+        names = [name for _, name in write.needed]
+        job = partial(self._disk.commit, SavedTurn(write.record, names, self._jobs.copy_out(targets), write.held))
+        self._jobs.submit(job, targets, partial(self._take, write))
+
+    def _checkpoints(self, record: AgentRecord) -> Iterable[BlockToWrite]:
+        for snapshot in record.snapshots:
+            node = self._caches.base.prefix.tree.node(snapshot.chain)
+            if node is not None and node.state is not None and is_wanted(node, snapshot.group):
+                yield BlockToWrite(self._caches.base, node, snapshot.group, node.state)
+
+    def _take(self, write: TurnWrite, outcome: Committed) -> None:
+        write.take(outcome)
+        if write.state in (WriteState.RETRY, WriteState.WITHOUT_RESIDUALS):
+            self._submit(write)
+            return
+        if outcome.lost:  # such a job keeps its pins for the next one
+            self.release(write.held)
+        self._end(write.record, write.done, Saved(write.num_bytes, write.error))
+
+    def write_record(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
+        """Write only manifest and transcript (new agent, fork). The lineage stays pinned until that is done."""
+        with self._pins.holding([record.name]):
+            self._jobs.submit(
+                partial(self._disk.commit, SavedTurn(record)),
+                finish=lambda outcome: self._end(record, done, Saved(outcome.num_bytes, outcome.error)),
+            )
+
+    def _end(self, record: AgentRecord, done: Callable[[Saved], None], saved: Saved) -> None:
+        self._pins.let_lineage_go(record.name)
+        if saved.error is None:
+            current = self._agents.find(record.name) or record
+            self._agents.put(current.with_blocks_of(record))
+        else:
+            self.failures += 1
+            log.error("agent %s was not saved: %s", record.name, saved.error)
+            saved = Saved(error=saved.error)
+        done(saved)
+
+    def release(self, names: Sequence[BlockName]) -> None:
+        """Unpin blocks of a dropped turn, and delete their files if no lineage names them."""
+        if names:
+            self._pins.let_blocks_go(names)
+            self._jobs.submit(partial(self._disk.sweep, names))
