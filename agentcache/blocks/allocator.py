@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from agentcache.blocks.block_tables import BlockTables, Copy
 from agentcache.blocks.eviction import EvictionOrder
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.blocks.ledger import BASE, Account, Ledger
+from agentcache.blocks.ledger import BASE, UNBOUNDED, Account, Ledger
 from agentcache.blocks.slots import Group, Slots
 from agentcache.errors import BrokenInvariant, OutOfBlocks, OutOfMemory
 
 _GROWTH = 0.5
 _MIN_GROWTH_BLOCKS = 4
-_UNBOUNDED = 2**62
 
 
 def window_blocks(window: int, at_once: int = BLOCK_SIZE) -> int:
@@ -50,17 +49,27 @@ class _Kind:
 class BlockAllocator:
     """The pools of one cache.
 
-    Attributes:
-        readers: block tables of all running requests.
+    Args:
+        readers: block tables of all running requests, which the owner keeps up to date.
         headroom: function that returns the bytes the machine can still provide.
+
+    Attributes:
         is_sparing: evict unread blocks before growing, as memory is short.
     """
 
-    def __init__(self, slots: Slots, eviction: EvictionOrder, ledger: Ledger, name: str = BASE) -> None:
+    def __init__(
+        self,
+        slots: Slots,
+        eviction: EvictionOrder,
+        ledger: Ledger,
+        readers: Collection[BlockTables],
+        headroom: Callable[[], int],
+        name: str = BASE,
+    ) -> None:
         self.slots = slots
         self._name = name
-        self.readers: Collection[BlockTables] = ()
-        self.headroom: Callable[[], int] = lambda: _UNBOUNDED
+        self._readers = readers
+        self.headroom = headroom
         self.is_sparing = False
         self._pools = slots.pools
         self._bytes = [group.bytes_per_block for group in slots.groups]
@@ -197,12 +206,12 @@ class BlockAllocator:
         if not pool.num_free and not self._eviction.free_one(index):
             return False
         if pool.ref_cnt(last):
-            self.slots.vacate_last(index, [sequence.tables[index] for sequence in self.readers])
+            self.slots.vacate_last(index, [sequence.tables[index] for sequence in self._readers])
         return True
 
     def _is_still(self, block_id: int, index: int) -> bool:
         return not any(
-            load.group == index and load.block_id == block_id for sequence in self.readers for load in sequence.loads
+            load.group == index and load.block_id == block_id for sequence in self._readers for load in sequence.loads
         )
 
     def gather(self) -> list[Copy]:
@@ -233,7 +242,7 @@ class BlockAllocator:
 
     def max_tokens(self) -> int:
         if not self._unbounded_bytes:
-            return _UNBOUNDED
+            return UNBOUNDED
         left = self._ledger.left_for(self._kinds[0].account.family)
         return max(0, (left - windows_bytes(self.slots.groups)) // self._unbounded_bytes) * BLOCK_SIZE
 

@@ -12,14 +12,14 @@ starts inside a block, the base tail lists its slots too, for the tokens before 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from agentcache.blocks.allocator import BlockAllocator
 from agentcache.blocks.attach_prefix import attach_prefix
 from agentcache.blocks.block_tables import BlockTables, Load, OriginPath, PathBlock
 from agentcache.blocks.eviction import EvictionOrder
 from agentcache.blocks.keys import BLOCK_SIZE, KVOrigin
-from agentcache.blocks.ledger import BASE, Ledger
+from agentcache.blocks.ledger import BASE, UNBOUNDED, Ledger
 from agentcache.blocks.origin_paths import NamedBlock, has_base_tail, state_layout
 from agentcache.blocks.pool import BlockTable
 from agentcache.blocks.prefix_sharing import append_nodes, nodes_ahead
@@ -40,6 +40,7 @@ class PrefixCache:
     Args:
         groups: KV cache groups; none without attention.
         state_budget: bytes for recurrent state of rows and checkpoints.
+        headroom: function that returns the bytes the machine can still provide.
     """
 
     def __init__(
@@ -51,12 +52,15 @@ class PrefixCache:
         state_budget: int = 0,
         snapshot_tokens: int = DEFAULT_INTERVAL,
         name: str = BASE,
+        headroom: Callable[[], int] = lambda: UNBOUNDED,
     ) -> None:
         self.groups = tuple(groups)
         self.ledger = ledger
         self.tree = RadixTree()
         self.slots = Slots(self.groups, self.tree)
-        self.allocator = BlockAllocator(self.slots, EvictionOrder(self.slots, self.tree), ledger, name)
+        self._sequences: set[BlockTables] = set()
+        eviction = EvictionOrder(self.slots, self.tree)
+        self.allocator = BlockAllocator(self.slots, eviction, ledger, self._sequences, headroom, name)
         self.snapshots = (
             None
             if state is None
@@ -64,8 +68,6 @@ class PrefixCache:
         )
         self.all_groups = self.groups if self.snapshots is None else (*self.groups, self.snapshots.group)
         self._publisher = Publisher(self.tree, self.slots)
-        self._sequences: set[BlockTables] = set()
-        self.allocator.readers = self._sequences
         self._windowed = {index for index, group in enumerate(self.groups) if group.window is not None}
 
     def match_prefix(

@@ -36,7 +36,6 @@ class MemoryGuard:
         self._reserve = reserve
         # The machine bounds each step, not the ledger.
         self._account = ledger.open(TEMPORARIES, apart=_UNBOUNDED, floor=reserve)
-        self.has_residuals = False
         self.free = free
         self.spare = spare
 
@@ -60,7 +59,7 @@ class MemoryGuard:
         first, num_tokens = next(iter(plan.items()))
         all_logits = num_tokens > 1 and first.wants_prompt_logprobs
         contexts = [generation.num_launched for generation in plan]
-        if self.has_residuals:
+        if any(generation.residual_kv is not None for generation in plan):
             return self._bytes_with_residuals(plan, num_tokens, all_logits=all_logits)
         return self._footprint.step_bytes(contexts, num_tokens, all_logits=all_logits)
 

@@ -164,10 +164,10 @@ def _put_together(
         state=loaded.spec.state_group,
         state_budget=state_budget(config.state_budget, plan.ram_budget),
         snapshot_tokens=_snapshot_tokens(config, loaded.spec),
+        headroom=guard.headroom,
     )
     if plan.ram_budget < ledger.floors:
         raise ConfigError(f"ram_budget must be at least {ledger.floors} bytes for this model")
-    cache.allocator.headroom = guard.headroom
     runner = world.runner(
         loaded, cache.slots.pools, cache.snapshots, room=plan.ram_budget, measures=config.max_divergence > 0
     )
@@ -209,7 +209,6 @@ def _put_together(
     wait_for_pages()  # so that the first turn need not
     # slow, and needed only for lossy policies
     support = loaded.adapters.residual_forms.support if config.max_divergence else None
-    guard.has_residuals = support is not None
     device = MlxDevice(runner, BatchBuilder(runner, adapters, hidden_states, loaded.tokenizer.eos_ids), guard)
     turns = OutputProcessor(cache, loaded.tokenizer, agents, persistence, pins, requests, device)
     return Engine(

@@ -81,8 +81,7 @@ class Residuals:
             return
         base = self._caches.base
         spec = residual_spec(base.spec, shape)
-        prefix = PrefixCache(spec.groups, self._ledger, name=name)
-        prefix.allocator.headroom = base.prefix.allocator.headroom
+        prefix = PrefixCache(spec.groups, self._ledger, name=name, headroom=base.prefix.allocator.headroom)
         prefix.allocator.is_sparing = base.prefix.allocator.is_sparing
         arenas = self._runner.open_residual(spec, prefix.slots.pools, is_family=shape.is_family)
         self._persistence.open_cache(KeptCache(name, spec, prefix, arenas))
