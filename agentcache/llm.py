@@ -36,8 +36,8 @@ from agentcache.sampling import SamplingParams
 from agentcache.settings.adapters import AdapterFolder, Policy, parse_policy
 from agentcache.settings.config import Config
 from agentcache.settings.sources import load_config
-from agentcache.text.grammars.call_syntax import calling_format
 from agentcache.text.replies.calls import Tools
+from agentcache.text.replies.dialects import calling_format
 from agentcache.text.replies.events import Block, Event, blocks_of
 from agentcache.text.replies.reading import Reading
 

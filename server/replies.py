@@ -10,8 +10,8 @@ from agentcache.report import FinishReason, ModelInfo, Update
 from agentcache.server.reply import Completion
 from agentcache.server.thinking import AS_USUAL, Thinking
 from agentcache.server.validate import Reader
-from agentcache.text.grammars.call_syntax import calling_format
 from agentcache.text.replies.calls import Tools
+from agentcache.text.replies.dialects import calling_format
 from agentcache.text.replies.events import Block, Event, ReasoningDelta, blocks_of
 from agentcache.text.replies.reading import Reading
 

@@ -23,9 +23,9 @@ from agentcache.request import ChatPrompt, Prompt, Request, TextPrompt, TokenPro
 from agentcache.settings.adapters import Policy
 from agentcache.store.manifest import AgentRecord
 from agentcache.text.front import find_front
-from agentcache.text.grammars.call_syntax import calling_format
 from agentcache.text.grammars.compiler import Grammar
 from agentcache.text.grammars.reply_grammar import reply_grammar
+from agentcache.text.replies.dialects import calling_format
 from agentcache.text.stop_strings import NO_STOPS, StopStrings, stop_strings
 from agentcache.text.tokenizer import Tokenizer
 from agentcache.text.work_limit import UNLIMITED, WorkLimit

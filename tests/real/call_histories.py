@@ -17,8 +17,8 @@ from typing import Any
 
 from agentcache.errors import InvalidRequest
 from agentcache.system.confined import ConfinedWork
-from agentcache.text.grammars.call_syntax import calling_format
 from agentcache.text.replies.calls import Tools
+from agentcache.text.replies.dialects import calling_format
 from agentcache.text.replies.events import Call, Event, Reasoning, Text, blocks_of
 from agentcache.text.replies.format import HARMONY
 from agentcache.text.replies.reader import open_reader

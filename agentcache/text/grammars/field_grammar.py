@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentcache.text.grammars.call_syntax import FieldSyntax
 from agentcache.text.grammars.json_schema import json_rule
 from agentcache.text.grammars.rules import Rules, escaped, has_surrogate, literal
 from agentcache.text.grammars.tagged_arguments import (
@@ -17,6 +16,7 @@ from agentcache.text.grammars.tagged_arguments import (
     Text,
 )
 from agentcache.text.json_values import write_json
+from agentcache.text.replies.call_syntax import FieldSyntax
 
 _ANY_NAME = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 _SCALARS = {"integer", "number", "boolean", "null"}

@@ -11,7 +11,6 @@ from llguidance import LLMatcher
 
 from agentcache.answer_form import AnswerForm, CallableTool, Calls, Notation, TextForm
 from agentcache.errors import InvalidRequest
-from agentcache.text.grammars.call_syntax import ArgumentSyntax, CallSyntax, call_syntax
 from agentcache.text.grammars.field_grammar import FieldWriter
 from agentcache.text.grammars.json_schema import json_rule
 from agentcache.text.grammars.rules import Rules, element, escaped, has_surrogate, literal
@@ -24,7 +23,9 @@ from agentcache.text.grammars.tagged_arguments import (
     TextOfLength,
     tagged_arguments,
 )
+from agentcache.text.replies.call_syntax import ArgumentSyntax, CallSyntax
 from agentcache.text.replies.calls import SPACE
+from agentcache.text.replies.dialects import call_syntax
 from agentcache.text.replies.format import HARMONY, ReplyFormat
 
 # Accepted by the parsers of all dialects.

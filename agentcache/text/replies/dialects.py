@@ -1,10 +1,24 @@
-"""Tool-call formats (dialects) and reasoning markers of model families."""
+"""Tool-call formats (dialects) and reasoning markers of model families.
+
+An entry of `DIALECTS` says how a family's calls are read, written and recognised.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from agentcache.text.replies.call_syntax import (
+    IS_STRING,
+    NAME,
+    TYPE,
+    ArgumentSyntax,
+    CallSyntax,
+    FieldSyntax,
+    as_fields,
+    as_object,
+    listed,
+)
 from agentcache.text.replies.calls import CallReader, CallSink, Tools
 from agentcache.text.replies.field_calls import FieldCalls, FieldNotation
 from agentcache.text.replies.format import ReplyFormat
@@ -38,13 +52,17 @@ class Dialect:
         ends: markers after which a reply with calls may end, without a turn's end.
         bare: whether a reply that begins with a JSON object may be a call.
         hints: texts that identify the dialect in a chat template or its output; the opening markers if empty.
+        writes: syntax of demanded calls; the parsers must read it.
+        writes_with: a token, and the syntax for models whose tokenizer has it.
     """
 
-    opens: Mapping[str, Open] = field(default_factory=dict)
+    opens: Mapping[str, Open]
     noise: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
     bare: bool = False
     hints: tuple[str, ...] = ()
+    writes: CallSyntax = field(kw_only=True)
+    writes_with: tuple[str, CallSyntax] | None = None
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -127,8 +145,34 @@ _GEMMA_4 = FieldNotation(",", "call:", "{", "}", ":", ('<|"|>', '"'))
 _FUNCTION_GEMMA = FieldNotation(",", "call:", "{", "}", ":", ("<escape>", '"'))
 _PYTHON = FieldNotation("[],;", "", "(", ")", "=", ('"""', "'''", '"', "'"))
 
+# Of models without a dialect; `repairs/notation.py` shows it in the prompt.
+_TOLD = "json_tools"
+
 _DSML_NOISE = ("</｜DSML｜tool_calls>", "</｜DSML｜function_calls>")
 _DSML_OPENS = {close.replace("/", ""): _tagged(close, _DSML) for close in _DSML_NOISE}
+
+_DEEPSEEK = CallSyntax(
+    f"<｜tool▁call▁begin｜>{NAME}<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+)
+
+
+def _dsml(section: str) -> CallSyntax:
+    """DeepSeek V3.2 and V4."""
+    return CallSyntax(
+        f'<｜DSML｜invoke name="{NAME}">\n',
+        "</｜DSML｜invoke>\n",
+        "",
+        f"<｜DSML｜{section}>\n",
+        f"</｜DSML｜{section}>",
+        ArgumentSyntax('<｜DSML｜parameter name="', f'" string="{IS_STRING}">', "</｜DSML｜parameter>"),
+    )
+
+
+_ARG_KEYS = ArgumentSyntax("<arg_key>", "</arg_key>", "</arg_value>", "<arg_value>")
 
 # By mlx-lm's parser name, or our own. The order matters: see `find_dialect`.
 DIALECTS: dict[str, Dialect] = {
@@ -136,13 +180,23 @@ DIALECTS: dict[str, Dialect] = {
         {"<tool_call>": _tagged("</tool_call>", _XML), "<function=": _tagged("", replace(_XML, call=""))},
         ("</tool_call>", "</function>", "</parameter>"),
         hints=("<tool_call>\n<function=", "<tool_call>\\n<function="),
+        writes=CallSyntax(
+            f"<tool_call>\n<function={NAME}>\n",
+            "</function>\n</tool_call>",
+            argument=ArgumentSyntax("<parameter=", ">", "</parameter>", on_lines=True),
+        ),
     ),
     "glm47": Dialect(
         {"<tool_call>": _tagged("</tool_call>", _KEYS)},
         ("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         hints=("<arg_key>",),
+        writes=CallSyntax(f"<tool_call>{NAME}\n", "</tool_call>", argument=_ARG_KEYS),
     ),
-    "json_tools": Dialect({"<tool_call>": _tagged("</tool_call>", _XML)}, ("</tool_call>",)),
+    "json_tools": Dialect(
+        {"<tool_call>": _tagged("</tool_call>", _XML)},
+        ("</tool_call>",),
+        writes=as_object("<tool_call>\n", "\n</tool_call>"),
+    ),
     "longcat": Dialect(
         {"<longcat_tool_call>": _tagged("</longcat_tool_call>", _LONGCAT)},
         (
@@ -152,18 +206,70 @@ DIALECTS: dict[str, Dialect] = {
             "<longcat_arg_value>",
             "</longcat_arg_value>",
         ),
+        writes=CallSyntax(
+            f"<longcat_tool_call>{NAME}\n",
+            "</longcat_tool_call>",
+            argument=ArgumentSyntax(
+                "<longcat_arg_key>", "</longcat_arg_key>", "</longcat_arg_value>", "<longcat_arg_value>"
+            ),
+        ),
     ),
     "hunyuan": Dialect(
         {"<tool_calls:opensource>": _tagged("</tool_calls:opensource>", _HUNYUAN)},
         ("</tool_calls:opensource>",),
         hints=("'<tool_calls{}>'.format",),
+        writes=CallSyntax(
+            f"<tool_call:opensource>{NAME}<tool_sep:opensource>\n",
+            "</tool_call:opensource>\n",
+            "",
+            "<tool_calls:opensource>\n",
+            "</tool_calls:opensource>",
+            ArgumentSyntax(
+                "<arg_key:opensource>", "</arg_key:opensource>", "</arg_value:opensource>", "<arg_value:opensource>"
+            ),
+        ),
     ),
-    "seed_oss": Dialect({"<seed:tool_call>": _tagged("</seed:tool_call>", _PYTHON_XML)}, ("</seed:tool_call>",)),
-    "minimax_m2": Dialect({"<minimax:tool_call>": _tagged("</minimax:tool_call>", _INVOKE)}, ("</minimax:tool_call>",)),
+    "seed_oss": Dialect(
+        {"<seed:tool_call>": _tagged("</seed:tool_call>", _PYTHON_XML)},
+        ("</seed:tool_call>",),
+        writes=CallSyntax(
+            f"<seed:tool_call>\n<function={NAME}>\n",
+            "</function>\n</seed:tool_call>",
+            argument=ArgumentSyntax("<parameter=", ">", "</parameter>"),
+        ),
+    ),
+    "minimax_m2": Dialect(
+        {"<minimax:tool_call>": _tagged("</minimax:tool_call>", _INVOKE)},
+        ("</minimax:tool_call>",),
+        writes=CallSyntax(
+            f'<invoke name="{NAME}">\n',
+            "</invoke>\n",
+            "",
+            "<minimax:tool_call>\n",
+            "</minimax:tool_call>",
+            ArgumentSyntax('<parameter name="', '">', "</parameter>"),
+        ),
+    ),
     # Each parses both: a tokenizer alone does not identify one.
-    "deepseek_v4": Dialect(_DSML_OPENS, _DSML_NOISE, hints=("｜DSML｜tool_calls", "dsml_token + 'tool_calls")),
-    "deepseek_v32": Dialect(_DSML_OPENS, _DSML_NOISE, hints=("｜DSML｜",)),
-    "minicpm5": Dialect({"<function name=": _tagged("", _NAMED)}, ("</function>",)),
+    "deepseek_v4": Dialect(
+        _DSML_OPENS,
+        _DSML_NOISE,
+        hints=("｜DSML｜tool_calls", "dsml_token + 'tool_calls"),
+        writes=_dsml("tool_calls"),
+    ),
+    "deepseek_v32": Dialect(
+        _DSML_OPENS,
+        _DSML_NOISE,
+        hints=("｜DSML｜",),
+        writes=_dsml("function_calls"),
+    ),
+    "minicpm5": Dialect(
+        {"<function name=": _tagged("", _NAMED)},
+        ("</function>",),
+        writes=CallSyntax(
+            f'<function name="{NAME}">', "</function>", argument=ArgumentSyntax('<param name="', '">', "</param>")
+        ),
+    ),
     "muse_spark": Dialect(
         {
             "<atem:function_calls>": _tagged("</atem:function_calls>", _ATEM),
@@ -171,13 +277,32 @@ DIALECTS: dict[str, Dialect] = {
         },
         ("</atem:function_calls>", "to=self<|message|>", "<|eom|>", "<|eot|>"),
         hints=("<atem:function_calls>",),
+        writes=CallSyntax(
+            f'<atem:invoke name="{NAME}">\n',
+            "</atem:invoke>\n",
+            "",
+            "<atem:function_calls>\n",
+            "</atem:function_calls>",
+            ArgumentSyntax('<atem:parameter name="', '">', "</atem:parameter>"),
+        ),
     ),
     "minimax_m3": Dialect(
         {"]<]minimax[>[<tool_call>": _nested("]<]minimax[>[</tool_call>", "]<]minimax[>[")},
         ("]<]minimax[>[",),
         hints=("]<]minimax[>[",),
+        writes=CallSyntax(
+            f']<]minimax[>[<invoke name="{NAME}">',
+            "]<]minimax[>[</invoke>\n",
+            "",
+            "]<]minimax[>[<tool_call>\n",
+            "]<]minimax[>[</tool_call>",
+        ),
     ),
-    "functionary": Dialect({">>>": _lines}, hints=(">>>${recipient}", ">>>all\n")),
+    "functionary": Dialect(
+        {">>>": _lines},
+        hints=(">>>${recipient}", ">>>all\n"),
+        writes=CallSyntax(f"{NAME}\n", "", ">>>", ">>>"),
+    ),
     "kimi_k3": Dialect(
         {"<|open|>tools<|sep|>": _tagged("<|close|>tools<|sep|>", _XTML)},
         (
@@ -191,6 +316,18 @@ DIALECTS: dict[str, Dialect] = {
             "<|sep|>",
         ),
         hints=("<|open|>",),
+        writes=CallSyntax(
+            f'<|open|>call tool="{NAME}"<|sep|>',
+            "<|close|>call<|sep|>",
+            "",
+            "<|open|>tools<|sep|>",
+            "<|close|>tools<|sep|>",
+            ArgumentSyntax(
+                '<|open|>argument key="',
+                f'" type="{TYPE}"<|sep|>',
+                "<|close|>argument<|sep|>",
+            ),
+        ),
     ),
     "kimi_k2": Dialect(
         {"<|tool_call_begin|>": _header("<|tool_call_end|>")},
@@ -201,6 +338,13 @@ DIALECTS: dict[str, Dialect] = {
             "<|tool_call_argument_begin|>",
         ),
         hints=("<|tool_calls_section_begin|>",),
+        writes=CallSyntax(
+            f"<|tool_call_begin|>functions.{NAME}:0<|tool_call_argument_begin|>",
+            "<|tool_call_end|>",
+            "",
+            "<|tool_calls_section_begin|>",
+            "<|tool_calls_section_end|>",
+        ),
     ),
     "deepseek": Dialect(
         {
@@ -218,6 +362,8 @@ DIALECTS: dict[str, Dialect] = {
             "<|tool_sep|>",
         ),
         hints=("<｜tool▁calls▁begin｜>", "<|tool_calls_end|>"),
+        writes=_DEEPSEEK,
+        writes_with=("<|tool_call_begin|>", _DEEPSEEK.with_plain_bars()),
     ),
     "solar": Dialect(
         {"<|tool_call:begin|>": _header("<|tool_call:end|>")},
@@ -232,52 +378,126 @@ DIALECTS: dict[str, Dialect] = {
             "<|tool_call:end|>",
         ),
         ends=("<|calls|>",),
+        writes=CallSyntax(
+            f"<|tool_call:begin|>call00000<|tool_call:name|>{NAME}<|tool_call:args|>",
+            "<|tool_call:end|>",
+            "",
+            "<|tool_calls|>",
+            "<|calls|>",
+        ),
     ),
-    "mistral": Dialect({"[TOOL_CALLS]": _header("")}, ("[ARGS]", "[CALL_ID]")),
-    "granite": Dialect({"<|tool_call|>": _objects("<|/tool_call|>")}, ("<|/tool_call|>",)),
+    "mistral": Dialect(
+        {"[TOOL_CALLS]": _header("")},
+        ("[ARGS]", "[CALL_ID]"),
+        writes=as_object("[TOOL_CALLS][", "]", ""),
+        writes_with=("[ARGS]", CallSyntax(f"[TOOL_CALLS]{NAME}[ARGS]", "", "")),
+    ),
+    "granite": Dialect(
+        {"<|tool_call|>": _objects("<|/tool_call|>")},
+        ("<|/tool_call|>",),
+        writes=listed("<|tool_call|>[", "]"),
+    ),
     "apertus": Dialect(
-        {"<|tools_prefix|>": _keyed("<|tools_suffix|>")}, ("<|tools_suffix|>",), ends=("<|tools_suffix|>",)
+        {"<|tools_prefix|>": _keyed("<|tools_suffix|>")},
+        ("<|tools_suffix|>",),
+        ends=("<|tools_suffix|>",),
+        writes=CallSyntax(f'{{"{NAME}": ', "}", ", ", "<|tools_prefix|>[", "]<|tools_suffix|>"),
     ),
     "cohere": Dialect(
         {"<|START_ACTION|>": _objects("<|END_ACTION|>")},
         ("<|END_ACTION|>", "<|START_TEXT|>", "<|END_TEXT|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+        writes=CallSyntax(
+            f'{{"tool_call_id": "0", "tool_name": "{NAME}", "parameters": ',
+            "}",
+            ",\n",
+            "<|START_ACTION|>[\n",
+            "\n]<|END_ACTION|>",
+        ),
     ),
-    "command_r": Dialect({"Action:\n```json": _objects("```"), "Action: ```json": _objects("```")}),
+    "command_r": Dialect(
+        {"Action:\n```json": _objects("```"), "Action: ```json": _objects("```")},
+        writes=listed("Action:\n```json\n[", "]```", "tool_name", "parameters"),
+    ),
     "minimax_m1": Dialect(
-        {"<tool_calls>": _objects("</tool_calls>")}, ("</tool_calls>",), hints=("<tool_calls>\n{", "<tool_calls>\\n{")
+        {"<tool_calls>": _objects("</tool_calls>")},
+        ("</tool_calls>",),
+        hints=("<tool_calls>\n{", "<tool_calls>\\n{"),
+        writes=replace(as_object("", ""), begin="<tool_calls>\n", end="\n</tool_calls>"),
     ),
-    "apriel": Dialect({"<tool_calls>": _objects("</tool_calls>")}, ("</tool_calls>", "[END FINAL RESPONSE]")),
-    "nemotron": Dialect({"<TOOLCALL>": _objects("</TOOLCALL>")}, ("</TOOLCALL>",)),
-    "gigachat": Dialect({"<|function_call|>": _objects("")}, ("<|message_sep|>",)),
+    "apriel": Dialect(
+        {"<tool_calls>": _objects("</tool_calls>")},
+        ("</tool_calls>", "[END FINAL RESPONSE]"),
+        writes=listed("<tool_calls>[", "]</tool_calls>"),
+    ),
+    "nemotron": Dialect(
+        {"<TOOLCALL>": _objects("</TOOLCALL>")},
+        ("</TOOLCALL>",),
+        writes=listed("<TOOLCALL>[", "]</TOOLCALL>"),
+    ),
+    "gigachat": Dialect(
+        {"<|function_call|>": _objects("")},
+        ("<|message_sep|>",),
+        writes=as_object("<|function_call|>", "", ""),
+    ),
     "gigachat_3": Dialect(
         {"<|message_sep|>\n\nfunction call<|role_sep|>": _objects("")},
         ("<|message_sep|>",),
         hints=("function call<|role_sep|>",),
+        writes=as_object("<|message_sep|>\n\nfunction call<|role_sep|>\n", "", ""),
     ),
-    "functools": Dialect({"functools[": _objects("")}),
+    "functools": Dialect(
+        {"functools[": _objects("")},
+        writes=listed("functools[", "]"),
+    ),
     "gemma4": Dialect(
         {"<|tool_call>": _fields("<tool_call|>", _GEMMA_4)},
         ("<tool_call|>", '<|"|>', "<|tool_response>"),
         ends=("<|tool_response>",),
+        writes=as_fields("<|tool_call>", "call:", "{", "}", "<tool_call|>", FieldSyntax(":", ",", '<|"|>')),
     ),
     "function_gemma": Dialect(
         {"<start_function_call>": _fields("<end_function_call>", _FUNCTION_GEMMA)},
         ("<end_function_call>", "<escape>"),
+        writes=as_fields(
+            "<start_function_call>", "call:", "{", "}", "<end_function_call>", FieldSyntax(":", ",", "<escape>")
+        ),
     ),
     "pythonic": Dialect(
         {"<|tool_call_start|>": _fields("<|tool_call_end|>", _PYTHON)},
         ("<|tool_call_end|>",),
         hints=("<|tool_list_start|>", "<|tool_call_start|>"),
+        writes=as_fields("<|tool_call_start|>", "[", "(", ")]", "<|tool_call_end|>", FieldSyntax("=", ", ")),
     ),
-    "functions": Dialect({"<function=": _tagged("", replace(_XML, call=""))}, ("</function>",)),
+    "functions": Dialect(
+        {"<function=": _tagged("", replace(_XML, call=""))},
+        ("</function>",),
+        writes=CallSyntax(f"<function={NAME}>", "</function>"),
+    ),
     "llama3": Dialect(
         {"<|python_tag|>": _objects("")},
         ("<|eom_id|>",),
         bare=True,
         hints=("<|python_tag|>", '"parameters": dictionary of argument name'),
+        writes=as_object("", "", "; ", "parameters"),
     ),
 }
 DIALECTS["laguna"] = DIALECTS["glm47"]
+
+# Of replies whose calls stay text.
+NO_CALLS = Dialect({}, writes=CallSyntax("", ""))
+
+
+def calling_format(form: ReplyFormat) -> ReplyFormat:
+    """Return the format for a request with tools: `json_tools` without a dialect."""
+    return form if form.dialect is not None else replace(form, dialect=_TOLD)
+
+
+def call_syntax(form: ReplyFormat) -> CallSyntax:
+    """Return a model's call syntax. `form` must not be Harmony, whose calls are messages."""
+    dialect = DIALECTS[form.dialect or _TOLD]
+    if dialect.writes_with is not None and any(token.name == dialect.writes_with[0] for token in form.tokens):
+        return dialect.writes_with[1]
+    return dialect.writes
 
 
 def call_ends(form: ReplyFormat) -> tuple[str, ...]:

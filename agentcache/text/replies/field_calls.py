@@ -165,7 +165,7 @@ class _At(Enum):
 
 
 class FieldCalls(Steps):
-    """Parses field calls up to the closing marker. Also accepts JSON objects (`grammars/call_syntax.py`)."""
+    """Parses field calls up to the closing marker. Also accepts JSON objects (`call_syntax.py`)."""
 
     def __init__(self, sink: CallSink, close: str, tools: Tools, notation: FieldNotation) -> None:
         super().__init__(sink, close)

@@ -13,12 +13,11 @@ from typing import Any, Protocol
 
 from agentcache.blocks.prefix_match import shared_until
 from agentcache.blocks.transcript import Transcript
-from agentcache.text.grammars.call_syntax import calling_format
 from agentcache.text.json_values import canonical_json, parse_json
 from agentcache.text.marks import any_of
 from agentcache.text.messages import REASONING_KEYS, THOUGHT
 from agentcache.text.replies.calls import Tools
-from agentcache.text.replies.dialects import call_ends
+from agentcache.text.replies.dialects import call_ends, calling_format
 from agentcache.text.replies.events import Call, Reasoning, Text, blocks_of
 from agentcache.text.replies.format import ReplyFormat
 from agentcache.text.replies.reader import open_reader

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from agentcache.text.marks import any_of
 from agentcache.text.replies.calls import SPACE, CallReader, CallSink, Tools, partial_end
-from agentcache.text.replies.dialects import DIALECTS, Dialect, DialectParts, bare_object
+from agentcache.text.replies.dialects import DIALECTS, NO_CALLS, Dialect, DialectParts, bare_object
 from agentcache.text.replies.events import Event, ReasoningDelta, TextDelta
 from agentcache.text.replies.format import HARMONY, ReplyFormat
 from agentcache.text.replies.harmony import HarmonyReader
@@ -113,7 +113,7 @@ class MarkedReader:
         *,
         whole: bool = False,
     ) -> None:
-        dialect = dialect or Dialect()
+        dialect = dialect or NO_CALLS
         strings = [*dialect.markers, *sum(pairs, ())]
         used = [token for token in form.tokens if any(token.name in string for string in strings)]
         codes = self._codes = Codes((token.name, token.is_shown) for token in used)
