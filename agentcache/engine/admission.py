@@ -7,14 +7,13 @@ from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.agents.restore import Restored, Restorer
 from agentcache.blocks.block_tables import BlockTables
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE
-from agentcache.blocks.ledger import RESIDUAL
 from agentcache.blocks.search import Cached, PrefixFinder, match_residual_kv
 from agentcache.blocks.snapshot_plan import SnapshotPlan
 from agentcache.engine.device import Device
 from agentcache.engine.hidden_states import HiddenStatePlanner
 from agentcache.engine.passes import ResidualKV
 from agentcache.engine.requests import Requests
-from agentcache.engine.room import Growth, has_room, slots_needed
+from agentcache.engine.room import Room
 from agentcache.engine.running_request import Outcome, RunningRequest, State
 from agentcache.engine.scheduler import Scheduler
 from agentcache.errors import AgentCacheError, InvalidRequest, OutOfBlocks, OutOfMemory, Overloaded
@@ -52,6 +51,7 @@ class Admission:
         self._device = device
         self._restorer = restorer
         self._hidden_states = hidden_states
+        self._room = Room(requests, caches)
         self._end = end
         self._step_down = step_down
         self._share = share
@@ -85,7 +85,7 @@ class Admission:
         finder = self._finder(generation, root)
         cached = self._hidden_states.extend(generation, finder, finder.match(self._most_cached(generation)))
         if busy:
-            self._check_room(generation, cached)
+            self._room.check(cached, len(generation.token_ids) + 1)
         in_ram = self._cache.in_ram(cached)
         sequence = self._cache.open(root, cached)
         generation.take_sequence(sequence, cached.hidden_states)
@@ -112,11 +112,7 @@ class Admission:
             return
         generation.adapter = use.resolved(use.policy)
         prefix = self._finder(generation, root).match(self._most_cached(generation))
-        num_tokens = len(generation.token_ids) + 1
-        allocator = self._cache.allocator
-        # Residuals cannot evict blocks that are read, so their free share stays free.
-        kept = self._cache.ledger.share_left(RESIDUAL)
-        fits = has_room(allocator, self._base_growth(), prefix, num_tokens, evicts=False, beside=kept)
+        fits = self._room.fits_beside_cached(prefix, len(generation.token_ids) + 1)
         if not fits or self._residual_tokens(generation, use, root) > prefix.num_tokens:
             self._share(generation)
 
@@ -128,12 +124,13 @@ class Admission:
         """Open base's and residual block tables: both or neither."""
         cache = self._residual_cache(use)
         cached, residual_root = self._match_residual_kv(generation, cache, root)
+        num_tokens = len(generation.token_ids) + 1
         if busy:
-            self._check_residual_room(generation, cache, cached)
+            self._room.check_residuals(cache, cached, num_tokens)
         # Protect them from the evictions below.
         self._cache.touch(cached)
         cache.prefix.touch(cached.own)
-        has_slots = self._make_residual_room(generation, cache, cached.own)
+        has_slots = self._room.make(cache, cached.own, num_tokens)
         if busy and not has_slots:
             raise OutOfBlocks("running requests read blocks where residuals are to be")
         cached, _ = self._match_residual_kv(generation, cache, root)
@@ -194,71 +191,6 @@ class Admission:
         if generation.request.sampling.prompt_logprobs and generation.num_generated == 0:
             return 0
         return len(generation.token_ids) - 1
-
-    def _check_room(self, generation: RunningRequest, prefix: Cached, beside: int | None = None) -> None:
-        """Raise OutOfBlocks unless the known tokens of this and all admitted requests fit.
-
-        `beside`: bytes for residual KV; None for what admitted requests lack.
-        """
-        if beside is None:
-            beside = self._lacking_residuals()[0]
-        num_tokens = len(generation.token_ids) + 1
-        if not has_room(self._cache.allocator, self._base_growth(), prefix, num_tokens, beside=beside):
-            raise OutOfBlocks("running requests need all the blocks there are")
-
-    @property
-    def _admitted(self) -> Sequence[RunningRequest]:
-        return (*self._requests.running, *self._requests.loading)
-
-    def _base_growth(self) -> list[Growth]:
-        return [Growth(other.open_sequence.tables, len(other.token_ids) + 1) for other in self._admitted]
-
-    def _residual_growth(self, cache: KeptCache) -> list[Growth]:
-        residual_kvs = [
-            (other.residual_kv, len(other.token_ids) + 1) for other in self._admitted if other.residual_kv is not None
-        ]
-        return [
-            Growth(residual_kv.residuals.tables, count)
-            for residual_kv, count in residual_kvs
-            if residual_kv.cache is cache
-        ]
-
-    def _check_residual_room(self, generation: RunningRequest, cache: KeptCache, cached: Cached) -> None:
-        """All residual caches share one part of the budget."""
-        lacking, spare = self._lacking_residuals(cache, cached.own, len(generation.token_ids) + 1)
-        left = self._cache.ledger.share_left(RESIDUAL)
-        if lacking > left + spare:
-            raise OutOfBlocks("running requests need all the blocks there are for residuals")
-        self._check_room(generation, cached, min(lacking, left))
-
-    def _lacking_residuals(
-        self, joins: KeptCache | None = None, prefix: Cached | None = None, num_tokens: int = 0
-    ) -> tuple[int, int]:
-        """Return bytes of residual slots that admitted requests lack, and spare bytes.
-
-        `joins`: cache of a further request, which has `prefix` cached.
-        """
-        lacking = spare = 0
-        for cache in self._caches.further:
-            allocator, running = cache.prefix.allocator, self._residual_growth(cache)
-            new = (prefix, num_tokens) if cache is joins else (None, 0)
-            for index, group in enumerate(allocator.slots.groups):
-                short = slots_needed(allocator, index, running, *new) - allocator.slots.pools[index].capacity
-                lacking += max(0, short) * group.bytes_per_block
-                spare += max(0, -short) * group.bytes_per_block
-        return lacking, spare
-
-    def _make_residual_room(self, generation: RunningRequest, cache: KeptCache, prefix: Cached) -> bool:
-        """Grow the cache; False if running requests hold the memory."""
-        allocator, running = cache.prefix.allocator, self._residual_growth(cache)
-        num_tokens = len(generation.token_ids) + 1
-        for index in range(len(allocator.slots.groups)):
-            needed = slots_needed(allocator, index, running, prefix, num_tokens)
-            if not allocator.grow_to(index, needed):
-                return False
-        # Growth may have taken slots that other residual requests need.
-        lacking, spare = self._lacking_residuals(cache, prefix, num_tokens)
-        return lacking <= spare + self._cache.ledger.room
 
     def _restore(self, generation: RunningRequest, due: Sequence[tuple[str, BlockTables]]) -> None:
         name, sequence = due[0]
