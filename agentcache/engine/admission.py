@@ -12,6 +12,7 @@ from agentcache.blocks.snapshot_plan import SnapshotPlan
 from agentcache.engine.device import Device
 from agentcache.engine.hidden_states import HiddenStatePlanner
 from agentcache.engine.passes import ResidualKV
+from agentcache.engine.plans import ExactPlan, ResidualPlan
 from agentcache.engine.requests import Requests
 from agentcache.engine.room import Room
 from agentcache.engine.running_request import Outcome, RunningRequest, State
@@ -88,7 +89,7 @@ class Admission:
             self._room.check(cached, len(generation.token_ids) + 1)
         in_ram = self._cache.in_ram(cached)
         sequence = self._cache.open(root, cached)
-        generation.take_sequence(sequence, cached.hidden_states)
+        generation.plan = ExactPlan.of(self._caches.base, sequence, generation.adapter, cached.hidden_states)
         self._plan_snapshots(generation, cached)
         self._device.copy_blocks(sequence.copies)
         if cached.hidden_states is not None:
@@ -145,7 +146,8 @@ class Admission:
         assert isinstance(cache.arenas, ResidualArenas)
         paired_from = cached.num_tokens if use.is_family else len(generation.token_ids)
         residual_kv = ResidualKV(cache, cache.arenas, residuals, base, paired_from, is_family=use.is_family)
-        generation.take_sequence(base, residual_kv=residual_kv, at_once=self._scheduler.token_budget.largest_chunk)
+        largest = self._scheduler.token_budget.largest_chunk
+        generation.plan = ResidualPlan.of(self._caches.base, residual_kv, use, generation.last_for_adapter, largest)
         cache.arenas.copy_blocks(residuals.copies)
         if generation.num_generated == 0:
             generation.prompt_logprobs.clear()
@@ -228,11 +230,10 @@ class Admission:
         Returns the number of tokens; 0 if the request must wait or has ended.
         """
         while generation.state is State.RUNNING:
-            residual = True
+            cache = self._caches.base
             try:
-                self._reserve_residuals(generation, num_tokens)
-                residual = False
-                self._reserve_base(generation, num_tokens)
+                for cache, tables, count in generation.open_plan.needs(generation.in_flight, num_tokens):
+                    cache.prefix.reserve(tables, count)
                 return num_tokens
             except OutOfBlocks as error:
                 if num_tokens > BLOCK_SIZE:
@@ -241,26 +242,14 @@ class Admission:
                     # The step under way may end requests or choose the last token; a large chunk frees window blocks.
                     return 0
                 else:
-                    self._out_of_blocks(generation, error, residual=residual)
+                    self._out_of_blocks(generation, error, in_base=cache is self._caches.base)
         return 0
 
-    def _reserve_residuals(self, generation: RunningRequest, num_tokens: int) -> None:
-        residual_kv = generation.current.residual_kv
-        if residual_kv is not None:
-            residual_kv.cache.prefix.reserve(residual_kv.residuals, generation.in_flight + num_tokens)
-
-    def _reserve_base(self, generation: RunningRequest, num_tokens: int) -> None:
-        residual_kv = generation.current.residual_kv
-        if residual_kv is None:
-            self._cache.reserve(generation.open_sequence, generation.in_flight + num_tokens)
-        elif residual_kv.is_paired(generation.num_launched):
-            self._cache.reserve(residual_kv.base, generation.num_launched + num_tokens - residual_kv.base.num_tokens)
-
-    def _out_of_blocks(self, generation: RunningRequest, error: OutOfBlocks, *, residual: bool = False) -> None:
-        victim = self._scheduler.victim(residual=residual)
+    def _out_of_blocks(self, generation: RunningRequest, error: OutOfBlocks, *, in_base: bool) -> None:
+        victim = self._scheduler.victim(beyond_base=not in_base)
         if victim is not None:
             self.preempt(victim)
-        elif residual and not generation.num_generated:
+        elif not in_base and not generation.num_generated:
             self._step_down(generation, StepDown.MEMORY)
         else:
             self._end_with_what_there_is(generation, _too_large(generation, error))
@@ -279,11 +268,9 @@ class Admission:
         self._scheduler.preempt(generation)
 
     def abandon_sequence(self, generation: RunningRequest) -> None:
-        if generation.sequence is not None:
-            if generation.residual_kv is not None:
-                generation.residual_kv.cache.prefix.abandon(generation.residual_kv.residuals)
-            self._cache.abandon(generation.sequence)
-            generation.lose_sequence()
+        if generation.plan is not None:
+            generation.plan.abandon()
+            generation.lose_plan()
 
 
 def _first_half(start: int, num_tokens: int) -> int:

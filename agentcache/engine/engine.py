@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NoReturn
 
 from agentcache.adapters.weights import AdapterWeightSet
@@ -19,7 +20,6 @@ from agentcache.engine.counters import Counters, cache_stats
 from agentcache.engine.device import Device, Step
 from agentcache.engine.hidden_states import HiddenStatePlanner
 from agentcache.engine.output_processor import OutputProcessor
-from agentcache.engine.passes import Pass
 from agentcache.engine.prefix_sharing import PrefixSharing
 from agentcache.engine.relief import MemoryRelief
 from agentcache.engine.requests import Requests
@@ -359,16 +359,9 @@ class Engine:
         generation.in_flight -= batch.num_tokens
         if generation.wants_prompt_logprobs:
             self.turns.note_prompt_scores(generation, result.prompt_scores)
-        start, residual_kv = generation.num_computed, result.row.work.residual_kv
-        token_ids = generation.token_ids[start : start + batch.num_tokens]
-        if residual_kv is None:
-            self._advance(generation, result.row.work, token_ids)
-        else:
-            if self.residuals.advance(generation, residual_kv, token_ids):
-                self._catch_up.pass_on()
-            self.residuals.leave_windows(residual_kv)
-            if result.token is not None and self._is_too_far(generation):
-                return
+        self._advance(generation, batch.num_tokens)
+        if result.token is not None and self._is_too_far(generation):
+            return
         if result.state is not None:
             generation.apply_state(result.state)
             self._keep_state(generation)
@@ -376,7 +369,7 @@ class Engine:
             self._take(generation, result.token, result.score)
 
     def _is_too_far(self, generation: RunningRequest) -> bool:
-        if generation.num_generated or not self.residuals.is_too_far(generation):
+        if generation.residual_kv is None or generation.num_generated or not self.residuals.is_too_far(generation):
             return False
         self._step_down(generation, StepDown.DIVERGENCE)
         return True
@@ -416,21 +409,19 @@ class Engine:
             result = late.result()
             generation.is_late = False
             assert result.token is not None
-            if generation.residual_kv is None or not self._is_too_far(generation):
+            if not self._is_too_far(generation):
                 self._take(generation, result.token, result.score)
         except BaseException as error:
             self.fail([generation], error)
 
-    def _advance(self, generation: RunningRequest, work: Pass, token_ids: list[int]) -> None:
-        sequence = work.writes
-        published = self.cache.advance(sequence, token_ids)
-        generation.drop_passes()
-        self.hidden_states.advance(sequence)
-        if published:
-            self.turns.save_early(generation, sequence, published)
+    def _advance(self, generation: RunningRequest, num_tokens: int) -> None:
+        plan, start = generation.open_plan, generation.num_computed
+        token_ids = generation.token_ids[start : start + num_tokens]
+        has_filled = plan.advance(token_ids, partial(self.turns.save_early, generation))
+        self.hidden_states.advance(plan.sequence)
+        if has_filled:
             self._catch_up.pass_on()
-        residual_kv = generation.residual_kv
-        self.cache.leave_window(sequence, None if residual_kv is None else residual_kv.residuals.num_tokens)
+        plan.leave_windows()
 
     def _keep_state(self, generation: RunningRequest) -> None:
         plan, num_tokens = generation.snapshots, generation.num_computed

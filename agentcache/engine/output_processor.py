@@ -10,7 +10,6 @@ from agentcache.agents.disk import Saved
 from agentcache.agents.persistence import Persistence
 from agentcache.agents.pins import Pins
 from agentcache.agents.table import AgentTable
-from agentcache.agents.turn_write import CacheTurn
 from agentcache.blocks.block_tables import BlockTables, PathBlock
 from agentcache.blocks.keys import BASE_CACHE
 from agentcache.blocks.origin_paths import agreed_tokens
@@ -82,10 +81,8 @@ class OutputProcessor:
         self._note_own(generation)
 
     def _release_residuals(self, generation: RunningRequest) -> None:
-        if generation.saved_residuals:
-            assert generation.adapter is not None
-            self._persistence.release(generation.saved_residuals, generation.adapter.residual_cache)
-            generation.saved_residuals = []
+        for cache in [cache for cache in generation.saved_early if cache != BASE_CACHE]:
+            self._persistence.release(generation.saved_early.pop(cache), cache)
 
     def _extended(self, generation: RunningRequest) -> AgentRecord | None:
         """Return the lineage that the turn replaces, if unchanged since the match.
@@ -99,25 +96,20 @@ class OutputProcessor:
         return known if known is not None and known.transcript is found.transcript else None
 
     def save_early(
-        self,
-        generation: RunningRequest,
-        sequence: BlockTables,
-        published: Sequence[PathBlock],
-        cache: str = BASE_CACHE,
+        self, generation: RunningRequest, cache: str, sequence: BlockTables, published: Sequence[PathBlock]
     ) -> None:
         """Write full blocks before the turn's end, if it will be saved."""
         record = generation.record
         if record is None or not self._persistence.fits(record, generation.num_prompt_tokens):
             return
-        saved = generation.saved_early if cache == BASE_CACHE else generation.saved_residuals
-        saved += published
+        generation.saved_early.setdefault(cache, []).extend(published)
         self._persistence.save_blocks(sequence, published, generation.note_written, cache)
 
     def drop(self, generation: RunningRequest) -> None:
         """Discard a turn and its early writes. The agent is unchanged."""
         self._let_lineage_go(generation)
         self._release_residuals(generation)
-        self._persistence.release(generation.saved_early)
+        self._persistence.release(generation.saved_early.pop(BASE_CACHE, ()))
 
     def take(self, generation: RunningRequest, token: int, score: TokenScore | None) -> Outcome | None:
         """Process the token chosen after all known ones. Returns the outcome if the request ends."""
@@ -125,9 +117,7 @@ class OutputProcessor:
             generation.first_token_at = time.perf_counter()
             if generation.request.n > 1:
                 # The n requests each compute the last token, for its logits.
-                self._cache.share_tail(generation.open_sequence, generation.num_prompt_tokens - 1)
-                if (residual_kv := generation.residual_kv) is not None:
-                    residual_kv.cache.prefix.share_tail(residual_kv.residuals, generation.num_prompt_tokens - 1)
+                generation.open_plan.share_tail(generation.num_prompt_tokens - 1)
             self._announce(generation)
         if generation.max_tokens == 0:
             return FinishReason.LENGTH
@@ -186,18 +176,10 @@ class OutputProcessor:
         self._note_next_start(generation, transcript)
         self._keep_state(generation, len(transcript))
         if generation.request.agent is None:
-            self._cache.close(generation.open_sequence, min(generation.num_computed, len(transcript)))
-            self._close_residuals(generation, transcript)
+            generation.open_plan.close(len(transcript), {})
             self._end(generation, None)
         else:
             self._commit(generation, transcript)
-
-    def _close_residuals(self, generation: RunningRequest, transcript: Transcript) -> Sequence[CacheTurn]:
-        if (residual_kv := generation.residual_kv) is None:
-            return ()
-        keep = min(residual_kv.residuals.num_tokens, len(transcript))
-        blocks = residual_kv.cache.prefix.close(residual_kv.residuals, keep)
-        return (CacheTurn(residual_kv.cache.name, keep, blocks, generation.saved_residuals),)
 
     def _note_next_start(self, generation: RunningRequest, transcript: Transcript) -> None:
         """If the reply has no thought, the next prompt repeats it: reset `repeated_tokens`."""
@@ -226,23 +208,21 @@ class OutputProcessor:
         return prompt.extended(marked.text, generated.ids, marked.ends, "generated")
 
     def _commit(self, generation: RunningRequest, transcript: Transcript) -> None:
-        sequence, record = generation.open_sequence, generation.record
+        record = generation.record
         assert record is not None  # set by `begin`
-        keep = min(sequence.num_tokens, len(transcript))
-        blocks = self._cache.close(sequence, keep)
+        turns = generation.open_plan.close(len(transcript), generation.saved_early)
         record = replace(
             record,
             salt=generation.request.salt,
             last_used=self._agents.time_of_use(),
             transcript=transcript,
             producer=generation.producer,
-            num_saved=keep,
-            blocks=tuple(block.named for block in blocks),
+            num_saved=turns[0].num_tokens,
+            blocks=tuple(block.named for block in turns[0].blocks),
         )
-        base = CacheTurn(BASE_CACHE, keep, blocks, generation.saved_early)
         self._persistence.commit(
             record,
-            [base, *self._close_residuals(generation, transcript)],
+            turns,
             lambda saved: self._end(generation, saved),
             lasting=0 if generation.snapshots is None else generation.snapshots.lasting,
             repeated=generation.repeated_tokens,

@@ -44,30 +44,19 @@ class PrefixSharing:
         while (num_tokens := self._tokens_ahead(generation)) > 0:
             begin = generation.num_computed
             generation.note_caught_up(begin, begin + num_tokens)
-            residual_kv = generation.residual_kv
-            for cache, sequence in self._written(generation):
-                cache.prefix.catch_up(sequence, generation.token_ids, begin + num_tokens)
-            generation.drop_passes()
-            if residual_kv is not None:
-                residual_kv.cache.prefix.leave_window(residual_kv.residuals)
-            still_read = None if residual_kv is None else residual_kv.residuals.num_tokens
-            self._base.prefix.leave_window(generation.open_sequence, still_read)
+            generation.open_plan.catch_up(generation.token_ids, begin + num_tokens)
 
     def _tokens_ahead(self, generation: RunningRequest) -> int:
         work, begin = generation.current, generation.num_computed
         if work.cut or generation.wants_prompt_logprobs:
             return 0
         end = len(generation.token_ids) - 1 if work.end is None else work.end  # its logits are needed
-        if work.residual_kv is not None and not work.residual_kv.is_paired(begin):
-            end = min(end, work.residual_kv.paired_from)
+        plan = generation.open_plan
+        if plan.written_until is not None:
+            end = min(end, plan.written_until)
         if end - begin < BLOCK_SIZE:
             return 0
-        written = self._written(generation)
-        return min(each.prefix.tokens_ahead(sequence, generation.token_ids, end) for each, sequence in written)
-
-    def _written(self, generation: RunningRequest) -> list[tuple[KeptCache, BlockTables]]:
-        work = generation.current
-        return [(self._base, work.writes)] if work.residual_kv is None else work.residual_kv.written(self._base)
+        return min(each.prefix.tokens_ahead(tables, generation.token_ids, end) for each, tables in plan.written)
 
     def _is_within_next_of(self, generation: RunningRequest, other: RunningRequest) -> bool:
         """Whether `other` computes the next block of `generation` and can fill it."""
@@ -77,11 +66,7 @@ class PrefixSharing:
             return False
         if end > min(each.num_launched + each.num_to_prefill for each in (generation, other)):
             return False
-        if (
-            (work.residual_kv is None) is not (theirs.residual_kv is None)
-            or work.cut
-            or generation.wants_prompt_logprobs
-        ):
+        if work.cut or generation.wants_prompt_logprobs:
             return False
         return _are_alike(work.writes, theirs.writes) and generation.token_ids[:end] == other.token_ids[:end]
 

@@ -10,7 +10,6 @@ from agentcache.blocks.keys import BLOCK_SIZE, pack_token_ids, residual_cache
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.engine.output_processor import OutputProcessor
-from agentcache.engine.passes import ResidualKV
 from agentcache.engine.running_request import RunningRequest
 from agentcache.errors import UnsupportedPolicy
 from agentcache.kv.residual_arenas import ResidualArenas
@@ -108,20 +107,6 @@ class Residuals:
     @property
     def saturated(self) -> int:
         return self._runner.saturated_residuals
-
-    def advance(self, generation: RunningRequest, residual_kv: ResidualKV, token_ids: Sequence[int]) -> bool:
-        """Publish computed residuals, and base KV computed with them. Returns whether a block is full."""
-        has_filled = False
-        for cache, sequence in residual_kv.written(self._caches.base):
-            if published := cache.prefix.advance(sequence, token_ids):
-                self._turns.save_early(generation, sequence, published, cache.name)
-                has_filled = True
-        generation.drop_passes()
-        return has_filled
-
-    def leave_windows(self, residual_kv: ResidualKV) -> None:
-        residual_kv.cache.prefix.leave_window(residual_kv.residuals)
-        self._caches.base.prefix.leave_window(residual_kv.base, residual_kv.residuals.num_tokens)
 
     def known_divergence(self, generation: RunningRequest, use: AdapterUse) -> float | None:
         cached_as = _cached_as(generation, use)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from agentcache.adapters.activation import AdapterUse
 from agentcache.agents.disk import Saved
 from agentcache.blocks.block_tables import BlockTables, PathBlock
-from agentcache.blocks.keys import BLOCK_SIZE, KVOrigin
+from agentcache.blocks.keys import KVOrigin
 from agentcache.blocks.prefix_match import PromptMatch
-from agentcache.blocks.search import CachedHiddenStates
 from agentcache.blocks.snapshot_plan import SnapshotPlan
 from agentcache.engine.output import Output
-from agentcache.engine.passes import Pass, ResidualKV, plan_passes
+from agentcache.engine.passes import Pass, ResidualKV
+from agentcache.engine.plans import RequestPlan
 from agentcache.errors import AgentCacheError, BrokenInvariant
 from agentcache.report import CachedTokens, CacheState, FinishReason, Report, StepDown, TokenLogprob, Update
 from agentcache.request import ChatPrompt, Request
@@ -62,12 +62,11 @@ class RunningRequest:
     Attributes:
         emit: callback for updates, on the engine thread; the last one has a report or is an error.
         token_ids: prompt, then generated tokens.
-        sequence: block tables in base's cache; None while waiting.
+        plan: block tables and passes; None while waiting.
         stepped_down: reason for the fallback from `residual`.
         divergence: relative error of base's KV against the adapter's own; None if not measured.
-        saved_early, saved_residuals: blocks sent to disk before the turn's end.
+        saved_early: blocks sent to disk before the turn's end, by cache.
         in_flight: tokens on the device.
-        passes: remaining passes, the current one first.
         background: whether other requests go first.
         passed_over: number of times that another request went first.
         decoded_at: number of its last decode step.
@@ -97,8 +96,7 @@ class RunningRequest:
     state: State = State.NEW
     sampler: Sampler | None = None
     token_ids: list[int] = field(default_factory=list)
-    sequence: BlockTables | None = None
-    residual_kv: ResidualKV | None = None
+    plan: RequestPlan | None = None
     stepped_down: StepDown | None = None
     divergence: float | None = None
     finish_reason: FinishReason | None = None
@@ -114,15 +112,13 @@ class RunningRequest:
     expected_tokens: int = 0
     lost_tokens: int = 0
     written_bytes: int = 0
-    saved_early: list[PathBlock] = field(default_factory=list)
-    saved_residuals: list[PathBlock] = field(default_factory=list)
+    saved_early: dict[str, list[PathBlock]] = field(default_factory=dict)
     found: AgentRecord | None = None
     goes_on: bool = False
     record: AgentRecord | None = None
     producer: KVOrigin | None = None
     adapter: AdapterUse | None = None
     in_flight: int = 0
-    passes: list[Pass] = field(default_factory=list)
     passed_over: int = 0
     decoded_at: int = 0
     system_tokens: int = 0
@@ -142,14 +138,22 @@ class RunningRequest:
         self.background = self.request.is_background
 
     @property
-    def open_sequence(self) -> BlockTables:
-        if self.sequence is None:
+    def open_plan(self) -> RequestPlan:
+        if self.plan is None:
             raise BrokenInvariant(f"request {self.request.request_id} has no sequence in the cache")
-        return self.sequence
+        return self.plan
+
+    @property
+    def open_sequence(self) -> BlockTables:
+        return self.open_plan.sequence
 
     @property
     def current(self) -> Pass:
-        return self.passes[0]
+        return self.open_plan.passes[0]
+
+    @property
+    def residual_kv(self) -> ResidualKV | None:
+        return None if self.plan is None else self.plan.residual_kv
 
     @property
     def last_for_adapter(self) -> int:
@@ -158,7 +162,7 @@ class RunningRequest:
 
     @property
     def num_computed(self) -> int:
-        return self.passes[0].writes.num_tokens if self.passes else 0
+        return 0 if self.plan is None else self.plan.passes[0].writes.num_tokens
 
     @property
     def num_launched(self) -> int:
@@ -190,27 +194,11 @@ class RunningRequest:
             return self.num_to_launch == 1
         if self.is_late or self.num_to_launch or not 0 < self.num_generated < self.max_tokens - 1:
             return False
-        return self.passes[0].end is None  # such a pass chooses no token
+        return self.current.end is None  # such a pass chooses no token
 
     @property
     def will_decode(self) -> bool:
         return bool(self.in_flight) and self.num_to_launch == 0 and self.num_generated < self.max_tokens - 1
-
-    def take_sequence(
-        self,
-        sequence: BlockTables,
-        ahead: CachedHiddenStates | None = None,
-        residual_kv: ResidualKV | None = None,
-        at_once: int = BLOCK_SIZE,
-    ) -> None:
-        """Set the block tables and plan the passes. `at_once`: largest chunk in tokens."""
-        self.sequence, self.residual_kv = sequence, residual_kv
-        self.passes = plan_passes(self.adapter, sequence, ahead, residual_kv, self.last_for_adapter, at_once)
-        self.drop_passes()
-
-    def drop_passes(self) -> None:
-        while len(self.passes) > 1 and self.passes[0].is_done:
-            del self.passes[0]
 
     def note_caught_up(self, begin: int, end: int) -> None:
         """Count prompt tokens that another request has computed."""
@@ -236,13 +224,12 @@ class RunningRequest:
         if self.num_computed <= self.shown_tokens:
             self.shown_state = self.num_computed, state
 
-    def lose_sequence(self) -> None:
-        """Clear the block tables. Results on the device become void."""
-        self.sequence = self.residual_kv = None
+    def lose_plan(self) -> None:
+        """Forget the plan, whose block tables are closed. Results on the device become void."""
+        self.plan = None
         self.in_flight = 0
         self.is_late = False
         self.leader = None
-        self.passes = []
         self.snapshots = self.row_state = self.launched_state = self.shown_state = None
 
     @property
@@ -275,8 +262,8 @@ class RunningRequest:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the current pass yields prompt logprobs; of a residual request, the adapter's does."""
-        return self.wants_prompt_logprobs and (self.residual_kv is None or self.current.computes is not None)
+        """Whether the current pass yields prompt logprobs."""
+        return self.wants_prompt_logprobs and self.open_plan.scores_prompt
 
     def note_written(self, num_bytes: int) -> None:
         self.written_bytes += num_bytes

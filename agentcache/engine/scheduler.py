@@ -71,12 +71,12 @@ class Scheduler:
         generation.passed_over = 0
         self.stalled = False
 
-    def victim(self, *, residual: bool = False) -> RunningRequest | None:
+    def victim(self, *, beyond_base: bool = False) -> RunningRequest | None:
         """Return the request to preempt: background first, then the youngest. The oldest always completes.
 
-        `residual`: whether it must have residual blocks.
+        `beyond_base`: whether it must have blocks in another cache than base's.
         """
-        running = [each for each in self.running if each.residual_kv is not None] if residual else self.running
+        running = [each for each in self.running if len(each.open_plan.tables) > 1] if beyond_base else self.running
         return max(running, key=_rank) if len(running) > 1 else None
 
     def preempt(self, generation: RunningRequest) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.agents.pins import Pins
-from agentcache.blocks.block_tables import Copy
+from agentcache.blocks.block_tables import BlockTables, Copy
 from agentcache.blocks.keys import BASE_CACHE
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
@@ -21,6 +21,8 @@ from agentcache.engine.engine import Engine, Parts
 from agentcache.engine.hidden_states import HiddenStatePlanner
 from agentcache.engine.output import Output
 from agentcache.engine.output_processor import OutputProcessor
+from agentcache.engine.passes import ResidualKV
+from agentcache.engine.plans import ExactPlan, ResidualPlan
 from agentcache.engine.requests import Requests
 from agentcache.engine.running_request import Emit, RunningRequest
 from agentcache.engine.scheduler import Scheduler
@@ -99,6 +101,15 @@ def make_generation(
         emit=emit,
         submitted_at=submitted_at,
     )
+
+
+def take_plan(generation: RunningRequest, sequence: BlockTables, residual_kv: ResidualKV | None = None) -> None:
+    """A plan over block tables without a cache."""
+    none: Any = None
+    if residual_kv is None:
+        generation.plan = ExactPlan.of(none, sequence, generation.adapter)
+    else:
+        generation.plan = ResidualPlan.of(none, residual_kv, generation.adapter, generation.last_for_adapter)
 
 
 class Computed:

@@ -139,7 +139,9 @@ class Trap:
         if getattr(getattr(arg, "record", arg), "id", None) == self._agent:
             return True
         own = self.generation
-        return own is not None and arg is not None and (arg is own.output or arg is own.sequence)
+        if own is None or arg is None:
+            return False
+        return arg is own.output or arg is own.plan or (own.plan is not None and arg is own.plan.sequence)
 
 
 def first_turn(hand: ByHand, number: int) -> Any:

@@ -20,14 +20,14 @@ from tests.conftest import ModelFolder
 from tests.marks import slow
 from tests.serving import inside
 from tests.serving.conversation import BLOCK_BYTES, TokenTalk, greedy, make_ids, open_llm, outcome
-from tests.serving.simulation import make_generation
+from tests.serving.simulation import make_generation, take_plan
 
 
 def test_a_penalty_counts_each_token_once() -> None:
     """The step itself adds the last token, which may not be known when the row is made."""
     generation = make_generation(5, wanted=9)
     generation.sampler = Sampler(SamplingParams(frequency_penalty=1.0))
-    generation.take_sequence(BlockTables("root", None, array("I", generation.token_ids), [], []))
+    take_plan(generation, BlockTables("root", None, array("I", generation.token_ids), [], []))
     for token, counts in ((7, {}), (7, {7: 1}), (8, {7: 2}), (7, {7: 2, 8: 1})):
         generation.token_ids.append(token)
         row = BatchRow.of(generation, 1, 1).sampler_row(len(generation.token_ids))

@@ -16,7 +16,7 @@ from agentcache.engine.batch import BatchRow
 from agentcache.engine.passes import Pass, ResidualKV, plan_passes
 from agentcache.engine.running_request import RunningRequest
 from agentcache.settings.adapters import Policy
-from tests.serving.simulation import make_generation
+from tests.serving.simulation import make_generation, take_plan
 
 LORA = AdapterUse("poet", "lora", Policy.EXACT, 0, frozenset([1]))
 ACTIVATED = AdapterUse("poet", "lora", Policy.ACTIVATED, 700, frozenset([1]))
@@ -58,14 +58,14 @@ def compute(generation: RunningRequest, num_tokens: int) -> None:
     generation.in_flight += num_tokens
     generation.current.writes.token_ids.extend([1] * num_tokens)
     generation.in_flight -= num_tokens
-    generation.drop_passes()
+    generation.open_plan.drop_passes()
 
 
 def test_one_pass_after_the_other() -> None:
     generation = make_generation(1000, wanted=2)
     generation.adapter = DECODER
-    generation.take_sequence(sequence_of(256))
-    base, decoder = generation.passes
+    take_plan(generation, sequence_of(256))
+    base, decoder = generation.open_plan.passes
     assert generation.current is base and generation.num_to_prefill == 999 - 256
     assert not BatchRow.of(generation, generation.num_to_launch, 743).is_complete
     generation.in_flight = 743
@@ -82,8 +82,8 @@ def test_passes_over_the_same_tokens_write_different_sequences() -> None:
     """Base over what base lacks, then an adapter from further in front: one more list."""
     generation = make_generation(1000, wanted=2)
     shared, own = sequence_of(600), sequence_of(100)
-    generation.take_sequence(shared)
-    generation.passes = [Pass(None, 1000, shared), Pass(LORA, None, own)]
+    take_plan(generation, shared)
+    generation.open_plan.passes = [Pass(None, 1000, shared), Pass(LORA, None, own)]
     assert (generation.num_computed, generation.num_to_prefill) == (600, 400)
     assert not BatchRow.of(generation, generation.num_to_launch, 400).is_complete, (
         "no token is chosen from base's logits"
@@ -107,7 +107,7 @@ def test_the_passes_of_a_residual_request(base: int, residuals: int) -> None:
     generation = make_generation(1000, wanted=3)
     generation.adapter = RESIDUAL
     residual_kv = residual_kv_of(base, residuals, 1000)
-    generation.take_sequence(residual_kv.base, residual_kv=residual_kv)
+    take_plan(generation, residual_kv.base, residual_kv)
     assert generation.current.computes is None and generation.num_to_prefill == 1000 - base
     assert not BatchRow.of(generation, generation.num_to_launch, 1000 - base).is_complete, "base answers nobody"
     compute(generation, 1000 - base)
@@ -136,7 +136,7 @@ def test_nobody_decodes_on_what_base_alone_computes() -> None:
     generation.adapter = RESIDUAL
     generation.token_ids += [5, 6]
     residual_kv = residual_kv_of(8, 8, 12)
-    generation.take_sequence(residual_kv.base, residual_kv=residual_kv)
+    take_plan(generation, residual_kv.base, residual_kv)
     generation.in_flight = 4
     assert generation.num_to_launch == 0 and not generation.can_decode, "no token is about to be chosen"
     generation.in_flight = 0
@@ -148,14 +148,14 @@ def test_nobody_decodes_on_what_base_alone_computes() -> None:
 def test_a_pass_that_the_cache_has_done_is_not_at_work() -> None:
     generation = make_generation(1000, wanted=2)
     generation.adapter = DECODER
-    generation.take_sequence(sequence_of(999))
+    take_plan(generation, sequence_of(999))
     assert generation.current.computes is DECODER
 
 
 def test_without_a_place_nothing_is_computed() -> None:
     generation = make_generation(10)
     assert generation.num_computed == 0
-    generation.take_sequence(sequence_of(4))
+    take_plan(generation, sequence_of(4))
     generation.in_flight = 2
-    generation.lose_sequence()
-    assert (generation.passes, generation.num_computed, generation.in_flight) == ([], 0, 0)
+    generation.lose_plan()
+    assert (generation.plan, generation.num_computed, generation.in_flight) == (None, 0, 0)

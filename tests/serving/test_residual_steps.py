@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from agentcache.adapters.activation import AdapterUse
+from agentcache.blocks.keys import BASE_CACHE
 from agentcache.engine.messages import DropAdapter, PutAdapter, dispatch
 from agentcache.models.adapters import AdapterContent, producer_groups, read_adapter
 from agentcache.report import RestoreReport
@@ -255,9 +256,11 @@ def test_who_leaves_lets_go_once_of_residuals_that_it_wrote_early(
     """Another turn, still to be saved, counts on the same files."""
     with opened(small, tmp_path / "cache", two, max_divergence=1e-3 if steps_down else UNLIMITED) as hand:
         left = hand.say("ann", PROMPT, 6, agent="alice")
-        while not left.generation.saved_residuals:
+        saved = left.generation.saved_early
+        while not saved.keys() - {BASE_CACHE}:
             hand.hand.step()
-        blocks, cache = list(left.generation.saved_residuals), hand.engine.caches.further[0].name
+        (cache,) = saved.keys() - {BASE_CACHE}
+        blocks = list(saved[cache])
         names = [name for block in blocks for name in block.named_in(cache).names]
         pins = hand.engine.persistence._pins
         pins.hold_blocks(names)

@@ -13,7 +13,7 @@ from agentcache.engine.scheduler import Scheduler
 from agentcache.engine.token_budget import SMALLEST_CHUNK, TokenBudget
 from agentcache.request import Priority, Request, TokenPrompt
 from agentcache.sampling import SamplingParams
-from tests.serving.simulation import MAX_STALL, make_generation
+from tests.serving.simulation import MAX_STALL, make_generation, take_plan
 
 INTERACTIVE, BACKGROUND = Priority.INTERACTIVE, Priority.BACKGROUND
 
@@ -25,7 +25,7 @@ def make_scheduler(max_running: int = 4, chunk: int = 256, tokens_per_second: fl
 
 
 def admit(scheduler: Scheduler, generation: RunningRequest, cached: int = 0) -> RunningRequest:
-    generation.take_sequence(BlockTables("root", None, array("I", generation.token_ids[:cached]), [], []))
+    take_plan(generation, BlockTables("root", None, array("I", generation.token_ids[:cached]), [], []))
     scheduler._requests.move(generation, State.WAITING)
     scheduler.admit(generation, loading=False)
     return generation
@@ -220,9 +220,9 @@ def test_a_preempted_request_does_not_wait_for_what_the_device_computed_for_it()
     scheduler = make_scheduler()
     row = decoding(scheduler)
     row.in_flight = 1
-    row.lose_sequence()
+    row.lose_plan()
     scheduler.preempt(row)
-    row.take_sequence(BlockTables("root", None, array("I", row.token_ids[:50]), [], []))
+    take_plan(row, BlockTables("root", None, array("I", row.token_ids[:50]), [], []))
     scheduler.admit(row, loading=False)
     assert scheduler.schedule() == {row: 60}
 
