@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 from agentcache.version import __version__
 
 if TYPE_CHECKING:
+    from agentcache.api.policy import Policy
+    from agentcache.api.report import AgentInfo
+    from agentcache.api.sampling import SamplingParams
     from agentcache.errors import (
         AgentCacheError,
         CacheFolderInUse,
@@ -23,9 +26,6 @@ if TYPE_CHECKING:
         UnsupportedModel,
     )
     from agentcache.llm import LLM, Completion
-    from agentcache.report import AgentInfo
-    from agentcache.sampling import SamplingParams
-    from agentcache.settings.adapters import Policy
 
 # On CUDA, MLX multiplies float32 in TF32 unless this is set before the first product. Two ways to compute a value
 # would then be quantised differently.
@@ -51,11 +51,11 @@ def __getattr__(name: str) -> object:
 
         return getattr(llm, name)
     if name == "Policy":
-        from agentcache.settings.adapters import Policy
+        from agentcache.api.policy import Policy
 
         return Policy
     if name in ("AgentInfo", "SamplingParams"):
-        from agentcache import report, sampling
+        from agentcache.api import report, sampling
 
         return report.AgentInfo if name == "AgentInfo" else sampling.SamplingParams
     from agentcache import errors

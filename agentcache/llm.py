@@ -18,28 +18,20 @@ from typing import Any, TypedDict, TypeVar, Unpack
 
 import mlx.core as mx
 
-from agentcache.answer_form import AnswerForm
+from agentcache.api.answer_form import AnswerForm
+from agentcache.api.model import AdapterInfo, ModelInfo
+from agentcache.api.policy import Policy, parse_policy
+from agentcache.api.report import AgentInfo, FinishReason, Report, RestoreReport, TokenLogprob, Update
+from agentcache.api.request import ChatPrompt, Prompt, Reading, Request, TextPrompt, TokenPrompt
+from agentcache.api.sampling import SamplingParams
+from agentcache.api.stats import CacheStats
 from agentcache.gateway.async_engine import AsyncEngine
-from agentcache.report import (
-    AdapterInfo,
-    AgentInfo,
-    CacheStats,
-    FinishReason,
-    ModelInfo,
-    Report,
-    RestoreReport,
-    TokenLogprob,
-    Update,
-)
-from agentcache.request import ChatPrompt, Prompt, Request, TextPrompt, TokenPrompt
-from agentcache.sampling import SamplingParams
-from agentcache.settings.adapters import AdapterFolder, Policy, parse_policy
+from agentcache.settings.adapters import AdapterFolder
 from agentcache.settings.config import Config
 from agentcache.settings.sources import load_config
-from agentcache.text.replies.calls import Tools
 from agentcache.text.replies.dialects import calling_format
 from agentcache.text.replies.events import Block, Event, blocks_of
-from agentcache.text.replies.reading import Reading
+from agentcache.text.replies.reader import read_as
 
 T = TypeVar("T")
 
@@ -67,7 +59,7 @@ class Completion:
 
 
 class RequestOptions(TypedDict, total=False):
-    """Options of `LLM.chat` and `LLM.generate`; see `agentcache.request.Request`."""
+    """Options of `LLM.chat` and `LLM.generate`; see `agentcache.api.request.Request`."""
 
     agent: str | None
     lineage: str | None
@@ -156,7 +148,7 @@ class LLM:
         invocation_start: int | None = None,
         **options: Unpack[RequestOptions],
     ) -> Completion:
-        """Continue raw text or token ids, with options of `agentcache.request.Request`.
+        """Continue raw text or token ids, with options of `agentcache.api.request.Request`.
 
         Raises:
             RequestError: the request is refused or fails.
@@ -194,8 +186,7 @@ class LLM:
     def _reading(self, prompt: ChatPrompt, form: AnswerForm | None) -> Reading:
         calls = bool(prompt.tools) or (form is not None and form.must_call)
         known = self._engine.model.reply_format
-        tools = Tools(prompt.tools) if prompt.tools else None
-        return Reading(calling_format(known) if calls else known, tools, thoughts=True)
+        return Reading(calling_format(known) if calls else known, prompt.tools or None, thoughts=True)
 
     def token_times(self, request: Request) -> list[float]:
         """Run a request and return each token's arrival (`time.perf_counter`); for benchmarks."""
@@ -227,7 +218,7 @@ class LLM:
     def _read(self, request: Request, updates: Sequence[Update]) -> tuple[Block, ...]:
         if not isinstance(request.prompt, ChatPrompt):
             return ()
-        reader = request.reading.open(whole=True)
+        reader = read_as(request.reading, whole=True)
         events: list[Event] = []
         for update in updates:
             if update.prompt_end is not None:

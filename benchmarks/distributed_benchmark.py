@@ -97,9 +97,9 @@ class Progress:
 
 
 def measure(model: Path, cache: Path, plan: DistributedPlan, note: Progress) -> dict[str, Any]:
+    from agentcache.api.request import Request, TokenPrompt
+    from agentcache.api.sampling import SamplingParams
     from agentcache.llm import LLM
-    from agentcache.request import Request, TokenPrompt
-    from agentcache.sampling import SamplingParams
 
     context, agents = plan.context, range(plan.rounds)
     ids = random.Random(1).choices(range(100, 2000), k=context)

@@ -18,9 +18,9 @@ from unittest import mock
 
 from rich.table import Table
 
+from agentcache.api.sampling import SamplingParams
 from agentcache.bench.reporter import Report, Reporter, number_table
 from agentcache.llm import LLM
-from agentcache.sampling import SamplingParams
 from agentcache.system.durable import Durability, commands
 
 CAVEATS = [

@@ -18,13 +18,13 @@ from typing import Any
 
 from rich.table import Table
 
-from agentcache.answer_form import AnswerForm, Notation, TextForm
+from agentcache.api.answer_form import AnswerForm, Notation, TextForm
+from agentcache.api.request import Request, TokenPrompt
+from agentcache.api.sampling import SamplingParams
 from agentcache.bench.reporter import Report, Reporter, number_table
 from agentcache.cli.serve import SWITCH_SECONDS
 from agentcache.llm import LLM
 from agentcache.models.builtin.random_model import random_model_path
-from agentcache.request import Request, TokenPrompt
-from agentcache.sampling import SamplingParams
 from benchmarks.streams import BenchmarkFailed, gaps_ms, percentile
 
 CAVEATS = [

@@ -21,12 +21,12 @@ from typing import Any
 import mlx.core as mx
 from rich.table import Table
 
+from agentcache.api.sampling import SamplingParams
+from agentcache.api.stats import CacheStats
 from agentcache.bench.plots import draw_bars, new_figure, save_figure
 from agentcache.bench.reporter import Report, Reporter, number_table
 from agentcache.llm import LLM, Completion
 from agentcache.models.builtin.embedded import DATA
-from agentcache.report import CacheStats
-from agentcache.sampling import SamplingParams
 from agentcache.training.decoder_files import write_adapter
 from training.role_adapters import QKV, QV, RoleRecipe, load_frozen, new_matrices
 

@@ -22,11 +22,11 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache
 from mlx_lm.utils import load_model
 from rich.table import Table
 
+from agentcache.api.request import Request, TokenPrompt
+from agentcache.api.sampling import SamplingParams
 from agentcache.bench.reporter import Report, Reporter, number_table
 from agentcache.llm import LLM
 from agentcache.models.builtin.random_model import random_model_path
-from agentcache.request import Request, TokenPrompt
-from agentcache.sampling import SamplingParams
 from benchmarks.workload import WEIGHTS_MODEL
 
 _PREFILL_CHUNK = 512

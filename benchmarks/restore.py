@@ -30,11 +30,11 @@ from typing import Any
 from rich.table import Table
 
 from agentcache.agents.restore import READERS
+from agentcache.api.report import RestoreReport
+from agentcache.api.sampling import SamplingParams
 from agentcache.bench.reporter import Report, Reporter, number_table
 from agentcache.llm import LLM, Completion
 from agentcache.models.builtin.random_model import random_model_path
-from agentcache.report import RestoreReport
-from agentcache.sampling import SamplingParams
 from agentcache.system.durable import sync
 from benchmarks.workload import RESTORE_MODEL
 

@@ -29,7 +29,7 @@ from agentcache.settings.sources import load_config
 from agentcache.store.disk_usage import automatic_budget, explicit_budget
 
 if TYPE_CHECKING:
-    from agentcache.kv.group_info import CacheGroupInfo
+    from agentcache.api.model import CacheGroupInfo
 
 OPS_SECONDS = 120
 MAX_PROBLEMS = 20
@@ -278,7 +278,7 @@ def examine_model(config: Config, url: str | None) -> list[Finding]:
 
 
 def _served(model: Mapping[str, Any], stats: Mapping[str, Any]) -> Iterator[Finding]:
-    from agentcache.kv.group_info import CacheGroupInfo, GroupKind
+    from agentcache.api.model import CacheGroupInfo, GroupKind
 
     groups = [CacheGroupInfo(**each | {"kind": GroupKind(each["kind"])}) for each in model["cache_groups"]]
     yield _model(
@@ -391,14 +391,15 @@ def _phrase(members: Sequence[CacheGroupInfo]) -> str:
 
 def _memory(groups: Sequence[CacheGroupInfo], max_context: int, plan: Mapping[str, Any], for_states: int) -> Finding:
     """RAM's capacity; `for_states` bytes are for recurrent state only."""
-    from agentcache.kv.group_info import GroupKind, tokens_within
+    from agentcache.api.model import GroupKind
+    from agentcache.kv.group_info import bytes_for, tokens_within
 
     states = [group for group in groups if group.kind is GroupKind.STATE]
     others = [group for group in groups if group.kind is not GroupKind.STATE]
     for_others = plan["ram_budget"] - (for_states if states else 0)
     tokens = tokens_within(others, for_others, max_context)
     shares = [(others, for_others), (states, for_states)]
-    agents = min(share // sum(group.bytes_for(AGENT_TOKENS) for group in kind) for kind, share in shares if kind)
+    agents = min(share // sum(bytes_for(group, AGENT_TOKENS) for group in kind) for kind, share in shares if kind)
     detail = (
         f"of {_size(plan['limit'])}: weights {_size(plan['weights'])}, cache {_size(plan['ram_budget'])}: "
         f"an agent of up to {tokens:,} tokens, or {agents:,} agents of {AGENT_TOKENS:,} in RAM at once"

@@ -10,12 +10,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from agentcache.adapters.table import check_adapter_name
+from agentcache.api.model import AdapterInfo
+from agentcache.api.policy import Policy
 from agentcache.errors import UnreadableAdapter, UnsupportedAdapter
-from agentcache.report import AdapterInfo
 from agentcache.server.context import engine_of, read_call
 from agentcache.server.model_names import known_adapter
 from agentcache.server.options import read_path, read_policy, require_machine_access
-from agentcache.settings.adapters import AdapterFolder, Policy
+from agentcache.settings.adapters import AdapterFolder
 
 log = logging.getLogger("agentcache.adapters")
 

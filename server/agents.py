@@ -11,11 +11,11 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from agentcache.api.report import AgentInfo
+from agentcache.api.request import Prompt, Request
+from agentcache.api.sampling import SamplingParams
 from agentcache.blocks.keys import BASE_CACHE, RESIDUAL
 from agentcache.errors import AgentUnavailable, InvalidRequest, NotFound
-from agentcache.report import AgentInfo
-from agentcache.request import Prompt, Request
-from agentcache.sampling import SamplingParams
 from agentcache.server.completion import collect
 from agentcache.server.context import Call, context_of, engine_of, name_agent, read_call, read_prompt
 from agentcache.server.model_names import read_adapter

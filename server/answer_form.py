@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentcache.answer_form import AnswerForm, CallableTool, Calls, Notation, TextForm
+from agentcache.api.answer_form import AnswerForm, CallableTool, Calls, Notation, TextForm
 from agentcache.errors import InvalidRequest
 from agentcache.server.context import Call
 from agentcache.server.validate import Reader

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from agentcache.request import ChatPrompt, Request
+from agentcache.api.request import ChatPrompt, Request
 from agentcache.server.answer_form import read_form, read_text_form
 from agentcache.server.anthropic_reply import AnthropicReply
 from agentcache.server.completion import Job, answer

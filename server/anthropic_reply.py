@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentcache.report import FinishReason, Report, Update
+from agentcache.api.report import FinishReason, Report, Update
+from agentcache.api.request import Reading
 from agentcache.server.errors import WireError
 from agentcache.server.replies import ReplyReader, read_whole
 from agentcache.server.reply import Completion, report_object
@@ -26,7 +27,6 @@ from agentcache.text.replies.events import (
     ToolCallArguments,
     ToolCallStart,
 )
-from agentcache.text.replies.reading import Reading
 
 _STOP_REASONS = {FinishReason.STOP: "end_turn", FinishReason.LENGTH: "max_tokens", None: None}
 

@@ -17,7 +17,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from agentcache import __version__
-from agentcache.report import AdapterInfo, CacheStats, ModelInfo
+from agentcache.api.model import AdapterInfo, ModelInfo
+from agentcache.api.stats import CacheStats
 from agentcache.server import adapters, agents, anthropic, openai, responses, stored_responses
 from agentcache.server.body import BodyLimit, WholeBody
 from agentcache.server.context import SERVER_NAME, Context, context_of, engine_of

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from agentcache.report import Update
-from agentcache.request import Request
+from agentcache.api.report import Update
+from agentcache.api.request import Request
 from agentcache.server.compat import EventStream
 from agentcache.server.context import Context, context_of, name_agent
 from agentcache.server.engine import Engine

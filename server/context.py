@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 
-from agentcache.blocks.prefix_match import Match
+from agentcache.api.model import ModelInfo
+from agentcache.api.report import Match, Report
 from agentcache.errors import ContextLengthExceeded, EngineStopped, Overloaded
 from agentcache.gateway.prompt_workers import Workers, shutting_down
-from agentcache.report import ModelInfo, Report
 from agentcache.server.body import note_read
 from agentcache.server.engine import Engine
 from agentcache.server.large_json import LargeJson

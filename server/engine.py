@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from agentcache.report import AdapterInfo, AgentInfo, CacheStats, ModelInfo, RestoreReport, Update
-from agentcache.request import Request
-from agentcache.settings.adapters import AdapterFolder, Policy
-from agentcache.start_progress import Measuring, Phase
+from agentcache.api.model import AdapterInfo, ModelInfo
+from agentcache.api.policy import Policy
+from agentcache.api.report import AgentInfo, RestoreReport, Update
+from agentcache.api.request import Request
+from agentcache.api.start_progress import Measuring, Phase
+from agentcache.api.stats import CacheStats
+from agentcache.settings.adapters import AdapterFolder
 from agentcache.store.response_files import ResponseFiles
 from agentcache.system.pressure import Level
 

@@ -7,7 +7,7 @@ from codecs import getincrementaldecoder
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from agentcache.report import TokenLogprob, readable
+from agentcache.api.report import TokenLogprob, readable
 
 # OpenAI's value for impossible tokens: JSON has no infinity.
 IMPOSSIBLE = -9999.0

@@ -17,11 +17,13 @@ from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from agentcache import report
-from agentcache.report import CacheStats, FinishReason, Report, Update
+from agentcache.api.report import FinishReason, Report, Update
+from agentcache.api.stats import CacheStats
+from agentcache.api.stats import Counter as CounterField
+from agentcache.api.stats import Gauge as GaugeField
 from agentcache.server.request_log import Answered, answer_then
 
-_KINDS = {report.Gauge: GaugeMetricFamily, report.Counter: CounterMetricFamily}
+_KINDS = {GaugeField: GaugeMetricFamily, CounterField: CounterMetricFamily}
 _FAMILIES = {
     field: (metric, _KINDS[type(metric)])
     for field, hint in get_type_hints(CacheStats, include_extras=True).items()

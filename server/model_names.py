@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from agentcache.api.model import AdapterInfo, ModelInfo
 from agentcache.errors import NotFound
-from agentcache.report import AdapterInfo, ModelInfo
 from agentcache.server.context import Call
 from agentcache.settings.config import Config
 

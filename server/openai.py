@@ -10,10 +10,10 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from agentcache.answer_form import AnswerForm
-from agentcache.report import ModelInfo
-from agentcache.request import ChatPrompt, TextPrompt, TokenPrompt
-from agentcache.sampling import SamplingParams
+from agentcache.api.answer_form import AnswerForm
+from agentcache.api.model import ModelInfo
+from agentcache.api.request import ChatPrompt, TextPrompt, TokenPrompt
+from agentcache.api.sampling import SamplingParams
 from agentcache.server.answer_form import ToolChoice, read_form, read_text_form
 from agentcache.server.completion import Job, answer
 from agentcache.server.context import Call, read_prompt

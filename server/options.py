@@ -9,18 +9,17 @@ from typing import Protocol
 
 from starlette.requests import Request as HttpRequest
 
-from agentcache.answer_form import AnswerForm
+from agentcache.api.answer_form import AnswerForm
+from agentcache.api.model import ModelInfo
+from agentcache.api.policy import Policy, parse_policy
+from agentcache.api.request import Priority, Prompt, Reading, Request
+from agentcache.api.sampling import SamplingParams
 from agentcache.errors import InvalidRequest
-from agentcache.report import ModelInfo
-from agentcache.request import Priority, Prompt, Request
-from agentcache.sampling import SamplingParams
 from agentcache.server.context import Call, context_of
 from agentcache.server.hosts import is_loopback
 from agentcache.server.middleware import Forbidden
 from agentcache.server.model_names import read_adapter
 from agentcache.server.validate import Reader
-from agentcache.settings.adapters import Policy, parse_policy
-from agentcache.text.replies.reading import Reading
 
 MAX_SALT_LENGTH = 256
 

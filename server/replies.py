@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentcache.answer_form import AnswerForm
-from agentcache.report import FinishReason, ModelInfo, Update
+from agentcache.api.answer_form import AnswerForm
+from agentcache.api.model import ModelInfo
+from agentcache.api.report import FinishReason, Update
+from agentcache.api.request import Reading
 from agentcache.server.reply import Completion
 from agentcache.server.thinking import AS_USUAL, Thinking
 from agentcache.server.validate import Reader
-from agentcache.text.replies.calls import Tools
 from agentcache.text.replies.dialects import calling_format
 from agentcache.text.replies.events import Block, Event, ReasoningDelta, blocks_of
-from agentcache.text.replies.reading import Reading
+from agentcache.text.replies.reader import read_as
 
 
 def read_whole(reading: Reading, completion: Completion) -> tuple[list[Block], int]:
@@ -41,7 +42,7 @@ def read_reading(
     reads_thoughts = extras.boolean("parse_reasoning", True) and thinking.parsed
     calls = bool(tools) or (form is not None and form.must_call)
     format = calling_format(model.reply_format) if calls else model.reply_format
-    return Reading(format, Tools(tools or ()) if reads_calls else None, reads_thoughts, not thinking.shown)
+    return Reading(format, tools or () if reads_calls else None, reads_thoughts, not thinking.shown)
 
 
 class ReplyReader:
@@ -55,7 +56,7 @@ class ReplyReader:
     """
 
     def __init__(self, reading: Reading, *, whole: bool = False) -> None:
-        self._reader = reading.open(whole=whole)
+        self._reader = read_as(reading, whole=whole)
         self._hides_thoughts = reading.hides_thoughts
         self.reasoning_tokens = 0
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentcache.api.policy import LOSSY
+from agentcache.api.report import CachedTokens, CacheState, FinishReason, Report, TokenLogprob, Update
 from agentcache.errors import BrokenInvariant
-from agentcache.report import CachedTokens, CacheState, FinishReason, Report, TokenLogprob, Update
-from agentcache.settings.adapters import LOSSY
 
 _COLDEST_FIRST = (CacheState.COLD, CacheState.WARM, CacheState.HOT)
 

@@ -8,8 +8,8 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from agentcache.request import ChatPrompt
-from agentcache.sampling import SamplingParams
+from agentcache.api.request import ChatPrompt
+from agentcache.api.sampling import SamplingParams
 from agentcache.server.answer_form import read_form, read_text_form
 from agentcache.server.completion import Job, answer
 from agentcache.server.context import Call, engine_of, read_again, read_prompt

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentcache.api.report import FinishReason, TokenLogprob, Update
+from agentcache.api.request import Reading
 from agentcache.errors import ContextLengthExceeded, Overloaded
-from agentcache.report import FinishReason, TokenLogprob, Update
 from agentcache.server.errors import WireError
 from agentcache.server.logprobs import chat_logprobs
 from agentcache.server.replies import ReplyReader
@@ -27,7 +28,6 @@ from agentcache.text.replies.events import (
     ToolCallEnd,
     ToolCallStart,
 )
-from agentcache.text.replies.reading import Reading
 
 # Type of a stream event, and its fields without the number.
 Said = tuple[str, dict[str, Any]]

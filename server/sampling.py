@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from agentcache.report import ModelInfo
-from agentcache.sampling import BOUNDS, MAX_STOP_CHARS, MAX_STOP_STRINGS, SamplingParams
+from agentcache.api.model import ModelInfo
+from agentcache.api.sampling import BOUNDS, MAX_STOP_CHARS, MAX_STOP_STRINGS, SamplingParams
 from agentcache.server.validate import Reader
 
 MAX_TOKENS_LIMIT = 2**31 - 1

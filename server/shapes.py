@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentcache.report import FinishReason, Report, TokenLogprob, Update
+from agentcache.api.report import FinishReason, Report, TokenLogprob, Update
+from agentcache.api.request import Reading
 from agentcache.server.errors import WireError
 from agentcache.server.logprobs import TextOffsets, chat_logprobs, text_logprobs
 from agentcache.server.replies import ReplyReader, read_whole
@@ -24,7 +25,6 @@ from agentcache.text.replies.events import (
     ToolCallArguments,
     ToolCallStart,
 )
-from agentcache.text.replies.reading import Reading
 
 DONE = b"data: [DONE]\n\n"
 

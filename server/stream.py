@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
+from agentcache.api.report import Update
 from agentcache.errors import BrokenInvariant, RequestTimedOut
-from agentcache.report import Update
 from agentcache.system.threads import as_exception
 
 T = TypeVar("T")

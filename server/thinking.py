@@ -11,16 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentcache.api.model import ThinkingVariables
 from agentcache.server.context import Call
 from agentcache.server.validate import Reader
-from agentcache.text.thinking import (
-    EFFORTS,
-    MEDIUM,
-    NONE,
-    ThinkingVariables,
-    ThinkingWish,
-    told,
-)
+from agentcache.text.thinking import EFFORTS, MEDIUM, NONE, ThinkingWish, can_grade, can_switch, told
 
 # By type. All but the first group are also read in `chat_template_kwargs`.
 _OBJECTS = ("thinking", "reasoning", "thinking_config")
@@ -213,14 +207,14 @@ def _notes(
     efforts = {name: value for name, value in values.items() if name in dict(variables.efforts)}
     as_told = f"it is told {next(iter(efforts.values()))!r}" if efforts else "it has no effect"
     if wish.is_off:
-        if not variables.can_switch:
+        if not can_switch(variables):
             yield f"{said[0].param}: the model's template has no switch for thinking; {as_told}"
         return
     for each in said:
         if each.budget not in (None, 0, -1) and not variables.budgets:
             yield f"{each.param}: the model's template knows no budget of thoughts; {as_told}"
-        elif each.effort not in (None, NONE) and not variables.can_grade:
-            known = "thinking is on or off" if variables.can_switch else "it has no effect"
+        elif each.effort not in (None, NONE) and not can_grade(variables):
+            known = "thinking is on or off" if can_switch(variables) else "it has no effect"
             yield f"{each.param}: the model's template knows no efforts; {known}"
         elif efforts and each.effort not in (None, NONE) and each.word.lower() not in efforts.values():
             yield f"{each.param}: {each.word!r:.80} is not known to the model's template; {as_told}"

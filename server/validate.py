@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
+from agentcache.api.names import is_name
 from agentcache.errors import ContextLengthExceeded, InvalidRequest
-from agentcache.names import is_name
 from agentcache.server.read_limit import STEPS, ReadLimit
 from agentcache.text.json_values import TooDeep, deep_place, parse_json
 

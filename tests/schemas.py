@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from agentcache.answer_form import AnswerForm, CallableTool, Calls, Notation, TextForm
+from agentcache.api.answer_form import AnswerForm, CallableTool, Calls, Notation, TextForm
 
 # What is above stands for markers, and becomes U+FFFD in what a model says.
 _CHARACTERS = st.characters(max_codepoint=0x10EFFF, exclude_categories=["Cs"])

@@ -10,10 +10,10 @@ from typing import Annotated
 import mlx.core as mx
 import typer
 
+from agentcache.api.sampling import SamplingParams
 from agentcache.errors import AgentCacheError
 from agentcache.llm import LLM
 from agentcache.models.builtin.embedded import DATA
-from agentcache.sampling import SamplingParams
 from agentcache.training.decoder import CACHE_LIMIT, Progress
 from training.corpus import Corpus
 from training.dialogue import Dialogue

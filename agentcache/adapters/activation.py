@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from agentcache.adapters.table import ServedAdapter, resolve_policy
+from agentcache.api.policy import LOSSY, Policy
+from agentcache.api.request import Request
 from agentcache.blocks.keys import KVOrigin, pack_token_ids, residual_cache
 from agentcache.errors import InvalidRequest
-from agentcache.request import Request
-from agentcache.settings.adapters import LOSSY, Policy
 
 _TOKEN_BYTES = 4
 _START_PARAM, _POLICY_PARAM = "agentcache.invocation_start", "agentcache.policy"

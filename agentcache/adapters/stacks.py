@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agentcache.blocks.ledger import BASE, STACKS, Account, Ledger
+from agentcache.api.stats import BASE, STACKS
+from agentcache.blocks.ledger import Account, Ledger
 from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
 from agentcache.models.lora import Stacks, can_stack, stacked_bytes
 

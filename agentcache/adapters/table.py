@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from agentcache.api.model import AdapterInfo
+from agentcache.api.names import RULE, is_name
+from agentcache.api.policy import LOSSY, RESIDUAL_IS_OFF, Policy
 from agentcache.errors import InvalidRequest, NotFound
-from agentcache.names import RULE, is_name
-from agentcache.report import AdapterInfo
-from agentcache.settings.adapters import LOSSY, RESIDUAL_IS_OFF, Policy
 
 if TYPE_CHECKING:
     from agentcache.models.adapters import Adapter

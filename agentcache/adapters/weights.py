@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from agentcache.adapters.activation import AdapterUse
 from agentcache.adapters.stacks import StackLoan
-from agentcache.blocks.ledger import ADAPTERS, Ledger
+from agentcache.api.stats import ADAPTERS
+from agentcache.blocks.ledger import Ledger
 from agentcache.errors import OutOfBlocks
 from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
 from agentcache.models.adapters import AdapterContent, trunk_cut

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
+from agentcache.api.report import Volatile
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.prefix_match import len_common_prefix
 from agentcache.blocks.transcript import Transcript, TranscriptContent
 from agentcache.errors import FileUnavailable, StoreError
-from agentcache.report import Volatile
 from agentcache.store.manifest import AgentRecord
 
 log = logging.getLogger("agentcache.lineages")

@@ -12,13 +12,13 @@ from agentcache.agents.pins import Pins
 from agentcache.agents.restore import Restored, Restorer
 from agentcache.agents.table import AgentTable, blocks_of, emptied, shown_time
 from agentcache.agents.turn_write import CacheTurn
+from agentcache.api.report import AgentInfo, CacheState, LineageInfo, RestoreReport
 from agentcache.blocks.block_tables import BlockTables, PathBlock
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE
 from agentcache.blocks.origin_paths import NamedBlock, chain_keys, name_blocks, spans
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.search import Cached
 from agentcache.errors import AgentCacheError, EngineStopped, InternalError, InvalidRequest, OutOfBlocks
-from agentcache.report import AgentInfo, CacheState, LineageInfo, RestoreReport
 from agentcache.store.archived_agent import ArchivedAgent
 from agentcache.store.manifest import AgentRecord
 
@@ -208,9 +208,7 @@ class AgentOperations:
             return None
         nodes = [node for path in prefix.paths for node in path.all_nodes]
         groups = tuple(range(len(cache.prefix.groups)))
-        return CacheTurn(
-            cache.name, num_tokens, [PathBlock(node, groups) for node in nodes if node.end <= num_tokens]
-        )
+        return CacheTurn(cache.name, num_tokens, [PathBlock(node, groups) for node in nodes if node.end <= num_tokens])
 
     def restore(
         self, agent_id: str, done: Callable[[RestoreReport | AgentCacheError], None], lineage: str | None = None

@@ -10,12 +10,13 @@ from types import MappingProxyType
 
 from agentcache.agents.lineages import eviction_priority, unshared_tokens
 from agentcache.agents.pins import Pins
+from agentcache.api.names import is_name
+from agentcache.api.stats import TRANSCRIPTS
 from agentcache.blocks.keys import BlockName
-from agentcache.blocks.ledger import TRANSCRIPTS, UNBOUNDED, Ledger
+from agentcache.blocks.ledger import UNBOUNDED, Ledger
 from agentcache.blocks.origin_paths import NamedBlock
 from agentcache.blocks.transcript import Transcript
 from agentcache.errors import AgentUnavailable, Conflict, InvalidRequest, NotFound
-from agentcache.names import is_name
 from agentcache.store.manifest import AgentRecord, agent_of, as_time
 
 _LEAST_TRANSCRIPT_BYTES = 16 << 20

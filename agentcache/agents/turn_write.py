@@ -1,9 +1,9 @@
 """A turn's way to the disk.
 
-    WRITE ─→ DONE                  blocks and manifest are on disk
-      ├────→ RETRY ─→ WRITE        another program removed files whose blocks are in RAM
-      ├────→ WITHOUT_RESIDUALS ─→ WRITE    their blocks are not in RAM; without them, the turn may be saved
-      └────→ FAILED                the agent's files are as before the turn
+WRITE ─→ DONE                  blocks and manifest are on disk
+  ├────→ RETRY ─→ WRITE        another program removed files whose blocks are in RAM
+  ├────→ WITHOUT_RESIDUALS ─→ WRITE    their blocks are not in RAM; without them, the turn may be saved
+  └────→ FAILED                the agent's files are as before the turn
 """
 
 from __future__ import annotations

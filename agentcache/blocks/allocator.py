@@ -10,10 +10,11 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from agentcache.api.stats import BASE
 from agentcache.blocks.block_tables import BlockTables, Copy
 from agentcache.blocks.eviction import EvictionOrder
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.blocks.ledger import BASE, UNBOUNDED, Account, Ledger
+from agentcache.blocks.ledger import UNBOUNDED, Account, Ledger
 from agentcache.blocks.slots import Group, Slots
 from agentcache.errors import BrokenInvariant, OutOfBlocks, OutOfMemory
 

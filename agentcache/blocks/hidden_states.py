@@ -11,8 +11,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from agentcache.api.stats import HIDDEN_STATES
 from agentcache.blocks.keys import BASE_ORIGIN, BLOCK_SIZE
-from agentcache.blocks.ledger import HIDDEN_STATES, Ledger
+from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.pool import BlockPool
 from agentcache.blocks.radix_tree import Node
 from agentcache.errors import BrokenInvariant

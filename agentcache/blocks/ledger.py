@@ -18,17 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from agentcache.api.stats import ADAPTERS, BASE, RESIDUAL, STACKS, RamUse
 from agentcache.errors import BrokenInvariant
 
-BASE, ADAPTERS, STACKS, HIDDEN_STATES, STATE, TEMPORARIES = (
-    "base",
-    "adapters",
-    "stacks",
-    "trunk",
-    "state",
-    "temporaries",
-)
-RESIDUAL, WEIGHTS, TRANSCRIPTS = "residual", "weights", "transcripts"
 UNBOUNDED = 2**62
 
 _NO_SHARES: Mapping[str, int] = {}
@@ -40,14 +32,6 @@ GIVES_WAY: Mapping[str, tuple[str, ...]] = {
     ADAPTERS: (BASE, STACKS, RESIDUAL),
     STACKS: (BASE,),
 }
-
-
-@dataclass(frozen=True)
-class RamUse:
-    kind: str
-    capacity_bytes: int
-    used_bytes: int
-    floor_bytes: int = 0
 
 
 @dataclass(eq=False)

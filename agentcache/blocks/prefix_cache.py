@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+from agentcache.api.stats import BASE
 from agentcache.blocks.allocator import BlockAllocator
 from agentcache.blocks.attach_prefix import attach_prefix
 from agentcache.blocks.block_tables import BlockTables, Load, OriginPath, PathBlock
 from agentcache.blocks.eviction import EvictionOrder
 from agentcache.blocks.keys import BLOCK_SIZE, KVOrigin
-from agentcache.blocks.ledger import BASE, UNBOUNDED, Ledger
+from agentcache.blocks.ledger import UNBOUNDED, Ledger
 from agentcache.blocks.origin_paths import NamedBlock, has_base_tail, state_layout
 from agentcache.blocks.pool import BlockTable
 from agentcache.blocks.prefix_sharing import append_nodes, nodes_ahead

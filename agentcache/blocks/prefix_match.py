@@ -6,24 +6,14 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import islice
 
+from agentcache.api.report import Match
 from agentcache.blocks.transcript import Encoding, Span, Spelling, Transcript
 
 PARTIAL_SHARE = 0.8
 MAX_ANCHORS = 3
 _FIRST_WINDOW = 256  # characters
-
-
-class Match(StrEnum):
-    """Relation of a prompt to its agent's transcript."""
-
-    EXACT = "EXACT"
-    EXTEND = "EXTEND"
-    PARTIAL = "PARTIAL"
-    DIVERGE = "DIVERGE"
-    NEW = "NEW"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
-from agentcache.blocks.ledger import STATE, Ledger
+from agentcache.api.stats import STATE
+from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.pool import BlockPool
 from agentcache.blocks.radix_tree import Node
 from agentcache.blocks.slots import Group

@@ -5,6 +5,8 @@ from collections.abc import Callable, Collection, Sequence
 from agentcache.adapters.activation import AdapterUse
 from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.agents.restore import Restored, Restorer
+from agentcache.api.policy import Policy
+from agentcache.api.report import CachedTokens, FinishReason, StepDown
 from agentcache.blocks.block_tables import BlockTables
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE
 from agentcache.blocks.search import Cached, PrefixFinder, match_residual_kv
@@ -19,8 +21,6 @@ from agentcache.engine.running_request import Outcome, RunningRequest, State
 from agentcache.engine.scheduler import Scheduler
 from agentcache.errors import AgentCacheError, InvalidRequest, OutOfBlocks, OutOfMemory, Overloaded
 from agentcache.kv.residual_arenas import ResidualArenas
-from agentcache.report import CachedTokens, FinishReason, StepDown
-from agentcache.settings.adapters import Policy
 
 
 class Admission:

@@ -4,10 +4,10 @@ from dataclasses import asdict, dataclass
 
 from agentcache.agents.caches import KeptCaches
 from agentcache.agents.persistence import Persistence
+from agentcache.api.stats import CacheStats
 from agentcache.engine.device import Device, Step
 from agentcache.engine.requests import Requests
 from agentcache.engine.scheduler import Scheduler
-from agentcache.report import CacheStats
 
 
 @dataclass

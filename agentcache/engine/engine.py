@@ -14,6 +14,10 @@ from agentcache.agents.operations import AgentOperations
 from agentcache.agents.persistence import Persistence
 from agentcache.agents.restore import Restorer
 from agentcache.agents.table import AgentTable
+from agentcache.api.policy import Policy
+from agentcache.api.report import FinishReason, StepDown
+from agentcache.api.start_progress import Measuring
+from agentcache.api.stats import CacheStats, Traffic
 from agentcache.engine.admission import Admission
 from agentcache.engine.batch import LateToken, Result
 from agentcache.engine.counters import Counters, cache_stats
@@ -34,9 +38,6 @@ from agentcache.models.fused import counts as kernel_counts
 from agentcache.models.loader import LoadedModel
 from agentcache.models.sampler import TokenScore
 from agentcache.ranks.lost import lost_rank
-from agentcache.report import CacheStats, FinishReason, StepDown, Traffic
-from agentcache.settings.adapters import Policy
-from agentcache.start_progress import Measuring
 from agentcache.system.pressure import Level
 
 log = logging.getLogger("agentcache.engine")

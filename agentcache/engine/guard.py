@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from agentcache.blocks.ledger import TEMPORARIES, Ledger
+from agentcache.api.stats import TEMPORARIES
+from agentcache.blocks.ledger import Ledger
 from agentcache.engine.running_request import RunningRequest
 from agentcache.models.footprint import Footprint, free_memory, spare_memory
 

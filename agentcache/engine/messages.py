@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from agentcache.adapters.activation import AdapterUse
 from agentcache.agents.disk import Saved
+from agentcache.api.report import PROMPT_END, AgentInfo, RestoreReport, StepDown, Update
+from agentcache.api.request import ChatPrompt, Request
+from agentcache.api.start_progress import Measuring
+from agentcache.api.stats import CacheStats
 from agentcache.blocks.prefix_match import PromptMatch
 from agentcache.blocks.transcript import TranscriptContent
 from agentcache.engine.output import Output
@@ -20,15 +24,13 @@ from agentcache.errors import AgentCacheError, BrokenInvariant, EngineStopped
 from agentcache.models.adapters import AdapterContent
 from agentcache.models.decoder import Decoder
 from agentcache.ranks.lost import lost_rank
-from agentcache.report import PROMPT_END, AgentInfo, CacheStats, RestoreReport, StepDown, Update
-from agentcache.request import ChatPrompt, Request
-from agentcache.start_progress import Measuring
 from agentcache.store.archived_agent import ArchivedAgent
 from agentcache.store.manifest import AgentRecord
 from agentcache.store.response_files import ResponseFiles
 from agentcache.system.pressure import Level
 from agentcache.system.threads import as_exception
 from agentcache.text.grammars.compiler import Grammar
+from agentcache.text.replies.reader import read_as
 from agentcache.text.replies.stop_search import StopSearch
 from agentcache.text.stop_strings import NO_STOPS, StopStrings
 from agentcache.text.tokenizer import Tokenizer
@@ -300,7 +302,7 @@ def _stop_search(submitted: Submit) -> StopSearch | None:
     reading = submitted.request.reading
     if reading.is_plain:
         return StopSearch(submitted.stops, None)
-    reader = reading.open()
+    reader = read_as(reading)
     reader.begin(submitted.match.transcript.text[-PROMPT_END:])
     return StopSearch(submitted.stops, reader)
 

@@ -17,9 +17,11 @@ from agentcache.agents.persistence import Persistence
 from agentcache.agents.pins import Pins
 from agentcache.agents.restore import Restorer
 from agentcache.agents.table import AgentTable, ResidentTranscripts, transcript_budget
+from agentcache.api.start_progress import StartProgress
+from agentcache.api.stats import RESIDUAL, WEIGHTS
 from agentcache.blocks.allocator import least_bytes, windows_bytes
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE
-from agentcache.blocks.ledger import RESIDUAL, WEIGHTS, Ledger
+from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.snapshot_plan import interval_for, whole_blocks
 from agentcache.engine.batch_builder import BatchBuilder
@@ -50,7 +52,6 @@ from agentcache.models.runner import ModelRunner
 from agentcache.ranks.executors import Executor, join
 from agentcache.settings.config import Config
 from agentcache.settings.memory_plan import MemoryPlan, Wishes, plan_memory, state_budget
-from agentcache.start_progress import StartProgress
 from agentcache.store.model_names import find_names
 from agentcache.store.precision_file import read_precision, write_precision
 from agentcache.text.replies.history import first_thought

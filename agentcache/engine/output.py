@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from agentcache.text.replies.format import MarkerToken
+from agentcache.api.model import MarkerToken
 from agentcache.text.replies.markers import Placed
 from agentcache.text.replies.stop_search import StopSearch
 from agentcache.text.stop_strings import FoundStop

@@ -10,6 +10,7 @@ from agentcache.agents.disk import Saved
 from agentcache.agents.persistence import Persistence
 from agentcache.agents.pins import Pins
 from agentcache.agents.table import AgentTable
+from agentcache.api.report import PROMPT_END, FinishReason, StepDown, TokenLogprob, Update
 from agentcache.blocks.block_tables import BlockTables, PathBlock
 from agentcache.blocks.keys import BASE_CACHE
 from agentcache.blocks.origin_paths import agreed_tokens
@@ -21,7 +22,6 @@ from agentcache.engine.requests import Requests
 from agentcache.engine.running_request import Outcome, RunningRequest, State, make_report
 from agentcache.errors import InternalError, InvalidRequest
 from agentcache.models.sampler import TokenScore
-from agentcache.report import PROMPT_END, FinishReason, StepDown, TokenLogprob, Update
 from agentcache.store.manifest import AgentRecord
 from agentcache.text.replies.history import ends_with_thought
 from agentcache.text.tokenizer import Tokenizer

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentcache.agents.caches import KeptCache, KeptCaches
+from agentcache.api.stats import RESIDUAL
 from agentcache.blocks.allocator import BlockAllocator, min_blocks
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.blocks.ledger import RESIDUAL
 from agentcache.blocks.pool import BlockTable
 from agentcache.blocks.search import Cached
 from agentcache.blocks.slots import Group

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 
 from agentcache.adapters.activation import AdapterUse
 from agentcache.agents.disk import Saved
+from agentcache.api.policy import Policy
+from agentcache.api.report import CachedTokens, CacheState, FinishReason, Report, StepDown, TokenLogprob, Update
+from agentcache.api.request import ChatPrompt, Request
 from agentcache.blocks.block_tables import BlockTables, PathBlock
 from agentcache.blocks.keys import KVOrigin
 from agentcache.blocks.prefix_match import PromptMatch
@@ -16,9 +19,6 @@ from agentcache.engine.output import Output
 from agentcache.engine.passes import Pass, ResidualKV
 from agentcache.engine.plans import RequestPlan
 from agentcache.errors import AgentCacheError, BrokenInvariant
-from agentcache.report import CachedTokens, CacheState, FinishReason, Report, StepDown, TokenLogprob, Update
-from agentcache.request import ChatPrompt, Request
-from agentcache.settings.adapters import Policy
 from agentcache.store.manifest import AgentRecord
 
 if TYPE_CHECKING:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from agentcache.adapters.table import AdapterTable, ServedAdapter, check_adapter_name, resolve_policy
+from agentcache.api.model import AdapterInfo
+from agentcache.api.policy import RESIDUAL_IS_OFF, Policy
 from agentcache.engine.messages import DropAdapter, PutAdapter
 from agentcache.errors import (
     AgentCacheError,
@@ -25,8 +27,7 @@ from agentcache.gateway.prompt_workers import Workers
 from agentcache.models.adapter_files import MAX_BYTES, MAX_HEADER_BYTES
 from agentcache.models.adapters import AdapterContent, producer_groups, read_adapter, read_again
 from agentcache.models.decoder import Decoder, is_decoder_folder, read_decoder, read_decoder_again
-from agentcache.report import AdapterInfo
-from agentcache.settings.adapters import RESIDUAL_IS_OFF, AdapterFolder, Policy
+from agentcache.settings.adapters import AdapterFolder
 
 if TYPE_CHECKING:
     from agentcache.adapters.table import AdapterSource

@@ -15,6 +15,12 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import mlx.core as mx
 
 from agentcache.agents.disk import Saved
+from agentcache.api.model import AdapterInfo, ModelInfo
+from agentcache.api.policy import Policy
+from agentcache.api.report import AgentInfo, RestoreReport, Update
+from agentcache.api.request import Request
+from agentcache.api.start_progress import Measuring, Phase, StartProgress
+from agentcache.api.stats import CacheStats
 from agentcache.engine.messages import (
     CheckIntegrity,
     ClearCache,
@@ -49,11 +55,8 @@ from agentcache.gateway.pressure_watch import never_failing, watch_pressure
 from agentcache.gateway.prompt_workers import Workers, shutting_down
 from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.models.loader import LoadedModel
-from agentcache.report import AdapterInfo, AgentInfo, CacheStats, ModelInfo, RestoreReport, Update
-from agentcache.request import Request
-from agentcache.settings.adapters import AdapterFolder, Policy
+from agentcache.settings.adapters import AdapterFolder
 from agentcache.settings.config import Config
-from agentcache.start_progress import Measuring, Phase, StartProgress
 from agentcache.store.archived_agent import read_archive
 from agentcache.store.response_files import ResponseFiles
 from agentcache.system.malloc import keep_freed_memory

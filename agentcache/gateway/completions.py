@@ -12,6 +12,8 @@ from typing import TypeVar
 
 from agentcache.agents.lineages import PlainPrompt, is_twin
 from agentcache.agents.table import Agents
+from agentcache.api.report import Update
+from agentcache.api.request import Request, TokenPrompt
 from agentcache.blocks.transcript import Transcript
 from agentcache.engine.messages import Cancel, Submit
 from agentcache.errors import Overloaded
@@ -30,8 +32,6 @@ from agentcache.gateway.prepare import (
     system_of,
 )
 from agentcache.gateway.prompt_workers import HasEnded, Workers
-from agentcache.report import Update
-from agentcache.request import Request, TokenPrompt
 from agentcache.settings.config import Config
 from agentcache.system.threads import as_exception
 from agentcache.text.tokenizer import Tokenizer

@@ -9,12 +9,12 @@ from functools import partial
 
 from agentcache.agents.lineages import PlainPrompt, ReadTranscripts
 from agentcache.agents.table import Agents
+from agentcache.api.report import Volatile
+from agentcache.api.request import ChatPrompt, Request
 from agentcache.blocks.prefix_match import len_common_prefix
 from agentcache.blocks.transcript import Transcript
 from agentcache.errors import AgentUnavailable, FileUnavailable, InvalidRequest
 from agentcache.gateway.prepare import read_prompt, with_system
-from agentcache.report import Volatile
-from agentcache.request import ChatPrompt, Request
 from agentcache.text.front import (
     ClientsWords,
     FrontChanges,

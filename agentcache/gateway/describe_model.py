@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from agentcache.api.model import ModelInfo
 from agentcache.engine.open import DIVERGENCES, STEPS_PROBED, check_weights, plan_for, wishes_of
 from agentcache.engine.view import ServedModel
 from agentcache.kv.group_info import describe_group
 from agentcache.models.footprint import Footprint
 from agentcache.models.loader import LoadedModel, load
 from agentcache.models.probe import Probe
-from agentcache.report import ModelInfo
 from agentcache.settings.config import Config
 from agentcache.settings.memory_plan import MemoryPlan
 from agentcache.store.precision_file import read_precision

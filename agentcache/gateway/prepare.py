@@ -15,12 +15,12 @@ from agentcache.adapters.activation import AdapterUse, refuse_without_adapter, u
 from agentcache.adapters.table import ServedAdapter, resolve_policy
 from agentcache.agents.lineages import PlainPrompt, choose
 from agentcache.agents.table import Agents
+from agentcache.api.policy import Policy
+from agentcache.api.report import PROMPT_END
+from agentcache.api.request import ChatPrompt, Prompt, Request, TextPrompt, TokenPrompt
 from agentcache.blocks.prefix_match import PromptMatch, match_text, match_tokens
 from agentcache.blocks.transcript import Spelling, Transcript
 from agentcache.errors import InvalidRequest
-from agentcache.report import PROMPT_END
-from agentcache.request import ChatPrompt, Prompt, Request, TextPrompt, TokenPrompt
-from agentcache.settings.adapters import Policy
 from agentcache.store.manifest import AgentRecord
 from agentcache.text.front import find_front
 from agentcache.text.grammars.compiler import Grammar

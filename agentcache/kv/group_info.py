@@ -4,52 +4,25 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 
+from agentcache.api.model import CacheGroupInfo, GroupKind
 from agentcache.blocks.allocator import window_blocks
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.spec import GroupSpec
 
 
-class GroupKind(StrEnum):
-    FULL = "full"  # KV of all tokens
-    WINDOW = "window"  # KV of recent tokens
-    LATENT = "latent"  # compressed KV (MLA)
-    STATE = "state"  # checkpoints of recurrent state
-
-
-@dataclass(frozen=True)
-class CacheGroupInfo:
-    """A cache group in reports.
-
-    Args:
-        window: tokens attended to; None for all.
-        bytes_per_snapshot: fixed bytes of a block (recurrent state), or 0.
-        packing: KV format; empty without KV.
-    """
-
-    name: str
-    kind: GroupKind
-    window: int | None
-    layers: int
-    bytes_per_token: int
-    bytes_per_snapshot: int
-    bytes_per_block: int
-    packing: str = ""
-
-    def bytes_for(self, num_tokens: int) -> int:
-        blocks = -(-num_tokens // BLOCK_SIZE)
-        if self.kind is GroupKind.STATE:
-            return self.bytes_per_block
-        return self.bytes_per_block * (blocks if self.window is None else min(blocks, window_blocks(self.window)))
+def bytes_for(group: CacheGroupInfo, num_tokens: int) -> int:
+    blocks = -(-num_tokens // BLOCK_SIZE)
+    if group.kind is GroupKind.STATE:
+        return group.bytes_per_block
+    return group.bytes_per_block * (blocks if group.window is None else min(blocks, window_blocks(group.window)))
 
 
 def tokens_within(groups: Sequence[CacheGroupInfo], num_bytes: int, most: int) -> int:
     """Tokens that fit into `num_bytes` in whole blocks, at most `most`."""
 
     def needed(blocks: int) -> int:
-        return sum(group.bytes_for(blocks * BLOCK_SIZE) for group in groups)
+        return sum(bytes_for(group, blocks * BLOCK_SIZE) for group in groups)
 
     return min(most, BLOCK_SIZE * bisect_right(range(1, -(-most // BLOCK_SIZE) + 1), num_bytes, key=needed))
 

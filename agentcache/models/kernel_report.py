@@ -17,7 +17,8 @@ from typing import Any
 
 import mlx.nn as nn
 
-from agentcache.kv.group_info import GroupKind, describe_group
+from agentcache.api.model import GroupKind
+from agentcache.kv.group_info import describe_group
 from agentcache.kv.precision import BITS, Precision
 from agentcache.kv.spec import LayerSpec
 from agentcache.metal_kernels.self_test import Verdict

@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from agentcache.api.start_progress import StartProgress
 from agentcache.blocks.keys import Namespace
 from agentcache.compat import download, load_model
 from agentcache.errors import InvalidRequest, UnsupportedModel
@@ -32,7 +33,6 @@ from agentcache.models.precision import Measured, Numbers, PrecisionSearch
 from agentcache.models.sample_text import CODE, PROSE, SAMPLE
 from agentcache.models.source_digest import source_digest
 from agentcache.models.step import CurrentStep
-from agentcache.start_progress import StartProgress
 from agentcache.store.cache_files import whose
 from agentcache.store.model_names import ModelNames
 from agentcache.system.memo import Memo, read_memo, write_memo

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import mlx.nn as nn
 
+from agentcache.api.start_progress import Measuring, StartProgress
 from agentcache.kv.packing import Packing, Plain
 from agentcache.kv.precision import BITS, LayerBits, Precision
 from agentcache.models.find_precision import SAFE, Layers, find_precision
 from agentcache.models.inspection import Inspection
 from agentcache.models.precision_runs import PrecisionRuns
 from agentcache.models.step import CurrentStep
-from agentcache.start_progress import Measuring, StartProgress
 
 MAX_DIVERGENCE = 0.005
 MOST_PASSES = 15  # including the unquantised one; most models take two, or six to nine

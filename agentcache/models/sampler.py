@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
-from agentcache.sampling import SamplingParams
+from agentcache.api.sampling import SamplingParams
 
 REPETITION_CONTEXT = 64  # covered by a repetition penalty
 _SMALLEST_TEMPERATURE = 1e-5  # below it, scaled log probabilities leave float32

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 from msgspec.msgpack import Decoder
 
+from agentcache.api.stats import Traffic
 from agentcache.blocks.pool import BlockPool
 from agentcache.blocks.snapshots import Snapshots
 from agentcache.errors import BrokenInvariant, ConfigError, RankLost, UnsupportedModel
@@ -30,7 +31,6 @@ from agentcache.ranks.watchdog import Watchdog
 from agentcache.ranks.wire import Wire
 from agentcache.ranks.worker import Slots, Worker
 from agentcache.ranks.worker_link import Post, WorkerLink
-from agentcache.report import Traffic
 from agentcache.settings.config import Config
 from agentcache.store.store import Store
 from agentcache.version import __version__

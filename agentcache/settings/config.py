@@ -9,8 +9,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from agentcache.api.sampling import SamplingDefaults
 from agentcache.errors import ConfigError, InvalidRequest
-from agentcache.sampling import SamplingDefaults
 from agentcache.settings.adapters import AdapterFolder
 from agentcache.settings.default_agents import RESPONSES_AGENT
 from agentcache.system.durable import Durability

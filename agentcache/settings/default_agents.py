@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from agentcache.api.names import RULE, is_name
 from agentcache.errors import ConfigError
-from agentcache.names import RULE, is_name
 
 ANY_CLIENT = "*"
 # For stored responses.

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from agentcache.api.names import is_name
+from agentcache.api.stats import STATE
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, FORMAT_VERSION, STATE_GROUP, block_key, kind_of
-from agentcache.blocks.ledger import STATE
 from agentcache.blocks.origin_paths import name_blocks, spans
 from agentcache.blocks.transcript import TranscriptContent
 from agentcache.errors import BlockRejected, BrokenInvariant, Conflict, FileUnavailable, InvalidRequest, StoreError
-from agentcache.names import is_name
 from agentcache.store.atomic import Fault, append_file, replace_file
 from agentcache.store.cache_files import CacheFiles, NotAFile, WrongFile
 from agentcache.store.disk_usage import DiskUsage

@@ -10,8 +10,8 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from agentcache.api.stats import STATE
 from agentcache.blocks.keys import STATE_GROUP, kind_of
-from agentcache.blocks.ledger import STATE
 from agentcache.errors import BlockMissing, BlockRejected, BrokenInvariant, FileUnavailable
 from agentcache.kv.block_layout import Array, aligned, first_float
 from agentcache.kv.spec import CacheSpec

@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from agentcache.api.stats import STATE
 from agentcache.blocks.keys import BASE_CACHE, RESIDUAL
-from agentcache.blocks.ledger import STATE
 from agentcache.errors import DiskBudgetExceeded
 from agentcache.store.atomic import TEMP_SUFFIX, replace_file
 from agentcache.store.cache_files import CacheFiles, WrongFile

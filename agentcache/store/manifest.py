@@ -12,6 +12,8 @@ from typing import Any
 
 import xxhash
 
+from agentcache.api.names import is_name
+from agentcache.api.policy import Policy
 from agentcache.blocks.keys import (
     BASE_CACHE,
     BLOCK_SIZE,
@@ -25,8 +27,6 @@ from agentcache.blocks.keys import (
 from agentcache.blocks.origin_paths import BlockSpan, NamedBlock, NamedSnapshot, name_blocks, spans
 from agentcache.blocks.transcript import Transcript
 from agentcache.errors import BlockRejected, FileUnavailable
-from agentcache.names import is_name
-from agentcache.settings.adapters import Policy
 from agentcache.store.transcript_log import LogEnd
 
 MAX_MANIFEST_BYTES = 1 << 20

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from agentcache.api.names import is_name
 from agentcache.errors import BrokenInvariant
-from agentcache.names import is_name
 from agentcache.store.atomic import Fault, replace_file
 from agentcache.store.cache_files import CacheFiles
 from agentcache.store.disk_usage import AGENTS, QUARANTINE

@@ -8,10 +8,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
+from agentcache.api.policy import Policy
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, FORMAT_VERSION
 from agentcache.blocks.origin_paths import chain_keys, state_chains
 from agentcache.errors import BlockRejected
-from agentcache.settings.adapters import Policy
 from agentcache.store.lineage_check import ServedCache, check_lineage
 from agentcache.store.manifest import FIRST_LINEAGE, Manifest, SavedCache, agent_of, manifest_of
 from agentcache.store.transcript_log import Content, SalvagedLog, salvage_log

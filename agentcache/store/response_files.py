@@ -22,8 +22,8 @@ from typing import Any
 
 import xxhash
 
+from agentcache.api.names import is_name
 from agentcache.errors import FileUnavailable, StoreError
-from agentcache.names import is_name
 from agentcache.store.atomic import Fault, append_file, replace_file
 from agentcache.store.cache_files import CacheFiles, WrongFile
 from agentcache.store.disk_usage import DiskUsage

@@ -20,11 +20,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
+from agentcache.api.names import is_name
 from agentcache.blocks.keys import BASE_CACHE
 from agentcache.errors import BlockMissing, BlockRejected, BlocksLost, BrokenInvariant, CacheFolderInUse, StoreError
 from agentcache.kv.block_layout import Array
 from agentcache.kv.spec import CacheSpec, GroupSpec
-from agentcache.names import is_name
 from agentcache.store.agent_folder import AgentFolder, SavedAgent
 from agentcache.store.atomic import Fault, as_store_error
 from agentcache.store.block_file import BlockHeader, StoredBlock

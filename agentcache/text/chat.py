@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from agentcache.api.model import ReplyFormat
 from agentcache.errors import InvalidRequest
 from agentcache.text.call_ids import with_short_ids
 from agentcache.text.marks import Marks
@@ -17,7 +18,6 @@ from agentcache.text.repairs.find_repairs import find_repairs
 from agentcache.text.repairs.kinds import NO_TEMPLATE, PLACEHOLDER, PLAINEST, Message, Repairs
 from agentcache.text.repairs.notation import call_notation
 from agentcache.text.repairs.steps import Render, Repaired, repaired
-from agentcache.text.replies.format import ReplyFormat
 from agentcache.text.template import REFUSED
 
 _MOST_UNSEEN = 20

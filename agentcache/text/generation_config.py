@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from agentcache.api.sampling import SamplingDefaults
 from agentcache.errors import InvalidRequest
-from agentcache.sampling import SamplingDefaults
 
 _FILE, _MODEL_FILE = "generation_config.json", "config.json"
 _MAX_BYTES = 16 << 20

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentcache.api.model import ReplyFormat
 from agentcache.blocks.prefix_match import len_common_prefix
 from agentcache.blocks.transcript import Encoding
 from agentcache.errors import InvalidRequest
 from agentcache.text.json_values import canonical_json
 from agentcache.text.messages import REASONING_KEYS, THOUGHT, plain_messages
-from agentcache.text.replies.format import ReplyFormat
 
 # From messages to a marked prompt.
 Render = Callable[[Sequence[Mapping[str, Any]]], str]

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from agentcache.api.model import USUAL_EFFORTS, ThinkingVariables
+
 # One scale for the efforts of templates and clients.
 NONE, MINIMAL, LOW, MEDIUM, HIGH, VERY_HIGH, MOST = range(7)
 EFFORTS: Mapping[str, int] = {
@@ -28,7 +30,6 @@ _EFFORT_NAMES = ("reasoning_effort", "thinking_effort", "reasoning_strength", "e
 _BUDGET_NAMES = ("thinking_budget", "reasoning_budget", "thinking_token_budget")
 _MODE_NAMES = ("thinking_mode",)
 _MODES = {"on": ("enabled", "thinking", "on"), "off": ("disabled", "chat", "off"), "free": ("adaptive", "auto")}
-_USUAL_EFFORTS = ("low", "medium", "high")
 
 _OPENING = re.compile(r"\{[{%#]")
 _CLOSING = {"{{": "}}", "{%": "%}", "{#": "#}"}
@@ -38,34 +39,13 @@ _ALLOWED = r"\b{name}\s+not\s+in\s*[\[(]([^\])]*)[\])]"  # list of all valid val
 _MOST_WORDS = 12  # strings in a piece of code that may list efforts
 
 
-@dataclass(frozen=True)
-class ThinkingVariables:
-    """The variables of a chat template that control thinking.
-
-    Args:
-        modes: variables with values.
-        efforts: variables with words, weakest first.
-        budgets: variables for tokens; -1 is no limit.
-        is_guess: whether the template is unknown.
-    """
-
-    switches: tuple[str, ...] = ()
-    modes: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    efforts: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    budgets: tuple[str, ...] = ()
-    is_guess: bool = False
-
-    @property
-    def can_switch(self) -> bool:
-        words = any(EFFORTS[word] == NONE for _, known in self.efforts for word in known)
-        return bool(self.switches or self.modes or self.budgets or words)
-
-    @property
-    def can_grade(self) -> bool:
-        return bool(self.efforts or self.budgets)
+def can_switch(variables: ThinkingVariables) -> bool:
+    words = any(EFFORTS[word] == NONE for _, known in variables.efforts for word in known)
+    return bool(variables.switches or variables.modes or variables.budgets or words)
 
 
-USUAL = ThinkingVariables(("enable_thinking",), efforts=(("reasoning_effort", _USUAL_EFFORTS),), is_guess=True)
+def can_grade(variables: ThinkingVariables) -> bool:
+    return bool(variables.efforts or variables.budgets)
 
 
 @dataclass(frozen=True)
@@ -181,9 +161,9 @@ def _words_of(code: Iterable[str], name: str) -> tuple[str, ...]:
             words |= _efforts_in(strings)
     else:
         if len(words - {"none"}) < 2:  # a single word is a default or a special case
-            words |= set(_USUAL_EFFORTS)
+            words |= set(USUAL_EFFORTS)
     if all(EFFORTS[word] == NONE for word in words):
-        words |= set(_USUAL_EFFORTS)
+        words |= set(USUAL_EFFORTS)
     return tuple(sorted(words, key=lambda word: (EFFORTS[word], word)))
 
 

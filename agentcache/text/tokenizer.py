@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from agentcache.api.model import HARMONY, HARMONY_ENDS, MarkerToken, ReplyFormat, ThinkingVariables
 from agentcache.blocks.transcript import Encoding, Spelling
 from agentcache.compat import TokenizerWrapper, load_tokenizer, renders_by_code, tool_format
 from agentcache.errors import ContextLengthExceeded, InvalidRequest, UnsupportedModel
@@ -25,11 +26,10 @@ from agentcache.text.marks import MarkedEnds, Marks, any_of
 from agentcache.text.messages import with_strings
 from agentcache.text.next_prompt import NextPrompts
 from agentcache.text.replies.find_format import find_format
-from agentcache.text.replies.format import HARMONY, HARMONY_ENDS, MarkerToken, ReplyFormat
 from agentcache.text.replies.written import WrittenReply
 from agentcache.text.template import MAX_BYTES, ChatTemplate, RenderedTooLong, check_kwargs
 from agentcache.text.template_files import complete_template
-from agentcache.text.thinking import ThinkingVariables, find_variables
+from agentcache.text.thinking import find_variables
 from agentcache.text.work_limit import UNLIMITED, WorkLimit
 from agentcache.text.write_replies import write_replies
 

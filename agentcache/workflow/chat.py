@@ -36,7 +36,7 @@ class Reply:
     """The engine's answer.
 
     Args:
-        report: `agentcache.report.Report` as plain data.
+        report: `agentcache.api.report.Report` as plain data.
         ttft_ms, total_ms: times to the first token, as the caller measured it, and to the end of saving.
     """
 

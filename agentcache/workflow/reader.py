@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from agentcache.api.names import is_name
 from agentcache.errors import ConfigError
-from agentcache.names import is_name
 
 Kind = type | tuple[type, ...]
 

@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from agentcache.api.names import RULE, is_name
 from agentcache.errors import ConfigError
-from agentcache.names import RULE, is_name
 from agentcache.workflow.chat import Chat, Question, Restored
 from agentcache.workflow.conversation import Conversation, message
 from agentcache.workflow.script import Script, Step, Turn, steps_of

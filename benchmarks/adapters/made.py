@@ -13,11 +13,11 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.utils import load_model
 
+from agentcache.api.policy import Policy
 from agentcache.bench.ttft import WORDS
 from agentcache.models.adapter_config import CONFIG_FILE
 from agentcache.models.adapters import target_modules
 from agentcache.models.inspection import inspect_model
-from agentcache.settings.adapters import Policy
 from agentcache.text.tokenizer import Tokenizer
 from agentcache.training.decoder_files import write_adapter
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from agentcache.api.policy import Policy
 from agentcache.models.builtin.random_model import random_model_path
 from agentcache.server_process import SERVE, ServerProcess
-from agentcache.settings.adapters import Policy
 from agentcache.text.tokenizer import Tokenizer
 from benchmarks.adapters.made import MadeAdapter, PassageSource, make_adapters
 from benchmarks.adapters.mixed import Mixed, MixedBench, MixedPlan

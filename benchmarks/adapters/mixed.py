@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from agentcache.api.policy import Policy
 from agentcache.server_process import ServerProcess
-from agentcache.settings.adapters import Policy
 from benchmarks.adapters.made import MadeAdapter, Passage, PassageSource
 from benchmarks.adapters.switch import Peer
 from benchmarks.streams import Stream, run_at_once, run_together, steady_rate

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from agentcache.api.policy import Policy
 from agentcache.server_process import ServerProcess
-from agentcache.settings.adapters import Policy
 from benchmarks.adapters.made import MadeAdapter, PassageSource
 from benchmarks.adapters.switch import complete
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentcache.api.policy import Policy
 from agentcache.client import Completion
 from agentcache.server_process import ServerProcess
-from agentcache.settings.adapters import Policy
 from benchmarks.adapters.made import MadeAdapter, Passage, PassageSource
 from benchmarks.compare.measure import OURS, PEER
 from benchmarks.streams import RunningStream

@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from agentcache.api.sampling import SamplingParams
 from agentcache.llm import LLM, Completion
-from agentcache.sampling import SamplingParams
 from benchmarks.quality.plan import QualityPlan
 from benchmarks.quality.role_bench import (
     GREEDY,

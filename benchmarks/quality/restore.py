@@ -16,11 +16,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from agentcache.api.sampling import SamplingParams
 from agentcache.bench.plots import new_figure
 from agentcache.bench.reporter import Report
 from agentcache.llm import LLM, Completion
 from agentcache.models.builtin.embedded import DATA
-from agentcache.sampling import SamplingParams
 from benchmarks.quality.plan import Part, QualityPlan
 from benchmarks.quality.table import ResultTable
 from training.corpus import Corpus

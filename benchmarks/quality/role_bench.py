@@ -13,11 +13,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from agentcache.api.sampling import SamplingParams
 from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
 from agentcache.models.adapters import read_adapter
 from agentcache.models.builtin.embedded import DATA
 from agentcache.models.step import StepInputs
-from agentcache.sampling import SamplingParams
 from agentcache.training.decoder_model import FrozenBase, load_base
 from benchmarks.quality.plan import QualityPlan
 from training.model import RoundedCache

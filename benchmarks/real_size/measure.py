@@ -24,10 +24,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from agentcache.api.sampling import SamplingParams
 from agentcache.client import ServerError
 from agentcache.llm import LLM
 from agentcache.models.device_memory import device_memory
-from agentcache.sampling import SamplingParams
 from agentcache.server_process import ServerNotStarted
 from benchmarks.compare.measure import OURS, PEER, ComparePlan, TurnSample, measure_comparison
 from benchmarks.real_size.model import SHAPE, make_model

@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import load_file
 
+from agentcache.api.policy import Policy
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.models.adapters import read_adapter
 from agentcache.models.loader import load
-from agentcache.settings.adapters import Policy
 from agentcache.text.tokenizer import Tokenizer
 from benchmarks.adapters.made import POLICIES, PassageSource, make_adapters
 from benchmarks.adapters.measure import AdaptersPlan, AdaptersResult, measure_adapters

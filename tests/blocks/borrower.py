@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from agentcache.blocks.ledger import ADAPTERS, STACKS, Account, Ledger
+from agentcache.api.stats import ADAPTERS, STACKS
+from agentcache.blocks.ledger import Account, Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 
 

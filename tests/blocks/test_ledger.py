@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from agentcache.blocks.ledger import ADAPTERS, BASE, HIDDEN_STATES, RESIDUAL, STACKS, Account, Ledger, RamUse
+from agentcache.api.stats import ADAPTERS, BASE, HIDDEN_STATES, RESIDUAL, STACKS, RamUse
+from agentcache.blocks.ledger import Account, Ledger
 from agentcache.errors import BrokenInvariant
 from tests.examples import examples
 

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentcache.blocks.prefix_match import Match, len_common_prefix, match_text, match_tokens
+from agentcache.api.report import Match
+from agentcache.blocks.prefix_match import len_common_prefix, match_text, match_tokens
 from agentcache.blocks.transcript import Encoding, Transcript
 from agentcache.text.tokenizer import Tokenizer
 from tests.blocks.matching import check_match, generate, match, read, user

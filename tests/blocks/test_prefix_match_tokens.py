@@ -7,7 +7,8 @@ from array import array
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agentcache.blocks.prefix_match import Match, len_common_prefix, match_tokens
+from agentcache.api.report import Match
+from agentcache.blocks.prefix_match import len_common_prefix, match_tokens
 from agentcache.blocks.transcript import Spelling, Transcript
 from agentcache.text.tokenizer import Tokenizer
 from tests.blocks.matching import check_transcript, match

@@ -7,9 +7,10 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentcache.api.stats import BASE
 from agentcache.blocks.block_tables import BlockTables
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.blocks.ledger import BASE, Ledger
+from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from tests.blocks.borrower import leave
 from tests.blocks.cache_model import FakeGroup

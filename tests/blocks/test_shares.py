@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentcache.api.stats import BASE, RESIDUAL
 from agentcache.blocks.block_tables import BlockTables
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.blocks.ledger import BASE, RESIDUAL, Ledger
+from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.errors import OutOfBlocks
 from tests.blocks.cache_model import Arena, FakeGroup

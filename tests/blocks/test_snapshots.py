@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 
+from agentcache.api.stats import STATE
 from agentcache.blocks.block_tables import BlockTables
 from agentcache.blocks.keys import KVOrigin
-from agentcache.blocks.ledger import STATE, Ledger
+from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.origin_paths import state_chains
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.radix_tree import Node

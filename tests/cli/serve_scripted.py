@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 
+from agentcache.api.report import FinishReason, Update
+from agentcache.api.request import Request
 from agentcache.cli import connection
 from agentcache.cli.main import main
 from agentcache.errors import CacheFolderInUse, EngineStopped
-from agentcache.report import FinishReason, Update
-from agentcache.request import Request
 from agentcache.settings.config import Config
 from tests.server.fake_engine import REPORT, FakeEngine
 from tests.throwing import PanicException

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from agentcache.api.report import FinishReason, Update
+from agentcache.api.request import ChatPrompt, Request, TextPrompt
 from agentcache.errors import InvalidRequest
-from agentcache.report import FinishReason, Update
-from agentcache.request import ChatPrompt, Request, TextPrompt
 from tests.cli.conftest import Invoke
 from tests.server.fake_engine import MODEL, POET, REPORT, FakeEngine, hello
 

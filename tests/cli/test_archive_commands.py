@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from agentcache.api.sampling import SamplingParams
 from agentcache.llm import LLM
-from agentcache.sampling import SamplingParams
 from tests.cli.conftest import Invoke
 from tests.conftest import ModelFolder
 from tests.server.fake_engine import FakeEngine

@@ -18,11 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.responses import Response
 
+from agentcache.api.names import is_name
 from agentcache.cli import client_settings
 from agentcache.cli import launch as launch_module
 from agentcache.cli.client_settings import UnreadableSettings, Value, put_in, take_out, write
 from agentcache.cli.coding_agents import PROGRAMS, SMALL_CONTEXT, CodingAgent, Served, folder_session
-from agentcache.names import is_name
 from tests.cli.conftest import Invoke
 from tests.cli.test_doctor_server import serving
 from tests.examples import examples

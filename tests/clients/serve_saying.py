@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from agentcache.answer_form import AnswerForm
+from agentcache.api.answer_form import AnswerForm
+from agentcache.api.report import Update
+from agentcache.api.request import ChatPrompt, Request
 from agentcache.cli.main import main
 from agentcache.gateway.async_engine import AsyncEngine
-from agentcache.report import Update
-from agentcache.request import ChatPrompt, Request
 from tests.serving.scripted import scripted_by
 
 ANSWER = "There are 42 cats, and all of them sleep."

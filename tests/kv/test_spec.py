@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentcache.api.model import CacheGroupInfo
 from agentcache.blocks.allocator import least_bytes
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.errors import UnsupportedModel
-from agentcache.kv.group_info import CacheGroupInfo, describe_group, tokens_within
+from agentcache.kv.group_info import bytes_for, describe_group, tokens_within
 from agentcache.kv.packing import Quantisation, quantisation_for
 from agentcache.kv.spec import (
     CacheSpec,
@@ -134,5 +135,5 @@ def test_what_fits_is_what_the_allocator_lets_one_sequence_have(window: int | No
 
 def test_a_state_is_counted_once_however_long_the_sequence() -> None:
     state = describe_group(GroupSpec("state.0", (TensorSpec("state", "F32", (1000,), token_axis=None),)))
-    assert state.bytes_for(1) == state.bytes_for(100_000) == 4000
+    assert bytes_for(state, 1) == bytes_for(state, 100_000) == 4000
     assert tokens_within([state], 3999, 5000) == 0 and tokens_within([state], 4000, 5000) == 5000

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from agentcache.api.sampling import SamplingParams
 from agentcache.llm import LLM
 from agentcache.models.builtin.embedded import DATA, WEIGHTS_FILE, embedded_model_path
-from agentcache.sampling import SamplingParams
 from training.corpus import Corpus
 from training.dialogue import Dialogue
 from training.model import CONFIG

@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from agentcache.api.sampling import SamplingParams
 from agentcache.blocks.pool import BlockTable
 from agentcache.errors import ConfigError
 from agentcache.kv.arena import LayerArena
@@ -26,7 +27,6 @@ from agentcache.metal_kernels.self_test import Verdict
 from agentcache.metal_kernels.tiling import HeadShape
 from agentcache.models import fused
 from agentcache.models.attention import attention_by_operations, paged_attention
-from agentcache.sampling import SamplingParams
 from tests.conftest import ModelFolder
 from tests.marks import slow
 from tests.metal_kernels.conftest import emulated

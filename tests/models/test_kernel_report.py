@@ -12,8 +12,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from agentcache.api.model import GroupKind
 from agentcache.errors import UnsupportedModel
-from agentcache.kv.group_info import GroupKind
 from agentcache.kv.packing import LayerPacking, Quantisation
 from agentcache.kv.spec import LayerSpec
 from agentcache.metal_kernels.latent_shape import LatentShape

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
+from agentcache.api.start_progress import StartProgress
 from agentcache.kv.precision import BITS, LayerBits, Precision
 from agentcache.models import loader
 from agentcache.models.attachment import Everywhere, Hosted, host
@@ -27,7 +28,6 @@ from agentcache.models.precision import MAX_DIVERGENCE, Measured, PrecisionSearc
 from agentcache.models.precision_runs import PrecisionRuns, mean_divergence
 from agentcache.models.proof import Proof
 from agentcache.models.step import CurrentStep
-from agentcache.start_progress import StartProgress
 from benchmarks.quality.outliers import add_key_biases, add_outliers
 from tests.conftest import ModelFolder
 from tests.examples import examples

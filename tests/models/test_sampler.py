@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentcache.api.sampling import SamplingParams
 from agentcache.errors import InvalidRequest
 from agentcache.models.sampler import Row, Sampler, Scores, Tally, _counted, _kept_going, choose, log_softmax, masked
-from agentcache.sampling import SamplingParams
 from tests.examples import examples
 
 # Probabilities 0.4, 0.3, 0.2, 0.07, 0.03 in a shuffled order.

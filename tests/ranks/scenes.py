@@ -18,6 +18,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from agentcache.api.sampling import SamplingParams
 from agentcache.cli.serve import LOST_CODE
 from agentcache.errors import RankLost
 from agentcache.kv import packed, packing
@@ -27,7 +28,6 @@ from agentcache.models.runner import ModelRunner
 from agentcache.models.step import StepInputs, StepOutputs
 from agentcache.ranks.commands import Block, DropAdapter, PutBytes, WriteBlocks
 from agentcache.ranks.rank import own_rank
-from agentcache.sampling import SamplingParams
 from agentcache.settings.config import Config
 from agentcache.store.archive import ArchiveRejected
 from agentcache.store.block_file import make_header

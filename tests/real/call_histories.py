@@ -15,12 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from agentcache.api.model import HARMONY
 from agentcache.errors import InvalidRequest
 from agentcache.system.confined import ConfinedWork
 from agentcache.text.replies.calls import Tools
 from agentcache.text.replies.dialects import calling_format
 from agentcache.text.replies.events import Call, Event, Reasoning, Text, blocks_of
-from agentcache.text.replies.format import HARMONY
 from agentcache.text.replies.reader import open_reader
 from agentcache.text.tokenizer import Tokenizer
 from agentcache.text.write_replies import DEFAULTS, render_in

@@ -12,8 +12,8 @@ from pydoc_data.topics import topics
 
 import pytest
 
+from agentcache.api.sampling import SamplingParams
 from agentcache.llm import LLM, Completion
-from agentcache.sampling import SamplingParams
 from agentcache.server_process import ServerProcess
 from benchmarks.quality.texts import Mean, Reading, TextBench, joined
 from tests.adapters_factory import make_adapter

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from agentcache.text.thinking import MOST, ThinkingWish, find_variables, told
+from agentcache.text.thinking import MOST, ThinkingWish, can_grade, can_switch, find_variables, told
 from agentcache.text.tokenizer import Tokenizer
 from tests.real.folders import family_folder, template_names, template_text
 
@@ -29,7 +29,7 @@ def test_no_template_refuses_a_wish() -> None:
     for name in template_names():
         text = template_text(name)
         variables = find_variables(text)
-        if not (variables.can_switch or variables.can_grade):
+        if not (can_switch(variables) or can_grade(variables)):
             continue
         texts = {_plainly(text, told(wish, variables)) for wish in WISHES}
         # What is found in the template's text makes a difference.

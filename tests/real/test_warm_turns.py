@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from agentcache.agents.table import Agents
+from agentcache.api.model import HARMONY_ENDS
+from agentcache.api.request import ChatPrompt, Request
 from agentcache.blocks.transcript import Transcript
 from agentcache.gateway.conversation import read_conversation
 from agentcache.gateway.prepare import match
-from agentcache.request import ChatPrompt, Request
 from agentcache.store.manifest import AgentRecord
-from agentcache.text.replies.format import HARMONY_ENDS
-from agentcache.text.thinking import ThinkingWish, told
+from agentcache.text.thinking import ThinkingWish, can_switch, told
 from agentcache.text.tokenizer import Tokenizer
 from tests.real.call_histories import TOOLS, Message, Reply, behind_thought, characters, joined, read, written_by
 from tests.real.folders import template_names, template_tokenizer
@@ -239,7 +239,7 @@ def test_each_turn_computes_what_it_adds(part: int, tmp_path: Path) -> None:
 def _prompts_tell_of_thoughts(tokenizer: Tokenizer) -> bool:
     prompt_end = tokenizer.render_chat([{"role": "user", "content": _WORDS}], TOOLS).rpartition(_WORDS)[2]
     opens = any(marker in prompt_end for marker in sum(tokenizer.reply_format.thoughts, ()))
-    return opens or tokenizer.thinking.can_switch
+    return opens or can_switch(tokenizer.thinking)
 
 
 def _too_much(turns: list[Turn], held: Held) -> list[tuple[int, Turn]]:

@@ -11,26 +11,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from agentcache.blocks.ledger import RamUse
-from agentcache.blocks.prefix_match import Match
-from agentcache.errors import Conflict, NotFound, UnsupportedAdapter
-from agentcache.kv.group_info import CacheGroupInfo, GroupKind
-from agentcache.report import (
-    AdapterInfo,
+from agentcache.api.model import AdapterInfo, CacheGroupInfo, GroupKind, ModelInfo
+from agentcache.api.policy import Policy
+from agentcache.api.report import (
     AgentInfo,
     CachedTokens,
     CacheState,
-    CacheStats,
     FinishReason,
-    ModelInfo,
+    Match,
     Report,
     RestoreReport,
     TokenLogprob,
     Update,
 )
-from agentcache.request import Request
-from agentcache.settings.adapters import AdapterFolder, Policy
-from agentcache.start_progress import Measuring, Phase
+from agentcache.api.request import Request
+from agentcache.api.start_progress import Measuring, Phase
+from agentcache.api.stats import CacheStats, RamUse
+from agentcache.errors import Conflict, NotFound, UnsupportedAdapter
+from agentcache.settings.adapters import AdapterFolder
 from agentcache.store.archive import ArchiveRejected
 from agentcache.store.response_files import ResponseFiles
 from agentcache.system.pressure import Level

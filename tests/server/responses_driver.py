@@ -9,8 +9,8 @@ from typing import Any, get_args
 import httpx
 from openai.types.responses import ResponseStreamEvent
 
-from agentcache.request import ChatPrompt
-from agentcache.text.replies.format import ReplyFormat
+from agentcache.api.model import ReplyFormat
+from agentcache.api.request import ChatPrompt
 from tests.server.driver import post
 from tests.server.fake_engine import MODEL, FakeEngine
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from agentcache.request import ChatPrompt, TextPrompt, TokenPrompt
+from agentcache.api.request import ChatPrompt, TextPrompt, TokenPrompt
 from tests.server.driver import ask, post, refused
 from tests.server.fake_engine import POET, FakeEngine
 

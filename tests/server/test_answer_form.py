@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from agentcache.answer_form import AnswerForm, CallableTool, Calls, Notation, TextForm
-from agentcache.report import FinishReason, Update
-from agentcache.request import ChatPrompt
-from agentcache.text.replies.format import ReplyFormat
+from agentcache.api.answer_form import AnswerForm, CallableTool, Calls, Notation, TextForm
+from agentcache.api.model import ReplyFormat
+from agentcache.api.report import FinishReason, Update
+from agentcache.api.request import ChatPrompt
 from tests.server.driver import chat, complete, post
 from tests.server.fake_engine import MODEL, REPORT, FakeEngine
 

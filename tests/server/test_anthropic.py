@@ -7,10 +7,10 @@ from typing import Any
 import httpx
 import pytest
 
+from agentcache.api.report import FinishReason, Update
+from agentcache.api.request import ChatPrompt
+from agentcache.api.sampling import SamplingParams
 from agentcache.errors import ContextLengthExceeded, EngineStopped, Overloaded
-from agentcache.report import FinishReason, Update
-from agentcache.request import ChatPrompt
-from agentcache.sampling import SamplingParams
 from agentcache.settings.config import Config
 from tests.server.driver import ask, chat, post
 from tests.server.fake_engine import MODEL, REPORT, FakeEngine

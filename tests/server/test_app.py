@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from agentcache import __version__
+from agentcache.api.start_progress import Measuring, Phase
 from agentcache.errors import StoreError
 from agentcache.server.app import create_app
 from agentcache.settings.config import Config
-from agentcache.start_progress import Measuring, Phase
 from agentcache.system.pressure import Level
 from tests.server.driver import ask, chat, refused, settle
 from tests.server.fake_engine import MODEL, FakeEngine

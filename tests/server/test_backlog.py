@@ -5,7 +5,7 @@ import sys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentcache.report import TokenLogprob, Update
+from agentcache.api.report import TokenLogprob, Update
 from agentcache.server import stream
 from agentcache.server.stream import Backlog
 from tests.examples import examples

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from agentcache.api.request import ChatPrompt
 from agentcache.gateway.prepare import read_prompt
-from agentcache.request import ChatPrompt
 from agentcache.text.tokenizer import Tokenizer
 from tests.server.driver import post
 from tests.server.fake_engine import FakeEngine

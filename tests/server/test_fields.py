@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from agentcache.request import Request
+from agentcache.api.request import Request
 from agentcache.server.fields import KEYS, OBEYED, REFUSED, WITHOUT_BEARING, Dialect
 from tests.server.driver import post
 from tests.server.fake_engine import POET, FakeEngine

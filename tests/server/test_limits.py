@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
+from agentcache.api.report import FinishReason, Update
+from agentcache.api.request import Request
 from agentcache.errors import Overloaded
-from agentcache.report import FinishReason, Update
-from agentcache.request import Request
 from agentcache.server.app import create_app
 from agentcache.settings.config import Config
 from tests.rounds import in_rounds, within

@@ -12,13 +12,23 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route
 
+from agentcache.api.policy import Policy
+from agentcache.api.report import CacheState, FinishReason, StepDown, Update
+from agentcache.api.stats import (
+    ADAPTERS,
+    HIDDEN_STATES,
+    STACKS,
+    STATE,
+    TEMPORARIES,
+    TRANSCRIPTS,
+    WEIGHTS,
+    CacheStats,
+    RamUse,
+)
 from agentcache.blocks.keys import BASE_CACHE, RESIDUAL
-from agentcache.blocks.ledger import ADAPTERS, HIDDEN_STATES, STACKS, STATE, TEMPORARIES, TRANSCRIPTS, WEIGHTS, RamUse
 from agentcache.errors import InvalidRequest
-from agentcache.report import CacheState, CacheStats, FinishReason, StepDown, Update
 from agentcache.server.app import create_app
 from agentcache.server.metrics import ServerMetrics
-from agentcache.settings.adapters import Policy
 from agentcache.settings.config import Config
 from tests.server.driver import BASE_URL, LeavingClient
 from tests.server.fake_engine import REPORT, FakeEngine

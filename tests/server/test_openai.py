@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from agentcache.request import ChatPrompt, TextPrompt, TokenPrompt
-from agentcache.sampling import SamplingDefaults, SamplingParams
+from agentcache.api.request import ChatPrompt, TextPrompt, TokenPrompt
+from agentcache.api.sampling import SamplingDefaults, SamplingParams
 from tests.server.driver import chat, complete, post
 from tests.server.fake_engine import MODEL, FakeEngine
 

@@ -13,8 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from agentcache.blocks.prefix_match import Match
-from agentcache.report import AgentInfo, CacheState, FinishReason, LineageInfo, Report, Update, Volatile
+from agentcache.api.report import AgentInfo, CacheState, FinishReason, LineageInfo, Match, Report, Update, Volatile
 from agentcache.server.app import create_app
 from agentcache.server.context import LastTurns, why
 from agentcache.settings.config import Config

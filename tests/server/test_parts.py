@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentcache.request import ChatPrompt
+from agentcache.api.request import ChatPrompt
 from agentcache.settings.config import Config, Images
 from tests.server.driver import chat, events, post, refused
 from tests.server.fake_engine import FakeEngine

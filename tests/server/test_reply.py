@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from agentcache.api.policy import Policy
+from agentcache.api.report import CachedTokens, CacheState, StepDown, TokenLogprob
 from agentcache.errors import BrokenInvariant
-from agentcache.report import CachedTokens, CacheState, StepDown, TokenLogprob
 from agentcache.server.logprobs import TextOffsets, chat_logprobs, text_logprobs
 from agentcache.server.reply import Completion, combine
 from agentcache.server.shapes import accounting
-from agentcache.settings.adapters import Policy
 from tests.server.fake_engine import REPORT
 
 

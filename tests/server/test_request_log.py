@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
+from agentcache.api.report import AgentInfo, CacheState, Update
 from agentcache.errors import Overloaded
-from agentcache.report import AgentInfo, CacheState, Update
 from agentcache.server.app import create_app
 from agentcache.settings.config import Config
 from tests.server.driver import BASE_URL, LeavingClient, ask, chat, complete

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import Response
 
-from agentcache.report import FinishReason, Update
+from agentcache.api.report import FinishReason, Update
 from agentcache.server.openai import MAX_REPEATED
 from agentcache.server.response_echo import MAX_ECHO, MAX_OPENING, Echo
 from tests.server.driver import complete, post, refused

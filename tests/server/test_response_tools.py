@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from openai.types.responses import Response, ResponseCustomToolCall, ResponseFunctionToolCall
 
-from agentcache.report import FinishReason, TokenLogprob, Update
-from agentcache.request import ChatPrompt, Request
+from agentcache.api.report import FinishReason, TokenLogprob, Update
+from agentcache.api.request import ChatPrompt, Request
 from tests.server.fake_engine import REPORT, FakeEngine
 from tests.server.responses_driver import CALLER, messages_of, respond, stream
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from openai.types.responses import Response
 
-from agentcache.request import ChatPrompt
-from agentcache.sampling import SamplingParams
+from agentcache.api.request import ChatPrompt
+from agentcache.api.sampling import SamplingParams
 from agentcache.server.response_items import sealed
 from agentcache.settings.config import Config, Images
 from tests.server.driver import refused

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.responses import Response
 
+from agentcache.api.report import FinishReason, Update
 from agentcache.errors import ContextLengthExceeded, Overloaded
-from agentcache.report import FinishReason, Update
 from agentcache.server.reply import Completion
 from agentcache.server.response_echo import Echo
 from agentcache.server.response_tools import ResponseTool, ResponseTools

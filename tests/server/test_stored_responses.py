@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from openai.types.responses import Response
 
+from agentcache.api.report import FinishReason, Update
+from agentcache.api.request import Request
 from agentcache.errors import StoreError
-from agentcache.report import FinishReason, Update
-from agentcache.request import Request
 from agentcache.settings.config import Config
 from tests.server.driver import ask, refused
 from tests.server.fake_engine import REPORT, FakeEngine

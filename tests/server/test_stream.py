@@ -11,8 +11,8 @@ from sse_starlette import sse
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
+from agentcache.api.report import FinishReason, Update
 from agentcache.errors import EngineStopped, InvalidRequest
-from agentcache.report import FinishReason, Update
 from agentcache.server.app import create_app
 from agentcache.server.stream import TextEvents, UpdateStream, event, until_disconnect
 from agentcache.settings.config import Config

@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from agentcache.report import FinishReason, Update
-from agentcache.request import ChatPrompt, Request
+from agentcache.api.model import ThinkingVariables
+from agentcache.api.report import FinishReason, Update
+from agentcache.api.request import ChatPrompt, Request
 from agentcache.text.replies.find_format import find_format
-from agentcache.text.thinking import ThinkingVariables
 from tests.server.driver import post, refused
 from tests.server.fake_engine import MODEL, REPORT, FakeEngine
 from tests.server.test_anthropic import stream as anthropic_events

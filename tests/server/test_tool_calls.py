@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from agentcache.report import FinishReason, Update
+from agentcache.api.model import ReplyFormat
+from agentcache.api.report import FinishReason, Update
 from agentcache.server.anthropic_reply import signature
 from agentcache.server.replies import read_reading
 from agentcache.server.validate import Reader
-from agentcache.text.replies.format import ReplyFormat
+from agentcache.text.replies.calls import Tools
 from tests.server.driver import chat, events, post
 from tests.server.fake_engine import MODEL, REPORT, FakeEngine
 from tests.server.test_anthropic import stream
@@ -27,7 +28,7 @@ def test_text_is_text_where_nobody_asked_for_tools() -> None:
     assert read_reading(model, None, body).tools is None
     assert read_reading(model, [LOOK], raw).tools is None and not read_reading(model, [LOOK], raw).thoughts
     known = read_reading(model, [LOOK], body)
-    assert known.tools is not None and known.tools.has("look") and known.thoughts
+    assert known.tools is not None and Tools(known.tools).has("look") and known.thoughts
 
 
 # -- on the wire ------------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from agentcache.answer_form import AnswerForm
-from agentcache.request import ChatPrompt
+from agentcache.api.answer_form import AnswerForm
+from agentcache.api.request import ChatPrompt
 from tests.server.driver import chat, post, refused
 from tests.server.fake_engine import FakeEngine
 

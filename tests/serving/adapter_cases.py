@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from agentcache.api.request import Request
 from agentcache.llm import LLM, Completion
-from agentcache.request import Request
 from agentcache.settings.adapters import parse_adapters
 from tests.adapters_factory import ATTENTION, make_adapter, write_mlx_lm, write_peft
 from tests.serving import inside

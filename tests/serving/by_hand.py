@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from agentcache.adapters.activation import AdapterUse
-from agentcache.answer_form import AnswerForm
+from agentcache.api.answer_form import AnswerForm
+from agentcache.api.report import Report, Update
+from agentcache.api.request import Request, TokenPrompt
+from agentcache.api.sampling import SamplingParams
 from agentcache.blocks.keys import KVOrigin
 from agentcache.engine.engine import Engine
 from agentcache.engine.open import open_engine
 from agentcache.engine.output import Output
 from agentcache.engine.running_request import RunningRequest
 from agentcache.gateway.prepare import choose_lineage, held_by, make_grammar, match, read_prompt
-from agentcache.report import Report, Update
-from agentcache.request import Request, TokenPrompt
-from agentcache.sampling import SamplingParams
 from agentcache.settings.config import Config
 from agentcache.store.manifest import AgentRecord
 from agentcache.store.verify import verify_folder

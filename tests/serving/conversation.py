@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from agentcache.api.report import Update
+from agentcache.api.request import Request, TokenPrompt
 from agentcache.blocks.transcript import Transcript
 from agentcache.llm import LLM, Completion, SamplingParams
-from agentcache.report import Update
-from agentcache.request import Request, TokenPrompt
 from agentcache.settings.config import Config
 from agentcache.store.verify import verify_folder
 from tests.serving import inside

@@ -21,8 +21,10 @@ import pytest
 from agentcache.agents import table as table_module
 from agentcache.agents.disk import Committed, Saved
 from agentcache.agents.table import AgentTable
+from agentcache.api.report import AgentInfo, RestoreReport
+from agentcache.api.request import Request
+from agentcache.api.stats import BASE, STACKS, TRANSCRIPTS
 from agentcache.blocks.keys import BLOCK_SIZE, BlockName
-from agentcache.blocks.ledger import BASE, STACKS, TRANSCRIPTS
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.radix_tree import Node
 from agentcache.blocks.transcript import TranscriptContent
@@ -40,8 +42,6 @@ from agentcache.models.decoder import Decoder
 from agentcache.models.footprint import Footprint
 from agentcache.models.loader import LoadedModel
 from agentcache.ranks.runner import RankZeroRunner
-from agentcache.report import AgentInfo, RestoreReport
-from agentcache.request import Request
 from agentcache.store.agent_folder import AgentFolder
 from agentcache.store.manifest import AgentRecord, Manifest
 from agentcache.store.store import Store

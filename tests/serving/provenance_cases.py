@@ -11,8 +11,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from agentcache.api.report import CacheState, Report
 from agentcache.blocks.keys import KVOrigin
-from agentcache.report import CacheState, Report
 from agentcache.store.verify import verify_folder
 from tests.serving import inside
 from tests.serving.by_hand import ByHand

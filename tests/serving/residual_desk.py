@@ -26,6 +26,7 @@ from agentcache.agents.pins import Pins
 from agentcache.agents.restore import Restorer
 from agentcache.agents.table import AgentTable
 from agentcache.agents.turn_write import CacheTurn
+from agentcache.api.report import AgentInfo
 from agentcache.blocks.block_tables import PathBlock
 from agentcache.blocks.keys import BASE_CACHE, Namespace, block_key, residual_cache
 from agentcache.blocks.ledger import Ledger
@@ -35,7 +36,6 @@ from agentcache.kv.block_layout import Array
 from agentcache.kv.residual_arenas import ResidualArenas
 from agentcache.kv.spec import CacheSpec
 from agentcache.kv.tensor_arena import take_due
-from agentcache.report import AgentInfo
 from agentcache.store.atomic import Fault
 from agentcache.store.manifest import AgentRecord
 from agentcache.store.store import Store, no_fault

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import pytest
 
+from agentcache.api.sampling import SamplingParams
 from agentcache.engine import batch, batch_builder
 from agentcache.models.sampler import Row, Sampler
-from agentcache.sampling import SamplingParams
 
 
 @dataclass

@@ -10,11 +10,13 @@ from typing import Any
 
 from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.agents.pins import Pins
+from agentcache.api.report import Match, Update
+from agentcache.api.request import Priority, Request, TokenPrompt
 from agentcache.blocks.block_tables import BlockTables, Copy
 from agentcache.blocks.keys import BASE_CACHE
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.blocks.prefix_match import Match, PromptMatch
+from agentcache.blocks.prefix_match import PromptMatch
 from agentcache.blocks.transcript import Transcript
 from agentcache.engine.batch import BatchRow, Result
 from agentcache.engine.engine import Engine, Parts
@@ -29,8 +31,6 @@ from agentcache.engine.scheduler import Scheduler
 from agentcache.engine.token_budget import TokenBudget, idle_chunk
 from agentcache.errors import AgentCacheError, RequestCancelled
 from agentcache.models.device_memory import Limits
-from agentcache.report import Update
-from agentcache.request import Priority, Request, TokenPrompt
 from agentcache.text.detokenizer import Detokenizer
 from agentcache.text.marks import MarkedEnds
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from agentcache.adapters.activation import find_last, refuse_without_adapter, use_adapter
 from agentcache.adapters.table import ServedAdapter
+from agentcache.api.policy import Policy
+from agentcache.api.request import Request, TokenPrompt
+from agentcache.api.sampling import SamplingParams
 from agentcache.blocks.keys import KVOrigin
 from agentcache.errors import InvalidRequest
 from agentcache.models.adapters import Adapter
-from agentcache.request import Request, TokenPrompt
-from agentcache.sampling import SamplingParams
-from agentcache.settings.adapters import Policy
 
 A, B = 11, 12
 SOURCE = Adapter("digest", Path("/poet"), "peft", {}, 0, 0, 1, (A, B), 0)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from agentcache.api.policy import Policy
+from agentcache.api.request import Request, TokenPrompt
 from agentcache.llm import LLM, Completion
-from agentcache.request import Request, TokenPrompt
-from agentcache.settings.adapters import Policy
 from tests.conftest import ModelFolder
 from tests.marks import slow
 from tests.serving import inside

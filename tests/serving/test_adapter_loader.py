@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from agentcache.adapters.table import ServedAdapter
+from agentcache.api.policy import Policy
 from agentcache.errors import EngineStopped
 from agentcache.gateway.adapter_loader import AdapterLoader
-from agentcache.settings.adapters import Policy
 from tests.serving.test_adapter_table import make_source
 
 if TYPE_CHECKING:

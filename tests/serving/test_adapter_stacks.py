@@ -17,16 +17,17 @@ import pytest
 
 from agentcache.adapters import stacks as adapter_stacks
 from agentcache.adapters.stacks import StackLoan
+from agentcache.api.report import Update
+from agentcache.api.request import Request, TokenPrompt
+from agentcache.api.stats import STACKS
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.blocks.ledger import STACKS, Ledger
+from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.llm import LLM, Completion
 from agentcache.models.adapter_files import LowRank, ModuleName
 from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
 from agentcache.models.adapters import Adapter
 from agentcache.models.lora import Stacks
-from agentcache.report import Update
-from agentcache.request import Request, TokenPrompt
 from tests.adapters_factory import ATTENTION, MLP, make_adapter
 from tests.blocks.cache_model import FakeGroup
 from tests.blocks.test_resize import run

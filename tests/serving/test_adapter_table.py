@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from agentcache.adapters.table import AdapterTable, ServedAdapter, check_adapter_name, resolve_policy
+from agentcache.api.policy import Policy
 from agentcache.errors import InvalidRequest, NotFound
 from agentcache.models.adapters import Adapter
 from agentcache.models.decoder import Decoder
-from agentcache.settings.adapters import Policy
 
 BUDGET = 100
 SIZES = {"d1": 30, "d2": 40, "d3": 50, "d4": 100}

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from agentcache.api.policy import Policy
 from agentcache.blocks.search import MIN_TAIL_TOKENS
 from agentcache.errors import InvalidRequest, NotFound
 from agentcache.llm import LLM
-from agentcache.settings.adapters import Policy
 from tests.adapters_factory import make_adapter
 from tests.marks import slow
 from tests.serving import inside

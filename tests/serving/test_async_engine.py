@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from agentcache.api.report import Update
+from agentcache.api.request import Request, TokenPrompt
 from agentcache.engine.engine import Engine
 from agentcache.errors import Conflict, EngineStopped, Overloaded, RequestError
 from agentcache.gateway import engine_thread
 from agentcache.gateway.async_engine import AsyncEngine
-from agentcache.report import Update
-from agentcache.request import Request, TokenPrompt
 from agentcache.settings.config import Config
 from tests.serving import inside
 from tests.serving.conversation import DISK_BUDGET, RAM_BUDGET, greedy, make_ids

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from agentcache.api.request import Request, TokenPrompt
 from agentcache.gateway.async_engine import AsyncEngine
 from agentcache.kv.reserved import allocated_bytes
 from agentcache.llm import LLM
-from agentcache.request import Request, TokenPrompt
 from agentcache.store.verify import FolderReport, verify_folder
 from tests.marks import slow
 from tests.serving import inside

@@ -8,12 +8,12 @@ from typing import Any
 
 from agentcache.agents.lineages import PlainPrompt
 from agentcache.agents.table import Agents
+from agentcache.api.request import Request, TextPrompt
+from agentcache.api.sampling import SamplingParams
 from agentcache.blocks.transcript import Transcript
 from agentcache.gateway.agent_turns import AgentTurns
 from agentcache.gateway.completions import Completions
 from agentcache.gateway.conversation import transcripts_for
-from agentcache.request import Request, TextPrompt
-from agentcache.sampling import SamplingParams
 from agentcache.settings.config import Config
 from agentcache.store.manifest import AgentRecord
 from tests.store.store_cases import make_record

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from agentcache.api.report import Update
+from agentcache.api.request import ChatPrompt, Request
 from agentcache.errors import StoreError
 from agentcache.llm import LLM, Completion
-from agentcache.report import Update
-from agentcache.request import ChatPrompt, Request
 from agentcache.store.verify import verify_folder
 from tests.marks import slow
 from tests.serving import inside

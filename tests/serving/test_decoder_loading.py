@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from agentcache.api.request import Request, TokenPrompt
 from agentcache.errors import EngineStopped, Overloaded, UnsupportedAdapter
 from agentcache.llm import LLM, Completion
 from agentcache.models.proof import STEPS
-from agentcache.request import Request, TokenPrompt
 from agentcache.settings.adapters import parse_adapters
 from tests.conftest import ModelFolder
 from tests.marks import slow

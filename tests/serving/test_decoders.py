@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from agentcache.api.request import Request, TokenPrompt
+from agentcache.api.sampling import SamplingParams
 from agentcache.errors import RequestError
-from agentcache.request import Request, TokenPrompt
-from agentcache.sampling import SamplingParams
 from tests.conftest import ModelFolder
 from tests.serving.adapter_cases import (
     all_ids,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from agentcache.api.request import Request
 from agentcache.errors import ContextLengthExceeded, InvalidRequest
 from agentcache.llm import LLM, RequestOptions
-from agentcache.request import Request
 from tests.conftest import ModelFolder
 from tests.marks import slow
 from tests.serving import inside

@@ -13,15 +13,16 @@ from typing import Any
 
 import pytest
 
+from agentcache.api.policy import Policy
+from agentcache.api.report import Report, Update
+from agentcache.api.request import Request, TokenPrompt
+from agentcache.api.sampling import SamplingParams
 from agentcache.errors import OutOfBlocks, UnsupportedModel
 from agentcache.gateway import async_engine
 from agentcache.gateway.async_engine import AsyncEngine
 from agentcache.models import precision as precision_module
 from agentcache.models.precision import PrecisionSearch
-from agentcache.report import Report, Update
-from agentcache.request import Request, TokenPrompt
-from agentcache.sampling import SamplingParams
-from agentcache.settings.adapters import AdapterFolder, Policy
+from agentcache.settings.adapters import AdapterFolder
 from agentcache.settings.config import Config
 from agentcache.store.precision_file import read_precision
 from tests.adapters_factory import make_adapter

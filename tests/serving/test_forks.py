@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from agentcache.api.report import Report, Update
+from agentcache.api.request import Request, TokenPrompt
+from agentcache.api.sampling import SamplingParams
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.errors import ContextLengthExceeded
 from agentcache.llm import LLM
-from agentcache.report import Report, Update
-from agentcache.request import Request, TokenPrompt
-from agentcache.sampling import SamplingParams
 from tests.conftest import ModelFolder
 from tests.marks import slow
 from tests.serving import inside

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import assume, given, settings
 from llguidance import LLParserLimits
 
-from agentcache.answer_form import AnswerForm, Notation, TextForm
+from agentcache.api.answer_form import AnswerForm, Notation, TextForm
+from agentcache.api.request import Request, TokenPrompt
 from agentcache.errors import InvalidRequest
 from agentcache.llm import LLM, Completion
-from agentcache.request import Request, TokenPrompt
 from agentcache.text.grammars import compiler
 from agentcache.text.replies.events import Call, Text
 from tests.conftest import ModelFolder

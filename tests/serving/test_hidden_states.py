@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from agentcache.adapters.activation import AdapterUse
+from agentcache.api.policy import Policy
 from agentcache.llm import LLM
 from agentcache.models.adapters import producer_groups, read_adapter
 from agentcache.models.hidden_states import SkippableLayer
-from agentcache.settings.adapters import Policy
 from tests.adapters_factory import make_adapter
 from tests.marks import slow
 from tests.serving import inside

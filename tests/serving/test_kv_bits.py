@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from agentcache.api.sampling import SamplingParams
 from agentcache.gateway.describe_model import inspect_model
 from agentcache.kv.precision import LayerBits, Precision
 from agentcache.llm import LLM
 from agentcache.models.builtin.embedded import embedded_model_path
-from agentcache.sampling import SamplingParams
 from agentcache.settings.config import Config
 from agentcache.store.precision_file import NAME, read_precision, write_precision
 from agentcache.store.verify import verify_folder

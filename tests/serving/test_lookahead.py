@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from agentcache.api.sampling import SamplingParams
 from agentcache.blocks.block_tables import BlockTables
 from agentcache.engine.batch import BatchRow
 from agentcache.engine.running_request import RunningRequest
 from agentcache.llm import LLM, Completion
 from agentcache.models.sampler import Sampler
-from agentcache.sampling import SamplingParams
 from tests.conftest import ModelFolder
 from tests.marks import slow
 from tests.serving import inside

@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from agentcache.report import TokenLogprob, Update
+from agentcache.api.report import TokenLogprob, Update
 from tests.conftest import ModelFolder
 from tests.held_memory import held_bytes
 from tests.marks import slow

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.blocks.prefix_match import Match
+from agentcache.api.report import Match
 from agentcache.blocks.search import MIN_TAIL_TOKENS
 from agentcache.blocks.transcript import Encoding, Transcript
 from agentcache.llm import LLM, Completion

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from agentcache.api.model import MarkerToken
 from agentcache.engine.output import Output
 from agentcache.text.detokenizer import Detokenizer
-from agentcache.text.replies.format import MarkerToken
 from agentcache.text.replies.stop_search import StopSearch
 from agentcache.text.stop_strings import StopStrings
 from tests.examples import examples

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from agentcache.answer_form import AnswerForm, Notation, TextForm
+from agentcache.api.answer_form import AnswerForm, Notation, TextForm
+from agentcache.api.report import Update
+from agentcache.api.request import Request, TokenPrompt
 from agentcache.errors import EngineStopped, InvalidRequest
 from agentcache.gateway import adapter_loader, async_engine, completions
 from agentcache.gateway.async_engine import AsyncEngine
 from agentcache.gateway.prompt_workers import Workers
-from agentcache.report import Update
-from agentcache.request import Request, TokenPrompt
 from agentcache.settings.adapters import AdapterFolder
 from agentcache.settings.config import Config
 from agentcache.store.block_folder import BlockFolder

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from agentcache.adapters.activation import AdapterUse
+from agentcache.api.policy import Policy
 from agentcache.blocks.block_tables import BlockTables
 from agentcache.blocks.hidden_states import HiddenStateKey
 from agentcache.blocks.search import CachedHiddenStates
 from agentcache.engine.batch import BatchRow
 from agentcache.engine.passes import Pass, ResidualKV, plan_passes
 from agentcache.engine.running_request import RunningRequest
-from agentcache.settings.adapters import Policy
 from tests.serving.simulation import make_generation, take_plan
 
 LORA = AdapterUse("poet", "lora", Policy.EXACT, 0, frozenset([1]))

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from agentcache.answer_form import AnswerForm, Notation, TextForm
+from agentcache.api.answer_form import AnswerForm, Notation, TextForm
+from agentcache.api.request import ChatPrompt, Prompt, Request, TextPrompt, TokenPrompt
 from agentcache.blocks.transcript import Transcript
 from agentcache.errors import ContextLengthExceeded
 from agentcache.gateway.prepare import match, read_prompt, rough_size
-from agentcache.request import ChatPrompt, Prompt, Request, TextPrompt, TokenPrompt
 from agentcache.text.tokenizer import Tokenizer
 from agentcache.text.work_limit import WorkLimit
 from tests.schemas import calling

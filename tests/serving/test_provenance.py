@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from agentcache.api.report import CacheState
 from agentcache.blocks.keys import KVOrigin
-from agentcache.report import CacheState
 from tests.conftest import ModelFolder
 from tests.serving import inside
 from tests.serving.by_hand import by_hand

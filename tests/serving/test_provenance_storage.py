@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from agentcache.agents.disk import Saved
+from agentcache.api.report import CacheState
 from agentcache.blocks.keys import KVOrigin
 from agentcache.errors import StoreError
-from agentcache.report import CacheState
 from agentcache.store.verify import verify_folder
 from tests.serving import inside
 from tests.serving.by_hand import ByHand, by_hand

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from agentcache.api.policy import Policy
+from agentcache.api.request import Request, TokenPrompt
 from agentcache.errors import InvalidRequest
 from agentcache.llm import LLM
-from agentcache.request import Request, TokenPrompt
-from agentcache.settings.adapters import AdapterFolder, Policy
+from agentcache.settings.adapters import AdapterFolder
 from tests.adapters_factory import ATTENTION, make_adapter, random_matrices, write_mlx_lm
 from tests.conftest import ModelFolder
 from tests.marks import slow

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from agentcache.api.policy import Policy
+from agentcache.api.request import Request, TokenPrompt
+from agentcache.api.sampling import SamplingParams
 from agentcache.llm import LLM
-from agentcache.request import Request, TokenPrompt
-from agentcache.sampling import SamplingParams
-from agentcache.settings.adapters import Policy
 from tests.adapters_factory import ATTENTION, make_adapter
 from tests.conftest import ModelFolder
 from tests.serving import inside

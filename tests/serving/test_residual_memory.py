@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from agentcache.api.stats import CacheStats
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.llm import LLM
-from agentcache.report import CacheStats
 from tests.adapters_factory import ATTENTION
 from tests.conftest import ModelFolder
 from tests.marks import slow

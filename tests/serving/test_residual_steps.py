@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from agentcache.adapters.activation import AdapterUse
+from agentcache.api.policy import Policy
+from agentcache.api.report import RestoreReport
 from agentcache.blocks.keys import BASE_CACHE
 from agentcache.engine.messages import DropAdapter, PutAdapter, dispatch
 from agentcache.models.adapters import AdapterContent, producer_groups, read_adapter
-from agentcache.report import RestoreReport
-from agentcache.settings.adapters import Policy
 from tests.conftest import ModelFolder
 from tests.marks import slow
 from tests.serving import inside

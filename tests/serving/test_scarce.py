@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from agentcache.api.policy import Policy
+from agentcache.api.request import Request, TokenPrompt
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.llm import LLM, Completion
-from agentcache.request import Request, TokenPrompt
-from agentcache.settings.adapters import Policy
 from tests.adapters_factory import make_adapter
 from tests.conftest import ModelFolder
 from tests.serving import inside

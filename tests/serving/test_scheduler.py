@@ -6,13 +6,13 @@ from array import array
 
 import pytest
 
+from agentcache.api.request import Priority, Request, TokenPrompt
+from agentcache.api.sampling import SamplingParams
 from agentcache.blocks.block_tables import BlockTables
 from agentcache.engine.requests import Requests
 from agentcache.engine.running_request import RunningRequest, State
 from agentcache.engine.scheduler import Scheduler
 from agentcache.engine.token_budget import SMALLEST_CHUNK, TokenBudget
-from agentcache.request import Priority, Request, TokenPrompt
-from agentcache.sampling import SamplingParams
 from tests.serving.simulation import MAX_STALL, make_generation, take_plan
 
 INTERACTIVE, BACKGROUND = Priority.INTERACTIVE, Priority.BACKGROUND

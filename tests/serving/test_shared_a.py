@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from agentcache.api.policy import Policy
+from agentcache.api.request import Request, TokenPrompt
 from agentcache.errors import InvalidRequest
 from agentcache.llm import LLM, Completion
-from agentcache.request import Request, TokenPrompt
-from agentcache.settings.adapters import AdapterFolder, Policy
+from agentcache.settings.adapters import AdapterFolder
 from tests.adapters_factory import ATTENTION, MLP, make_adapter
 from tests.conftest import ModelFolder
 from tests.serving import inside

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from agentcache.agents.disk import Disk
 from agentcache.agents.pins import Pins
 from agentcache.agents.table import AgentTable, ResidentTranscripts, shown_time, time_after, transcript_budget
-from agentcache.blocks.ledger import TRANSCRIPTS, Ledger
+from agentcache.api.stats import TRANSCRIPTS
+from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.transcript import Transcript
 from agentcache.errors import AgentUnavailable
 from agentcache.store.cache_files import CacheFiles

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentcache.api.request import Priority
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.snapshots import ROW_STATES
 from agentcache.engine.token_budget import PATIENCE, SMALLEST_CHUNK
-from agentcache.request import Priority
 from tests.examples import examples
 from tests.serving.simulation import MAX_STALL, Client, Costs, Simulation
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from agentcache.agents.table import AgentTable
+from agentcache.api.request import ChatPrompt
 from agentcache.blocks.keys import BLOCK_SIZE, Namespace
 from agentcache.blocks.origin_paths import name_blocks, spans
 from agentcache.blocks.transcript import Transcript
@@ -19,7 +20,6 @@ from agentcache.kv.block_layout import Array
 from agentcache.kv.spec import CacheSpec
 from agentcache.llm import LLM
 from agentcache.models.loader import LoadedModel
-from agentcache.request import ChatPrompt
 from agentcache.store.block_file import BlockHeader, data_bytes, make_header
 from agentcache.store.store import BlockWrite, Store
 from agentcache.text.tokenizer import Encoding

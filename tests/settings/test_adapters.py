@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from agentcache.api.policy import Policy, parse_policy
 from agentcache.errors import ConfigError, InvalidRequest
-from agentcache.settings.adapters import AdapterFolder, Policy, parse_adapters, parse_policy
+from agentcache.settings.adapters import AdapterFolder, parse_adapters
 from agentcache.settings.sources import load_config
 
 POET, LAWYER = AdapterFolder("poet", "/a/poet"), AdapterFolder("lawyer", "/a/lawyer", Policy.PREFILL_SHARE)

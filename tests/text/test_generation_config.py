@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from agentcache.api.sampling import SamplingDefaults
 from agentcache.errors import InvalidRequest
 from agentcache.models.loader import _context_length
-from agentcache.sampling import SamplingDefaults
 from agentcache.text.generation_config import end_tokens, sampling_defaults
 from agentcache.text.tokenizer import Tokenizer
 from tests.tokenizers_factory import byte_bpe

@@ -21,7 +21,8 @@ import pytest
 from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 
-from agentcache.answer_form import AnswerForm, CallableTool, Calls, Notation, TextForm
+from agentcache.api.answer_form import AnswerForm, CallableTool, Calls, Notation, TextForm
+from agentcache.api.model import MarkerToken, ReplyFormat
 from agentcache.engine.output import Output
 from agentcache.errors import InvalidRequest
 from agentcache.text.grammars import compiler
@@ -31,7 +32,6 @@ from agentcache.text.grammars.tagged_arguments import Json, tagged_arguments
 from agentcache.text.replies.calls import Tools
 from agentcache.text.replies.dialects import DIALECTS, call_syntax, calling_format
 from agentcache.text.replies.events import Block, Call, Reasoning, Text, blocks_of
-from agentcache.text.replies.format import MarkerToken, ReplyFormat
 from agentcache.text.replies.reader import open_reader
 from agentcache.text.tokenizer import Tokenizer
 from tests.conftest import StyledTokenizer

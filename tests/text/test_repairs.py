@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from agentcache.api.model import ReplyFormat
 from agentcache.errors import InvalidRequest
 from agentcache.text.chat import _unseen_tools
 from agentcache.text.messages import plain_messages
@@ -18,7 +19,6 @@ from agentcache.text.repairs.kinds import Repairs
 from agentcache.text.repairs.notation import call_notation
 from agentcache.text.repairs.schemas import plain_schema
 from agentcache.text.repairs.steps import repaired
-from agentcache.text.replies.format import ReplyFormat
 from agentcache.text.tokenizer import Tokenizer
 from tests.growth import MOST, growth
 from tests.text.templates import MISTRAL

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from agentcache.api.model import MarkerToken, ReplyFormat
 from agentcache.engine.output import Output
 from agentcache.text.replies.calls import Tools
 from agentcache.text.replies.dialects import DIALECTS, THOUGHTS
@@ -28,7 +29,6 @@ from agentcache.text.replies.events import (
     ToolCallStart,
     blocks_of,
 )
-from agentcache.text.replies.format import MarkerToken, ReplyFormat
 from agentcache.text.replies.reader import DOUBTED, DOUBTED_UNTHOUGHT, open_reader
 from agentcache.text.tokenizer import Tokenizer
 from tests.examples import examples

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from agentcache.api.model import HARMONY, ReplyFormat
 from agentcache.text.replies.find_format import find_format
-from agentcache.text.replies.format import HARMONY, ReplyFormat
 from agentcache.text.tokenizer import Tokenizer
 from tests.reply_formats import FAMILIES
 from tests.text.templates import TEMPLATES

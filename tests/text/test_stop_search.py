@@ -8,19 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentcache.text.replies.calls import Tools
+from agentcache.api.model import HARMONY, HARMONY_MARKERS, MarkerToken, ReplyFormat
+from agentcache.api.request import Reading
 from agentcache.text.replies.events import TextDelta
-from agentcache.text.replies.format import HARMONY, HARMONY_MARKERS, MarkerToken, ReplyFormat
-from agentcache.text.replies.reading import Reading
+from agentcache.text.replies.reader import read_as
 from agentcache.text.replies.stop_search import StopSearch
 from agentcache.text.stop_strings import StopStrings
 from tests.examples import examples
 from tests.growth import units
 from tests.reply_formats import TOOLS
 
-THINKS = Reading(ReplyFormat("json_tools", (("<think>", "</think>"),)), Tools(TOOLS), thoughts=True)
-LLAMA = Reading(ReplyFormat("llama3"), Tools(TOOLS))
-SPELLED = Reading(ReplyFormat("qwen3_coder"), Tools(TOOLS))
+THINKS = Reading(ReplyFormat("json_tools", (("<think>", "</think>"),)), TOOLS, thoughts=True)
+LLAMA = Reading(ReplyFormat("llama3"), TOOLS)
+SPELLED = Reading(ReplyFormat("qwen3_coder"), TOOLS)
 CALL = '<tool_call>{"name": "look", "arguments": {"at": "STOP"}}</tool_call>'
 
 
@@ -28,7 +28,7 @@ def search(
     reading: Reading, stops: Sequence[str], pieces: Sequence[str], prompt: str = ""
 ) -> tuple[int | None, str | None]:
     """Where a stop string is found, and which."""
-    reader = reading.open()
+    reader = read_as(reading)
     reader.begin(prompt)
     looks = StopSearch(StopStrings(stops), reader)
     shown, text = 0, ""
@@ -75,7 +75,7 @@ def search(
         (SPELLED, "", "<tool_call><function=look><parameter=at>STOP</parameter></function></tool_call>", None),
         (SPELLED, "", "a STOP<tool_call><function=look>", 2),
         (Reading(THINKS.form, None, thoughts=True), "", f"Well {CALL}", f"Well {CALL}".index("STOP")),
-        (Reading(THINKS.form, Tools(TOOLS), thoughts=False), "", "<think>STOP</think>", len("<think>")),
+        (Reading(THINKS.form, TOOLS, thoughts=False), "", "<think>STOP</think>", len("<think>")),
     ],
 )
 def test_where_a_stop_string_counts(reading: Reading, prompt: str, reply: str, at: int | None) -> None:
@@ -86,7 +86,7 @@ def test_where_a_stop_string_counts(reading: Reading, prompt: str, reply: str, a
 
 def test_in_channels() -> None:
     tokens = tuple(MarkerToken(name, id, is_shown=False) for id, name in enumerate(HARMONY_MARKERS))
-    reader = Reading(ReplyFormat(HARMONY, tokens=tokens), Tools(TOOLS), thoughts=True).open()
+    reader = read_as(Reading(ReplyFormat(HARMONY, tokens=tokens), TOOLS, thoughts=True))
     reader.begin("<|start|>assistant")
     looks = StopSearch(StopStrings(["STOP"]), reader)
     reply = (("<|channel|>", "analysis"), ("<|message|>", "STOP"), ("<|end|>", ""), ("<|start|>", "assistant"))
@@ -107,7 +107,7 @@ def test_in_channels() -> None:
 def test_the_first_one_that_is_said_counts(parts: list[str], stops: list[str], size: int) -> None:
     """However the text is cut, and as a search in the zones one by one says."""
     reply = "".join(parts)
-    reader = THINKS.open()
+    reader = read_as(THINKS)
     reader.begin("")
     said = "".join(event.text for event in reader.add(reply) if isinstance(event, TextDelta))
     said += "".join(event.text for event in reader.finish(cut_off=False) if isinstance(event, TextDelta))
@@ -126,7 +126,7 @@ def test_the_first_one_that_is_said_counts(parts: list[str], stops: list[str], s
 
 
 def test_nothing_is_looked_for_in_skipped_text() -> None:
-    looks = StopSearch(StopStrings(["STOP"]), THINKS.open())
+    looks = StopSearch(StopStrings(["STOP"]), read_as(THINKS))
     looks.skip("STOP <think>ST")
     assert looks.feed("OP STOP</think>") is None
     found = looks.feed(" STOP" + "x" * 200)
@@ -151,7 +151,7 @@ def test_a_token_costs_little(reply: str, stop: str) -> None:
     most = len(tokens) / 800
 
     def take() -> None:
-        looks = StopSearch(StopStrings([stop, "stop"]), THINKS.open())
+        looks = StopSearch(StopStrings([stop, "stop"]), read_as(THINKS))
         for token in tokens:
             looks.feed(token)
 

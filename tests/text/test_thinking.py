@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from agentcache.api.model import USUAL, ThinkingVariables
 from agentcache.text.thinking import (
     HIGH,
     LOW,
@@ -13,9 +14,7 @@ from agentcache.text.thinking import (
     MINIMAL,
     MOST,
     NONE,
-    USUAL,
     VERY_HIGH,
-    ThinkingVariables,
     ThinkingWish,
     find_variables,
     told,

@@ -15,12 +15,12 @@ from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
 from typer.testing import CliRunner
 
+from agentcache.api.sampling import SamplingParams
 from agentcache.errors import ConfigError
 from agentcache.llm import LLM
 from agentcache.models.adapter_rows import RowAdapter
 from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.models.loader import load
-from agentcache.sampling import SamplingParams
 from agentcache.training.__main__ import app
 from agentcache.training.decoder import DecoderRecipe, DecoderTrainer, Progress
 from agentcache.training.decoder_data import Example, make_examples, stack_examples

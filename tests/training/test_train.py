@@ -11,9 +11,9 @@ import pytest
 from mlx.utils import tree_flatten
 from typer.testing import CliRunner
 
+from agentcache.api.sampling import SamplingParams
 from agentcache.llm import LLM
 from agentcache.models.builtin.embedded import DATA
-from agentcache.sampling import SamplingParams
 from agentcache.text.tokenizer import Tokenizer
 from agentcache.training.decoder import Progress
 from agentcache.training.decoder_data import make_examples, read_conversations

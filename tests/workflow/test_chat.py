@@ -5,10 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from agentcache.blocks.prefix_match import Match
+from agentcache.api.report import CachedTokens, CacheState, Match, Report, RestoreReport
+from agentcache.api.sampling import SamplingParams
 from agentcache.errors import NotFound
-from agentcache.report import CachedTokens, CacheState, Report, RestoreReport
-from agentcache.sampling import SamplingParams
 from agentcache.workflow.chat import LLMChat, Message, Question, Restored
 
 REPORT = Report("s.ann", CacheState.WARM, Match.EXTEND, 30, 2, CachedTokens(20, 5), 5, 1.5, 0.5, 10, written_bytes=7)

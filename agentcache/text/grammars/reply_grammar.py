@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from llguidance import LLMatcher
 
-from agentcache.answer_form import AnswerForm, CallableTool, Calls, Notation, TextForm
+from agentcache.api.answer_form import AnswerForm, CallableTool, Calls, Notation, TextForm
+from agentcache.api.model import HARMONY, ReplyFormat
 from agentcache.errors import InvalidRequest
 from agentcache.text.grammars.field_grammar import FieldWriter
 from agentcache.text.grammars.json_schema import json_rule
@@ -26,7 +27,6 @@ from agentcache.text.grammars.tagged_arguments import (
 from agentcache.text.replies.call_syntax import ArgumentSyntax, CallSyntax
 from agentcache.text.replies.calls import SPACE
 from agentcache.text.replies.dialects import call_syntax
-from agentcache.text.replies.format import HARMONY, ReplyFormat
 
 # Accepted by the parsers of all dialects.
 _CALLABLE_NAME = re.compile(r"[\w./\-]{1,256}")

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
+from agentcache.api.model import HARMONY, ReplyFormat
 from agentcache.text.json_values import write_json
 from agentcache.text.replies.call_syntax import CallSyntax
 from agentcache.text.replies.dialects import call_syntax
-from agentcache.text.replies.format import HARMONY, ReplyFormat
 
 Message = dict[str, Any]
 

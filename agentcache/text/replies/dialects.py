@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from agentcache.api.model import ReplyFormat
 from agentcache.text.replies.call_syntax import (
     IS_STRING,
     NAME,
@@ -21,7 +22,6 @@ from agentcache.text.replies.call_syntax import (
 )
 from agentcache.text.replies.calls import CallReader, CallSink, Tools
 from agentcache.text.replies.field_calls import FieldCalls, FieldNotation
-from agentcache.text.replies.format import ReplyFormat
 from agentcache.text.replies.json_calls import HeaderCall, ObjectCalls, function_name
 from agentcache.text.replies.markers import Codes
 from agentcache.text.replies.nested_calls import NestedCalls

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from agentcache.api.model import HARMONY, HARMONY_MARKERS, MarkerToken, ReplyFormat
 from agentcache.text.replies.dialects import DIALECTS, THOUGHTS
-from agentcache.text.replies.format import HARMONY, HARMONY_MARKERS, MarkerToken, ReplyFormat
 from agentcache.text.replies.written import WrittenReply, find_dialect
 
 

@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from enum import Enum, auto
 
+from agentcache.api.model import HARMONY_MARKERS, ReplyFormat
 from agentcache.text.replies.calls import SPACE, CallSink, Tools
 from agentcache.text.replies.events import Event, ReasoningDelta, TextDelta
-from agentcache.text.replies.format import HARMONY_MARKERS, ReplyFormat
 from agentcache.text.replies.json_text import JsonText
 from agentcache.text.replies.markers import Codes, Placed
 from agentcache.text.replies.zones import Zone, Zones

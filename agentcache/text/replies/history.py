@@ -11,6 +11,7 @@ from functools import cached_property
 from itertools import islice
 from typing import Any, Protocol
 
+from agentcache.api.model import ReplyFormat
 from agentcache.blocks.prefix_match import shared_until
 from agentcache.blocks.transcript import Transcript
 from agentcache.text.json_values import canonical_json, parse_json
@@ -19,7 +20,6 @@ from agentcache.text.messages import REASONING_KEYS, THOUGHT
 from agentcache.text.replies.calls import Tools
 from agentcache.text.replies.dialects import call_ends, calling_format
 from agentcache.text.replies.events import Call, Reasoning, Text, blocks_of
-from agentcache.text.replies.format import ReplyFormat
 from agentcache.text.replies.reader import open_reader
 from agentcache.text.tokenizer import Tokenizer
 

@@ -9,11 +9,12 @@ from enum import Enum, auto
 from math import inf
 from typing import Protocol
 
+from agentcache.api.model import HARMONY, ReplyFormat
+from agentcache.api.request import Reading
 from agentcache.text.marks import any_of
 from agentcache.text.replies.calls import SPACE, CallReader, CallSink, Tools, partial_end
 from agentcache.text.replies.dialects import DIALECTS, NO_CALLS, Dialect, DialectParts, bare_object
 from agentcache.text.replies.events import Event, ReasoningDelta, TextDelta
-from agentcache.text.replies.format import HARMONY, ReplyFormat
 from agentcache.text.replies.harmony import HarmonyReader
 from agentcache.text.replies.markers import Codes, Placed
 from agentcache.text.replies.zones import Zone, Zones
@@ -67,6 +68,12 @@ def open_reader(form: ReplyFormat, tools: Tools | None, *, thoughts: bool, whole
     if dialect is None and not pairs:
         return PlainReader()
     return MarkedReader(form, dialect, tools or Tools(), pairs, whole=whole)
+
+
+def read_as(reading: Reading, *, whole: bool = False) -> ReplyReader:
+    """Create the parser of a request's reply."""
+    tools = None if reading.tools is None else Tools(reading.tools)
+    return open_reader(reading.form, tools, thoughts=reading.thoughts, whole=whole)
 
 
 class PlainReader:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from agentcache.api.model import ReplyFormat
 from agentcache.text.json_values import parse_json, write_json
 from agentcache.text.replies.calls import Tools
 from agentcache.text.replies.dialects import DIALECTS
 from agentcache.text.replies.events import Call, Text, blocks_of
-from agentcache.text.replies.format import ReplyFormat
 from agentcache.text.replies.reader import open_reader
 
 THOUGHT = "RIVERSTONE"

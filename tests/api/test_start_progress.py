@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from agentcache import start_progress
-from agentcache.start_progress import Phase, StartProgress
+from agentcache.api import start_progress
+from agentcache.api.start_progress import Phase, StartProgress
 from tests.rounds import within
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from agentcache.answer_form import AnswerForm
-from agentcache.sampling import SamplingParams
-from agentcache.settings.adapters import Policy
-from agentcache.text.replies.reading import Reading
+from agentcache.api.answer_form import AnswerForm
+from agentcache.api.model import HARMONY, ReplyFormat
+from agentcache.api.policy import Policy
+from agentcache.api.sampling import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,28 @@ class Priority(StrEnum):
 
     INTERACTIVE = "interactive"
     BACKGROUND = "background"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a reply is read (`text.replies.reader`); by default, all is text.
+
+    Args:
+        tools: tools of the request, in OpenAI's format; None to leave calls in the text.
+        thoughts: separate reasoning from text.
+        hides_thoughts: omit reasoning from the answer.
+    """
+
+    form: ReplyFormat = ReplyFormat()
+    tools: Sequence[Mapping[str, Any]] | None = None
+    thoughts: bool = False
+    hides_thoughts: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        if self.form.dialect == HARMONY:
+            return False
+        return (self.tools is None or self.form.dialect is None) and not (self.thoughts and self.form.thoughts)
 
 
 @dataclass(frozen=True)

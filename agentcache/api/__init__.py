@@ -1,0 +1,1 @@
+"""Values that cross wings: what is asked of the engine, and what it answers."""

@@ -1,0 +1,205 @@
+"""Answers of the engine: the updates and the report of a request, and the state of an agent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from agentcache.api.policy import Policy
+
+# Characters of a prompt's end that show how a reply begins: at most a message header.
+PROMPT_END = 256
+
+
+class Match(StrEnum):
+    """Relation of a prompt to its agent's transcript."""
+
+    EXACT = "EXACT"
+    EXTEND = "EXTEND"
+    PARTIAL = "PARTIAL"
+    DIVERGE = "DIVERGE"
+    NEW = "NEW"
+
+
+class CacheState(StrEnum):
+    COLD = "cold"
+    WARM = "warm"
+    HOT = "hot"
+    UNAVAILABLE = "unavailable"  # agents only: files cannot be read now
+
+
+class StepDown(StrEnum):
+    """Why a policy that shares KV was not used."""
+
+    DIVERGENCE = "divergence"  # the adapter's KV differs from base's by more than allowed
+    MEMORY = "memory"  # no room for its residual KV
+    FAMILY = "family"  # no other adapter has the same A matrices
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log probability of one token under the model (before temperature and truncation).
+
+    Args:
+        data: bytes, which may be part of a character; a control token's name.
+        logprob: natural logarithm; None for a prompt's first token.
+        top: most likely tokens, best first, as (token id, bytes, logprob).
+        shown: False for generated control tokens, which are not part of the text.
+    """
+
+    token_id: int
+    data: bytes
+    logprob: float | None
+    top: tuple[tuple[int, bytes, float], ...] = ()
+    shown: bool = True
+
+    @property
+    def text(self) -> str:
+        return readable(self.data)
+
+
+def readable(data: bytes) -> str:
+    """A token's text; bytes that are not UTF-8 are escaped like `\\xe6\\x9d`, as in OpenAI's API."""
+    return data.decode(errors="backslashreplace")
+
+
+@dataclass(frozen=True)
+class CachedTokens:
+    """Cached prompt tokens by origin; None without such a cache."""
+
+    own: int = 0
+    shared: int = 0
+    residual: int | None = None
+
+
+@dataclass(frozen=True)
+class Volatile:
+    """Changed lines of the system prefix, such as times.
+
+    `moved`: a notice behind the history has them (`stable_prefix`); otherwise everything behind them is computed.
+    """
+
+    lines: tuple[str, ...]
+    moved: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """Cost and reuse of a request; the `agentcache` object beside `usage`. Times in milliseconds.
+
+    Args:
+        lineage: conversation that this turn continued or began.
+        computed_tokens: prompt tokens computed (at least 1); under `residual`, with the adapter.
+        base_computed_tokens: the same without an adapter; under `residual` in addition.
+        lost_tokens: tokens of the conversation that RAM and disk had lost, so that they were recomputed.
+        activated_at: first token on which an activated or prefill-share adapter acted.
+        requested_policy: policy before a fallback.
+        stepped_down: reason for the fallback, if any.
+        divergence: relative error of base's KV against the adapter's own; None if not measured.
+        saved: False if the turn could not be written, for the reason `save_error`.
+        notes: changes made to the chat before its template was applied.
+    """
+
+    agent: str | None
+    cache_state: CacheState
+    match: Match
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: CachedTokens
+    computed_tokens: int
+    time_to_first_token_ms: float
+    restore_ms: float
+    restored_bytes: int
+    total_ms: float = 0.0
+    policy: Policy = Policy.EXACT
+    adapter: str | None = None
+    activated_at: int | None = None
+    lineage: str | None = None
+    lost_tokens: int = 0
+    base_computed_tokens: int = 0
+    requested_policy: Policy = Policy.EXACT
+    stepped_down: StepDown | None = None
+    divergence: float | None = None
+    saved: bool | None = None
+    save_error: str | None = None
+    written_bytes: int = 0
+    volatile: Volatile | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def reused_tokens(self) -> int:
+        """Cached prompt tokens, for OpenAI's and Anthropic's `usage`."""
+        return self.cached_tokens.own + self.cached_tokens.shared
+
+
+@dataclass(frozen=True)
+class Update:
+    """One piece of a running completion.
+
+    The last update has `finish_reason` and `report`, and comes after the turn's save has succeeded or failed.
+
+    Args:
+        prompt_token_ids, prompt_logprobs: in the first update, which may have no text.
+        stop_string: stop string that ended the text.
+        choice: index of the answer.
+        markers: control tokens that structure a reply, each with its offset in `text`.
+        prompt_end: in the first update, the last characters of a chat's prompt, as marked text.
+    """
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_token_ids: tuple[int, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_string: str | None = None
+    report: Report | None = None
+    choice: int = 0
+    markers: tuple[tuple[int, str], ...] = ()
+    prompt_end: str | None = None
+
+
+@dataclass(frozen=True)
+class LineageInfo:
+    """One conversation of an agent; `last_used` in seconds since 1970."""
+
+    id: str
+    tokens: int
+    last_used: float
+
+
+@dataclass(frozen=True)
+class AgentInfo:
+    """One agent as in `GET /v1/agents`. Bytes include shared blocks in full.
+
+    Tokens, blocks and cache state are those of its longest lineage; bytes are those of all; `last_used` is the latest.
+    Residual bytes are parts of `ram_bytes` and `disk_bytes`. If `unavailable` has a reason, other fields are unknown.
+    """
+
+    id: str
+    tokens: int
+    blocks: int
+    cache_state: CacheState
+    ram_bytes: int
+    disk_bytes: int
+    created: float
+    last_used: float
+    adapter: str | None = None
+    policy: str = "exact"
+    residual_bytes: int = 0
+    residual_disk_bytes: int = 0
+    lineages: tuple[LineageInfo, ...] = ()
+    unavailable: str | None = None
+
+
+@dataclass(frozen=True)
+class RestoreReport:
+    tokens: int
+    restored_bytes: int
+    restore_ms: float
+    cache_state: CacheState
