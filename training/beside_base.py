@@ -84,7 +84,7 @@ def _original(linear: Any) -> Any:
 
 
 def squared_divergence(plain: Sequence[KeysValues], base: Sequence[KeysValues], weights: mx.array) -> mx.array:
-    """The squared divergence of the last layers' KV (`plain`) from base's, as in `models/divergence.py`.
+    """The squared divergence of the last layers' KV (`plain`) from base's, as in `models/residual/divergence.py`.
 
     Args:
         base: KV of all layers.

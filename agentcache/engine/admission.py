@@ -20,7 +20,7 @@ from agentcache.engine.room import Room
 from agentcache.engine.running_request import Outcome, RunningRequest, State
 from agentcache.engine.scheduler import Scheduler
 from agentcache.errors import AgentCacheError, InvalidRequest, OutOfBlocks, OutOfMemory, Overloaded
-from agentcache.kv.residual_arenas import ResidualArenas
+from agentcache.models.residual.arenas import ResidualArenas
 
 
 class Admission:

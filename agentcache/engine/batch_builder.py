@@ -13,7 +13,7 @@ from agentcache.engine.batch import Batch, BatchRow, Choice
 from agentcache.engine.hidden_states import HiddenStatePlanner
 from agentcache.engine.passes import ResidualKV
 from agentcache.engine.running_request import RunningRequest
-from agentcache.models.residual_rows import ResidualRow
+from agentcache.models.residual.rows import ResidualRow
 from agentcache.models.runner import ModelRunner
 from agentcache.models.sampler import Sampler, Scores
 from agentcache.models.step import StepInputs

@@ -20,7 +20,7 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.search import CachedHiddenStates
 
 if TYPE_CHECKING:
-    from agentcache.kv.residual_arenas import ResidualArenas
+    from agentcache.models.residual.arenas import ResidualArenas
 
 
 @dataclass(frozen=True, eq=False)

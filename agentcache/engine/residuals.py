@@ -12,11 +12,11 @@ from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.engine.output_processor import OutputProcessor
 from agentcache.engine.running_request import RunningRequest
 from agentcache.errors import UnsupportedPolicy
-from agentcache.kv.residual_arenas import ResidualArenas
-from agentcache.kv.residual_spec import ResidualShape, residual_spec
 from agentcache.models.adapters import Adapter
-from agentcache.models.divergence import Divergence
-from agentcache.models.residual_forms import ResidualSupport
+from agentcache.models.residual.arenas import ResidualArenas
+from agentcache.models.residual.divergence import Divergence
+from agentcache.models.residual.forms import ResidualSupport
+from agentcache.models.residual.spec import ResidualShape, residual_spec
 from agentcache.models.runner import ModelRunner
 
 _MOST_REMEMBERED = 256

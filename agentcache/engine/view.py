@@ -8,7 +8,7 @@ from agentcache.errors import ContextLengthExceeded, InvalidRequest
 from agentcache.kv.precision import Precision
 from agentcache.kv.spec import CacheSpec
 from agentcache.models.adapters import TargetModules
-from agentcache.models.residual_forms import ResidualSupport
+from agentcache.models.residual.forms import ResidualSupport
 from agentcache.settings.memory_plan import MemoryPlan
 from agentcache.store.model_names import ModelNames
 from agentcache.system.pressure import Level

@@ -19,7 +19,7 @@ from agentcache.models.attention import activation_dtype
 from agentcache.models.inspection import Inspection
 from agentcache.models.layers import in_dim
 from agentcache.models.mla import is_expanded
-from agentcache.models.residual_sides import KEYS, VALUES, AdapterSides, Side, find_side, is_split
+from agentcache.models.residual.spec import KEYS, VALUES, AdapterSides, Side, find_side, is_split
 
 _MAKE_KEYS = ("k_proj", "qkv_proj", "kv_a_proj_with_mqa")
 _QUERIES = {"q_proj", "q_a_proj", "q_b_proj"}  # beside one of `_MAKE_KEYS`

@@ -31,7 +31,7 @@ from agentcache.models.fused import MAX_QUERIES, MAX_RANK, read_by_kernels
 from agentcache.models.inspection import text_config
 from agentcache.models.loader import LoadedModel
 from agentcache.models.packed_product import kernel_is_right
-from agentcache.models.residual_kv import piece_blocks
+from agentcache.models.residual.kv import piece_blocks
 from agentcache.system.memory import SystemMemory, free_heap
 
 _FLOAT = 4  # bytes; half precision takes less
@@ -238,7 +238,7 @@ class Footprint:
         return num_rows * self.spec.num_attention_heads * num_tokens * MAX_SPLITS * width * _FLOAT
 
     def _added_bytes(self, kind: _LayerKind, contexts: Sequence[int], num_tokens: int) -> int:
-        """Attention on a CPU of rows with value residuals only (`models/value_residuals.py`)."""
+        """Attention on a CPU of rows with value residuals only (`models/residual/values.py`)."""
         if self.fused:
             return 0
         if num_tokens <= MAX_PACKED_QUERIES:

@@ -16,7 +16,7 @@ from agentcache.kv.step_cache import Handle
 from agentcache.models.attention import AttentionOptions, paged_attention
 from agentcache.models.mla import latent_attention
 from agentcache.models.observation import observe
-from agentcache.models.residual_attention import overlaid_attention
+from agentcache.models.residual.attention import overlaid_attention
 
 
 def intercept(model: nn.Module) -> None:

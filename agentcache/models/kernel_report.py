@@ -27,8 +27,8 @@ from agentcache.models.adapters import TargetModules, target_modules
 from agentcache.models.fused import layer_verdict
 from agentcache.models.inspection import Inspection, inspect_model
 from agentcache.models.loader import read_model
-from agentcache.models.residual_forms import likely_key_form
-from agentcache.models.residual_turns import turning_of
+from agentcache.models.residual.forms import likely_key_form
+from agentcache.models.residual.key_form import turning_of
 
 _SECONDS = 600  # three self-tests for each head shape
 _RANK = 16  # adapter rank; reports for other ranks differ in that number only

@@ -20,7 +20,7 @@ from agentcache.models.adapters import AdapterContent, target_modules
 from agentcache.models.attention import activation_dtype
 from agentcache.models.inspection import Inspection
 from agentcache.models.layers import Stand
-from agentcache.models.residual_forms import ResidualForms, find_forms
+from agentcache.models.residual.forms import ResidualForms, find_forms
 from agentcache.models.step import CurrentStep
 
 # MLX 0.32.4 on CUDA gathers from misaligned addresses and crashes if matrices' rows are no multiple of this

@@ -18,17 +18,17 @@ from agentcache.kv.block_layout import Array, GroupMemory
 from agentcache.kv.group_arena import GroupArena, make_arenas
 from agentcache.kv.measures import Extras, TokenMeasures
 from agentcache.kv.reserved import note_resized
-from agentcache.kv.residual_arenas import ResidualArenas
 from agentcache.kv.spec import CacheSpec
 from agentcache.kv.states import StateArena
 from agentcache.kv.step_cache import StepCache
 from agentcache.kv.step_plan import Reads, Writes
 from agentcache.kv.tensor_arena import TensorArena, has_due, take_due
-from agentcache.models.divergence import StepMeasures
 from agentcache.models.fused import Mode, mode, why_none, writer
 from agentcache.models.loader import LoadedModel
 from agentcache.models.recurrent import RowState, join, make_caches, state_of
-from agentcache.models.residual_rows import ResidualRow, ResidualRows, make_step_caches
+from agentcache.models.residual.arenas import ResidualArenas
+from agentcache.models.residual.divergence import StepMeasures
+from agentcache.models.residual.rows import ResidualRow, ResidualRows, make_step_caches
 from agentcache.models.step import StepInputs, StepOutputs
 from agentcache.models.step_traces import StepTraces
 from agentcache.system.malloc import give_back_freed
@@ -77,7 +77,7 @@ class ModelRunner:
     Args:
         snapshots: checkpoints of recurrent state.
         room: maximum bytes of a cache group, to which arenas grow without a copy if the device allows it.
-        measures: whether to measure the error of sharing base's KV (`models/divergence.py`).
+        measures: whether to measure the error of sharing base's KV (`models/residual/divergence.py`).
     """
 
     def __init__(

@@ -14,7 +14,7 @@ import mlx.nn as nn
 from agentcache.kv.step_cache import StepCache
 from agentcache.models.attention import AttentionOptions, paged_attention
 from agentcache.models.observation import observe
-from agentcache.models.residual_attention import overlaid_attention
+from agentcache.models.residual.attention import overlaid_attention
 
 _PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "rope")
 _SIZES = ("n_heads", "n_kv_heads", "scale", "attn_logit_softcapping")

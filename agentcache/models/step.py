@@ -15,7 +15,7 @@ from agentcache.errors import BrokenInvariant
 from agentcache.kv.step_plan import Reads, Writes
 from agentcache.models.adapter_rows import AdapterRows, RowAdapter
 from agentcache.models.recurrent import RowState
-from agentcache.models.residual_rows import ResidualRows
+from agentcache.models.residual.rows import ResidualRows
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,8 +35,8 @@ from tests.metal_kernels.emulator.marks import needs_clang
 from tests.metal_kernels.emulator.run import PLAIN, Schedule
 from tests.models import emulated_device
 from tests.models.emulated_device import SHAPE, Device, ask_for, close, warnings
-from tests.models.residual_driver import ResidualDriver
-from tests.models.residual_oracle import adapter, small_model
+from tests.models.residual.driver import ResidualDriver
+from tests.models.residual.oracle import adapter, small_model
 from tests.models.test_attention import Case, fill
 from tests.serving.conversation import check_same, make_ids
 from tests.serving.hybrids import write_hybrid

@@ -19,9 +19,9 @@ from agentcache.api.sampling import SamplingParams
 from agentcache.blocks.keys import BASE_CACHE
 from agentcache.kv.block_layout import ALIGNMENT, GroupMemory, Place, RestBuffer
 from agentcache.kv.group_arena import GroupArena
-from agentcache.kv.residual_arenas import ResidualArenas
 from agentcache.kv.tensor_arena import shares_memory
 from agentcache.llm import LLM
+from agentcache.models.residual.arenas import ResidualArenas
 from agentcache.store.cache_files import RegularFile
 from agentcache.system.pages import addresses_are_free
 from tests.serving.block_damage import block_files, flip, header_of, sign

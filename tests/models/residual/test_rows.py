@@ -16,13 +16,13 @@ from agentcache.errors import BrokenInvariant
 from agentcache.kv.step_plan import Reads
 from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
 from agentcache.models.loader import LoadedModel
-from agentcache.models.residual_rows import ResidualRow, ResidualRows
+from agentcache.models.residual.rows import ResidualRow, ResidualRows
 from agentcache.models.step import StepInputs, StepOutputs
 from tests.device_marks import same_steps
 from tests.models.driver import Driver, Row
 from tests.models.lora_driver import difference
-from tests.models.residual_driver import AnyRow, ResidualDriver, ResidualKV
-from tests.models.residual_oracle import KEYS_AND_VALUES, adapter, small_model
+from tests.models.residual.driver import AnyRow, ResidualDriver, ResidualKV
+from tests.models.residual.oracle import KEYS_AND_VALUES, adapter, small_model
 
 ATTENTION = ("self_attn.q_proj", *KEYS_AND_VALUES, "self_attn.o_proj")
 EVERYTHING = (*ATTENTION, "mlp.gate_proj", "mlp.down_proj")

@@ -22,7 +22,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from agentcache.errors import UnsupportedPolicy
-from agentcache.kv.residual_spec import ResidualLayer, ResidualShape
 from agentcache.kv.spec import LayerSpec
 from agentcache.models.adapter_files import ModuleName
 from agentcache.models.adapters import Adapter, Target, TargetModules
@@ -30,8 +29,8 @@ from agentcache.models.attention import activation_dtype
 from agentcache.models.inspection import Inspection
 from agentcache.models.layers import Stand
 from agentcache.models.recurrent import make_caches
-from agentcache.models.residual_kv import KeyForm, KeyNorm, Rope
-from agentcache.models.residual_sides import KEYS, VALUES
+from agentcache.models.residual.key_form import KeyForm, KeyNorm, Rope
+from agentcache.models.residual.spec import KEYS, VALUES, ResidualLayer, ResidualShape
 
 _NUM_TOKENS, _OFFSET, _TOKEN_IDS = 8, 37, 16
 _TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 6e-2}

@@ -11,10 +11,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from agentcache.models.divergence import Divergence, StepMeasures
 from agentcache.models.loader import LoadedModel
-from tests.models.residual_driver import ResidualDriver, ResidualKV
-from tests.models.residual_oracle import adapter, small_model
+from agentcache.models.residual.divergence import Divergence, StepMeasures
+from tests.models.residual.driver import ResidualDriver, ResidualKV
+from tests.models.residual.oracle import adapter, small_model
 
 EVERYTHING = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj")
 IDS = np.random.default_rng(3).integers(0, 90, 600)

@@ -1,6 +1,6 @@
 """Attention of residual rows (ForkKV, arXiv 2604.06370) by MLX's operations: the specification of every kernel.
 
-A key is base's cached key plus R(x·A·B), where R is the layer's own rope (`residual_forms`). Queries multiply with both
+A key is base's cached key plus R(x·A·B), where R is the layer's own rope (`forms`). Queries multiply with both
 separately; one softmax runs over the sums. Base's and low-rank values are summed separately, so that B is multiplied
 once: out = P·V + (P·x·A)·B.
 
@@ -21,10 +21,11 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.arena import LayerArena, SideArena
 from agentcache.kv.packed import dequantise
 from agentcache.kv.step_cache import PagedKV
-from agentcache.models import fused_residual, value_residuals
 from agentcache.models.attention import MAX_PACKED_QUERIES, AttentionOptions, paged_attention
 from agentcache.models.packed_product import by_definition, packed_product
-from agentcache.models.residual_kv import SMALLEST_FACTOR, LayerResidualKV, RowResidualKV, piece_blocks
+from agentcache.models.residual import fused, values
+from agentcache.models.residual.key_form import SMALLEST_FACTOR
+from agentcache.models.residual.kv import LayerResidualKV, RowResidualKV, piece_blocks
 
 _MASKED = -1e30  # finite, as a whole piece may be masked
 
@@ -33,15 +34,15 @@ def overlaid_attention(
     queries: mx.array, arena: LayerArena, residual_kv: LayerResidualKV, options: AttentionOptions
 ) -> mx.array:
     """Attention of `queries` [B, H_q, n, D_k], some rows with residuals; [B, H_q, n, D_v]."""
-    if value_residuals.serves(queries.shape[2], residual_kv, options):
-        return value_residuals.attention(queries, arena, residual_kv, options)
+    if values.serves(queries.shape[2], residual_kv, options):
+        return values.attention(queries, arena, residual_kv, options)
     done = []
     if residual_kv.plain_reads is not None:
         done.append(paged_attention(queries[residual_kv.plain], PagedKV(arena, residual_kv.plain_reads), options))
     for _, rows in groupby(residual_kv.rows, lambda row: id(row.matrices)):
         alike = list(rows)
         reference = partial(_by_operations, queries, arena, alike, options, done[-1:])
-        done.append(fused_residual.attention(queries, arena, alike, options, reference))
+        done.append(fused.attention(queries, arena, alike, options, reference))
     return mx.concatenate(done)[residual_kv.order]
 
 

@@ -11,14 +11,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from agentcache.models import residual_attention
 from agentcache.models.footprint import Footprint
+from agentcache.models.residual import attention
 from tests.device_marks import cpu_memory
 from tests.held_memory import held_bytes
 from tests.marks import slow
 from tests.models.driver import Row
-from tests.models.residual_driver import AnyRow, ResidualDriver, ResidualKV
-from tests.models.residual_oracle import KEYS_AND_VALUES, adapter, small_model
+from tests.models.residual.driver import AnyRow, ResidualDriver, ResidualKV
+from tests.models.residual.oracle import KEYS_AND_VALUES, adapter, small_model
 
 CONTEXT, ROWS, RANK = 2048, 8, 16
 _STEPS = 3  # that are measured
@@ -84,7 +84,7 @@ def test_eight_residual_rows_take_what_eight_base_rows_do_and_one_rows_keys(
     of_base, of_residuals = decode_peaks(*crowd)
     rebuilt_keys = CONTEXT * KV_HEADS * DIM * 4
     assert of_residuals <= of_base + rebuilt_keys
-    monkeypatch.setattr(residual_attention, "piece_blocks", lambda num_blocks, num_queries: num_blocks)
+    monkeypatch.setattr(attention, "piece_blocks", lambda num_blocks, num_queries: num_blocks)
     assert decode_peaks(*crowd)[1] > of_base + rebuilt_keys
 
 

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from agentcache.errors import UnsupportedPolicy
-from agentcache.kv.residual_spec import ResidualLayer
 from agentcache.models.layers import Stand
 from agentcache.models.loader import LoadedModel
-from agentcache.models.residual_forms import ResidualSupport
+from agentcache.models.residual.forms import ResidualSupport
+from agentcache.models.residual.spec import ResidualLayer
 from tests.models import zoo
 from tests.models.driver import Driver
 from tests.models.model_files import MODEL_FILES
-from tests.models.residual_oracle import KEYS_AND_VALUES, adapter, small_model
+from tests.models.residual.oracle import KEYS_AND_VALUES, adapter, small_model
 
 SERVED = {
     "llama": False,

@@ -19,11 +19,12 @@ import pytest
 from agentcache.llm import Completion
 from agentcache.metal_kernels.self_test import Verdict
 from agentcache.metal_kernels.tiling import HeadShape
-from agentcache.models import fused, residual_rows, residual_turns
+from agentcache.models import fused
 from agentcache.models.adapter_rows import AdapterWeights
 from agentcache.models.loader import LoadedModel
-from agentcache.models.residual_rows import layer_matrices
-from agentcache.models.residual_turns import Turning
+from agentcache.models.residual import key_form, rows
+from agentcache.models.residual.key_form import Turning
+from agentcache.models.residual.rows import layer_matrices
 from tests.conftest import ModelFolder
 from tests.device_marks import steady_sums
 from tests.marks import slow
@@ -31,8 +32,8 @@ from tests.metal_kernels.emulator.marks import needs_clang
 from tests.metal_kernels.emulator.run import Result, Schedule
 from tests.models import emulated_device
 from tests.models.emulated_device import Device, ask_for, close, warnings
-from tests.models.residual_driver import ResidualDriver
-from tests.models.residual_oracle import KEYS_AND_VALUES, adapter, small_model
+from tests.models.residual.driver import ResidualDriver
+from tests.models.residual.oracle import KEYS_AND_VALUES, adapter, small_model
 from tests.serving.conversation import check_same, make_ids
 from tests.serving.residual_cases import open_residual, residual_folders, say
 
@@ -143,7 +144,7 @@ def test_a_rope_that_no_kernel_turns_is_left_to_the_reference(
 ) -> None:
     weights = adapter(loaded, tmp_path, 3, targets=KEYS_AND_VALUES)
     monkeypatch.setattr(Turning, "_refusal", lambda turning: "no kernel for this rope")
-    monkeypatch.setattr(residual_turns, "_of_forms", WeakKeyDictionary())
+    monkeypatch.setattr(key_form, "_of_forms", WeakKeyDictionary())
     by_kernels = decoded([weights], log)
     assert log and not read(log), "base's row goes by kernels"
     assert close(by_kernels, decoded([weights], log, "off"), 1e-4)
@@ -158,10 +159,10 @@ def test_matrices_for_kernels_are_kept_with_their_adapter(
     decoded([weights], log)
     assert layer_matrices(weights, form).for_kernels is first
     assert len(first._packed) == 1
-    kept = len(residual_rows._kept)
+    kept = len(rows._kept)
     del weights, first
     gc.collect()
-    assert len(residual_rows._kept) == kept - 1
+    assert len(rows._kept) == kept - 1
 
 
 @steady_sums

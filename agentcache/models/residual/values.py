@@ -3,7 +3,7 @@
 Their scores are those of base's keys, so all rows run together: P·(V + x·A·B) = P·V + (P·x·A)·B. A chunk reads values
 with residuals already added.
 
-`residual_attention` is the specification; its pieces are slow on a CPU, where each operation costs as much as a small
+`attention.py` is the specification; its pieces are slow on a CPU, where each operation costs as much as a small
 product.
 """
 
@@ -26,7 +26,7 @@ from agentcache.models.attention import (
     paged_attention,
     unpack_row,
 )
-from agentcache.models.residual_kv import LayerResidualKV, RowResidualKV
+from agentcache.models.residual.kv import LayerResidualKV, RowResidualKV
 
 
 def serves(num_tokens: int, residual_kv: LayerResidualKV, options: AttentionOptions) -> bool:

@@ -17,8 +17,8 @@ from agentcache.metal_kernels.tiling import HeadShape, ResidualKind
 from agentcache.metal_kernels.unpack_residual import LowRankSide, unpack_residual
 from agentcache.models import fused
 from agentcache.models.attention import AttentionOptions, flash_attention, unpack_for
-from agentcache.models.residual_kv import RowResidualKV
-from agentcache.models.residual_turns import turning_of
+from agentcache.models.residual.key_form import turning_of
+from agentcache.models.residual.kv import RowResidualKV
 
 
 def attention(

@@ -13,13 +13,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from agentcache.models import fused, interception, residual_attention, value_residuals
+from agentcache.models import fused, interception
 from agentcache.models.loader import LoadedModel
-from agentcache.models.residual_kv import KeyForm
-from agentcache.models.value_residuals import serves
+from agentcache.models.residual import attention, values
+from agentcache.models.residual.key_form import KeyForm
+from agentcache.models.residual.values import serves
 from tests.marks import slow
-from tests.models.residual_driver import ResidualDriver
-from tests.models.residual_oracle import HEADS, Seen, adapter, expected, float64, small_model
+from tests.models.residual.driver import ResidualDriver
+from tests.models.residual.oracle import HEADS, Seen, adapter, expected, float64, small_model
 
 MODELS = (
     "llama",
@@ -48,7 +49,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
     seen: list[Seen] = []
 
     def watched(queries: mx.array, arena: Any, residual_kv: Any, options: Any) -> mx.array:
-        out = residual_attention.overlaid_attention(queries, arena, residual_kv, options)
+        out = attention.overlaid_attention(queries, arena, residual_kv, options)
         seen.append(Seen(queries, arena, list(residual_kv.rows), options, out))
         return out
 
@@ -101,12 +102,12 @@ def test_residuals_of_values_alone_are_what_numpy_computes(
 
     def counted(queries: mx.array, *others: Any) -> mx.array:
         served.append(queries.shape[2])
-        return value_residuals.attention(queries, *others)
+        return values.attention(queries, *others)
 
     loaded = small_model(model, 4, dtype)
     weights = adapter(loaded, tmp_path, 8, targets=("self_attn.q_proj", "self_attn.v_proj"))
     assert not loaded.adapters.residual_forms.support.refusal
-    monkeypatch.setattr(residual_attention, "value_residuals", SimpleNamespace(serves=serves, attention=counted))
+    monkeypatch.setattr(attention, "values", SimpleNamespace(serves=serves, attention=counted))
     assert worst(loaded, weights, watch) < TOLERANCE[dtype]
     if mx.default_device() == mx.cpu and fused.why_none():
         assert {1, 20} < set(served), "decoded rows, and chunks"
@@ -144,12 +145,12 @@ def spoilt(old: str, new: str) -> Callable[[pytest.MonkeyPatch], None]:
     """A way to compute with another text of the module."""
 
     def spoil(patch: pytest.MonkeyPatch) -> None:
-        text = inspect.getsource(residual_attention)
+        text = inspect.getsource(attention)
         assert text.count(old) == 1
-        names: dict[str, Any] = {"__name__": residual_attention.__name__}
+        names: dict[str, Any] = {"__name__": attention.__name__}
         exec(compile(text.replace(old, new), "spoilt", "exec", dont_inherit=True), names)
         names["piece_blocks"] = lambda num_blocks, num_queries: 1
-        patch.setattr(residual_attention, "overlaid_attention", names["overlaid_attention"])
+        patch.setattr(attention, "overlaid_attention", names["overlaid_attention"])
 
     return spoil
 

@@ -9,11 +9,11 @@ import mlx.core as mx
 import numpy as np
 
 from agentcache.blocks.pool import BlockPool, BlockTable
-from agentcache.kv.residual_arenas import ResidualArenas
-from agentcache.kv.residual_spec import residual_spec
 from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
 from agentcache.models.loader import LoadedModel
-from agentcache.models.residual_rows import ResidualRow
+from agentcache.models.residual.arenas import ResidualArenas
+from agentcache.models.residual.rows import ResidualRow
+from agentcache.models.residual.spec import residual_spec
 from agentcache.models.step import StepInputs, StepOutputs
 from tests.models.driver import Driver, Row
 

@@ -18,16 +18,15 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockTable
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.arena import LayerArena
-from agentcache.kv.residual_arenas import LARGEST_FLOAT16, ResidualArenas
-from agentcache.kv.residual_spec import key_a_name, key_norms_name, value_a_name
 from agentcache.kv.step_cache import PagedKV, Put, StepCache
 from agentcache.kv.step_plan import Reads, Writes
 from agentcache.models.adapter_files import ModuleName
 from agentcache.models.adapter_rows import AdapterWeights
-from agentcache.models.divergence import StepMeasures
-from agentcache.models.residual_forms import LayerForm, ResidualForms
-from agentcache.models.residual_kv import KernelMatrices, LayerMatrices, LayerResidualKV, RowResidualKV
-from agentcache.models.residual_sides import Side
+from agentcache.models.residual.arenas import LARGEST_FLOAT16, ResidualArenas
+from agentcache.models.residual.divergence import StepMeasures
+from agentcache.models.residual.forms import LayerForm, ResidualForms
+from agentcache.models.residual.kv import KernelMatrices, LayerMatrices, LayerResidualKV, RowResidualKV
+from agentcache.models.residual.spec import Side, key_a_name, key_norms_name, value_a_name
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from agentcache.models.adapter_rows import AdapterWeights
 from agentcache.models.adapters import read_adapter
 from agentcache.models.attention import AttentionOptions
 from agentcache.models.loader import LoadedModel
-from agentcache.models.residual_kv import RowResidualKV
+from agentcache.models.residual.kv import RowResidualKV
 from tests.adapters_factory import Pair, write_mlx_lm
 from tests.models import zoo
 from tests.models.reference import naive_attention

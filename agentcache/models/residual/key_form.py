@@ -1,20 +1,20 @@
-"""Tables of a layer's rope for kernels, found by running the rope.
-
-Pairs of values, angles and gain are read off its results. Kernels rotate a key by its place in a tile, then by the
-tile's position; whether the rope allows that is checked at near and far positions.
-"""
+"""Operations on a layer's keys before they are cached, norm and rope: as a formula, and as tables for kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 import numpy as np
 
 from agentcache.metal_kernels.rope_tables import NEAR, STEP, RopeTables, laid_out, no_rope
-from agentcache.models.residual_kv import KeyForm, Rope
 
+Rope = Callable[..., mx.array]
+
+SMALLEST_FACTOR = 6e-8  # above 0, in float16
 _TRIED_AT = 31  # here no angle is 0 or a whole turn, except constant ones
 _CHECKED_AT = (3, 50, 1021, 8191)
 _SMALLEST = 1e-6
@@ -23,8 +23,73 @@ _TOLERANCE, _TOLERANCE_A_POSITION = 2e-5, 5e-7
 _LEAST_POSITIONS = 4096
 
 
+@dataclass(frozen=True, eq=False)
+class KeyNorm:
+    """Norm of each head's keys: ρ(k) * k * weight with ρ(k) = 1 / sqrt(mean(k²) + eps); float32 weight [D]."""
+
+    weight: mx.array
+    eps: float
+
+    def factor(self, keys: mx.array) -> mx.array:
+        """ρ, float32 [...], of float32 keys [..., D]."""
+        return mx.rsqrt(mx.square(keys).mean(axis=-1) + self.eps)
+
+
+@dataclass(frozen=True, eq=False)
+class KeyForm:
+    """Operations on keys before they are cached; `rope` rotates keys [N, H_kv, n, D] from `offset` on."""
+
+    rope: Rope
+    norm: KeyNorm | None
+
+    def rotated(self, delta: mx.array, factor: mx.array | None, starts: mx.array) -> mx.array:
+        """Adapter's addition to base's cached keys, float32 [N, H_kv, n, D].
+
+        Args:
+            delta: x·A·B, float32 [N, n, H_kv, D].
+            factor: ρ with the adapter, [N, n, H_kv]; None without a norm.
+            starts: position of the first token, int32 [N].
+        """
+        if self.norm is not None and factor is not None:
+            delta = delta * self.norm.weight * factor[..., None]
+        rotated: mx.array = self.rope(delta.swapaxes(1, 2), offset=starts)
+        return rotated
+
+    def agent_factor(self, base: mx.array, without: mx.array, delta: mx.array, starts: mx.array) -> mx.array:
+        """ρ of keys with an adapter, [N, n, H_kv], from cached keys without it.
+
+        A family's x is base's, so this ρ is never computed directly. With key k without the adapter and its addition d,
+        1/ρ² = mean(k²) + 2 mean(k·d) + mean(d²) + eps; `without` gives mean(k²) + eps. Cached keys are ρ_base * R(γk).
+        R is a rotation up to its gain, so R(γk) · R(d / (γ gain²)) = k · d.
+
+        Args:
+            base: cached keys, float32 [N, H_kv, n, D].
+            without: ρ of these, [N, n, H_kv].
+            delta, starts: as in `rotated`.
+        """
+        assert self.norm is not None
+        rotated = self.rope((delta * self._inverse).swapaxes(1, 2), offset=starts)
+        without = mx.maximum(without, SMALLEST_FACTOR)
+        cross = (base * rotated).mean(axis=-1).swapaxes(1, 2) / without
+        energy: mx.array = 1 / mx.square(without) + 2 * cross + mx.square(delta).mean(axis=-1)
+        return mx.rsqrt(mx.maximum(energy, self.norm.eps))
+
+    @cached_property
+    def _inverse(self) -> mx.array:
+        """1 / (γ gain²), float32 [D]; 0 where γ is 0, as no cache has that part of k."""
+        assert self.norm is not None
+        weight = self.norm.weight
+        unit = mx.eye(weight.shape[0])[None, :, None]  # one value per head
+        gain = mx.square(self.rope(unit, offset=mx.array([0], mx.int32))).sum(axis=(0, 2, 3))
+        known = mx.abs(weight) > SMALLEST_FACTOR
+        return mx.where(known, 1 / (mx.where(known, weight, 1) * gain), 0)
+
+
 class Turning:
-    """One rope, for keys of `dim` values.
+    """Tables of one rope for kernels, for keys of `dim` values, found by running the rope.
+
+    Kernels rotate a key by its place in a tile, then by the tile's position; whether the rope allows that is checked
+    at near and far positions.
 
     Attributes:
         pairs: number of rotated pairs.

@@ -13,10 +13,10 @@ from agentcache.blocks.block_tables import Copy
 from agentcache.blocks.pool import BlockPool
 from agentcache.kv.group_arena import make_arenas
 from agentcache.kv.packing import Quantisation
-from agentcache.kv.residual_arenas import ResidualArenas
-from agentcache.kv.residual_spec import ResidualLayer, ResidualShape, residual_spec
 from agentcache.kv.spec import CacheSpec, LayerSpec, make_groups
 from agentcache.kv.tensor_arena import take_due
+from agentcache.models.residual.arenas import ResidualArenas
+from agentcache.models.residual.spec import ResidualLayer, ResidualShape, residual_spec
 
 LAYERS = [LayerSpec(index, 2, 64, 64, None if index % 2 else 300) for index in range(4)]
 BASE = CacheSpec("tiny", 4, make_groups(LAYERS, Quantisation()))

@@ -1,0 +1,1 @@
+"""Residual KV: what an adapter adds to base's keys and values (ForkKV, arXiv 2604.06370)."""
