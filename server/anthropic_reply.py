@@ -14,8 +14,8 @@ from agentcache.server.errors import WireError
 from agentcache.server.replies import ReplyReader, read_whole
 from agentcache.server.reply import Completion, report_object
 from agentcache.server.stream import event
-from agentcache.text.call_ids import new_call_id
 from agentcache.text.json_values import parse_json
+from agentcache.text.messages import new_call_id
 from agentcache.text.replies.events import (
     Block,
     Call,

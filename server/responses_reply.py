@@ -19,7 +19,7 @@ from agentcache.server.response_items import sealed
 from agentcache.server.response_tools import ResponseTools, custom_input
 from agentcache.server.stream import encode, event
 from agentcache.store.response_files import new_id
-from agentcache.text.call_ids import new_call_id
+from agentcache.text.messages import new_call_id
 from agentcache.text.replies.events import (
     Event,
     ReasoningDelta,

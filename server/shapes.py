@@ -14,7 +14,7 @@ from agentcache.server.logprobs import TextOffsets, chat_logprobs, text_logprobs
 from agentcache.server.replies import ReplyReader, read_whole
 from agentcache.server.reply import Completion, combine, combine_choices, report_object
 from agentcache.server.stream import TextEvents, event
-from agentcache.text.call_ids import new_call_id
+from agentcache.text.messages import new_call_id
 from agentcache.text.replies.events import (
     Call,
     Event,

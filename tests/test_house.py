@@ -101,8 +101,7 @@ JSON_READER = "agentcache/text/json_values.py"
 OWN_JSON = {
     "agentcache/text/tokenizer.py": "tokenizer.json",
     "agentcache/text/encoder.py": "tokenizer.json",
-    "agentcache/text/token_rules.py": "files of a tokenizer",
-    "agentcache/text/generation_config.py": "files of a model",
+    "agentcache/text/model_folder.py": "files of a model",
     "agentcache/text/template_child.py": "the filter `tojson`, in a process with limits",
     "agentcache/text/grammars/reply_grammar.py": "grammars as llguidance writes and reads them",
     "server/stream.py": "events of answers",

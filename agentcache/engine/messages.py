@@ -31,8 +31,7 @@ from agentcache.system.pressure import Level
 from agentcache.system.threads import as_exception
 from agentcache.text.grammars.compiler import Grammar
 from agentcache.text.replies.reader import read_as
-from agentcache.text.replies.stop_search import StopSearch
-from agentcache.text.stop_strings import NO_STOPS, StopStrings
+from agentcache.text.replies.stop_strings import NO_STOPS, StopSearch, StopStrings
 from agentcache.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

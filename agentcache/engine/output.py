@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from agentcache.api.model import MarkerToken
-from agentcache.text.replies.markers import Placed
-from agentcache.text.replies.stop_search import StopSearch
-from agentcache.text.stop_strings import FoundStop
+from agentcache.text.marks import Placed
+from agentcache.text.replies.stop_strings import FoundStop, StopSearch
 
 _NO_MARKERS: Mapping[int, MarkerToken] = {}
 

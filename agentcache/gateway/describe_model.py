@@ -17,7 +17,7 @@ from agentcache.models.probe import Probe
 from agentcache.settings.config import Config
 from agentcache.settings.memory_plan import MemoryPlan
 from agentcache.store.precision_file import read_precision
-from agentcache.text.generation_config import sampling_defaults
+from agentcache.text.model_folder import sampling_defaults
 
 _EMBEDDED_NAME = "agentcache-embedded"
 

@@ -26,7 +26,7 @@ from agentcache.text.front import find_front
 from agentcache.text.grammars.compiler import Grammar
 from agentcache.text.grammars.reply_grammar import reply_grammar
 from agentcache.text.replies.dialects import calling_format
-from agentcache.text.stop_strings import NO_STOPS, StopStrings, stop_strings
+from agentcache.text.replies.stop_strings import NO_STOPS, StopStrings, stop_strings
 from agentcache.text.tokenizer import Tokenizer
 from agentcache.text.work_limit import UNLIMITED, WorkLimit
 

@@ -44,7 +44,7 @@ import xxhash
 
 from agentcache.system.file_identity import file_identity
 from agentcache.system.memo import Memo
-from agentcache.text.token_rules import token_rules, tokenizer_files
+from agentcache.text.model_folder import token_rules, tokenizer_files
 
 _CHUNK_BYTES = 4 << 20
 _CONFIGS = ("config.json", "hf_quant_config.json")

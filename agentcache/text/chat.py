@@ -11,12 +11,10 @@ from typing import Any
 
 from agentcache.api.model import ReplyFormat
 from agentcache.errors import InvalidRequest
-from agentcache.text.call_ids import with_short_ids
 from agentcache.text.marks import Marks
-from agentcache.text.messages import THOUGHT, plain_messages, with_strings
+from agentcache.text.messages import THOUGHT, plain_messages, with_short_ids, with_strings
 from agentcache.text.repairs.find_repairs import find_repairs
-from agentcache.text.repairs.kinds import NO_TEMPLATE, PLACEHOLDER, PLAINEST, Message, Repairs
-from agentcache.text.repairs.notation import call_notation
+from agentcache.text.repairs.kinds import NO_TEMPLATE, PLACEHOLDER, PLAINEST, Message, Repairs, call_notation
 from agentcache.text.repairs.steps import Render, Repaired, repaired
 from agentcache.text.template import REFUSED
 

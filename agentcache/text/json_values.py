@@ -1,4 +1,4 @@
-"""Reads and writes all JSON that clients and models send.
+"""Reads and writes all JSON that clients and models send, whole or as a stream (`JsonText`).
 
 Depth is bounded and strings are valid: recursion and writing are safe. `tests/test_house.py` enforces its use.
 """
@@ -6,8 +6,10 @@ Depth is bounded and strings are valid: recursion and writing are safe. `tests/t
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
+from enum import Enum, auto
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -20,6 +22,13 @@ _MOST_TOKENS = 100_000
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*+"|[\[\]{},:]', re.DOTALL)
 _HALF = re.compile("[\ud800-\udfff]")
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+_MAX_NUMBER = 400  # digits
+_SPACE = " \t\n\r"
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+_WORD = re.compile(r"[A-Za-z0-9+.\-]+")
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
+_ESCAPES = frozenset('"\\/bfnrt')
 
 
 class _RefusedConstant(ValueError):
@@ -175,3 +184,232 @@ def _mended(value: Any) -> Any:
     if isinstance(value, dict):
         return {_mended(key): _mended(inner) for key, inner in value.items()}
     return [_mended(inner) for inner in value] if isinstance(value, list) else value
+
+
+class _Expect(Enum):
+    VALUE = auto()
+    VALUE_OR_END = auto()
+    KEY_OR_END = auto()
+    COLON = auto()
+    COMMA_OR_END = auto()
+    STRING = auto()
+    WORD = auto()
+    NOTHING = auto()
+
+
+class JsonText:
+    """Parser for one JSON value.
+
+    Repairs raw control characters and unknown escapes in strings, lone surrogates, trailing commas, and Python's
+    constants. Any other error sets `is_broken`; `complete` can still close the value.
+    """
+
+    def __init__(self) -> None:
+        self.is_done = False
+        self.is_broken = False
+        self._out: list[str] = []
+        self._expect = _Expect.VALUE
+        self._open: list[str] = []  # closing brackets of the open containers
+        self._held = ""  # a key, emitted with its value to stay completable
+        self._comma = False  # before the next value
+        self._string: list[str] = []
+        self._is_key = False
+        self._escape = ""  # incomplete
+        self._half = ""  # escape of a high surrogate
+        self._word = ""
+
+    @property
+    def is_in_string(self) -> bool:
+        return self._expect is _Expect.STRING and not self.is_broken
+
+    @property
+    def expects_key(self) -> bool:
+        return self._expect is _Expect.KEY_OR_END
+
+    def feed(self, text: str, at: int) -> int:
+        """Parse `text` from `at` up to the value's end or an error. Return the position reached."""
+        while at < len(text) and not (self.is_done or self.is_broken):
+            at = self._step(text, at)
+        return at
+
+    def take(self) -> str:
+        """Return the output since the last call."""
+        out = "".join(self._out)
+        self._out.clear()
+        return out
+
+    def complete(self) -> None:
+        """Close an unfinished value; one that has not begun becomes null."""
+        if self.is_done:
+            return
+        if self._expect is _Expect.STRING:
+            self._flush_half()
+            self._end_string()
+        elif self._expect is _Expect.WORD:
+            self._end_word()
+        if not self._open and self._expect is _Expect.VALUE:
+            self._out.append("null")
+        self._out.extend(reversed(self._open))
+        self._open.clear()
+        self.is_done = True
+
+    def _step(self, text: str, at: int) -> int:
+        if self._expect is _Expect.STRING:
+            return self._in_string(text, at)
+        if self._expect is _Expect.WORD:
+            return self._in_word(text, at)
+        character = text[at]
+        if character in _SPACE:
+            return at + 1
+        if character in "}]":
+            return self._end_container(character, at)
+        if self._expect is _Expect.COLON:
+            return self._punctuation(character == ":", _Expect.VALUE, at)
+        if self._expect is _Expect.COMMA_OR_END:
+            self._comma = True
+            after = _Expect.KEY_OR_END if self._open[-1] == "}" else _Expect.VALUE_OR_END
+            return self._punctuation(character == ",", after, at)
+        if self._expect is _Expect.KEY_OR_END:
+            self._is_key = True
+            return self._punctuation(character == '"', _Expect.STRING, at)
+        return self._begin_value(character, at)
+
+    def _punctuation(self, is_right: bool, after: _Expect, at: int) -> int:
+        if not is_right:
+            self.is_broken = True
+            return at
+        self._expect = after
+        return at + 1
+
+    def _begin_value(self, character: str, at: int) -> int:
+        if character == '"':
+            self._pass_on('"')
+            self._is_key, self._expect = False, _Expect.STRING
+            return at + 1
+        if character in "{[":
+            if len(self._open) >= MAX_REPLY_DEPTH:
+                self.is_broken = True
+                return at
+            self._pass_on(character)
+            self._open.append("}" if character == "{" else "]")
+            self._expect = _Expect.KEY_OR_END if character == "{" else _Expect.VALUE_OR_END
+            return at + 1
+        if _WORD.match(character) is None:
+            self.is_broken = True
+            return at
+        self._expect = _Expect.WORD
+        return at
+
+    def _pass_on(self, text: str) -> None:
+        """Emit a value's beginning with its comma and key."""
+        comma = ", " if self._comma else ""
+        self._out.append(comma + self._held + text)
+        self._comma, self._held = False, ""
+
+    def _end_container(self, character: str, at: int) -> int:
+        ends = self._expect in (_Expect.COMMA_OR_END, _Expect.KEY_OR_END, _Expect.VALUE_OR_END)
+        if not ends or not self._open or self._open[-1] != character:
+            self.is_broken = True
+            return at
+        self._comma = False
+        self._out.append(self._open.pop())
+        self._end_value()
+        return at + 1
+
+    def _end_value(self) -> None:
+        self._expect = _Expect.COMMA_OR_END if self._open else _Expect.NOTHING
+        self.is_done = not self._open
+
+    def _in_string(self, text: str, at: int) -> int:
+        if self._escape:
+            return self._in_escape(text[at], at)
+        plain = _PLAIN.match(text, at)
+        if plain is not None:
+            self._add(plain[0])
+            return plain.end()
+        character = text[at]
+        if character == "\\":
+            self._escape = "\\"
+        elif character == '"':
+            self._flush_half()
+            self._end_string()
+        else:
+            self._add(json_string(character)[1:-1])
+        return at + 1
+
+    def _in_escape(self, character: str, at: int) -> int:
+        if self._escape == "\\":
+            if character == "u":
+                self._escape = "\\u"
+                return at + 1
+            self._escape = ""
+            if character in _ESCAPES:
+                self._add("\\" + character)
+                return at + 1
+            self._add("\\\\")  # a literal backslash; `character` is read again as text
+            return at
+        if character not in "0123456789abcdefABCDEF":
+            self._add("\\" + self._escape)
+            self._escape = ""
+            return at
+        self._escape += character
+        if len(self._escape) == 6:
+            self._end_code_unit()
+        return at + 1
+
+    def _end_code_unit(self) -> None:
+        code, escape = int(self._escape[2:], 16), self._escape
+        self._escape = ""
+        if 0xD800 <= code < 0xDC00:
+            self._flush_half()
+            self._half = escape
+        elif 0xDC00 <= code < 0xE000:
+            self._put(self._half + escape if self._half else "\\ufffd")
+            self._half = ""
+        else:
+            self._add(escape)
+
+    def _flush_half(self) -> None:
+        if self._half:
+            self._half = ""
+            self._put("\\ufffd")
+
+    def _add(self, text: str) -> None:
+        self._flush_half()
+        self._put(text)
+
+    def _put(self, text: str) -> None:
+        (self._string if self._is_key else self._out).append(text)
+
+    def _end_string(self) -> None:
+        self._escape = ""
+        if self._is_key:
+            self._held = f'"{"".join(self._string)}": '
+            self._string.clear()
+            self._expect = _Expect.COLON
+        else:
+            self._out.append('"')
+            self._end_value()
+
+    def _in_word(self, text: str, at: int) -> int:
+        word = _WORD.match(text, at)
+        if word is not None:
+            self._word += word[0]
+            if len(self._word) > _MAX_NUMBER:
+                self.is_broken = True
+                self._word = ""
+            return word.end()
+        self._end_word()
+        return at
+
+    def _end_word(self) -> None:
+        word, self._word = self._word, ""
+        known = _WORDS.get(word)
+        if known is None and _NUMBER.fullmatch(word) is not None and math.isfinite(float(word)):
+            known = word
+        if known is None:
+            self.is_broken = True
+            self._expect = _Expect.COMMA_OR_END
+            return
+        self._pass_on(known)
+        self._end_value()

@@ -18,20 +18,16 @@ from agentcache.compat import TokenizerWrapper, load_tokenizer, renders_by_code,
 from agentcache.errors import ContextLengthExceeded, InvalidRequest, UnsupportedModel
 from agentcache.text.chat import ChatRenderer, RenderedChat
 from agentcache.text.detokenizer import Detokenizer, DummySpace, TokenBytes
-from agentcache.text.encoder import MarkedEncoder
-from agentcache.text.generation_config import end_tokens
+from agentcache.text.encoder import MarkedEncoder, longest_token
 from agentcache.text.grammars.compiler import GrammarCompiler, Vocabulary
-from agentcache.text.longest_token import longest_token
 from agentcache.text.marks import MarkedEnds, Marks, any_of
 from agentcache.text.messages import with_strings
+from agentcache.text.model_folder import complete_template, end_tokens
 from agentcache.text.next_prompt import NextPrompts
-from agentcache.text.replies.find_format import find_format
-from agentcache.text.replies.written import WrittenReply
+from agentcache.text.replies.find_format import WrittenReply, find_format, write_replies
 from agentcache.text.template import MAX_BYTES, ChatTemplate, RenderedTooLong, check_kwargs
-from agentcache.text.template_files import complete_template
 from agentcache.text.thinking import find_variables
 from agentcache.text.work_limit import UNLIMITED, WorkLimit
-from agentcache.text.write_replies import write_replies
 
 __all__ = ["Detokenizer", "Encoding", "MarkedEnds", "Tokenizer"]
 

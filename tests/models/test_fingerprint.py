@@ -15,7 +15,7 @@ import pytest
 from agentcache.models import fingerprint
 from agentcache.models.fingerprint import HARMLESS, ModelFingerprints, first_fingerprint, model_fingerprints
 from agentcache.system.memo import Memo
-from agentcache.text import token_rules
+from agentcache.text import model_folder
 from tests.conftest import ModelFolder
 
 
@@ -135,7 +135,7 @@ def test_the_first_fingerprint_is_what_it_was(tmp_path: Path) -> None:
     (tmp_path / "additional_chat_templates").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    assert token_rules.tokenizer_files(tmp_path, Memo(None)) == "770702f0df27c06d97c3695842d13e933be9a546"
+    assert model_folder.tokenizer_files(tmp_path, Memo(None)) == "770702f0df27c06d97c3695842d13e933be9a546"
     assert model_fingerprints(tmp_path).first[0] == "af6d13d8ae12e22f8644d25e71a7c0a6"
     assert first_fingerprint(tmp_path, tokenizer=False) == "95487cf7788ae4a1ebff6741fbdd8652"
 
@@ -233,9 +233,9 @@ def test_a_memo_that_cannot_be_written_does_no_harm(folder: Path, tmp_path: Path
 def test_the_memo_saves_reading_the_tokenizer(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memo, reads = tmp_path / "memo.json", list[str]()
     for name in ("_digest_rules", "_digest_files"):
-        original = getattr(token_rules, name)
+        original = getattr(model_folder, name)
         digest = lambda *args, name=name, original=original: reads.append(name) or original(*args)  # noqa: E731
-        monkeypatch.setattr(token_rules, name, digest)
+        monkeypatch.setattr(model_folder, name, digest)
     before = of(folder, memo)
     assert of(folder, memo) == before
     assert sorted(reads) == ["_digest_files", "_digest_rules"]
@@ -254,6 +254,6 @@ def test_files_of_the_tokenizer_count_by_their_names(tmp_path: Path) -> None:
         folder = tmp_path / name
         folder.mkdir()
         (folder / name).symlink_to(content)
-        digests.append((token_rules.tokenizer_files(folder, memo), token_rules.token_rules(folder, memo)))
+        digests.append((model_folder.tokenizer_files(folder, memo), model_folder.token_rules(folder, memo)))
     assert len({files for files, _ in digests}) == 3
     assert digests[0][1] == digests[1][1] != digests[2][1]  # no rules, no rules, merges

@@ -21,9 +21,9 @@ from agentcache.system.confined import ConfinedWork
 from agentcache.text.replies.calls import Tools
 from agentcache.text.replies.dialects import calling_format
 from agentcache.text.replies.events import Call, Event, Reasoning, Text, blocks_of
+from agentcache.text.replies.find_format import DEFAULTS, render_in
 from agentcache.text.replies.reader import open_reader
 from agentcache.text.tokenizer import Tokenizer
-from agentcache.text.write_replies import DEFAULTS, render_in
 from tests.real.folders import template_names, template_text, template_tokenizer
 from tests.real.packages import DEEPSEEK_V4, TOKENIZERS, unpacked
 

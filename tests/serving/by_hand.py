@@ -24,8 +24,7 @@ from agentcache.gateway.prepare import choose_lineage, held_by, make_grammar, ma
 from agentcache.settings.config import Config
 from agentcache.store.manifest import AgentRecord
 from agentcache.store.verify import verify_folder
-from agentcache.text.replies.stop_search import StopSearch
-from agentcache.text.stop_strings import stop_strings
+from agentcache.text.replies.stop_strings import StopSearch, stop_strings
 from agentcache.text.work_limit import UNLIMITED
 from tests.serving import inside
 from tests.serving.conversation import DISK_BUDGET, RAM_BUDGET

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from agentcache.api.model import MarkerToken
 from agentcache.engine.output import Output
 from agentcache.text.detokenizer import Detokenizer
-from agentcache.text.replies.stop_search import StopSearch
-from agentcache.text.stop_strings import StopStrings
+from agentcache.text.replies.stop_strings import StopSearch, StopStrings
 from tests.examples import examples
 from tests.growth import MOST, growth
 

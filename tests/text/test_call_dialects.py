@@ -14,10 +14,8 @@ from agentcache.text.json_values import MAX_REPLY_DEPTH, parse_json
 from agentcache.text.replies.calls import Tools
 from agentcache.text.replies.dialects import DIALECTS, call_syntax
 from agentcache.text.replies.events import Block, Call, Reasoning, Text, blocks_of
-from agentcache.text.replies.find_format import find_format
+from agentcache.text.replies.find_format import WrittenReply, find_format, render_in, write_in, write_replies
 from agentcache.text.replies.reader import open_reader
-from agentcache.text.replies.written import WrittenReply
-from agentcache.text.write_replies import render_in, write_in, write_replies
 
 # A conversation; the calls of a message stand where CALLS is.
 _CHAT = (

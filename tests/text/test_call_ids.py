@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentcache.text import call_ids
-from agentcache.text.call_ids import new_call_id, with_short_ids
+from agentcache.text import messages
+from agentcache.text.messages import new_call_id, with_short_ids
 
 SHORT = re.compile(r"[A-Za-z0-9]{9}")
 
@@ -63,7 +63,7 @@ def test_a_clients_short_id_that_is_taken_becomes_another() -> None:
 
 
 def test_digests_that_are_equal(monkeypatch: Any) -> None:
-    monkeypatch.setattr(call_ids, "_digest", lambda call_id, attempt: f"{attempt:09}")
+    monkeypatch.setattr(messages, "_digest", lambda call_id, attempt: f"{attempt:09}")
     assert ids_in(with_short_ids(turn("a", "b", "a", "c")))[0] == [f"{number:09}" for number in (0, 1, 0, 2)]
 
 

@@ -12,7 +12,7 @@ import pytest
 from agentcache.api.sampling import SamplingDefaults
 from agentcache.errors import InvalidRequest
 from agentcache.models.loader import _context_length
-from agentcache.text.generation_config import end_tokens, sampling_defaults
+from agentcache.text.model_folder import end_tokens, sampling_defaults
 from agentcache.text.tokenizer import Tokenizer
 from tests.tokenizers_factory import byte_bpe
 

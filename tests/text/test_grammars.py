@@ -26,9 +26,9 @@ from agentcache.api.model import MarkerToken, ReplyFormat
 from agentcache.engine.output import Output
 from agentcache.errors import InvalidRequest
 from agentcache.text.grammars import compiler
+from agentcache.text.grammars.arguments import Json, tagged_arguments
 from agentcache.text.grammars.compiler import GrammarMatcher
 from agentcache.text.grammars.reply_grammar import reply_grammar
-from agentcache.text.grammars.tagged_arguments import Json, tagged_arguments
 from agentcache.text.replies.calls import Tools
 from agentcache.text.replies.dialects import DIALECTS, call_syntax, calling_format
 from agentcache.text.replies.events import Block, Call, Reasoning, Text, blocks_of

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentcache.text.longest_token import longest_token
+from agentcache.text.encoder import longest_token
 from agentcache.text.tokenizer import Tokenizer
 from tests.text.tokenizing import ids_of, specials
 from tests.tokenizers_factory import STYLES, byte_bpe

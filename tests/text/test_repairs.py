@@ -14,10 +14,8 @@ from agentcache.api.model import ReplyFormat
 from agentcache.errors import InvalidRequest
 from agentcache.text.chat import _unseen_tools
 from agentcache.text.messages import plain_messages
-from agentcache.text.repairs.call_words import with_words
-from agentcache.text.repairs.kinds import Repairs
-from agentcache.text.repairs.notation import call_notation
-from agentcache.text.repairs.schemas import plain_schema
+from agentcache.text.repairs.calls import plain_schema, with_words
+from agentcache.text.repairs.kinds import Repairs, call_notation
 from agentcache.text.repairs.steps import repaired
 from agentcache.text.tokenizer import Tokenizer
 from tests.growth import MOST, growth

@@ -12,8 +12,7 @@ from agentcache.api.model import HARMONY, HARMONY_MARKERS, MarkerToken, ReplyFor
 from agentcache.api.request import Reading
 from agentcache.text.replies.events import TextDelta
 from agentcache.text.replies.reader import read_as
-from agentcache.text.replies.stop_search import StopSearch
-from agentcache.text.stop_strings import StopStrings
+from agentcache.text.replies.stop_strings import StopSearch, StopStrings
 from tests.examples import examples
 from tests.growth import units
 from tests.reply_formats import TOOLS

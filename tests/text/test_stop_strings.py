@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentcache.text.stop_strings import NO_STOPS, FoundStop, StopStrings, stop_strings
+from agentcache.text.replies.stop_strings import NO_STOPS, FoundStop, StopStrings, stop_strings
 from tests.examples import examples
 from tests.growth import MOST, growth
 

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from agentcache.api.model import ReplyFormat
-from agentcache.text.json_values import MAX_DEPTH, MAX_REPLY_DEPTH
+from agentcache.text.json_values import MAX_DEPTH, MAX_REPLY_DEPTH, JsonText
 from agentcache.text.replies.calls import Tools
 from agentcache.text.replies.dialects import DIALECTS
 from agentcache.text.replies.events import Call, blocks_of
-from agentcache.text.replies.json_text import JsonText
 from agentcache.text.replies.reader import open_reader
 from agentcache.text.replies.tagged_calls import converted
 

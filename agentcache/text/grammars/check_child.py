@@ -10,16 +10,16 @@ import marshal
 import random
 import time
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from agentcache.system.confined_child import serve
-from agentcache.text.grammars.limits import parser_limits
 
 _STEPS = 1000  # bytes of random text
 _MOST_SECONDS = 0.2  # CPU time of one mask
 _ENOUGH_SECONDS = 0.3  # CPU time of one grammar's check
 _ENOUGH_FOR_ALL = 0.6  # of all grammars of a request; the remaining ones share the rest equally
 _BYTES = 256
+MAX_CHARACTERS = 1 << 20  # of all parts together
 
 
 class Reply:
@@ -62,3 +62,15 @@ def _reason_against(grammar: str, tokenizer: LLTokenizer, enough: float) -> str 
         if not matcher.consume_token(chosen.choice(allowed)):
             return matcher.get_error()
     return None
+
+
+def parser_limits() -> LLParserLimits:
+    """Return limits that keep a mask within milliseconds and a grammar's states within 40 MB."""
+    return LLParserLimits(
+        initial_lexer_fuel=500_000,
+        step_lexer_fuel=200_000,
+        step_max_items=100_000,
+        max_lexer_states=20_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )

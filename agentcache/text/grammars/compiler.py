@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from agentcache.errors import InvalidRequest
 from agentcache.system.confined import ChildBroke, ConfinedWork, OverLimit
 from agentcache.system.threads import DaemonPool, as_exception
-from agentcache.text.grammars.check_child import Reply
-from agentcache.text.grammars.limits import MAX_CHARACTERS, parser_limits
+from agentcache.text.grammars.check_child import MAX_CHARACTERS, Reply, parser_limits
 from agentcache.text.grammars.reply_grammar import Part, ReplyGrammar
 from agentcache.text.work_limit import UNLIMITED, WorkLimit
 

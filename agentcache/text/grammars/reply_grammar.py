@@ -12,11 +12,9 @@ from llguidance import LLMatcher
 from agentcache.api.answer_form import AnswerForm, CallableTool, Calls, Notation, TextForm
 from agentcache.api.model import HARMONY, ReplyFormat
 from agentcache.errors import InvalidRequest
-from agentcache.text.grammars.field_grammar import FieldWriter
-from agentcache.text.grammars.json_schema import json_rule
-from agentcache.text.grammars.rules import Rules, element, escaped, has_surrogate, literal
-from agentcache.text.grammars.tagged_arguments import (
+from agentcache.text.grammars.arguments import (
     AnyText,
+    FieldWriter,
     Json,
     OneOf,
     TaggedArgument,
@@ -24,6 +22,7 @@ from agentcache.text.grammars.tagged_arguments import (
     TextOfLength,
     tagged_arguments,
 )
+from agentcache.text.grammars.rules import Rules, element, escaped, has_surrogate, json_rule, literal
 from agentcache.text.replies.call_syntax import ArgumentSyntax, CallSyntax
 from agentcache.text.replies.calls import SPACE
 from agentcache.text.replies.dialects import call_syntax

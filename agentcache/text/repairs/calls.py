@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
@@ -9,9 +10,14 @@ from itertools import chain
 from typing import Any
 
 from agentcache.text.json_values import write_json
+from agentcache.text.marks import any_of
 from agentcache.text.messages import THOUGHT
-from agentcache.text.repairs.kinds import GAP, CallIds, EmptyContent, Message, Work
-from agentcache.text.repairs.notation import result_text
+from agentcache.text.repairs.kinds import GAP, CallIds, EmptyContent, Message, Work, result_text
+
+_MOST_OBJECTS = 5_000  # expanded references may grow exponentially
+_ALTERNATIVES = {"anyOf", "oneOf", "allOf"}
+_UNSAID = ("$defs", "definitions", "$schema", "$id")
+Schema = dict[str, Any]
 
 
 def fill_tools(work: Work) -> None:
@@ -222,3 +228,151 @@ def _without_content(message: Message, empty: EmptyContent) -> Message:
         return message
     rest = {key: value for key, value in message.items() if key != "content"}
     return rest if empty is EmptyContent.ABSENT else {**rest, "content": None}
+
+
+def words_at_calls(work: Work) -> None:
+    """Move text beside calls to `work.words`; a random mark in the call's name keeps its place.
+
+    Must follow the steps that join texts or read names.
+    """
+    if not work.repairs.words_at_calls:
+        return
+    secret = secrets.token_hex(8)  # clients cannot write a mark
+    for index, message in enumerate(work.messages):
+        calls, words = message.get("tool_calls"), message.get("content")
+        if calls and words:
+            work.note(
+                "messages: text beside a call is told in front of the call, where the model's chat template lacks it"
+            )
+            mark = f"{secret}_{index}_"
+            work.words[mark] = words
+            work.messages[index] = {**message, "content": "", "tool_calls": _marked(calls, mark)}
+
+
+def _marked(calls: Sequence[Message], mark: str) -> list[Message]:
+    """Prefix the first call's name with a mark, before the arguments."""
+    function = dict(calls[0].get("function") or {})
+    name = function.pop("name", None)
+    return [{**calls[0], "function": {"name": f"{mark}{'' if name is None else name}", **function}}, *calls[1:]]
+
+
+def with_words(text: str, words: Mapping[str, str], opening: str) -> str:
+    """Replace marks in rendered text by their words, before the calls.
+
+    Args:
+        opening: marker before calls; the last one before a mark belongs to its call.
+    """
+    if not words:
+        return text
+    parts, done, missing = list[str](), 0, dict(words)
+    for found in any_of(words).finditer(text):  # templates may repeat a name at the result
+        place = text.rfind(opening, done, found.start()) if opening else -1
+        if place >= 0:
+            parts += [text[done:place], missing.pop(found[0], "")]
+            done = place
+        parts.append(text[done : found.start()])
+        done = found.end()
+    return "".join([*parts, text[done:]])
+
+
+class _TooLarge(Exception):
+    """The expanded schema is too large."""
+
+
+def plain_schemas(work: Work) -> None:
+    if not work.repairs.plain_schemas or not work.tools:
+        return
+    plain = [_with_plain_schema(tool, work.repairs.describe_enums) for tool in work.tools]
+    if plain != work.tools:
+        work.note("tools: references, nullable types and constants in schemas are told in plainer words")
+    work.tools = plain
+
+
+def _with_plain_schema(tool: Mapping[str, Any], describes_enums: bool) -> dict[str, Any]:
+    function = tool.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("parameters"), Mapping):
+        return dict(tool)
+    return {**tool, "function": {**function, "parameters": plain_schema(function["parameters"], describes_enums)}}
+
+
+def plain_schema(schema: Mapping[str, Any], describes_enums: bool = False) -> Schema:
+    """Expand references and give each value one type; return `schema` if that is too large.
+
+    Recursive references become plain objects, constants enumerations; null entries are dropped.
+    """
+    try:
+        return _Writer(schema, describes_enums).plain(schema, frozenset())
+    except (_TooLarge, RecursionError):
+        return dict(schema)
+
+
+class _Writer:
+    def __init__(self, root: Mapping[str, Any], describes_enums: bool) -> None:
+        self._root, self._describes_enums = root, describes_enums
+        self._left = _MOST_OBJECTS
+
+    def plain(self, given: Mapping[str, Any], within: frozenset[str]) -> Schema:
+        self._left -= 1
+        if self._left < 0:
+            raise _TooLarge
+        schema = {name: value for name, value in given.items() if value is not None and name not in _UNSAID}
+        ref = schema.pop("$ref", None)
+        if isinstance(ref, str):
+            target = None if ref in within else self._target(ref)
+            schema = {**({"type": "object"} if target is None else target), **schema}
+            return self.plain(schema, within | {ref})
+        for name in sorted(_ALTERNATIVES):
+            others = [each for each in _mappings(schema.get(name)) if each.get("type") != "null"]
+            if len(others) == 1:
+                del schema[name]
+                return self.plain({**others[0], **schema}, within)
+            if name in schema:
+                schema[name] = [self.plain(each, within) for each in others]
+        schema = _typed(schema)
+        if self._describes_enums and isinstance(values := schema.get("enum"), list):
+            said = schema.get("description")
+            told = f"One of: {', '.join(write_json(value, ensure_ascii=False) for value in values)}"
+            schema["description"] = f"{said} {told}" if said else told
+        return self._with_parts(schema, within)
+
+    def _with_parts(self, schema: Schema, within: frozenset[str]) -> Schema:
+        if "properties" in schema:
+            properties = schema["properties"] if isinstance(schema["properties"], Mapping) else {}
+            schema["properties"] = {name: self._part(each, within) for name, each in properties.items()}
+        if isinstance(items := schema.get("items"), Sequence) and not isinstance(items, str):
+            schema["items"] = next(iter(items), {})
+        for name in ("items", "additionalProperties"):
+            if isinstance(schema.get(name), Mapping):
+                schema[name] = self.plain(schema[name], within)
+        if not isinstance(schema.get("required", []), list):
+            del schema["required"]
+        return schema
+
+    def _part(self, value: Any, within: frozenset[str]) -> Schema:
+        return self.plain(value, within) if isinstance(value, Mapping) else {}
+
+    def _target(self, ref: str) -> Mapping[str, Any] | None:
+        if not ref.startswith("#"):
+            return None
+        found: Any = self._root
+        for step in filter(None, ref[1:].split("/")):
+            found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+        return found if isinstance(found, Mapping) else None
+
+
+def _mappings(value: Any) -> list[Mapping[str, Any]]:
+    return [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []
+
+
+def _typed(schema: Schema) -> Schema:
+    if "const" in schema:
+        schema["enum"] = [schema.pop("const")]
+    kind = schema.get("type")
+    if isinstance(kind, list):
+        schema["type"] = next((each for each in kind if each != "null"), "null")
+    elif kind is None and not schema.keys() & _ALTERNATIVES:
+        values = schema.get("enum")
+        is_number = isinstance(values, list) and values and not isinstance(values[0], str)
+        parts = {"properties": "object", "items": "array"}
+        schema["type"] = next((parts[name] for name in parts if name in schema), "number" if is_number else "string")
+    return schema

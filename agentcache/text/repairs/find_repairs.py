@@ -15,12 +15,12 @@ from agentcache.text.repairs.kinds import (
     NO_TEMPLATE,
     PLAINEST,
     CallIds,
+    CallNotation,
     EmptyContent,
     Message,
     Repairs,
     ThoughtField,
 )
-from agentcache.text.repairs.notation import CallNotation
 from agentcache.text.repairs.steps import Render, repaired
 from agentcache.text.template import REFUSED
 

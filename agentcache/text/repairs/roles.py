@@ -1,11 +1,20 @@
-"""Repairs of roles and their order."""
+"""Repairs of roles and thoughts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from agentcache.text.messages import THOUGHT
-from agentcache.text.repairs.kinds import GAP, NO_ANSWER, PLACEHOLDER, SYSTEM_ROLES, Message, Work, num_leading
+from agentcache.text.repairs.kinds import (
+    GAP,
+    NO_ANSWER,
+    PLACEHOLDER,
+    SYSTEM_ROLES,
+    Message,
+    ThoughtField,
+    Work,
+    num_leading,
+)
 
 
 def rename_developer(work: Work) -> None:
@@ -143,3 +152,21 @@ def _joined(messages: Sequence[Message]) -> Message:
         for key in ("content", THOUGHT)
         if any(key in each for each in messages)
     }
+
+
+def named_thoughts(work: Work) -> None:
+    """Must follow the steps that expect content as a string, and thoughts under their usual name."""
+    field = work.repairs.thoughts
+    if field is not ThoughtField.USUAL:
+        work.messages = [_named(message, field) if THOUGHT in message else message for message in work.messages]
+
+
+def _named(message: Message, field: ThoughtField) -> Message:
+    rest = {key: value for key, value in message.items() if key != THOUGHT}
+    thought, content = message[THOUGHT], message.get("content")
+    if field is not ThoughtField.BLOCKS:
+        return rest | dict.fromkeys(field.value, thought)
+    if not thought:
+        return rest
+    words = [{"type": "text", "text": content}] if content else []
+    return {**rest, "content": [{"type": "thinking", "thinking": thought}, *words]}

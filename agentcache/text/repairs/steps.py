@@ -9,16 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentcache.text.repairs import call_words, calls, roles, schemas, thoughts
-from agentcache.text.repairs.kinds import Message, Repairs, Work
-from agentcache.text.repairs.notation import CallNotation
+from agentcache.text.repairs import calls, roles
+from agentcache.text.repairs.kinds import CallNotation, Message, Repairs, Work
 
 # Renders messages and tools, with further variables.
 Render = Callable[[Sequence[Message], Sequence[Message] | None, Mapping[str, Any]], str]
 
 # In this order; docs/server.md lists the steps.
 _STEPS: tuple[Callable[[Work], None], ...] = (
-    schemas.plain_schemas,
+    calls.plain_schemas,
     calls.fill_tools,
     calls.offer_variables,
     roles.rename_developer,
@@ -35,12 +34,12 @@ _STEPS: tuple[Callable[[Work], None], ...] = (
     roles.user_behind_result,
     calls.words_in_front,
     roles.join_neighbours,
-    call_words.words_at_calls,
+    calls.words_at_calls,
     roles.fill_answers,
     calls.empty_tools,
     calls.string_arguments,
     calls.empty_content,
-    thoughts.named_thoughts,
+    roles.named_thoughts,
 )
 
 
@@ -49,7 +48,7 @@ class Repaired:
     """A conversation for the template.
 
     Args:
-        words, opening: arguments of `call_words.with_words`.
+        words, opening: arguments of `calls.with_words`.
         notes: descriptions of the changes.
         ends_with_placeholder: whether the last message is inserted.
     """
@@ -63,7 +62,7 @@ class Repaired:
     ends_with_placeholder: bool = False
 
     def rendered(self, render: Render) -> str:
-        return call_words.with_words(render(self.messages, self.tools, self.variables), self.words, self.opening)
+        return calls.with_words(render(self.messages, self.tools, self.variables), self.words, self.opening)
 
 
 def repaired(

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
+from agentcache.text.json_values import JsonText
 from agentcache.text.replies.events import Event, ToolCallArguments, ToolCallEnd, ToolCallStart
-from agentcache.text.replies.json_text import JsonText
 
 SPACE = " \t\n\r"
 LONGEST_HEADER = 512  # characters within which a call's name must end

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from agentcache.api.model import ReplyFormat
+from agentcache.text.marks import Codes
 from agentcache.text.replies.call_syntax import (
     IS_STRING,
     NAME,
@@ -22,10 +23,8 @@ from agentcache.text.replies.call_syntax import (
 )
 from agentcache.text.replies.calls import CallReader, CallSink, Tools
 from agentcache.text.replies.field_calls import FieldCalls, FieldNotation
-from agentcache.text.replies.json_calls import HeaderCall, ObjectCalls, function_name
-from agentcache.text.replies.markers import Codes
+from agentcache.text.replies.json_calls import HeaderCall, HeaderEnd, LineCalls, ObjectCalls, function_name
 from agentcache.text.replies.nested_calls import NestedCalls
-from agentcache.text.replies.recipients import HeaderEnd, LineCalls
 from agentcache.text.replies.tagged_calls import TaggedCalls, Tags
 
 

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from agentcache.text.json_values import json_string, write_json
+from agentcache.text.json_values import JsonText, json_string, write_json
 from agentcache.text.replies.calls import LONGEST_HEADER, SPACE, CallSink, Left, Steps, Tools, partial_end
 from agentcache.text.replies.json_calls import ObjectCalls
-from agentcache.text.replies.json_text import JsonText
 from agentcache.text.replies.tagged_calls import converted
 
 _NAME = re.compile(r"[\w.\-]*")

@@ -1,13 +1,24 @@
-"""Detect a model's reply format from its tokens and chat template."""
+"""Detects a model's reply format from its tokens, its chat template and a reply that the template renders."""
 
 from __future__ import annotations
 
+import marshal
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 from agentcache.api.model import HARMONY, HARMONY_MARKERS, MarkerToken, ReplyFormat
+from agentcache.errors import Overloaded
+from agentcache.system.confined import ChildBroke, ConfinedWork, OverLimit, ReplyTooLong
+from agentcache.text.json_values import parse_json, write_json
+from agentcache.text.marks import NO_SEALS
+from agentcache.text.replies.calls import Tools
 from agentcache.text.replies.dialects import DIALECTS, THOUGHTS
-from agentcache.text.replies.written import WrittenReply, find_dialect
+from agentcache.text.replies.events import Call, Text, blocks_of
+from agentcache.text.replies.reader import open_reader
+from agentcache.text.template_child import RenderOutcome
 
 
 def find_format(
@@ -74,3 +85,173 @@ def _find_dialect(
     if told:
         return told[0]
     return next((name for name, dialect in DIALECTS.items() if any(sign in tokens for sign in dialect.signs)), None)
+
+
+THOUGHT = "RIVERSTONE"
+# They tell the dialects apart: a string with quotes, a number, a list in an object.
+_ARGUMENTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("look_around", {"place": 'the "east" GARDEN', "count": 3, "deep": {"list": ["a", 1, True]}}),
+    ("look_up", {"word": "CELLAR"}),
+)
+_MARKS = ("GARDEN", "CELLAR")  # one per call
+_PROPERTIES = {
+    "place": {"type": "string", "description": "Where."},
+    "count": {"type": "integer", "description": "How often."},
+    "deep": {"type": "object", "description": "More.", "additionalProperties": {"type": "string"}},
+    "word": {"type": "string", "description": "What."},
+}
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "Look.",
+            "parameters": {
+                "type": "object",
+                "properties": {key: _PROPERTIES[key] for key in arguments},
+                "required": [*arguments],
+            },
+        },
+    }
+    for name, arguments in _ARGUMENTS
+]
+_TOOLS = Tools(TOOLS)
+USER: Mapping[str, Any] = {"role": "user", "content": "hello"}
+
+
+def call_message(num_calls: int, **more: Any) -> dict[str, Any]:
+    """Return an assistant message with sample calls; arguments are objects."""
+    calls = [
+        {"id": f"call0000{index}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for index, (name, arguments) in enumerate(_ARGUMENTS[:num_calls])
+    ]
+    return {"role": "assistant", **more, "tool_calls": calls}
+
+
+def with_string_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the arguments as JSON text, for templates that need it."""
+    calls = [
+        call | {"function": call["function"] | {"arguments": write_json(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+@dataclass(frozen=True)
+class WrittenReply:
+    """A template's rendering of `call_message(num_calls)`, including the end of turn, after `prompt`."""
+
+    prompt: str
+    text: str
+    num_calls: int
+
+    @property
+    def shows_calls(self) -> bool:
+        return all(mark in self.text for mark in _MARKS[: self.num_calls])
+
+
+def written_reply(prompt: str, whole: str, num_calls: int) -> WrittenReply:
+    """Cut the reply out of the rendered conversation `whole`.
+
+    Args:
+        prompt: rendered text up to the generation prompt, which may have text that `whole` lacks.
+    """
+    begin = next((at for at, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
+    if begin < len(prompt):
+        opened = whole.rfind("<", 0, begin)
+        begin = begin if whole.rfind(">", 0, begin) >= opened else opened
+    return WrittenReply(whole[:begin], whole[begin:], num_calls)
+
+
+def find_dialect(written: WrittenReply, preferred: str | None) -> str | None:
+    """Return the dialect that parses all calls of a rendered reply correctly, or None.
+
+    Order: least text left, signs in the text, `preferred`, first.
+    """
+    left = {name: rest for name in DIALECTS if (rest := _left(name, written)) is not None}
+
+    def order(name: str) -> tuple[int, bool, bool]:
+        return left[name], not any(marker in written.text for marker in DIALECTS[name].signs), name != preferred
+
+    return min(left, key=order, default=None)
+
+
+def _left(name: str, written: WrittenReply) -> int | None:
+    """Return how many characters are parsed as text; None if the calls are wrong."""
+    reader = open_reader(ReplyFormat(name), _TOOLS, thoughts=False)
+    reader.begin(written.prompt)
+    blocks = blocks_of([*reader.add(written.text), *reader.finish(cut_off=False)])
+    calls = tuple((block.name, parse_json(block.arguments)) for block in blocks if isinstance(block, Call))
+    if calls != _ARGUMENTS[: written.num_calls]:
+        return None
+    return sum(len(block.text) for block in blocks if isinstance(block, Text))
+
+
+_MAX_BYTES = 1 << 20
+# Some templates demand these variables.
+DEFAULTS = {"bos_token": "", "eos_token": "", "functions": "", "datetime": ""}
+_THOUGHT = {"reasoning_content": THOUGHT, "thinking": THOUGHT, "reasoning": THOUGHT}
+# Templates accept different samples.
+_WAYS: tuple[dict[str, Any], ...] = (
+    call_message(2, content="", **_THOUGHT),
+    call_message(2, content=""),
+    call_message(2, content=None),
+    call_message(1, content=""),
+    call_message(1, content=None),
+    with_string_arguments(call_message(2, content="")),
+)
+
+
+@lru_cache(maxsize=64)
+def write_replies(template: str, special_tokens: tuple[tuple[str, str], ...]) -> tuple[WrittenReply, ...]:
+    """Return the first sample in which the template shows the calls, or else all that it accepts.
+
+    Renders in a confined process; empty on a limit.
+    """
+    if "tool_calls" not in template:
+        return ()
+    work = ConfinedWork("agentcache.text.template_child")
+    try:
+        return write_in(work, template, {**DEFAULTS, **dict(special_tokens)})
+    except (OverLimit, ReplyTooLong, ChildBroke, Overloaded):
+        return ()
+    finally:
+        work.close()
+
+
+def write_in(work: ConfinedWork, template: str, variables: Mapping[str, Any]) -> tuple[WrittenReply, ...]:
+    """As `write_replies`, but raise on a limit."""
+    prompt = render_in(work, template, variables, [USER], TOOLS, add_generation_prompt=True)
+    if prompt is None:
+        return ()
+    replies: list[WrittenReply] = []
+    for message in _WAYS:
+        whole = render_in(work, template, variables, [USER, message], TOOLS, add_generation_prompt=False)
+        if whole is None:
+            continue
+        replies.append(written_reply(prompt, whole, len(message["tool_calls"])))
+        if replies[-1].shows_calls:
+            return (replies[-1],)
+    return tuple(replies)
+
+
+def render_in(
+    work: ConfinedWork,
+    template: str,
+    variables: Mapping[str, Any],
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool,
+) -> str | None:
+    """Render; None if refused."""
+    given = {
+        **variables,
+        "messages": [dict(message) for message in messages],
+        "tools": list(tools),
+        "documents": None,
+        "add_generation_prompt": add_generation_prompt,
+    }
+    request = marshal.dumps((template, NO_SEALS, given, _MAX_BYTES))
+    kind, content = work.ask([request], max_bytes=_MAX_BYTES)
+    return content.decode("utf-8", "replace") if kind == RenderOutcome.TEXT else None

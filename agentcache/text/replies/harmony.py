@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from enum import Enum, auto
 
 from agentcache.api.model import HARMONY_MARKERS, ReplyFormat
+from agentcache.text.json_values import JsonText
+from agentcache.text.marks import Codes, Placed
 from agentcache.text.replies.calls import SPACE, CallSink, Tools
-from agentcache.text.replies.events import Event, ReasoningDelta, TextDelta
-from agentcache.text.replies.json_text import JsonText
-from agentcache.text.replies.markers import Codes, Placed
-from agentcache.text.replies.zones import Zone, Zones
+from agentcache.text.replies.events import Event, ReasoningDelta, TextDelta, Zone, Zones
 
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(r"\s*(\w+)")

@@ -1,15 +1,15 @@
-"""Streaming parsers for calls as JSON objects, or as a header and JSON arguments."""
+"""Streaming parsers for calls with JSON arguments: as objects, or behind a header."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum, auto
 from typing import Any
 
-from agentcache.text.json_values import MAX_REPLY_DEPTH, parse_json, write_json
-from agentcache.text.replies.calls import LONGEST_HEADER, SPACE, CallSink, Left, Steps, Tools
-from agentcache.text.replies.json_text import JsonText
+from agentcache.text.json_values import MAX_REPLY_DEPTH, JsonText, parse_json, write_json
+from agentcache.text.replies.calls import LONGEST_HEADER, SPACE, CallReader, CallSink, Left, Steps, Tools
 
 _NAME_KEYS = ("name", "tool_name")
 _ARGUMENT_KEYS = ("arguments", "parameters", "args")
@@ -19,6 +19,9 @@ _NO_NAME = re.compile(
     r"```(json)?|<[|｜]tool[_▁](sep|call[_▁]argument[_▁]begin)[|｜]>|\[CALL_ID\][^\[]*|\[ARGS\]"
     r"|<\|tool_call:(name|args)\|>"
 )
+_TO_SELF = "to=self"
+_EVERYONE = "all"
+_BEGINS = re.compile(r"\s*(t(o(=.*)?)?)?", re.DOTALL)
 
 
 class _InCall(Enum):
@@ -320,3 +323,55 @@ def function_name(header: str) -> str | None:
     """Return the tool name in a header such as `functions.look:0`."""
     words = _NO_NAME.sub(" ", header).split()
     return words[-1].removeprefix("functions.").partition(":")[0] or None if words else None
+
+
+class HeaderEnd:
+    """Drops a header up to its end marker `message`. A header `to=self` stays: it opens reasoning."""
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+        self._text = ""
+
+    def feed(self, text: str, final: bool) -> Left | None:
+        self._text += text
+        header, found, rest = self._text.partition(self._message)
+        # A call that a grammar demands has no header.
+        if len(header) > LONGEST_HEADER or _BEGINS.fullmatch(header) is None:
+            return Left(rest=self._text)
+        if found:
+            return Left(rest=f"{_TO_SELF}{self._message}{rest}" if header.strip(SPACE) == _TO_SELF else rest)
+        return Left(rest=self._text) if final else None
+
+
+class LineCalls:
+    """Parses a line with a tool name and JSON after it, or with `all` and text after it.
+
+    Args:
+        marker: marker before the line; empty if the prompt has it.
+    """
+
+    def __init__(self, sink: CallSink, tools: Tools, marker: str) -> None:
+        self._sink = sink
+        self._tools = tools
+        self._marker = marker
+        self._text = ""
+        self._call: CallReader | None = None
+
+    def feed(self, text: str, final: bool) -> Left | None:
+        if self._call is not None:
+            return self._read_call(self._call, text, final)
+        self._text += text
+        line, newline, rest = self._text.partition("\n")
+        if not newline and not final and len(line) <= LONGEST_HEADER:
+            return None
+        name = line.strip(SPACE)
+        if newline and name == _EVERYONE:
+            return Left(rest=rest)
+        if not newline or not self._tools.has(name):
+            return Left(shown=self._marker + line + newline, rest=rest, has_failed=True)
+        self._call = HeaderCall(self._sink, "", lambda header: name if header.strip(SPACE) == name else None)
+        return self._read_call(self._call, self._text, final)
+
+    def _read_call(self, call: CallReader, text: str, final: bool) -> Left | None:
+        left = call.feed(text, final)
+        return replace(left, shown=self._marker + left.shown) if left is not None and left.has_failed else left

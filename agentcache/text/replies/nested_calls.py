@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from agentcache.text.json_values import MAX_REPLY_DEPTH, json_string, write_json
+from agentcache.text.json_values import MAX_REPLY_DEPTH, JsonText, json_string, write_json
 from agentcache.text.replies.calls import LONGEST_HEADER, SPACE, CallSink, Left, Steps, Tools, partial_end
-from agentcache.text.replies.json_text import JsonText
 from agentcache.text.replies.tagged_calls import converted, name_in
 
 _ITEM = "item"

@@ -11,13 +11,11 @@ from typing import Protocol
 
 from agentcache.api.model import HARMONY, ReplyFormat
 from agentcache.api.request import Reading
-from agentcache.text.marks import any_of
+from agentcache.text.marks import Codes, Placed, any_of
 from agentcache.text.replies.calls import SPACE, CallReader, CallSink, Tools, partial_end
 from agentcache.text.replies.dialects import DIALECTS, NO_CALLS, Dialect, DialectParts, bare_object
-from agentcache.text.replies.events import Event, ReasoningDelta, TextDelta
+from agentcache.text.replies.events import Event, ReasoningDelta, TextDelta, Zone, Zones
 from agentcache.text.replies.harmony import HarmonyReader
-from agentcache.text.replies.markers import Codes, Placed
-from agentcache.text.replies.zones import Zone, Zones
 
 # Characters that a stream holds after a closing marker, in case a second one follows.
 DOUBTED, DOUBTED_UNTHOUGHT = 120, 400

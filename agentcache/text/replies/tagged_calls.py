@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from agentcache.text.json_values import MAX_REPLY_DEPTH, json_string, parse_json, write_json, written_and_read
+from agentcache.text.json_values import MAX_REPLY_DEPTH, JsonText, json_string, parse_json, write_json, written_and_read
 from agentcache.text.replies.calls import LONGEST_HEADER, SPACE, CallSink, Left, Steps, Tools, partial_end
 from agentcache.text.replies.json_calls import ObjectCalls
-from agentcache.text.replies.json_text import JsonText
 
 _MAX_DEPTH = MAX_REPLY_DEPTH - 1  # of one argument; the arguments object is one more level
 _LONGEST_LITERAL = 10_000  # characters

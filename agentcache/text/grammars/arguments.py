@@ -1,4 +1,4 @@
-"""Converts a tool's schema to a list of arguments, for formats with one tag or field per argument.
+"""A tool's arguments one by one, for formats with one tag or field per argument, and grammar rules for fields.
 
 Strings are text, other values JSON. With more constraints (patterns, dependent arguments), all arguments are one JSON
 object, which every dialect's parser accepts.
@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agentcache.text.grammars.json_schema import json_rule, means_something
-from agentcache.text.grammars.limits import MAX_CHARACTERS
+from agentcache.text.grammars.check_child import MAX_CHARACTERS
+from agentcache.text.grammars.rules import Rules, escaped, has_surrogate, json_rule, literal, means_something
 from agentcache.text.json_values import parse_json, write_json
+from agentcache.text.replies.call_syntax import FieldSyntax
 from agentcache.text.replies.calls import definition, schema_types
 
 _REMARKS = {"title", "description", "default", "example", "examples", "deprecated", "$comment", "readOnly", "writeOnly"}
@@ -28,6 +29,8 @@ _MOST_CHARACTERS = 1000  # bound of minLength, maxLength, minItems and maxItems
 _MOST_LITERALS = 500
 _MOST_REFERENCES = 8
 _NULL = "null"
+_ANY_NAME = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
+_SCALARS = {"integer", "number", "boolean", "null"}
 
 
 @dataclass(frozen=True)
@@ -236,3 +239,96 @@ def _of_list(schema: Mapping[str, Any]) -> ListOf | None:
     if item is None or not schema.keys() <= _OF_LISTS or not _is_length(least):
         return None
     return ListOf(item, least, most) if most is None or (_is_length(most) and least <= most) else None
+
+
+class FieldWriter:
+    def __init__(self, rules: Rules, syntax: FieldSyntax) -> None:
+        self._rules = rules
+        self._syntax = syntax
+
+    def fields(self, arguments: TaggedArguments) -> str | None:
+        """Return the rule of all arguments without brackets; None if fields cannot express them."""
+        if arguments.any_other:
+            return self._any_fields()
+        rules = [self._field(argument) for argument in arguments.known]
+        comma, rest, ways = literal(self._syntax.comma), "", list[str]()
+        for argument, rule in reversed(list(zip(arguments.known, rules, strict=True))):
+            if rule is None:
+                return None
+            ways = [f"{rule} {rest}", *([] if argument.is_required else ways)]
+            rest = self._rules.rule(f"({comma} {rule}){'' if argument.is_required else '?'} {rest}")
+        if not ways:
+            return ""
+        may_be_empty = not any(argument.is_required for argument in arguments.known)
+        return f"({' | '.join(ways)}){'?' if may_be_empty else ''}"
+
+    def _any_fields(self) -> str | None:
+        """Allow string fields of any names; None for Python syntax: a grammar cannot forbid repeated names."""
+        if not self._syntax.quote:
+            return None
+        text = self._quoted(AnyText())
+        field = self._rules.rule(f"{_ANY_NAME} {literal(self._syntax.assign)} {text}")
+        return f"({field} ({literal(self._syntax.comma)} {field})*)?"
+
+    def _field(self, argument: TaggedArgument) -> str | None:
+        value = self._value(argument)
+        if value is None or not self._syntax.can_name(argument.name):
+            return None
+        return self._rules.rule(f"{literal(argument.name + self._syntax.assign)} {value}")
+
+    def _value(self, argument: TaggedArgument) -> str | None:
+        value = argument.value
+        if isinstance(value, Json):
+            return self._json(value)
+        if not self._syntax.quote:
+            return self._rules.rule(json_rule(write_json(_schema(value, may_be_null=argument.may_be_null))))
+        if isinstance(value, OneOf) and any(self._syntax.quote in text or has_surrogate(text) for text in value.texts):
+            return None
+        text = self._quoted(value)
+        return f'({text} | "null")' if argument.may_be_null else text
+
+    def _json(self, value: Json) -> str | None:
+        if not self._syntax.quote or value.types <= _SCALARS:
+            return self._rules.rule(value.rule)
+        if isinstance(value.parts, ListOf):
+            written = self._list(value.parts)
+        else:
+            fields = None if value.parts is None else self.fields(value.parts)
+            written = None if fields is None else f'"{{" {fields} "}}"'
+        if written is None:
+            return None
+        return self._rules.rule(f'{written} | "null"' if "null" in value.types else written)
+
+    def _list(self, parts: ListOf) -> str | None:
+        item = self._value(parts.item)
+        if item is None:
+            return None
+        if parts.most == 0:
+            return '"[" "]"'
+        item = self._rules.rule(item)
+        items = item
+        if parts.most != 1:  # a range of a Lark grammar cannot end at 0
+            further = f"{max(0, parts.least - 1)},{'' if parts.most is None else parts.most - 1}"
+            items = f'{item} ("," {item}){{{further}}}'
+        return f'"[" {items} "]"' if parts.least else f'"[" ({items})? "]"'
+
+    def _quoted(self, value: Text) -> str:
+        """Return a string's rule without quotes in it: the parser may stop there."""
+        opened, quote = self._rules.spelled(self._syntax.quote), escaped(self._syntax.quote)
+        if isinstance(value, OneOf):
+            text = f"({'|'.join(map(escaped, value.texts))})"
+        else:
+            least, most = (0, None) if isinstance(value, AnyText) else (value.least, value.most)
+            text = f"(?s:.{{{least},{'' if most is None else most}}})"
+        if self._syntax.quote in self._rules.ids:
+            return f"{opened} {self._rules.terminal(f'/{text}/ & ~/(?s:.*){quote}(?s:.*)/')} {opened}"
+        return f"{opened} {self._rules.terminal(f'/{text}{quote}/ & ~/(?s:.*){quote}(?s:.+)/')}"
+
+
+def _schema(value: Text, *, may_be_null: bool) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    if isinstance(value, OneOf):
+        schema = {"enum": list(value.texts)}
+    elif not isinstance(value, AnyText):
+        schema |= {"minLength": value.least} | ({} if value.most is None else {"maxLength": value.most})
+    return {"anyOf": [schema, {"type": "null"}]} if may_be_null else schema

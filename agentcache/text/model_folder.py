@@ -1,16 +1,27 @@
-"""Digests of the files in a model folder that determine tokenisation."""
+"""Reads what a model's folder says about text: end tokens, sampling defaults, chat templates, tokenisation rules."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection
+import logging
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from agentcache.api.sampling import SamplingDefaults
+from agentcache.compat import TokenizerWrapper, set_template, template_data
+from agentcache.errors import InvalidRequest
 from agentcache.system.file_identity import file_identity
 from agentcache.system.memo import Memo
 
+_FILE, _MODEL_FILE = "generation_config.json", "config.json"
+_MAX_BYTES = 16 << 20
+
+log = logging.getLogger("agentcache.models")
+# Vision models use these.
+_FILES = ("chat_template.json", "processor_config.json")
+_DEFAULT = "default"
 _RULES = "tokenizer.json"
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _OTHERS = ("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt")
@@ -27,7 +38,6 @@ _FIRST_FILES = (  # the order matters
     "vocab.txt",
     "merges.txt",
 )
-
 # Unused by `encoder.py`; a prompt's text includes BOS.
 _HARMLESS_RULES = {"version", "truncation", "padding", "post_processor"}
 _HARMLESS_SETTINGS = {
@@ -49,6 +59,68 @@ _HARMLESS_SETTINGS = {
 }
 # A role adds a token unless tokenizer.json has it.
 _ROLES = {"bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token"}
+
+
+def end_tokens(folder: Path) -> frozenset[int]:
+    """Return each `eos_token_id` of config.json (also `text_config`) and generation_config.json."""
+    config = read_object(folder / _MODEL_FILE)
+    holders = (config, config.get("text_config"), read_object(folder / _FILE))
+    return frozenset(token for holder in holders if isinstance(holder, Mapping) for token in _ids(holder))
+
+
+def sampling_defaults(folder: Path) -> SamplingDefaults:
+    """Return the sampling values of generation_config.json; log and skip invalid ones."""
+    found = read_object(folder / _FILE)
+    values: dict[str, Any] = {}
+    for name in SamplingDefaults.NAMES:
+        if (value := found.get(name)) is not None:
+            try:
+                SamplingDefaults(**{name: value})
+            except InvalidRequest as error:
+                log.warning("%s is not used: %s", folder / _FILE, error)
+            else:
+                values[name] = value
+    if found.get("do_sample") is False:
+        values = {"temperature": 0.0}  # the other values are for sampling
+    return SamplingDefaults(**values)
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Read a JSON object; empty if the file is missing or invalid."""
+    try:
+        if file.stat().st_size > _MAX_BYTES:
+            return {}
+        value = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _ids(holder: Mapping[str, Any]) -> Iterator[int]:
+    named = holder.get("eos_token_id")
+    for token in named if isinstance(named, list) else [named]:
+        if type(token) is int and token >= 0:
+            yield token
+
+
+def complete_template(wrapper: TokenizerWrapper, folder: Path) -> None:
+    """Set the tokenizer's default template if the folder has any."""
+    template = template_data(wrapper)
+    if not wrapper.has_chat_template:
+        template = next(filter(None, (_named(read_object(folder / name)) for name in _FILES)), None)
+    if isinstance(template, Mapping) and template and _DEFAULT not in template:
+        template = {_DEFAULT: next(iter(template.values())), **template}
+    if template:
+        set_template(wrapper, template)
+
+
+def _named(holder: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """Return a template, or several by name."""
+    given = holder.get("chat_template")
+    if isinstance(given, list):
+        named = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
+        given = {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
+    return given if isinstance(given, str | dict) else None
 
 
 def token_rules(folder: Path, memo: Memo) -> str:
