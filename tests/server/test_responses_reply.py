@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.responses import Response
 
 from agentcache.api.report import FinishReason, Update
+from agentcache.api.request import Reading
 from agentcache.errors import ContextLengthExceeded, Overloaded
+from agentcache.server import replies
 from agentcache.server.reply import Completion
 from agentcache.server.response_echo import Echo
 from agentcache.server.response_tools import ResponseTool, ResponseTools
@@ -172,16 +176,9 @@ def test_several_calls_where_one_was_wanted_are_told() -> None:
 # -- any order of events ----------------------------------------------------------------------------------------------
 
 
-class ScriptedReading:
-    """Reads out of the i-th update what the i-th list says."""
-
-    hides_thoughts = False
-
-    def __init__(self, script: list[list[Event]]) -> None:
-        self.script = script
-
-    def open(self, *, whole: bool) -> ScriptedReader:
-        return ScriptedReader(list(self.script))
+def scripted(script: list[list[Event]]) -> AbstractContextManager[object]:
+    """Readers opened meanwhile read out of the i-th update what the i-th list says."""
+    return patch.object(replies, "read_as", lambda reading, whole: ScriptedReader(list(script)))
 
 
 @dataclass
@@ -219,7 +216,7 @@ def test_a_stream_adds_up_to_the_whole_answer(
     reply = ResponseReply(
         "resp_1",
         "m",
-        ScriptedReading(script),  # type: ignore[arg-type]
+        Reading(),
         ResponseTools(by_name={"f": ResponseTool("f", "n", is_custom=seals)}),
         echo=Echo({"parallel_tool_calls": True}),
         opening=Echo({"parallel_tool_calls": True}),
@@ -228,7 +225,8 @@ def test_a_stream_adds_up_to_the_whole_answer(
     )
     updates = [Update(token_ids=(1,)) for _ in script[1:]] + [Update(finish_reason=reason, report=REPORT)]
     completion = Completion()
-    writer, sent = reply.writer(), []
+    with scripted(script):
+        writer, sent = reply.writer(), []
     for update in updates:
         completion.add(update)
         sent += list(writer.write(update))
@@ -254,7 +252,8 @@ def test_a_stream_adds_up_to_the_whole_answer(
         assert ("encrypted_content" in final) == (seals and final["type"] == "reasoning")
     statuses = [item["status"] for item in response["output"]]
     assert all(status == "completed" for status in statuses[:-1])
-    whole = reply.whole([completion])
+    with scripted(script):
+        whole = reply.whole([completion])
 
     def without_ids(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [{name: value for name, value in item.items() if name not in ("id", "call_id")} for item in output]
