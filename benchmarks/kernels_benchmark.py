@@ -22,8 +22,7 @@ from agentcache.kv.arena import LayerArena, SideArena
 from agentcache.kv.packed import Packed
 from agentcache.kv.packing import quantisation_for
 from agentcache.kv.spec import LayerSpec
-from agentcache.kv.step_cache import PagedKV
-from agentcache.kv.step_plan import Reads
+from agentcache.kv.step_cache import PagedKV, Reads
 from agentcache.metal_kernels.cases import turns_of
 from agentcache.metal_kernels.decode import THREADGROUPS, KeyResiduals, Residuals, ValueResiduals, decode
 from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows

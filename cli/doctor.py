@@ -161,7 +161,7 @@ def check_kernels(config: Config) -> Check:
         if folder is None:
             return Check("kernels", True, f"{config.model} is not a folder here, so none are tried")
         try:
-            from agentcache.kv.precision import AUTO, LayerBits
+            from agentcache.kv.packing import AUTO, LayerBits
             from agentcache.models.kernel_report import in_child
         except ImportError as error:  # no back end
             return Check("kernels", True, f"none: {error}")

@@ -30,8 +30,8 @@ from agentcache.blocks.pool import BlockTable
 from agentcache.blocks.radix_tree import Node
 from agentcache.blocks.slots import Group
 from agentcache.errors import BlockMissing, BlockRejected, StoreError
+from agentcache.kv.arena import shares_memory
 from agentcache.kv.block_layout import Array, GroupMemory, Place, RestBuffer, aligned
-from agentcache.kv.tensor_arena import shares_memory
 from agentcache.store.block_file import BlockHeader, Extras, make_header
 from agentcache.store.block_folder import BlockFolder
 from agentcache.store.store import Store

@@ -32,7 +32,7 @@ from agentcache.engine.running_request import LIVE, Outcome, RunningRequest, Sta
 from agentcache.engine.scheduler import Scheduler
 from agentcache.engine.view import EngineView, ServedModel
 from agentcache.errors import AgentCacheError, Conflict, EngineStopped, InternalError, RequestCancelled
-from agentcache.kv.precision import Precision
+from agentcache.kv.packing import Precision
 from agentcache.models.device_memory import Limits
 from agentcache.models.fused import counts as kernel_counts
 from agentcache.models.loader import LoadedModel

@@ -38,8 +38,8 @@ from agentcache.engine.token_budget import TokenBudget, idle_chunk
 from agentcache.engine.view import ServedModel
 from agentcache.engine.warm_up import warm_up
 from agentcache.errors import ConfigError, RankLost
-from agentcache.kv.precision import AUTO
-from agentcache.kv.reserved import wait_for_pages
+from agentcache.kv.backing import wait_for_pages
+from agentcache.kv.packing import AUTO
 from agentcache.kv.spec import CacheSpec
 from agentcache.metal_kernels.kernel_text import NO_DEVICE
 from agentcache.metal_kernels.kernel_text import device as device_kind

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from agentcache.agents.table import Agents
 from agentcache.errors import ContextLengthExceeded, InvalidRequest
-from agentcache.kv.precision import Precision
+from agentcache.kv.packing import Precision
 from agentcache.kv.spec import CacheSpec
 from agentcache.models.adapters import TargetModules
 from agentcache.models.residual.forms import ResidualSupport

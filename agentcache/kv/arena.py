@@ -1,4 +1,7 @@
-"""Arenas: RAM buffers that hold the KV of all cached blocks.
+"""Arenas: the RAM of all cached blocks, by group, layer, side (keys or values) and tensor.
+
+Memory shared with the device is read and written in place between steps; other devices need uploads. Assignments run in
+place only while nothing else holds the array: a kept reference turns every write into a copy.
 
 Each side of a layer has `data` uint32 [num_blocks, H_kv, 256, D*bits/32], `scales` and `biases` float16 [num_blocks,
 H_kv, 256, D/group_size]; unquantised: `data` alone, 16-bit floats [num_blocks, H_kv, 256, D].
@@ -7,24 +10,196 @@ H_kv, 256, D/group_size]; unquantised: `data` alone, 16-bit floats [num_blocks, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
+import numpy as np
 
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.kv.backing import ARRAY_DTYPES, Exact, make_backing
+from agentcache.kv.block_layout import Array, GroupMemory, aligned, block_tensors, first_float
 from agentcache.kv.packed import Packed
 from agentcache.kv.packing import PARTS, LayerPacking, Packing
-from agentcache.kv.spec import LayerSpec, packed_tensors, sides
-from agentcache.kv.tensor_arena import TensorArena, copy_block, resize
+from agentcache.kv.raw_arrays import upload
+from agentcache.kv.spec import CacheSpec, GroupSpec, LayerSpec, TensorSpec, packed_tensors, sides
 
 _ALL = slice(None)
+_RESIZED_AT_ONCE = 128 << 20  # bytes duplicated during a resize
+
+
+class GroupArena:
+    """All tensors of one cache group.
+
+    Args:
+        room: expected maximum bytes; further growth may copy.
+    """
+
+    def __init__(self, spec: GroupSpec, room: int = 0) -> None:
+        self.spec = spec
+        most = room // spec.bytes_per_block
+        self._tensors = {tensor.name: TensorArena(tensor, most) for tensor in spec.tensors}
+        packing = spec.packing
+        self.layers = [] if packing is None else [LayerArena(layer, packing, self._tensors) for layer in spec.layers]
+
+    @property
+    def capacity(self) -> int:
+        return next(iter(self._tensors.values())).capacity
+
+    def grow(self, capacity: int) -> None:
+        resize([tensor for tensor in self._tensors.values() if tensor.capacity < capacity], capacity)
+
+    def shrink(self, capacity: int) -> None:
+        resize([tensor for tensor in self._tensors.values() if tensor.capacity > capacity], capacity)
+
+    def copy(self, source: int, target: int) -> None:
+        copy_block(self._tensors.values(), source, target)
+
+    def snapshot(self, block_id: int, num_tokens: int) -> Array:
+        """Copy a block's first tokens, uint8 [n] as in `block_layout`, between steps."""
+        if not shares_memory():
+            return self._download(block_id, num_tokens)
+        block = aligned(self.spec.bytes_of(num_tokens))
+        for tensor in block_tensors(self.spec, num_tokens):
+            memory = self._tensors[tensor.spec.name].memory()
+            for slot, own in tensor.runs(block_id):
+                block.data[own] = memory[slot]
+        return block
+
+    def _download(self, block_id: int, num_tokens: int) -> Array:
+        tensors = (self._tensors[tensor.spec.name] for tensor in block_tensors(self.spec, num_tokens))
+        parts = [tensor.tokens(block_id, num_tokens).reshape(-1).view(mx.uint8) for tensor in tensors]
+        return np.array(mx.concatenate(parts))
+
+    def memory(self) -> GroupMemory | None:
+        """Memory of the slots, for reading files into, between steps. Release it before any other use of the arena.
+
+        None if the device has separate memory, or most of a block is floats.
+        """
+        first = first_float(self.spec, BLOCK_SIZE)
+        if not shares_memory() or 2 * first < self.spec.bytes_per_block:
+            return None
+        num_integers = sum(tensor.end <= first for tensor in block_tensors(self.spec, BLOCK_SIZE))
+        return GroupMemory([(each.memory(), each.spec.slot_bytes) for each in self._tensors.values()], num_integers)
+
+    def put(self, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
+        """Write blocks into slots, between steps.
+
+        Args:
+            blocks: uint8 [n] each as in `block_layout`, at most 256 tokens; may change after the call.
+        """
+        if shares_memory():
+            self._put_in_place(block_ids, blocks)
+            return
+        sizes = [block.nbytes for block in blocks]
+        for size in set(sizes):
+            indices = [index for index, each in enumerate(sizes) if each == size]
+            self._upload([block_ids[index] for index in indices], [blocks[index] for index in indices])
+
+    def _put_in_place(self, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
+        layouts = [block_tensors(self.spec, self.spec.tokens_in(block.nbytes)) for block in blocks]
+        sources = [block.data for block in blocks]
+        for index, arena in enumerate(self._tensors.values()):  # in block byte order
+            memory, slot_bytes = arena.memory(), arena.spec.slot_bytes
+            for block_id, layout, source in zip(block_ids, layouts, sources, strict=True):
+                tensor = layout[index]
+                if tensor.end - tensor.begin < slot_bytes:
+                    memory[block_id * slot_bytes : (block_id + 1) * slot_bytes] = bytes(slot_bytes)
+                for slot, own in tensor.runs(block_id):
+                    memory[slot] = source[own]
+
+    def _upload(self, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
+        num_tokens, count = self.spec.tokens_in(blocks[0].nbytes), len(blocks)
+        there = upload(_joined(blocks))
+        for tensor in block_tensors(self.spec, num_tokens):
+            own = mx.contiguous(there[:, tensor.begin : tensor.end])
+            shape = (count, *tensor.spec.block_shape(num_tokens))
+            self._tensors[tensor.spec.name].upload(block_ids, own.view(ARRAY_DTYPES[tensor.spec.dtype]).reshape(shape))
+
+    @property
+    def tensors(self) -> Iterable[TensorArena]:
+        return self._tensors.values()
+
+    def take_written(self) -> list[mx.array]:
+        return [written for layer in self.layers if (written := layer.take_written()) is not None]
+
+
+def _joined(blocks: Sequence[Array]) -> Array:
+    """[n, bytes]; a view if the blocks are adjacent, as a reader's are."""
+    first, size = blocks[0].ctypes.data, blocks[0].nbytes
+    if all(block.ctypes.data == first + index * size for index, block in enumerate(blocks)):
+        return np.lib.stride_tricks.as_strided(blocks[0], (len(blocks), size), (size, 1))
+    return np.stack(blocks)
+
+
+def make_arenas(spec: CacheSpec, room: int = 0) -> list[GroupArena]:
+    """One empty arena per group, each for `room` bytes."""
+    return [GroupArena(group, room) for group in spec.groups]
+
+
+class LayerArena:
+    """Keys and, except for MLA, values of one layer. `tensors`: the group's, by name; None creates its own."""
+
+    def __init__(
+        self, layer: LayerSpec, packing: Packing | LayerPacking, tensors: Mapping[str, TensorArena] | None = None
+    ) -> None:
+        self.layer = layer
+        made = {}
+        for side, dim in sides(layer):
+            own = packing.side(side) if isinstance(packing, LayerPacking) else packing
+            specs = packed_tensors(layer, side, dim, own)
+            parts = {part: TensorArena(spec) if tensors is None else tensors[spec.name] for part, spec in specs.items()}
+            made[side] = SideArena(layer.num_kv_heads, dim, own, parts)
+        self.keys, self.values = made["key_cache"], made.get("value_cache")
+        self._is_due = False
+
+    @cached_property
+    def is_alike(self) -> bool:
+        keys, values = self.keys, self.values
+        return values is not None and (keys.dim, keys.quantisation) == (values.dim, values.quantisation)
+
+    @property
+    def sides(self) -> list[tuple[str, SideArena]]:
+        keys = [("key_cache", self.keys)]
+        return keys if self.values is None else [*keys, ("value_cache", self.values)]
+
+    def grow(self, capacity: int) -> None:
+        for _, side in self.sides:
+            if side.capacity < capacity:
+                side.grow(capacity)
+
+    def arrays(self) -> list[mx.array]:
+        """Data, scales and biases of keys, then of values."""
+        return [array for _, side in self.sides for array in side.arrays()]
+
+    def made_of(self, arrays: Iterator[mx.array]) -> LayerArena:
+        """A copy over the next `arrays`, for tracing: `arrays()`, then the result of the append kernel."""
+        made = copy.copy(self)
+        made.keys = self.keys.made_of(arrays)
+        made.values = None if self.values is None else self.values.made_of(arrays)
+        made.was_written(next(arrays))
+        return made
+
+    def was_written(self, written: mx.array) -> None:
+        """Record the result of a kernel that wrote in place, unknown to MLX; `take_written` has it evaluated.
+
+        It is zero: reads add it to their input to run after the write.
+        """
+        self.keys.written = written
+        if self.values is not None:
+            self.values.written = written
+        self._is_due = True
+
+    def take_written(self) -> mx.array | None:
+        due, self._is_due = self._is_due, False
+        return self.keys.written if due else None
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Tokens `start … stop-1` of a step, which go to `offset …` of slot `block_id`."""
+    """Tokens `start … stop-1` of a step, at `offset` in slot `block_id`."""
 
     block_id: int
     offset: int
@@ -62,11 +237,7 @@ class SideArena:
         resize(self._arenas, capacity)
 
     def write_slots(self, packed: Packed, slots: Sequence[Slot], head: int = 0) -> None:
-        """Write one row's tokens run by run, the fastest way if runs are long.
-
-        Args:
-            packed: [1, at least `head` + H, n, ·]; this side's heads begin at `head`.
-        """
+        """Write one row's tokens of `packed` [1, at least `head` + H, n, ·] run by run: faster if runs are long."""
         heads = slice(head, head + self.num_heads)
         for part, new in zip(self._arenas, packed.parts, strict=True):
             for slot in slots:
@@ -98,66 +269,101 @@ class SideArena:
         copy_block(self._arenas, source, target)
 
     def arrays(self) -> list[mx.array]:
-        """Return the arrays. Do not keep them: a held reference turns every write into a copy."""
         return [part.array for part in self._arenas]
 
 
-class LayerArena:
-    """Keys and, except for MLA, values of one layer. `tensors`: the group's, by name; None creates separate ones."""
+class TensorArena:
+    """One tensor of a group's blocks: `array` [at least `capacity`, *block shape].
 
-    def __init__(
-        self, layer: LayerSpec, packing: Packing | LayerPacking, tensors: Mapping[str, TensorArena] | None = None
-    ) -> None:
-        self.layer = layer
-        made = {}
-        for side, dim in sides(layer):
-            own = packing.side(side) if isinstance(packing, LayerPacking) else packing
-            specs = packed_tensors(layer, side, dim, own)
-            parts = {part: TensorArena(spec) if tensors is None else tensors[spec.name] for part, spec in specs.items()}
-            made[side] = SideArena(layer.num_kv_heads, dim, own, parts)
-        self.keys, self.values = made["key_cache"], made.get("value_cache")
-        self._is_due = False
+    Args:
+        most: expected maximum of blocks, up to which growth need not copy (`kv/backing.py`).
 
-    @cached_property
-    def is_alike(self) -> bool:
-        keys, values = self.keys, self.values
-        return values is not None and (keys.dim, keys.quantisation) == (values.dim, values.quantisation)
+    Attributes:
+        is_due: whether it has assignments since the last `take_due`.
+    """
 
-    @property
-    def sides(self) -> list[tuple[str, SideArena]]:
-        keys = [("key_cache", self.keys)]
-        return keys if self.values is None else [*keys, ("value_cache", self.values)]
+    def __init__(self, spec: TensorSpec, most: int = 0) -> None:
+        self.spec = spec
+        self._backing, self.array = make_backing(spec, most)
+        self.capacity = 0
+        self.is_due = False
 
-    def grow(self, capacity: int) -> None:
-        for _, side in self.sides:
-            if side.capacity < capacity:
-                side.grow(capacity)
+    def resize(self, capacity: int) -> None:
+        """Resize between steps; new blocks are zeros. Lazy."""
+        if capacity > self._backing.most:
+            self._backing = Exact()
+        self.array = self._backing.resized(self.array, self.capacity, capacity)
+        self.capacity = capacity
 
-    def arrays(self) -> list[mx.array]:
-        """Data, scales and biases of keys, then of values. Do not keep them."""
-        return [array for _, side in self.sides for array in side.arrays()]
+    def assign(self, index: Any, new: mx.array) -> None:
+        """Assign to a slice, or scatter. Lazy."""
+        self.array[index] = new
+        self.is_due = True
 
-    def made_of(self, arrays: Iterator[mx.array]) -> LayerArena:
-        """A copy over the next `arrays`, for tracing: `arrays()`, then the result of `append`.
+    def tokens(self, block_id: int, num_tokens: int) -> mx.array:
+        """Return a block's first tokens; lazy."""
+        axis = self.spec.token_axis
+        # One index expression: indexing the block first would copy it.
+        return self.array[block_id] if axis is None else self.array[block_id, *(_ALL,) * axis, :num_tokens]
 
-        Kernels can write to it.
+    def memory(self) -> memoryview:
+        """The array's bytes, after pending writes. Only between steps and if `shares_memory`.
+
+        Release it before the next write.
         """
-        made = copy.copy(self)
-        made.keys = self.keys.made_of(arrays)
-        made.values = None if self.values is None else self.values.made_of(arrays)
-        made.was_written(next(arrays))
-        return made
+        return memoryview(self.array).cast("B")
 
-    def was_written(self, written: mx.array) -> None:
-        """Record the result of a kernel that wrote in place, unknown to MLX.
+    def upload(self, block_ids: Sequence[int], blocks: mx.array) -> None:
+        """Write whole blocks [n, ...], padded with zeros to 256 tokens. Lazy.
 
-        It is zero; reads add it to their input to run after the write. It must be evaluated (`take_written`).
+        Adjacent slots use slices: on CUDA, the first scatter compiles for seconds, during a request.
         """
-        self.keys.written = written
-        if self.values is not None:
-            self.values.written = written
-        self._is_due = True
+        axis = self.spec.token_axis
+        if axis is not None and blocks.shape[axis + 1] < BLOCK_SIZE:
+            missing = BLOCK_SIZE - blocks.shape[axis + 1]
+            blocks = mx.pad(blocks, [(0, missing if each == axis + 1 else 0) for each in range(blocks.ndim)])
+        begin = 0
+        for end in range(1, len(block_ids) + 1):
+            if end == len(block_ids) or block_ids[end] != block_ids[end - 1] + 1:
+                self.assign(slice(block_ids[begin], block_ids[end - 1] + 1), blocks[begin:end])
+                begin = end
 
-    def take_written(self) -> mx.array | None:
-        due, self._is_due = self._is_due, False
-        return self.keys.written if due else None
+
+def resize(tensors: Iterable[TensorArena], capacity: int) -> None:
+    """Resize tensors between steps. Copies are evaluated in batches: a wait for each is slow on a GPU."""
+    resized, num_bytes = list[mx.array](), 0
+    for tensor in tensors:
+        tensor.resize(capacity)
+        resized.append(tensor.array)
+        num_bytes += tensor.array.nbytes
+        if num_bytes >= _RESIZED_AT_ONCE:
+            mx.eval(resized)
+            resized, num_bytes = [], 0
+    mx.eval(resized)
+
+
+def copy_block(tensors: Iterable[TensorArena], source: int, target: int) -> None:
+    """Copy a block of some tensors of one group, between steps. Reads at once, writes lazily."""
+    tensors = list(tensors)
+    blocks = [mx.contiguous(tensor.array[source : source + 1]) for tensor in tensors]
+    mx.eval(blocks)
+    mx.synchronize()  # until then the device holds the source
+    for tensor, block in zip(tensors, blocks, strict=True):
+        tensor.assign(slice(target, target + 1), block)
+
+
+def has_due(tensors: Iterable[TensorArena]) -> bool:
+    return any(tensor.is_due for tensor in tensors)
+
+
+def take_due(tensors: Iterable[TensorArena]) -> list[mx.array]:
+    """Return arrays with assignments since the last call, to evaluate."""
+    due = [tensor for tensor in tensors if tensor.is_due]
+    for tensor in due:
+        tensor.is_due = False
+    return [tensor.array for tensor in due]
+
+
+def shares_memory() -> bool:
+    """Whether this process can access the device's memory."""
+    return bool(mx.default_device() == mx.cpu or mx.metal.is_available())

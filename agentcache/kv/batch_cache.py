@@ -16,8 +16,7 @@ from agentcache.errors import BrokenInvariant
 from agentcache.kv.arena import LayerArena
 from agentcache.kv.packed import Packed
 from agentcache.kv.packing import Quantisation
-from agentcache.kv.step_cache import PagedKV, check_window
-from agentcache.kv.step_plan import Reads, Writes
+from agentcache.kv.step_cache import PagedKV, Reads, Writes, check_window
 
 
 class BatchQuantizedKVCache:

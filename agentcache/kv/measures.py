@@ -14,9 +14,9 @@ import numpy as np
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockTable
+from agentcache.kv.arena import TensorArena, copy_block, resize
 from agentcache.kv.block_layout import Array
 from agentcache.kv.spec import TensorSpec
-from agentcache.kv.tensor_arena import TensorArena, copy_block, resize
 
 Extras: TypeAlias = "Mapping[str, str | Array]"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from agentcache.kv.precision import LayerBits, Precision
+from agentcache.kv.packing import LayerBits, Precision
 from agentcache.kv.spec import CacheSpec
 from agentcache.models import mla, softcap
 from agentcache.models.inspection import Inspection, inspect_model

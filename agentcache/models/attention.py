@@ -16,8 +16,7 @@ import mlx.nn as nn
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.arena import LayerArena, SideArena
 from agentcache.kv.packed import Packed, dequantise
-from agentcache.kv.step_cache import PagedKV
-from agentcache.kv.step_plan import Reads
+from agentcache.kv.step_cache import PagedKV, Reads
 from agentcache.models import fused
 from agentcache.models.packed_product import packed_product
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from agentcache.kv.reserved import set_memory_limit
+from agentcache.kv.backing import set_memory_limit
 from agentcache.settings.memory_plan import DeviceMemory, MemoryPlan
 from agentcache.system.memory import SystemMemory
 

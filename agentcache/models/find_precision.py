@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol
 
-from agentcache.kv.precision import BITS, LayerBits, Precision
+from agentcache.kv.packing import BITS, LayerBits, Precision
 
 _LEVELS = tuple(BITS.values())
 _COARSEST, _UNQUANTISED = _LEVELS[0], _LEVELS[-1]

@@ -18,8 +18,8 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.kv.backing import allocated_bytes
 from agentcache.kv.packing import LayerPacking, Packing, Quantisation
-from agentcache.kv.reserved import allocated_bytes
 from agentcache.kv.spec import DTYPES, CacheSpec, LayerSpec, RecurrentSpec
 from agentcache.metal_kernels.decode_plan import MAX_SPLITS
 from agentcache.metal_kernels.kernel_text import device

@@ -24,8 +24,7 @@ from agentcache.kv.arena import LayerArena, SideArena
 from agentcache.kv.packed import LARGEST_VALUE, Packed, dequantise, quantise
 from agentcache.kv.packing import LayerPacking, Packing, Quantisation
 from agentcache.kv.spec import LayerSpec
-from agentcache.kv.step_cache import PagedKV, Put
-from agentcache.kv.step_plan import Reads, Writes
+from agentcache.kv.step_cache import PagedKV, Put, Reads, Writes
 from agentcache.metal_kernels.append import Places, append, packed_alone
 from agentcache.metal_kernels.decode import PackedArrays, PreparedDecode, prepare
 from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from agentcache.kv.arena import SideArena
-from agentcache.kv.step_cache import PagedKV
-from agentcache.kv.step_plan import Reads
+from agentcache.kv.step_cache import PagedKV, Reads
 from agentcache.metal_kernels.decode_plan import StepRows
 from agentcache.metal_kernels.latent_decode import LatentPlan, PreparedLatents, prepare_latents
 from agentcache.metal_kernels.latent_shape import LatentShape

@@ -15,8 +15,7 @@ import mlx.nn as nn
 
 from agentcache.compat import ArraysCache, CacheList, DynamicNTKScalingRoPE, RotatingKVCache
 from agentcache.errors import UnsupportedModel
-from agentcache.kv.packing import LayerPacking, Packing, Plain, quantisation_for
-from agentcache.kv.precision import UNQUANTISED_BITS, LayerBits, Precision
+from agentcache.kv.packing import UNQUANTISED_BITS, LayerBits, LayerPacking, Packing, Plain, Precision, quantisation_for
 from agentcache.kv.spec import CacheSpec, LayerSpec, RecurrentSpec, StateTensor, make_groups
 from agentcache.models.layers import layer_lists
 from agentcache.models.mla import Latent

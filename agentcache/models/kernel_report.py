@@ -19,7 +19,7 @@ import mlx.nn as nn
 
 from agentcache.api.model import GroupKind
 from agentcache.kv.group_info import describe_group
-from agentcache.kv.precision import BITS, Precision
+from agentcache.kv.packing import BITS, Precision
 from agentcache.kv.spec import LayerSpec
 from agentcache.metal_kernels.self_test import Verdict
 from agentcache.metal_kernels.tiling import ResidualKind
@@ -62,7 +62,7 @@ class LayerKind:
 
 
 def layer_kinds(folder: Path, kv: str = "4") -> list[LayerKind]:
-    """Layer kinds of the model in a folder; `kv` as in `kv.precision.BITS`. Raises UnsupportedModel."""
+    """Layer kinds of the model in a folder; `kv` as in `kv.packing.BITS`. Raises UnsupportedModel."""
     read = read_model(str(folder))
     seen = inspect_model(read.model)
     seen = seen.kept_in(Precision((BITS[kv],) * len(seen.layers)))

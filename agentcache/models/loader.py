@@ -20,7 +20,7 @@ from agentcache.api.start_progress import StartProgress
 from agentcache.blocks.keys import Namespace
 from agentcache.compat import download, load_model
 from agentcache.errors import InvalidRequest, UnsupportedModel
-from agentcache.kv.precision import AUTO, BITS, Precision
+from agentcache.kv.packing import AUTO, BITS, Precision
 from agentcache.kv.spec import CacheSpec
 from agentcache.models.attachment import ChoosePrecision, Everywhere, host
 from agentcache.models.experts import distrust_sorted_rows

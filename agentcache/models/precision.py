@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import mlx.nn as nn
 
 from agentcache.api.start_progress import Measuring, StartProgress
-from agentcache.kv.packing import Packing, Plain
-from agentcache.kv.precision import BITS, LayerBits, Precision
+from agentcache.kv.packing import BITS, LayerBits, Packing, Plain, Precision
 from agentcache.models.find_precision import SAFE, Layers, find_precision
 from agentcache.models.inspection import Inspection
 from agentcache.models.precision_runs import PrecisionRuns

@@ -15,9 +15,8 @@ import numpy as np
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockTable
 from agentcache.kv.arena import LayerArena
-from agentcache.kv.precision import UNQUANTISED_BITS, LayerBits, Precision
-from agentcache.kv.step_cache import StepCache
-from agentcache.kv.step_plan import Reads, Writes
+from agentcache.kv.packing import UNQUANTISED_BITS, LayerBits, Precision
+from agentcache.kv.step_cache import Reads, StepCache, Writes
 from agentcache.models.float32_copy import gains_by_float32, in_float32, is_float32
 from agentcache.models.inspection import Inspection
 from agentcache.models.layers import LayerCall, hooked

@@ -30,8 +30,7 @@ from agentcache.kv.arena import LayerArena
 from agentcache.kv.packed import dequantise, quantise
 from agentcache.kv.packing import LayerPacking, Packing
 from agentcache.kv.spec import LayerSpec
-from agentcache.kv.step_cache import StepCache
-from agentcache.kv.step_plan import Reads, Writes
+from agentcache.kv.step_cache import Reads, StepCache, Writes
 from agentcache.models.inspection import Inspection
 from agentcache.models.layers import LayerCall, hooked
 from agentcache.models.mla import rounded_latents

@@ -14,15 +14,13 @@ from agentcache.blocks.block_tables import Copy
 from agentcache.blocks.pool import BlockPool, BlockTable
 from agentcache.blocks.snapshots import Snapshots
 from agentcache.errors import BrokenInvariant
+from agentcache.kv.arena import GroupArena, TensorArena, has_due, make_arenas, take_due
+from agentcache.kv.backing import note_resized
 from agentcache.kv.block_layout import Array, GroupMemory
-from agentcache.kv.group_arena import GroupArena, make_arenas
 from agentcache.kv.measures import Extras, TokenMeasures
-from agentcache.kv.reserved import note_resized
 from agentcache.kv.spec import CacheSpec
 from agentcache.kv.states import StateArena
-from agentcache.kv.step_cache import StepCache
-from agentcache.kv.step_plan import Reads, Writes
-from agentcache.kv.tensor_arena import TensorArena, has_due, take_due
+from agentcache.kv.step_cache import Reads, StepCache, Writes
 from agentcache.models.fused import Mode, mode, why_none, writer
 from agentcache.models.loader import LoadedModel
 from agentcache.models.recurrent import RowState, join, make_caches, state_of

@@ -12,7 +12,7 @@ import mlx.nn as nn
 
 from agentcache.blocks.hidden_states import HiddenStatePlan
 from agentcache.errors import BrokenInvariant
-from agentcache.kv.step_plan import Reads, Writes
+from agentcache.kv.step_cache import Reads, Writes
 from agentcache.models.adapter_rows import AdapterRows, RowAdapter
 from agentcache.models.recurrent import RowState
 from agentcache.models.residual.rows import ResidualRows

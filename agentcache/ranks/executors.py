@@ -15,7 +15,7 @@ from agentcache.api.stats import Traffic
 from agentcache.blocks.pool import BlockPool
 from agentcache.blocks.snapshots import Snapshots
 from agentcache.errors import BrokenInvariant, ConfigError, RankLost, UnsupportedModel
-from agentcache.kv.precision import Precision
+from agentcache.kv.packing import Precision
 from agentcache.models.device_memory import device_memory
 from agentcache.models.loader import LoadedModel, load, put_on_cache, read_model
 from agentcache.models.runner import ModelRunner

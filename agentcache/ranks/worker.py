@@ -12,7 +12,7 @@ import numpy as np
 
 from agentcache.errors import BlocksLost, RankLost, StoreError
 from agentcache.kv.block_layout import Array
-from agentcache.kv.step_plan import Reads, Writes
+from agentcache.kv.step_cache import Reads, Writes
 from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
 from agentcache.models.adapters import Adapter, AdapterContent
 from agentcache.models.loader import LoadedModel

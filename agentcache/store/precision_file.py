@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agentcache.errors import FileUnavailable
-from agentcache.kv.precision import Precision
+from agentcache.kv.packing import Precision
 from agentcache.store.atomic import Fault, as_store_error, replace_file
 from agentcache.store.cache_files import CacheFiles, WrongFile
 

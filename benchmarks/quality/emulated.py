@@ -13,8 +13,7 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
 from agentcache.kv.packed import dequantise, quantise
-from agentcache.kv.packing import Packing, Plain, Quantisation
-from agentcache.kv.precision import UNQUANTISED_BITS, LayerBits
+from agentcache.kv.packing import UNQUANTISED_BITS, LayerBits, Packing, Plain, Quantisation
 
 _CENTRED_TOKENS = 256  # of a first block
 

@@ -16,7 +16,7 @@ import mlx.nn as nn
 from agentcache.bench.plots import new_figure
 from agentcache.bench.reporter import Report
 from agentcache.errors import UnsupportedModel
-from agentcache.kv.precision import BITS, Precision
+from agentcache.kv.packing import BITS, Precision
 from agentcache.kv.spec import CacheSpec
 from agentcache.models.attachment import host
 from agentcache.models.builtin.embedded import embedded_model_path

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from agentcache.errors import ConfigError
-from agentcache.kv.precision import AUTO, BITS, Precision
+from agentcache.kv.packing import AUTO, BITS, Precision
 from agentcache.models.attachment import host
 from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.models.float32_copy import gains_by_float32, in_float32

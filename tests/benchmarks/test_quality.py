@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from agentcache.bench.plots import can_plot
 from agentcache.errors import ConfigError
-from agentcache.kv.precision import LayerBits
+from agentcache.kv.packing import LayerBits
 from agentcache.llm import LLM
 from agentcache.models.builtin.embedded import embedded_model_path
 from benchmarks import quality_benchmark

@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.kv.arena import LayerArena, SideArena, Slot
+from agentcache.kv.arena import LayerArena, SideArena, Slot, copy_block
 from agentcache.kv.packed import quantise
 from agentcache.kv.spec import LayerSpec
-from agentcache.kv.tensor_arena import copy_block
 from tests.device_marks import cpu_memory
 from tests.examples import examples
 from tests.held_memory import held_bytes

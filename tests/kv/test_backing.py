@@ -17,17 +17,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentcache.kv.adopted import Adopted, adopts
-from agentcache.kv.backing import ARRAY_DTYPES, Backing, Exact, make_backing
-from agentcache.kv.reserved import (
+from agentcache.kv.arena import TensorArena, copy_block
+from agentcache.kv.backing import (
+    ARRAY_DTYPES,
+    Adopted,
+    Backing,
+    Exact,
     Reserved,
+    adopts,
     allocated_bytes,
+    make_backing,
     note_resized,
     set_memory_limit,
 )
+from agentcache.kv.raw_arrays import address_of
 from agentcache.kv.spec import TensorSpec
-from agentcache.kv.tensor_arena import TensorArena, copy_block
-from agentcache.kv.views import address_of
 from agentcache.system import pages
 from agentcache.system.pages import addresses_are_free
 from tests.examples import examples
@@ -166,8 +170,8 @@ def test_where_the_system_takes_no_pages_back_there_are_zeros_all_the_same(monke
 
 RESIDENT = """
 import mlx.core as mx
-from agentcache.kv.tensor_arena import TensorArena
-from agentcache.kv.reserved import wait_for_pages
+from agentcache.kv.arena import TensorArena
+from agentcache.kv.backing import wait_for_pages
 from agentcache.kv.spec import TensorSpec
 
 MB = 1 << 20
@@ -214,7 +218,7 @@ REFUSED = """
 import resource
 import mlx.core as mx
 from agentcache.kv import backing
-from agentcache.kv.tensor_arena import TensorArena
+from agentcache.kv.arena import TensorArena
 from agentcache.kv.backing import Exact
 from agentcache.kv.spec import TensorSpec
 

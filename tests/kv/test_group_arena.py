@@ -9,14 +9,12 @@ import numpy as np
 import pytest
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.kv import group_arena, tensor_arena
-from agentcache.kv.arena import Slot
+from agentcache.kv import arena as arenas
+from agentcache.kv.arena import GroupArena, Slot, TensorArena, make_arenas, take_due
 from agentcache.kv.block_layout import Place, RestBuffer
-from agentcache.kv.group_arena import GroupArena, make_arenas
 from agentcache.kv.packed import quantise
 from agentcache.kv.packing import Quantisation
 from agentcache.kv.spec import CacheSpec, GroupSpec, LayerSpec, TensorSpec, attention_group, make_groups, tensor_name
-from agentcache.kv.tensor_arena import TensorArena, take_due
 from tests.device_marks import cpu_memory
 from tests.held_memory import held_bytes
 from tests.kv.arena_cases import DIM, HEADS, Q32, Q64, peak_of_write, random
@@ -39,8 +37,8 @@ def fill(arena: GroupArena, block_id: int, seed: int) -> None:
 @pytest.fixture(params=[True, False], ids=["in place", "uploaded"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Both ways of blocks to and from arenas; the second is a discrete GPU's, and right on every device."""
-    shared: bool = request.param and group_arena.shares_memory()
-    monkeypatch.setattr(group_arena, "shares_memory", lambda: shared)
+    shared: bool = request.param and arenas.shares_memory()
+    monkeypatch.setattr(arenas, "shares_memory", lambda: shared)
     return shared
 
 
@@ -122,7 +120,7 @@ def test_a_put_comes_behind_writes_that_are_due() -> None:
 
 
 def test_a_put_leaves_the_arena_where_it_is() -> None:
-    if not group_arena.shares_memory():
+    if not arenas.shares_memory():
         pytest.skip("the device has memory of its own")
     arena = group_of(LayerSpec(0, HEADS, DIM, 0))
     arena.grow(256)
@@ -177,7 +175,7 @@ def test_tensors_that_are_copied_are_so_together(at_once: int, monkeypatch: pyte
     fill(arena, 1, seed=3)
     before = arena.snapshot(1, BLOCK_SIZE)
     sizes = [5 * tensor.spec.slot_bytes for tensor in arena.tensors]
-    monkeypatch.setattr(tensor_arena, "_RESIZED_AT_ONCE", sum(sizes) * at_once // len(sizes))
+    monkeypatch.setattr(arenas, "_RESIZED_AT_ONCE", sum(sizes) * at_once // len(sizes))
     evaluated: list[int] = []
     evaluate = mx.eval
 
@@ -211,7 +209,7 @@ def read_to(arena: GroupArena, block_id: int, block: np.ndarray) -> Place:
     return place
 
 
-@pytest.mark.skipif(not group_arena.shares_memory(), reason="the device has memory of its own")
+@pytest.mark.skipif(not arenas.shares_memory(), reason="the device has memory of its own")
 @pytest.mark.parametrize("value_dim", [0, 32])
 def test_a_block_is_read_to_where_it_belongs(value_dim: int) -> None:
     layers = (LayerSpec(3, 2, 96, value_dim), LayerSpec(5, 1, 32, value_dim))
@@ -225,7 +223,7 @@ def test_a_block_is_read_to_where_it_belongs(value_dim: int) -> None:
     np.testing.assert_array_equal(other.snapshot(4, BLOCK_SIZE), left)
 
 
-@pytest.mark.skipif(not group_arena.shares_memory(), reason="the device has memory of its own")
+@pytest.mark.skipif(not arenas.shares_memory(), reason="the device has memory of its own")
 def test_a_place_that_was_let_go_is_written_by_steps_alone() -> None:
     arena = group_of(LayerSpec(0, HEADS, DIM, 0))
     arena.grow(256)
@@ -243,5 +241,5 @@ def test_blocks_of_floats_and_those_on_a_device_have_no_places(monkeypatch: pyte
     floats = GroupArena(GroupSpec("full.0", (TensorSpec("residual.@", "F16", (3,)),)))
     floats.grow(2)
     assert floats.memory() is None
-    monkeypatch.setattr(group_arena, "shares_memory", lambda: False)
+    monkeypatch.setattr(arenas, "shares_memory", lambda: False)
     assert group_of(LayerSpec(0, HEADS, DIM, 0)).memory() is None

@@ -14,7 +14,7 @@ from safetensors.numpy import load
 from agentcache.blocks.keys import BLOCK_SIZE, Namespace, residual_cache
 from agentcache.blocks.origin_paths import chain_keys, name_blocks, spans
 from agentcache.errors import BlockMissing, BlockRejected, BrokenInvariant, StoreError
-from agentcache.kv.group_arena import GroupArena
+from agentcache.kv.arena import GroupArena
 from agentcache.kv.spec import CacheSpec, GroupSpec, TensorSpec
 from agentcache.store.block_file import BlockHeader, data_bytes, decode_block, make_header
 from agentcache.store.manifest import ResidualBlocks, SavedCache, SavedOrigin, decode_manifest, encode_manifest

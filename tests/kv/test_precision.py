@@ -8,13 +8,12 @@ import pytest
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockTable
-from agentcache.kv.group_arena import GroupArena
+from agentcache.kv.arena import GroupArena
 from agentcache.kv.group_info import describe_group
 from agentcache.kv.packed import dequantise, quantise
-from agentcache.kv.packing import LayerPacking, Packing, Plain, Quantisation
-from agentcache.kv.precision import BITS, LayerBits, Precision
+from agentcache.kv.packing import BITS, LayerBits, LayerPacking, Packing, Plain, Precision, Quantisation
 from agentcache.kv.spec import CacheSpec, LayerSpec, attention_group, make_groups
-from agentcache.kv.step_plan import Writes
+from agentcache.kv.step_cache import Writes
 
 FOUR, EIGHT = LayerBits(4, 4), LayerBits(8, 8)
 Q4, Q8, F16, BF16 = Quantisation(4), Quantisation(8), Plain("F16"), Plain("BF16")

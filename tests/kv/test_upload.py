@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from agentcache.kv.upload import upload
+from agentcache.kv.raw_arrays import upload
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 63), (3, 1000), (16, 70_001)])

@@ -11,7 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from agentcache.kv.reserved import Reserved
+from agentcache.kv.backing import Reserved
 from agentcache.metal_kernels.latent_shape import LatentShape
 from agentcache.metal_kernels.self_test import Verdict, try_kernels
 from agentcache.metal_kernels.tiling import HeadShape

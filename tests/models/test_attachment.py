@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlx_lm.utils import load_model
 
-from agentcache.kv.precision import LayerBits
+from agentcache.kv.packing import LayerBits
 from agentcache.models import loader
 from agentcache.models.attachment import Everywhere, host
 from tests.conftest import ModelFolder

@@ -15,11 +15,10 @@ import pytest
 from agentcache.api.sampling import SamplingParams
 from agentcache.blocks.pool import BlockTable
 from agentcache.errors import ConfigError
-from agentcache.kv.arena import LayerArena
-from agentcache.kv.group_arena import GroupArena
+from agentcache.kv.arena import GroupArena, LayerArena
 from agentcache.kv.packing import Quantisation
 from agentcache.kv.spec import LayerSpec, attention_group
-from agentcache.kv.step_plan import Writes
+from agentcache.kv.step_cache import Writes
 from agentcache.llm import LLM, Completion
 from agentcache.metal_kernels.append import APPEND
 from agentcache.metal_kernels.latent_shape import LatentShape

@@ -16,8 +16,7 @@ from agentcache.errors import BrokenInvariant
 from agentcache.kv.arena import LayerArena
 from agentcache.kv.packing import Quantisation
 from agentcache.kv.spec import LayerSpec
-from agentcache.kv.step_cache import StepCache
-from agentcache.kv.step_plan import Reads, Writes
+from agentcache.kv.step_cache import Reads, StepCache, Writes
 from agentcache.models.interception import attention, intercept
 from agentcache.models.observation import observe, observing
 from tests.models import zoo

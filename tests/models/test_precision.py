@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
 from agentcache.api.start_progress import StartProgress
-from agentcache.kv.precision import BITS, LayerBits, Precision
+from agentcache.kv.packing import BITS, LayerBits, Precision
 from agentcache.models import loader
 from agentcache.models.attachment import Everywhere, Hosted, host
 from agentcache.models.builtin.embedded import embedded_model_path

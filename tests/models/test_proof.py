@@ -17,8 +17,7 @@ from mlx_lm.utils import load_model
 
 from agentcache import compat
 from agentcache.errors import UnsupportedModel
-from agentcache.kv.step_cache import PagedKV, StepCache
-from agentcache.kv.step_plan import Reads
+from agentcache.kv.step_cache import PagedKV, Reads, StepCache
 from agentcache.models import fused_latent, interception, mla, proof, softcap
 from agentcache.models.attachment import host, host_in_pieces
 from agentcache.models.attention import AttentionOptions

@@ -8,8 +8,7 @@ import pytest
 
 from agentcache.blocks.block_tables import Copy
 from agentcache.errors import BrokenInvariant
-from agentcache.kv.step_cache import StepCache
-from agentcache.kv.step_plan import Reads, Writes
+from agentcache.kv.step_cache import Reads, StepCache, Writes
 from agentcache.models import loader
 from agentcache.models.loader import LoadedModel
 from agentcache.models.runner import ModelRunner

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
-from agentcache.kv.precision import LayerBits
+from agentcache.kv.packing import LayerBits
 from agentcache.models import loader
 from agentcache.models.attachment import Everywhere, host
 from agentcache.models.hidden_states import ModelHiddenStates

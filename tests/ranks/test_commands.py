@@ -17,7 +17,7 @@ from agentcache.blocks.block_tables import Copy
 from agentcache.blocks.hidden_states import HiddenStatePlan
 from agentcache.blocks.pool import BlockTable
 from agentcache.errors import BrokenInvariant, RankLost
-from agentcache.kv.step_plan import Reads, Writes
+from agentcache.kv.step_cache import Reads, Writes
 from agentcache.models.adapter_files import LowRank, ModuleName
 from agentcache.models.step import StepInputs
 from agentcache.ranks.commands import (

@@ -12,7 +12,7 @@ import pytest
 
 from agentcache.cli.serve import launch_on, without_hosts
 from agentcache.errors import ConfigError, UnsupportedModel
-from agentcache.kv.precision import LayerBits, Precision
+from agentcache.kv.packing import LayerBits, Precision
 from agentcache.kv.spec import RecurrentSpec, StateTensor
 from agentcache.models.adapter_files import LowRank, ModuleName
 from agentcache.models.loader import load, read_model

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentcache.kv.precision import LayerBits, Precision
+from agentcache.kv.packing import LayerBits, Precision
 from agentcache.ranks.rank import rank_folder
 from agentcache.store.precision_file import read_precision, write_precision
 from agentcache.store.verify import verify_folder

@@ -67,7 +67,7 @@ def qwen(hybrid: Callable[[str], Path]) -> Path:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels run in the emulator."""
-    from agentcache.kv.reserved import Reserved
+    from agentcache.kv.backing import Reserved
     from agentcache.metal_kernels.self_test import Verdict  # imports mlx; plain-Python tests stay quick without it
     from agentcache.models import fused
     from agentcache.models.kernel_memo import KernelMemo

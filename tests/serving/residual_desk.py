@@ -32,9 +32,9 @@ from agentcache.blocks.keys import BASE_CACHE, Namespace, block_key, residual_ca
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.transcript import Transcript
+from agentcache.kv.arena import take_due
 from agentcache.kv.block_layout import Array
 from agentcache.kv.spec import CacheSpec
-from agentcache.kv.tensor_arena import take_due
 from agentcache.models.residual.arenas import ResidualArenas
 from agentcache.store.atomic import Fault
 from agentcache.store.manifest import AgentRecord

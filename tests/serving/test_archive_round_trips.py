@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from agentcache.kv.precision import LayerBits, Precision
+from agentcache.kv.packing import LayerBits, Precision
 from agentcache.llm import LLM, Completion
 from agentcache.store.export import Exported, export_agent
 from agentcache.store.precision_file import write_precision

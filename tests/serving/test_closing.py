@@ -11,7 +11,7 @@ import pytest
 
 from agentcache.api.request import Request, TokenPrompt
 from agentcache.gateway.async_engine import AsyncEngine
-from agentcache.kv.reserved import allocated_bytes
+from agentcache.kv.backing import allocated_bytes
 from agentcache.llm import LLM
 from agentcache.store.verify import FolderReport, verify_folder
 from tests.marks import slow

@@ -8,7 +8,7 @@ import pytest
 
 from agentcache.api.sampling import SamplingParams
 from agentcache.gateway.describe_model import inspect_model
-from agentcache.kv.precision import LayerBits, Precision
+from agentcache.kv.packing import LayerBits, Precision
 from agentcache.llm import LLM
 from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.settings.config import Config

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 from agentcache.engine import open as opening
 from agentcache.errors import AgentCacheError, ConfigError, StoreError
-from agentcache.kv.reserved import allocated_bytes
+from agentcache.kv.backing import allocated_bytes
 from agentcache.models import loader, probe
 from agentcache.models.device_memory import MEMORY, Setter
 from agentcache.settings.memory_plan import DeviceMemory

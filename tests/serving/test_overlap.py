@@ -10,7 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from agentcache.kv.tensor_arena import TensorArena, take_due
+from agentcache.kv.arena import TensorArena, take_due
 from agentcache.models import runner
 from agentcache.models.runner import ModelRunner, Started
 from tests.conftest import ModelFolder

@@ -12,7 +12,7 @@ import pytest
 
 from agentcache.agents import restore
 from agentcache.agents.restore import Job, ReadsInPlace
-from agentcache.kv.tensor_arena import shares_memory
+from agentcache.kv.arena import shares_memory
 from agentcache.store.block_folder import BlockFolder
 from agentcache.system.processors import kept_to, share_processors
 from tests.serving.residual_desk import Desk, desk, make_ids

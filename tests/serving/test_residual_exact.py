@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.kv.precision import LayerBits, Precision
+from agentcache.kv.packing import LayerBits, Precision
 from agentcache.models.loader import load
 from agentcache.store.precision_file import write_precision
 from tests.adapters_factory import ATTENTION, MLP

@@ -16,7 +16,7 @@ import mlx.core as mx
 import pytest
 
 from agentcache.agents import restore
-from agentcache.kv.group_arena import GroupArena
+from agentcache.kv.arena import GroupArena
 from agentcache.llm import Completion
 from tests.conftest import ModelFolder
 from tests.device_marks import steady_sums

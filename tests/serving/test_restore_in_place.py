@@ -17,9 +17,8 @@ from agentcache.agents import restore
 from agentcache.agents.restore import Restored
 from agentcache.api.sampling import SamplingParams
 from agentcache.blocks.keys import BASE_CACHE
+from agentcache.kv.arena import GroupArena, shares_memory
 from agentcache.kv.block_layout import ALIGNMENT, GroupMemory, Place, RestBuffer
-from agentcache.kv.group_arena import GroupArena
-from agentcache.kv.tensor_arena import shares_memory
 from agentcache.llm import LLM
 from agentcache.models.residual.arenas import ResidualArenas
 from agentcache.store.cache_files import RegularFile

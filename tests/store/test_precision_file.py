@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agentcache.errors import FileUnavailable, StoreError
-from agentcache.kv.precision import LayerBits, Precision
+from agentcache.kv.packing import LayerBits, Precision
 from agentcache.store.precision_file import NAME, _checksum, read_precision, write_precision
 from tests.store.unreadable import Cause, unreadable
 

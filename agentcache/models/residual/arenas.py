@@ -9,12 +9,11 @@ import numpy as np
 
 from agentcache.blocks.block_tables import Copy
 from agentcache.blocks.pool import BlockPool, BlockTable
+from agentcache.kv.arena import GroupArena, TensorArena, make_arenas
+from agentcache.kv.backing import note_resized
 from agentcache.kv.block_layout import Array, GroupMemory
-from agentcache.kv.group_arena import GroupArena, make_arenas
 from agentcache.kv.measures import Extras, TokenMeasures
-from agentcache.kv.reserved import note_resized
 from agentcache.kv.spec import CacheSpec
-from agentcache.kv.tensor_arena import TensorArena
 
 LARGEST_FLOAT16 = 65504.0
 

@@ -22,7 +22,7 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.arena import LayerArena, SideArena
 from agentcache.kv.measures import TokenMeasures
 from agentcache.kv.packed import dequantise, quantise
-from agentcache.kv.step_plan import Reads, Writes
+from agentcache.kv.step_cache import Reads, Writes
 
 
 @dataclass(frozen=True)

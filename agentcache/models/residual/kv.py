@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.kv.step_plan import Reads
-from agentcache.kv.tensor_arena import TensorArena
+from agentcache.kv.arena import TensorArena
+from agentcache.kv.step_cache import Reads
 from agentcache.metal_kernels.rope_tables import RopeTables, packed_b
 from agentcache.models.residual.key_form import KeyForm
 

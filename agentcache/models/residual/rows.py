@@ -18,8 +18,7 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockTable
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.arena import LayerArena
-from agentcache.kv.step_cache import PagedKV, Put, StepCache
-from agentcache.kv.step_plan import Reads, Writes
+from agentcache.kv.step_cache import PagedKV, Put, Reads, StepCache, Writes
 from agentcache.models.adapter_files import ModuleName
 from agentcache.models.adapter_rows import AdapterWeights
 from agentcache.models.residual.arenas import LARGEST_FLOAT16, ResidualArenas

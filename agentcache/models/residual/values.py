@@ -15,8 +15,7 @@ from itertools import accumulate
 import mlx.core as mx
 
 from agentcache.kv.arena import LayerArena
-from agentcache.kv.step_cache import PagedKV
-from agentcache.kv.step_plan import Reads
+from agentcache.kv.step_cache import PagedKV, Reads
 from agentcache.models import fused
 from agentcache.models.attention import (
     MAX_PACKED_QUERIES,

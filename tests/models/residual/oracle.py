@@ -11,9 +11,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from agentcache.kv.arena import LayerArena
+from agentcache.kv.arena import LayerArena, TensorArena
 from agentcache.kv.packed import dequantise
-from agentcache.kv.tensor_arena import TensorArena
 from agentcache.models.adapter_rows import AdapterWeights
 from agentcache.models.adapters import read_adapter
 from agentcache.models.attention import AttentionOptions

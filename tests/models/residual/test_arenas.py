@@ -11,10 +11,9 @@ import pytest
 
 from agentcache.blocks.block_tables import Copy
 from agentcache.blocks.pool import BlockPool
-from agentcache.kv.group_arena import make_arenas
+from agentcache.kv.arena import make_arenas, take_due
 from agentcache.kv.packing import Quantisation
 from agentcache.kv.spec import CacheSpec, LayerSpec, make_groups
-from agentcache.kv.tensor_arena import take_due
 from agentcache.models.residual.arenas import ResidualArenas
 from agentcache.models.residual.spec import ResidualLayer, ResidualShape, residual_spec
 

@@ -1,23 +1,50 @@
-"""Arrays loaded from an in-memory .npy file, into memory that MLX neither zeroes nor copies."""
+"""MLX arrays over memory that MLX neither zeroes nor copies, their addresses, and views of them as blocks."""
 
 from __future__ import annotations
 
+import ctypes
 import io
+import math
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from numpy.lib import format as npy
 
+from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.block_layout import Array
+from agentcache.kv.spec import TensorSpec
 
 
-def load(shape: tuple[int, ...], dtype: np.dtype[Any], content: Array | None = None) -> mx.array:
+def load_array(shape: tuple[int, ...], dtype: np.dtype[Any], content: Array | None = None) -> mx.array:
     """Return an evaluated array on the default device. `content`: uint8 [n]; None leaves the memory untouched."""
     array = mx.load(_NpyFile(shape, dtype, content), format="npy", stream=mx.default_device())
     assert isinstance(array, mx.array)
     mx.eval(array)
     return array
+
+
+def upload(data: Array) -> mx.array:
+    """Return an evaluated copy of `data`, uint8 [n, bytes] with contiguous rows, on the default device.
+
+    `mx.array` uses managed memory, which the device fetches page by page. A file moves as a whole.
+    """
+    return load_array(data.shape, data.dtype, data.reshape(-1).view(np.uint8))
+
+
+def address_of(array: mx.array) -> int:
+    """Address of a non-empty array in memory that this process sees."""
+    # NumPy would substitute its own memory for an empty array.
+    return ctypes.addressof(ctypes.c_char.from_buffer(memoryview(array).cast("B")))
+
+
+def as_blocks(room: mx.array, spec: TensorSpec, count: int, begin: int = 0) -> mx.array:
+    """An evaluated view [count, *block shape] in flat `room` from element `begin`."""
+    shape = (count, *spec.block_shape(BLOCK_SIZE))
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    blocks = mx.as_strided(room, shape, strides, begin)
+    mx.eval(blocks)
+    return blocks
 
 
 class _NpyFile:
