@@ -1,1 +1,1 @@
-"""Commands, one per file; heavy imports are inside command functions."""
+"""The commands; their functions import slow modules."""

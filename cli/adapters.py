@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,8 +11,7 @@ from urllib.parse import quote
 
 import typer
 
-from agentcache.cli.connection import ApiKey, ApiKeyFile, AsJson, Connection, Url, connect
-from agentcache.errors import ConfigError
+from agentcache.cli.connection import ApiKey, ApiKeyFile, AsJson, Connection, Url, as_table, check_operands, connect
 from agentcache.settings.adapters import parse_adapters
 
 HEADINGS = ("adapter", "policy", "format", "rank", "MB", "running", "folder")
@@ -24,7 +23,6 @@ class Action(StrEnum):
     UNLOAD = "unload"
 
 
-# Without a server, an adapter would end with the command.
 WITHOUT_SERVER = "no server is running; name adapters to `agentcache serve --adapter`, or in the config file"
 
 OPERANDS = {Action.LIST: (), Action.LOAD: ("NAME=PATH[:POLICY]",), Action.UNLOAD: ("NAME",)}
@@ -39,20 +37,14 @@ def adapters(
     as_json: AsJson = False,
 ) -> None:
     """List the adapters of a server; load one from a folder on its machine, or unload one."""
-    check_operands(action, names or [])
+    check_operands("adapters", action, OPERANDS[action], names or [])
     without_server = None if action is Action.LIST else WITHOUT_SERVER
     with connect(url, api_key, api_key_file=api_key_file, without_server=without_server) as server:
-        answer = ask(server, action, *(names or []))
-    typer.echo(json.dumps(answer) if as_json else describe(action, answer))
+        answer = _ask(server, action, *(names or []))
+    typer.echo(json.dumps(answer) if as_json else _describe(action, answer))
 
 
-def check_operands(action: Action, names: Sequence[str]) -> None:
-    operands = OPERANDS[action]
-    if len(names) != len(operands):
-        raise ConfigError(f"it is called like this: agentcache adapters {' '.join([action, *operands])}")
-
-
-def ask(server: Connection, action: Action, operand: str = "") -> Any:
+def _ask(server: Connection, action: Action, operand: str = "") -> Any:
     if action is Action.LIST:
         return server.request("GET", "/v1/adapters")["data"]
     if action is Action.UNLOAD:
@@ -62,21 +54,14 @@ def ask(server: Connection, action: Action, operand: str = "") -> Any:
     return server.request("POST", "/v1/adapters", {"name": folder.name, "path": path, "policy": folder.policy})
 
 
-def describe(action: Action, answer: Any) -> str:
+def _describe(action: Action, answer: Any) -> str:
     if action is Action.UNLOAD:
         return f"{answer['name']}: unloaded"
-    return table(answer if action is Action.LIST else [answer])
+    rows = [_row(adapter) for adapter in (answer if action is Action.LIST else [answer])]
+    return as_table(HEADINGS, rows) if rows else "no adapters"
 
 
-def table(found: Sequence[Mapping[str, Any]]) -> str:
-    if not found:
-        return "no adapters"
-    lines = [HEADINGS, *(row(adapter) for adapter in found)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADINGS))]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
-
-
-def row(adapter: Mapping[str, Any]) -> tuple[str, ...]:
+def _row(adapter: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         adapter["name"],
         adapter["policy"],

@@ -1,4 +1,4 @@
-"""`agentcache bench`: measures the benefit of the cache on this machine."""
+"""`agentcache bench`: measures what the cache saves on this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ResultT = TypeVar("ResultT")
 
 @bench.callback(invoke_without_command=True)
 def default(context: typer.Context) -> None:
-    """Measure what the cache is worth on this machine; `ttft` unless told otherwise."""
+    """Measure what the cache saves on this machine; default: `ttft`."""
     if context.invoked_subcommand is None:
         ttft()
 
@@ -33,7 +33,7 @@ def ttft(
     quick: Annotated[bool, typer.Option("--quick", help="512 and 1024 tokens, one sample each.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON report.")] = False,
 ) -> None:
-    """Time to first token: cold, warm (from disk, after SIGKILL), warm after evict, hot; on real server processes."""
+    """Time to first token: cold, warm (from disk, after SIGKILL), warm after evict, hot."""
     from agentcache.bench.ttft import Plan, measure
     from agentcache.bench.ttft_report import TTFT, build_report
 

@@ -1,6 +1,6 @@
 """Set values in other programs' JSON or TOML settings, and revert them.
 
-TOML comments and order stay. A note records values and replaced values, for `undo`; values changed since then stay.
+TOML comments and order stay. A note records new and replaced values.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ class Value:
 
     Args:
         path: keys, outermost first.
-        value: JSON value; a list with `adds`.
-        adds: whether to add items to the user's list, after removing items added earlier.
+        adds: whether `value` is a list of items for the user's list.
         is_default: whether the user's value has precedence.
         ignores: keys in `value` that the program changes itself.
     """
@@ -52,10 +51,10 @@ class Change:
     """A planned change of a settings file.
 
     Args:
-        before: current text; None without a file.
-        after: new text; None to delete the file.
-        note: record for undoing; None after an undo.
-        kept: settings changed since, which stay.
+        before: text; None without a file.
+        after: text; None to delete the file.
+        note: None after an undo.
+        kept: settings changed since the note.
     """
 
     file: Path
@@ -66,10 +65,9 @@ class Change:
 
 
 def put_in(file: Path, values: Sequence[Value], note: Mapping[str, Any] | None) -> Change:
-    """Plan to set values, and to revert values of `note`, an earlier record, that are no longer wanted.
+    """Plan to set `values` and to revert other values of `note`.
 
-    Raises:
-        UnreadableSettings: invalid file, or a note of another file.
+    Raises UnreadableSettings, also if the note is of another file.
     """
     file = file.resolve()
     if note is not None and note["file"] != str(file):
@@ -107,7 +105,7 @@ def take_out(note: Mapping[str, Any]) -> Change:
 
 
 def write(change: Change) -> None:
-    """Replace the file atomically; a new one gets mode 0600. Raises OSError."""
+    """Replace the file atomically; a new one gets mode 0600."""
     if change.after is None:
         change.file.unlink(missing_ok=True)
         return
@@ -127,7 +125,7 @@ def write(change: Change) -> None:
 
 
 def _take_back(file: Path, document: MutableMapping[str, Any], entries: Mapping[Path_, dict[str, Any]]) -> list[str]:
-    """Revert entries in reverse order; return settings changed since, which stay."""
+    """Revert entries, last first; return settings changed since, which stay."""
     kept: list[str] = []
     for path, entry in reversed(list(entries.items())):
         if entry.get("adds"):
@@ -147,7 +145,7 @@ def _take_back(file: Path, document: MutableMapping[str, Any], entries: Mapping[
 def _add_items(
     file: Path, document: MutableMapping[str, Any], wanted: Value, earlier: dict[str, Any] | None
 ) -> list[dict[str, Any]]:
-    """Add missing items, after removing those of `earlier`; return the note's entries."""
+    """Add missing items; return the note's entries."""
     if earlier is not None:
         _take_items(file, document, wanted.path, earlier)
     current: Any = _get(document, wanted.path)
@@ -163,7 +161,7 @@ def _add_items(
 
 
 def _take_items(file: Path, document: MutableMapping[str, Any], path: Path_, entry: Mapping[str, Any]) -> bool:
-    """Remove added items only; return whether the setting is still a list."""
+    """Remove added items; return whether the setting is still a list."""
     current = _get(document, path)
     if not isinstance(current, list):
         return False
@@ -224,7 +222,6 @@ def _set(file: Path, document: MutableMapping[str, Any], path: Path_, value: Any
 
 
 def _is_decided(document: Any, path: Path_) -> bool:
-    """Whether the setting exists, or a value replaces one of its tables."""
     return any(
         (found := _get(document, path[:depth])) is not _ABSENT
         and (depth == len(path) or not isinstance(found, Mapping))
@@ -237,7 +234,7 @@ def _num_tables(document: Any, path: Path_) -> int:
 
 
 def _remove(document: MutableMapping[str, Any], path: Path_, num_tables: int) -> None:
-    """Delete the setting, and new empty tables; the outermost `num_tables` existed before."""
+    """Delete the setting, and empty tables but the outermost `num_tables`."""
     if len(path) > 1:
         inner = document[path[0]]
         _remove(inner, path[1:], num_tables - 1)

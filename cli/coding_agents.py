@@ -20,7 +20,7 @@ SESSION_HEADER = "X-Session-ID"
 SMALL_CONTEXT = 65_536  # tokens; Claude Code's tools take up to 39,000
 _OUTPUT_TOKENS = 4096
 _LONGEST_NAME = 30  # of a folder, in a session
-# Claude Code works without these tools, whose descriptions are the longest.
+# Long descriptions; Claude Code works without these tools.
 _SPARE_TOOLS = ["Agent", "ListAgents", "ReportFindings", "ScheduleWakeup", "Skill", "Task", "Workflow"]
 
 
@@ -41,12 +41,7 @@ class CodingAgent(StrEnum):
 
 @dataclass(frozen=True)
 class Served:
-    """The running server, for settings. Files never contain its key.
-
-    Args:
-        url: base URL without `/v1`.
-        session: session name for the folder.
-    """
+    """The running server; `url` has no `/v1`. Settings files never contain its key."""
 
     url: str
     model: str
@@ -82,12 +77,9 @@ class Program:
     Args:
         command: start command with `{model}` and `{file}`.
         file: path of its settings; None for variables only.
-        values: settings for a server.
-        environment: variables for its start.
         key: variable for the server's key.
-        names_session: whether it names sessions itself; else `values` or `environment` does.
-        is_per_folder: whether `file` is ours, one per folder. Shared settings must not name a session: agents in two
-            folders would share it.
+        names_session: whether it names sessions itself.
+        is_per_folder: whether `file` is ours, one per folder. Only these may name a session.
     """
 
     command: tuple[str, ...]
@@ -100,7 +92,7 @@ class Program:
 
 
 def folder_session(agent: str, folder: Path) -> str:
-    """A stable session name for an agent in a folder, valid as an agent id."""
+    """Session name for an agent in a folder, valid as an agent id."""
     path = str(folder.resolve())
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name)[:_LONGEST_NAME] or "root"
     return f"{agent}-{name}-{hashlib.sha256(path.encode('utf-8', 'surrogateescape')).hexdigest()[:8]}"
@@ -116,7 +108,7 @@ def _own_file(agent: str, suffix: str) -> Callable[[], Path]:
 
 
 def _key(reference: str, served: Served) -> str:
-    """The key in a settings file: a reference to the variable, or a dummy."""
+    """A reference to the variable, or a dummy."""
     return reference if served.has_key else "none"
 
 

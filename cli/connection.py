@@ -1,9 +1,9 @@
-"""Connect commands to a running server, or to its app over the cache folder in this process."""
+"""Connects commands to a running server, or to its app in this process; common options."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -88,14 +88,14 @@ def open_engine(config: Config, *, warm_up: bool = False) -> Engine:
 
 
 def agent_path(agent: str, *verb: str) -> str:
-    """Route of an agent. The id is validated: `..` would change the route."""
+    """Route of an agent, whose id is checked: `..` would change the route."""
     return "/".join(["/v1/agents", check_agent_id(agent, "the agent's id"), *verb])
 
 
 def find_server(
     url: str | None, api_key: str | None, model: str | None, cache_dir: Path | None, api_key_file: Path | None
 ) -> tuple[Config, str | None]:
-    """Settings and a server's URL: `url`, or on the configured port unless a model or folder is given."""
+    """Settings, and a URL: by default of a server on the configured port, unless a model or folder is given."""
     config = load_config({"api_key": api_key, "api_key_file": api_key_file, "model": model, "cache_dir": cache_dir})
     return config, url or (running_server(config) if model is None and cache_dir is None else None)
 
@@ -110,11 +110,7 @@ def connect(
     api_key_file: Path | None = None,
     without_server: str | None = None,
 ) -> Iterator[Connection]:
-    """Connect to the server of `find_server`, or open the cache.
-
-    Raises:
-        ConfigError: no server runs, and `without_server`, its message, is given.
-    """
+    """Connect to the server of `find_server`; else open the cache, or raise ConfigError(without_server) if given."""
     config, found = find_server(url, api_key, model, cache_dir, api_key_file)
     if found is None and without_server is not None:
         raise ConfigError(without_server)
@@ -138,7 +134,7 @@ def running_server(config: Config) -> str | None:
 
 
 def url_of(host: str, port: int) -> str:
-    """The local URL of a server that listens on `host`."""
+    """Local URL of a server that listens on `host`."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -151,3 +147,15 @@ def progress(what: str) -> Iterator[None]:
         return
     with console.status(what):
         yield
+
+
+def check_operands(command: str, action: str, operands: Sequence[str], given: Sequence[str]) -> None:
+    """Raise ConfigError unless as many operands are given."""
+    if len(given) != len(operands):
+        raise ConfigError(f"usage: agentcache {' '.join([command, action, *operands])}")
+
+
+def as_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [headings, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)

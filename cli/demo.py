@@ -1,7 +1,4 @@
-"""`agentcache demo`: agents keep their memory after SIGKILL, with identical answers.
-
-Three runs of one workflow on server processes (see `bench.ways`).
-"""
+"""`agentcache demo`: one workflow, hot, cold, and from disk after SIGKILL, with identical answers."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from rich.text import Text
 from agentcache.bench.plots import Panel, can_plot, count, milliseconds, plot_by_phase
 from agentcache.bench.reporter import NO_PICTURE, Report, draw, write_json
 from agentcache.bench.ways import Ways, first_difference, from_disk, summarise
-from agentcache.cli.run_report import progress_line, say
+from agentcache.cli.run import progress_line, say
 from agentcache.server_process import SERVE, ending_on_signals
 from agentcache.system.machine import describe_run
 from agentcache.workflow.checks import pattern_of
@@ -41,7 +38,7 @@ TELLING_LINES = 8
 FOOTNOTE = (
     "computed: prompt tokens that went through the model. first ms: time to first token, median of the turns. "
     "cold: the text re-sent, nothing cached; warm: SIGKILL before each phase, then from disk; hot: never stopped. "
-    "In phase 1 nobody has spoken yet, so it is cold in every run."
+    "Phase 1 is cold in every run."
 )
 
 
@@ -82,7 +79,7 @@ def run_demo(
     max_tokens: int | None = None,
     command: tuple[str, ...] = SERVE,
 ) -> dict[str, WorkflowTranscript]:
-    """Run all `RUNS`; return transcripts by name. All servers have then ended."""
+    """Return the transcripts of all `RUNS` by name."""
     out.mkdir(parents=True, exist_ok=True)
     runs = {}
     with tempfile.TemporaryDirectory(prefix="agentcache-demo-") as caches:
@@ -113,7 +110,7 @@ class _Progress:
 
 
 def build_demo_report(runs: Mapping[str, WorkflowTranscript]) -> dict[str, Any]:
-    """Passes if text, token ids and scores are identical, agents were restored after every kill, and turns saved."""
+    """Pass if words and scores are identical, agents were restored after every kill, and turns saved."""
     hot, warm, cold = runs["hot"], runs["warm"], runs["cold"]
     difference = first_difference(hot, warm) or first_difference(hot, cold)
     same_score = score(hot) == score(warm) == score(cold)
@@ -149,7 +146,6 @@ def _row(runs: Mapping[str, WorkflowTranscript], phase: int) -> dict[str, Any]:
 
 
 def demo_table(report: dict[str, Any]) -> Table:
-    """Recall and cost by phase and run."""
     table = Table(title="The same conversation in three runs", caption=FOOTNOTE, caption_justify="left")
     table.add_column("phase", no_wrap=True)
     costs = (f"{what}\n{run}" for what in ("computed", "first ms") for run in SHOWN)
@@ -177,7 +173,7 @@ def _recall(summary: Mapping[str, Any]) -> str:
 
 
 def telling_lines(transcript: WorkflowTranscript) -> list[Text]:
-    """The last turns with expected words, which are marked; missing words follow."""
+    """The last turns with expected words, marked; missing words follow."""
     checked = [record for record in transcript.turns if record.checks and record.phase > 1]
     return [_telling_line(record, transcript.names[record.speaker]) for record in checked[-TELLING_LINES:]]
 
@@ -210,7 +206,7 @@ def _yes(answer: bool) -> str:
 
 
 def write_demo_report(report: dict[str, Any], runs: Mapping[str, WorkflowTranscript], folder: Path) -> list[Path]:
-    """Write transcripts (warm in `folder`, the rest below it), `demo.json`, `.txt` and, with matplotlib, `.png`."""
+    """Write transcripts (warm in `folder`, others below it), `demo.json`, `.txt` and, with matplotlib, `.png`."""
     write_transcript(runs["warm"], folder)
     for run in ("hot", "cold"):
         write_transcript(runs[run], folder / run)

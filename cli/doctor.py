@@ -1,4 +1,4 @@
-"""`agentcache doctor`: checks the installation, its back end and the cache folder."""
+"""`agentcache doctor`: checks installation, back end, cache folder and model."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def doctor(
 
 
 def _tell(checks: Iterable[Check], *, as_json: bool) -> None:
-    """Print findings as they come, or all as JSON; exit with 1 if one failed."""
+    """Print each finding, or all as JSON; exit with 1 if one failed."""
     told = []
     for check in checks:
         told.append(check)
@@ -94,7 +94,7 @@ def _tell(checks: Iterable[Check], *, as_json: bool) -> None:
 
 
 def examine(config: Config, model: str | None = None) -> Iterator[Check]:
-    """All checks but that of files' content; `model` replaces a running server's."""
+    """All checks but of files' content; `model` replaces a running server's."""
     yield from check_installation()
     ops = check_ops()
     yield ops
@@ -155,7 +155,7 @@ def check_model(config: Config, url: str | None) -> Iterator[Check]:
 
 
 def check_kernels(config: Config) -> Check:
-    """Layers with a kernel. Never fails: the reference is correct too."""
+    """Never fails: without kernels the reference serves."""
     with tempfile.TemporaryDirectory(prefix="agentcache-doctor-") as home:
         folder = _model_folder(config, Path(home))
         if folder is None:
@@ -173,7 +173,6 @@ def check_kernels(config: Config) -> Check:
 
 
 def _model_folder(config: Config, home: Path) -> Path | None:
-    """Local folder of the model, if any; the embedded one is made in `home`."""
     from agentcache.models.builtin.embedded import embedded_model_path
 
     folder = embedded_model_path(home) if config.model is None else local_folder(config.model)
@@ -185,19 +184,14 @@ def _model_folder(config: Config, home: Path) -> Path | None:
 def check_folder(cache_dir: Path) -> Check:
     """Whether a server could use or create the folder."""
     try:
-        return _check_folder(cache_dir)
+        if not cache_dir.exists():
+            nearest = next(parent for parent in cache_dir.parents if parent.exists())
+            return _check_writable(nearest, f"{cache_dir} (made at first use)")
+        if not cache_dir.is_dir():
+            return Check("cache folder", False, f"{cache_dir} is not a folder")
+        in_use = _holder(cache_dir)
     except OSError as error:
         return Check("cache folder", False, f"{cache_dir}: {error.strerror}")
-
-
-def _check_folder(cache_dir: Path) -> Check:
-    if not cache_dir.exists():
-        nearest = next(parent for parent in cache_dir.parents if parent.exists())
-        return _check_writable(nearest, f"{cache_dir} (made at first use)")
-    if not cache_dir.is_dir():
-        return Check("cache folder", False, f"{cache_dir} is not a folder")
-    try:
-        in_use = _holder(cache_dir)
     except StoreError as error:
         return Check("cache folder", False, str(error))
     return _check_writable(cache_dir, f"{cache_dir}{f' ({in_use})' if in_use else ''}")
@@ -225,7 +219,7 @@ def _holder(cache_dir: Path) -> str | None:
 
 
 def verify(cache_dir: Path) -> Iterator[Check]:
-    """Verify every block, manifest and transcript, also beside a running server."""
+    """Verify every block, manifest and transcript; a server may run."""
     from agentcache.store.verify import verify_folder
 
     found = verify_folder(cache_dir)
@@ -262,11 +256,7 @@ class Finding(NamedTuple):
 
 
 def examine_model(config: Config, url: str | None) -> list[Finding]:
-    """Examine the model served at `url`, or load the configured one.
-
-    Raises:
-        AgentCacheError: unsupported or too large model, or no answer.
-    """
+    """Examine the model served at `url`, or load the configured one."""
     if url is not None:
         with Client(url, config.api_key) as client:
             models, stats = client.request("GET", "/v1/models"), client.request("GET", "/v1/cache/stats")
@@ -299,7 +289,6 @@ def _served(model: Mapping[str, Any], stats: Mapping[str, Any]) -> Iterator[Find
 
 
 def _loaded(config: Config, home: Path) -> Iterator[Finding]:
-    """Load the configured model; the embedded one in `home`, since only servers make a permanent copy."""
     from agentcache.gateway.describe_model import inspect_model
     from agentcache.models.builtin.embedded import embedded_model_path
 
@@ -315,7 +304,7 @@ def _loaded(config: Config, home: Path) -> Iterator[Finding]:
 
 
 def local_folder(model: str) -> Path | None:
-    """Folder of a model, also a downloaded one; None if it must be fetched."""
+    """Folder of a model; None if it must be downloaded."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -367,7 +356,6 @@ def _template(repairs: Sequence[str] | None) -> Finding:
 
 
 def _groups(groups: Sequence[CacheGroupInfo]) -> Finding:
-    """One phrase for groups that differ only in depth."""
     kinds = sorted(groups, key=_kind)
     phrases = [_phrase(list(members)) for _, members in groupby(kinds, key=_kind)]
     return Finding("cache", "; ".join(phrases), [dataclasses.asdict(group) for group in groups])

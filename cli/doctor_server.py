@@ -30,7 +30,7 @@ _OTHER_SHAPE = (LookupError, TypeError, AttributeError)  # another server's answ
 
 @dataclass(frozen=True)
 class Check:
-    """`ok` is False if the finding prevents agentcache from working. `data` is structured."""
+    """A finding; not `ok` if it prevents agentcache from working."""
 
     name: str
     ok: bool
@@ -43,7 +43,7 @@ class _NotWorking(Exception):
 
 
 def root_of(url: str) -> str:
-    """Base URL from a client's, with `/v1` or without `http://`. Raises ConfigError."""
+    """Base URL of a client's URL, which may have `/v1` or lack `http://`. Raises ConfigError."""
     whole = url if "://" in url else f"http://{url}"
     try:
         parts = urlsplit(whole)
@@ -57,7 +57,7 @@ def root_of(url: str) -> str:
 
 
 def examine_server(url: str, key: str | None) -> Iterator[Check]:
-    """Examine the server at `root_of` an address, without an agent: nothing is kept."""
+    """Examine the server at a `root_of` URL without an agent, so that nothing is kept."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     with httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT, trust_env=False) as http:
         found = list(_reach(http, url))

@@ -39,9 +39,9 @@ def launch(
     api_key: ApiKey = None,
     api_key_file: ApiKeyFile = None,
 ) -> None:
-    """Put the running server into a coding agent's settings, whose other settings stay. `--undo` takes it out again.
+    """Put the running server into a coding agent's settings; other settings stay. `--undo` reverts it.
 
-    An agent that takes variables only, or a file named on its command line, is started with them by `--start`.
+    `--start` starts the agent, with variables if it needs them.
     """
     if arguments and not start:
         raise ConfigError("arguments for the agent need --start")
@@ -71,7 +71,6 @@ def launch(
 
 
 def _note_file(agent: CodingAgent) -> Path:
-    """An agent's note, per folder if its settings are."""
     is_per_folder = PROGRAMS[agent].is_per_folder
     name = f"{folder_session(agent, Path.cwd())}.note" if is_per_folder else str(agent)
     return default_config_file().parent / "launch" / f"{name}.json"
@@ -80,7 +79,6 @@ def _note_file(agent: CodingAgent) -> Path:
 def _served(
     agent: CodingAgent, url: str | None, api_key: str | None, api_key_file: Path | None
 ) -> tuple[Served, str | None]:
-    """The server and its key. Raises NoServer."""
     config, found = find_server(url, api_key, None, None, api_key_file)
     if found is None:
         raise NoServer("no server runs on the configured port: start one with agentcache serve, or name it with --url")
@@ -100,7 +98,6 @@ def _command(program: Program, served: Served) -> list[str]:
 
 
 def _start(program: Program, served: Served, key: str | None, arguments: Sequence[str]) -> NoReturn:
-    """Replace this process by the agent. Raises NoProgram."""
     command = [*_command(program, served), *arguments]
     variables = program.environment(served) | ({program.key: key} if key is not None else {})
     try:
@@ -110,7 +107,7 @@ def _start(program: Program, served: Served, key: str | None, arguments: Sequenc
 
 
 def _put_in(file: Path, values: list[Value], note: dict[str, Any] | None, *, dry_run: bool) -> Change:
-    """Plan the change; offer to replace an invalid file."""
+    """Plan the change, or offer to replace an invalid file."""
     try:
         return put_in(file, values, note)
     except UnreadableSettings as error:

@@ -1,6 +1,6 @@
 """`agentcache`: finds the command; prints errors as one sentence.
 
-Exit codes: 0 success, 1 failure, 2 wrong usage.
+Exit code: 1 for failure, 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -14,24 +14,23 @@ from typer.core import TyperGroup
 
 from agentcache.errors import AgentCacheError, CacheFolderInUse, ConfigError
 
-# A module each, with a function or Typer group of its name; `import` is a keyword.
-COMMANDS = (
-    "serve",
-    "launch",
-    "run",
-    "warm",
-    "restore",
-    "export",
-    "import",
-    "agents",
-    "adapters",
-    "bench",
-    "demo",
-    "doctor",
-    "purge",
-)
-_NAMES = {"import": "import_"}
-# mlx-lm's hard limit of open files, set by its import; only root may raise a lower one.
+# Module and its function or Typer group of each command.
+COMMANDS = {
+    "serve": "serve.serve",
+    "launch": "launch.launch",
+    "run": "run.run",
+    "warm": "warm.warm",
+    "restore": "agents.restore",
+    "export": "agents.export",
+    "import": "agents.import_",
+    "agents": "agents.agents",
+    "adapters": "adapters.adapters",
+    "bench": "bench.bench",
+    "demo": "demo.demo",
+    "doctor": "doctor.doctor",
+    "purge": "agents.purge",
+}
+# Open files; mlx-lm's import sets this hard limit, and only root may raise a lower one.
 _MLX_LM_FILES = 4096
 _LIMIT_REFUSED = "not allowed to raise maximum limit"  # from `resource.setrlimit`
 
@@ -76,8 +75,8 @@ class Commands(TyperGroup):
 
 
 def load_command(name: str) -> Any:
-    own_name = _NAMES.get(name, name)
-    found = getattr(importlib.import_module(f"agentcache.cli.{own_name}"), own_name)
+    module, _, function_name = COMMANDS[name].partition(".")
+    found = getattr(importlib.import_module(f"agentcache.cli.{module}"), function_name)
     if not isinstance(found, typer.Typer):
         function, found = found, typer.Typer(add_completion=False, rich_markup_mode=None)
         found.command(name)(function)

@@ -1,4 +1,4 @@
-"""`agentcache run SCRIPT.toml`: runs a workflow of several agents."""
+"""`agentcache run SCRIPT.toml`: runs a workflow of several agents and reports it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from agentcache.cli.connection import ApiKey, ApiKeyFile, AsJson, CacheDir, Model, Url, find_server, progress
-from agentcache.cli.run_report import progress_line, recall_lines, say, turn_table
 from agentcache.client import Client, ServerError
 from agentcache.errors import ConfigError, EngineStopped
 from agentcache.settings.config import Config
@@ -20,11 +20,13 @@ from agentcache.workflow.chat import Chat, HttpChat, LLMChat
 from agentcache.workflow.parse import read_script, shipped_scripts
 from agentcache.workflow.run import Settings, WorkflowRun, parse_phases
 from agentcache.workflow.schedule import ONE_BY_ONE, PARALLEL, Schedule, take_all
-from agentcache.workflow.score import score
+from agentcache.workflow.score import Miss, score
 from agentcache.workflow.script import Script, Step, steps_of
 from agentcache.workflow.transcript import TurnRecord, WorkflowTranscript, read_transcript
 from agentcache.workflow.transcript_files import as_json as as_data
 from agentcache.workflow.transcript_files import write_transcript
+
+SHOWN_WORDS = 160  # characters of a wrong answer
 
 
 def run(
@@ -88,7 +90,6 @@ def run(
 
 
 def _read(script: str, seed: int | None, before: WorkflowTranscript | None, min_recall: float | None) -> Script:
-    """A resumed run keeps its seed by default."""
     parsed = read_script(script, before.seed if before and seed is None else seed)
     if min_recall is not None and not any(step.turn.expect or step.turn.expect_calls for step in steps_of(parsed)):
         raise ConfigError("--min-recall needs a script with `expect`; this one expects nothing")
@@ -151,3 +152,64 @@ def _check_recall(transcript: WorkflowTranscript, wanted: float) -> None:
     if reached.share < wanted:
         say(Console(stderr=True), f"error: recall is {reached}, below --min-recall {wanted:g}")
         raise typer.Exit(1)
+
+
+def say(console: Console, line: str) -> None:
+    """Print without markup, highlighting or wrapping."""
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def progress_line(record: TurnRecord) -> str:
+    return (
+        f"{record.phase}.{record.turn} {record.speaker:<10} {record.cache_state:<4} "
+        f"{record.prompt_tokens:>6} tokens, {record.computed_tokens:>5} computed, "
+        f"first token {record.ttft_ms:7.0f} ms, all {record.total_ms:7.0f} ms"
+        + (", prefetched" if record.prefetched else "")
+    )
+
+
+def turn_table(transcript: WorkflowTranscript) -> Table:
+    table = Table(title=transcript.title)
+    for heading in ("phase", "speaker", "match", "cache"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("context", "cached", "computed", "first ms", "total ms", "written", "recall"):
+        table.add_column(heading, justify="right")
+    for record in transcript.turns:
+        table.add_row(
+            f"{record.phase} {record.phase_name}",
+            transcript.names[record.speaker],
+            record.match,
+            record.cache_state,
+            *(str(count) for count in (record.prompt_tokens, record.cached_tokens, record.computed_tokens)),
+            f"{record.ttft_ms:.0f}",
+            f"{record.total_ms:.0f}",
+            kilobytes(record.written_bytes),
+            _points(record),
+        )
+    return table
+
+
+def recall_lines(transcript: WorkflowTranscript) -> list[str]:
+    result = score(transcript)
+    if not result.recall.total:
+        return []
+    return [
+        f"Recall: {result.recall}",
+        "  by phase: " + ", ".join(f"{phase}: {part}" for phase, part in result.by_phase.items()),
+        "  by agent: " + ", ".join(f"{transcript.names[agent]} {part}" for agent, part in result.by_agent.items()),
+        *(_miss_line(miss, transcript.names[miss.speaker]) for miss in result.misses),
+    ]
+
+
+def kilobytes(count: int | None) -> str:
+    return "-" if count is None else f"{count / 1000:.0f} kB"
+
+
+def _points(record: TurnRecord) -> str:
+    return f"{sum(check.found for check in record.checks)}/{len(record.checks)}" if record.checks else ""
+
+
+def _miss_line(miss: Miss, name: str) -> str:
+    said = " ".join(miss.said.split())
+    shown = said if len(said) <= SHOWN_WORDS else said[:SHOWN_WORDS] + "…"
+    return f'  {miss.phase}.{miss.turn} {name}: expected "{miss.expected}", said: {shown or "nothing"}'

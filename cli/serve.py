@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from agentcache.errors import AgentCacheError, ConfigError, EngineStopped, InternalError, RankLost
+from agentcache.errors import AgentCacheError, ConfigError, EngineStopped, InternalError
 from agentcache.ranks.lost import lost_rank
 from agentcache.ranks.rank import own_rank
 from agentcache.settings.config import SETTINGS, Config, Flag, Kind
@@ -74,7 +74,6 @@ def _option_name(key: str, flag: Flag) -> str:
 
 
 def _signature() -> inspect.Signature:
-    """One option per setting with a flag."""
     parameters = [_parameter(key, SETTINGS[key].kind, flag) for key, flag in FLAGS.items()]
     as_json = Annotated[bool, typer.Option("--json", help="Print the URL and model as JSON when ready.")]
     hosts = Annotated[
@@ -101,7 +100,7 @@ serve.__annotations__ = {name: parameter.annotation for name, parameter in _sign
 
 
 def follow_rank_0(config: Config) -> None:
-    """Run as a further rank until rank 0, which handles signals, ends."""
+    """Run as a further rank until rank 0 ends, which handles signals."""
     from agentcache.models.builtin.embedded import embedded_model_path
     from agentcache.ranks.executors import follow
 
@@ -119,7 +118,7 @@ def listen(config: Config) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         listener = socket.create_server((config.host, config.port), family=family, backlog=BACKLOG)
-        # Accepted sockets inherit it (asyncio sets it on its own only); else small events wait 40 ms.
+        # Inherited by accepted sockets; else small events wait 40 ms.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
     except OSError as error:
@@ -128,7 +127,7 @@ def listen(config: Config) -> socket.socket:
 
 
 def warn_if_open(config: Config) -> None:
-    from agentcache.server.hosts import is_loopback
+    from agentcache.server.access import is_loopback
 
     if config.api_key is None and not is_loopback(config.host):
         typer.echo(
@@ -152,7 +151,7 @@ def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:
     from agentcache.server.app import create_app
     from agentcache.server.connection import DrainingServer
 
-    # A step takes the GIL many times, and may wait this long each time.
+    # A step may wait this long for each of many GIL acquisitions.
     sys.setswitchinterval(SWITCH_SECONDS)
     engine = open_engine(config, warm_up=True)
     tell_of_slow_blas()
@@ -181,17 +180,12 @@ def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:
 
 
 def leave_if_lost(failure: Exception | None) -> None:
-    """End this process if another rank is lost."""
+    """If another rank is lost, end this process at once: MLX's normal exit would wait for that rank."""
     lost = None if failure is None else lost_rank(failure)
     if lost is not None:
-        leave_at_once(lost)
-
-
-def leave_at_once(lost: RankLost) -> NoReturn:
-    """End this process, whose files are closed: MLX's normal exit would wait for the lost rank."""
-    log.error("%s", lost)
-    logging.shutdown()
-    os._exit(LOST_CODE)
+        log.error("%s", lost)
+        logging.shutdown()
+        os._exit(LOST_CODE)
 
 
 def uvicorn_config(app: object, config: Config) -> uvicorn.Config:
@@ -223,10 +217,7 @@ def uvicorn_config(app: object, config: Config) -> uvicorn.Config:
 
 
 def leave_in_order(server: uvicorn.Server | None) -> None:
-    """End with exit code 0 on SIGTERM and SIGINT.
-
-    uvicorn drains, then raises the signal again, which is ignored. Before that, a signal exits at once.
-    """
+    """End with exit code 0 on SIGTERM and SIGINT: at once, or after uvicorn's drain, when it repeats the signal."""
 
     def handler(number: int, frame: object) -> None:
         if server is None or not server.should_exit:
@@ -253,7 +244,7 @@ def start_error(failure: Exception) -> AgentCacheError:
 
 
 def launch_on(hosts: Path, arguments: Sequence[str]) -> NoReturn:
-    """Replace this process by `mlx.launch`, which runs these arguments on every host."""
+    """Replace this process by `mlx.launch`, which runs this command on every host."""
     if not hosts.is_file():
         raise ConfigError(f"there is no file {hosts} of hosts")
     command = [sys.executable, "-m", "agentcache", *without_hosts(arguments)]
@@ -272,9 +263,7 @@ def without_hosts(arguments: Sequence[str]) -> list[str]:
 
 
 class LineFormatter(logging.Formatter):
-    """Escapes control characters, cuts long text, indents tracebacks: client text cannot imitate a record or fill the
-    disk.
-    """
+    """Escapes, cuts and indents client text, which could imitate a record or fill the disk."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = _escaped(_cut(record.message, MOST_CHARACTERS))
@@ -286,7 +275,6 @@ class LineFormatter(logging.Formatter):
 
 
 def write_log(format: str) -> None:
-    """Log to stderr from INFO on."""
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter(format))
     logging.basicConfig(level=logging.INFO, handlers=[handler])

@@ -1,4 +1,4 @@
-"""`agentcache warm`: caches a prompt for an agent in advance."""
+"""`agentcache warm`."""
 
 from __future__ import annotations
 
@@ -79,7 +79,6 @@ def warm(
 
 
 def read_given(prompt_file: str | None, messages_file: str | None, role: Role | None) -> str | list[Any]:
-    """Text or messages. Raises ConfigError."""
     if (prompt_file is None) == (messages_file is None):
         raise ConfigError("name either --prompt-file or --messages-file")
     if prompt_file is not None:
@@ -98,7 +97,6 @@ def read_given(prompt_file: str | None, messages_file: str | None, role: Role | 
 
 
 def warm_text(cache: Connection, path: str, text: str, role: Role) -> Any:
-    """Warm as that role or a fallback; return the server's report."""
     try:
         return cache.request("POST", path, body_of(text, role))
     except ServerError as error:

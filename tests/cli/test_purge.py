@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.cli.purge import describe, purge_server
+from agentcache.cli.agents import describe_purge, purge_server
 from agentcache.store.cache_files import CacheFiles
 from agentcache.store.lock import FolderLock
 from tests.cli.conftest import Invoke
@@ -96,4 +96,4 @@ def test_purge_of_a_server_says_what_it_cannot_delete() -> None:
 
     answer = purge_server(Server())
     assert answer["deleted_agents"] == ["a"] and asked[1:] == ["/v1/agents/a", "/v1/cache"]
-    assert "not deleted: b: b.json cannot be read: Permission denied" in describe(answer)
+    assert "not deleted: b: b.json cannot be read: Permission denied" in describe_purge(answer)
