@@ -17,7 +17,8 @@ from agentcache.api.sampling import SamplingParams
 from agentcache.blocks.keys import BASE_CACHE, RESIDUAL
 from agentcache.errors import AgentUnavailable, InvalidRequest, NotFound
 from agentcache.server.completion import collect
-from agentcache.server.context import Call, context_of, engine_of, name_agent, read_call, read_prompt
+from agentcache.server.context import Call, context_of, engine_of, name_agent, read_call, read_prompt, until_disconnect
+from agentcache.server.metrics import note_model, note_usage
 from agentcache.server.model_names import read_adapter
 from agentcache.server.openai import read_chat_prompt, read_prompts
 from agentcache.server.options import (
@@ -29,8 +30,6 @@ from agentcache.server.options import (
     require_machine_access,
 )
 from agentcache.server.reply import Completion
-from agentcache.server.request_log import note_model, note_usage
-from agentcache.server.stream import until_disconnect
 from agentcache.server.thinking import read_thinking
 from agentcache.server.tools import read_chat_tools
 from agentcache.server.validate import Reader, check_agent_id

@@ -1,11 +1,16 @@
-"""The ASGI application: routes, lifespan, middleware."""
+"""The ASGI application: routes, lifespan, middleware, page."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import dataclasses
+import hashlib
+import re
 from collections.abc import AsyncGenerator, Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -13,26 +18,31 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from agentcache import __version__
 from agentcache.api.model import AdapterInfo, ModelInfo
 from agentcache.api.stats import CacheStats
-from agentcache.server import adapters, agents, anthropic, openai, responses, stored_responses
-from agentcache.server.body import BodyLimit, WholeBody
+from agentcache.server import adapters, agents, anthropic, openai, responses
+from agentcache.server.access import (
+    AgentHeader,
+    ApiKey,
+    HostGuard,
+    OriginGuard,
+    RequestLimit,
+    is_loopback,
+    own_names,
+    wants_page,
+)
+from agentcache.server.body import BodyLimit, LargeBodies, WholeBody
+from agentcache.server.completion import KEEP_ALIVE_SECONDS
 from agentcache.server.context import SERVER_NAME, Context, context_of, engine_of
 from agentcache.server.engine import Engine
 from agentcache.server.errors import ErrorResponses, http_error
-from agentcache.server.hosts import is_loopback, own_names
-from agentcache.server.large_bodies import LargeBodies
-from agentcache.server.metrics import Measure
-from agentcache.server.middleware import AgentHeader, ApiKey, HostGuard, OriginGuard, RequestLimit
+from agentcache.server.metrics import LogRequests, Measure
 from agentcache.server.model_names import adapter_in
-from agentcache.server.page import page, wants_page
 from agentcache.server.paths import MeantPaths
-from agentcache.server.request_log import LogRequests
-from agentcache.server.stream import KEEP_ALIVE_SECONDS
 from agentcache.settings.config import Config
 from agentcache.settings.origins import hosts_of
 from agentcache.system.threads import as_exception
@@ -80,10 +90,10 @@ def _routes() -> list[Route]:
         Route("/v1/responses", responses.responses, methods=["POST"]),
         Route(
             "/v1/responses/{id}",
-            _by_method(GET=stored_responses.show_response, DELETE=stored_responses.delete_response),
+            _by_method(GET=responses.show_response, DELETE=responses.delete_response),
             methods=["GET", "DELETE"],
         ),
-        Route("/v1/responses/{id}/input_items", stored_responses.list_input_items, methods=["GET"]),
+        Route("/v1/responses/{id}/input_items", responses.list_input_items, methods=["GET"]),
         Route("/v1/messages", anthropic.messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", anthropic.count_tokens, methods=["POST"]),
         Route("/v1/agents", _by_method(GET=agents.list_agents, POST=agents.create_agent), methods=["GET", "POST"]),
@@ -269,3 +279,37 @@ def stats_object(stats: CacheStats) -> dict[str, Any]:
     blocks = {state: described.pop(f"blocks_{state}") for state in ("free", "live", "cached")}
     ram = {"ram_bytes": stats.ram_capacity, "ram_used_bytes": stats.ram_used, "ram_accounts": accounts}
     return ram | {"blocks": blocks} | described | {"memory_pressure": stats.memory_pressure.word}
+
+
+def page() -> Response:
+    return HTMLResponse(_text(), headers=_headers())
+
+
+@cache
+def _text() -> str:
+    return Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+
+
+@cache
+def _headers() -> dict[str, str]:
+    allowed = {
+        "default-src": "'none'",
+        "script-src": _digest("script"),
+        "style-src": _digest("style"),
+        "connect-src": "'self'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }
+    return {
+        "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in allowed.items()),
+        "Cache-Control": "no-store",
+        "Referrer-Policy": "no-referrer",
+        "Vary": "Accept",
+        "X-Content-Type-Options": "nosniff",
+    }
+
+
+def _digest(tag: str) -> str:
+    [inside] = re.findall(rf"<{tag}>(.*?)</{tag}>", _text(), re.DOTALL)
+    return f"'sha256-{base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()}'"

@@ -1,18 +1,31 @@
-"""Middleware that limits request bodies: size, time, memory."""
+"""Protection against large bodies: limits of size, time and memory, and JSON parsed in child processes."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import marshal
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cached_property
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from agentcache.errors import InvalidRequest, Overloaded, PayloadTooLarge, RequestTooSlow
+from agentcache.errors import ContextLengthExceeded, InvalidRequest, Overloaded, PayloadTooLarge, RequestTooSlow
+from agentcache.gateway.prompt_workers import Workers
+from agentcache.server.engine import Engine
+from agentcache.server.large_json_child import ParseOutcome
+from agentcache.system.confined import ChildBroke, ConfinedWork, OverLimit
+from agentcache.system.malloc import give_back_freed
 
 _READ = "body_read"  # key of a request's callback
 
 FREE_BYTES = 64 << 10  # of a body, outside the shared budget
+
+_TRIM_BYTES = 1 << 20  # of a body, beyond which freed memory is returned
 
 
 class BodyLimit:
@@ -118,3 +131,88 @@ class _Body:
         self.size = 0
         self.held = 0
         self.is_complete = False
+
+
+class LargeBodies:
+    """Outermost middleware: collects garbage and trims malloc after a large request.
+
+    A refusal's traceback holds the prompt in cycles. malloc is set to keep freed memory, which suits the engine.
+    """
+
+    def __init__(self, app: ASGIApp, workers: Workers) -> None:
+        self.app = app
+        self._workers = workers
+        self._is_due = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        received = 0
+
+        async def counted_receive() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            return message
+
+        try:
+            await self.app(scope, counted_receive, send)
+        finally:
+            if received >= _TRIM_BYTES and not self._is_due:
+                self._is_due = True
+                with suppress(Overloaded):  # busy, or shutdown
+                    await self._workers.run(0, self._free)
+                self._is_due = False
+
+    def _free(self, has_ended: object) -> None:
+        self._is_due = False  # later requests need another run
+        gc.collect()
+        give_back_freed()
+
+
+class LargeJson:
+    """Parses bodies on any thread. Reads the model's context length at the first one."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @cached_property
+    def _work(self) -> ConfinedWork:
+        return ConfinedWork("agentcache.server.large_json_child", str(self._engine.model.max_context))
+
+    def close(self) -> None:
+        if "_work" in self.__dict__:
+            self._work.close()
+
+    def parse(self, raw: list[bytes], param: str | None, go_on: Callable[[], None]) -> dict[str, Any]:
+        """Return the JSON object in a body.
+
+        Args:
+            raw: one body; this call empties the list.
+            param: the prompt's name in errors.
+            go_on: called periodically; its exception ends the process.
+
+        Raises:
+            InvalidRequest: invalid body, or a limit of time or memory.
+            ContextLengthExceeded: too long.
+        """
+        return _parse(self._work, raw, param, go_on)
+
+
+def _parse(work: ConfinedWork, raw: list[bytes], param: str | None, go_on: Callable[[], None]) -> dict[str, Any]:
+    try:
+        kind, content = work.ask(raw, go_on=go_on)
+    except OverLimit as error:
+        raise _not_read(f"it took {error.what}") from None
+    except ChildBroke:
+        raise _not_read("its reader broke off") from None
+    value = marshal.loads(content)
+    if kind == ParseOutcome.OBJECT:
+        assert isinstance(value, dict)
+        return value
+    message, at_fault, code = value
+    if kind == ParseOutcome.TOO_LONG:
+        raise ContextLengthExceeded(message, param=at_fault or param, code=code)
+    raise InvalidRequest(message, param=at_fault, code=code)
+
+
+def _not_read(why: str) -> InvalidRequest:
+    return InvalidRequest(f"The body could not be read: {why}.", code="body_not_read")

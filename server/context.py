@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from textwrap import shorten
@@ -16,19 +17,16 @@ from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
 
 from agentcache.api.model import ModelInfo
 from agentcache.api.report import Match, Report
 from agentcache.errors import ContextLengthExceeded, EngineStopped, Overloaded
 from agentcache.gateway.prompt_workers import Workers, shutting_down
-from agentcache.server.body import note_read
+from agentcache.server.body import LargeJson, note_read
 from agentcache.server.engine import Engine
-from agentcache.server.large_json import LargeJson
 from agentcache.server.metrics import ServerMetrics
-from agentcache.server.read_limit import ReadLimit
-from agentcache.server.response_echo import json_size
-from agentcache.server.stream import until_disconnect
-from agentcache.server.validate import Reader, parse_object, refuse_long_lists
+from agentcache.server.validate import Reader, ReadLimit, never, parse_object, refuse_long_lists
 from agentcache.settings.config import Config
 from agentcache.store.response_files import Continued
 from agentcache.text.json_values import json_string
@@ -59,6 +57,7 @@ LARGE_BODY = 1_000_000
 _BYTES_PER_GROUP = 192  # an object or list takes up to 5 µs
 _BYTES_PER_QUOTE = 12  # two per string
 _BYTES_PER_COMMA = 2  # of token ids
+_BYTES_PER_VALUE = 4  # in `json_size`
 MOST_NOTES = 32
 READERS = 2  # one for large bodies; they compete for the GIL
 MOST_UNREAD = 64  # queued bodies
@@ -262,7 +261,7 @@ async def _read(request: Request, param: str | None, read: Callable[[Call], T], 
 
     try:
         if weight <= SMALL_BODY:
-            return work(_never)
+            return work(never)
         return await until_disconnect(request.receive, context.workers.run(weight, work))
     finally:
         raw.clear()
@@ -299,8 +298,20 @@ def body_weight(raw: bytes) -> int:
     return len(raw) + _BYTES_PER_GROUP * num_groups + values
 
 
-def _never() -> bool:
-    return False
+def json_size(value: Any, most: float = math.inf) -> int:
+    """Return the approximate length of `value` as JSON; counts no further than `most`."""
+    size, rest = 0, [value]
+    while rest and size <= most:
+        part = rest.pop()
+        size += _BYTES_PER_VALUE
+        if isinstance(part, str):
+            size += len(part)
+        elif isinstance(part, dict):
+            size += sum(map(len, part))
+            rest.extend(part.values())
+        elif isinstance(part, list):
+            rest.extend(part)
+    return size
 
 
 async def _body_of(request: Request) -> list[bytes]:
@@ -314,3 +325,34 @@ async def _body_of(request: Request) -> list[bytes]:
 def name_agent(request: Request, agent: str | None) -> None:
     """Set the agent in the response header, also of errors."""
     request.state.agent = agent
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`; cancel it when the client leaves. The body must have been read.
+
+    Raises:
+        ClientDisconnect: `work` has ended.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect()
+        return working.result()
+    finally:
+        await end(leaving)
+        await end(working)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
+
+
+async def end(task: asyncio.Future[Any]) -> None:
+    """Cancel a task and wait for its end; drop its exception."""
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()  # else asyncio would log it

@@ -1,13 +1,14 @@
-"""`/metrics` for Prometheus, with vLLM's names under our prefix."""
+"""Observes requests: `/metrics` for Prometheus, with vLLM's names under our prefix, and a log without content."""
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -15,13 +16,15 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentcache.api.report import FinishReason, Report, Update
 from agentcache.api.stats import CacheStats
 from agentcache.api.stats import Counter as CounterField
 from agentcache.api.stats import Gauge as GaugeField
-from agentcache.server.request_log import Answered, answer_then
+from agentcache.server.reply import Completion
+from agentcache.text.json_values import json_string
 
 _KINDS = {GaugeField: GaugeMetricFamily, CounterField: CounterMetricFamily}
 _FAMILIES = {
@@ -39,6 +42,9 @@ _PIECE = 64  # samples between two yields to the event loop
 _FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 _BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
 _REQUEST = (0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
+
+log = logging.getLogger("agentcache.requests")
+_CLIENT_LEFT = "499"  # as nginx
 
 
 @dataclass(frozen=True)
@@ -242,3 +248,84 @@ class Measure:
         method = answered.method if is_known else _OTHER_METHOD
         labels = method, answered.route, answered.status
         self._metrics.http_seconds.labels(*labels).observe(answered.seconds)
+
+
+@dataclass(frozen=True)
+class Usage:
+    prompt: int
+    generated: int
+    cached: int
+
+
+def note_model(request: Request, model: str) -> None:
+    request.state.model = model
+
+
+def note_usage(request: Request, completions: Sequence[Completion], n: int = 1) -> None:
+    """Set the log line's token counts; `n` answers per prompt."""
+    reports = [completion.final_report for completion in completions]
+    request.state.usage = Usage(
+        prompt=sum(report.prompt_tokens for report in reports[::n]),
+        generated=sum(report.completion_tokens for report in reports),
+        cached=sum(report.reused_tokens for report in reports[::n]),
+    )
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A request's outcome.
+
+    Args:
+        route: pattern, not path: clients may invent paths.
+        status: 499 if the client left.
+        seconds: from the request's head to the answer's end.
+    """
+
+    method: str
+    route: str
+    status: str
+    seconds: float
+
+
+async def answer_then(
+    note: Callable[[Answered], None], app: ASGIApp, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Run `app`, then `note`, even after an error or a disconnect."""
+    status, begun = _CLIENT_LEFT, time.perf_counter()
+
+    async def watched_send(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = str(message["status"])
+        await send(message)
+
+    try:
+        await app(scope, receive, watched_send)
+    finally:
+        route = getattr(scope.get("route"), "path", "unknown")
+        note(Answered(scope["method"], route, status, time.perf_counter() - begun))
+
+
+class LogRequests:
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        await answer_then(lambda answered: _log(answered, scope.get("state", {})), self.app, scope, receive, send)
+
+
+def _log(answered: Answered, state: Mapping[str, Any]) -> None:
+    usage = state.get("usage")
+    tokens = ("-", "-", "-") if usage is None else (usage.prompt, usage.generated, usage.cached)
+    what = f"{_word(answered.method)} {answered.route} {answered.status}"
+    who = f"agent={_word(state.get('agent'))} model={_word(state.get('model'))}"
+    cost = f"in={tokens[0]} out={tokens[1]} cached={tokens[2]} ms={answered.seconds * 1e3:.0f}"
+    log.info("%s", f"{what} {who} {cost}")
+
+
+def _word(value: str | None) -> str:
+    if not value:
+        return "-"
+    return value if value.isprintable() and " " not in value else json_string(value)

@@ -1,17 +1,25 @@
-"""Completions, and combined reports."""
+"""Completions: their updates, parsed replies, logprobs and combined reports."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from codecs import getincrementaldecoder
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from agentcache.api.policy import LOSSY
-from agentcache.api.report import CachedTokens, CacheState, FinishReason, Report, TokenLogprob, Update
+from agentcache.api.report import CachedTokens, CacheState, FinishReason, Report, TokenLogprob, Update, readable
+from agentcache.api.request import Reading
 from agentcache.errors import BrokenInvariant
+from agentcache.text.replies.events import Block, Event, ReasoningDelta, blocks_of
+from agentcache.text.replies.reader import read_as
 
 _COLDEST_FIRST = (CacheState.COLD, CacheState.WARM, CacheState.HOT)
+
+# OpenAI's value for impossible tokens: JSON has no infinity.
+IMPOSSIBLE = -9999.0
 
 
 @dataclass
@@ -116,3 +124,106 @@ def _combine_cached(cached: Iterable[CachedTokens]) -> CachedTokens:
     each = list(cached)
     residual = [c.residual for c in each if c.residual is not None]
     return CachedTokens(sum(c.own for c in each), sum(c.shared for c in each), sum(residual) if residual else None)
+
+
+def read_whole(reading: Reading, completion: Completion) -> tuple[list[Block], int]:
+    """Return the blocks, and the number of reasoning tokens."""
+    reader = ReplyReader(reading, whole=True)
+    blocks = blocks_of(event for update in completion.updates for event in reader.add(update))
+    return blocks, reader.reasoning_tokens
+
+
+class ReplyReader:
+    """Parses the updates of one completion, in order.
+
+    Args:
+        whole: whether all updates are known, not streamed.
+
+    Attributes:
+        reasoning_tokens: as far as updates separate thoughts; includes hidden ones.
+    """
+
+    def __init__(self, reading: Reading, *, whole: bool = False) -> None:
+        self._reader = read_as(reading, whole=whole)
+        self._hides_thoughts = reading.hides_thoughts
+        self.reasoning_tokens = 0
+
+    @property
+    def num_calls(self) -> int:
+        return self._reader.num_calls
+
+    def add(self, update: Update) -> list[Event]:
+        if update.prompt_end is not None:
+            self._reader.begin(update.prompt_end)
+        events = self._reader.add(update.text, update.markers)
+        if update.finish_reason is not None:
+            events += self._reader.finish(cut_off=update.finish_reason is FinishReason.LENGTH)
+        if any(isinstance(event, ReasoningDelta) for event in events):
+            self.reasoning_tokens += len(update.token_ids)
+            if self._hides_thoughts:
+                return [event for event in events if not isinstance(event, ReasoningDelta)]
+        return events
+
+
+def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
+    return {"content": [_chat_token(token) for token in logprobs], "refusal": None}
+
+
+def _chat_token(token: TokenLogprob) -> dict[str, Any]:
+    top = [_chat_logprob(data, logprob) for _, data, logprob in token.top]
+    return _chat_logprob(token.data, token.logprob) | {"top_logprobs": top}
+
+
+def _chat_logprob(data: bytes, logprob: float | None) -> dict[str, Any]:
+    return {"token": readable(data), "logprob": _finite(logprob), "bytes": list(data)}
+
+
+class TextOffsets:
+    """Tokens' offsets in the text. A character belongs to the token that completes it."""
+
+    def __init__(self, start: int = 0) -> None:
+        self._end = start
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+
+    def of(self, tokens: Iterable[TokenLogprob]) -> list[int]:
+        return [self._add(token) for token in tokens]
+
+    def _add(self, token: TokenLogprob) -> int:
+        offset = self._end
+        if token.shown:
+            self._end += len(self._decoder.decode(token.data))
+        return offset
+
+    @classmethod
+    def of_prompt(cls, tokens: Sequence[TokenLogprob], end: int) -> list[int]:
+        """Return offsets in a prompt of `end` characters. Extra leading text (a BOS, a space) gets 0."""
+        counted = cls()
+        offsets = counted.of(tokens)
+        return [max(0, offset - counted._end + end) for offset in offsets]
+
+
+def text_logprobs(tokens: Sequence[TokenLogprob], offsets: Sequence[int]) -> dict[str, Any]:
+    """Write OpenAI's legacy shape for text completions."""
+    return {
+        "tokens": [token.text for token in tokens],
+        "token_logprobs": [_finite(token.logprob) for token in tokens],
+        "top_logprobs": [_text_top(token) for token in tokens],
+        "text_offset": list(offsets),
+    }
+
+
+def _text_top(token: TokenLogprob) -> dict[str, float | None] | None:
+    """Return alternatives by text, the likeliest for equal texts."""
+    if token.logprob is None:
+        return None
+    top: dict[str, float | None] = {}
+    for _, data, logprob in token.top:
+        top.setdefault(readable(data), _finite(logprob))
+    top.setdefault(token.text, _finite(token.logprob))
+    return top
+
+
+def _finite(logprob: float | None) -> float | None:
+    if logprob is None:
+        return None
+    return logprob if math.isfinite(logprob) else IMPOSSIBLE

@@ -1,23 +1,21 @@
-"""Responses, their output items, and stream events."""
+"""Responses, their output items, stream events and echoed request fields."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from agentcache.api.report import FinishReason, TokenLogprob, Update
 from agentcache.api.request import Reading
 from agentcache.errors import ContextLengthExceeded, Overloaded
+from agentcache.server.completion import encode, event
+from agentcache.server.context import json_size
 from agentcache.server.errors import WireError
-from agentcache.server.logprobs import chat_logprobs
-from agentcache.server.replies import ReplyReader
-from agentcache.server.reply import Completion, report_object
-from agentcache.server.response_echo import Echo
-from agentcache.server.response_items import sealed
-from agentcache.server.response_tools import ResponseTools, custom_input
-from agentcache.server.stream import encode, event
+from agentcache.server.reply import Completion, ReplyReader, chat_logprobs, report_object
+from agentcache.server.response_input import ResponseTools, custom_input, sealed
 from agentcache.store.response_files import new_id
 from agentcache.text.messages import new_call_id
 from agentcache.text.replies.events import (
@@ -31,6 +29,13 @@ from agentcache.text.replies.events import (
 
 # Type of a stream event, and its fields without the number.
 Said = tuple[str, dict[str, Any]]
+
+# Characters: of the final response; of openings and keep-alives, which may be many. OpenAI's SDKs and Codex use only
+# the types.
+MAX_ECHO = 256 << 10
+MAX_OPENING = 16 << 10
+# OpenAI's types require these; else null.
+_EMPTY: dict[str, Any] = {"tools": [], "metadata": {}, "tool_choice": "auto"}
 
 
 @dataclass(eq=False)
@@ -333,3 +338,33 @@ class ResponseWriter:
 
 def _with_echo(response: Mapping[str, Any], echo: Echo) -> str:
     return f"{encode(dict(response))[:-1]},{echo.text}}}"
+
+
+@dataclass(frozen=True)
+class Echo:
+    """Request fields; those in `left_out` are emptied."""
+
+    fields: Mapping[str, Any]
+    left_out: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, asked: Mapping[str, Any], most: int) -> Echo:
+        """Return the echo without its largest fields, in about `most` characters."""
+        sizes = {name: json_size(value, most) for name, value in asked.items()}
+        kept, left_out = set[str](), []
+        for name in sorted(sizes, key=lambda name: sizes[name]):
+            if sum(sizes[each] for each in kept) + sizes[name] <= most:
+                kept.add(name)
+            else:
+                left_out.append(name)
+        fields = {name: value if name in kept else _EMPTY.get(name) for name, value in asked.items()}
+        return cls(fields, tuple(left_out))
+
+    @cached_property
+    def text(self) -> str:
+        """The fields as JSON without braces."""
+        return encode(dict(self.fields))[1:-1]
+
+    @property
+    def note(self) -> str | None:
+        return f"{', '.join(self.left_out)}: too large to be repeated in the response" if self.left_out else None

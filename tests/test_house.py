@@ -104,7 +104,7 @@ OWN_JSON = {
     "agentcache/text/model_folder.py": "files of a model",
     "agentcache/text/template_child.py": "the filter `tojson`, in a process with limits",
     "agentcache/text/grammars/reply_grammar.py": "grammars as llguidance writes and reads them",
-    "server/stream.py": "events of answers",
+    "server/completion.py": "events of answers",
 }
 FOR_CLIENTS = (
     "server",

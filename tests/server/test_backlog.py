@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentcache.api.report import TokenLogprob, Update
-from agentcache.server import stream
-from agentcache.server.stream import Backlog
+from agentcache.server import completion
+from agentcache.server.completion import Backlog
 from tests.examples import examples
 
 updates = st.lists(
@@ -62,7 +62,7 @@ def test_a_client_far_behind_takes_little_memory() -> None:
     queue = Backlog()
     for _ in range(20_000):
         queue.put(Update("word ", (1,)))
-    assert len(queue) <= stream._BEHIND + 20_000 / stream._TOGETHER + 1
+    assert len(queue) <= completion._BEHIND + 20_000 / completion._TOGETHER + 1
     assert sum(sys.getsizeof(update.text) for update in queue._pending if isinstance(update, Update)) < 200_000
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from agentcache.errors import ContextLengthExceeded, InvalidRequest, Overloaded
+from agentcache.server.body import LargeJson
 from agentcache.server.context import LARGE_BODY
-from agentcache.server.large_json import LargeJson
 from agentcache.server.validate import MANY_VALUES, parse_object
 from agentcache.text.json_values import MAX_DEPTH
 from tests.server.driver import ask, refused

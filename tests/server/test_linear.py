@@ -16,9 +16,8 @@ from agentcache.server.anthropic import read_job as read_message
 from agentcache.server.context import MOST_NOTES, Call
 from agentcache.server.errors import MAX_MESSAGE, MAX_PARAM
 from agentcache.server.openai import read_chat, read_text
-from agentcache.server.read_limit import ReadLimit
 from agentcache.server.responses import read_response
-from agentcache.server.validate import Reader, parse_object
+from agentcache.server.validate import Reader, ReadLimit, parse_object
 from agentcache.settings.config import Config, Images
 from agentcache.text.json_values import write_json
 from tests.growth import MOST, growth

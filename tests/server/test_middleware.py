@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from agentcache.server.hosts import host_of, is_local
+from agentcache.server.access import host_of, is_local
 from agentcache.settings.config import Config
 from tests.server.driver import ask, chat, refused
 from tests.server.fake_engine import FakeEngine

@@ -14,10 +14,9 @@ import httpx
 import pytest
 
 from agentcache.server.app import create_app
+from agentcache.server.body import LargeJson
 from agentcache.server.context import LARGE_BODY, MOST_UNREAD, READERS, SMALL_BODY, Context, body_weight
-from agentcache.server.large_json import LargeJson
-from agentcache.server.read_limit import ReadLimit
-from agentcache.server.validate import parse_object
+from agentcache.server.validate import ReadLimit, parse_object
 from agentcache.settings.config import Config, Images
 from tests.growth import units
 from tests.rounds import check_bound, in_rounds, within
@@ -228,8 +227,8 @@ def test_a_thread_that_reads_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     """It computes for half a millisecond at most before others may."""
     naps: list[float] = []
     clock = iter(range(10**9))
-    monkeypatch.setattr("agentcache.server.read_limit.time.perf_counter", lambda: next(clock) * 1e-4)
-    monkeypatch.setattr("agentcache.server.read_limit.time.sleep", naps.append)
+    monkeypatch.setattr("agentcache.server.validate.time.perf_counter", lambda: next(clock) * 1e-4)
+    monkeypatch.setattr("agentcache.server.validate.time.sleep", naps.append)
     for rests in (False, True):
         limit = ReadLimit(10**6, rests=rests)
         for _ in range(10_000):

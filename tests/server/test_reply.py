@@ -9,9 +9,8 @@ import pytest
 from agentcache.api.policy import Policy
 from agentcache.api.report import CachedTokens, CacheState, StepDown, TokenLogprob
 from agentcache.errors import BrokenInvariant
-from agentcache.server.logprobs import TextOffsets, chat_logprobs, text_logprobs
-from agentcache.server.reply import Completion, combine
-from agentcache.server.shapes import accounting
+from agentcache.server.openai import accounting
+from agentcache.server.reply import Completion, TextOffsets, chat_logprobs, combine, text_logprobs
 from tests.server.fake_engine import REPORT
 
 

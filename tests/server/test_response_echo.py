@@ -13,7 +13,7 @@ from openai.types.responses import Response
 
 from agentcache.api.report import FinishReason, Update
 from agentcache.server.openai import MAX_REPEATED
-from agentcache.server.response_echo import MAX_ECHO, MAX_OPENING, Echo
+from agentcache.server.responses_reply import MAX_ECHO, MAX_OPENING, Echo
 from tests.server.driver import complete, post, refused
 from tests.server.fake_engine import REPORT, FakeEngine
 from tests.server.responses_driver import CALLER, LOOK, respond, stream

@@ -10,7 +10,7 @@ from openai.types.responses import Response
 
 from agentcache.api.request import ChatPrompt
 from agentcache.api.sampling import SamplingParams
-from agentcache.server.response_items import sealed
+from agentcache.server.response_input import sealed
 from agentcache.settings.config import Config, Images
 from tests.server.driver import refused
 from tests.server.fake_engine import MODEL, FakeEngine

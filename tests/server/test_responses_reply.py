@@ -18,9 +18,8 @@ from agentcache.api.request import Reading
 from agentcache.errors import ContextLengthExceeded, Overloaded
 from agentcache.server import replies
 from agentcache.server.reply import Completion
-from agentcache.server.response_echo import Echo
-from agentcache.server.response_tools import ResponseTool, ResponseTools
-from agentcache.server.responses_reply import ResponseReply
+from agentcache.server.response_input import ResponseTool, ResponseTools
+from agentcache.server.responses_reply import Echo, ResponseReply
 from agentcache.text.replies.events import (
     Event,
     ReasoningDelta,

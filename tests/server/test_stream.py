@@ -14,7 +14,8 @@ from starlette.types import Message
 from agentcache.api.report import FinishReason, Update
 from agentcache.errors import EngineStopped, InvalidRequest
 from agentcache.server.app import create_app
-from agentcache.server.stream import TextEvents, UpdateStream, event, until_disconnect
+from agentcache.server.completion import TextEvents, UpdateStream, event
+from agentcache.server.context import until_disconnect
 from agentcache.settings.config import Config
 from tests.server.driver import LeavingClient, chat, complete, events
 from tests.server.fake_engine import REPORT, FakeEngine, Script, logprob

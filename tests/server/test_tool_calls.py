@@ -8,8 +8,8 @@ import pytest
 
 from agentcache.api.model import ReplyFormat
 from agentcache.api.report import FinishReason, Update
-from agentcache.server.anthropic_reply import signature
-from agentcache.server.replies import read_reading
+from agentcache.server.anthropic import signature
+from agentcache.server.options import read_reading
 from agentcache.server.validate import Reader
 from agentcache.text.replies.calls import Tools
 from tests.server.driver import chat, events, post
