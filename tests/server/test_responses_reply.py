@@ -16,7 +16,7 @@ from openai.types.responses import Response
 from agentcache.api.report import FinishReason, Update
 from agentcache.api.request import Reading
 from agentcache.errors import ContextLengthExceeded, Overloaded
-from agentcache.server import replies
+from agentcache.server import reply
 from agentcache.server.reply import Completion
 from agentcache.server.response_input import ResponseTool, ResponseTools
 from agentcache.server.responses_reply import Echo, ResponseReply
@@ -177,7 +177,7 @@ def test_several_calls_where_one_was_wanted_are_told() -> None:
 
 def scripted(script: list[list[Event]]) -> AbstractContextManager[object]:
     """Readers opened meanwhile read out of the i-th update what the i-th list says."""
-    return patch.object(replies, "read_as", lambda reading, whole: ScriptedReader(list(script)))
+    return patch.object(reply, "read_as", lambda reading, whole: ScriptedReader(list(script)))
 
 
 @dataclass
