@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from agentcache.api.stats import STATE
-from agentcache.blocks.block_tables import Copy
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, RESIDUAL, Namespace, kind_of
+from agentcache.blocks.pool import Copy
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.search import Cached
 from agentcache.errors import BrokenInvariant

@@ -77,7 +77,7 @@ class Eviction:
 
     def _snapshots_of(self, record: AgentRecord) -> tuple[Node, ...]:
         root, ids = self._caches.root(self._caches.base, record.salt), self._caches.ids_of(record)
-        return tuple(self._cache.find_snapshots(root, ids, len(ids), record.producer))
+        return tuple(self._cache.checkpoints.find(root, ids, len(ids), record.producer))
 
     def _evict_snapshots(self, records: Iterable[AgentRecord]) -> None:
         for record in records:

@@ -40,7 +40,7 @@ def index_lineage(caches: KeptCaches, record: AgentRecord, has: Has) -> None:
     nodes = [block.node for block in blocks]
     root, ids = caches.root(base, record.salt), caches.ids_of(record)
     for snapshot in record.snapshots:
-        nodes.append(base.prefix.snapshot_node(root, ids, snapshot.num_tokens, record.producer))
+        nodes.append(base.prefix.checkpoints.node(root, ids, snapshot.num_tokens, record.producer))
         if nodes[-1].chain == snapshot.chain and has(BlockName(snapshot.chain, snapshot.group)):
             nodes[-1].stored.add(snapshot.group)
     _prune(base, nodes)

@@ -26,9 +26,8 @@ import numpy as np
 from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.blocks.block_tables import BlockTables, Load
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, block_key
-from agentcache.blocks.pool import BlockTable
+from agentcache.blocks.pool import BlockTable, Group
 from agentcache.blocks.radix_tree import Node
-from agentcache.blocks.slots import Group
 from agentcache.errors import BlockMissing, BlockRejected, StoreError
 from agentcache.kv.arena import shares_memory
 from agentcache.kv.block_layout import Array, GroupMemory, Place, RestBuffer, aligned

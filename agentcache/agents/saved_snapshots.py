@@ -9,7 +9,7 @@ from agentcache.agents.caches import KeptCaches
 from agentcache.agents.disk_jobs import is_wanted
 from agentcache.blocks.origin_paths import NamedSnapshot
 from agentcache.blocks.radix_tree import Node
-from agentcache.blocks.snapshot_plan import choose_saved
+from agentcache.blocks.snapshots import choose_saved
 from agentcache.blocks.transcript import Transcript
 from agentcache.models.runner import ModelRunner
 from agentcache.store.manifest import AgentRecord
@@ -59,7 +59,7 @@ class SavedSnapshots:
         if final and record.name in self._unsaved:
             repeated = self._unsaved[record.name].repeated
         root = self._caches.root(self._caches.base, record.salt)
-        nodes = cache.find_snapshots(root, record.transcript.ids, record.num_saved, record.producer)
+        nodes = cache.checkpoints.find(root, record.transcript.ids, record.num_saved, record.producer)
         found = {node.end: node for node in nodes}
         saved = {end for end, node in found.items() if not is_wanted(node, snapshots.index)}
         lasting = lasting or min((each.num_tokens for each in record.snapshots), default=0)

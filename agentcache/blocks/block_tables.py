@@ -1,13 +1,18 @@
+"""Block tables and origin paths of a running request, and their checks."""
+
 from __future__ import annotations
 
 from array import array
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from agentcache.blocks.keys import BASE_CACHE, KVOrigin
+from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, KVOrigin
 from agentcache.blocks.origin_paths import NamedBlock, PathLayout
-from agentcache.blocks.pool import BlockTable
-from agentcache.blocks.radix_tree import Node
+from agentcache.blocks.pool import BlockTable, Copy
+from agentcache.blocks.radix_tree import Node, RadixTree
+from agentcache.errors import BrokenInvariant
 
 
 @dataclass(frozen=True)
@@ -18,15 +23,6 @@ class Load:
     group: int
     block_id: int
     num_tokens: int
-
-
-@dataclass(frozen=True)
-class Copy:
-    """A block copy in RAM between slots of `group`."""
-
-    group: int
-    source: int
-    target: int
 
 
 class PathBlock(NamedTuple):
@@ -105,3 +101,35 @@ class BlockTables:
     @property
     def state_path(self) -> OriginPath:
         return next(path for path in self.paths if path.has_state)
+
+
+def check_sequences(sequences: Collection[BlockTables], tree: RadixTree, *, has_state: bool) -> None:
+    """Raise BrokenInvariant if reader counts are wrong or requests do not follow the tree."""
+    _check_readers(sequences, tree)
+    for sequence in sequences:
+        _check_paths(sequence, tree, has_state)
+
+
+def _check_readers(sequences: Collection[BlockTables], tree: RadixTree) -> None:
+    paths = (path for sequence in sequences for path in sequence.paths)
+    readers = Counter(node for path in paths for node in path.read_nodes)
+    for node in tree.walk():
+        if node.readers != readers.pop(node, 0):
+            raise BrokenInvariant(f"{node!r} miscounts its readers")
+    if readers:
+        raise BrokenInvariant(f"sequences go through {list(readers)}, which the tree has lost")
+
+
+def _check_paths(sequence: BlockTables, tree: RadixTree, has_state: bool) -> None:
+    if sorted(index for path in sequence.paths for index in path.groups) != list(range(len(sequence.tables))):
+        raise BrokenInvariant("a sequence's paths do not have each group once")
+    if [path.has_state for path in sequence.paths].count(True) != has_state:
+        raise BrokenInvariant("not one path of a sequence has its state")
+    for path in sequence.paths:
+        if len(path.nodes) != sequence.num_tokens // BLOCK_SIZE:
+            raise BrokenInvariant("a path has not published what its sequence has computed")
+        parent = tree.peek(sequence.root)
+        for node in path.nodes:
+            if node.parent is not parent or node.producer != path.layout.origin_of(node.end):
+                raise BrokenInvariant(f"{node!r} is not on its path")
+            parent = node

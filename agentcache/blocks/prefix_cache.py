@@ -15,23 +15,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from agentcache.api.stats import BASE
-from agentcache.blocks.allocator import BlockAllocator
-from agentcache.blocks.attach_prefix import attach_prefix
-from agentcache.blocks.block_tables import BlockTables, Load, OriginPath, PathBlock
-from agentcache.blocks.eviction import EvictionOrder
+from agentcache.blocks.allocator import BlockAllocator, EvictionOrder
+from agentcache.blocks.block_tables import BlockTables, Load, OriginPath, PathBlock, check_sequences
 from agentcache.blocks.keys import BLOCK_SIZE, KVOrigin
 from agentcache.blocks.ledger import UNBOUNDED, Ledger
 from agentcache.blocks.origin_paths import NamedBlock, has_base_tail, state_layout
-from agentcache.blocks.pool import BlockTable
-from agentcache.blocks.prefix_sharing import append_nodes, nodes_ahead
-from agentcache.blocks.publishing import Publisher
-from agentcache.blocks.radix_tree import Node, RadixTree
+from agentcache.blocks.pool import BlockCounts, BlockTable, Group, Slots
+from agentcache.blocks.radix_tree import Node, RadixTree, pack, unpack
 from agentcache.blocks.search import Cached, CheckpointFinder, PrefixFinder
-from agentcache.blocks.sequence_checks import check_sequences
-from agentcache.blocks.siblings import pack, unpack
-from agentcache.blocks.slots import BlockCounts, Group, Slots
-from agentcache.blocks.snapshot_plan import DEFAULT_INTERVAL
-from agentcache.blocks.snapshots import Snapshots
+from agentcache.blocks.sharing import Publisher, append_nodes, attach_prefix, nodes_ahead
+from agentcache.blocks.snapshots import DEFAULT_INTERVAL, Snapshots
 from agentcache.errors import OutOfBlocks
 
 
@@ -69,6 +62,7 @@ class PrefixCache:
         )
         self.all_groups = self.groups if self.snapshots is None else (*self.groups, self.snapshots.group)
         self._publisher = Publisher(self.tree, self.slots)
+        self.checkpoints = Checkpoints(self.tree, self.slots, self._publisher, self.snapshots)
         self._windowed = {index for index, group in enumerate(self.groups) if group.window is not None}
 
     def match_prefix(
@@ -108,7 +102,7 @@ class PrefixCache:
         try:
             attach_prefix(sequence, prefix, self.allocator)
         except BaseException:
-            self._discard(sequence)
+            self.abandon(sequence)
             raise
         self.touch(prefix)
         self.allocator.note_use()
@@ -223,7 +217,7 @@ class PrefixCache:
         blocks = [block for path in sequence.paths for block in self._keep(sequence, path, keep)]
         if has_base_tail(sequence.producer, keep):
             blocks.append(self._publisher.publish_base_tail(sequence))
-        self._discard(sequence)
+        self.abandon(sequence)
         for block in blocks:
             if not block.node.is_full:
                 self.slots.prune(block.node)
@@ -236,10 +230,7 @@ class PrefixCache:
         return [PathBlock(node, path.groups) for node in nodes]
 
     def abandon(self, sequence: BlockTables) -> None:
-        """End a request without its unfinished block."""
-        self._discard(sequence)
-
-    def _discard(self, sequence: BlockTables) -> None:
+        """End a request without its unfinished block. Idempotent."""
         if sequence.closed:
             return
         sequence.closed = True
@@ -255,76 +246,8 @@ class PrefixCache:
                 node.readers -= 1
                 self.slots.prune(node)
         if self.snapshots is not None:
-            self.state_taken(sequence)
+            self.checkpoints.release_start(sequence)
             self.snapshots.leave()
-
-    def state_taken(self, sequence: BlockTables) -> None:
-        """Release the checkpoint slot that the row has copied."""
-        slot, sequence.state = sequence.state, None
-        if slot is not None:
-            assert self.snapshots is not None
-            self.snapshots.release(slot)
-
-    def keep_state(
-        self, sequence: BlockTables, num_tokens: int, *, lasts: bool = False, starts_next: bool = False
-    ) -> int | None:
-        """List a checkpoint after the first `num_tokens` tokens of an open request and return its slot.
-
-        None if one exists or there is no room. RAM keeps the last one and the next prompt's start longest, else the
-        last two.
-
-        Args:
-            lasts: whether to keep it as long as those, because other conversations start there.
-            starts_next: whether the conversation's next prompt probably starts there.
-        """
-        snapshots = self.snapshots
-        if snapshots is None or not num_tokens:
-            return None
-        node = self._publisher.node_of(sequence, sequence.state_path, num_tokens)
-        if not lasts and node not in sequence.snapshots:
-            self._note_snapshot(snapshots, sequence, node, starts_next=starts_next)
-        slot = None
-        if node.state is None:
-            try:
-                slot = snapshots.allocate()
-            except OutOfBlocks:
-                self.slots.prune(node)
-                return None
-            snapshots.list_in(node, slot)
-        else:
-            snapshots.touch(node)
-        return slot
-
-    def _note_snapshot(self, snapshots: Snapshots, sequence: BlockTables, node: Node, *, starts_next: bool) -> None:
-        kept = sequence.snapshots[-1:] if sequence.next_start is None else [sequence.next_start]
-        for older in sequence.snapshots:
-            if older not in kept:
-                snapshots.expire(older)
-        sequence.snapshots = [*kept, node]
-        if starts_next:
-            sequence.next_start = node
-
-    def expect_no_start(self, sequence: BlockTables) -> None:
-        """Withdraw `starts_next`: that checkpoint leaves RAM first."""
-        if self.snapshots is not None and sequence.next_start is not None:
-            self.snapshots.expire(sequence.next_start)
-            sequence.next_start = None
-
-    def find_snapshots(
-        self, root: str, token_ids: Sequence[int], num_tokens: int, producer: KVOrigin | None
-    ) -> list[Node]:
-        if self.snapshots is None:
-            return []
-        layout = state_layout(producer, len(self.groups))
-        finder = CheckpointFinder(self.tree, root, pack(token_ids[:num_tokens]), layout, self.snapshots)
-        return list(finder.ends(num_tokens))[::-1]
-
-    def snapshot_node(self, root: str, token_ids: Sequence[int], num_tokens: int, producer: KVOrigin | None) -> Node:
-        path, node = state_layout(producer, len(self.groups)), self.tree.root(root)
-        for begin in range(0, num_tokens, BLOCK_SIZE):
-            end = min(begin + BLOCK_SIZE, num_tokens)
-            node = self.tree.insert(node, token_ids[begin:end], path.origin_of(end))
-        return node
 
     def mark_stored(self, node: Node, group: int) -> None:
         node.pending.discard(group)
@@ -366,3 +289,80 @@ class PrefixCache:
             self.slots.check_integrity(index, Counter(block_id for table in tables for block_id in table.block_ids))
         self.allocator.check_integrity()
         self.ledger.check_integrity()
+
+
+class Checkpoints:
+    """Checkpoints along the paths of requests and lineages. Without recurrent state there are none."""
+
+    def __init__(self, tree: RadixTree, slots: Slots, publisher: Publisher, snapshots: Snapshots | None) -> None:
+        self._tree = tree
+        self._slots = slots
+        self._publisher = publisher
+        self._snapshots = snapshots
+
+    def keep(
+        self, sequence: BlockTables, num_tokens: int, *, lasts: bool = False, starts_next: bool = False
+    ) -> int | None:
+        """List a checkpoint after the first `num_tokens` tokens of an open request and return its slot.
+
+        None if one exists or there is no room. RAM keeps the last one and the next prompt's start longest, else the
+        last two.
+
+        Args:
+            lasts: whether to keep it as long as those, because other conversations start there.
+            starts_next: whether the conversation's next prompt probably starts there.
+        """
+        snapshots = self._snapshots
+        if snapshots is None or not num_tokens:
+            return None
+        node = self._publisher.node_of(sequence, sequence.state_path, num_tokens)
+        if not lasts and node not in sequence.snapshots:
+            self._note(snapshots, sequence, node, starts_next=starts_next)
+        if node.state is not None:
+            snapshots.touch(node)
+            return None
+        try:
+            slot = snapshots.allocate()
+        except OutOfBlocks:
+            self._slots.prune(node)
+            return None
+        snapshots.list_in(node, slot)
+        return slot
+
+    def _note(self, snapshots: Snapshots, sequence: BlockTables, node: Node, *, starts_next: bool) -> None:
+        kept = sequence.snapshots[-1:] if sequence.next_start is None else [sequence.next_start]
+        for older in sequence.snapshots:
+            if older not in kept:
+                snapshots.expire(older)
+        sequence.snapshots = [*kept, node]
+        if starts_next:
+            sequence.next_start = node
+
+    def expect_no_start(self, sequence: BlockTables) -> None:
+        """Withdraw `starts_next`: that checkpoint leaves RAM first."""
+        if self._snapshots is not None and sequence.next_start is not None:
+            self._snapshots.expire(sequence.next_start)
+            sequence.next_start = None
+
+    def release_start(self, sequence: BlockTables) -> None:
+        """Release the slot that the request starts from, once its row has copied it."""
+        slot, sequence.state = sequence.state, None
+        if slot is not None:
+            assert self._snapshots is not None
+            self._snapshots.release(slot)
+
+    def find(self, root: str, token_ids: Sequence[int], num_tokens: int, producer: KVOrigin | None) -> list[Node]:
+        """Return the nodes with a checkpoint within the first `num_tokens` tokens of a lineage, in order."""
+        if self._snapshots is None:
+            return []
+        layout = state_layout(producer, len(self._slots.groups))
+        finder = CheckpointFinder(self._tree, root, pack(token_ids[:num_tokens]), layout, self._snapshots)
+        return list(finder.ends(num_tokens))[::-1]
+
+    def node(self, root: str, token_ids: Sequence[int], num_tokens: int, producer: KVOrigin | None) -> Node:
+        """Return the node that ends there, created if missing."""
+        path, node = state_layout(producer, len(self._slots.groups)), self._tree.root(root)
+        for begin in range(0, num_tokens, BLOCK_SIZE):
+            end = min(begin + BLOCK_SIZE, num_tokens)
+            node = self._tree.insert(node, token_ids[begin:end], path.origin_of(end))
+        return node

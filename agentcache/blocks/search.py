@@ -15,11 +15,9 @@ from itertools import takewhile
 from agentcache.blocks.hidden_states import HiddenStateCache, HiddenStateKey
 from agentcache.blocks.keys import BLOCK_SIZE, KVOrigin
 from agentcache.blocks.origin_paths import PathLayout, lay_out, state_layout
-from agentcache.blocks.radix_tree import Node, RadixTree
-from agentcache.blocks.siblings import BYTES_PER_TOKEN, Nearest, pack
-from agentcache.blocks.slots import Group
-from agentcache.blocks.snapshot_plan import whole_blocks
-from agentcache.blocks.snapshots import Snapshots
+from agentcache.blocks.pool import Group
+from agentcache.blocks.radix_tree import BYTES_PER_TOKEN, Nearest, Node, RadixTree, pack
+from agentcache.blocks.snapshots import Snapshots, whole_blocks
 from agentcache.errors import BrokenInvariant
 
 MIN_TAIL_TOKENS = 16  # fewer are cheaper to compute than to copy
@@ -130,7 +128,7 @@ class PathFinder:
     """Cached blocks on one origin path.
 
     Args:
-        packed: the prompt (`siblings.pack`).
+        packed: the prompt (`radix_tree.pack`).
         least: minimum tokens of a partly used block.
     """
 

@@ -10,7 +10,7 @@ from agentcache.api.report import CachedTokens, FinishReason, StepDown
 from agentcache.blocks.block_tables import BlockTables
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE
 from agentcache.blocks.search import Cached, PrefixFinder, match_residual_kv
-from agentcache.blocks.snapshot_plan import SnapshotPlan
+from agentcache.blocks.snapshots import SnapshotPlan
 from agentcache.engine.device import Device
 from agentcache.engine.hidden_states import HiddenStatePlanner
 from agentcache.engine.passes import ResidualKV
@@ -182,7 +182,7 @@ class Admission:
         """Arrays are values, so the checkpoint's slot is free once loaded."""
         if sequence.state is not None:
             generation.begin_state(self._device.row_state(sequence.state))
-            self._cache.state_taken(sequence)
+            self._cache.checkpoints.release_start(sequence)
 
     def _finder(self, generation: RunningRequest, root: str) -> PrefixFinder:
         return self._cache.finder(root, generation.token_ids, generation.producer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
-from agentcache.blocks.block_tables import Copy
+from agentcache.blocks.pool import Copy
 from agentcache.engine.batch import Batch, BatchRow, LateToken, Result
 from agentcache.engine.batch_builder import BatchBuilder
 from agentcache.engine.guard import MemoryGuard

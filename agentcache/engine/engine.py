@@ -427,7 +427,7 @@ class Engine:
     def _keep_state(self, generation: RunningRequest) -> None:
         plan, num_tokens = generation.snapshots, generation.num_computed
         if plan is not None and plan.wants(num_tokens) and generation.row_state is not None:
-            slot = self.cache.keep_state(
+            slot = self.cache.checkpoints.keep(
                 generation.open_sequence,
                 num_tokens,
                 lasts=num_tokens == plan.lasting,

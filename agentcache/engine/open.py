@@ -23,7 +23,7 @@ from agentcache.blocks.allocator import least_bytes, windows_bytes
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.blocks.snapshot_plan import interval_for, whole_blocks
+from agentcache.blocks.snapshots import interval_for, whole_blocks
 from agentcache.engine.batch_builder import BatchBuilder
 from agentcache.engine.device import MlxDevice
 from agentcache.engine.engine import Engine, Parts

@@ -186,14 +186,14 @@ class OutputProcessor:
         is_prompt = generation.repeated_tokens == generation.num_prompt_tokens
         if is_prompt and not ends_with_thought(transcript, self._tokenizer.reply_format):
             generation.repeated_tokens = 0
-            self._cache.expect_no_start(generation.open_sequence)
+            self._cache.checkpoints.expect_no_start(generation.open_sequence)
 
     def _keep_state(self, generation: RunningRequest, num_tokens: int) -> None:
         # A stop string may end the text before the computed tokens.
         last = (generation.num_computed, generation.row_state) if generation.num_computed <= num_tokens else None
         end, state = last or generation.shown_state or (0, None)
         if state is not None and end <= num_tokens:
-            slot = self._cache.keep_state(generation.open_sequence, end)
+            slot = self._cache.checkpoints.keep(generation.open_sequence, end)
             if slot is not None:
                 self._device.keep_state(slot, state)
 

@@ -7,9 +7,8 @@ from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.api.stats import RESIDUAL
 from agentcache.blocks.allocator import BlockAllocator, min_blocks
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.blocks.pool import BlockTable
+from agentcache.blocks.pool import BlockTable, Group
 from agentcache.blocks.search import Cached
-from agentcache.blocks.slots import Group
 from agentcache.engine.requests import Requests
 from agentcache.engine.running_request import RunningRequest
 from agentcache.errors import OutOfBlocks

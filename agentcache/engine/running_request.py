@@ -14,7 +14,7 @@ from agentcache.api.request import ChatPrompt, Request
 from agentcache.blocks.block_tables import BlockTables, PathBlock
 from agentcache.blocks.keys import KVOrigin
 from agentcache.blocks.prefix_match import PromptMatch
-from agentcache.blocks.snapshot_plan import SnapshotPlan
+from agentcache.blocks.snapshots import SnapshotPlan
 from agentcache.engine.output import Output
 from agentcache.engine.passes import Pass, ResidualKV
 from agentcache.engine.plans import RequestPlan

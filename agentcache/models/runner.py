@@ -10,8 +10,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from agentcache.blocks.block_tables import Copy
-from agentcache.blocks.pool import BlockPool, BlockTable
+from agentcache.blocks.pool import BlockPool, BlockTable, Copy
 from agentcache.blocks.snapshots import Snapshots
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.arena import GroupArena, TensorArena, has_due, make_arenas, take_due

@@ -15,9 +15,8 @@ import numpy as np
 from msgspec import Struct
 from msgspec.msgpack import Decoder, Encoder
 
-from agentcache.blocks.block_tables import Copy
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.blocks.pool import BlockTable
+from agentcache.blocks.pool import BlockTable, Copy
 from agentcache.errors import BrokenInvariant, RankLost
 from agentcache.kv.block_layout import Array
 from agentcache.kv.step_cache import Reads, Writes

@@ -7,8 +7,7 @@ from itertools import count
 import mlx.core as mx
 import mlx.nn as nn
 
-from agentcache.blocks.block_tables import Copy
-from agentcache.blocks.pool import BlockPool
+from agentcache.blocks.pool import BlockPool, Copy
 from agentcache.kv.block_layout import Array
 from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
 from agentcache.models.adapters import AdapterContent

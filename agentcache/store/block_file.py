@@ -30,7 +30,7 @@ from agentcache.blocks.keys import (
     chain_key,
     pack_token_ids,
 )
-from agentcache.blocks.siblings import BYTES_PER_TOKEN, pack, unpack
+from agentcache.blocks.radix_tree import BYTES_PER_TOKEN, pack, unpack
 from agentcache.errors import BlockRejected, BrokenInvariant, FileUnavailable, StoreError
 from agentcache.kv.block_layout import ALIGNMENT, Array, block_tensors, first_float, float_ranges, header_entries
 from agentcache.kv.spec import DTYPES, CacheSpec, GroupSpec
@@ -112,7 +112,7 @@ class BlockHeader:
         block_key: content address and file name.
         parent: chain key of the preceding block, or the namespace's root.
         position: index in the sequence, in blocks.
-        packed: token ids, 1 to 256 (`siblings.pack`).
+        packed: token ids, 1 to 256 (`radix_tree.pack`).
         producer: KV origin.
         cache: not in the file, but the chain starts at its root.
     """

@@ -15,9 +15,9 @@ from agentcache.agents.table import AgentTable
 from agentcache.bench.ttft import WORDS
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.ledger import Ledger
+from agentcache.blocks.pool import Group
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.prefix_match import PromptMatch, match_text
-from agentcache.blocks.slots import Group
 from agentcache.blocks.transcript import Transcript
 from agentcache.store.manifest import AgentRecord
 from agentcache.text.tokenizer import Tokenizer

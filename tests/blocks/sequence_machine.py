@@ -111,7 +111,7 @@ class SequenceMachine(TracedCache):
         sequence = running.sequence
         if sequence.state is not None and not running.loads:
             running.state = tuple(self.arena.slots[len(self.groups), sequence.state])
-            self.cache.state_taken(sequence)
+            self.cache.checkpoints.release_start(sequence)
 
     def match(self, root: str, tokens: list[int], limit: int, producer: KVOrigin | None) -> Cached:
         prefix = self.cache.match_prefix(root, tokens, limit, producer)
@@ -220,7 +220,7 @@ class SequenceMachine(TracedCache):
 
     def snap(self, running: Running, lasts: bool = False) -> None:
         before = {node for node in self.nodes() if node.state is not None}
-        slot = self.cache.keep_state(running.sequence, running.sequence.num_tokens, lasts=lasts)
+        slot = self.cache.checkpoints.keep(running.sequence, running.sequence.num_tokens, lasts=lasts)
         if slot is not None:
             self.arena.slots[len(self.groups), slot] = list(running.state)
         made = {node for node in self.nodes() if node.state is not None} - before

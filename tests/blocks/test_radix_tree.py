@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from agentcache.blocks.keys import BLOCK_SIZE, chain_key
-from agentcache.blocks.radix_tree import Node, RadixTree
-from agentcache.blocks.siblings import pack
+from agentcache.blocks.radix_tree import Node, RadixTree, pack
 from agentcache.errors import BrokenInvariant
 from tests.examples import examples
 

@@ -56,7 +56,7 @@ def fill(cache: PrefixCache, root: str, texts: Texts, *, has_adapters: bool = Fa
         sequence = cache.open(root, cache.match_prefix(root, tokens, len(tokens) - 1, producer))
         for load in sequence.loads:
             cache.loaded(sequence, load)
-        cache.state_taken(sequence)
+        cache.checkpoints.release_start(sequence)
         keeps_windows = rng.random() < 0.5
         while (begin := sequence.num_tokens) < len(tokens):
             end = min(len(tokens), begin + rng.choice([100, 256, 300]))
@@ -64,7 +64,7 @@ def fill(cache: PrefixCache, root: str, texts: Texts, *, has_adapters: bool = Fa
             cache.advance(sequence, tokens[begin:end])
             cache.leave_window(sequence, end if keeps_windows else None)
             if has_state and rng.random() < 0.5:
-                cache.keep_state(sequence, end)
+                cache.checkpoints.keep(sequence, end)
         cache.close(sequence, len(tokens) - rng.choice([0, 0, 1, 300]) if len(tokens) > 300 else None)
         disturb(cache, rng)
     cache.check_integrity()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentcache.blocks.siblings import Siblings, pack, unpack
+from agentcache.blocks.radix_tree import Siblings, pack, unpack
 
 TOKEN = st.sampled_from([0, 1, 255, 256, 2**31])  # sorted as bytes the wrong way round, these change places
 TOKENS = st.lists(TOKEN, min_size=1, max_size=6).map(tuple)

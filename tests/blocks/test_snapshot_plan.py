@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.blocks.snapshot_plan import MOST_SAVED, SnapshotPlan, choose_saved, interval_for
+from agentcache.blocks.snapshots import MOST_SAVED, SnapshotPlan, choose_saved, interval_for
 
 EVERY = st.sampled_from([256, 512, 2048, 4096])
 TOKENS = st.integers(0, 20_000)

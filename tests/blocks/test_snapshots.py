@@ -62,7 +62,7 @@ def make_cache(num_states: int = 4 * ROW_STATES) -> PrefixCache:
 
 def start(cache: PrefixCache, token_ids: list[int], producer: KVOrigin | None = None) -> BlockTables:
     sequence = cache.open(ROOT, cache.match_prefix(ROOT, token_ids, len(token_ids), producer))
-    cache.state_taken(sequence)
+    cache.checkpoints.release_start(sequence)
     return sequence
 
 
@@ -72,7 +72,7 @@ def grow(cache: PrefixCache, sequence: BlockTables, token_ids: list[int], *at: i
         cache.reserve(sequence, end - sequence.num_tokens)
         cache.advance(sequence, token_ids[sequence.num_tokens : end])
         if end in at:
-            assert cache.keep_state(sequence, end) is not None
+            assert cache.checkpoints.keep(sequence, end) is not None
     cache.check_integrity()
 
 
@@ -145,7 +145,7 @@ def test_where_others_begin_too_a_snapshot_lasts() -> None:
     sequence = start(cache, tokens)
     cache.reserve(sequence, 256)
     cache.advance(sequence, tokens[:256])
-    assert cache.keep_state(sequence, 256, lasts=True) is not None
+    assert cache.checkpoints.keep(sequence, 256, lasts=True) is not None
     grow(cache, sequence, tokens, 512, 768, 1000)
     assert sorted(node.end for node in snapshots_of(cache)) == [256, 768, 1000]
 
@@ -156,11 +156,11 @@ def test_what_the_next_prompt_starts_from_stays_behind_a_long_reply() -> None:
     grow(cache, sequence, tokens[:256], 200)
     cache.reserve(sequence, 44)
     cache.advance(sequence, tokens[256:300])
-    assert cache.keep_state(sequence, 300, starts_next=True) is not None
+    assert cache.checkpoints.keep(sequence, 300, starts_next=True) is not None
     grow(cache, sequence, tokens, 512, 768, 1000)
     assert sorted(node.end for node in snapshots_of(cache)) == [300, 768, 1000]
     assert [node.end for node in snapshots_of(cache)][0] == 768, "it leaves first"
-    cache.expect_no_start(sequence)
+    cache.checkpoints.expect_no_start(sequence)
     cache.close(sequence)
     cache.check_integrity()
     other = start(cache, [7] * 300)
@@ -181,7 +181,7 @@ def test_rows_go_before_snapshots_and_wait_for_other_rows() -> None:
     cache.check_integrity()
     cache.abandon(first)
     cache.abandon(second)
-    assert cache.keep_state(start(cache, [3] * 10), 0) is None, "nothing is computed, and nothing is kept"
+    assert cache.checkpoints.keep(start(cache, [3] * 10), 0) is None, "nothing is computed, and nothing is kept"
 
 
 def test_the_snapshot_that_a_row_is_about_to_start_from_is_not_given_to_it_as_room() -> None:

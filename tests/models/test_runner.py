@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from agentcache.blocks.block_tables import Copy
+from agentcache.blocks.pool import Copy
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.step_cache import Reads, StepCache, Writes
 from agentcache.models import loader

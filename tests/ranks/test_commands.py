@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentcache.blocks.block_tables import Copy
 from agentcache.blocks.hidden_states import HiddenStatePlan
-from agentcache.blocks.pool import BlockTable
+from agentcache.blocks.pool import BlockTable, Copy
 from agentcache.errors import BrokenInvariant, RankLost
 from agentcache.kv.step_cache import Reads, Writes
 from agentcache.models.adapter_files import LowRank, ModuleName

@@ -12,9 +12,10 @@ from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.agents.pins import Pins
 from agentcache.api.report import Match, Update
 from agentcache.api.request import Priority, Request, TokenPrompt
-from agentcache.blocks.block_tables import BlockTables, Copy
+from agentcache.blocks.block_tables import BlockTables
 from agentcache.blocks.keys import BASE_CACHE
 from agentcache.blocks.ledger import Ledger
+from agentcache.blocks.pool import Copy
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.blocks.prefix_match import PromptMatch
 from agentcache.blocks.transcript import Transcript

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.blocks.snapshot_plan import MOST_SAVED
+from agentcache.blocks.snapshots import MOST_SAVED
 from tests.marks import slow
 from tests.serving import inside
 from tests.serving.by_hand import by_hand

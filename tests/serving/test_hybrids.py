@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from agentcache.blocks.prefix_match import len_common_prefix
-from agentcache.blocks.snapshot_plan import MOST_SAVED
-from agentcache.blocks.snapshots import ROW_STATES
+from agentcache.blocks.snapshots import MOST_SAVED, ROW_STATES
 from agentcache.llm import LLM, Completion
 from agentcache.store.verify import verify_folder
 from agentcache.system.pressure import Level

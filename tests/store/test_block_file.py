@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import load
 
 from agentcache.blocks.keys import Namespace
-from agentcache.blocks.siblings import pack
+from agentcache.blocks.radix_tree import pack
 from agentcache.errors import BlockRejected, BrokenInvariant, StoreError
 from agentcache.kv.block_layout import ALIGNMENT
 from agentcache.kv.packing import Quantisation

@@ -16,7 +16,7 @@ import xxhash
 
 from agentcache.blocks.keys import BLOCK_SIZE, block_key, chain_key, pack_token_ids
 from agentcache.blocks.origin_paths import spans
-from agentcache.blocks.siblings import pack
+from agentcache.blocks.radix_tree import pack
 from agentcache.kv.spec import CacheSpec
 from agentcache.store.block_file import BlockHeader
 from agentcache.store.store import AgentRecord

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import mlx.core as mx
 import numpy as np
 
-from agentcache.blocks.block_tables import Copy
-from agentcache.blocks.pool import BlockPool, BlockTable
+from agentcache.blocks.pool import BlockPool, BlockTable, Copy
 from agentcache.kv.arena import GroupArena, TensorArena, make_arenas
 from agentcache.kv.backing import note_resized
 from agentcache.kv.block_layout import Array, GroupMemory

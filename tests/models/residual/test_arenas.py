@@ -9,8 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from agentcache.blocks.block_tables import Copy
-from agentcache.blocks.pool import BlockPool
+from agentcache.blocks.pool import BlockPool, Copy
 from agentcache.kv.arena import make_arenas, take_due
 from agentcache.kv.packing import Quantisation
 from agentcache.kv.spec import CacheSpec, LayerSpec, make_groups
