@@ -241,7 +241,7 @@ def main(
 
 
 def be_a_rank(model: Path, cache: Path, plan: DistributedPlan) -> None:
-    from agentcache.ranks.rank import own_rank
+    from agentcache.ranks.folders import own_rank
     from agentcache.settings.sources import load_config
 
     faulthandler.dump_traceback_later(SECONDS, exit=True)

@@ -27,12 +27,10 @@ from agentcache.metal_kernels.cases import turns_of
 from agentcache.metal_kernels.decode import THREADGROUPS, KeyResiduals, Residuals, ValueResiduals, decode
 from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
 from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
-from agentcache.metal_kernels.latent_decode import LatentPlan, latent_decode
-from agentcache.metal_kernels.latent_shape import LatentShape
+from agentcache.metal_kernels.latent_decode import LatentPlan, LatentShape, latent_decode
 from agentcache.metal_kernels.rope_tables import packed_b
 from agentcache.metal_kernels.tiling import HeadShape
-from agentcache.metal_kernels.unpack import unpack
-from agentcache.metal_kernels.unpack_residual import LowRankSide, unpack_residual
+from agentcache.metal_kernels.unpack import LowRankSide, unpack, unpack_residual
 from agentcache.models.attention import AttentionOptions, packed_attention
 from agentcache.models.mla import packed_latent_attention
 

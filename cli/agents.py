@@ -163,7 +163,7 @@ def export(
     Reads the cache folder, also while a server uses it: all answered turns are there. If several ranks share the
     model, their folders must be side by side: rank-0-of-2, rank-1-of-2.
     """
-    from agentcache.ranks.agent_folders import folders_of_agent
+    from agentcache.ranks.folders import folders_of_agent
     from agentcache.store.export import export_agent
 
     own, *others = folders_of_agent(load_config({"cache_dir": cache_dir}).cache_dir, agent, ranks)

@@ -21,7 +21,7 @@ from agentcache.cli.connection import ApiKey, ApiKeyFile, AsJson, CacheDir, runn
 from agentcache.cli.doctor_server import Check, examine_server, root_of
 from agentcache.client import Client
 from agentcache.errors import AgentCacheError, CacheFolderInUse, ConfigError, StoreError
-from agentcache.ranks.rank import RANK_FOLDER, rank_folders
+from agentcache.ranks.folders import RANK_FOLDER, rank_folders
 from agentcache.settings.config import Config
 from agentcache.settings.memory_plan import state_budget
 from agentcache.settings.sizes import disk_room

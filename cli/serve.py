@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from agentcache.errors import AgentCacheError, ConfigError, EngineStopped, InternalError
+from agentcache.ranks.folders import own_rank
 from agentcache.ranks.lost import lost_rank
-from agentcache.ranks.rank import own_rank
 from agentcache.settings.config import SETTINGS, Config, Flag, Kind
 from agentcache.settings.sources import load_config
 

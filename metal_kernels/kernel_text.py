@@ -26,8 +26,7 @@ from typing import Any
 import mlx.core as mx
 
 from agentcache.metal_kernels.compiled import cubin_of
-from agentcache.metal_kernels.cuda_prelude import CUDA
-from agentcache.metal_kernels.metal_prelude import METAL
+from agentcache.metal_kernels.prelude import CUDA, METAL
 
 # CUDA equivalents of Metal's thread attributes; threadgroups are one-dimensional.
 _ATTRIBUTES = {

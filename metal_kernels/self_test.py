@@ -17,11 +17,10 @@ import numpy as np
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.metal_kernels.append import Places, append, packed_alone
-from agentcache.metal_kernels.cases import TOLERANCE, Arenas, Case, as_computed, as_mlx, error
+from agentcache.metal_kernels.cases import TOLERANCE, Arenas, Case, LatentCase, Latents, as_computed, as_mlx, error
 from agentcache.metal_kernels.decode import decode
 from agentcache.metal_kernels.definition import packed, row_of, unpacked
-from agentcache.metal_kernels.latent_cases import LatentCase, Latents
-from agentcache.metal_kernels.latent_shape import LatentShape
+from agentcache.metal_kernels.latent_decode import LatentShape
 from agentcache.metal_kernels.tiling import HeadShape, ResidualKind
 from agentcache.metal_kernels.unpack import unpack
 

@@ -13,7 +13,7 @@ from agentcache.api.start_progress import Measuring, Phase
 from agentcache.api.stats import CacheStats
 from agentcache.settings.adapters import AdapterFolder
 from agentcache.store.response_files import ResponseFiles
-from agentcache.system.pressure import Level
+from agentcache.system.memory import Level
 
 T = TypeVar("T")
 

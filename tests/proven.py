@@ -14,7 +14,7 @@ import pytest
 
 from agentcache.models import loader, source_digest
 from agentcache.models.attachment import Everywhere, Hosted
-from agentcache.system.file_identity import file_identity
+from agentcache.system.files import file_identity
 
 State = tuple[Any, ...]
 

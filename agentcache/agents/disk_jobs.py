@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.agents.disk import Committed, Disk
-from agentcache.agents.restore import header_of
 from agentcache.agents.table import AgentTable
 from agentcache.blocks.keys import BLOCK_SIZE, BlockName, Namespace
 from agentcache.blocks.origin_paths import chain_keys, spans
@@ -194,7 +193,7 @@ def _copied(target: BlockToWrite) -> BlockWrite:
     node, arenas = target.node, target.cache.arenas
     data = arenas.snapshot(target.group, target.block_id, node.num_tokens)
     extras = arenas.block_extras(target.group, target.block_id, node.num_tokens)
-    return BlockWrite(header_of(node, target.group, target.cache), data, extras)
+    return BlockWrite(target.cache.header(node, target.group), data, extras)
 
 
 def _is_outgrown(tail: Node, group: int) -> bool:

@@ -6,14 +6,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from agentcache.agents.caches import KeptCache, KeptCaches
+from agentcache.agents.block_files import Pins, names_of
+from agentcache.agents.caches import KeptCache, KeptCaches, index_lineage, index_residuals, lay_out
 from agentcache.agents.disk import Committed, Disk, Saved
 from agentcache.agents.disk_jobs import BlockToWrite, DiskJobs, cut_residuals, is_wanted
-from agentcache.agents.index import index_lineage, index_residuals, lay_out
-from agentcache.agents.pins import Pins
-from agentcache.agents.saved_snapshots import SavedSnapshots
-from agentcache.agents.table import AgentTable, names_of
-from agentcache.agents.turn_write import CacheTurn, TurnWriter
+from agentcache.agents.table import AgentTable
+from agentcache.agents.turn_write import CacheTurn, SavedSnapshots, TurnWriter
 from agentcache.blocks.block_tables import BlockTables, PathBlock
 from agentcache.blocks.keys import BASE_CACHE, BlockName
 from agentcache.blocks.origin_paths import NamedBlock

@@ -25,16 +25,15 @@ import numpy as np
 
 from agentcache.agents.caches import KeptCache, KeptCaches
 from agentcache.blocks.block_tables import BlockTables, Load
-from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, block_key
+from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE
 from agentcache.blocks.pool import BlockTable, Group
-from agentcache.blocks.radix_tree import Node
 from agentcache.errors import BlockMissing, BlockRejected, StoreError
 from agentcache.kv.arena import shares_memory
 from agentcache.kv.block_layout import Array, GroupMemory, Place, RestBuffer, aligned
 from agentcache.store.block_file import BlockHeader, Extras, make_header
 from agentcache.store.block_folder import BlockFolder
 from agentcache.store.store import Store
-from agentcache.system.processors import kept_to, share_processors
+from agentcache.system.threads import kept_to, share_processors
 
 log = logging.getLogger("agentcache.restore")
 
@@ -52,22 +51,6 @@ _LARGE_BLOCK_BYTES = 1 << 20  # below, a second thread only competes for the GIL
 _READS_BEGUN = READERS + 2  # so that each reader finds its next batch
 # Minimum seconds to read before the inbox is checked. Resuming is slow: tensors are located again.
 _LEAST_AT_ONCE = 0.02
-
-
-def header_of(node: Node, index: int, cache: KeptCache) -> BlockHeader:
-    """The header that a block's file must have."""
-    assert node.parent is not None
-    group = cache.prefix.all_groups[index].name
-    return BlockHeader(
-        block_key=block_key(node.chain, group),
-        chain=node.chain,
-        parent=node.parent.chain,
-        group=group,
-        position=node.position,
-        packed=node.packed,
-        producer=node.producer,
-        cache=cache.name,
-    )
 
 
 @dataclass(frozen=True)
@@ -114,7 +97,7 @@ class Restoring:
         return self.cache.prefix.all_groups[group].bytes_per_block
 
     def header(self, load: Load) -> BlockHeader:
-        return header_of(load.node, load.group, self.cache)
+        return self.cache.header(load.node, load.group)
 
     def finish(self, reads: Sequence[Read]) -> None:
         cache = self.cache

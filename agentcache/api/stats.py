@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from agentcache.system.pressure import Level
+from agentcache.system.memory import Level
 
 # Kinds of RAM (`blocks/ledger.py`).
 BASE, RESIDUAL, STATE = "base", "residual", "state"

@@ -9,8 +9,7 @@ from typing import NoReturn
 
 from agentcache.adapters.weights import AdapterWeightSet
 from agentcache.agents.caches import KeptCaches
-from agentcache.agents.eviction import Eviction
-from agentcache.agents.operations import AgentOperations
+from agentcache.agents.operations import AgentOperations, Eviction
 from agentcache.agents.persistence import Persistence
 from agentcache.agents.restore import Restorer
 from agentcache.agents.table import AgentTable
@@ -38,7 +37,7 @@ from agentcache.models.fused import counts as kernel_counts
 from agentcache.models.loader import LoadedModel
 from agentcache.models.sampler import TokenScore
 from agentcache.ranks.lost import lost_rank
-from agentcache.system.pressure import Level
+from agentcache.system.memory import Level
 
 log = logging.getLogger("agentcache.engine")
 

@@ -27,7 +27,7 @@ from agentcache.ranks.lost import lost_rank
 from agentcache.store.archived_agent import ArchivedAgent
 from agentcache.store.manifest import AgentRecord
 from agentcache.store.response_files import ResponseFiles
-from agentcache.system.pressure import Level
+from agentcache.system.memory import Level
 from agentcache.system.threads import as_exception
 from agentcache.text.grammars.compiler import Grammar
 from agentcache.text.replies.reader import read_as

@@ -9,12 +9,10 @@ from functools import partial
 from pathlib import Path
 
 from agentcache.adapters.weights import AdapterWeightSet
-from agentcache.agents.caches import KeptCache, KeptCaches
-from agentcache.agents.eviction import Eviction
-from agentcache.agents.index import load_agents
-from agentcache.agents.operations import AgentOperations
+from agentcache.agents.block_files import Pins
+from agentcache.agents.caches import KeptCache, KeptCaches, load_agents
+from agentcache.agents.operations import AgentOperations, Eviction
 from agentcache.agents.persistence import Persistence
-from agentcache.agents.pins import Pins
 from agentcache.agents.restore import Restorer
 from agentcache.agents.table import AgentTable, ResidentTranscripts, transcript_budget
 from agentcache.api.start_progress import StartProgress

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from agentcache.adapters.activation import AdapterUse
+from agentcache.agents.block_files import Pins
 from agentcache.agents.disk import Saved
 from agentcache.agents.persistence import Persistence
-from agentcache.agents.pins import Pins
 from agentcache.agents.table import AgentTable
 from agentcache.api.report import PROMPT_END, FinishReason, StepDown, TokenLogprob, Update
 from agentcache.blocks.block_tables import BlockTables, PathBlock

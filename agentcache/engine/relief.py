@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 
 from agentcache.agents.caches import KeptCaches
-from agentcache.agents.eviction import Eviction
+from agentcache.agents.operations import Eviction
 from agentcache.engine.device import Device
 from agentcache.engine.hidden_states import HiddenStatePlanner
 from agentcache.engine.scheduler import Scheduler
 from agentcache.models.loader import LoadedModel
-from agentcache.system.pressure import Level
+from agentcache.system.memory import Level
 
 log = logging.getLogger("agentcache.engine")
 

@@ -11,7 +11,7 @@ from agentcache.models.adapters import TargetModules
 from agentcache.models.residual.forms import ResidualSupport
 from agentcache.settings.memory_plan import MemoryPlan
 from agentcache.store.model_names import ModelNames
-from agentcache.system.pressure import Level
+from agentcache.system.memory import Level
 from agentcache.text.tokenizer import Tokenizer
 
 

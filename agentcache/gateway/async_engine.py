@@ -60,8 +60,7 @@ from agentcache.settings.config import Config
 from agentcache.store.archived_agent import read_archive
 from agentcache.store.response_files import ResponseFiles
 from agentcache.system.malloc import keep_freed_memory
-from agentcache.system.memory import SystemMemory
-from agentcache.system.pressure import Level
+from agentcache.system.memory import Level, SystemMemory
 from agentcache.text.tokenizer import Tokenizer
 
 P = ParamSpec("P")

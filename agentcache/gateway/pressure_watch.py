@@ -7,8 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from agentcache.system.memory import PressureReading
-from agentcache.system.pressure import Level, PressureGauge
+from agentcache.system.memory import Level, PressureGauge, PressureReading
 
 log = logging.getLogger("agentcache.engine")
 

@@ -19,7 +19,7 @@ from agentcache.models.adapter_files import ModuleName
 from agentcache.models.attachment import host_in_pieces
 from agentcache.models.fingerprint import first_fingerprint
 from agentcache.models.loader import LoadedModel, check_files, install_wanted_positions
-from agentcache.system.file_identity import file_identity
+from agentcache.system.files import file_identity
 
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 

@@ -42,7 +42,7 @@ from typing import Any
 
 import xxhash
 
-from agentcache.system.file_identity import file_identity
+from agentcache.system.files import file_identity
 from agentcache.system.memo import Memo
 from agentcache.text.model_folder import token_rules, tokenizer_files
 

@@ -23,8 +23,7 @@ from agentcache.kv.packing import LayerPacking, Packing, Quantisation
 from agentcache.kv.spec import DTYPES, CacheSpec, LayerSpec, RecurrentSpec
 from agentcache.metal_kernels.decode_plan import MAX_SPLITS
 from agentcache.metal_kernels.kernel_text import device
-from agentcache.metal_kernels.latent_decode import THREADGROUPS
-from agentcache.metal_kernels.latent_shape import partial_bytes
+from agentcache.metal_kernels.latent_decode import THREADGROUPS, partial_bytes
 from agentcache.models.attention import MAX_PACKED_QUERIES, reads_packed
 from agentcache.models.device_memory import device_memory
 from agentcache.models.fused import MAX_QUERIES, MAX_RANK, read_by_kernels

@@ -29,7 +29,7 @@ from agentcache.metal_kernels.append import Places, append, packed_alone
 from agentcache.metal_kernels.decode import PackedArrays, PreparedDecode, prepare
 from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
 from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
-from agentcache.metal_kernels.latent_shape import UNIT, LatentShape, LatentTiling
+from agentcache.metal_kernels.latent_decode import UNIT, LatentShape, LatentTiling
 from agentcache.metal_kernels.numbers import on_device
 from agentcache.metal_kernels.self_test import Verdict, try_kernels
 from agentcache.metal_kernels.tiling import NO_RESIDUALS, HeadShape, ResidualKind

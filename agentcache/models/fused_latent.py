@@ -13,8 +13,7 @@ import mlx.core as mx
 from agentcache.kv.arena import SideArena
 from agentcache.kv.step_cache import PagedKV, Reads
 from agentcache.metal_kernels.decode_plan import StepRows
-from agentcache.metal_kernels.latent_decode import LatentPlan, PreparedLatents, prepare_latents
-from agentcache.metal_kernels.latent_shape import LatentShape
+from agentcache.metal_kernels.latent_decode import LatentPlan, LatentShape, PreparedLatents, prepare_latents
 from agentcache.metal_kernels.unpack import unpack
 from agentcache.models.fused import PACKED_BITS, Mode, checked, latent_shape, mode, row_ids, usable
 

@@ -35,8 +35,8 @@ from agentcache.models.source_digest import source_digest
 from agentcache.models.step import CurrentStep
 from agentcache.store.cache_files import whose
 from agentcache.store.model_names import ModelNames
+from agentcache.system.files import make_private_folder
 from agentcache.system.memo import Memo, read_memo, write_memo
-from agentcache.system.private_file import make_private_folder
 from agentcache.text.tokenizer import Tokenizer
 
 # Names in config.json, most common first.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from agentcache.errors import UnreadableAdapter, UnsupportedAdapter
-from agentcache.system.plain_file import open_plain
+from agentcache.system.files import open_plain
 
 
 @contextmanager

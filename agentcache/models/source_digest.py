@@ -17,7 +17,7 @@ import mlx.nn as nn
 import mlx_lm
 
 from agentcache.models.first_sources import FIRST_SOURCES
-from agentcache.system.file_identity import file_identity
+from agentcache.system.files import file_identity
 from agentcache.system.memo import Memo
 
 _PACKAGE = "mlx_lm"

@@ -21,13 +21,9 @@ from agentcache.models.loader import LoadedModel, load, put_on_cache, read_model
 from agentcache.models.runner import ModelRunner
 from agentcache.models.shards import ShardedAdapters, Shards
 from agentcache.ranks.commands import decode, decoder_of, encode
-from agentcache.ranks.connections import ring_connections
-from agentcache.ranks.lost import naming_the_lost
-from agentcache.ranks.rank import own_rank, rank_folder
-from agentcache.ranks.remote_handles import RemoteHandles
-from agentcache.ranks.runner import RankZeroAdapters, RankZeroRunner
-from agentcache.ranks.store import RankZeroStore
-from agentcache.ranks.watchdog import Watchdog
+from agentcache.ranks.folders import own_rank, rank_folder
+from agentcache.ranks.lost import Watchdog, naming_the_lost, ring_connections
+from agentcache.ranks.rank_zero import RankZeroAdapters, RankZeroRunner, RankZeroStore, RemoteHandles
 from agentcache.ranks.wire import Wire
 from agentcache.ranks.worker import Slots, Worker
 from agentcache.ranks.worker_link import Post, WorkerLink

@@ -17,9 +17,7 @@ from itertools import count
 
 from agentcache.errors import RankLost
 from agentcache.ranks.commands import ANSWERS, Command, Question, Stop, decode, encode
-from agentcache.ranks.connections import Connections
-from agentcache.ranks.lost import naming_the_lost
-from agentcache.ranks.watchdog import CUT_SECONDS, LOOK_SECONDS
+from agentcache.ranks.lost import CUT_SECONDS, LOOK_SECONDS, Connections, naming_the_lost
 from agentcache.ranks.wire import Wire
 from agentcache.system.threads import start_thread
 

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from agentcache.errors import InvalidRequest
 from agentcache.store.manifest import Manifest
-from agentcache.system.plain_file import open_plain
+from agentcache.system.files import open_plain
 
 _MAGIC = b"agentcache agent 1\n"
 _TAIL_BYTES = 8 + 32

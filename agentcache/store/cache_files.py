@@ -19,7 +19,7 @@ from pathlib import Path
 
 from agentcache.errors import BlockRejected, BrokenInvariant
 from agentcache.system.durable import Durability, sync
-from agentcache.system.plain_file import open_below
+from agentcache.system.files import open_below
 
 log = logging.getLogger("agentcache.store")
 

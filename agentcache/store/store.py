@@ -38,7 +38,7 @@ from agentcache.store.model_names import ModelNames, folder_of, write_labels
 from agentcache.store.response_files import ResponseFiles
 from agentcache.store.saved_agents import FormerAgents, QuarantinedAgents, SavedAgents
 from agentcache.system.durable import Durability
-from agentcache.system.private_file import make_private_folder
+from agentcache.system.files import make_private_folder
 
 __all__ = ["AgentRecord", "BlockWrite", "Store"]
 

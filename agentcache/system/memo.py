@@ -8,8 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from agentcache.system.plain_file import open_plain
-from agentcache.system.private_file import write_private
+from agentcache.system.files import open_plain, write_private
 
 _MAX_BYTES = 1 << 24  # a longer file is cut, so invalid JSON
 

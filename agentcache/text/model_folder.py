@@ -12,7 +12,7 @@ from typing import Any
 from agentcache.api.sampling import SamplingDefaults
 from agentcache.compat import TokenizerWrapper, set_template, template_data
 from agentcache.errors import InvalidRequest
-from agentcache.system.file_identity import file_identity
+from agentcache.system.files import file_identity
 from agentcache.system.memo import Memo
 
 _FILE, _MODEL_FILE = "generation_config.json", "config.json"

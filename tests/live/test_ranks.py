@@ -12,7 +12,7 @@ import pytest
 
 from agentcache.cli.serve import LOST_CODE
 from agentcache.client import ServerError
-from agentcache.ranks.watchdog import EXIT_CODE
+from agentcache.ranks.lost import EXIT_CODE
 from agentcache.server_process import ServerNotStarted
 from agentcache.store.verify import verify_folder
 from tests.conftest import ModelFolder

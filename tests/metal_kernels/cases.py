@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from agentcache.metal_kernels.cases import Case
-from agentcache.metal_kernels.latent_cases import LatentCase
+from agentcache.metal_kernels.cases import Case, LatentCase
 
 
 def lengths_of(length: int, rows: int) -> tuple[int, ...]:

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from agentcache.metal_kernels.append import APPEND
+from agentcache.metal_kernels.decode import MERGE
 from agentcache.metal_kernels.decode_text import DECODE
 from agentcache.metal_kernels.kernel_text import KernelText
 from agentcache.metal_kernels.latent_text import LATENT_DECODE
-from agentcache.metal_kernels.merge import MERGE
-from agentcache.metal_kernels.unpack import UNPACK
-from agentcache.metal_kernels.unpack_residual import UNPACK_RESIDUAL
+from agentcache.metal_kernels.unpack import UNPACK, UNPACK_RESIDUAL
 from tests.metal_kernels.emulator.capture import Launch
 from tests.metal_kernels.emulator.run import PLAIN, EmulatedKernel, Result, Schedule
 

@@ -13,11 +13,17 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from agentcache.metal_kernels import compiled, kernel_text, nvrtc
-from agentcache.metal_kernels.compiled import CompiledKernels, cubin_of
+from agentcache.metal_kernels import compiled, kernel_text
+from agentcache.metal_kernels.compiled import (
+    CompiledKernels,
+    Compiler,
+    DoesNotCompile,
+    NoCompiler,
+    cubin_of,
+    loaded_library,
+)
 from agentcache.metal_kernels.kernel_text import KernelText
-from agentcache.metal_kernels.latent_shape import LatentShape
-from agentcache.metal_kernels.nvrtc import Compiler, DoesNotCompile, NoCompiler, loaded_library
+from agentcache.metal_kernels.latent_decode import LatentShape
 from agentcache.metal_kernels.self_test import Shape, differences
 from agentcache.metal_kernels.tiling import HeadShape
 from tests.marks import slow
@@ -253,6 +259,6 @@ def test_a_library_that_is_none_is_told(tmp_path: Path) -> None:
 
 
 def test_without_headers_there_is_no_compiler(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvrtc, "_header_folders", lambda library: iter([tmp_path]))
+    monkeypatch.setattr(compiled, "_header_folders", lambda library: iter([tmp_path]))
     with pytest.raises(NoCompiler, match=r"cuda_fp16\.h"):
         Compiler.of_library(library, "sm_90a")

@@ -10,11 +10,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from agentcache.metal_kernels.cases import Arenas, Case, error
+from agentcache.metal_kernels.cases import Arenas, Case, LatentCase, Latents, error
 from agentcache.metal_kernels.decode import decode
 from agentcache.metal_kernels.decode_text import DECODE
 from agentcache.metal_kernels.kernel_text import KernelText
-from agentcache.metal_kernels.latent_cases import LatentCase, Latents
 from agentcache.metal_kernels.latent_text import LATENT_DECODE
 from agentcache.metal_kernels.unpack import UNPACK, unpack
 from tests.metal_kernels.conftest import Emulate

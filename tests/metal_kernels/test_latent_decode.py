@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from agentcache.metal_kernels.append import packed_alone
-from agentcache.metal_kernels.cases import TOLERANCE, as_mlx, error
+from agentcache.metal_kernels.cases import TOLERANCE, LatentCase, Latents, as_mlx, error
 from agentcache.metal_kernels.definition import row_of
-from agentcache.metal_kernels.latent_cases import LatentCase, Latents
-from agentcache.metal_kernels.latent_shape import LatentShape, LatentTiling
+from agentcache.metal_kernels.latent_decode import LatentShape, LatentTiling
 from agentcache.metal_kernels.unpack import unpack
 from tests.marks import slow
 from tests.metal_kernels.cases import DTYPES, LATENT_SHAPES, ids, lengths_of

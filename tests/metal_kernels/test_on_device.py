@@ -6,10 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from agentcache.metal_kernels.cases import TOLERANCE, Arenas, Case, as_computed, as_mlx, error
+from agentcache.metal_kernels.cases import TOLERANCE, Arenas, Case, LatentCase, Latents, as_computed, as_mlx, error
 from agentcache.metal_kernels.definition import row_of
 from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
-from agentcache.metal_kernels.latent_cases import LatentCase, Latents
 from agentcache.metal_kernels.unpack import unpack
 from tests.metal_kernels.cases import (
     DECODE_CASES,

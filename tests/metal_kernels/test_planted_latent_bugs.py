@@ -7,8 +7,7 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
-from agentcache.metal_kernels.cases import TOLERANCE, error
-from agentcache.metal_kernels.latent_cases import LatentCase, Latents
+from agentcache.metal_kernels.cases import TOLERANCE, LatentCase, Latents, error
 from tests.marks import slow
 from tests.metal_kernels.conftest import Emulate
 from tests.metal_kernels.emulator.marks import needs_clang

@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
-from agentcache.metal_kernels.latent_shape import LatentShape
+from agentcache.metal_kernels.latent_decode import LatentShape
 from agentcache.metal_kernels.self_test import Shape, Verdict, differences, steps, try_kernels, wrong_steps
 from agentcache.metal_kernels.tiling import HeadShape
 from tests.marks import slow

@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 
 from agentcache.kv.backing import Reserved
-from agentcache.metal_kernels.latent_shape import LatentShape
+from agentcache.metal_kernels.latent_decode import LatentShape
 from agentcache.metal_kernels.self_test import Verdict, try_kernels
 from agentcache.metal_kernels.tiling import HeadShape
 from agentcache.models import fused

@@ -21,7 +21,7 @@ from agentcache.kv.spec import LayerSpec, attention_group
 from agentcache.kv.step_cache import Writes
 from agentcache.llm import LLM, Completion
 from agentcache.metal_kernels.append import APPEND
-from agentcache.metal_kernels.latent_shape import LatentShape
+from agentcache.metal_kernels.latent_decode import LatentShape
 from agentcache.metal_kernels.self_test import Verdict
 from agentcache.metal_kernels.tiling import HeadShape
 from agentcache.models import fused

@@ -16,7 +16,7 @@ from agentcache.kv.arena import LayerArena
 from agentcache.kv.packing import Quantisation
 from agentcache.kv.spec import LayerSpec
 from agentcache.kv.step_cache import Handle, PagedKV, Reads, Writes
-from agentcache.metal_kernels.latent_shape import LatentShape
+from agentcache.metal_kernels.latent_decode import LatentShape
 from agentcache.metal_kernels.self_test import Verdict, try_kernels
 from agentcache.models import fused
 from agentcache.models.mla import latent_attention

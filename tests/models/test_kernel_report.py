@@ -16,7 +16,7 @@ from agentcache.api.model import GroupKind
 from agentcache.errors import UnsupportedModel
 from agentcache.kv.packing import LayerPacking, Quantisation
 from agentcache.kv.spec import LayerSpec
-from agentcache.metal_kernels.latent_shape import LatentShape
+from agentcache.metal_kernels.latent_decode import LatentShape
 from agentcache.metal_kernels.self_test import Verdict
 from agentcache.metal_kernels.tiling import HeadShape
 from agentcache.models import fused, kernel_report

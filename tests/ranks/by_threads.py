@@ -11,8 +11,7 @@ from types import SimpleNamespace
 
 from agentcache.blocks.keys import Namespace
 from agentcache.errors import RankLost
-from agentcache.ranks.remote_handles import RemoteHandles
-from agentcache.ranks.store import RankZeroStore
+from agentcache.ranks.rank_zero import RankZeroStore, RemoteHandles
 from agentcache.ranks.worker import Worker
 from agentcache.ranks.worker_link import WorkerLink
 from agentcache.store.store import BlockWrite, Store

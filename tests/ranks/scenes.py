@@ -27,7 +27,7 @@ from agentcache.models.inspection import Inspection
 from agentcache.models.runner import ModelRunner
 from agentcache.models.step import StepInputs, StepOutputs
 from agentcache.ranks.commands import Block, DropAdapter, PutBytes, WriteBlocks
-from agentcache.ranks.rank import own_rank
+from agentcache.ranks.folders import own_rank
 from agentcache.settings.config import Config
 from agentcache.store.archive import ArchiveRejected
 from agentcache.store.block_file import make_header

@@ -13,7 +13,7 @@ import pytest
 
 from agentcache.errors import BrokenInvariant, RankLost, StoreError
 from agentcache.ranks.commands import Block, Forget, TakeStock, encode
-from agentcache.ranks.remote_handles import RemoteHandles
+from agentcache.ranks.rank_zero import RemoteHandles
 from agentcache.ranks.worker import Held, WorkerFiles
 from agentcache.ranks.worker_link import WorkerLink
 from agentcache.store.block_file import make_header

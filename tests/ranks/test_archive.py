@@ -10,7 +10,7 @@ import pytest
 
 from agentcache.blocks.origin_paths import chain_keys, name_blocks, spans
 from agentcache.errors import Conflict, NotFound, StoreError
-from agentcache.ranks.agent_folders import folders_of_agent
+from agentcache.ranks.folders import folders_of_agent
 from agentcache.store.archive import ArchiveFile, ArchiveRejected, ArchiveWriter
 from agentcache.store.archived_agent import read_archive
 from agentcache.store.block_file import make_header

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from agentcache.errors import RankLost
-from agentcache.ranks.connections import Connections, ring_connections
+from agentcache.ranks.lost import Connections, ring_connections
 from agentcache.ranks.worker_link import WorkerLink
 from tests.ranks.by_threads import SECONDS, ThreadWire
 from tests.throwing import PanicException

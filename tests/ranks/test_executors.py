@@ -18,7 +18,7 @@ from agentcache.models.adapter_files import LowRank, ModuleName
 from agentcache.models.loader import load, read_model
 from agentcache.models.shards import Shards
 from agentcache.ranks.executors import Executor, PrecisionOfRank0, join, rank_settings
-from agentcache.ranks.rank import own_rank, rank_folder, rank_folders
+from agentcache.ranks.folders import own_rank, rank_folder, rank_folders
 from agentcache.settings.config import Config
 from tests.adapters_factory import random_matrices
 from tests.conftest import ModelFolder

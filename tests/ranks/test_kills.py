@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from agentcache.cli.serve import LOST_CODE
-from agentcache.ranks.agent_folders import folders_of_agent
+from agentcache.ranks.folders import folders_of_agent
 from agentcache.store.export import export_agent
 from agentcache.store.verify import verify_folder
 from tests.ranks.two_ranks import Played, play

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.ranks.agent_folders import folders_of_agent
+from agentcache.ranks.folders import folders_of_agent
 from agentcache.store.export import export_agent
 from agentcache.store.verify import verify_folder
 from tests.ranks.two_ranks import play

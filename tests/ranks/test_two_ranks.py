@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agentcache.kv.packing import LayerBits, Precision
-from agentcache.ranks.rank import rank_folder
+from agentcache.ranks.folders import rank_folder
 from agentcache.store.precision_file import read_precision, write_precision
 from agentcache.store.verify import verify_folder
 from tests.adapters_factory import make_adapter

@@ -31,7 +31,7 @@ from agentcache.errors import Conflict, NotFound, UnsupportedAdapter
 from agentcache.settings.adapters import AdapterFolder
 from agentcache.store.archive import ArchiveRejected
 from agentcache.store.response_files import ResponseFiles
-from agentcache.system.pressure import Level
+from agentcache.system.memory import Level
 from tests.store.stored_responses import response_files
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from agentcache.api.start_progress import Measuring, Phase
 from agentcache.errors import StoreError
 from agentcache.server.app import create_app
 from agentcache.settings.config import Config
-from agentcache.system.pressure import Level
+from agentcache.system.memory import Level
 from tests.server.driver import ask, chat, refused, settle
 from tests.server.fake_engine import MODEL, FakeEngine
 

@@ -41,11 +41,11 @@ from agentcache.models.adapters import AdapterContent
 from agentcache.models.decoder import Decoder
 from agentcache.models.footprint import Footprint
 from agentcache.models.loader import LoadedModel
-from agentcache.ranks.runner import RankZeroRunner
+from agentcache.ranks.rank_zero import RankZeroRunner
 from agentcache.store.agent_folder import AgentFolder
 from agentcache.store.manifest import AgentRecord, Manifest
 from agentcache.store.store import Store
-from agentcache.system.pressure import Level
+from agentcache.system.memory import Level
 from agentcache.text.tokenizer import Tokenizer
 
 T = TypeVar("T")

@@ -16,13 +16,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from agentcache.agents.caches import KeptCache, KeptCaches
+from agentcache.agents.block_files import Pins
+from agentcache.agents.caches import KeptCache, KeptCaches, load_agents
 from agentcache.agents.disk import Saved
-from agentcache.agents.eviction import Eviction
-from agentcache.agents.index import load_agents
-from agentcache.agents.operations import AgentOperations
+from agentcache.agents.operations import AgentOperations, Eviction
 from agentcache.agents.persistence import Persistence
-from agentcache.agents.pins import Pins
 from agentcache.agents.restore import Restorer
 from agentcache.agents.table import AgentTable
 from agentcache.agents.turn_write import CacheTurn

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from agentcache.agents.block_files import Pins
 from agentcache.agents.caches import KeptCache, KeptCaches
-from agentcache.agents.pins import Pins
 from agentcache.api.report import Match, Update
 from agentcache.api.request import Priority, Request, TokenPrompt
 from agentcache.blocks.block_tables import BlockTables

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from agentcache.agents.pins import Pins
+from agentcache.agents.block_files import Pins
 from agentcache.agents.table import AgentTable
 from agentcache.blocks.origin_paths import NamedBlock
 from agentcache.blocks.transcript import Transcript

@@ -15,8 +15,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from agentcache.agents.disk import Committed, Disk, DurableLineages, SavedTurn
-from agentcache.agents.pins import Pins
+from agentcache.agents.block_files import Pins
+from agentcache.agents.disk import Committed, Disk, SavedTurn
+from agentcache.agents.table import DurableLineages
 from agentcache.blocks.keys import BASE_CACHE, BlockName, block_key, residual_cache
 from agentcache.store.archived_agent import read_archive
 from agentcache.store.export import export_agent

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+from agentcache.agents.block_files import Pins
 from agentcache.agents.disk import Disk, SavedTurn
-from agentcache.agents.pins import Pins
 from agentcache.blocks.keys import residual_cache
 from agentcache.llm import LLM
 from agentcache.store.archived_agent import ArchivedAgent

@@ -17,7 +17,7 @@ from agentcache.blocks.prefix_match import len_common_prefix
 from agentcache.blocks.snapshots import MOST_SAVED, ROW_STATES
 from agentcache.llm import LLM, Completion
 from agentcache.store.verify import verify_folder
-from agentcache.system.pressure import Level
+from agentcache.system.memory import Level
 from tests.marks import slow
 from tests.serving import inside
 from tests.serving.conversation import Chat, Stream, check_idle, greedy, make_ids, make_text, open_llm

@@ -14,7 +14,7 @@ from agentcache.agents import restore
 from agentcache.agents.restore import Job, ReadsInPlace
 from agentcache.kv.arena import shares_memory
 from agentcache.store.block_folder import BlockFolder
-from agentcache.system.processors import kept_to, share_processors
+from agentcache.system.threads import kept_to, share_processors
 from tests.serving.residual_desk import Desk, desk, make_ids
 
 pytestmark = [

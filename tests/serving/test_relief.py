@@ -20,8 +20,15 @@ from agentcache.gateway.pressure_watch import never_failing, watch_pressure
 from agentcache.llm import LLM
 from agentcache.models.footprint import free_memory
 from agentcache.settings.config import Config
-from agentcache.system.memory import MACOS_CRITICAL, MACOS_NORMAL, MACOS_WARNING, PressureReading, SystemMemory
-from agentcache.system.pressure import Level, PressureGauge
+from agentcache.system.memory import (
+    MACOS_CRITICAL,
+    MACOS_NORMAL,
+    MACOS_WARNING,
+    Level,
+    PressureGauge,
+    PressureReading,
+    SystemMemory,
+)
 from tests.adapters_factory import make_adapter
 from tests.marks import slow
 from tests.serving import inside

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from agentcache.agents.block_files import BlockFiles
+from agentcache.agents.caches import lay_out
 from agentcache.agents.disk import Committed, Reduced, Saved
 from agentcache.agents.disk_jobs import is_wanted
-from agentcache.agents.index import lay_out
 from agentcache.agents.turn_write import CacheTurn
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, BlockName, block_key
 from agentcache.store.archive import ArchiveRejected

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentcache.agents.block_files import Pins
 from agentcache.agents.disk import Disk
-from agentcache.agents.pins import Pins
 from agentcache.agents.table import AgentTable, ResidentTranscripts, shown_time, time_after, transcript_budget
 from agentcache.api.stats import TRANSCRIPTS
 from agentcache.blocks.ledger import Ledger

@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agentcache.agents import persistence
+from agentcache.agents.block_files import Pins
 from agentcache.agents.disk import Disk, SavedTurn
 from agentcache.agents.persistence import Persistence
-from agentcache.agents.pins import Pins
 from agentcache.errors import AgentUnavailable, DiskBudgetExceeded, FileUnavailable, StoreError
 from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.store.cache_files import CacheFiles

@@ -16,7 +16,7 @@ from agentcache.store import cache_files
 from agentcache.store.atomic import Replacement
 from agentcache.store.cache_files import CacheFiles, skip_bytes
 from agentcache.store.store import no_fault
-from agentcache.system.plain_file import open_below
+from agentcache.system.files import open_below
 from tests.examples import examples
 from tests.store.store_cases import make_block, open_store
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agentcache.errors import StoreError
-from agentcache.ranks.agent_folders import folders_of_agent
+from agentcache.ranks.folders import folders_of_agent
 from agentcache.store.export import export_agent
 from tests.store.store_cases import MODEL, make_record, make_transcript, make_turn, open_store
 from tests.store.unreadable import NOBODY, as_user, give, is_root

@@ -2,8 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from agentcache.system.memory import MACOS_CRITICAL, MACOS_NORMAL, MACOS_WARNING, PressureReading
-from agentcache.system.pressure import Level, PressureGauge, level_of
+from agentcache.system.memory import (
+    MACOS_CRITICAL,
+    MACOS_NORMAL,
+    MACOS_WARNING,
+    Level,
+    PressureGauge,
+    PressureReading,
+    level_of,
+)
 
 NORMAL, WARNING, CRITICAL = Level.NORMAL, Level.WARNING, Level.CRITICAL
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from agentcache.system.durable import sync, sync_path
-from agentcache.system.private_file import give_to_owner, make_private_folder
+from agentcache.system.files import give_to_owner, make_private_folder
 
 
 def make_folder(folder: Path, files: Mapping[str, bytes]) -> None:

@@ -14,7 +14,7 @@ from agentcache.kv.arena import LayerArena, SideArena
 from agentcache.metal_kernels.decode import KeyResiduals, PreparedDecode, Residuals, ValueResiduals, prepare
 from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
 from agentcache.metal_kernels.tiling import HeadShape, ResidualKind
-from agentcache.metal_kernels.unpack_residual import LowRankSide, unpack_residual
+from agentcache.metal_kernels.unpack import LowRankSide, unpack_residual
 from agentcache.models import fused
 from agentcache.models.attention import AttentionOptions, flash_attention, unpack_for
 from agentcache.models.residual.key_form import turning_of

@@ -1,13 +1,15 @@
-"""Open files of other programs or users safely."""
+"""Open files of other programs safely, and create files that only their owner can read."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import secrets
 import stat
 import struct
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -66,3 +68,48 @@ def _syscall() -> Callable[[int, int, bytes, bytes, int], int]:
     syscall.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t]
     syscall.restype = ctypes.c_long
     return syscall
+
+
+def make_private_folder(folder: Path) -> list[Path]:
+    """Create a folder and its missing parents; return the new ones, `folder` first. Raises OSError."""
+    new = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(0o700, parents=True, exist_ok=True)
+    for each in reversed(new):
+        fd = os.open(each, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            give_to_owner(fd, each.parent)
+        finally:
+            os.close(fd)
+    return new
+
+
+def give_to_owner(fd: int, folder: Path) -> None:
+    """As root, give the new file or folder `fd` to the owner of `folder`, who could not read it otherwise."""
+    if os.geteuid() == 0:
+        owner = os.stat(folder)
+        with suppress(OSError):  # some file systems have no owners
+            os.fchown(fd, owner.st_uid, owner.st_gid)
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Replace the file at `path` by `data`, readable by its owner only.
+
+    Not synced: a power loss may leave a torn file, so readers must check the content.
+
+    Raises:
+        OSError: the old file is unchanged.
+    """
+    temporary = path.with_suffix(f".{secrets.token_hex(6)}.tmp")
+    try:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
+            stream.write(data)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def file_identity(file: Path) -> str:
+    """Path, size, times and inode, which change whenever the content may have changed."""
+    stat = file.stat()
+    return f"{file.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ctime_ns}|{stat.st_ino}"
