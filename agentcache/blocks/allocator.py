@@ -1,7 +1,6 @@
-"""Allocates block slots and resizes pools within the ledger's budget.
+"""Allocates and evicts block slots, and resizes pools within the ledger's budget.
 
-Groups of one attention kind grow together and share an account. Base's floor covers one short request; residual caches
-have none.
+Groups of one attention kind grow together and share an account. Base's floor covers one short request.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ _MIN_GROWTH_BLOCKS = 4
 
 
 def window_blocks(window: int, at_once: int = BLOCK_SIZE) -> int:
-    """Slots per group for one request's window, if a step computes `at_once` tokens."""
+    """Slots that one request's window takes, if a step computes `at_once` tokens."""
     return -(-window // BLOCK_SIZE) + -(-at_once // BLOCK_SIZE) + 1
 
 
 def min_blocks(group: Group) -> int:
-    """Minimum slots of a group for one request."""
+    """Slots that one short request takes."""
     return 4 if group.window is None else window_blocks(group.window)
 
 
 def windows_bytes(groups: Sequence[Group], at_once: int = BLOCK_SIZE) -> int:
-    """Bytes of all windows of one long request, if a step computes `at_once` tokens."""
+    """Bytes of all windows of one request."""
     return sum(window_blocks(each.window, at_once) * each.bytes_per_block for each in groups if each.window is not None)
 
 
@@ -51,8 +50,8 @@ class BlockAllocator:
     """The pools of one cache.
 
     Args:
-        readers: block tables of all running requests, which the owner keeps up to date.
-        headroom: function that returns the bytes the machine can still provide.
+        readers: block tables of all running requests; the caller updates them.
+        headroom: function that returns the machine's free bytes.
 
     Attributes:
         is_sparing: evict unread blocks before growing, as memory is short.
@@ -76,8 +75,7 @@ class BlockAllocator:
         self._bytes = [group.bytes_per_block for group in slots.groups]
         self._eviction = eviction
         self._ledger = ledger
-        # Minimum by group.
-        self._least = [min_blocks(group) if name == BASE else 0 for group in slots.groups]
+        self._least = [min_blocks(group) if name == BASE else 0 for group in slots.groups]  # slots
         windows = [group.window for group in slots.groups]
         kinds = {window: self._open(window) for window in dict.fromkeys(windows)}
         self._kinds = [kinds[window] for window in windows]  # by group
@@ -115,7 +113,6 @@ class BlockAllocator:
         return self._eviction.free_one(index) or self._grow_at_others_expense(index)
 
     def _has_share(self, index: int) -> bool:
-        """Whether the cache's share has room for a slot, even if lent out."""
         account = self._kinds[index].account
         return account.family in self._ledger.shares and account.share_left >= self._cost(index, 1)
 
@@ -125,10 +122,7 @@ class BlockAllocator:
             continue
 
     def make_room(self, num_tokens: int) -> None:
-        """Grow for a request of `num_tokens` tokens.
-
-        Takes memory from other attention kinds, so no other request may run.
-        """
+        """Grow for a request, at the expense of other attention kinds: no other request may run."""
         for index, group in enumerate(self.slots.groups):
             needed = -(-num_tokens // BLOCK_SIZE)
             if group.window is not None:
@@ -169,21 +163,21 @@ class BlockAllocator:
         return bisect_right(range(1, most + 1), num_bytes, key=lambda added: self._cost(index, added))
 
     def affordable_growth(self, index: int, beside: int = 0) -> int:
-        """Slots to grow by if all loans return; negative if it must shrink. `beside`: bytes for other groups."""
+        """Slots to grow by if all loans return and `beside` bytes go elsewhere; negative if it must shrink."""
         kind = self._kinds[index]
         room = min(kind.account.room_without_loans - beside, self._machine_room(kind))
         return self._growth_within(room, index) if room >= 0 else room // sum(self._bytes[i] for i in kind.members)
 
     def note_use(self) -> None:
-        """Have caches with the same share release memory before this one."""
+        """Have other caches with the same share release memory before this one."""
         for kind in dict.fromkeys(self._kinds):
             self._ledger.note_use(kind.account)
 
     def _give_way(self, num_bytes: int, asker: Account) -> None:
-        """Release slots of other kinds above the floors: free ones first, then unread ones."""
+        """Release slots above the floors: free ones first, then unread ones."""
         freed, is_own = 0, any(kind.account is asker for kind in self._kinds)
-        # Only an account with a reserved share may move blocks that are read. This cache may not: while it opens a
-        # request, copies name slots.
+        # Only an account with a reserved share may move blocks that are read. This cache may not: pending copies of a
+        # request name slots.
         moves_read = asker.family in self._ledger.shares and not is_own
         while freed < num_bytes:
             donors = [i for i, kind in enumerate(self._kinds) if kind.account is not asker]
@@ -216,10 +210,7 @@ class BlockAllocator:
         )
 
     def gather(self) -> list[Copy]:
-        """Move blocks that only the tree lists out of the last slots.
-
-        Execute the copies before any other write and before `give_back`.
-        """
+        """Move blocks that only the tree lists out of the last slots. Copy before `give_back` and any other write."""
         return [copy for index in range(len(self._pools)) for copy in self.slots.gather(index)]
 
     def give_back(self) -> int:
@@ -255,6 +246,8 @@ class BlockAllocator:
 
 
 class EvictionOrder:
+    """Frees slots: least recently used first, leaves before ancestors."""
+
     def __init__(self, slots: Slots, tree: RadixTree) -> None:
         self._slots = slots
         self._tree = tree

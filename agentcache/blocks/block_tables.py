@@ -17,7 +17,7 @@ from agentcache.errors import BrokenInvariant
 
 @dataclass(frozen=True)
 class Load:
-    """A pending read of `node`'s first tokens from disk."""
+    """A pending read of a node's first tokens from disk."""
 
     node: Node
     group: int
@@ -26,7 +26,7 @@ class Load:
 
 
 class PathBlock(NamedTuple):
-    """A block of an origin path: its node and cache groups."""
+    """A block of an origin path."""
 
     node: Node
     groups: tuple[int, ...]
@@ -44,9 +44,9 @@ class OriginPath:
     """One origin path of a request.
 
     Attributes:
-        nodes: published full blocks, from the start.
-        tail: source of the unfinished block's first tokens, if any.
-        ahead: further cached full blocks, which the request has not reached.
+        nodes: published full blocks.
+        tail: source of the unfinished block's first tokens.
+        ahead: cached full blocks that the request has not reached.
     """
 
     layout: PathLayout
@@ -75,11 +75,11 @@ class BlockTables:
     """Block tables of one running request.
 
     Attributes:
-        root: chain key of its namespace.
-        state: slot of its first checkpoint, until the row has copied it.
-        snapshots: last nodes whose checkpoints it started from or created.
+        root: chain key of the namespace.
+        state: slot of the checkpoint to start from, until the row has copied it.
+        snapshots: last nodes with checkpoints that it started from or created.
         next_start: the one where the next prompt probably starts.
-        loads, copies: due before the first step, then removed.
+        loads, copies: due before the first step.
     """
 
     root: str

@@ -1,7 +1,7 @@
 """Hidden-state cache, shared by base and all adapters that begin at the same layer.
 
-A block holds the input of layer `cut` for the 256 tokens of a base block. With base's KV below the cut, a request skips
-those layers; missing blocks are computed.
+A block holds the input of layer `cut` for a base block's 256 tokens. With base's KV below the cut, a request skips
+those layers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from agentcache.errors import BrokenInvariant
 
 
 class HiddenStateKey(NamedTuple):
-    """The input of layer `cut` for base's block at `chain`."""
+    """Address of a block: base's chain key and the layer."""
 
     chain: str
     cut: int
@@ -28,7 +28,7 @@ class HiddenStateKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens `start … stop - 1` of a step, in a slot from position `offset` on."""
+    """Tokens `start … stop - 1` of a step, at `offset` in a slot."""
 
     slot: int
     offset: int
@@ -38,12 +38,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class HiddenStatePlan:
-    """Hidden states that one row's step reads and writes.
-
-    Args:
-        cut: first layer to compute; above 0, `reads` are its input.
-        writes: destinations by layer.
-    """
+    """Hidden states that one row's step reads (input of layer `cut`, the first computed) and writes, by layer."""
 
     cut: int = 0
     reads: Sequence[Piece] = ()
@@ -51,7 +46,7 @@ class HiddenStatePlan:
 
 
 class HiddenStateCache:
-    """Slots under a separate budget, evicted least recently used first. Claimed on first use and kept."""
+    """Slots under a separate budget, evicted least recently used first."""
 
     def __init__(self, num_slots: int, block_bytes: int, ledger: Ledger) -> None:
         self.num_slots = num_slots
@@ -76,7 +71,7 @@ class HiddenStateCache:
         return count
 
     def lock(self, names: Sequence[HiddenStateKey]) -> list[int]:
-        """Pin cached blocks until `release` and mark them as just used."""
+        """Pin cached blocks until `release`; mark them as just used."""
         self.touch(names)
         slots = [self._slots[name] for name in names]
         for slot in slots:
@@ -88,13 +83,13 @@ class HiddenStateCache:
             self._pool.release(slot)
 
     def touch(self, names: Sequence[HiddenStateKey]) -> None:
-        """Mark a path as just used; a block counts as older than its predecessor."""
+        """Mark a path as just used, its last block as the oldest."""
         for name in reversed(names):
             if name in self._slots:
                 self._slots[name] = self._slots.pop(name)
 
     def allocate(self, spare: Collection[HiddenStateKey] = ()) -> int | None:
-        """Return a slot to fill, with one reference; None if all are in use. `spare` is not evicted."""
+        """Return a slot with one reference, without evicting `spare`; None if all are in use."""
         if not self._pool.num_free and not self._grow() and not self._evict(spare):
             return None
         return self._pool.allocate()
@@ -114,7 +109,7 @@ class HiddenStateCache:
         return victim is not None
 
     def publish(self, name: HiddenStateKey, slot: int) -> None:
-        """List a filled slot; the cache takes over or drops the caller's reference."""
+        """List a filled slot. The cache takes over, or drops, the caller's reference."""
         if name in self._slots:
             self._pool.release(slot)
         else:
@@ -125,7 +120,7 @@ class HiddenStateCache:
             continue
 
     def give_back(self) -> int:
-        """Evict unread blocks, drop unused slots at the end; return the number left."""
+        """Evict unread blocks and drop unused last slots; return the number of slots left."""
         self.clear()
         capacity = self._pool.last_in_use + 1
         self._account.release((self._pool.capacity - capacity) * self._block_bytes)
@@ -171,7 +166,7 @@ class HiddenStateWriter:
         return list(self._slots.values())
 
     def pieces(self, start: int, stop: int) -> list[Piece]:
-        """Where a step's tokens go; blocks without their first tokens are not stored."""
+        """Return where a step's tokens go. Blocks without their first tokens are not stored."""
         if start != self._end:
             self._drop(self._end // BLOCK_SIZE)
         self._end = stop
@@ -188,7 +183,7 @@ class HiddenStateWriter:
         return None if slot is None else Piece(slot, block.offset, block.start, block.stop)
 
     def publish(self, nodes: Sequence[Node]) -> None:
-        """Add complete blocks; `nodes` are the request's, from its start on."""
+        """List complete blocks; `nodes` are the request's, from its start on."""
         for position in [position for position in self._slots if position < min(len(nodes), self._end // BLOCK_SIZE)]:
             slot, path = self._slots.pop(position), nodes[: position + 1]
             if path[-1].producer != BASE_ORIGIN:
@@ -200,7 +195,7 @@ class HiddenStateWriter:
 
 @dataclass(frozen=True)
 class _Block:
-    """Tokens `start … stop - 1` of a step, at `offset` in block number `position`."""
+    """As `Piece`, in a block number instead of a slot."""
 
     position: int
     offset: int

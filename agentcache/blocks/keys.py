@@ -1,7 +1,7 @@
 """Content addresses of cache blocks.
 
-A key is a digest of tagged, length-prefixed fields, so different inputs never share an encoding. It covers all tokens
-before the block, and adapter weights, never their name.
+A key is a digest of tagged, length-prefixed fields. It covers all tokens up to the block's end, and adapter weights,
+never their name.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def pack_token_ids(token_ids: Sequence[int]) -> bytes:
 
 @dataclass(frozen=True)
 class Namespace:
-    """What two prompts must have in common to share blocks.
+    """Properties that prompts must have in common to share blocks.
 
     Args:
         model: fingerprint of weights, config and tokenizer.
-        spec: digest of tensors, quantisation, groups and rope.
-        cache: `base`, or a text that covers the owner's content (`residual_cache`).
+        spec: digest of the `CacheSpec`.
+        cache: `base`, or as `residual_cache`.
     """
 
     model: str
@@ -57,7 +57,7 @@ class Namespace:
 
 
 def root_of_version_1(model: str, spec: str, salt: str) -> str:
-    """Root in files of version 1, to verify them."""
+    """Root of chains in files of version 1."""
     return _digest("agentcache.root", b"1", model.encode(), spec.encode(), salt.encode())
 
 
@@ -65,12 +65,11 @@ def root_of_version_1(model: str, spec: str, salt: str) -> str:
 class KVOrigin:
     """KV origin: an adapter that computes `groups` from token `start` on. Base computes the rest.
 
-    Only requests of the same origin share its blocks: another start gives other KV (Activated LoRA, arXiv 2504.12397).
+    Another start gives other KV (Activated LoRA, arXiv 2504.12397), so only requests of the same origin share blocks.
 
     Args:
         key: digest over weights and effective scale.
-        start: first position it acts on; 0 for a plain LoRA.
-        groups: cache groups whose KV can differ from base's, by index in this process; files use names.
+        groups: indices of cache groups; files use names.
     """
 
     key: str
@@ -83,7 +82,7 @@ class KVOrigin:
 
 
 def chain_key(parent: str, token_ids: Sequence[int], producer: str = BASE_ORIGIN) -> str:
-    """Return the address of the tokens after `parent`. `producer` is `base` or a `KVOrigin.text`."""
+    """Address of the tokens after `parent`. `producer` is `base` or a `KVOrigin.text`."""
     return _digest("agentcache.chain", parent.encode(), pack_token_ids(token_ids), producer.encode())
 
 
@@ -98,12 +97,12 @@ def residual_cache(adapter_digest: str) -> str:
 
 
 def kind_of(cache: str) -> str:
-    """Kind of a cache: `base` or `residual`."""
+    """`base` or `residual`."""
     return cache.partition(".")[0]
 
 
 class BlockName(NamedTuple):
-    """One group's part of a block. Files use the group's name (`block_key`)."""
+    """One group's part of a block; its file's name is a `block_key`."""
 
     chain: str
     group: int

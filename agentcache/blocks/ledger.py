@@ -2,11 +2,11 @@
 
 A floor is reserved, claimed or not. Claimed bytes are allocated; used bytes hold data.
 
-    base.KIND     slots of base's cache, by attention kind; floor: one short request
-    residual.ADAPTER.KIND   slots of one adapter's residual KV; all adapters have one share, lent to base while unused
+    base.KIND     base's KV, by attention kind; floor: one short request
+    residual.ADAPTER.KIND   residual KV; one share for all adapters, lent to base while unused
     adapters      adapter weights on the device
     stacks        stacked adapters for mixed steps: on loan
-    weights       the model's, outside the cache's budget
+    weights       the model's, outside the budget
     trunk         hidden-state cache; separate budget
     state         recurrent state of rows and checkpoints; its floor is its budget
     transcripts   of recent agents; above its floor while some are not on disk
@@ -25,7 +25,7 @@ UNBOUNDED = 2**62
 
 _NO_SHARES: Mapping[str, int] = {}
 
-# By asking family: families to ask, in order. Adapter weights leave only when no request needs them.
+# By asking family: families to ask, in order. Not adapter weights: requests need them.
 GIVES_WAY: Mapping[str, tuple[str, ...]] = {
     BASE: (BASE, STACKS),
     RESIDUAL: (BASE, STACKS, RESIDUAL),  # base may hold the residual share
@@ -36,14 +36,13 @@ GIVES_WAY: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(eq=False)
 class Account:
-    """Bytes of one kind. Created by `Ledger.open`.
+    """Bytes of one kind, `family` or `family.part`. Created by `Ledger.open`.
 
     Args:
-        kind: `family` or `family.part`.
         apart: bytes of a separate budget; None to share the ledger's.
         on_loan: whether all of it returns when another account asks.
-        measure: function that returns the used bytes; None if all are.
-        give_way: function that releases up to `num_bytes`. It must neither claim nor ask.
+        measure: returns the used bytes; None if all are.
+        give_way: releases up to `num_bytes`, without claiming or asking.
     """
 
     ledger: Ledger
@@ -68,7 +67,7 @@ class Account:
 
     @property
     def room(self) -> int:
-        """Bytes that can be claimed without asking."""
+        """Bytes to claim without asking."""
         if self.apart is not None:
             return self.apart - self.claimed
         return min(self._common_room, self.share_left)
@@ -106,15 +105,15 @@ class Account:
             self.release(self.claimed - num_bytes)
 
     def borrow(self, num_bytes: int) -> None:
-        """Set the claim to `num_bytes`, or less if other accounts cannot release enough."""
+        """Claim `num_bytes` in all, or less if other accounts cannot release enough."""
         missing = num_bytes - self.claimed
         if missing > 0 and not self.ask(missing):
             num_bytes = self.claimed + max(0, self.room)
         self.set_bytes(num_bytes)
 
     def ask(self, num_bytes: int) -> bool:
-        """Have other accounts release memory; return whether that was enough."""
-        # Only its own family can help if the family's share is too small.
+        """Have other accounts release memory; return whether `num_bytes` can be claimed."""
+        # If the family's share is too small, only the family can help.
         self._have_give_way((self.family,), lambda: num_bytes - self.share_left)
         if self.share_left >= num_bytes:
             families = GIVES_WAY.get(self.family, ())
@@ -137,11 +136,10 @@ class Ledger:
     """All RAM accounts. Only counts: owners keep their memory equal to the claim.
 
     Args:
-        budget: bytes for all accounts without a separate budget.
         shares: maximum bytes of a family, within the budget; lent while unused.
 
     Attributes:
-        accounts: all; in families with a share, least recently used first.
+        accounts: in families with a share, least recently used first.
         sharing: accounts of the common budget.
     """
 
@@ -214,4 +212,4 @@ class Ledger:
         if sum(account.claimed for account in self.sharing) > self.budget:
             raise BrokenInvariant("the RAM budget is exceeded")
         if sum(account.held for account in self.sharing) > max(self.budget, self.floors):
-            raise BrokenInvariant("what is kept for somebody has been taken by others")
+            raise BrokenInvariant("accounts have claimed the floors of other accounts")

@@ -1,12 +1,12 @@
 """Layout of a request's blocks by KV origin, the same in RAM, files and manifests.
 
-An origin path is a chain of blocks with some cache groups. Base's path has the groups that no adapter changes; the
-adapter's has the rest, and shares base's blocks up to the block with the adapter's start:
+An origin path is a chain of blocks with some cache groups. Base's path has the groups that the adapter does not change.
+The adapter's has the rest, and base's blocks up to the adapter's start:
 
     tokens          0 .. 255    256 .. 511    512 .. 600          start = 300
     base path       base        base          base                lower groups
     adapter path    base        key@300       key@300             upper groups
-    base tail                   base, 256 .. 299                  all groups: shares all tokens before 300
+    base tail                   base, 256 .. 299                  all groups
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class BlockKind:
 
 @dataclass(frozen=True)
 class PathLayout:
-    """An origin path without its blocks. With `has_state` its nodes carry checkpoints; `groups` may then be empty."""
+    """An origin path without its blocks. With `has_state`, its nodes carry checkpoints; it may have no groups."""
 
     groups: tuple[int, ...]
     producer: KVOrigin | None
@@ -38,7 +38,7 @@ class PathLayout:
         return BASE_ORIGIN if self.producer is None or end <= self.producer.start else self.producer.text
 
     def usable_kinds(self, position: int) -> list[BlockKind]:
-        """Return the kinds that may provide tokens of a block."""
+        """Kinds that may provide tokens of a block."""
         begin, end = position * BLOCK_SIZE, (position + 1) * BLOCK_SIZE
         if self.producer is None or end <= self.producer.start:
             return [BlockKind(BASE_ORIGIN, end)]
@@ -47,7 +47,7 @@ class PathLayout:
 
 
 def lay_out(producer: KVOrigin | None, num_groups: int, *, has_state: bool = False) -> tuple[PathLayout, ...]:
-    """Return the non-empty origin paths: base's, then the adapter's. Recurrent state is group `num_groups`."""
+    """Return the origin paths: base's, then the adapter's. Recurrent state is group `num_groups`."""
     own = frozenset[int]() if producer is None else producer.groups
     keys_and_values = range(num_groups)
     paths = (
@@ -58,19 +58,19 @@ def lay_out(producer: KVOrigin | None, num_groups: int, *, has_state: bool = Fal
 
 
 def state_layout(producer: KVOrigin | None, num_groups: int) -> PathLayout:
-    """Return the origin path whose nodes carry checkpoints."""
+    """The origin path with checkpoints."""
     return next(path for path in lay_out(producer, num_groups, has_state=True) if path.has_state)
 
 
 def has_base_tail(producer: KVOrigin | None, num_tokens: int) -> bool:
-    """Whether the adapter starts inside a block whose first tokens base has computed."""
+    """Whether the adapter starts inside a computed block."""
     if producer is None or not producer.groups:
         return False
     return producer.start % BLOCK_SIZE > 0 and producer.start < num_tokens
 
 
 def agreed_tokens(left: KVOrigin | None, right: KVOrigin | None, num_tokens: int) -> int:
-    """Number of first tokens with the same KV under both origins."""
+    """First tokens with the same KV under both origins."""
     if left == right:
         return num_tokens
     return min(num_tokens, *(producer.start for producer in (left, right) if producer is not None))
@@ -88,7 +88,7 @@ class BlockSpan:
 
 
 def spans(num_tokens: int, producer: KVOrigin | None, num_groups: int, *, has_state: bool = False) -> list[BlockSpan]:
-    """Return all blocks of a request: path by path, then the base tail."""
+    """All blocks of a request: path by path, then the base tail."""
     result: list[BlockSpan] = []
     for path in lay_out(producer, num_groups, has_state=has_state):
         first = len(result)
@@ -124,7 +124,7 @@ class NamedBlock(NamedTuple):
 
 
 class NamedSnapshot(NamedTuple):
-    """A checkpoint, addressed by the chain key of the block that ends there."""
+    """A checkpoint, by the chain key of the block that ends there."""
 
     num_tokens: int
     chain: str
@@ -160,7 +160,7 @@ class StateBlock(NamedTuple):
 def state_blocks(
     root: str, token_ids: Sequence[int], ends: Sequence[int], producer: KVOrigin | None, num_groups: int
 ) -> Iterator[StateBlock]:
-    """Yield the blocks that end after each of `ends` tokens, on the path with recurrent state."""
+    """Yield the blocks that end after each of `ends` tokens, on the path with checkpoints."""
     path = state_layout(producer, num_groups)
     parents = [root]
     for end in range(BLOCK_SIZE, max(ends, default=0), BLOCK_SIZE):

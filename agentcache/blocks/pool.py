@@ -16,10 +16,7 @@ from agentcache.errors import BrokenInvariant, OutOfBlocks
 
 
 class BlockPool:
-    """Reference counts of one group's slots `0 … capacity-1`.
-
-    The radix tree and requests reference slots. A slot that only the tree references can be evicted.
-    """
+    """Reference counts of one group's slots `0 … capacity-1`."""
 
     def __init__(self, capacity: int = 0) -> None:
         self._ref_cnt: list[int] = []
@@ -42,7 +39,7 @@ class BlockPool:
 
     @property
     def last_in_use(self) -> int:
-        """The last referenced slot, or -1."""
+        """Last referenced slot, or -1."""
         return next((slot for slot in range(self.capacity - 1, -1, -1) if self._ref_cnt[slot]), -1)
 
     def shrink(self, capacity: int) -> None:
@@ -60,7 +57,7 @@ class BlockPool:
         return block_id
 
     def allocate_before(self, block_id: int) -> int | None:
-        """Return the first free slot if below `block_id`, with one reference."""
+        """Return the first free slot, with one reference; None if it is not below `block_id`."""
         first = min(self._free, default=block_id)
         if first >= block_id:
             return None
@@ -69,11 +66,11 @@ class BlockPool:
         return first
 
     def note_move(self, source: int, target: int) -> None:
-        """Record that `target` replaces `source`; bytes follow later."""
+        """Record that `target` replaces `source`."""
         self._moves.append((source, target))
 
     def take_moves(self) -> list[tuple[int, int]]:
-        """Return and clear the recorded moves. Copy the bytes before any other use of the arena."""
+        """Return and clear the recorded moves. Copy their bytes before any other use of the arena."""
         moves, self._moves = self._moves, []
         return moves
 
@@ -102,10 +99,7 @@ class BlockPool:
 
 @dataclass
 class BlockTable:
-    """One request's slots in one group: block `i` holds tokens `256*i … 256*i+255`.
-
-    Blocks that leave the window are dropped: `block_ids[0]` is block number `first_block`.
-    """
+    """One request's slots in one group; `block_ids[0]` is block number `first_block`, the first in the window."""
 
     block_ids: list[int] = field(default_factory=list)
     first_block: int = 0
@@ -133,7 +127,7 @@ class BlockTable:
 
 @dataclass(frozen=True)
 class Copy:
-    """A block copy in RAM between slots of `group`."""
+    """A copy between slots of `group`."""
 
     group: int
     source: int
@@ -157,7 +151,7 @@ class Group(Protocol):
 
 @dataclass(frozen=True)
 class BlockCounts:
-    """Slots over all groups: unreferenced, referenced by requests, by the tree only."""
+    """Slots of all groups: free, in block tables, only in the tree."""
 
     free: int
     live: int
@@ -195,10 +189,7 @@ class Slots:
         self.pools[index].release(block_id)
 
     def evict(self, node: Node, groups: Collection[int] | None = None) -> bool:
-        """Free the node's slots (of `groups`); False if read or being written.
-
-        A node with descendants in RAM stays: they need it.
-        """
+        """Free the node's slots (of `groups`); False if they are read or written, or descendants are in RAM."""
         held = [index for index in node.block_ids if groups is None or index in groups]
         if node.pending or node.resident_children or any(self.is_read(i, node.block_ids[i]) for i in held):
             return False
@@ -213,13 +204,13 @@ class Slots:
         self.prune(node)
 
     def drop(self, node: Node, index: int) -> None:
-        """Unlist a leaf's slot even if read; remove the node if unused."""
+        """Unlist a slot, even if read; remove the node if unused."""
         if index in node.block_ids:
             self.take_from(node, index)
         self.prune(node)
 
     def vacate_last(self, index: int, tables: Iterable[BlockTable]) -> None:
-        """Move the block in the last slot to an earlier free slot, which must exist, also in `tables`."""
+        """Move the block in the last slot to an earlier free slot, also in `tables`."""
         pool = self.pools[index]
         last = pool.capacity - 1
         target = pool.allocate_before(last)
@@ -236,10 +227,7 @@ class Slots:
         pool.note_move(last, target)
 
     def gather(self, index: int) -> list[Copy]:
-        """Move blocks that only the tree lists to earlier free slots.
-
-        Stops at a read slot, as pools shrink from the end.
-        """
+        """Move blocks to earlier free slots, up to the last slot that is read."""
         pool, listing = self.pools[index], defaultdict[int, list[Node]](list)
         for node in self._tree.residents:
             if index in node.block_ids:

@@ -1,12 +1,10 @@
 """Prefix cache: which cached blocks a prompt uses, and where its new tokens go.
 
-The tree has one reference per node that lists a slot, a request one per slot in its block tables. Tokens in the tree
-are immutable. A request writes only after its own tokens: in private slots, or in the slot of a tail that no other
-request extends. A full block is published once computed, a partial one when the request is closed. A longer node may
-list the same slot as the tail that it extends.
+Tokens in the tree are immutable. A request writes only after its own tokens: in private slots, or in the slot of a tail
+that no other request extends. A full block is published once computed, a partial one when the request is closed.
 
-Each group is published on one origin path (`paths`) only, so base nodes never list KV of an adapter. If an adapter
-starts inside a block, the base tail lists its slots too, for the tokens before the start.
+Each group is published on one origin path only, so base nodes never list KV of an adapter. If an adapter starts inside
+a block, the base tail lists its slots too, for the tokens before the start.
 """
 
 from __future__ import annotations
@@ -32,9 +30,9 @@ class PrefixCache:
     """All cached blocks of one model, or of one residual cache.
 
     Args:
-        groups: KV cache groups; none without attention.
+        state: group of recurrent state, if any.
         state_budget: bytes for recurrent state of rows and checkpoints.
-        headroom: function that returns the bytes the machine can still provide.
+        headroom: function that returns the machine's free bytes.
     """
 
     def __init__(
@@ -72,19 +70,15 @@ class PrefixCache:
         limit: int,
         producer: KVOrigin | None = None,
     ) -> Cached:
-        """Return the longest prefix of at most `limit` tokens, as `PrefixFinder.match` does."""
+        """Return the longest cached prefix of at most `limit` tokens."""
         return self.finder(root, token_ids, producer).match(limit)
 
     def finder(self, root: str, token_ids: Sequence[int], producer: KVOrigin | None = None) -> PrefixFinder:
-        """Return the finder of a prompt's cached prefixes. Valid until the cache changes.
-
-        Args:
-            producer: KV origin of the rest, whose blocks match after its start; None for base.
-        """
+        """Return the finder of a prompt's cached prefixes; arguments as in `PrefixFinder`."""
         return PrefixFinder(self.tree, self.groups, root, token_ids, producer, self.snapshots)
 
     def in_ram(self, prefix: Cached) -> bool:
-        """Return whether no block of `prefix` must be read from disk."""
+        """Whether RAM has all blocks of `prefix`."""
         if prefix.snapshot is not None and prefix.snapshot.state is None:
             return False
         return all(
@@ -95,7 +89,7 @@ class PrefixCache:
         )
 
     def open(self, root: str, prefix: Cached) -> BlockTables:
-        """Return block tables filled with `prefix`; their `loads` and `copies` are due. Raises OutOfBlocks."""
+        """Return block tables filled with `prefix`. Raises OutOfBlocks."""
         if self.snapshots is not None and prefix.snapshot is not None:
             self.snapshots.touch(prefix.snapshot)
         sequence = self._enter(root, prefix)
@@ -154,7 +148,7 @@ class PrefixCache:
                 table.block_ids.append(self.allocator.allocate(index))
 
     def tokens_ahead(self, sequence: BlockTables, token_ids: Sequence[int], end: int) -> int:
-        """Tokens after the request's end that other requests have computed: whole blocks in RAM."""
+        """Tokens after the request's end in whole blocks in RAM."""
         return len(nodes_ahead(self.tree, sequence, token_ids, end)) * BLOCK_SIZE
 
     def catch_up(self, sequence: BlockTables, token_ids: Sequence[int], end: int) -> None:
@@ -166,8 +160,8 @@ class PrefixCache:
     def advance(self, sequence: BlockTables, token_ids: Sequence[int]) -> list[PathBlock]:
         """Record computed tokens; publish and return the blocks that they fill, path by path.
 
-        An adapter's first token also publishes base's tokens before it in that block. Slots outside a window stay until
-        `leave_window`, so that their bytes can be saved.
+        An adapter's first token also publishes the base tail. Slots outside a window stay until `leave_window`, to be
+        saved.
         """
         was_hidden = has_base_tail(sequence.producer, sequence.num_tokens)
         sequence.token_ids.extend(token_ids)
@@ -178,10 +172,7 @@ class PrefixCache:
         return published
 
     def share_tail(self, sequence: BlockTables, end: int) -> None:
-        """Publish the first `end` tokens, including part of an unfinished block.
-
-        The request continues in its own slots, other requests in copies.
-        """
+        """Publish part of an unfinished block, up to token `end`. Other requests continue in copies."""
         if end % BLOCK_SIZE:
             for path in sequence.paths:
                 self.slots.prune(self._publisher.list_slots(sequence, path, end))
@@ -191,7 +182,7 @@ class PrefixCache:
 
         Args:
             read_from: first token still to compute, for base's tables of a residual request. The tree then keeps its
-                slots, because adapters start reading anywhere.
+                slots: adapters start reading anywhere.
         """
         for path in sequence.paths if self._windowed else ():
             for index in self._windowed.intersection(path.groups):
@@ -209,10 +200,7 @@ class PrefixCache:
                 self.slots.take_from(node, index)
 
     def close(self, sequence: BlockTables, keep: int | None = None) -> list[PathBlock]:
-        """End a request, keep its first `keep` tokens, return its blocks in the order of `spans`.
-
-        If `keep` lies inside a published block, the tail lists that block's slots.
-        """
+        """End a request, keep its first `keep` tokens, return its blocks in the order of `spans`."""
         keep = sequence.num_tokens if keep is None else keep
         blocks = [block for path in sequence.paths for block in self._keep(sequence, path, keep)]
         if has_base_tail(sequence.producer, keep):
@@ -254,7 +242,7 @@ class PrefixCache:
         node.stored.add(group)
 
     def mark_missing(self, node: Node, group: int) -> None:
-        """Record that the node's file is not on disk; a pending write stays pending."""
+        """Record that a file is not on disk; a pending write stays pending."""
         node.stored.discard(group)
         self.slots.prune(node)
 
@@ -263,7 +251,7 @@ class PrefixCache:
         self.slots.prune(node)
 
     def evict(self, blocks: Iterable[NamedBlock]) -> None:
-        """Free the RAM of unread blocks without pending writes, last ones first."""
+        """Free the slots of unread blocks without pending writes, last ones first."""
         found = [(node, block.groups) for block in blocks if (node := self.tree.node(block.chain)) is not None]
         for node, groups in sorted(found, key=lambda entry: entry[0].position, reverse=True):
             if self.snapshots is not None and self.snapshots.index in groups:
@@ -292,7 +280,7 @@ class PrefixCache:
 
 
 class Checkpoints:
-    """Checkpoints along the paths of requests and lineages. Without recurrent state there are none."""
+    """Checkpoints of requests and lineages; none without recurrent state."""
 
     def __init__(self, tree: RadixTree, slots: Slots, publisher: Publisher, snapshots: Snapshots | None) -> None:
         self._tree = tree
@@ -305,12 +293,11 @@ class Checkpoints:
     ) -> int | None:
         """List a checkpoint after the first `num_tokens` tokens of an open request and return its slot.
 
-        None if one exists or there is no room. RAM keeps the last one and the next prompt's start longest, else the
-        last two.
+        None if one exists or there is no room. RAM keeps a request's last two longest.
 
         Args:
-            lasts: whether to keep it as long as those, because other conversations start there.
-            starts_next: whether the conversation's next prompt probably starts there.
+            lasts: whether other conversations start there: then it is kept as long.
+            starts_next: whether the next prompt probably starts there: then it is one of the two.
         """
         snapshots = self._snapshots
         if snapshots is None or not num_tokens:
@@ -352,7 +339,7 @@ class Checkpoints:
             self._snapshots.release(slot)
 
     def find(self, root: str, token_ids: Sequence[int], num_tokens: int, producer: KVOrigin | None) -> list[Node]:
-        """Return the nodes with a checkpoint within the first `num_tokens` tokens of a lineage, in order."""
+        """Return a lineage's nodes with checkpoints, in order."""
         if self._snapshots is None:
             return []
         layout = state_layout(producer, len(self._slots.groups))
@@ -360,7 +347,7 @@ class Checkpoints:
         return list(finder.ends(num_tokens))[::-1]
 
     def node(self, root: str, token_ids: Sequence[int], num_tokens: int, producer: KVOrigin | None) -> Node:
-        """Return the node that ends there, created if missing."""
+        """Return the node that ends after `num_tokens` tokens, created if missing."""
         path, node = state_layout(producer, len(self._slots.groups)), self._tree.root(root)
         for begin in range(0, num_tokens, BLOCK_SIZE):
             end = min(begin + BLOCK_SIZE, num_tokens)

@@ -1,4 +1,4 @@
-"""Matches a prompt with its agent's transcript to keep cached tokens."""
+"""Matches a prompt with its agent's transcript, to keep cached tokens."""
 
 from __future__ import annotations
 
@@ -28,14 +28,10 @@ class PromptMatch:
 def match_text(
     transcript: Transcript, text: str, encode: Callable[[str], Encoding], control_ids: Set[int]
 ) -> PromptMatch:
-    """Tokenise a prompt, keeping the transcript's tokens that still hold.
+    """Tokenise a whole prompt in marked text, keeping the transcript's tokens that still hold.
 
     The ids equal `encode(text)`, except that generated text keeps its ids. Only text after the last common control
     token is encoded: its tokens do not depend on text before.
-
-    Args:
-        text: the whole prompt, as marked text.
-        encode: tokeniser of marked text; adds no tokens.
     """
     shared = len_common_prefix(transcript.text, text)
     match = _label(len(transcript.text), len(text), shared) if transcript.ids else Match.NEW
@@ -52,10 +48,7 @@ def match_text(
 def match_tokens(
     transcript: Transcript, token_ids: Sequence[int], spell: Callable[[Sequence[int]], Spelling]
 ) -> PromptMatch:
-    """Match a prompt given as token ids, which stay as they are.
-
-    New ids count as "generated": they may differ from a tokeniser's, and are kept if their text returns.
-    """
+    """Match a prompt given as token ids. New ids count as "generated": they are kept if their text returns."""
     ids = array("I", token_ids)
     kept = len_common_prefix(transcript.ids, ids)
     match = _label(len(transcript.ids), len(ids), kept) if transcript.ids else Match.NEW
@@ -98,10 +91,9 @@ def _label(num_cached: int, num_new: int, num_shared: int) -> Match:
 
 @dataclass(frozen=True)
 class _Start:
-    """A new encoding of the prompt's end.
+    """A new encoding of the prompt from `offset` on, where `kept` tokens of the transcript end.
 
-    It agrees with the transcript up to token boundary `offset`; then come the transcript's tokens from index `kept` on,
-    or `ids`. `ends` count from the text's beginning.
+    `ends` count from the prompt's beginning.
     """
 
     offset: int
@@ -161,7 +153,7 @@ def _agrees(transcript: Transcript, generated: bytes, segment: range, fresh_ids:
 def _without_stray_tokens(transcript: Transcript, kept: int, control_ids: Set[int]) -> int:
     """Drop generated tokens at the end that match only because they have no text.
 
-    A reply without text may have been removed; after a cut, a control token belongs to the missing part.
+    A reply without text may have been removed. After a cut, a control token belongs to the missing part.
     """
     begin, stop = _generated_span(transcript.spans, kept)
     if begin == stop:

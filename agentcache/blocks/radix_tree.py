@@ -1,7 +1,7 @@
 """Radix tree of token blocks by content address: the prefixes cached in RAM or on disk.
 
-A node is one block of one KV origin: 256 tokens, or fewer for a tail, always a leaf. A node with a checkpoint
-(`snapshots`) stays even without KV. The tree holds no data and counts no references.
+A node is one block of one KV origin: 256 tokens, or fewer for a tail, which is a leaf. The tree holds no data and
+counts no references.
 """
 
 from __future__ import annotations
@@ -40,13 +40,12 @@ class Node:
 
     Attributes:
         chain: content address, the same for all groups.
-        producer: KV origin, as the address contains it.
+        producer: KV origin, as in the address.
         position: block number; -1 for a root.
         block_ids: RAM slot by group.
-        stored: groups whose file is on disk.
-        pending: groups whose file is being written.
-        readers: origin paths of running requests, which keep it in the tree.
-        state: RAM slot of the checkpoint after its last token.
+        stored, pending: groups whose file is on disk, or being written.
+        readers: origin paths of running requests.
+        state: RAM slot of the checkpoint after the last token.
     """
 
     __slots__ = (
@@ -147,17 +146,16 @@ class RadixTree:
         return self._roots[chain]
 
     def peek(self, chain: str) -> Node:
-        """Return a namespace's root; unknown ones are not added."""
+        """Return a namespace's root without adding it."""
         return self._roots.get(chain) or Node(None, b"", chain)
 
     def match_prefix(
         self, root: str, packed: bytes, usable: Callable[[Node], bool], origin_of: Callable[[int], str]
     ) -> list[Node]:
-        """Return the longest path of usable full blocks. Valid until the tree changes.
+        """Return the longest path of usable full blocks of `packed` tokens. Valid until the tree changes.
 
         Args:
-            packed: tokens (`radix_tree.pack`).
-            producer_of: KV origin of the block that ends before a token.
+            origin_of: returns the KV origin of the block that ends before a token.
         """
         node, nodes = self.peek(root), []
         width = BLOCK_SIZE * BYTES_PER_TOKEN
@@ -170,11 +168,11 @@ class RadixTree:
         return nodes
 
     def insert(self, parent: Node, token_ids: Sequence[int], producer: str = BASE_ORIGIN) -> Node:
-        """Return the child with these 1 to 256 tokens, created if missing."""
+        """Return the child with these tokens, created if missing."""
         if parent.position >= 0 and not parent.is_full:
             raise BrokenInvariant("a tail has no children")
         if parent.producer not in (BASE_ORIGIN, producer):
-            raise BrokenInvariant(f"{producer} cannot go on behind {parent!r}")
+            raise BrokenInvariant(f"{producer} cannot continue {parent!r}")
         packed = pack(token_ids)
         node = parent.child(packed, producer)
         if node is None:
@@ -187,7 +185,7 @@ class RadixTree:
         return self._by_chain.get(chain)
 
     def remove(self, node: Node) -> None:
-        """Remove an unused leaf, and ancestors (also the root) kept only for it."""
+        """Remove an unused leaf, and ancestors kept only for it."""
         if not node.is_leaf or node.block_ids:
             raise BrokenInvariant(f"{node!r} is in use and cannot be removed")
         if node.parent is not None and node.parent.child(node.packed, node.producer) is not node:
@@ -229,7 +227,7 @@ class RadixTree:
         return block_id
 
     def touch(self, nodes: Sequence[Node]) -> None:
-        """Mark as just used; children count as older, so leaves are evicted first."""
+        """Mark as just used; the last node counts as the oldest, so that leaves are evicted first."""
         for node in reversed(nodes):
             if node in self._residents:
                 self._residents.move_to_end(node)
@@ -259,7 +257,7 @@ class RadixTree:
             if parent is None or parent.child(node.packed, node.producer) is not node:
                 raise BrokenInvariant(f"{node!r} is not its parent's child")
             if parent.producer not in (BASE_ORIGIN, node.producer):
-                raise BrokenInvariant(f"{node!r} goes on behind another producer")
+                raise BrokenInvariant(f"{node!r} continues another KV origin")
             if not all(family.is_sorted for family in node._families.values()):
                 raise BrokenInvariant(f"children of {node!r} are out of order")
             if node.chain != chain_key(parent.chain, node.token_ids, node.producer):
@@ -278,7 +276,7 @@ class RadixTree:
 
 @dataclass(frozen=True)
 class Nearest(Generic[T]):
-    """Items with equally many common tokens; 0 without items."""
+    """Items that share `num_tokens` tokens."""
 
     items: list[T]
     num_tokens: int

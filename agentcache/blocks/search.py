@@ -1,8 +1,8 @@
 """Search for the longest cached prefix of a prompt.
 
-A finder answers for one kind of cached data: no prefix longer than this, of at most `limit` tokens, can be served. It
-can serve a prefix for which its answer is `limit` itself. A search asks its finders until none lowers the limit, and
-changes nothing. Finders and answers are valid until a cache changes.
+A finder answers for one kind of cached data with an upper bound, at most `limit`, on the tokens that it can serve. If
+the answer is `limit`, it can serve them. A search asks its finders until none lowers the limit. It changes nothing;
+finders and answers are valid until a cache changes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ Finder = Callable[[int], int]
 
 
 def longest_common(limit: int, first: Finder, *others: Finder) -> int:
-    """Return the largest number of tokens, at most `limit`, that all finders can serve.
-
-    The answers of `first` are exact: it can serve each of them.
-    """
+    """Return the most tokens, at most `limit`, that all finders can serve. Those of `first` are exact."""
     while True:
         answers = [limit]
         for find in (first, *others):
@@ -46,8 +43,8 @@ class CachedPath:
     """Cached prefix of one origin path.
 
     Args:
-        nodes: full blocks, used completely.
-        tail: next node, used for its first `tail_tokens` tokens.
+        nodes: full blocks.
+        tail: next node, of which `tail_tokens` tokens are used.
         read_from: first token computed with the prefix, if before its end.
     """
 
@@ -79,7 +76,7 @@ class CachedPath:
 
 @dataclass(frozen=True)
 class CachedHiddenStates:
-    """Hidden states of whole blocks, from block number `first` on. Their tokens need only the layers from `cut` on."""
+    """Hidden states of whole blocks, from block number `first` on."""
 
     first: int
     names: tuple[HiddenStateKey, ...]
@@ -95,13 +92,13 @@ class CachedHiddenStates:
 
 @dataclass(frozen=True)
 class Cached:
-    """What a search has found: a prefix that is equally long on all origin paths.
+    """Result of a search: a prefix that is equally long on all origin paths.
 
     Args:
-        snapshot: node at its end with a checkpoint of recurrent state; None at position 0, or without such state.
-        known_tokens: tokens with cached KV, even where a checkpoint or base's KV is missing; 0 if not asked.
-        hidden_states: hidden states after the prefix; base's path is then longer, up to their end.
-        residuals: an adapter's residual KV, not longer than base's prefix, which is read from its end on.
+        snapshot: node at its end with a checkpoint, if the model has recurrent state.
+        known_tokens: tokens with cached KV, even if a checkpoint or base's KV is missing; 0 if unknown.
+        hidden_states: hidden states after the prefix; base's path extends to their end.
+        residuals: prefix of an adapter's residual KV, at most as long; base is read from its end on.
     """
 
     producer: KVOrigin | None
@@ -120,17 +117,12 @@ class Cached:
 
     @property
     def own(self) -> Cached:
-        """The prefix that the request's own blocks continue: that of its residuals, if any."""
+        """The prefix that the request's own blocks continue."""
         return self.residuals or self
 
 
 class PathFinder:
-    """Cached blocks on one origin path.
-
-    Args:
-        packed: the prompt (`radix_tree.pack`).
-        least: minimum tokens of a partly used block.
-    """
+    """Cached blocks on one origin path of the `packed` prompt. `least`: minimum tokens of a partly used block."""
 
     def __init__(
         self, tree: RadixTree, groups: Sequence[Group], root: str, packed: bytes, layout: PathLayout, least: int
@@ -146,7 +138,7 @@ class PathFinder:
         self._nodes = tree.match_prefix(root, packed, usable, layout.origin_of)
 
     def longest(self, limit: int, read_from: int | None = None) -> int:
-        """Return the longest prefix's length. `read_from`: first token computed with it, if before its end."""
+        """Return the longest prefix's length. `read_from` as in `CachedPath`."""
         windows = (partial(self._in_window, index, read_from) for index in self._windows)
         return longest_common(limit, self._in_blocks, *windows)
 
@@ -169,10 +161,7 @@ class PathFinder:
         return Nearest([node for found in nearest if found.num_tokens == most for node in found.items], most)
 
     def _nearest(self, count: int, end: int, producer: str) -> Nearest[Node]:
-        """Nodes that share at least `least` tokens; else a shorter tail that is used completely.
-
-        Fewer tokens are usually template text; a whole tail ends some agent's context.
-        """
+        """Nodes that share at least `least` tokens; else a shorter whole tail, the end of some agent's context."""
         parent = self._nodes[count - 1] if count else self._root
         rest = self._packed[count * BLOCK_SIZE * BYTES_PER_TOKEN : end * BYTES_PER_TOKEN]
         usable = partial(_has, self._all)
@@ -187,14 +176,14 @@ class PathFinder:
         return nearest
 
     def path(self, num_tokens: int, read_from: int | None = None) -> CachedPath:
-        """Return the blocks for an answer of `longest`."""
+        """Return the blocks of an answer of `longest`."""
         count, tail_tokens = divmod(num_tokens, BLOCK_SIZE)
         tails = self._tails(count, num_tokens).items
         tail = min(tails, key=lambda node: len(self._all - node.block_ids.keys()), default=None)
         return CachedPath(self._layout, tuple(self._nodes[:count]), tail, tail_tokens, read_from)
 
     def nodes_after(self, num_tokens: int, *, durable: bool) -> Iterator[Node]:
-        """Full blocks after `num_tokens` tokens. `durable`: end where a window's block is not cached."""
+        """Full blocks after `num_tokens` tokens. `durable`: up to the first without a window's block."""
         nodes = iter(self._nodes[num_tokens // BLOCK_SIZE :])
         return takewhile(partial(_has, self._all), nodes) if durable else nodes
 
@@ -203,7 +192,7 @@ class CheckpointFinder:
     """Checkpoints of recurrent state along a prompt."""
 
     def __init__(self, tree: RadixTree, root: str, packed: bytes, layout: PathLayout, snapshots: Snapshots) -> None:
-        # Nodes without data count: KV may be on another path, or in a longer block.
+        # KV of these nodes may be on another path, or in a longer block.
         self._path = [tree.peek(root), *tree.match_prefix(root, packed, lambda node: True, layout.origin_of)]
         self._packed = packed
         self._snapshots = snapshots
@@ -217,7 +206,7 @@ class CheckpointFinder:
         return next(self.ends(limit), None)
 
     def ends(self, limit: int) -> Iterator[Node]:
-        """All nodes with a checkpoint, last first."""
+        """Nodes with a checkpoint, last first."""
         for node in reversed(self._path[: limit // BLOCK_SIZE + 1]):
             tails = [tail for tail in node.children if self._is_usable_tail(tail, limit)]
             yield from sorted(tails, key=lambda tail: tail.num_tokens, reverse=True)
@@ -233,10 +222,10 @@ class CheckpointFinder:
 
 
 class PrefixFinder:
-    """Cached prefixes of one prompt in one cache: all origin paths, and checkpoints of a recurrent model.
+    """Cached prefixes of one prompt in one cache: all origin paths, and checkpoints.
 
     Args:
-        producer: KV origin of the rest, whose blocks match after its start; None for base.
+        producer: KV origin of the prompt; None for base.
     """
 
     def __init__(
@@ -261,7 +250,7 @@ class PrefixFinder:
             self._checkpoints = CheckpointFinder(tree, root, packed, state_layout(producer, len(groups)), snapshots)
 
     def match(self, limit: int) -> Cached:
-        """Return the longest prefix of at most `limit` tokens whose needed blocks are in RAM or on disk."""
+        """Return the longest prefix of at most `limit` tokens."""
         known = limit = min(limit, self._num_tokens)
         if self._checkpoints is None:
             return self.cached(self.longest(limit))
@@ -270,22 +259,19 @@ class PrefixFinder:
         return self.cached(self.longest(known), known_tokens=known)
 
     def longest(self, limit: int, read_from: int | None = None) -> int:
-        """Return the longest prefix's length. `read_from`: as for `PathFinder.longest`."""
+        """Return the longest prefix's length. `read_from` as in `CachedPath`."""
         ends = () if self._checkpoints is None else (self._checkpoints.longest,)
         return longest_common(limit, *ends, *(partial(path.longest, read_from=read_from) for path in self.paths))
 
     def cached(self, num_tokens: int, read_from: int | None = None, known_tokens: int = 0) -> Cached:
-        """Return the blocks for an answer of `longest`."""
+        """Return the blocks of an answer of `longest`."""
         paths = tuple(path.path(num_tokens, read_from) for path in self.paths)
         snapshot = None if self._checkpoints is None else self._checkpoints.last(num_tokens)
         return Cached(self._producer, paths, snapshot, known_tokens)
 
 
 def match_residual_kv(base: PrefixFinder, residuals: PrefixFinder, limit: int) -> Cached:
-    """Return the longest prefixes that an adapter can continue.
-
-    The adapter reads base's windows from the end of its residuals on. Where a window lacks a block, both prefixes end.
-    """
+    """Return the longest prefixes that an adapter can continue, reading base from the end of its residuals on."""
     found = residuals.longest(limit)
     end = longest_common(found, residuals.longest, lambda start: min(start, base.longest(limit, start)))
     below = base.cached(base.longest(limit, end), end)
@@ -295,10 +281,9 @@ def match_residual_kv(base: PrefixFinder, residuals: PrefixFinder, limit: int) -
 def match_hidden_states(
     cached: Cached, finder: PrefixFinder, limit: int, states: HiddenStateCache, cut: int, *, durable: bool = False
 ) -> Cached:
-    """Return `cached`, extended by hidden states to at most `limit` tokens.
+    """Return `cached`, found by `finder`, extended by hidden states to at most `limit` tokens.
 
     Args:
-        finder: that of `cached`.
         durable: whether an agent keeps all blocks, including those before a window.
     """
     base, start = finder.paths[0], whole_blocks(cached.num_tokens)

@@ -1,8 +1,4 @@
-"""Blocks on their way between the tree and a request's block tables.
-
-`attach_prefix` takes a cached prefix, `append_nodes` blocks that other requests have published since, and `Publisher`
-lists computed blocks in the tree.
-"""
+"""Moves blocks between the tree and a request's block tables."""
 
 from __future__ import annotations
 
@@ -17,10 +13,7 @@ from agentcache.blocks.search import Cached, CachedPath
 
 
 def attach_prefix(sequence: BlockTables, prefix: Cached, allocator: BlockAllocator) -> None:
-    """Fill the empty block tables with the slots of `prefix`; adds due `loads` and `copies`.
-
-    Raises OutOfBlocks: the tables are then partly filled.
-    """
+    """Fill empty block tables with `prefix`. Raises OutOfBlocks, leaving them partly filled."""
     slots = allocator.slots
     # Allocation may evict.
     for path in prefix.paths:
@@ -52,7 +45,7 @@ def _share(sequence: BlockTables, path: CachedPath, slots: Slots) -> None:
 
 
 def _tail_slots(path: CachedPath) -> list[tuple[int, int]]:
-    """Slots that the tail lists: (group, slot)."""
+    """(group, slot) of the tail."""
     block_ids = {} if path.tail is None else path.tail.block_ids
     return [(index, block_ids[index]) for index in path.groups if index in block_ids]
 
@@ -88,7 +81,7 @@ def _may_write_behind(tail: Node, index: int, block_id: int, slots: Slots) -> bo
 
 
 def nodes_ahead(tree: RadixTree, sequence: BlockTables, token_ids: Sequence[int], end: int) -> list[list[Node]]:
-    """Return full blocks in RAM after the request's end: per block, one node per origin path."""
+    """Return full blocks in RAM after the request's end: one node per origin path each."""
     if sequence.num_tokens % BLOCK_SIZE or any(path.ahead for path in sequence.paths):
         return []
     found: list[list[Node]] = []
@@ -113,7 +106,7 @@ def _in_ram(node: Node, path: OriginPath) -> bool:
 
 
 def append_nodes(slots: Slots, sequence: BlockTables, nodes: Sequence[Node]) -> None:
-    """Append one block; frees a slot reserved for it."""
+    """Append a block that another request has published; free a slot reserved for it."""
     position = sequence.num_tokens // BLOCK_SIZE
     for path, node in zip(sequence.paths, nodes, strict=True):
         path.nodes.append(node)
@@ -130,7 +123,7 @@ def append_nodes(slots: Slots, sequence: BlockTables, nodes: Sequence[Node]) -> 
 
 
 class Publisher:
-    """Creates nodes that list the slots of requests."""
+    """Lists computed blocks of requests in the tree."""
 
     def __init__(self, tree: RadixTree, slots: Slots) -> None:
         self._tree = tree
@@ -148,25 +141,24 @@ class Publisher:
         return published
 
     def publish(self, sequence: BlockTables, path: OriginPath, end: int) -> Node:
-        """Return the path's node that ends before token `end`, sharing slots with the request.
-
-        A node with data on disk only stays so: computed KV could differ by rounding, and RAM and disk must be equal bit
-        for bit.
-        """
+        """Return the path's node that ends before token `end`, sharing slots with the request."""
         node = self.list_slots(sequence, path, end)
         for index in path.groups:
             self._adopt(sequence, node, index)
         return node
 
     def list_slots(self, sequence: BlockTables, path: OriginPath, end: int) -> Node:
-        """Return the path's node, with the request's slots in groups without data."""
+        """Return that node, with the request's slots in groups without data in RAM or on disk.
+
+        Computed KV could differ from the file's by rounding, and RAM and disk must be equal bit for bit.
+        """
         node = self.node_of(sequence, path, end)
         for index in path.groups:
             self._offer(sequence, node, index)
         return node
 
     def publish_base_tail(self, sequence: BlockTables) -> PathBlock:
-        """Publish base's tokens of the block in which the adapter starts, with slots of all groups."""
+        """Publish base's tokens of the block in which the adapter starts, with all groups."""
         assert sequence.producer is not None
         start = sequence.producer.start
         position = start // BLOCK_SIZE

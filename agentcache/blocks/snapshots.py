@@ -3,9 +3,9 @@
 A checkpoint is the state of all recurrent layers after one token, and belongs to the tree node that ends there. That
 node has one reference to its slot. A request has one to the slot that it starts from, until copied to its row.
 
-A checkpoint is as large as the KV of thousands of tokens, so they are few: at an interval, where prompts are likely to
-branch (as in Marconi, arXiv 2411.19379), and at a turn's end. Prompts are cut at block borders, where recurrent layers
-give the same bits as uncut.
+A checkpoint is as large as the KV of thousands of tokens, so there are few: at an interval, where prompts probably
+branch (as in Marconi, arXiv 2411.19379), and at a turn's end. At block borders, recurrent layers give the same bits for
+a prompt in pieces as for the whole.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def least_state_bytes(group: Group) -> int:
 
 
 def interval_for(state_bytes: int, bytes_per_token: int) -> int:
-    """Return a model's checkpoint interval in tokens, whole blocks. `bytes_per_token` is 0 without attention."""
+    """Return a model's checkpoint interval in tokens. `bytes_per_token` is 0 without attention."""
     if not bytes_per_token:
         return _INTERVAL_WITHOUT_ATTENTION
     tokens = math.ceil(state_bytes / (_COST * bytes_per_token))
@@ -50,13 +50,10 @@ def whole_blocks(num_tokens: int) -> int:
 
 
 class Snapshots:
-    """Checkpoint slots under a separate budget, which also covers running requests.
-
-    Unused checkpoints are evicted for running requests, least recently used first.
+    """Checkpoint slots, in one budget with the states of running requests, which evict unused checkpoints.
 
     Args:
-        index: index of the state's group, after the KV groups.
-        budget: bytes for checkpoints and rows.
+        index: of the state's group, after the KV groups.
         every: tokens between two checkpoints.
     """
 
@@ -97,10 +94,7 @@ class Snapshots:
         return self._pool.capacity - self._pool.num_free
 
     def enter(self, start: Node | None) -> int | None:
-        """Reserve room for a row that starts from the node's checkpoint, if any. Raises OutOfBlocks.
-
-        Returns its slot, with one reference; a new one to load into if RAM has none.
-        """
+        """Reserve room for a row; return its first checkpoint's slot, new if not in RAM. Raises OutOfBlocks."""
         slot, is_absent = (None, False) if start is None else (start.state, start.state is None)
         if slot is not None:
             self._pool.retain(slot)  # against eviction below
@@ -137,7 +131,7 @@ class Snapshots:
         self._update_account()
 
     def list_in(self, node: Node, slot: int) -> None:
-        """List a slot; the node takes over the caller's reference. An existing checkpoint stays."""
+        """List a slot with the caller's reference; an existing checkpoint stays."""
         if node.state is not None:
             self.release(slot)
         else:
@@ -159,7 +153,7 @@ class Snapshots:
         self._fresh.pop(node, None)
 
     def evict(self, node: Node) -> bool:
-        """Free the node's slot; False if a request starts from it. Files stay known."""
+        """Free the node's slot; False if a request starts from it."""
         if not self._is_idle(node):
             return False
         slot, node.state = node.state, None
@@ -173,7 +167,6 @@ class Snapshots:
         return node.state is not None and self._pool.ref_cnt(node.state) == 1
 
     def _make_room(self, count: int) -> None:
-        """Raises OutOfBlocks without evicting any."""
         short = self._states + count - self._most
         idle = [node for node in self.nodes if self._is_idle(node)][: max(0, short)]
         if len(idle) < short:
@@ -191,14 +184,14 @@ class Snapshots:
         self._pool.check_integrity()
         listed = {node: node.state for node in nodes if node.state is not None}
         if Counter(listed.keys()) != Counter(self.nodes):
-            raise BrokenInvariant("the list of snapshots is wrong")
+            raise BrokenInvariant("the list of checkpoints is wrong")
         expected = Counter(listed.values()) + Counter(started)
         if Counter({slot: self._pool.ref_cnt(slot) for slot in range(self._pool.capacity)}) != expected:
-            raise BrokenInvariant("reference counts of snapshots are wrong")
+            raise BrokenInvariant("reference counts of checkpoints are wrong")
         if rows != self._rows:
-            raise BrokenInvariant(f"{self._rows} rows have room for their states, and {rows} run")
+            raise BrokenInvariant(f"{self._rows} rows have reserved room for their states, but {rows} run")
         if self._account.claimed != self._states * self._bytes or self._states > self._most:
-            raise BrokenInvariant("recurrent states take more than they have claimed, or may")
+            raise BrokenInvariant("recurrent states exceed their claim or their budget")
 
 
 @dataclass(frozen=True)
@@ -207,8 +200,8 @@ class SnapshotPlan:
 
     Args:
         every: interval in tokens.
-        borders: block borders, the adapter's start, and the end of what the next prompt repeats.
-        lasting: border where other conversations probably start; 0 for none.
+        borders: further positions.
+        lasting: the one where other conversations probably start; 0 for none.
     """
 
     every: int
@@ -229,12 +222,12 @@ class SnapshotPlan:
         """Return the plan for a prompt that is computed from `start` on.
 
         Args:
-            known_tokens: tokens with cached KV. Another conversation probably branches there.
-            base_tokens: tokens before the adapter's start, which base and other adapters can continue, or 0.
+            known_tokens: tokens with cached KV: another conversation probably branches there.
+            base_tokens: tokens before the adapter's start, or 0.
             repeated_tokens: tokens that the next prompt repeats, if it changes the reply; else 0.
         """
         lasting, branch = whole_blocks(system_tokens), whole_blocks(known_tokens)
-        # For a repeated prompt, whose last token is always computed.
+        # A repeated prompt computes its last token.
         last = whole_blocks(max(0, num_tokens - 1))
         # Each cut costs a step, too much in a short turn.
         wanted = {branch} if last <= repeated_tokens < num_tokens else {branch, last}
@@ -262,12 +255,10 @@ def choose_saved(
     """Choose at most `MOST_SAVED` of a lineage's checkpoints to keep on disk, by position.
 
     Args:
-        found: in RAM or on disk.
-        saved: on disk.
+        found, saved: in RAM or on disk; on disk.
         lasting: position after the system prompt; 0 for none.
         every: tokens that may be recomputed after a crash.
-        returns: other positions where the next prompt may leave the lineage: before text that the template does not
-            repeat, and before an adapter's text.
+        returns: other positions where the next prompt may leave the lineage.
         final: whether to avoid any recomputation: the agent is idle, or the server closes.
     """
     found = sorted(found)

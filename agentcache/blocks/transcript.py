@@ -1,3 +1,5 @@
+"""Transcripts: text and tokens of an agent's context."""
+
 from __future__ import annotations
 
 import sys
@@ -18,8 +20,7 @@ class Encoding:
     """Tokens of a text.
 
     Args:
-        ends: character offset at which each token ends. A token that ends inside a character has the next clean end, so
-            text and tokens can be cut at any of `ends`.
+        ends: character offset at which each token ends; of one that ends inside a character, the next clean end.
     """
 
     ids: Sequence[int]
@@ -36,7 +37,7 @@ class Spelling:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class TranscriptContent:
-    """Content of a `Transcript`, with the same arguments."""
+    """Content of a `Transcript`."""
 
     text: str
     ids: array[int]
@@ -51,13 +52,13 @@ class TranscriptContent:
 class Transcript:
     """Text and exact tokens of an agent's context. Immutable.
 
-    Once a log has the content, it can leave RAM (`store_in`, `leave_ram`). `text`, `ids`, `ends` and `spans` then read
-    the log, in the calling thread. A reference to `content()` keeps it in RAM.
+    Once a log has the content, it can leave RAM (`store_in`, `leave_ram`). Attributes then read the log, in the calling
+    thread. A reference to `content()` keeps it in RAM.
 
     Args:
         text: marked text (`text/marks.py`).
-        ends: character offset at which each token ends; the last one is `len(text)`.
-        spans: runs of tokens, each ("prompt" or "generated", number of tokens).
+        ends: as in `Encoding`; the last one is `len(text)`.
+        spans: runs of tokens: ("prompt" or "generated", number of tokens).
     """
 
     __slots__ = ("_content", "_num_tokens", "_read", "_unowned", "num_chars", "num_spans")
@@ -114,7 +115,7 @@ class Transcript:
         return self._read is not None
 
     def content(self) -> TranscriptContent:
-        """Return the content, which stays in RAM while referenced. Any thread. Raises StoreError."""
+        """Return the content. Any thread. Raises StoreError."""
         content = self._content or self._unowned()
         if content is None:
             assert self._read is not None
@@ -127,7 +128,7 @@ class Transcript:
         self._read = read
 
     def leave_ram(self) -> None:
-        """Keep a stored transcript's content only while referenced elsewhere."""
+        """Keep a stored content only while referenced elsewhere."""
         content = self._content
         if content is not None and self._read is not None:
             self._unowned = weakref.ref(content)

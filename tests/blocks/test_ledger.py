@@ -174,7 +174,7 @@ def test_integrity_notices_what_is_wrong() -> None:
     with pytest.raises(BrokenInvariant, match="uses 91 of 90"):
         ledger.check_integrity()
     used, account.claimed = 0, 91
-    with pytest.raises(BrokenInvariant, match="kept for somebody"):
+    with pytest.raises(BrokenInvariant, match="claimed the floors"):
         ledger.check_integrity()
     account.claimed = 101
     with pytest.raises(BrokenInvariant, match="budget is exceeded"):
