@@ -60,8 +60,7 @@ def batched(
     """Agents at once: tokens/s against one after the other, the cost of joining, a long prompt's arrival."""
     from benchmarks.batched.arrivals import ArrivalsPlan
     from benchmarks.batched.join import JoinPlan
-    from benchmarks.batched.measure import QUICK, BatchedPlan, measure_batched
-    from benchmarks.batched.report import BATCHED, build_report
+    from benchmarks.batched.measure import BATCHED, QUICK, BatchedPlan, build_report, measure_batched
     from benchmarks.batched.throughput import ThroughputPlan
 
     if quick:
@@ -85,8 +84,7 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Conversations with a restart in the middle, against mlx_lm.server on the same model, machine and run."""
-    from benchmarks.compare.measure import QUICK, ComparePlan, measure_comparison
-    from benchmarks.compare.report import COMPARE, build_report
+    from benchmarks.compare import COMPARE, QUICK, ComparePlan, build_report, measure_comparison
 
     (first_tokens,) = parse_sizes(context)
     full = ComparePlan(agents=agents, turns=turns, first_tokens=first_tokens, model=model, seed=seed)
@@ -105,9 +103,8 @@ def adapters(
     as_json: AsJson = False,
 ) -> None:
     """A change of adapter on a cached context, chains of adapters, mixed batches; against mlx_lm.server."""
-    from benchmarks.adapters.measure import QUICK, AdaptersPlan, measure_adapters
+    from benchmarks.adapters.measure import ADAPTERS, QUICK, AdaptersPlan, build_report, measure_adapters
     from benchmarks.adapters.mixed import MixedPlan
-    from benchmarks.adapters.report import ADAPTERS, build_report
     from benchmarks.adapters.switch import SwitchPlan
 
     (tokens,) = parse_sizes(context)
@@ -170,9 +167,7 @@ def python(
     as_json: AsJson = False,
 ) -> None:
     """What a step and a prompt's matching cost in Python, with a model that costs nothing."""
-    from benchmarks.python.match import MatchPlan
-    from benchmarks.python.measure import PYTHON, PythonPlan, build_report, measure_python
-    from benchmarks.python.step import StepPlan
+    from benchmarks.python import PYTHON, MatchPlan, PythonPlan, StepPlan, build_report, measure_python
 
     (prompt_tokens,) = parse_sizes(prompt)
     step = StepPlan(rows, rounds=1 if quick else 5)
@@ -206,8 +201,7 @@ def memory(
     as_json: AsJson = False,
 ) -> None:
     """What agents still know phases later, and its cost: cache restored after SIGKILL, text re-sent, no memory."""
-    from benchmarks.memory.measure import MemoryPlan, measure_memory
-    from benchmarks.memory.report import MEMORY, build_report
+    from benchmarks.memory import MEMORY, MemoryPlan, build_report, measure_memory
 
     plan = MemoryPlan(script, tuple(range(1, seeds + 1)), model, max_tokens)
     MEMORY.hand_out(build_report(plan, measured(measure_memory, plan)), out, as_json=as_json)
@@ -316,8 +310,7 @@ def real_size(
     as_json: AsJson = False,
 ) -> None:
     """Steps, prompts and turns at the size of real models, beside mlx-lm and its server; memory for two is needed."""
-    from benchmarks.real_size.measure import RealSizePlan, measure_real_size
-    from benchmarks.real_size.report import REAL_SIZE, build_report
+    from benchmarks.real_size import REAL_SIZE, RealSizePlan, build_report, measure_real_size
 
     if shape not in ("8b", "small"):
         raise ConfigError(f"--shape is {shape!r}; it can be 8b or small")

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -30,6 +30,7 @@ from rich.table import Table
 from agentcache.bench.reporter import Report, Reporter, number_table
 from agentcache.cli.bench import parse_sizes
 from agentcache.server_process import free_port
+from benchmarks.workload import Progress
 
 CAVEATS = [
     "Weights are random; times do not depend on what a model has learnt. Compare the columns of one run.",
@@ -87,7 +88,7 @@ class DistributedPlan:
         return cls(Shape.TINY, backend, 512, 16, 2)
 
 
-class Progress:
+class TimedProgress:
     def __init__(self, name: str) -> None:
         self._name = name
         self._began = time.perf_counter()
@@ -96,7 +97,7 @@ class Progress:
         print(f"{time.perf_counter() - self._began:6.1f} s  {self._name}: {text}", file=sys.stderr, flush=True)
 
 
-def measure(model: Path, cache: Path, plan: DistributedPlan, note: Progress) -> dict[str, Any]:
+def measure(model: Path, cache: Path, plan: DistributedPlan, note: TimedProgress) -> dict[str, Any]:
     from agentcache.api.request import Request, TokenPrompt
     from agentcache.api.sampling import SamplingParams
     from agentcache.llm import LLM
@@ -173,12 +174,12 @@ def _variables(ranks: int, backend: Backend, folder: Path) -> list[dict[str, str
 
 
 def make_model(folder: Path, shape: Shape) -> None:
-    from benchmarks.real_size import model
+    from benchmarks import real_size
 
-    model.make_model(folder, model.SHAPE | SHAPES[shape], 16)
+    real_size.make_model(folder, real_size.SHAPE | SHAPES[shape], 16)
 
 
-def build_report(plan: DistributedPlan, progress: Callable[[str], None]) -> Report:
+def build_report(plan: DistributedPlan, progress: Progress) -> Report:
     rows = []
     with tempfile.TemporaryDirectory(prefix="agentcache-ranks-") as folder:
         model = Path(folder) / "model"
@@ -237,7 +238,7 @@ def main(
         return
     [tokens] = parse_sizes(context)
     wanted = DistributedPlan.quick(backend) if quick else DistributedPlan(shape, backend, tokens)
-    REPORTER.hand_out(build_report(wanted, Progress("benchmark")), None, as_json=as_json)
+    REPORTER.hand_out(build_report(wanted, TimedProgress("benchmark")), None, as_json=as_json)
 
 
 def be_a_rank(model: Path, cache: Path, plan: DistributedPlan) -> None:
@@ -246,7 +247,7 @@ def be_a_rank(model: Path, cache: Path, plan: DistributedPlan) -> None:
 
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     rank = own_rank()
-    note = Progress("alone" if rank is None else f"rank {rank}")
+    note = TimedProgress("alone" if rank is None else f"rank {rank}")
     if rank:
         from agentcache.ranks.executors import follow
 

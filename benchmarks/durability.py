@@ -22,6 +22,7 @@ from agentcache.api.sampling import SamplingParams
 from agentcache.bench.reporter import Report, Reporter, number_table
 from agentcache.llm import LLM
 from agentcache.system.durable import Durability, commands
+from benchmarks.workload import Progress
 
 CAVEATS = [
     "Times depend on the drive and on what else it is asked to write; compare ways within one run.",
@@ -84,11 +85,11 @@ def counted(into: Syncs) -> Iterator[None]:
         yield
 
 
-def measure_durability(plan: DurabilityPlan, say: Callable[[str], None]) -> list[DurabilityRow]:
+def measure_durability(plan: DurabilityPlan, say: Progress) -> list[DurabilityRow]:
     return [_measure(plan, durability, say) for durability in ways()]
 
 
-def _measure(plan: DurabilityPlan, durability: Durability, say: Callable[[str], None]) -> DurabilityRow:
+def _measure(plan: DurabilityPlan, durability: Durability, say: Progress) -> DurabilityRow:
     chance, ids = random.Random(plan.seed), list[int]()
     sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     found: list[Syncs] = []

@@ -9,11 +9,9 @@ from __future__ import annotations
 import json
 import random
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -24,8 +22,8 @@ from agentcache.api.sampling import SamplingParams
 from agentcache.bench.reporter import Report, Reporter, number_table
 from agentcache.cli.serve import SWITCH_SECONDS
 from agentcache.llm import LLM
-from agentcache.models.builtin.random_model import random_model_path
 from benchmarks.streams import BenchmarkFailed, gaps_ms, percentile
+from benchmarks.workload import Progress, given_or_random
 
 CAVEATS = [
     "Compare ratios with those of a kind beside itself, not milliseconds; masks of larger vocabularies take longer.",
@@ -83,19 +81,17 @@ class FormsResult:
         return self.formed.percentile(percent) / self.without.percentile(percent)
 
 
-def measure_forms(plan: FormsPlan, progress: Callable[[str], None]) -> FormsResult:
+def measure_forms(plan: FormsPlan, progress: Progress) -> FormsResult:
     switch_seconds = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)  # as in the server
     try:
-        with tempfile.TemporaryDirectory(prefix="agentcache-bench-") as home:
-            folder = Path(plan.model) if plan.model else random_model_path(Path(home))
-            with LLM(folder, cache_dir=Path(home) / "cache") as llm:
-                return _measure(plan, llm, progress)
+        with given_or_random(plan.model, {}) as (home, folder), LLM(folder, cache_dir=home / "cache") as llm:
+            return _measure(plan, llm, progress)
     finally:
         sys.setswitchinterval(switch_seconds)
 
 
-def _measure(plan: FormsPlan, llm: LLM, progress: Callable[[str], None]) -> FormsResult:
+def _measure(plan: FormsPlan, llm: LLM, progress: Progress) -> FormsResult:
     form = AnswerForm(TextForm(Notation.JSON_SCHEMA, json.dumps(_SCHEMA), "response_format"))
     draw = random.Random(plan.seed)
     prompts = [draw.choices(range(llm.model.vocab_size - 64), k=_PROMPT_TOKENS) for _ in range(plan.free_rows + 1)]

@@ -7,7 +7,7 @@ the rate of bytes a kernel must read, relative to that of an array copy, which c
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
@@ -33,6 +33,7 @@ from agentcache.metal_kernels.tiling import HeadShape
 from agentcache.metal_kernels.unpack import LowRankSide, unpack, unpack_residual
 from agentcache.models.attention import AttentionOptions, packed_attention
 from agentcache.models.mla import packed_latent_attention
+from benchmarks.workload import Progress
 
 CAVEATS = [
     "Random blocks in random slots; one process; the fastest of several rounds.",
@@ -135,32 +136,32 @@ def bytes_per_latent(plan: KernelsPlan) -> int:
     return dim // 2 + dim // quantisation_for(plan.latent_sizes[0], dim).group_size * 4
 
 
-def measure_kernels(plan: KernelsPlan, progress: Callable[[str], None]) -> tuple[float, list[Sample]]:
+def measure_kernels(plan: KernelsPlan, progress: Progress) -> tuple[float, list[Sample]]:
     """Return samples, and the copy bandwidth in bytes/s."""
     bandwidth = copy_bandwidth(plan.copied)
     progress(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
     samples = []
+    for sample in _samples(plan):
+        samples.append(sample)
+        progress(_line(sample, bandwidth))
+    return bandwidth, samples
+
+
+def _samples(plan: KernelsPlan) -> Iterator[Sample]:
     for context in plan.contexts:
         for rows in plan.rows:
-            if rows * context * bytes_per_token(plan) * 2 > _MOST_BYTES:
-                continue
-            samples.append(_decode_sample(plan, rows, 0, context))
-            progress(_line(samples[-1], bandwidth))
+            if rows * context * bytes_per_token(plan) * 2 <= _MOST_BYTES:
+                yield _decode_sample(plan, rows, 0, context)
     for rows, shared, own in plan.prefixes:
-        samples.append(_decode_sample(plan, rows, shared, own))
-        progress(_line(samples[-1], bandwidth))
+        yield _decode_sample(plan, rows, shared, own)
     for rows, context, rank in plan.residuals:
         for on_keys in (False, True):
-            samples.append(_decode_sample(plan, rows, 0, context, rank, on_keys))
-            progress(_line(samples[-1], bandwidth))
+            yield _decode_sample(plan, rows, 0, context, rank, on_keys)
     for rows, context in plan.latents:
-        samples.append(_latent_sample(plan, rows, context))
-        progress(_line(samples[-1], bandwidth))
+        yield _latent_sample(plan, rows, context)
     for context in plan.unpacked:
         for rank in (0, plan.unpacked_rank):
-            samples.append(_unpack_sample(plan, context, rank))
-            progress(_line(samples[-1], bandwidth))
-    return bandwidth, samples
+            yield _unpack_sample(plan, context, rank)
 
 
 def copy_bandwidth(size: int) -> float:

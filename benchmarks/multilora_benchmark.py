@@ -28,9 +28,9 @@ from agentcache.bench.reporter import Report, Reporter, number_table
 from agentcache.llm import LLM, Completion
 from agentcache.models.builtin.embedded import DATA
 from agentcache.training.decoder_files import write_adapter
+from benchmarks.workload import Progress
 from training.role_adapters import QKV, QV, RoleRecipe, load_frozen, new_matrices
 
-Progress = Callable[[str], None]
 _TARGETS = {"q,v": QV, "q,k,v": QKV}
 _STRENGTH = 0.1
 _LARGEST_TOKEN = 1900

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import random
 import statistics
-import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, QuantizedKVCache
+from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.utils import load_model
 from rich.table import Table
 
@@ -26,8 +24,7 @@ from agentcache.api.request import Request, TokenPrompt
 from agentcache.api.sampling import SamplingParams
 from agentcache.bench.reporter import Report, Reporter, number_table
 from agentcache.llm import LLM
-from agentcache.models.builtin.random_model import random_model_path
-from benchmarks.workload import WEIGHTS_MODEL
+from benchmarks.workload import WEIGHTS_MODEL, Progress, given_or_random, medians, prefill_bare
 
 _PREFILL_CHUNK = 512
 CAVEATS = ["Both sides take turns in one process; compare the ratios, not milliseconds across machines."]
@@ -74,10 +71,7 @@ class BareModel:
 
     def prefill(self, token_ids: list[int]) -> list[QuantizedKVCache]:
         """Quantise after the prefill, which is much faster than during it."""
-        caches = [KVCache() for _ in self._model.layers]
-        for start in range(0, len(token_ids), _PREFILL_CHUNK):
-            self._model(mx.array([token_ids[start : start + _PREFILL_CHUNK]]), cache=caches)
-            mx.eval([cache.state[:2] for cache in caches])
+        caches, _ = prefill_bare(self._model, token_ids, _PREFILL_CHUNK)
         quantised = [cache.to_quantized(group_size=64, bits=4) for cache in caches]
         mx.eval([cache.state[:2] for cache in quantised])
         return quantised
@@ -93,11 +87,10 @@ class BareModel:
         return elapsed
 
 
-def measure_overhead(plan: OverheadPlan, progress: Callable[[str], None]) -> OverheadResult:
-    with tempfile.TemporaryDirectory(prefix="agentcache-bench-") as home:
-        folder = Path(plan.model) if plan.model else random_model_path(Path(home), **WEIGHTS_MODEL)
+def measure_overhead(plan: OverheadPlan, progress: Progress) -> OverheadResult:
+    with given_or_random(plan.model, WEIGHTS_MODEL) as (home, folder):
         bare = BareModel(folder)
-        with LLM(folder, cache_dir=Path(home) / "cache", kv="4") as llm:
+        with LLM(folder, cache_dir=home / "cache", kv="4") as llm:
             ids = random.Random(plan.seed).choices(range(llm.model.vocab_size - 64), k=max(plan.contexts) + 4096)
             decode = _measure_decode(plan, ids, bare, llm)
             progress(f"decode step at {plan.decode_context} tokens: {_line(decode)}")
@@ -107,7 +100,7 @@ def measure_overhead(plan: OverheadPlan, progress: Callable[[str], None]) -> Ove
                 turn = ids[-(number + 1) * plan.turn_tokens :][: plan.turn_tokens]
                 for context in plan.contexts:
                     turns[context].append(_measure_turn(ids[:context], turn, number, bare, caches[context], llm))
-    return OverheadResult(decode, {context: _median(pairs) for context, pairs in turns.items()})
+    return OverheadResult(decode, {context: medians(pairs) for context, pairs in turns.items()})
 
 
 def _measure_decode(plan: OverheadPlan, ids: list[int], bare: BareModel, llm: LLM) -> Pair:
@@ -127,7 +120,7 @@ def token_intervals(llm: LLM, prompt: list[int], num_tokens: int) -> list[float]
     return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
 
 
-def _cache_both(ids: list[int], bare: BareModel, llm: LLM, progress: Callable[[str], None]) -> list[QuantizedKVCache]:
+def _cache_both(ids: list[int], bare: BareModel, llm: LLM, progress: Progress) -> list[QuantizedKVCache]:
     progress(f"caching {len(ids)} tokens on both sides")
     llm.generate(ids, SamplingParams(max_tokens=0), agent=f"context-{len(ids)}")
     return bare.prefill(ids)
@@ -143,10 +136,6 @@ def _measure_turn(
     if report.computed_tokens != len(turn):
         raise RuntimeError(f"the agent was not hot: {report}")
     return Pair(bare_ms, report.time_to_first_token_ms)
-
-
-def _median(pairs: list[Pair]) -> Pair:
-    return Pair(statistics.median(p.bare_ms for p in pairs), statistics.median(p.engine_ms for p in pairs))
 
 
 def _line(pair: Pair) -> str:

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from agentcache.bench.reporter import Report, Reporter, say
 from benchmarks.quality import memory, precision, restore, sharing, texts
-from benchmarks.quality.plan import Part, Progress, QualityPlan
-from benchmarks.quality.table import ResultTable
+from benchmarks.quality.plan import Part, QualityPlan, ResultTable
+from benchmarks.workload import Progress
 
 PARTS: dict[str, Part] = {
     "precision": precision.PART,

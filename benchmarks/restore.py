@@ -18,9 +18,8 @@ import mmap
 import os
 import random
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,9 +33,8 @@ from agentcache.api.report import RestoreReport
 from agentcache.api.sampling import SamplingParams
 from agentcache.bench.reporter import Report, Reporter, number_table
 from agentcache.llm import LLM, Completion
-from agentcache.models.builtin.random_model import random_model_path
 from agentcache.system.durable import sync
-from benchmarks.workload import RESTORE_MODEL
+from benchmarks.workload import RESTORE_MODEL, Progress, given_or_random
 
 CAVEATS = [
     "All sides take turns in one process, the files are in the page cache; compare the ratios, not milliseconds.",
@@ -98,14 +96,13 @@ class RestoreResult:
         return self.restored_bytes / ms / 1e6
 
 
-def measure_restore(plan: RestorePlan, progress: Callable[[str], None]) -> RestoreResult:
-    with tempfile.TemporaryDirectory(prefix="agentcache-bench-") as home:
-        folder = Path(plan.model) if plan.model else random_model_path(Path(home), **RESTORE_MODEL)
-        return _Measurement(plan, folder, Path(home) / "cache", progress).run()
+def measure_restore(plan: RestorePlan, progress: Progress) -> RestoreResult:
+    with given_or_random(plan.model, RESTORE_MODEL) as (home, folder):
+        return _Measurement(plan, folder, home / "cache", progress).run()
 
 
 class _Measurement:
-    def __init__(self, plan: RestorePlan, model: Path, cache_dir: Path, progress: Callable[[str], None]) -> None:
+    def __init__(self, plan: RestorePlan, model: Path, cache_dir: Path, progress: Progress) -> None:
         self._plan = plan
         self._model = model
         self._cache_dir = cache_dir

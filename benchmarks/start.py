@@ -15,9 +15,8 @@ import resource
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from agentcache.bench.reporter import Report, Reporter, number_table
 from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.server_process import ServerProcess
 from benchmarks.streams import BenchmarkFailed
+from benchmarks.workload import Progress, temporary_folder
 
 CAVEATS = [
     "The model's files are in the page cache: a load of its own comes before what is measured.",
@@ -74,9 +74,8 @@ class StartResult:
         return span.seconds / (_LOADS * self.load.seconds + _FIXED_SECONDS)
 
 
-def measure_start(plan: StartPlan, progress: Callable[[str], None]) -> StartResult:
-    with tempfile.TemporaryDirectory(prefix="agentcache-bench-") as folder:
-        home = Path(folder)
+def measure_start(plan: StartPlan, progress: Progress) -> StartResult:
+    with temporary_folder() as home:
         model = Path(plan.model) if plan.model else embedded_model_path(home)
         _load(model)
         rounds = [_round(plan, model, home / f"round-{number}", progress) for number in range(plan.rounds)]
@@ -84,7 +83,7 @@ def measure_start(plan: StartPlan, progress: Callable[[str], None]) -> StartResu
     return StartResult(**spans, precision=rounds[-1][1])
 
 
-def _round(plan: StartPlan, model: Path, home: Path, progress: Callable[[str], None]) -> tuple[dict[str, Span], str]:
+def _round(plan: StartPlan, model: Path, home: Path, progress: Progress) -> tuple[dict[str, Span], str]:
     home.mkdir()
     found = {"load": _load(model)}
     progress(f"mlx-lm has read the model after {found['load'].seconds:.1f} s")

@@ -182,6 +182,16 @@ def steady_rate(streams: Sequence[Stream]) -> float:
     return count / (end - begin)
 
 
+def serial_rate(streams: Sequence[Stream]) -> float:
+    """Return tokens/s of streams that decoded one after the other."""
+    return sum(len(s.token_times) - 1 for s in streams) / sum(s.decode_seconds for s in streams)
+
+
+def whole_seconds(streams: Sequence[Stream]) -> float:
+    """Return the time from the first request to the last answer's end."""
+    return max(s.ended_at for s in streams) - min(s.sent_at for s in streams)
+
+
 def _while_all_decode(streams: Sequence[Stream]) -> tuple[float, float]:
     return max(s.token_times[0] for s in streams), min(s.token_times[-1] for s in streams)
 

@@ -1,13 +1,30 @@
-"""Seeded prompts of exact lengths, and shapes of random models."""
+"""What benchmarks share: seeded prompts of exact lengths, random models, mlx-lm without the engine, medians."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from typing import Any
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import KVCache
 
 from agentcache.bench.ttft import WORDS
 from agentcache.client import Client
+from agentcache.models.builtin.random_model import random_model_path
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Progress = Callable[[str], None]
+T = TypeVar("T", bound="DataclassInstance")
+NEVER = -100.0  # bias that keeps a token from being chosen
 
 # 84 million parameters, 336 MB of float32: decoding is bound by reading weights.
 WEIGHTS_MODEL = {
@@ -43,6 +60,34 @@ RESTORE_MODEL = {
     "num_key_value_heads": 8,
     "head_dim": 128,
 }
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="agentcache-bench-") as folder:
+        yield Path(folder)
+
+
+@contextmanager
+def given_or_random(model: str | None, shape: dict[str, int]) -> Iterator[tuple[Path, Path]]:
+    """Yield a temporary folder, and that of the model: `model`, or a random one of `shape`."""
+    with temporary_folder() as home:
+        yield home, Path(model) if model else random_model_path(home, **shape)
+
+
+def medians(results: Sequence[T]) -> T:
+    """Return the first result with the median of each float."""
+    names = [field.name for field in fields(results[0]) if isinstance(getattr(results[0], field.name), float)]
+    return replace(results[0], **{name: statistics.median(getattr(each, name) for each in results) for name in names})
+
+
+def prefill_bare(model: nn.Module, token_ids: Sequence[int], chunk: int) -> tuple[list[KVCache], mx.array]:
+    """Read a prompt with mlx-lm's model; return its caches and the last chunk's logits."""
+    caches = [KVCache() for _ in model.layers]
+    for start in range(0, len(token_ids), chunk):
+        logits = model(mx.array([token_ids[start : start + chunk]]), cache=caches)
+        mx.eval([cache.state[:2] for cache in caches])
+    return caches, logits
 
 
 class TokenSource:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentcache.api.policy import Policy
 from agentcache.server_process import ServerProcess
 from benchmarks.adapters.made import MadeAdapter, Passage, PassageSource
 from benchmarks.adapters.switch import Peer
-from benchmarks.streams import Stream, run_at_once, run_together, steady_rate
-from benchmarks.workload import turn_body
+from benchmarks.streams import Stream, run_at_once, run_together, serial_rate, steady_rate, whole_seconds
+from benchmarks.workload import Progress, medians, turn_body
 
 
 @dataclass(frozen=True)
@@ -57,14 +56,13 @@ class MixedBench:
         sizes = [plan.context * (len(adapters) + 2 * row) // (2 * len(adapters)) for row in range(len(self._rows))]
         self._contexts = [source.take(size) for size in sizes]
 
-    def measure(self, progress: Callable[[str], None]) -> Mixed:
+    def measure(self, progress: Progress) -> Mixed:
         self._fill_caches()
         rounds = []
         for number in range(self._plan.rounds):
             rounds.append(self._round())
             progress(f"round {number + 1} of {self._plan.rounds}: {rounds[-1].speedup:.2f}x at once")
-        names = ("system", "serial", "base_system", "turns_seconds", "serial_turns_seconds", "peer_turns_seconds")
-        return Mixed(len(self._rows), *(statistics.median(getattr(each, name) for each in rounds) for name in names))
+        return medians(rounds)
 
     def _fill_caches(self) -> None:
         rows = self._requests()
@@ -83,9 +81,9 @@ class MixedBench:
         return Mixed(
             rows=len(together),
             system=steady_rate(together),
-            serial=sum(len(each.token_times) - 1 for each in alone) / sum(each.decode_seconds for each in alone),
+            serial=serial_rate(alone),
             base_system=steady_rate(base),
-            turns_seconds=max(each.ended_at for each in together) - min(each.sent_at for each in together),
+            turns_seconds=whole_seconds(together),
             serial_turns_seconds=sum(each.total_ms for each in alone) / 1e3,
             peer_turns_seconds=sum(each.total_ms for each in theirs) / 1e3,
         )

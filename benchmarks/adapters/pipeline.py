@@ -6,13 +6,14 @@ shared blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from agentcache.api.policy import Policy
 from agentcache.server_process import ServerProcess
 from benchmarks.adapters.made import MadeAdapter, PassageSource
 from benchmarks.adapters.switch import complete
+from benchmarks.workload import Progress
 
 BASE_ONLY = "base only"
 CHAIN = ("base", "a", "base", "b", "base", "a", "base")
@@ -53,7 +54,7 @@ def measure_pipelines(
     server: ServerProcess,
     adapters: Mapping[Policy, Sequence[MadeAdapter]],
     source: PassageSource,
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> list[Pipeline]:
     ways: dict[str, Sequence[MadeAdapter]] = {BASE_ONLY: (), **{str(policy): made for policy, made in adapters.items()}}
     pipelines = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,9 @@ from agentcache.api.policy import Policy
 from agentcache.client import Completion
 from agentcache.server_process import ServerProcess
 from benchmarks.adapters.made import MadeAdapter, Passage, PassageSource
-from benchmarks.compare.measure import OURS, PEER
+from benchmarks.compare import OURS, PEER
 from benchmarks.streams import RunningStream
+from benchmarks.workload import Progress
 
 COLD, HOT = "base, cold", "base, hot"
 TRUNK = f"{OURS}, trunk"
@@ -160,7 +161,7 @@ class SwitchBench:
     ) -> None:
         self._plan, self._sides, self._adapters, self._source = plan, sides, adapters, source
 
-    def measure(self, progress: Callable[[str], None]) -> list[SwitchSample]:
+    def measure(self, progress: Progress) -> list[SwitchSample]:
         """Every second round reverses the order of servers."""
         samples: list[SwitchSample] = []
         for number in range(self._plan.rounds):

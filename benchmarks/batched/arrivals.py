@@ -13,13 +13,13 @@ import statistics
 import threading
 import time
 from bisect import bisect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from agentcache.server_process import ServerProcess
 from benchmarks.streams import RunningStream, Stream, gaps_ms, percentile
-from benchmarks.workload import TokenSource, turn_body
+from benchmarks.workload import Progress, TokenSource, turn_body
 
 _RUNNING_TOKENS = 16384  # never reached
 _APART_SECONDS = 4.0  # before each short request, so that the server is idle
@@ -81,16 +81,12 @@ class Arrivals:
         return self.prefill.tokens_per_s / self.same.tokens_per_s
 
 
-def measure_arrivals(
-    plan: ArrivalsPlan, server: ServerProcess, source: TokenSource, progress: Callable[[str], None]
-) -> Arrivals:
+def measure_arrivals(plan: ArrivalsPlan, server: ServerProcess, source: TokenSource, progress: Progress) -> Arrivals:
     return _Bench(plan, server, source, progress).run()
 
 
 class _Bench:
-    def __init__(
-        self, plan: ArrivalsPlan, server: ServerProcess, source: TokenSource, progress: Callable[[str], None]
-    ) -> None:
+    def __init__(self, plan: ArrivalsPlan, server: ServerProcess, source: TokenSource, progress: Progress) -> None:
         self._plan = plan
         self._server = server
         self._source = source

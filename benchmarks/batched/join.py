@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import statistics
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentcache.server_process import ServerProcess
 from benchmarks.streams import RunningStream, Stream
-from benchmarks.workload import TokenSource, turn_body
+from benchmarks.workload import Progress, TokenSource, medians, turn_body
 
 _QUIET_GAPS = 6  # undisturbed gaps on each side of a join
 _OBSERVER_TOKENS = 16384  # never reached
@@ -49,9 +49,7 @@ class JoinCost:
     step_with_ms: float
 
 
-def measure_joins(
-    plan: JoinPlan, server: ServerProcess, source: TokenSource, progress: Callable[[str], None]
-) -> list[JoinCost]:
+def measure_joins(plan: JoinPlan, server: ServerProcess, source: TokenSource, progress: Progress) -> list[JoinCost]:
     contexts = {length: _cache(server, source.take(length), plan.joins, progress) for length in plan.contexts}
     observers = [_observe(server, source, index) for index in range(plan.observers)]
     try:
@@ -64,10 +62,10 @@ def measure_joins(
     finally:
         for observer in observers:
             observer.cancel()
-    return [_median(results) for results in costs.values()]
+    return [medians(results) for results in costs.values()]
 
 
-def _cache(server: ServerProcess, ids: list[int], count: int, progress: Callable[[str], None]) -> list[int]:
+def _cache(server: ServerProcess, ids: list[int], count: int, progress: Progress) -> list[int]:
     progress(f"caching {len(ids)} tokens")
     server.client.cache_prompt(ids, agent=f"context-{len(ids)}")
     for number in range(count):
@@ -111,14 +109,3 @@ def _nearest(times: Sequence[float], moment: float) -> int:
 
 def _typical(times: Sequence[float], start: int, stop: int) -> float:
     return statistics.median(times[i + 1] - times[i] for i in range(start, stop))
-
-
-def _median(costs: Sequence[JoinCost]) -> JoinCost:
-    return JoinCost(
-        costs[0].context,
-        statistics.median(cost.join_ms for cost in costs),
-        statistics.median(cost.leave_ms for cost in costs),
-        statistics.median(cost.request_ms for cost in costs),
-        statistics.median(cost.step_ms for cost in costs),
-        statistics.median(cost.step_with_ms for cost in costs),
-    )

@@ -1,17 +1,25 @@
-"""Compare agents that decode at once with the same agents one after the other.
+"""Compare agents that decode at once with the same agents one after the other, and with bare matrix products.
 
-A turn adds a few tokens to the agent's own context and decodes greedily.
+A turn adds a few tokens to the agent's own context and decodes greedily. A decode step reads each weight once for any
+number of rows, so the gain of the products bounds that of batching. Attention reads each row's own cache.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model
 
 from agentcache.server_process import ServerProcess
-from benchmarks.streams import Stream, median_rate, run_at_once, run_together, steady_rate
-from benchmarks.workload import TokenSource, turn_body
+from benchmarks.streams import Stream, median_rate, run_at_once, run_together, serial_rate, steady_rate, whole_seconds
+from benchmarks.workload import Progress, TokenSource, medians, turn_body
 
 _TURN_TOKENS = 4
 
@@ -58,7 +66,7 @@ class Throughput:
 
 
 def measure_throughput(
-    plan: ThroughputPlan, server: ServerProcess, source: TokenSource, progress: Callable[[str], None]
+    plan: ThroughputPlan, server: ServerProcess, source: TokenSource, progress: Progress
 ) -> list[Throughput]:
     """The server must allow `max(plan.agents)` concurrent requests."""
     bench = _Bench(plan, server, source)
@@ -68,7 +76,7 @@ def measure_throughput(
     for number in range(plan.rounds):
         rounds.append(bench.measure_round())
         progress(f"round {number + 1} of {plan.rounds}: {_line(rounds[-1])}")
-    return [_median([by_agents[count] for by_agents in rounds]) for count in plan.agents]
+    return [medians([by_agents[count] for by_agents in rounds]) for count in plan.agents]
 
 
 class _Bench:
@@ -96,8 +104,8 @@ class _Bench:
             agents=count,
             system=steady_rate(together),
             per_agent=median_rate(together),
-            serial=sum(len(s.token_times) - 1 for s in alone) / sum(s.decode_seconds for s in alone),
-            turns_seconds=max(s.ended_at for s in together) - min(s.sent_at for s in together),
+            serial=serial_rate(alone),
+            turns_seconds=whole_seconds(together),
             serial_turns_seconds=sum(s.total_ms for s in alone) / 1e3,
         )
 
@@ -110,16 +118,57 @@ class _Bench:
         return [*self._contexts[index], *self._source.take(_TURN_TOKENS)]
 
 
-def _median(results: Sequence[Throughput]) -> Throughput:
-    return Throughput(
-        agents=results[0].agents,
-        system=statistics.median(result.system for result in results),
-        per_agent=statistics.median(result.per_agent for result in results),
-        serial=statistics.median(result.serial for result in results),
-        turns_seconds=statistics.median(result.turns_seconds for result in results),
-        serial_turns_seconds=statistics.median(result.serial_turns_seconds for result in results),
-    )
-
-
 def _line(by_agents: dict[int, Throughput]) -> str:
     return ", ".join(f"{count} at once {result.speedup:.2f}x" for count, result in by_agents.items())
+
+
+@dataclass(frozen=True)
+class Products:
+    """x·W for all weight matrices of a model, with `rows` rows of x.
+
+    Args:
+        weight_bytes: bytes of weights read.
+        gain: speed-up over the same rows one by one.
+    """
+
+    rows: int
+    ms: float
+    weight_bytes: int
+    gain: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.weight_bytes / self.ms * 1e3
+
+
+def measure_products(folder: Path, rows: Sequence[int], rounds: int = 7) -> list[Products]:
+    """Return medians over alternating row counts."""
+    model, _ = load_model(folder)
+    dtype = next(a.dtype for _, a in tree_flatten(model.parameters()) if mx.issubdtype(a.dtype, mx.floating))
+    modules = [module for _, module in model.named_modules() if "weight" in module and module.weight.ndim == 2]
+    counts = sorted({1, *rows})
+    inputs = {n: [mx.random.normal((n, _width(module))).astype(dtype) for module in modules] for n in counts}
+    mx.eval(list(inputs.values()), model.parameters())
+    times: dict[int, list[float]] = {n: [] for n in counts}
+    for _ in range(rounds):
+        for n in counts:
+            times[n].append(_milliseconds(modules, inputs[n]))
+    num_bytes = sum(module.weight.nbytes for module in modules)
+    ms = {n: statistics.median(samples) for n, samples in times.items()}
+    return [Products(n, ms[n], num_bytes, n * ms[1] / ms[n]) for n in rows]
+
+
+def _milliseconds(modules: Sequence[Any], inputs: Sequence[mx.array]) -> float:
+    started = time.perf_counter()
+    mx.eval([_product(module, x) for module, x in zip(modules, inputs, strict=True)])
+    return (time.perf_counter() - started) * 1e3
+
+
+def _product(module: Any, x: mx.array) -> mx.array:
+    # A tied embedding is the output head.
+    return module.as_linear(x) if hasattr(module, "as_linear") else module(x)
+
+
+def _width(module: Any) -> int:
+    packed: int = module.weight.shape[1]
+    return packed * 32 // module.bits if hasattr(module, "bits") else packed

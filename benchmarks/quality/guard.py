@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from typing import Any
 
 from agentcache.api.sampling import SamplingParams
 from agentcache.llm import LLM, Completion
-from benchmarks.quality.plan import QualityPlan
+from benchmarks.quality.plan import QualityPlan, ResultTable
 from benchmarks.quality.role_bench import (
     GREEDY,
     UNLIMITED,
@@ -27,7 +27,7 @@ from benchmarks.quality.role_bench import (
     roles_of,
     standard_error,
 )
-from benchmarks.quality.table import ResultTable
+from benchmarks.workload import Progress
 from training.role_adapters import Kind
 from training.roles import BY_NAME, RoleCase, f1
 
@@ -58,9 +58,7 @@ class Loss:
     same: float
 
 
-def measure_guard(
-    plan: QualityPlan, folders: Path, scratch: Path, progress: Callable[[str], None]
-) -> list[ResultTable]:
+def measure_guard(plan: QualityPlan, folders: Path, scratch: Path, progress: Progress) -> list[ResultTable]:
     progress("sharing: the guard, by strength")
     divergences = _divergences(plan, next(iter(roles_of(folders, Kind.FAMILY).values())), scratch)
     losses = list(_losses(plan, folders, scratch / "answered", progress))
@@ -118,7 +116,7 @@ def _divergence_table(rows: Sequence[Mapping[str, Any]]) -> ResultTable:
     return ResultTable("sharing_guard", "What the guard says", columns, list(map(dict, rows)), formats)
 
 
-def _losses(plan: QualityPlan, folders: Path, scratch: Path, progress: Callable[[str], None]) -> Iterator[Loss]:
+def _losses(plan: QualityPlan, folders: Path, scratch: Path, progress: Progress) -> Iterator[Loss]:
     groups: dict[tuple[Kind, float], dict[str, Path]] = {
         (kind, factor): {
             role: _scaled(folder, scratch / f"{kind.value}-{role}-{factor:g}", factor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from agentcache.bench.ways import Ways, same_words, summarise
 from agentcache.server_process import SERVE
 from agentcache.workflow.parse import read_script
 from agentcache.workflow.transcript import WorkflowTranscript
-from benchmarks.quality.plan import Part, QualityPlan
-from benchmarks.quality.table import ResultTable
+from benchmarks.quality.plan import Part, QualityPlan, ResultTable
+from benchmarks.workload import Progress
 
 _SCRIPT = "prisoners_dilemma"
 _SEEDS = 4
@@ -40,7 +40,7 @@ _RUNS = tuple(
 )
 
 
-def measure_memory(plan: QualityPlan, progress: Callable[[str], None]) -> list[ResultTable]:
+def measure_memory(plan: QualityPlan, progress: Progress) -> list[ResultTable]:
     seeds = range(1, 1 + plan.scaled(_SEEDS))
     runs = {each: [_run(each, seed, plan) for seed in seeds] for each in _RUNS}
     rows = [_row(each, transcripts, runs[_RUNS[0]]) for each, transcripts in runs.items()]

@@ -1,16 +1,19 @@
-"""The plan and the parts of a quality run."""
+"""The plan, the parts and the result tables of a quality run."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from agentcache.bench.reporter import Report
-from benchmarks.quality.table import ResultTable
+from rich.table import Table
 
-Progress = Callable[[str], None]
+from agentcache.bench.reporter import Report, number_table
+from benchmarks.workload import Progress
+
+Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -46,3 +49,51 @@ class Part:
     measure: Callable[[QualityPlan, Progress], list[ResultTable]]
     plots: dict[str, Callable[[Report, Path], None]] = field(default_factory=dict)
     caveats: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ResultTable:
+    """One table of a report.
+
+    Args:
+        name: unique in the report.
+        columns: heading by row key, in order; the first names the row.
+        rows: text, numbers or None; may have more keys than `columns`.
+        formats: format specification by column.
+    """
+
+    name: str
+    title: str
+    columns: Mapping[str, str]
+    rows: Sequence[Row]
+    formats: Mapping[str, str]
+    notes: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> ResultTable:
+        return cls(**data)
+
+    def as_rich(self) -> Table:
+        table = number_table(self.title, tuple(self.columns.values()), named=True, no_wrap=True)
+        for row in self._cells():
+            table.add_row(*row)
+        return table
+
+    def as_markdown(self) -> str:
+        aligned = ["---", *["--:"] * (len(self.columns) - 1)]
+        lines = [f"### {self.title}", "", _line(self.columns.values()), _line(aligned)]
+        lines += [_line(row) for row in self._cells()]
+        return "\n".join([*lines, "", *(f"- {note}" for note in self.notes)]).rstrip() + "\n"
+
+    def _cells(self) -> list[list[str]]:
+        return [[self._cell(row, key) for key in self.columns] for row in self.rows]
+
+    def _cell(self, row: Row, key: str) -> str:
+        value = row.get(key)
+        if value is None:
+            return "–"
+        return str(value) if isinstance(value, str) else format(value, self.formats.get(key, ""))
+
+
+def _line(cells: Any) -> str:
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"

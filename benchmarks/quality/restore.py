@@ -9,7 +9,7 @@ All ways continue the hot way's answers, so that a difference counts once.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +21,8 @@ from agentcache.bench.plots import new_figure
 from agentcache.bench.reporter import Report
 from agentcache.llm import LLM, Completion
 from agentcache.models.builtin.embedded import DATA
-from benchmarks.quality.plan import Part, QualityPlan
-from benchmarks.quality.table import ResultTable
+from benchmarks.quality.plan import Part, QualityPlan, ResultTable
+from benchmarks.workload import Progress
 from training.corpus import Corpus
 from training.recall import recall_case
 
@@ -77,7 +77,7 @@ def write_talks(seed: int, count: int) -> list[Talk]:
     return [Talk(list(case.dialogue.messages), [(each.text, each.answer) for each in case.questions]) for case in cases]
 
 
-def measure_restore(plan: QualityPlan, progress: Callable[[str], None]) -> list[ResultTable]:
+def measure_restore(plan: QualityPlan, progress: Progress) -> list[ResultTable]:
     talks = write_talks(plan.seed, plan.scaled(_CONVERSATIONS, least=4))
     held: dict[str, Held] = {}
     for way in WAYS:

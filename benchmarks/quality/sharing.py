@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ from agentcache.bench.plots import draw_bars, new_figure, percent, save_figure
 from agentcache.bench.reporter import Report
 from agentcache.llm import LLM, Completion
 from benchmarks.quality.guard import measure_guard
-from benchmarks.quality.plan import Part, QualityPlan
+from benchmarks.quality.plan import Part, QualityPlan, ResultTable
 from benchmarks.quality.role_bench import (
     GREEDY,
     UNLIMITED,
@@ -37,7 +37,7 @@ from benchmarks.quality.role_bench import (
     standard_error,
     watching,
 )
-from benchmarks.quality.table import ResultTable
+from benchmarks.workload import Progress
 from training.role_adapters import Kind
 from training.roles import BY_NAME, Role, RoleCase, f1
 
@@ -88,7 +88,7 @@ class Answer:
     divergence: float | None = None
 
 
-def measure_sharing(plan: QualityPlan, progress: Callable[[str], None]) -> list[ResultTable]:
+def measure_sharing(plan: QualityPlan, progress: Progress) -> list[ResultTable]:
     folders = roles_folder(plan)
     with tempfile.TemporaryDirectory(prefix="agentcache-sharing-") as scratch:
         reused = list(_reused(plan, folders, progress))
@@ -97,7 +97,7 @@ def measure_sharing(plan: QualityPlan, progress: Callable[[str], None]) -> list[
         return [_by_way(answers), _by_role(answers), *guard, _similarity(plan, folders)]
 
 
-def _served(plan: QualityPlan, folders: Path, scratch: Path, progress: Callable[[str], None]) -> Iterator[Answer]:
+def _served(plan: QualityPlan, folders: Path, scratch: Path, progress: Progress) -> Iterator[Answer]:
     found = adapters_of(folders)
     names = {key: f"{key[0].value}-{key[1]}" for key in found}
     adapters = {names[key]: folder for key, folder in found.items()}
@@ -131,7 +131,7 @@ def _judged(
     return Answer(way, role.name, num_tokens, case[0], text, f1(text, wanted), is_right, divergence)
 
 
-def _reused(plan: QualityPlan, folders: Path, progress: Callable[[str], None]) -> Iterator[Answer]:
+def _reused(plan: QualityPlan, folders: Path, progress: Progress) -> Iterator[Answer]:
     laboratory = laboratory_of(plan, roles_of(folders, Kind.FAMILY))
     names = list(laboratory.weights)
     for num_tokens in lengths_of(plan):

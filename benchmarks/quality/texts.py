@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,8 +24,8 @@ from agentcache.models.loader import read_model, sample_ids
 from agentcache.models.precision import Measured
 from agentcache.models.precision_runs import PrecisionRuns, divergences_of
 from agentcache.models.step import CurrentStep
-from benchmarks.quality.plan import Part, QualityPlan
-from benchmarks.quality.table import ResultTable
+from benchmarks.quality.plan import Part, QualityPlan, ResultTable
+from benchmarks.workload import Progress
 
 _ROOT = Path(__file__).parent.parent.parent
 _OWN_TEXTS = {"prose": _ROOT / "docs" / "server.md", "code": _ROOT / "agentcache" / "engine" / "engine.py"}
@@ -146,7 +146,7 @@ def _read(file: Path) -> str:
         raise ConfigError(f"--text {file}: {error}") from error
 
 
-def measure_texts(plan: QualityPlan, progress: Callable[[str], None]) -> list[ResultTable]:
+def measure_texts(plan: QualityPlan, progress: Progress) -> list[ResultTable]:
     files = name_files(plan.texts) or _OWN_TEXTS
     with tempfile.TemporaryDirectory(prefix="agentcache-quality-") as home:
         folder = Path(plan.model) if plan.model else embedded_model_path(Path(home))

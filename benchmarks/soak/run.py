@@ -28,8 +28,7 @@ from anyio.from_thread import start_blocking_portal
 from agentcache.server_process import ServerProcess
 from agentcache.store.verify import FolderReport, verify_folder
 from benchmarks.soak.clients import Client, Sharing
-from benchmarks.soak.judge import Judge
-from benchmarks.soak.memory import ALIKE, differences, recompute
+from benchmarks.soak.judge import ALIKE, Judge, differences, recompute
 from benchmarks.soak.watch import Health, HealthWatch, Numbers, Observed, read_numbers
 
 PATIENCE = 600.0  # seconds per answer; 200 clients queue for few places

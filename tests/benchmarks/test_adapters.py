@@ -17,12 +17,18 @@ from agentcache.models.adapters import read_adapter
 from agentcache.models.loader import load
 from agentcache.text.tokenizer import Tokenizer
 from benchmarks.adapters.made import POLICIES, PassageSource, make_adapters
-from benchmarks.adapters.measure import AdaptersPlan, AdaptersResult, measure_adapters
+from benchmarks.adapters.measure import (
+    ADAPTERS,
+    AdaptersPlan,
+    AdaptersResult,
+    build_report,
+    measure_adapters,
+    peer_wins,
+)
 from benchmarks.adapters.mixed import MixedPlan
 from benchmarks.adapters.pipeline import BASE_ONLY, CHAIN, PipelinePlan
-from benchmarks.adapters.report import ADAPTERS, build_report, peer_wins
 from benchmarks.adapters.switch import COLD, EXACT_TURNS, HOT, TRUNK, Cost, SwitchPlan
-from benchmarks.compare.measure import OURS, PEER
+from benchmarks.compare import OURS, PEER
 from tests.conftest import ModelFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # a whole benchmark, once for all tests

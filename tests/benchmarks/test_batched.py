@@ -11,8 +11,7 @@ from rich.console import Console
 
 from benchmarks.batched.arrivals import ArrivalsPlan
 from benchmarks.batched.join import JoinPlan
-from benchmarks.batched.measure import QUICK, BatchedPlan, BatchedResult, measure_batched
-from benchmarks.batched.report import BATCHED, build_report
+from benchmarks.batched.measure import BATCHED, QUICK, BatchedPlan, BatchedResult, build_report, measure_batched
 from benchmarks.batched.throughput import ThroughputPlan
 from tests.conftest import ModelFolder
 

@@ -9,8 +9,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks.compare.measure import OURS, PEER, ComparePlan, CompareResult, measure_comparison
-from benchmarks.compare.report import COMPARE, build_report, peer_wins
+from benchmarks.compare import (
+    COMPARE,
+    OURS,
+    PEER,
+    ComparePlan,
+    CompareResult,
+    build_report,
+    measure_comparison,
+    peer_wins,
+)
 from tests.conftest import ModelFolder
 
 pytestmark = pytest.mark.slow

@@ -13,8 +13,7 @@ from rich.console import Console
 
 from agentcache.bench.ways import WAYS, first_difference, from_disk
 from agentcache.workflow.transcript import WorkflowTranscript
-from benchmarks.memory.measure import MemoryPlan, SeedResult, measure_memory
-from benchmarks.memory.report import MEMORY, build_report, memory_table
+from benchmarks.memory import MEMORY, MemoryPlan, SeedResult, build_report, measure_memory, memory_table
 
 ROOT = Path(__file__).parent.parent.parent
 FAKE = (sys.executable, str(ROOT / "tests" / "fake_server.py"))

@@ -10,7 +10,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.utils import load_model, save_model
 
-from benchmarks.batched.products import measure_products
+from benchmarks.batched.throughput import measure_products
 from tests.conftest import ModelFolder
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.python.match import MatchPlan
-from benchmarks.python.measure import PythonCost, PythonPlan, measure_python, python_rows
-from benchmarks.python.step import StepPlan
+from benchmarks.python import MatchPlan, PythonCost, PythonPlan, StepPlan, measure_python, python_rows
 
 PLAN = PythonPlan(StepPlan(rows=3, steps=100, rounds=1), MatchPlan(agents=4, prompt_tokens=2000, repeats=1))
 

@@ -20,11 +20,9 @@ from agentcache.models.builtin.embedded import embedded_model_path
 from benchmarks import quality_benchmark
 from benchmarks.__main__ import app
 from benchmarks.quality.emulated import EmulatedCache, Format
-from benchmarks.quality.outliers import add_outliers, write_outlier_copy
-from benchmarks.quality.plan import QualityPlan
-from benchmarks.quality.precision import Bench
+from benchmarks.quality.plan import QualityPlan, ResultTable
+from benchmarks.quality.precision import Bench, add_outliers, write_outlier_copy
 from benchmarks.quality.restore import COLD, DAMAGED, EVICTED, HOT, WARM, measure_restore
-from benchmarks.quality.table import ResultTable
 from benchmarks.quality.texts import Mean, Reading, joined, measure_texts, name_files, read_formats
 from benchmarks.quality_benchmark import OF_THE_EMBEDDED_MODEL
 from tests.conftest import ModelFolder

@@ -10,10 +10,7 @@ import pytest
 from rich.console import Console
 
 from agentcache.models import loader
-from benchmarks.real_size.measure import RealSizePlan, measure_real_size
-from benchmarks.real_size.model import make_model
-from benchmarks.real_size.report import REAL_SIZE, build_report
-from benchmarks.real_size.sides import Paged
+from benchmarks.real_size import REAL_SIZE, Paged, RealSizePlan, build_report, make_model, measure_real_size
 
 SMALL = {
     "hidden_size": 64,

@@ -9,9 +9,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from benchmarks.quality.plan import QualityPlan
+from benchmarks.quality.plan import QualityPlan, ResultTable
 from benchmarks.quality.sharing import EXACT, FULL_REUSE, OWN_CACHE, measure_sharing
-from benchmarks.quality.table import ResultTable
 from training.role_adapters import TRAINED, Kind
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

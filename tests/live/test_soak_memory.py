@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save
 from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.server_process import ServerProcess
 from agentcache.store.verify import verify_folder
-from benchmarks.soak.memory import ALIKE, differences, recompute
+from benchmarks.soak.judge import ALIKE, differences, recompute
 from tests.live.servers import serving
 
 pytestmark = pytest.mark.slow

@@ -28,7 +28,7 @@ from agentcache.models.precision import MAX_DIVERGENCE, Measured, PrecisionSearc
 from agentcache.models.precision_runs import PrecisionRuns, mean_divergence
 from agentcache.models.proof import Proof
 from agentcache.models.step import CurrentStep
-from benchmarks.quality.outliers import add_key_biases, add_outliers
+from benchmarks.quality.precision import add_key_biases, add_outliers
 from tests.conftest import ModelFolder
 from tests.examples import examples
 from tests.marks import slow

@@ -27,7 +27,7 @@ from agentcache.models.hidden_states import ModelHiddenStates
 from agentcache.models.kernel_memo import KernelMemo
 from agentcache.models.runner import ModelRunner
 from agentcache.models.step import CurrentStep, StepInputs
-from benchmarks.real_size.model import SHAPE
+from benchmarks.real_size import SHAPE
 
 pytestmark = pytest.mark.skipif(mx.cuda.is_available(), reason="MLX on CUDA: export_function cannot read kernels back")
 

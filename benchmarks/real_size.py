@@ -15,7 +15,6 @@ import gc
 import json
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,17 +22,46 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache
+from mlx_lm.utils import load_model
+from rich.table import Table
 
 from agentcache.api.sampling import SamplingParams
+from agentcache.bench.reporter import Report, Reporter, number_table
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.pool import BlockPool, BlockTable
 from agentcache.client import ServerError
 from agentcache.llm import LLM
+from agentcache.models import loader
+from agentcache.models.builtin.embedded import TEXT_FILES, embedded_config, embedded_file
 from agentcache.models.device_memory import device_memory
+from agentcache.models.runner import ModelRunner
+from agentcache.models.step import StepInputs
 from agentcache.server_process import ServerNotStarted
-from benchmarks.compare.measure import OURS, PEER, ComparePlan, TurnSample, measure_comparison
-from benchmarks.real_size.model import SHAPE, make_model
-from benchmarks.real_size.sides import Bare, Paged
+from benchmarks.compare import OURS, PEER, ComparePlan, TurnSample, measure_comparison
+from benchmarks.workload import Progress, prefill_bare, temporary_folder
 
 _WARM_UP = 4
+CAVEATS = [
+    "Weights are random; times do not depend on what a model has learnt. Compare ratios.",
+    "mlx-lm keeps keys and values in the model's type, agentcache in 4 bits: 3.5 times fewer bytes.",
+    "mlx_lm.server runs with its defaults; it keeps prompts in RAM, so that a restart has it compute them again.",
+]
+_CHUNK = 2048
+# Qwen3-8B; the embedded tokenizer uses only the first ids.
+SHAPE = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151_936,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 40_960,
+}
 
 
 @dataclass(frozen=True)
@@ -88,9 +116,9 @@ def _timed(work: Callable[..., Any], *given: Any) -> float:
     return time.perf_counter() - started
 
 
-def measure_real_size(plan: RealSizePlan, progress: Callable[[str], None]) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory(prefix="agentcache-bench-") as home:
-        folder = Path(plan.model) if plan.model else Path(home) / "model"
+def measure_real_size(plan: RealSizePlan, progress: Progress) -> list[dict[str, Any]]:
+    with temporary_folder() as home:
+        folder = Path(plan.model) if plan.model else home / "model"
         if plan.model is None:
             make_model(folder, plan.shape, plan.bits)
         rows: list[dict[str, Any]] = []
@@ -105,7 +133,7 @@ def measure_real_size(plan: RealSizePlan, progress: Callable[[str], None]) -> li
         gc.collect()  # a model has reference cycles, and the next one needs its memory
         mx.clear_cache()
         if plan.prefill or plan.context:
-            _requests(plan, folder, Path(home) / "cache", bare, add)
+            _requests(plan, folder, home / "cache", bare, add)
         bare = None
         gc.collect()
         mx.clear_cache()
@@ -173,7 +201,7 @@ def _requests(plan: RealSizePlan, folder: Path, cache: Path, bare: Bare | None, 
         )
 
 
-def _servers(plan: RealSizePlan, folder: Path, add: Callable[..., None], progress: Callable[[str], None]) -> None:
+def _servers(plan: RealSizePlan, folder: Path, add: Callable[..., None], progress: Progress) -> None:
     conversations = ComparePlan(
         agents=plan.agents,
         first_tokens=plan.context,
@@ -212,3 +240,134 @@ def _fits(shape: dict[str, Any], dtype: mx.Dtype, rows: int, context: int) -> bo
 
 def _median_ms(seconds: Sequence[float]) -> float:
     return statistics.median(seconds) * 1e3
+
+
+def build_report(plan: RealSizePlan, rows: list[dict[str, Any]]) -> Report:
+    return REAL_SIZE.report(plan, CAVEATS, model=plan.model or "random weights", rows=rows)
+
+
+def real_size_table(report: Report) -> Table:
+    table = number_table("At real size", ("", "bare mlx-lm", "mlx_lm.server", "agentcache", "ratio"), named=True)
+    for row in report["rows"]:
+        mine, bare, server = (row.get(name) for name in ("agentcache_ms", "bare_ms", "server_ms"))
+        theirs = bare or server
+        ratio = "" if theirs is None else f"{mine / theirs:.2f}"
+        table.add_row(row["what"], *("" if each is None else f"{each:.1f} ms" for each in (bare, server, mine)), ratio)
+    return table
+
+
+REAL_SIZE = Reporter("real_size", "agentcache beside mlx-lm and its server at real size", (real_size_table,))
+
+
+class Paged:
+    def __init__(self, folder: Path) -> None:
+        self.loaded = loader.load(str(folder))
+        self.pools = [BlockPool() for _ in self.loaded.spec.groups]
+        self.runner = ModelRunner(self.loaded, self.pools)
+        self.tables: list[list[BlockTable]] = []
+        self.context = 0
+
+    def fill(self, rows: int, context: int, room: int, shared: bool = False) -> None:
+        """Fill rows of `context` tokens, with room for `room` more; `shared` rows have all full context blocks in
+        common.
+        """
+        common = context // BLOCK_SIZE if shared else 0
+        own = -(-(context + room) // BLOCK_SIZE) - common
+        for pool in self.pools:
+            pool.grow(max(pool.capacity, common + rows * own))
+        self.runner.fit()
+        firsts = [common + row * own for row in range(rows)]
+        ids = [[*range(common), *range(first, first + own)] for first in firsts]
+        self.tables = [[BlockTable(list(each)) for _ in self.pools] for each in ids]
+        self.context = context
+        self.runner.evaluate()
+
+    def steps(self, count: int) -> Iterator[None]:
+        """Like the engine, start each step before reading the previous token."""
+        token, started = mx.zeros((len(self.tables), 1), mx.int32), self.runner.start()
+        for length in range(self.context, self.context + count):
+            lengths = [length] * len(self.tables)
+            step = StepInputs(
+                token,
+                lengths,
+                reads=self.runner.reads(self.tables, lengths, 1),
+                writes=self.runner.writes(self.tables, lengths, 1),
+            )
+            before, token = token, mx.argmax(self.runner.forward(step).logits[:, -1:], axis=-1).astype(mx.int32)
+            started_before, started = started, self.runner.start(token)
+            self.runner.wait_for(started_before)
+            before.tolist()
+            yield
+        token.tolist()
+
+
+class Bare:
+    """mlx-lm's model on its own caches; `dtype` is that of weights and KV."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model, _ = load_model(folder)
+        parameters = [array for _, array in tree_flatten(self.model.parameters())]
+        self.dtype = next(array.dtype for array in parameters if mx.issubdtype(array.dtype, mx.floating))
+        self.caches: list[KVCache] = []
+        self.rows = 0
+
+    def fill(self, rows: int, context: int, room: int, shape: dict[str, Any]) -> None:
+        self.rows = rows
+        dims = (rows, shape["num_key_value_heads"], context, shape["head_dim"])
+        self.caches = []
+        for _ in self.model.layers:
+            cache = KVCache()
+            cache.state = mx.zeros(dims, self.dtype), mx.zeros(dims, self.dtype), context
+            self.caches.append(cache)
+        mx.eval([cache.state[:2] for cache in self.caches])
+
+    def steps(self, count: int) -> Iterator[None]:
+        """Step as `mlx_lm.generate` does."""
+        token = mx.zeros((self.rows, 1), mx.int32)
+        for _ in range(count):
+            before, token = token, mx.argmax(self.model(token, cache=self.caches)[:, -1:], axis=-1).astype(mx.int32)
+            mx.async_eval(token)
+            before.tolist()
+            yield
+        token.tolist()
+
+    def prefill(self, ids: Sequence[int]) -> None:
+        _, logits = prefill_bare(self.model, ids, _CHUNK)
+        mx.argmax(logits[:, -1], axis=-1).item()
+
+
+def make_model(folder: Path, shape: dict[str, Any], bits: int) -> None:
+    """Write a random Qwen3 with the embedded model's tokenizer.
+
+    A CPU gets float32, because it emulates bfloat16 slowly. The model generates only whole words, because servers send
+    a token when it has text.
+    """
+    config = embedded_config() | shape
+    if bits < 16:
+        config["quantization"] = {"group_size": 64, "bits": bits}
+    from mlx_lm.models.qwen3 import Model, ModelArgs
+
+    model = Model(ModelArgs.from_dict(config))
+    model.set_dtype(mx.bfloat16 if mx.default_device() == mx.Device(mx.gpu) else mx.float32)
+    mx.random.seed(1)
+    weights = {
+        name: mx.random.normal(x.shape, x.dtype, scale=x.shape[-1] ** -0.5) if x.ndim > 1 else mx.ones_like(x)
+        for name, x in tree_flatten(model.parameters())
+    }
+    head = "model.embed_tokens.weight" if config.get("tie_word_embeddings") else "lm_head.weight"
+    weights[head] *= _is_word(config["vocab_size"]).astype(weights[head].dtype)[:, None]
+    model.load_weights(list(weights.items()))
+    if bits < 16:
+        nn.quantize(model, 64, bits)
+    folder.mkdir(parents=True)
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in TEXT_FILES:
+        (folder / name).write_bytes(embedded_file(name))
+
+
+def _is_word(vocab_size: int) -> mx.array:
+    """1 for each word with a leading space, else 0."""
+    vocabulary = json.loads(embedded_file("tokenizer.json"))["model"]["vocab"]
+    words = [number for token, number in vocabulary.items() if token[:1] == "Ġ" and token[1:].isalpha()]
+    return mx.zeros(vocab_size).at[mx.array(words)].add(1.0)

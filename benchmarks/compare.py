@@ -8,27 +8,36 @@ from __future__ import annotations
 
 import random
 import re
+import statistics
 import subprocess
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+
+from agentcache.bench.plots import draw_bars, new_figure, save_figure
+from agentcache.bench.reporter import Report, Reporter, clearly_less, clearly_more, megabytes, number_table
 from agentcache.bench.ttft import WORDS
-from agentcache.models.builtin.random_model import random_model_path
 from agentcache.server_process import SERVE, ServerProcess
 from agentcache.text.tokenizer import Tokenizer
 from benchmarks.mlx_lm_server import COMMAND
 from benchmarks.streams import RunningStream, Stream, overall_rate, run_together
-from benchmarks.workload import WEIGHTS_MODEL
+from benchmarks.workload import NEVER, WEIGHTS_MODEL, Progress, given_or_random
 
 OURS, PEER = "agentcache", "mlx_lm.server"
 _CHAT = "/v1/chat/completions"
-_NEVER = -100.0  # keeps a token from being chosen
 _PEER_CACHE = re.compile(r"Prompt Cache: \d+ sequences, ([\d.]+) GB")
+CAVEATS = [
+    "mlx_lm.server runs with its defaults: keys and values in the model's type (float32 for the random model; 16 bits "
+    "would halve its cache), prompt cache in RAM. agentcache keeps 4 bits. Answers differ where that rounds.",
+    "Start-up is not part of a turn's time; it stands beside it. Block files were written moments before: they come "
+    "from the page cache.",
+    "Times are the clients', over loopback HTTP; compare ratios within one run.",
+]
 
 
 @dataclass(frozen=True)
@@ -90,10 +99,8 @@ class CompareResult:
     servers: tuple[ServerSample, ...]
 
 
-def measure_comparison(plan: ComparePlan, progress: Callable[[str], None]) -> CompareResult:
-    with tempfile.TemporaryDirectory(prefix="agentcache-bench-") as folder:
-        home = Path(folder)
-        model = Path(plan.model) if plan.model else random_model_path(home, **WEIGHTS_MODEL)
+def measure_comparison(plan: ComparePlan, progress: Progress) -> CompareResult:
+    with given_or_random(plan.model, WEIGHTS_MODEL) as (home, model):
         return _Bench(plan, home, model, progress).run()
 
 
@@ -112,12 +119,12 @@ class _Side:
 
 
 class _Bench:
-    def __init__(self, plan: ComparePlan, home: Path, model: Path, progress: Callable[[str], None]) -> None:
+    def __init__(self, plan: ComparePlan, home: Path, model: Path, progress: Progress) -> None:
         self._plan = plan
         self._model = model
         self._progress = progress
         self._random = random.Random(plan.seed)
-        self._eos_bias = {str(token): _NEVER for token in Tokenizer.load(model).eos_ids}
+        self._eos_bias = {str(token): NEVER for token in Tokenizer.load(model).eos_ids}
         commands = {OURS: plan.command, PEER: plan.peer}
         self._sides = [self._side(name, command, home / name) for name, command in commands.items()]
 
@@ -229,3 +236,102 @@ def _logged_cache_bytes(log: Path) -> int | None:
 def _resident_bytes(pid: int) -> int:
     shown = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=True)
     return int(shown.stdout) * 1024
+
+
+def build_report(plan: ComparePlan, result: CompareResult) -> Report:
+    turns = [_summarise_turn(plan, result, turn) for turn in range(plan.turns)]
+    servers = {server.server: asdict(server) for server in result.servers}
+    return COMPARE.report(
+        plan,
+        CAVEATS,
+        peer_wins=peer_wins(turns, servers),
+        model=plan.model or "random, 84M parameters, float32",
+        turns=turns,
+        servers=servers,
+        samples=[asdict(sample) for sample in result.turns],
+    )
+
+
+def _summarise_turn(plan: ComparePlan, result: CompareResult, turn: int) -> dict[str, Any]:
+    by_server = {
+        name: [sample for sample in result.turns if sample.turn == turn and sample.server == name]
+        for name in (OURS, PEER)
+    }
+    kind = "first" if turn == 0 else "after the restart" if turn == plan.restart_turn else "next"
+    return {"turn": turn, "kind": kind, **{name: _medians(samples) for name, samples in by_server.items()}}
+
+
+def _medians(samples: Sequence[TurnSample]) -> dict[str, float]:
+    names = ("ttft_ms", "decode_tokens_per_s", "prompt_tokens", "cached_tokens")
+    return {name: statistics.median(getattr(sample, name) for sample in samples) for name in names}
+
+
+def peer_wins(turns: Sequence[dict[str, Any]], servers: dict[str, dict[str, Any]]) -> list[str]:
+    """Where the peer is better by more than a few percent."""
+    wins = []
+    for turn in turns:
+        name = f"turn {turn['turn'] + 1} ({turn['kind']})"
+        ours, theirs = turn[OURS], turn[PEER]
+        if clearly_less(theirs["ttft_ms"], ours["ttft_ms"]):
+            wins.append(f"{name}: first token after {theirs['ttft_ms']:.0f} ms, here {ours['ttft_ms']:.0f} ms")
+        if clearly_more(theirs["decode_tokens_per_s"], ours["decode_tokens_per_s"]):
+            wins.append(f"{name}: {theirs['decode_tokens_per_s']:.1f} tokens/s, here {ours['decode_tokens_per_s']:.1f}")
+    mine, other = servers[OURS], servers[PEER]
+    if clearly_more(other["together_tokens_per_s"], mine["together_tokens_per_s"]):
+        wins.append(
+            f"all agents at once: {other['together_tokens_per_s']:.1f} tokens/s, "
+            f"here {mine['together_tokens_per_s']:.1f}"
+        )
+    if clearly_less(other["start_seconds"], mine["start_seconds"]):
+        wins.append(f"start-up: {other['start_seconds']:.1f} s, here {mine['start_seconds']:.1f} s")
+    return wins
+
+
+def turns_table(report: Report) -> Table:
+    plan = report["plan"]
+    restart = plan["turns"] // 2 + 1
+    table = number_table(
+        f"{plan['agents']} agents in conversation, medians; both servers killed before turn {restart}",
+        ("turn", "prompt", f"{OURS}: first token", f"{PEER}: first token", "ratio", "cached", "tokens/s"),
+    )
+    for turn in report["turns"]:
+        ours, theirs = turn[OURS], turn[PEER]
+        table.add_row(
+            f"{turn['turn'] + 1} {turn['kind']}",
+            f"{ours['prompt_tokens']:.0f}",
+            f"{ours['ttft_ms']:.0f} ms",
+            f"{theirs['ttft_ms']:.0f} ms",
+            f"{theirs['ttft_ms'] / ours['ttft_ms']:.2f}x",
+            f"{ours['cached_tokens']:.0f} / {theirs['cached_tokens']:.0f}",
+            f"{ours['decode_tokens_per_s']:.1f} / {theirs['decode_tokens_per_s']:.1f}",
+        )
+    return table
+
+
+def servers_table(report: Report) -> Table:
+    table = number_table(
+        "The servers", ("", "all agents at once", "start-up", "cache in RAM", "cache on disk", "process")
+    )
+    for name, server in report["servers"].items():
+        table.add_row(
+            name,
+            f"{server['together_tokens_per_s']:.1f} tokens/s",
+            f"{server['start_seconds']:.1f} s",
+            megabytes(server["cache_ram_bytes"]),
+            megabytes(server["cache_disk_bytes"]),
+            megabytes(server["process_ram_bytes"]),
+        )
+    return table
+
+
+def plot_turns(report: Report, path: Path) -> None:
+    turns = report["turns"]
+    figure = new_figure(max(6, 1.3 * len(turns)), 4.5)
+    axes = figure.add_subplot()
+    draw_bars(axes, {name: [turn[name]["ttft_ms"] for turn in turns] for name in (OURS, PEER)})
+    axes.set_xticks(range(len(turns)), [f"turn {turn['turn'] + 1}\n{turn['kind']}" for turn in turns])
+    axes.set_ylabel("time to first token (ms)")
+    save_figure(figure, axes, "A conversation whose server is killed in the middle", path)
+
+
+COMPARE = Reporter("compare", "conversations against mlx_lm.server", (turns_table, servers_table), {"": plot_turns})

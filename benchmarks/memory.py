@@ -1,6 +1,12 @@
+"""Measure recall across phases and its cost, in the ways of `agentcache.bench.ways`.
+
+A script's `expect` lists words to recall. Each seed draws other facts.
+"""
+
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +14,14 @@ from rich.table import Table
 
 from agentcache.bench.plots import Panel, count, milliseconds, percent, plot_by_phase
 from agentcache.bench.reporter import Report, Reporter, number_table
-from agentcache.bench.ways import WAYS
+from agentcache.bench.ways import WAYS, Ways, from_disk, same_words, summarise
+from agentcache.server_process import SERVE
+from agentcache.workflow.parse import read_script
+from agentcache.workflow.transcript import WorkflowTranscript
 from agentcache.workflow.transcript_files import as_json
-from benchmarks.memory.measure import MemoryPlan, SeedResult, summarise_way
+from benchmarks.workload import Progress, temporary_folder
 
+DEFAULT_SCRIPT = "prisoners_dilemma"
 CAVEATS = (
     "Recall is exact: an expected word stands in the answer as a whole word, and no rejected one.",
     "Times are the client's, over loopback HTTP, one turn after the other on an idle server; compare ratios within one "
@@ -19,6 +29,64 @@ CAVEATS = (
     "Warm reads come from files written moments before, so from the operating system's page cache.",
     "none still hears what others said since the agent's last turn: only the agent's own earlier phases are cut.",
 )
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """`script` is a path or shipped name; `max_tokens` overrides its own. `command` replaces `agentcache serve`."""
+
+    script: str = DEFAULT_SCRIPT
+    seeds: tuple[int, ...] = (1, 2, 3)
+    model: str | None = None
+    max_tokens: int | None = None
+    command: tuple[str, ...] = SERVE
+
+
+@dataclass(frozen=True)
+class SeedResult:
+    seed: int
+    runs: Mapping[str, WorkflowTranscript]
+
+    @property
+    def restored(self) -> bool:
+        """Whether every agent was restored from disk after every kill."""
+        return from_disk(self.runs["warm"])
+
+
+def measure_memory(plan: MemoryPlan, progress: Progress) -> list[SeedResult]:
+    return [_measure_seed(plan, seed, progress) for seed in plan.seeds]
+
+
+def _measure_seed(plan: MemoryPlan, seed: int, progress: Progress) -> SeedResult:
+    runs: dict[str, WorkflowTranscript] = {}
+    with temporary_folder() as home:
+        script = read_script(plan.script, seed)
+        ways = Ways(script, home, home, lambda way, record: None, plan.model, plan.max_tokens, plan.command)
+        for way in WAYS:
+            runs[way] = ways.run(way)
+            progress(f"seed {seed}  {way:<4}  {_line(summarise(runs[way].turns))}")
+    return SeedResult(seed, runs)
+
+
+def _line(summary: Mapping[str, Any]) -> str:
+    return (
+        f"recall {summary['found']:>3} of {summary['expected']}, {summary['computed_tokens']:>6} tokens computed, "
+        f"first token {summary['ttft_ms_median']:7.0f} ms"
+    )
+
+
+def summarise_way(results: Iterable[SeedResult], way: str) -> dict[str, Any]:
+    """Sum up a way in total and by phase, with the number of turns equal to the hot run."""
+    pairs = [(result.runs[way], result.runs["hot"]) for result in results]
+    turns = [record for run, _ in pairs for record in run.turns]
+    same = [same_words(*both) for run, hot in pairs for both in zip(run.turns, hot.turns, strict=True)]
+    phases = sorted({record.phase for record in turns})
+    return {
+        **summarise(turns),
+        "same_words": sum(same),
+        "consistency": sum(same) / len(same),
+        "by_phase": {str(phase): summarise([turn for turn in turns if turn.phase == phase]) for phase in phases},
+    }
 
 
 def build_report(plan: MemoryPlan, results: Sequence[SeedResult]) -> Report:
