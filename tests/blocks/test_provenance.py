@@ -234,7 +234,7 @@ def test_tokens_kept_in_front_of_the_start_are_base() -> None:
 def test_base_does_not_go_on_behind_an_adapter() -> None:
     tree = PrefixCache([FakeGroup("full", None, 1)], Ledger(10)).tree
     own = tree.insert(tree.root(ROOT), [1] * BLOCK_SIZE, "a@0")
-    with pytest.raises(BrokenInvariant, match="cannot go on"):
+    with pytest.raises(BrokenInvariant, match="cannot continue"):
         tree.insert(own, [2])
     with pytest.raises(BrokenInvariant, match="cannot go on"):
         tree.insert(own, [2], "b@0")

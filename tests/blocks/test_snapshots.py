@@ -245,5 +245,5 @@ def test_a_forgotten_snapshot_shows() -> None:
     grow(cache, sequence, tokens, 256)
     node = snapshots_of(cache)[0]
     node.state = None
-    with pytest.raises(BrokenInvariant, match="snapshots"):
+    with pytest.raises(BrokenInvariant, match="checkpoints"):
         cache.check_integrity()
