@@ -1,4 +1,4 @@
-"""Access and admission: ASGI middleware that raises, inside `ErrorResponses`; names of this machine."""
+"""Access and admission: ASGI middleware that raises inside `ErrorResponses`; names of this machine."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from agentcache.settings.origins import ANY_ORIGIN, is_same_origin
 
 OPEN_PATHS = ("/health", "/metrics")  # supervisors and Prometheus have no key
 
-# Of loopback in Linux's hosts files, and of this machine in its containers and virtual machines. No public DNS name
-# ends in `.internal` (reserved by ICANN).
+# Of loopback in hosts files, and of this machine in containers; `.internal` is no public domain.
 _USUAL_NAMES = (
     *("localhost.localdomain", "localhost4", "localhost6", "ip6-localhost", "ip6-loopback"),
     *("host.docker.internal", "gateway.docker.internal", "host.containers.internal", "host.orb.internal"),
     *("host.lima.internal", "host.minikube.internal"),
 )
-# Short, octal and hexadecimal spellings, such as 127.1. Browsers never look them up as names.
+# Short, octal and hexadecimal addresses, such as 127.1; never looked up as names.
 _NUMERIC = re.compile(r"(?:0x[0-9a-f]+|[0-9]+)(?:\.(?:0x[0-9a-f]+|[0-9]+)){0,3}", re.ASCII)
 _LONGEST_NUMERIC = 64
 
@@ -51,12 +50,7 @@ class AgentHeader:
 
 
 class OriginGuard:
-    """Refuses requests from foreign web pages.
-
-    Args:
-        allowed: allowed origins, or `*`.
-        local: whether the server listens on loopback; local pages are then allowed.
-    """
+    """Refuses requests from web pages other than `allowed` origins (or `*`) and, if `local`, local ones."""
 
     def __init__(self, app: ASGIApp, allowed: Sequence[str], local: bool) -> None:
         self.app = app
@@ -81,12 +75,7 @@ class OriginGuard:
 
 
 class HostGuard:
-    """Refuses foreign `Host` headers without an API key: prevents DNS rebinding.
-
-    Args:
-        names: additional allowed hosts, in lower case without a final dot.
-        addresses: whether IP addresses are allowed; rebinding needs a name.
-    """
+    """Refuses foreign `Host` headers, against DNS rebinding. IP addresses, if allowed, are safe: it needs a name."""
 
     def __init__(self, app: ASGIApp, names: frozenset[str], addresses: bool) -> None:
         self.app = app
@@ -95,19 +84,17 @@ class HostGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            host = Headers(scope=scope).get("host", "")
-            if not self._is_ours(host_of(host)):
-                raise Forbidden(f"Host {host!r:.200} is not this machine; set an API key to serve other names.")
+            authority = Headers(scope=scope).get("host", "")
+            host = host_of(authority)
+            if not (is_local(host) or host in self._names or (self._addresses and is_address(host))):
+                raise Forbidden(f"Host {authority!r:.200} is not this machine; set an API key to serve other names.")
         await self.app(scope, receive, send)
-
-    def _is_ours(self, host: str) -> bool:
-        return is_local(host) or host in self._names or (self._addresses and is_address(host))
 
 
 class RequestLimit:
-    """Refuses requests while `limit` are being computed, except GET and HEAD.
+    """Refuses requests, except GET and HEAD, beyond `limit` that are computed.
 
-    A place is free when the answer begins, for streams at `free_place`: slow readers hold none.
+    An answer frees its place when it begins; a stream calls `free_place`.
     """
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
@@ -172,7 +159,7 @@ def wants_page(headers: Headers) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` always means this machine, and a server that listens on it serves this machine only."""
+    """Whether a server that listens on `host` serves this machine only."""
     name = _normal(host)
     if name == "localhost" or name.endswith(".localhost"):
         return True
@@ -181,7 +168,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_local(host: str) -> bool:
-    """Whether a URL with `host` always leads to this machine: loopback, or an unspecified address such as 0.0.0.0."""
+    """Whether a URL with `host` leads to this machine: loopback, or an unspecified address such as 0.0.0.0."""
     address = _address(_normal(host))
     return is_loopback(host) or (address is not None and address.is_unspecified)
 
@@ -191,14 +178,14 @@ def is_address(host: str) -> bool:
 
 
 def own_names(listens_on: str) -> frozenset[str]:
-    """Return the machine's names for users and containers, and the host that the server listens on."""
+    """Names of this machine, and the host that the server listens on."""
     name = _normal(socket.gethostname())
     short = name.partition(".")[0]
     return frozenset(filter(None, (name, short, short and f"{short}.local", _normal(listens_on), *_USUAL_NAMES)))
 
 
 def host_of(authority: str) -> str:
-    """Return the host in `host:port`, in lower case without a final dot; empty if invalid."""
+    """Host in `host:port`, in lower case without a final dot; empty if invalid."""
     try:
         return _normal(urlsplit(f"//{authority}").hostname or "")
     except ValueError:

@@ -15,7 +15,7 @@ from agentcache.text.json_values import json_string, parse_json, write_json
 _ANY_OBJECT = '{"type": "object"}'
 # vLLM's fields; each excludes tool calls.
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
-# vLLM's newer field, SGLang's and Ollama's, in all dialects.
+# And vLLM's newer field, SGLang's and Ollama's.
 FORM_FIELDS = (*GUIDED, "structured_outputs", "json_schema", "regex", "format")
 _STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
 # A wrapper around a JSON schema has none of these keys.
@@ -27,12 +27,7 @@ Find = Callable[[str], str | None]
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Whether the model may or must call tools.
-
-    Args:
-        names: allowed tools; None for all.
-        param: field name in errors.
-    """
+    """Whether the model may or must call tools; `names` are the allowed ones, None for all."""
 
     may_call: bool = True
     must_call: bool = False
@@ -40,24 +35,9 @@ class ToolChoice:
     just_one: bool = False
     param: str = "tool_choice"
 
-    def shown(self, tools: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-        """Return the tools for the chat template, or None.
-
-        A required call does not shorten the list, so that the prompt keeps its prefix; the grammar enforces the choice.
-        """
-        if not self.may_call:
-            return None
-        if self.names is not None and not self.must_call:
-            tools = [tool for tool in tools if tool["function"]["name"] in self.names]
-        return tools or None
-
 
 def read_tool_choice(body: Reader, find: Find = lambda word: None) -> ToolChoice:
-    """Read `tool_choice` of any dialect.
-
-    Args:
-        find: from a name or a type to the tool, or None.
-    """
+    """Read `tool_choice` of any dialect; `find` returns the tool of a name or type."""
     just_one = not body.boolean("parallel_tool_calls", True)
     choice = body.get("tool_choice")
     if choice is None or isinstance(choice, str):
@@ -130,9 +110,9 @@ def read_form(
 
     Args:
         text: from the dialect's own fields.
-        schema: this dialect's path to a tool's argument schema.
+        schema: path to a tool's argument schema.
         left_out: names and types of server tools.
-        strict: names of strict tools that are shown without that word.
+        strict: tools that are strict but not shown so.
     """
     body = call.body
     whole = read_whole_form(body)
@@ -159,7 +139,7 @@ def _is_left_out(choice: ToolChoice, tools: Tools | None, left_out: Collection[s
 
 
 def read_whole_form(body: Reader) -> TextForm | None:
-    """Read vLLM's, SGLang's or Ollama's fields; one at most."""
+    """Read fields of vLLM, SGLang or Ollama, one at most."""
     given = [(body, name) for name in (*GUIDED, "json_schema", "regex", "format") if body.get(name) not in (None, "")]
     structured = body.object("structured_outputs")
     for name, value in structured.value.items():
@@ -190,7 +170,7 @@ def _whole_form(reader: Reader, name: str) -> TextForm:
 
 
 def read_text_form(body: Reader, *more: tuple[Reader, str]) -> TextForm | None:
-    """Read any dialect's text format and `more`; one at most."""
+    """Read the text format of any dialect and `more`, one at most."""
     output = body.object("output_config")
     places = [*more, (body, "response_format"), (output, "format"), (body, "output_format")]
     forms = [
@@ -203,11 +183,7 @@ def read_text_form(body: Reader, *more: tuple[Reader, str]) -> TextForm | None:
 
 
 def read_response_format(body: Reader, name: str, schema_in: str | None = None) -> TextForm | None:
-    """Read the format object under `name`.
-
-    Args:
-        schema_in: this dialect's inner object for the schema, if any.
-    """
+    """Read the format under `name`, whose schema is in the object `schema_in`, if any."""
     given = body.object(name)
     kind = given.string("type")
     if kind in ("json_object", "json", "json_schema"):
@@ -226,7 +202,7 @@ def read_response_format(body: Reader, name: str, schema_in: str | None = None) 
 
 
 def _schema_place(given: Reader, schema_in: str | None) -> tuple[Reader, str]:
-    """Find the schema: in chat's wrapper, beside the type, or the wrapper itself; if missing, the error's place."""
+    """Place of the schema, or of the error: chat's wrapper, beside the type, or the wrapper itself."""
     wrapper = given.get("json_schema")
     if isinstance(wrapper, dict) and wrapper.get("schema") is not None:
         return given.object("json_schema"), "schema"
@@ -271,7 +247,7 @@ def _demanded(body: Reader, tools: Tools | None, choice: ToolChoice, schema: str
 
 
 def _offered(body: Reader, tools: Tools, schema: str, strict: Collection[str]) -> tuple[CallableTool, ...]:
-    """Return the tools that may be called. Only strict ones enforce their schemas."""
+    """Only strict tools enforce their schemas."""
     return tuple(
         tool
         if tool.name in strict or given["function"].get("strict") is True

@@ -12,9 +12,9 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from agentcache.api.report import FinishReason, Report, Update
+from agentcache.api.report import FinishReason, Update
 from agentcache.api.request import ChatPrompt, Reading, Request
-from agentcache.server.answer_form import read_form, read_text_form
+from agentcache.server.answer_form import read_form, read_text_form, read_tool_choice
 from agentcache.server.completion import Job, answer, event
 from agentcache.server.context import Call, engine_of, name_agent, read_prompt
 from agentcache.server.errors import WireError
@@ -81,7 +81,7 @@ def read_job(call: Call) -> Job:
     max_tokens = read_max_tokens(body, "max_tokens", default=None)
     sampling = read_sampling(body, model, max_tokens=max_tokens, logprobs=None, stop="stop_sequences")
     options = read_options(call, read_agent(call, _user_id(body)))
-    choice = tools.choice(body)
+    choice = read_tool_choice(body, tools.find)
     form = read_form(call, read_text_form(body), prompt.tools, choice, "input_schema", tools.left_out)
     reading = read_reading(model, prompt.tools, body, form, thinking)
     job_id = f"msg_{uuid.uuid4().hex}"
@@ -116,7 +116,7 @@ def read_chat_prompt(call: Call, tools: ToolList, thinking: Thinking) -> ChatPro
     if not read:
         body.fail("messages", "must hold more than an empty system text")
     messages = [*_read_system(body, "system", call), *read]
-    shown = tools.shown(tools.choice(body))
+    shown = tools.shown(read_tool_choice(body, tools.find))
     return ChatPrompt(messages, shown, thinking.template_kwargs, num_bytes=call.num_bytes)
 
 
@@ -132,7 +132,7 @@ def _read_text(reader: Reader, name: str, call: Call) -> str:
 
 
 def _read_message(message: Reader, call: Call) -> list[dict[str, Any]]:
-    """Translate one message. Each tool result becomes a message of role `tool`."""
+    """Each tool result becomes a message of role `tool`."""
     role = message.required_string("role")
     if role not in ("user", "assistant", "system"):
         message.fail("role", 'must be "user", "assistant" or "system"')
@@ -171,7 +171,6 @@ def _blocks(message: Reader) -> Iterator[str | Reader]:
 
 
 def _joined(texts: list[str]) -> str:
-    """Join blocks. Empty ones, which Anthropic refuses, add nothing."""
     return _BETWEEN_BLOCKS.join(filter(None, texts))
 
 
@@ -190,7 +189,8 @@ def _read_user(message: Reader, call: Call) -> list[dict[str, Any]]:
             texts.append(read_part(block, "user", call))
         else:
             messages += _user_text(texts)
-            messages.append(_read_result(block, call))
+            content = tool_text(block, "content", _BETWEEN_BLOCKS, call)
+            messages.append({"role": "tool", "tool_call_id": block.required_string("tool_use_id"), "content": content})
             texts = []
     messages += _user_text(texts)
     return messages or [{"role": "user", "content": ""}]
@@ -199,14 +199,6 @@ def _read_user(message: Reader, call: Call) -> list[dict[str, Any]]:
 def _user_text(texts: list[str]) -> list[dict[str, Any]]:
     text = _joined(texts)
     return [{"role": "user", "content": text}] if text else []
-
-
-def _read_result(block: Reader, call: Call) -> dict[str, Any]:
-    return {
-        "role": "tool",
-        "tool_call_id": block.required_string("tool_use_id"),
-        "content": tool_text(block, "content", _BETWEEN_BLOCKS, call),
-    }
 
 
 @dataclass(frozen=True)
@@ -235,7 +227,16 @@ class AnthropicReply:
     def accounting(self, completion: Completion) -> dict[str, Any]:
         report = completion.final_report
         token_ids = completion.token_id_fields() if self.return_token_ids else {}
-        return {"usage": usage(report), "agentcache": report_object(report, self.notes)} | token_ids
+        # Prompt tokens are cached ones, those cached now for an agent, and the rest.
+        computed = report.prompt_tokens - report.reused_tokens
+        created = computed if report.agent is not None else 0
+        usage = {
+            "input_tokens": computed - created,
+            "cache_creation_input_tokens": created,
+            "cache_read_input_tokens": report.reused_tokens,
+            "output_tokens": report.completion_tokens,
+        }
+        return {"usage": usage, "agentcache": report_object(report, self.notes)} | token_ids
 
 
 class EventWriter:
@@ -279,8 +280,9 @@ class EventWriter:
         self._says = self._says or kind is not ReasoningDelta
         if self._open is not kind:
             yield from self._close()
-            yield self._start(block)
             self._open = kind
+            self._blocks += 1
+            yield _event("content_block_start", index=self._blocks - 1, content_block=block)
 
     def _close(self) -> Iterator[bytes]:
         if self._open is None:
@@ -289,10 +291,6 @@ class EventWriter:
             yield self._delta({"type": "signature_delta", "signature": signature("".join(self._thoughts))})
         yield _event("content_block_stop", index=self._blocks - 1)
         self._open, self._thoughts = None, []
-
-    def _start(self, block: dict[str, Any]) -> bytes:
-        self._blocks += 1
-        return _event("content_block_start", index=self._blocks - 1, content_block=block)
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
         return _event("content_block_delta", index=self._blocks - 1, delta=delta)
@@ -336,20 +334,8 @@ def _tool_use(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def signature(thought: str) -> str:
-    """Sign a thought: clients drop unsigned thinking. The server does not check signatures."""
+    """Signature of a thought, never checked: clients drop unsigned thinking."""
     return base64.b64encode(hashlib.blake2b(thought.encode(), digest_size=24).digest()).decode()
-
-
-def usage(report: Report) -> dict[str, int]:
-    """Split prompt tokens into cached ones, those cached now for an agent, and the rest, as Anthropic does."""
-    computed = report.prompt_tokens - report.reused_tokens
-    created = computed if report.agent is not None else 0
-    return {
-        "input_tokens": computed - created,
-        "cache_creation_input_tokens": created,
-        "cache_read_input_tokens": report.reused_tokens,
-        "output_tokens": report.completion_tokens,
-    }
 
 
 def _event(kind: str, **fields: Any) -> bytes:

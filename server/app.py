@@ -1,4 +1,4 @@
-"""The ASGI application: routes, lifespan, middleware, page."""
+"""The ASGI application: routes, lifespan, middleware, and the read-only page at `/`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from agentcache.server.access import (
     own_names,
     wants_page,
 )
-from agentcache.server.body import BodyLimit, LargeBodies, WholeBody
+from agentcache.server.body import LargeBodies, WholeBody
 from agentcache.server.completion import KEEP_ALIVE_SECONDS
 from agentcache.server.context import SERVER_NAME, Context, context_of, engine_of
 from agentcache.server.engine import Engine
@@ -59,12 +59,7 @@ def create_app(
     on_start: Started | None = None,
     keep_alive_seconds: float = KEEP_ALIVE_SECONDS,
 ) -> Starlette:
-    """Return the ASGI application. Its lifespan starts the engine in the background, so that /health answers.
-
-    Args:
-        on_start: called after the start, with the error or None.
-        keep_alive_seconds: longest silence of a stream.
-    """
+    """Return the ASGI application. Its lifespan starts the engine in the background, then calls `on_start`."""
     context = Context(engine, config, keep_alive_seconds)
     routes = _routes()
     app = Starlette(
@@ -122,7 +117,7 @@ def _routes() -> list[Route]:
 
 
 def _by_method(**handlers: Callable[[Request], Any]) -> Callable[[Request], Any]:
-    """Return one endpoint per path: a 405 then lists all methods."""
+    """One endpoint per path: a 405 then lists all methods."""
 
     async def endpoint(request: Request) -> Response:
         response = await handlers["GET" if request.method == "HEAD" else request.method](request)
@@ -148,25 +143,26 @@ def _middleware(context: Context) -> list[Middleware]:
         layers.append(Middleware(HostGuard, names=names, addresses=not local))
     if config.cors_origins:
         # Preflights carry no key. The inner `ErrorResponses` gives errors CORS headers.
-        layers += [Middleware(CORSMiddleware, **_cors(config)), Middleware(ErrorResponses)]
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=("Retry-After", "X-Agentcache-Agent"),
+        )
+        layers += [cors, Middleware(ErrorResponses)]
     if config.api_key is not None:
         layers.append(Middleware(ApiKey, key=config.api_key))
     return [
         *layers,
-        Middleware(BodyLimit, limit=config.max_body_bytes),
-        Middleware(WholeBody, seconds=config.body_timeout, room=HALF_BODIES * config.max_body_bytes),
+        Middleware(
+            WholeBody,
+            limit=config.max_body_bytes,
+            seconds=config.body_timeout,
+            room=HALF_BODIES * config.max_body_bytes,
+        ),
         Middleware(RequestLimit, limit=config.max_waiting_requests),
     ]
-
-
-def _cors(config: Config) -> dict[str, Any]:
-    methods, headers = ("GET", "POST", "DELETE"), ("*",)
-    return {
-        "allow_origins": config.cors_origins,
-        "allow_methods": methods,
-        "allow_headers": headers,
-        "expose_headers": ("Retry-After", "X-Agentcache-Agent"),
-    }
 
 
 @contextlib.asynccontextmanager
@@ -193,7 +189,7 @@ async def _start(engine: Engine, on_start: Started | None) -> None:
 
 
 async def describe(request: Request) -> Response:
-    """Show name, version and model; HTML for browsers. Some clients probe it."""
+    """Show name, version and model; a page for browsers. Some clients probe it."""
     engine = context_of(request).engine
     found = {
         "name": SERVER_NAME,

@@ -1,4 +1,4 @@
-"""Protection against large bodies: limits of size, time and memory, and JSON parsed in child processes."""
+"""Limits request bodies in size, time and memory; parses large ones in child processes, outside the GIL."""
 
 from __future__ import annotations
 
@@ -28,41 +28,6 @@ FREE_BYTES = 64 << 10  # of a body, outside the shared budget
 _TRIM_BYTES = 1 << 20  # of a body, beyond which freed memory is returned
 
 
-class BodyLimit:
-    """Refuses large bodies by Content-Length and by counting."""
-
-    def __init__(self, app: ASGIApp, limit: int) -> None:
-        self.app = app
-        self._limit = limit
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        self._check_announced(Headers(scope=scope).get("content-length"))
-        received = 0
-
-        async def counted_receive() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            self._check(received)
-            return message
-
-        await self.app(scope, counted_receive, send)
-
-    def _check_announced(self, length: str | None) -> None:
-        if length is None:
-            return
-        if not (length.isascii() and length.isdigit()):
-            raise InvalidRequest("Content-Length must be a number of bytes.", param="Content-Length")
-        # int() refuses thousands of digits; 18 exceed any limit.
-        self._check(int(length) if len(length) <= 18 else 10**18)
-
-    def _check(self, size: int) -> None:
-        if size > self._limit:
-            raise PayloadTooLarge(f"The body is over {self._limit} bytes.")
-
-
 def note_read(request: Request) -> None:
     """Release a parsed body's share of the budget."""
     give_back = request.scope.get("state", {}).get(_READ)
@@ -74,17 +39,20 @@ class WholeBody:
     """Calls the application once the body is complete: slow uploads hold no place in the queue.
 
     Args:
-        room: byte budget of all unparsed bodies, beyond `FREE_BYTES` each.
+        limit: bytes of one body.
+        room: bytes of all unparsed bodies, beyond `FREE_BYTES` each.
     """
 
-    def __init__(self, app: ASGIApp, seconds: float, room: int) -> None:
+    def __init__(self, app: ASGIApp, limit: int, seconds: float, room: int) -> None:
         self.app = app
+        self._limit = limit
         self._seconds = seconds
         self._room = room
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
+        self._check_announced(Headers(scope=scope).get("content-length"))
         body = _Body()
         try:
             pending: list[Message] = [await self._read(body, receive)]
@@ -98,6 +66,18 @@ class WholeBody:
         finally:
             self._give_back(body)
 
+    def _check_announced(self, length: str | None) -> None:
+        if length is None:
+            return
+        if not (length.isascii() and length.isdigit()):
+            raise InvalidRequest("Content-Length must be a number of bytes.", param="Content-Length")
+        # int() refuses thousands of digits; 18 exceed any limit.
+        self._check(int(length) if len(length) <= 18 else 10**18)
+
+    def _check(self, size: int) -> None:
+        if size > self._limit:
+            raise PayloadTooLarge(f"The body is over {self._limit} bytes.")
+
     async def _read(self, body: _Body, receive: Receive) -> Message:
         try:
             async with asyncio.timeout(self._seconds):
@@ -108,15 +88,12 @@ class WholeBody:
         parts, body.parts = body.parts, []
         return {"type": "http.request", "body": b"".join(parts), "more_body": False}
 
-    def _give_back(self, body: _Body) -> None:
-        self._room += body.held
-        body.held = 0
-
     def _add(self, body: _Body, message: Message) -> None:
         if message["type"] == "http.disconnect":
             raise ClientDisconnect()
         body.parts.append(message.get("body", b""))
         body.size += len(body.parts[-1])
+        self._check(body.size)
         body.is_complete = not message.get("more_body", False)
         held = max(0, body.size - FREE_BYTES)
         if not body.is_complete and held - body.held > self._room:
@@ -124,20 +101,21 @@ class WholeBody:
         self._room -= held - body.held
         body.held = held
 
+    def _give_back(self, body: _Body) -> None:
+        self._room += body.held
+        body.held = 0
+
 
 class _Body:
     def __init__(self) -> None:
         self.parts: list[bytes] = []
         self.size = 0
-        self.held = 0
+        self.held = 0  # bytes of the shared budget
         self.is_complete = False
 
 
 class LargeBodies:
-    """Outermost middleware: collects garbage and trims malloc after a large request.
-
-    A refusal's traceback holds the prompt in cycles. malloc is set to keep freed memory, which suits the engine.
-    """
+    """Outermost middleware: collects garbage, which may be a traceback with the prompt, and trims malloc."""
 
     def __init__(self, app: ASGIApp, workers: Workers) -> None:
         self.app = app
@@ -169,7 +147,7 @@ class LargeBodies:
 
 
 class LargeJson:
-    """Parses bodies on any thread. Reads the model's context length at the first one."""
+    """Parses bodies on any thread. The model must be loaded."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -186,32 +164,26 @@ class LargeJson:
         """Return the JSON object in a body.
 
         Args:
-            raw: one body; this call empties the list.
+            raw: one body; emptied.
             param: the prompt's name in errors.
             go_on: called periodically; its exception ends the process.
 
-        Raises:
-            InvalidRequest: invalid body, or a limit of time or memory.
-            ContextLengthExceeded: too long.
+        Raises InvalidRequest, also over a limit of time or memory, or ContextLengthExceeded.
         """
-        return _parse(self._work, raw, param, go_on)
-
-
-def _parse(work: ConfinedWork, raw: list[bytes], param: str | None, go_on: Callable[[], None]) -> dict[str, Any]:
-    try:
-        kind, content = work.ask(raw, go_on=go_on)
-    except OverLimit as error:
-        raise _not_read(f"it took {error.what}") from None
-    except ChildBroke:
-        raise _not_read("its reader broke off") from None
-    value = marshal.loads(content)
-    if kind == ParseOutcome.OBJECT:
-        assert isinstance(value, dict)
-        return value
-    message, at_fault, code = value
-    if kind == ParseOutcome.TOO_LONG:
-        raise ContextLengthExceeded(message, param=at_fault or param, code=code)
-    raise InvalidRequest(message, param=at_fault, code=code)
+        try:
+            kind, content = self._work.ask(raw, go_on=go_on)
+        except OverLimit as error:
+            raise _not_read(f"it took {error.what}") from None
+        except ChildBroke:
+            raise _not_read("its reader broke off") from None
+        value = marshal.loads(content)
+        if kind == ParseOutcome.OBJECT:
+            assert isinstance(value, dict)
+            return value
+        message, at_fault, code = value
+        if kind == ParseOutcome.TOO_LONG:
+            raise ContextLengthExceeded(message, param=at_fault or param, code=code)
+        raise InvalidRequest(message, param=at_fault, code=code)
 
 
 def _not_read(why: str) -> InvalidRequest:

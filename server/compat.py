@@ -1,7 +1,6 @@
-"""Undocumented interfaces of uvicorn, h11, sse-starlette, starlette and asyncio; used only here.
+"""Undocumented interfaces of uvicorn, h11, sse-starlette, starlette and asyncio.
 
 `READ` has the versions whose source was read; pyproject.toml excludes later minor versions.
-`tests/server/test_compat.py` names what a version has changed.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ AppStatus.enable_automatic_graceful_drain = False
 
 
 class HeadParser(h11.Connection):
-    """h11's parser; passes the bytes of each head to `check_head`, because events merge repeated lengths.
+    """h11's parser; passes each head to `check_head`, because events merge repeated lengths.
 
     Between requests `trailing_data` starts with the next head, which one `next_event` consumes.
     """
@@ -43,7 +42,7 @@ class HeadParser(h11.Connection):
 
 
 class UvicornConnection(H11Protocol):
-    """uvicorn's HTTP/1.1 connection with another parser; base for timeouts and refusals."""
+    """uvicorn's HTTP/1.1 connection with another parser."""
 
     def __init__(self, *args: Any, parser: h11.Connection, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -70,7 +69,7 @@ class UvicornConnection(H11Protocol):
 
 
 class UvicornServer(uvicorn.Server):
-    """uvicorn's server; subclasses may override `on_tick` (called ten times a second) and `shutdown`."""
+    """uvicorn's server; `on_tick` (ten times a second) and `shutdown` may be overridden."""
 
     @property
     def connections(self) -> list[UvicornConnection]:
@@ -83,14 +82,14 @@ def http_option(factory: Callable[..., UvicornConnection]) -> type[asyncio.Proto
 
 
 def limit_read(transport: asyncio.Transport, num_bytes: int) -> None:
-    """Limit asyncio's bytes per read (private attribute in Python 3.11 to 3.13)."""
+    """Limit asyncio's bytes per read (Python 3.11 to 3.13)."""
     transport.max_size = num_bytes  # type: ignore[attr-defined]
 
 
 class EventStream(EventSourceResponse):
-    """Sends events until they end or the client leaves; then always awaits `close`.
+    """Sends events until they end or the client leaves; then awaits `close`.
 
-    No pings: some clients cannot parse comments. No cancel scope per event: it would double the cost.
+    No pings: some clients cannot parse comments. No cancel scope per event, which costs as much as the event.
     """
 
     def __init__(self, events: AsyncIterator[bytes], close: Callable[[], Awaitable[None]]) -> None:

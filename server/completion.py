@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -26,7 +25,6 @@ from agentcache.system.threads import as_exception
 
 Events = Iterable[bytes]
 
-T = TypeVar("T")
 Generate = Callable[[Callable[[Update], None]], Coroutine[Any, Any, None]]
 
 KEEP_ALIVE_SECONDS = 10.0
@@ -35,7 +33,7 @@ encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode  # json
 _ANY_TEXT = "\x00"
 _BEHIND = 32  # queued updates; beyond, updates are merged
 _TOGETHER = 256  # tokens in a merged update
-# Tokens and candidates at which the stream ends. A token without logprobs counts once.
+# Queued tokens and candidates that end the stream.
 _MOST_PENDING = 50_000
 
 
@@ -43,7 +41,7 @@ class CompletionWriter(Protocol):
     """Writes one stream in a dialect."""
 
     def begin(self, first: Update | None) -> Events:
-        """First events. `first`: the next update for `write`; None if it is late."""
+        """First events; `first` is the next update, or None if it is late."""
 
     def write(self, update: Update) -> Events: ...
 
@@ -63,17 +61,13 @@ class Reply(Protocol):
     def writer(self) -> CompletionWriter: ...
 
 
-class Finish(Protocol):
-    """Hook before the end of an answer is sent."""
-
-    async def __call__(
-        self, engine: Engine, completions: Sequence[Completion], writer: CompletionWriter | None, /
-    ) -> None: ...
+# Called before the end of an answer is sent; the writer of a stream, or None.
+Finish = Callable[[Engine, Sequence[Completion], CompletionWriter | None], Awaitable[None]]
 
 
 @dataclass(frozen=True)
 class Job:
-    """One call: a request per prompt (one for streams) and its reply.
+    """One call: a request for each prompt (one for streams) and its reply.
 
     Args:
         timeout: seconds; None for the server's limit.
@@ -105,7 +99,7 @@ async def answer(request: HttpRequest, job: Job) -> Response:
 
 
 async def collect(context: Context, request: Request, timeout: float | None = None) -> Completion:
-    """Run one completion; cancelling this cancels the request."""
+    """Run one completion. Cancelling this cancels it."""
     [completion] = await _collect(context, request, _deadline(context, timeout))
     return completion
 
@@ -116,7 +110,7 @@ def _deadline(context: Context, timeout: float | None) -> float | None:
 
 
 async def _collect_all(context: Context, requests: Sequence[Request], deadline: float | None) -> list[list[Completion]]:
-    """Run requests, `max_concurrent_requests` at a time; the first failure cancels the rest."""
+    """Run requests, `max_concurrent_requests` at a time. The first failure cancels the rest."""
     permits = asyncio.Semaphore(context.config.max_concurrent_requests)
 
     async def run(request: Request) -> list[Completion]:
@@ -144,10 +138,9 @@ async def _collect(context: Context, request: Request, deadline: float | None) -
 
 
 async def _stream(request: HttpRequest, context: Context, job: Job, deadline: float | None) -> Response:
-    """Wait for the first update or the keep-alive interval, so that a refusal gets its own status."""
-    generate = partial(context.engine.generate, job.requests[0])
+    """Wait for the first update, at most the keep-alive interval: a refusal gets its own status."""
     source = UpdateStream(
-        lambda take: generate(context.metrics.measured(take)),
+        lambda take: context.engine.generate(job.requests[0], context.metrics.measured(take)),
         context.keep_alive_seconds,
         deadline,
         ended=request.state.free_place,
@@ -189,17 +182,13 @@ async def _events(
 
 
 def event(data: dict[str, Any], name: str | None = None) -> bytes:
-    """Encode one event. ASCII only: some clients also split lines at U+2028 and U+0085."""
+    """Encode one event in ASCII: some clients also split lines at U+2028 and U+0085."""
     line = f"data: {encode(data)}\n\n"
     return (line if name is None else f"event: {name}\n{line}").encode()
 
 
 class TextEvents:
-    """Events that differ only in one text; the rest is encoded once.
-
-    Args:
-        event_of: from a text to its event, with no `_ANY_TEXT` behind the text.
-    """
+    """Events that differ in one text only; the rest is encoded once."""
 
     def __init__(self, event_of: Callable[[str], bytes]) -> None:
         self._before, _, self._after = event_of(_ANY_TEXT).rpartition(encode(_ANY_TEXT).encode())
@@ -212,12 +201,8 @@ def timed_out() -> RequestTimedOut:
     return RequestTimedOut("The request was not done within its time limit.")
 
 
-def too_slow() -> RequestTimedOut:
-    return RequestTimedOut("The answer was not read in time.", code="client_too_slow")
-
-
 class Backlog:
-    """A queue of updates that merges them when it is long."""
+    """A queue of updates, merged when it is long."""
 
     def __init__(self) -> None:
         self._pending: deque[Update | Exception | None] = deque()
@@ -244,7 +229,6 @@ class Backlog:
         self._pending.append(update)
 
     def pop(self) -> Update | Exception | None:
-        """Pop the next item; must not be empty."""
         update = self._pending.popleft()
         if isinstance(update, Update):
             self._size -= _size(update)
@@ -265,7 +249,6 @@ def _can_merge(first: Update, second: Update) -> bool:
 
 
 def _is_plain(update: Update) -> bool:
-    """Whether the update has only text and tokens."""
     others = (update.prompt_token_ids, update.prompt_logprobs, update.finish_reason, update.stop_string, update.report)
     return all(each is None for each in (*others, update.prompt_end))
 
@@ -282,10 +265,9 @@ def _merged(first: Update, second: Update) -> Update:
 
 
 class UpdateStream:
-    """Updates of one completion, errors and keep-alives. One timer for silence and deadline: updates need none.
+    """Updates, errors and keep-alives of one completion. One timer for silence and deadline, none per update.
 
     Args:
-        generate: runs the completion; cancelled by `close`.
         interval: seconds of silence before a keep-alive.
         deadline: on the loop's clock.
         ended: called when the engine has finished, even with unread updates.
@@ -342,7 +324,7 @@ class UpdateStream:
         self._last = self._loop.time()
         self._put(update)
         if self._backlog.is_full:
-            self._end_with(too_slow())
+            self._end_with(RequestTimedOut("The answer was not read in time.", code="client_too_slow"))
 
     def _set_timer(self) -> asyncio.TimerHandle:
         silent_at = self._last + self._interval
@@ -359,6 +341,6 @@ class UpdateStream:
         self._timer = self._set_timer()
 
     def _end_with(self, error: Exception) -> None:
-        """End the completion at once: a client that reads nothing would not ask for it."""
+        """End the completion now: the client may read nothing."""
         self._running.cancel()
         self._put(error)

@@ -1,7 +1,4 @@
-"""An HTTP/1.1 connection with read and write timeouts that rejects ambiguous body lengths, and a server that drains.
-
-uvicorn's server with a graceful shutdown: requests get time to finish, then an answer.
-"""
+"""An HTTP/1.1 connection with timeouts that rejects ambiguous body lengths, and a server that drains."""
 
 from __future__ import annotations
 
@@ -20,29 +17,24 @@ from agentcache.server.compat import HeadParser, UvicornConnection, UvicornServe
 from agentcache.server.errors import wire_error
 from agentcache.text.json_values import write_json
 
-# Clients keep idle connections for less (httpx 5 s, aiohttp 15 s, proxies up to 60 s): a request during a close gets no
-# answer.
+# Longer than clients and proxies (60 s): a request during a close gets no answer.
 IDLE_SECONDS = 75
-# A refused client may still send; on some systems a reset would lose the answer.
+# A refused client may still send: a reset could lose the answer.
 LINGER_SECONDS = 2.0
 _OTHER_FILES = 128  # cache, libraries, model
 _LOOKS = 4  # checks of a write per timeout
 _MOST_CONNECTIONS = 4096
-# asyncio reads 256 KiB at a time: copying a hundred large bodies delayed all other requests.
+# Less than asyncio's 256 KiB: copying many large bodies delays other requests.
 _READ_BYTES = 16 << 10
 
-# For running requests after a signal.
-DRAIN_SECONDS = 5.0
-# For clients to read their answers; then connections are cut.
-CUT_SECONDS = 15
-# For clients that read nothing.
-STALL_SECONDS = 1.0
-# /health reports a failed engine this long. Then the process ends, and a supervisor restarts it.
-FAILED_SECONDS = 5.0
+DRAIN_SECONDS = 5.0  # for running requests after a signal
+CUT_SECONDS = 15  # for clients to read their answers; then connections are cut
+STALL_SECONDS = 1.0  # for clients that read nothing
+FAILED_SECONDS = 5.0  # /health reports a failed engine; then the process ends
 
 
 def _check_length(head: bytes) -> None:
-    """Refuse ambiguous body lengths: a proxy may have used the other one."""
+    """A proxy may have used the other one of two lengths."""
     lines = head.replace(b"\r\n", b"\n").partition(b"\n\n")[0].split(b"\n")[1:]
     fields = [(name.strip().lower(), value) for name, _, value in (line.partition(b":") for line in lines)]
     lengths = [value for name, value in fields if name == b"content-length"]
@@ -52,11 +44,11 @@ def _check_length(head: bytes) -> None:
 
 
 class ClientConnection(UvicornConnection):
-    """One client's connection. Beyond `most`, those that have waited longest for clients are closed.
+    """One client's connection. Beyond `most`, those that wait longest for clients are closed.
 
     Args:
-        head_seconds: time limit for a request's head.
-        write_seconds: time limit for a client that does not read its answer.
+        head_seconds: limit for a request's head.
+        write_seconds: limit for a client that reads nothing.
     """
 
     def __init__(self, *args: Any, head_seconds: float, write_seconds: float, most: int, **kwargs: Any) -> None:
@@ -126,7 +118,7 @@ class ClientConnection(UvicornConnection):
             self._writing = self.loop.call_later(self._write_seconds / _LOOKS, self._look_at_writing)
 
     def _look_at_writing(self) -> None:
-        """Cut a stalled client. Only paused or complete answers count: their unwritten bytes cannot grow."""
+        """Cut a stalled client: unwritten bytes of a paused or complete answer cannot grow."""
         self._writing, left, now = None, self.unwritten, self.loop.time()
         if not left:
             return
@@ -154,7 +146,7 @@ class ClientConnection(UvicornConnection):
             self._linger = None
 
     def _make_room(self) -> None:
-        """Close a sixteenth of the connections at once: each search scans them all."""
+        """Close a sixteenth of the connections at once: a search scans all."""
         waiting = [other for other in self.connections if isinstance(other, ClientConnection)]
         waiting = [other for other in waiting if other.waits_for_client and not other.transport.is_closing()]
         *others, newest = sorted(waiting, key=lambda other: other._waiting_since)
@@ -197,7 +189,7 @@ class ClientConnection(UvicornConnection):
 
 
 def most_connections() -> int:
-    """Raise the limit of open files if useful; return how many connections fit."""
+    """Raise the limit of open files; return how many connections fit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_CONNECTIONS + _OTHER_FILES
     if soft < wanted:
@@ -207,9 +199,9 @@ def most_connections() -> int:
 
 
 class DrainingServer(UvicornServer):
-    """Calls `close`, which ends streams, after `drain_seconds`, and cuts incomplete requests.
+    """Ends after a signal, or `FAILED_SECONDS` after the engine fails.
 
-    Also ends `FAILED_SECONDS` after the engine fails.
+    Requests have `drain_seconds`; then incomplete ones are cut, and `close` ends streams.
     """
 
     def __init__(
@@ -226,7 +218,6 @@ class DrainingServer(UvicornServer):
         self._failed_at: float | None = None
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether to shut down."""
         if self._failed_at is None and self._has_failed():
             self._failed_at = time.monotonic()
         is_over = self._failed_at is not None and time.monotonic() - self._failed_at > FAILED_SECONDS

@@ -1,4 +1,4 @@
-"""The server's context, and reading request bodies."""
+"""The state of the server, and reading requests."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ from agentcache.errors import ContextLengthExceeded, EngineStopped, Overloaded
 from agentcache.gateway.prompt_workers import Workers, shutting_down
 from agentcache.server.body import LargeJson, note_read
 from agentcache.server.engine import Engine
-from agentcache.server.metrics import ServerMetrics
+from agentcache.server.metrics import ServerMetrics, log_word
 from agentcache.server.validate import Reader, ReadLimit, never, parse_object, refuse_long_lists
 from agentcache.settings.config import Config
 from agentcache.store.response_files import Continued
-from agentcache.text.json_values import json_string
 
 log = logging.getLogger("agentcache.sessions")
 
@@ -49,12 +48,11 @@ _WHY = {
 
 T = TypeVar("T")
 
-SERVER_NAME = "agentcache"  # in the Server header; recognised by the CLI
-# Of `body_weight`: small bodies take up to 3 ms on the event loop. Large ones would hold the GIL: a child process
-# parses them.
+SERVER_NAME = "agentcache"
+# By `body_weight`. Small bodies take up to 3 ms on the event loop.
 SMALL_BODY = 128 << 10
 LARGE_BODY = 1_000_000
-_BYTES_PER_GROUP = 192  # an object or list takes up to 5 µs
+_BYTES_PER_GROUP = 192  # an object or list
 _BYTES_PER_QUOTE = 12  # two per string
 _BYTES_PER_COMMA = 2  # of token ids
 _BYTES_PER_VALUE = 4  # in `json_size`
@@ -64,7 +62,7 @@ MOST_UNREAD = 64  # queued bodies
 
 
 class KnownClients:
-    """State of clients across requests. Bounded, thread-safe."""
+    """What clients did in earlier requests. Bounded, thread-safe."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -83,7 +81,7 @@ class KnownClients:
             return self._agents.get(installation)
 
     def note_unkept(self, user_agent: str) -> None:
-        """Log a client's first request without agent or session."""
+        """Log the first request without agent or session."""
         name = client_name(user_agent)
         with self._lock:
             if name in self._unkept or len(self._unkept) >= _MOST_UNKEPT:
@@ -92,48 +90,37 @@ class KnownClients:
         log.info(
             "requests of %s name no agent or session, so nothing of them is kept; --default-agent NAME keeps those of"
             " all such clients, --default-agent %s=NAME of this one, and the header X-Session-ID of one session",
-            *(_word(name), _word(name.lower())),
+            *(log_word(name), log_word(name.lower())),
         )
 
 
 def client_name(user_agent: str) -> str:
-    """Return the product in a `User-Agent` header without its version, or `unknown`."""
+    """Product in a `User-Agent` header, without version; or `unknown`."""
     words = user_agent.split(None, 1)
     return (_VERSION.sub("", words[0])[:_MOST_NAME_CHARS] if words else "") or "unknown"
-
-
-def _word(name: str) -> str:
-    return name if name.isprintable() else json_string(name)
-
-
-@dataclass(frozen=True)
-class _Turn:
-    at: float
-    report: Report
 
 
 class LastTurns:
     """The last turns of recent agents. For one thread."""
 
     def __init__(self) -> None:
-        self._turns: OrderedDict[str, _Turn] = OrderedDict()
+        self._turns: OrderedDict[str, tuple[float, Report]] = OrderedDict()  # with time.time()
 
     def note(self, report: Report) -> None:
         if report.agent is None:
             return
-        self._turns[report.agent] = _Turn(time.time(), report)
+        self._turns[report.agent] = time.time(), report
         self._turns.move_to_end(report.agent)
         while len(self._turns) > _MOST_AGENTS:
             self._turns.popitem(last=False)
 
     def describe(self, agent: str, lineages: tuple[str, ...]) -> dict[str, Any] | None:
-        """Return the last turn as JSON; None without one, or if its lineage is gone."""
-        turn = self._turns.get(agent)
-        if turn is None or turn.report.lineage not in lineages:
+        """The last turn as JSON; None without one, or if its lineage is gone."""
+        at, report = self._turns.get(agent, (0.0, None))
+        if report is None or report.lineage not in lineages:
             return None
-        report = turn.report
         return {
-            "at": turn.at,
+            "at": at,
             "lineage": report.lineage,
             "match": report.match,
             "cache_state": report.cache_state,
@@ -146,7 +133,7 @@ class LastTurns:
 
 
 def why(report: Report) -> str | None:
-    """Return why reuse was limited; None if it was complete."""
+    """Reason why reuse was limited; None if it was complete."""
     if report.lost_tokens:
         return f"{report.lost_tokens} tokens of the conversation were neither in RAM nor on disk any more"
     if report.volatile is not None and not report.volatile.moved:
@@ -204,7 +191,7 @@ class Call:
     Args:
         num_bytes: length of the body.
         continued: stored responses and items that it refers to.
-        fallback_agent: agent if nothing names one.
+        fallback_agent: used if nothing names an agent.
     """
 
     body: Reader
@@ -225,7 +212,7 @@ def context_of(request: Request) -> Context:
 
 
 def engine_of(request: Request) -> Engine:
-    """The engine, if it can answer."""
+    """The engine. Raises EngineStopped or Overloaded if it cannot answer."""
     engine = context_of(request).engine
     if isinstance(engine.failure, EngineStopped):
         raise engine.failure
@@ -238,18 +225,21 @@ def engine_of(request: Request) -> Engine:
 
 async def read_call(request: Request, *, without_body: bytes = b"") -> Call:
     """Read a request without a prompt; `without_body` replaces an empty body."""
-    return await _read(request, None, lambda call: call, without_body)
+    return await read_prompt(request, None, lambda call: call, without_body=without_body)
 
 
-async def read_prompt(request: Request, param: str, read: Callable[[Call], T], *, without_body: bytes = b"") -> T:
-    """Apply `read` to a request with a prompt in field `param`. May raise ContextLengthExceeded."""
-    return await _read(request, param, read, without_body)
+async def read_prompt(
+    request: Request, param: str | None, read: Callable[[Call], T], *, without_body: bytes = b""
+) -> T:
+    """Apply `read` to a request with its prompt in field `param`: to small bodies at once, to others on a thread.
 
-
-async def _read(request: Request, param: str | None, read: Callable[[Call], T], without_body: bytes) -> T:
-    """Read a small body at once, others on a thread until the client leaves, large ones in a child process."""
+    Raises InvalidRequest, ContextLengthExceeded, or ClientDisconnect.
+    """
     model, context = engine_of(request).model, context_of(request)
-    raw = await _body_of(request) or [without_body]
+    message = await request.receive()  # the whole body; `request.body` would keep it
+    if message["type"] == "http.disconnect":
+        raise ClientDisconnect()
+    raw = [message.pop("body", b"") or without_body]  # emptied by the parser
     size, weight = len(raw[0]), body_weight(raw[0])
 
     def work(has_ended: Callable[[], bool]) -> T:
@@ -269,10 +259,7 @@ async def _read(request: Request, param: str | None, read: Callable[[Call], T], 
 
 
 async def read_again(request: Request, call: Call, read: Callable[[Call], T]) -> T:
-    """Apply `read` again after stored items were added.
-
-    Raises ContextLengthExceeded for more items than tokens in the context.
-    """
+    """Apply `read` again, after stored items were added. Raises ContextLengthExceeded."""
     items = [*call.continued.history(), *call.continued.items.values()]
     given = call.body.get("input")
     count = len(items) + (len(given) if isinstance(given, list) else 1)
@@ -290,7 +277,7 @@ async def read_again(request: Request, call: Call, read: Callable[[Call], T]) ->
 
 
 def body_weight(raw: bytes) -> int:
-    """Return the cost of reading a body, in bytes of plain text."""
+    """Cost of reading a body, in bytes of plain text."""
     if len(raw) > LARGE_BODY:  # counting takes 1 ms per MB
         return len(raw)
     num_groups = raw.count(b"{") + raw.count(b"[")
@@ -299,7 +286,7 @@ def body_weight(raw: bytes) -> int:
 
 
 def json_size(value: Any, most: float = math.inf) -> int:
-    """Return the approximate length of `value` as JSON; counts no further than `most`."""
+    """Approximate length of `value` as JSON, counted to about `most`."""
     size, rest = 0, [value]
     while rest and size <= most:
         part = rest.pop()
@@ -314,25 +301,13 @@ def json_size(value: Any, most: float = math.inf) -> int:
     return size
 
 
-async def _body_of(request: Request) -> list[bytes]:
-    """Return the body in a list that the parser empties; `body` would keep it. `WholeBody` sends one message."""
-    message = await request.receive()
-    if message["type"] == "http.disconnect":
-        raise ClientDisconnect()
-    return [message["body"]] if message.get("body") else []
-
-
 def name_agent(request: Request, agent: str | None) -> None:
-    """Set the agent in the response header, also of errors."""
+    """Set the agent of the response header."""
     request.state.agent = agent
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`; cancel it when the client leaves. The body must have been read.
-
-    Raises:
-        ClientDisconnect: `work` has ended.
-    """
+    """Return the result of `work`, or cancel it and raise ClientDisconnect. The body must have been read."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(receive))
     try:

@@ -32,8 +32,7 @@ from agentcache.system.threads import as_exception
 log = logging.getLogger("agentcache.server")
 
 RETRY_AFTER_SECONDS = 1
-# Characters; errors may quote client text.
-MAX_MESSAGE = 4000
+MAX_MESSAGE = 4000  # characters
 MAX_PARAM = 200
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
 _ANTHROPIC_ROUTES = "/v1/messages"
@@ -73,7 +72,7 @@ class WireError:
 
 
 def wire_error(error: Exception) -> WireError:
-    """Return the client's view of an error. Paths and tracebacks go to the log only."""
+    """The client's view of an error. Paths and tracebacks go to the log only."""
     if isinstance(error, RequestError):
         param = None if error.param is None else _cut(error.param, MAX_PARAM)
         return WireError(error.status, _cut(error.message, MAX_MESSAGE), error.type, error.code, param)
@@ -95,7 +94,7 @@ def _cut(text: str, most: int) -> str:
 
 
 class ErrorResponses:
-    """Outermost middleware: answers exceptions unless a response has begun."""
+    """Middleware: answers exceptions unless a response has begun."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

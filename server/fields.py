@@ -1,7 +1,4 @@
-"""Effects of body fields by dialect; shown in `docs/server.md`.
-
-A field is obeyed, has no bearing, or is refused unless its value is neutral. Others are noted.
-"""
+"""Effects of body fields by dialect, as in `docs/server.md`: obeyed, without bearing, refused; others are noted."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ WITHOUT_BEARING = frozenset(
     + ("anthropic_version", "inference_geo", "speed", "stream_options", "max_tool_calls", "context_management")
 )
 
-# They would change the answer. Values: the neutral ones.
+# With the values that would not change the answer.
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -95,7 +92,7 @@ _TEXT_FORMAT = frozenset(
 _BUDGETS = ("max_tokens", "budget_tokens", "budget")
 TOOL = "tools[]"  # any tool definition
 
-# By path. Other objects are free in form, or their readers refuse unknown keys.
+# By path, of objects whose readers ignore unknown keys.
 KEYS: Mapping[str, frozenset[str]] = {
     "stream_options": frozenset(("include_usage", "include_obfuscation")),
     "reasoning": frozenset(("type", "enabled", "effort", *_BUDGETS, "exclude", "summary", "generate_summary")),
@@ -127,10 +124,7 @@ _REFUSED_THERE: Mapping[Dialect, Mapping[str, tuple[Any, ...]]] = {Dialect.RESPO
 
 
 def check_fields(call: Call, dialect: Dialect) -> None:
-    """Refuse unsupported fields that matter; note unknown ones.
-
-    Tool readers note keys of tools: some tools are left out.
-    """
+    """Refuse unsupported fields that matter; note unknown ones, but those of tools."""
     unknown: list[str] = []
     refused = {**REFUSED, **_REFUSED_THERE.get(dialect, {})}
     for name, value in call.body.value.items():
@@ -147,11 +141,7 @@ def check_fields(call: Call, dialect: Dialect) -> None:
 
 
 def note_tool_keys(call: Call, tool: Mapping[str, Any], *, is_shown: bool = False) -> None:
-    """Note unknown keys of a tool's definition.
-
-    Args:
-        is_shown: whether the chat template gets it unchanged.
-    """
+    """Note unknown keys of a tool, which the chat template gets unchanged if `is_shown`."""
     effect = "shown to the model if its chat template shows all of a tool" if is_shown else "without effect"
     _note(call, list(_unknown_keys(tool, TOOL)), effect)
 
@@ -176,5 +166,5 @@ def _note(call: Call, unknown: list[str], effect: str) -> None:
 
 
 def _same(value: Any, allowed: Any) -> bool:
-    """Whether JSON values are equal: true is not 1."""
+    """true is not 1."""
     return isinstance(value, bool) == isinstance(allowed, bool) and bool(value == allowed)

@@ -1,7 +1,4 @@
-"""The child process of `large_json.py`.
-
-Answers a body with a `ParseOutcome` and, in `marshal`, the object or the refusal.
-"""
+"""Child process of `LargeJson`: answers a body with a `ParseOutcome` and, in `marshal`, the object or refusal."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ _NICE = 10  # yields to the engine and the event loop
 
 
 class ParseOutcome:
-    """Kinds of replies: the object, or (message, parameter, code) of a refusal."""
+    """An object, or a refusal as (message, parameter, code)."""
 
     OBJECT = b"o"
     INVALID = b"i"

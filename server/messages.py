@@ -28,7 +28,7 @@ _BILLING_HEADER = re.compile(r"^x-anthropic-billing-header:[^\n]*\n*", re.IGNORE
 
 _DATA_URL = "data:"
 _PLAIN = "text/plain"
-# By the names of the web, not Python's codecs, some of which are slow.
+# Some of Python's codecs are slow.
 _CHARSETS = {
     **dict.fromkeys(("", "utf-8", "utf8", "us-ascii", "ascii"), "utf-8"),
     **dict.fromkeys(("iso-8859-1", "latin1", "latin-1", "windows-1252", "cp1252"), "cp1252"),
@@ -87,7 +87,7 @@ def _read_message(message: Reader, call: Call) -> dict[str, Any]:
 
 
 def _read_content(message: Reader, role: str, call: Call) -> str:
-    """Return the content as text; assistants may omit it, tools may send any value."""
+    """Assistants may omit the content, tools may send any value."""
     content = message.get("content")
     if isinstance(content, str):
         return content
@@ -108,7 +108,7 @@ def _read_thoughts(message: Reader) -> str:
 
 
 def _former_call(message: Reader, role: str) -> list[dict[str, Any]]:
-    """Read OpenAI's deprecated `function_call`; its result has role `function`."""
+    """OpenAI's deprecated `function_call`; its result has role `function`."""
     if role != "assistant" or not isinstance(message.get("function_call"), dict):
         return []
     function = message.object("function_call")
@@ -117,17 +117,16 @@ def _former_call(message: Reader, role: str) -> list[dict[str, Any]]:
 
 
 def _former_id(named: Reader) -> str:
-    """Return an id for calls and results that have only a name."""
     return f"call_{named.string('name')}"
 
 
 def without_billing_header(text: str) -> str:
-    """Remove a line that coding agents change in every request: it would prevent reuse."""
+    """Remove a line that coding agents change in every request."""
     return _BILLING_HEADER.sub("", text)
 
 
 def _read_call(call: Reader, in_history: bool) -> dict[str, Any]:
-    """Read a call in any shape. History may lack its name: a refusal would end the conversation."""
+    """History may lack the call's name: a refusal would end the conversation."""
     if isinstance(call.get("custom"), dict):
         custom = call.object("custom")
         said = {"name": custom.required_string("name"), "arguments": {"input": custom.string("input") or ""}}
@@ -142,7 +141,7 @@ def _read_call(call: Reader, in_history: bool) -> dict[str, Any]:
 
 
 def read_arguments(function: Reader, name: str = "arguments") -> Any:
-    """Return arguments as an object for templates; else JSON text: a refusal would end the conversation."""
+    """Arguments as an object for templates, or invalid ones as text: a refusal would end the conversation."""
     arguments = function.get(name)
     if isinstance(arguments, dict):
         return arguments
@@ -157,7 +156,7 @@ def read_arguments(function: Reader, name: str = "arguments") -> Any:
 
 
 def document_text(part: dict[str, Any]) -> str | None:
-    """Return a text document in tags with title and context; None for other or external content.
+    """A text document in tags; None for other or external content.
 
     Args:
         part: Anthropic's `document`, OpenAI's `file` or `input_file`.
@@ -231,7 +230,7 @@ def _of_data(data: Any, media_type: str, name: str) -> str | None:
 
 
 def _octets(data: str) -> bytes:
-    """Decode base64, also with line breaks, percent-encoded, of the alphabet for URLs, or without padding."""
+    """Decode any base64: line breaks, percent-encoded, the alphabet for URLs, no padding."""
     if "%" in data:
         data = unquote(data)
     bare = "".join(data.split()).rstrip("=").replace("-", "+").replace("_", "/")
@@ -239,7 +238,7 @@ def _octets(data: str) -> bytes:
 
 
 def read_parts(holder: Reader, name: str, role: str, call: Call, *, without: Collection[str] = ()) -> list[str]:
-    """Return the non-empty texts of the parts under `name`, except types in `without`."""
+    """Non-empty texts of the parts under `name`, except types in `without`."""
     read = (
         read_part(holder.item(name, index), role, call) if (text := plain_text(part)) is None else text
         for index, part in _parts(holder, name, without)
@@ -255,7 +254,7 @@ def _parts(holder: Reader, name: str, without: Collection[str]) -> Iterable[tupl
 
 
 def plain_text(part: Any) -> str | None:
-    """Return a pure text part's text, else None. Fast, for thousands of parts."""
+    """Text of a pure text part, else None. Fast, for thousands of parts."""
     if type(part) is str:
         return part
     if type(part) is not dict or part.get("type") not in _TEXTS:
@@ -265,10 +264,10 @@ def plain_text(part: Any) -> str | None:
 
 
 def read_part(part: Reader, role: str, call: Call) -> str:
-    """Return one part's text, or a placeholder and a note.
+    """Text of a part, or a placeholder and a note.
 
-    A refusal in the history would end the conversation. Only media in a user's newest message are refused, unless the
-    setting `images` allows it: ignoring them would mislead.
+    Only media in a user's newest message are refused: ignoring them would mislead, but a refusal in the history would
+    end the conversation.
     """
     kind = part.string("type")
     if kind in _TEXTS or kind is None:
@@ -291,7 +290,6 @@ def read_part(part: Reader, role: str, call: Call) -> str:
 
 
 def _read_text(part: Reader, kind: str | None, role: str, call: Call) -> str:
-    """Return the text, or other readable fields."""
     text = part.get("text")
     if isinstance(text, str):
         return part.required_string("text")
@@ -304,7 +302,7 @@ def _read_text(part: Reader, kind: str | None, role: str, call: Call) -> str:
 
 
 def readable(value: Any) -> str:
-    """Return all readable text in a part."""
+    """All readable text in a part."""
     lines: list[str] = []
     rest = [value]
     while rest:
@@ -330,7 +328,7 @@ def _message_of(part: Reader) -> str:
 
 
 def is_newest(part: Reader, call: Call) -> bool:
-    """Whether an object is in the request's last message (never in a stored response)."""
+    """Whether the part is in the request's last message."""
     place = _message_of(part)
     name = place.partition("[")[0]
     messages = call.body.get(name)
@@ -347,7 +345,7 @@ def _left_out(part: Reader, kind: str, where: str, call: Call) -> str:
 
 
 def tool_text(holder: Reader, name: str, between: str, call: Call) -> str:
-    """Return a tool's result; other values than text as JSON."""
+    """A tool's result as text, other values as JSON."""
     value = holder.get(name)
     if value is None or isinstance(value, str):
         return holder.string(name) or ""

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, get_type_hints
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
@@ -34,7 +35,7 @@ _FAMILIES = {
 }
 
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
-# Invented methods, and all methods on all routes, would leave series of 20 lines (0.3 ms of the event loop each).
+# Each method on each route leaves a series of 20 lines.
 _OTHER_METHOD = "other"
 _NOT_ALLOWED = "405"
 _number_text: Callable[[float], str] = floatToGoString
@@ -47,19 +48,10 @@ log = logging.getLogger("agentcache.requests")
 _CLIENT_LEFT = "499"  # as nginx
 
 
-@dataclass(frozen=True)
-class EngineMetrics(Collector):
-    """One scrape; without statistics, only `agentcache_up 0`."""
-
-    stats: CacheStats | None
-
-    def collect(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily("agentcache_up", "Whether the engine answers", value=self.stats is not None)
-        if self.stats is not None:
-            yield from _metrics_of(self.stats)
-
-
-def _metrics_of(stats: CacheStats) -> Iterator[Metric]:
+def _engine_metrics(stats: CacheStats | None) -> Iterator[Metric]:
+    yield GaugeMetricFamily("agentcache_up", "Whether the engine answers", value=stats is not None)
+    if stats is None:
+        return
     for field, (metric, family) in _FAMILIES.items():
         yield family(f"agentcache_{metric.name}", metric.help, value=getattr(stats, field))
     yield _labelled("ram_bytes", "RAM the cache takes, in use or not", "cache", stats.ram_capacity)
@@ -89,7 +81,7 @@ def _ram_accounts(stats: CacheStats) -> Metric:
 
 
 def _account_of(kind: str) -> str:
-    """Drop the adapter's name: each would leave a series."""
+    """Without the adapter's name, which would leave a series."""
     family, *_, part = kind.split(".") if "." in kind else (kind, "")
     return f"{family}.{part}" if part else family
 
@@ -143,7 +135,7 @@ class ServerMetrics:
         )
 
     def measured(self, take: Callable[[Update], None]) -> Callable[[Update], None]:
-        """Wrap `take` to measure a completion that begins now."""
+        """Wrap `take`, to measure a completion that begins now."""
         begun = time.perf_counter()
         latest: dict[int, float] = {}
 
@@ -162,16 +154,12 @@ class ServerMetrics:
         return measure
 
     async def render(self, stats: CacheStats | None) -> bytes:
-        """Render the exposition; `stats` is None if the engine does not answer.
-
-        Yields to the event loop: thousands of lines take tens of milliseconds.
-        """
+        """Render the exposition, yielding to the event loop. `stats` is None if the engine does not answer."""
         pieces: list[str] = []
-        for collector in (self.registry, EngineMetrics(stats)):
-            for metric in collector.collect():
-                for piece in self._lines.pieces(metric):
-                    pieces.append(piece)
-                    await asyncio.sleep(0)
+        for metric in chain(self.registry.collect(), _engine_metrics(stats)):
+            for piece in self._lines.pieces(metric):
+                pieces.append(piece)
+                await asyncio.sleep(0)
         return "".join(pieces).encode()
 
     def _count(self, reason: FinishReason, report: Report, *, is_fork: bool) -> None:
@@ -196,14 +184,14 @@ class _Only(Collector):
 
 
 class Lines:
-    """The text of metrics. A series' name and labels, most of the work, are rendered once."""
+    """Renders metrics; name and labels of a series, most of the work, once."""
 
     def __init__(self) -> None:
         self._headers: dict[str, str] = {}
         self._series: dict[tuple[object, ...], str] = {}
 
     def pieces(self, metric: Metric) -> Iterator[str]:
-        """Render a metric in pieces, without creation times (separate metrics)."""
+        """Render a metric in pieces, without creation times."""
         samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
         if samples:
             yield self._header_of(metric)
@@ -250,24 +238,17 @@ class Measure:
         self._metrics.http_seconds.labels(*labels).observe(answered.seconds)
 
 
-@dataclass(frozen=True)
-class Usage:
-    prompt: int
-    generated: int
-    cached: int
-
-
 def note_model(request: Request, model: str) -> None:
     request.state.model = model
 
 
 def note_usage(request: Request, completions: Sequence[Completion], n: int = 1) -> None:
-    """Set the log line's token counts; `n` answers per prompt."""
+    """Set the token counts of the log line; `n` answers per prompt."""
     reports = [completion.final_report for completion in completions]
-    request.state.usage = Usage(
-        prompt=sum(report.prompt_tokens for report in reports[::n]),
-        generated=sum(report.completion_tokens for report in reports),
-        cached=sum(report.reused_tokens for report in reports[::n]),
+    request.state.usage = (
+        sum(report.prompt_tokens for report in reports[::n]),
+        sum(report.completion_tokens for report in reports),
+        sum(report.reused_tokens for report in reports[::n]),
     )
 
 
@@ -276,9 +257,9 @@ class Answered:
     """A request's outcome.
 
     Args:
-        route: pattern, not path: clients may invent paths.
+        route: pattern.
         status: 499 if the client left.
-        seconds: from the request's head to the answer's end.
+        seconds: until the answer's end.
     """
 
     method: str
@@ -317,15 +298,15 @@ class LogRequests:
 
 
 def _log(answered: Answered, state: Mapping[str, Any]) -> None:
-    usage = state.get("usage")
-    tokens = ("-", "-", "-") if usage is None else (usage.prompt, usage.generated, usage.cached)
-    what = f"{_word(answered.method)} {answered.route} {answered.status}"
-    who = f"agent={_word(state.get('agent'))} model={_word(state.get('model'))}"
-    cost = f"in={tokens[0]} out={tokens[1]} cached={tokens[2]} ms={answered.seconds * 1e3:.0f}"
+    prompt, generated, cached = state.get("usage", ("-", "-", "-"))
+    what = f"{log_word(answered.method)} {answered.route} {answered.status}"
+    who = f"agent={log_word(state.get('agent'))} model={log_word(state.get('model'))}"
+    cost = f"in={prompt} out={generated} cached={cached} ms={answered.seconds * 1e3:.0f}"
     log.info("%s", f"{what} {who} {cost}")
 
 
-def _word(value: str | None) -> str:
+def log_word(value: str | None) -> str:
+    """One word: quoted if it has spaces or control characters, `-` if empty."""
     if not value:
         return "-"
     return value if value.isprintable() and " " not in value else json_string(value)

@@ -40,11 +40,9 @@ def read_adapter(call: Call) -> str | None:
 
 
 def adapter_in(name: str, model: ModelInfo, config: Config) -> str | None:
-    """Return the adapter that a model name means; None for base.
+    """The adapter that a model name means; None for base. Raises NotFound.
 
-    Order: served names; aliases; placeholders; served names in another spelling; names built into clients.
-
-    Raises NotFound for an unknown name.
+    Order: served names, aliases, placeholders, other spellings, names built into clients.
     """
     try:
         return _served(name, model)
@@ -64,7 +62,7 @@ def adapter_in(name: str, model: ModelInfo, config: Config) -> str | None:
 
 
 def _spelled(name: str, model: ModelInfo) -> str:
-    """Return a served name in another spelling: case, a provider (`openai/`), Ollama's `:latest`. Else `name`."""
+    """A served name in other case, with a provider (`openai/`) or Ollama's `:latest`; else `name`."""
     bare = name.lower().removesuffix(f":{_NEWEST}")
     known = [model.id, model.name, *(adapter.name for adapter in model.adapters)]
     return next((each for each in known if bare == each.lower() or bare.endswith("/" + each.lower())), name)

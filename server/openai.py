@@ -17,7 +17,7 @@ from agentcache.api.model import ModelInfo
 from agentcache.api.report import FinishReason, Report, TokenLogprob, Update
 from agentcache.api.request import ChatPrompt, Reading, TextPrompt, TokenPrompt
 from agentcache.api.sampling import SamplingParams
-from agentcache.server.answer_form import ToolChoice, read_form, read_text_form
+from agentcache.server.answer_form import ToolChoice, read_form, read_text_form, read_tool_choice
 from agentcache.server.completion import Job, TextEvents, answer, event
 from agentcache.server.context import Call, read_prompt
 from agentcache.server.errors import WireError
@@ -26,7 +26,6 @@ from agentcache.server.messages import read_messages
 from agentcache.server.model_names import check_model
 from agentcache.server.options import (
     MAX_LOGPROBS,
-    Options,
     check_chat,
     read_max_tokens,
     read_n,
@@ -89,7 +88,7 @@ def read_chat(call: Call) -> Job:
     logprobs = _read_chat_logprobs(body)
     max_tokens = read_max_tokens(body, *MAX_TOKENS, default=None)
     sampling = read_sampling(body, model, max_tokens=max_tokens, logprobs=logprobs)
-    choice = tools.choice(body)
+    choice = read_tool_choice(body, tools.find)
     form = read_form(call, read_text_form(body), prompt.tools, choice, "function.parameters", tools.left_out)
     shape = ChatShape(logprobs is not None, read_reading(model, prompt.tools, body, form, thinking))
     return _job(call, [prompt], sampling, shape, form)
@@ -100,7 +99,7 @@ def read_chat_prompt(
 ) -> ChatPrompt:
     messages = read_messages(call)
     check_chat(call.model)
-    shown = tools.shown(tools.choice(call.body))
+    shown = tools.shown(read_tool_choice(call.body, tools.find))
     return ChatPrompt(messages, shown, template_kwargs, add_generation_prompt, num_bytes=call.num_bytes)
 
 
@@ -144,7 +143,6 @@ def _refuse_large_echo(body: Reader, prompts: Sequence[TextPrompt | TokenPrompt]
 
 
 def read_prompts(body: Reader, model: ModelInfo) -> list[TextPrompt | TokenPrompt]:
-    """Read the prompts: a string, token ids, or a list of these."""
     prompt = body.get("prompt")
     if isinstance(prompt, list) and prompt and not _is_token(prompt[0]):
         if len(prompt) > MAX_PROMPTS:
@@ -158,7 +156,7 @@ def _read_prompt(body: Reader, name: str, prompt: Any, model: ModelInfo) -> Text
         return TextPrompt(prompt)
     if not isinstance(prompt, list) or not prompt:
         body.fail(name, "must be a string or a list of token ids that is not empty")
-    # No loop in Python: there may be tens of thousands of tokens.
+    # No Python loop over tens of thousands of tokens.
     if set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) >= model.vocab_size:
         wrong = (i for i, token in enumerate(prompt) if not _is_token(token) or not 0 <= token < model.vocab_size)
         body.fail(f"{name}[{next(wrong)}]", f"must be a token id between 0 and {model.vocab_size - 1}")
@@ -173,7 +171,12 @@ def _job(call: Call, prompts: list[Any], sampling: SamplingParams, shape: Shape,
     body = call.body
     options = read_options(call, read_agent(call) if len(prompts) == 1 else named_agent(call))
     stream = body.boolean("stream")
-    _check_combination(body, len(prompts), options, stream)
+    if len(prompts) > 1 and stream:
+        body.fail("stream", "takes one prompt at a time")
+    if len(prompts) > 1 and options.agent is not None:
+        body.fail("prompt", "must be one prompt when it names an agent")
+    if stream and body.boolean("echo"):
+        body.fail("echo", "is not supported in a stream")
     job_id = shape.id_prefix + uuid.uuid4().hex
     n = read_n(body)
     if n * len(prompts) > MAX_PROMPTS:
@@ -190,15 +193,6 @@ def _job(call: Call, prompts: list[Any], sampling: SamplingParams, shape: Shape,
         stream=stream,
         timeout=options.timeout,
     )
-
-
-def _check_combination(body: Reader, num_prompts: int, options: Options, stream: bool) -> None:
-    if num_prompts > 1 and stream:
-        body.fail("stream", "takes one prompt at a time")
-    if num_prompts > 1 and options.agent is not None:
-        body.fail("prompt", "must be one prompt when it names an agent")
-    if stream and body.boolean("echo"):
-        body.fail("echo", "is not supported in a stream")
 
 
 @dataclass(frozen=True)
@@ -239,18 +233,9 @@ def chat_piece(delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def _arguments_piece(index: int, text: str) -> dict[str, Any]:
-    return chat_piece({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
-
-
 @dataclass(frozen=True)
 class TextShape:
-    """Shapes of `/v1/completions`.
-
-    Args:
-        echo: whether the text starts with the prompt.
-        prompts: texts; None for token ids, whose text comes from their tokens.
-    """
+    """Shapes of `/v1/completions`; `prompts` are texts, or None for token ids."""
 
     logprobs: bool
     echo: bool
@@ -297,12 +282,7 @@ def _finish_reason(completion: Completion, called: bool) -> str | None:
 
 @dataclass(frozen=True)
 class OpenAIReply:
-    """An answer in either dialect.
-
-    Args:
-        usage: whether a stream ends with a chunk of `usage` and `agentcache`.
-        n: answers per prompt.
-    """
+    """An answer in either dialect, of `n` choices per prompt; with `usage`, a stream ends with a report."""
 
     id: str
     model: str
@@ -362,7 +342,7 @@ class StreamWriter:
         for choice, completion in zip(self._choices, completions, strict=True):
             yield choice.end(completion)
         if self._reply.usage:
-            thoughts = sum(choice.reasoning_tokens for choice in self._choices)
+            thoughts = sum(choice.reader.reasoning_tokens for choice in self._choices)
             last = self._reply.envelope(self._reply.shape.chunk_object, [])
             yield event(last | self._reply.accounting(completions, thoughts))
         yield DONE
@@ -380,13 +360,9 @@ class ChunkWriter:
         self._texts = TextEvents(lambda text: self._chunk(reply.shape.piece(text, ())))
         self._thoughts = TextEvents(lambda text: self._chunk(chat_piece({"reasoning_content": text})))
         self._arguments = self._texts  # of the current call
-        self._reader = ReplyReader(reply.shape.reading)
+        self.reader = ReplyReader(reply.shape.reading)
         self._offsets = TextOffsets()
         self._waiting: list[TokenLogprob] = []  # tokens without output text so far
-
-    @property
-    def reasoning_tokens(self) -> int:
-        return self._reader.reasoning_tokens
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
         return self._reply.chunk(choice, self._index)
@@ -396,7 +372,7 @@ class ChunkWriter:
 
     def write(self, update: Update) -> list[bytes]:
         self._waiting += update.logprobs
-        events = [wire for event in self._reader.add(update) for wire in self._translated(event)]
+        events = [wire for event in self.reader.add(update) for wire in self._translated(event)]
         return [*events, self._text("")] if self._waiting and update.finish_reason is not None else events
 
     def _translated(self, event: Event) -> Iterator[bytes]:
@@ -406,13 +382,17 @@ class ChunkWriter:
             case ReasoningDelta(text):
                 yield self._thoughts.event(text)
             case ToolCallStart(index, name):
-                self._arguments = TextEvents(lambda text: self._chunk(_arguments_piece(index, text)))
+                self._arguments = TextEvents(
+                    lambda text: self._chunk(
+                        chat_piece({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
+                    )
+                )
                 yield self._chunk(chat_piece({"tool_calls": [{"index": index} | _call(name, "")]}))
             case ToolCallArguments(_, arguments):
                 yield self._arguments.event(arguments)
 
     def _text(self, text: str) -> bytes:
-        """Emit a piece of text with the logprobs of all tokens received."""
+        """A piece of text with the logprobs of all tokens received."""
         if not self._waiting:
             return self._texts.event(text)
         waiting, self._waiting = self._waiting, []
@@ -422,20 +402,17 @@ class ChunkWriter:
         return self._chunk(self._shape.piece("", ()))
 
     def end(self, completion: Completion) -> bytes:
-        last = self._shape.piece("", ()) | {"finish_reason": _finish_reason(completion, self._reader.num_calls > 0)}
+        last = self._shape.piece("", ()) | {"finish_reason": _finish_reason(completion, self.reader.num_calls > 0)}
         return self._chunk(last | self._reply.token_ids(completion))
 
 
 def accounting(reports: Sequence[Report], notes: Sequence[str] = (), reasoning_tokens: int = 0) -> dict[str, Any]:
     report = combine(reports)
-    return {"usage": _usage(report, reasoning_tokens), "agentcache": report_object(report, notes)}
-
-
-def _usage(report: Report, reasoning_tokens: int) -> dict[str, Any]:
-    return {
+    usage = {
         "prompt_tokens": report.prompt_tokens,
         "completion_tokens": report.completion_tokens,
         "total_tokens": report.prompt_tokens + report.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": report.reused_tokens},
         "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
     }
+    return {"usage": usage, "agentcache": report_object(report, notes)}

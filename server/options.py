@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePath
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
 from agentcache.api.answer_form import AnswerForm
 from agentcache.api.model import ModelInfo
 from agentcache.api.policy import Policy, parse_policy
-from agentcache.api.request import Priority, Prompt, Reading, Request
+from agentcache.api.request import Priority, Reading, Request
 from agentcache.api.sampling import BOUNDS, MAX_STOP_CHARS, MAX_STOP_STRINGS, SamplingParams
 from agentcache.errors import InvalidRequest
 from agentcache.server.access import Forbidden, is_loopback
@@ -43,43 +43,25 @@ MAX_CHOICES = 128
 
 
 def require_machine_access(request: HttpRequest, what: str, instead: str) -> None:
-    """Raise Forbidden unless the server listens on loopback or has an API key.
-
-    Args:
-        what: operation, as the beginning of a sentence.
-        instead: advice in the error.
-    """
+    """Raise Forbidden unless the server listens on loopback or has an API key. `what` begins the sentence."""
     config = context_of(request).config
     if config.api_key is None and not is_loopback(config.host):
         raise Forbidden(f"{what} only on a loopback address, or with an API key; or {instead}.")
 
 
 def read_path(body: Reader, what: str) -> str:
-    """The absolute path in the field `path`; `what` describes it in errors."""
+    """The absolute path in the field `path`; errors call it `what`."""
     path = body.required_string("path")
     if not PurePath(path).is_absolute() or "\0" in path:
         body.fail("path", f"must be an absolute path of {what} on the server's machine")
     return path
 
 
-class MakeRequest(Protocol):
-    """Makes a `Request`; all other arguments are bound."""
-
-    def __call__(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        sampling: SamplingParams,
-        *,
-        n: int = 1,
-        form: AnswerForm | None = None,
-        reading: Reading = ...,
-    ) -> Request: ...
-
-
 @dataclass(frozen=True)
 class Options:
-    request: MakeRequest
+    """Common options; `request` makes a `Request` of id, prompt, sampling, n, form and reading."""
+
+    request: Callable[..., Request]
     agent: str | None
     adapter: str | None
     report: bool
@@ -104,6 +86,9 @@ def read_options(call: Call, agent: str | None) -> Options:
     adapter, lineage = read_adapter(call), extras.string("lineage")
     if lineage is not None and agent is None:
         extras.fail("lineage", "needs an agent")
+    invocation = extras.string("invocation")
+    if invocation not in (None, "required", "optional"):
+        extras.fail("invocation", 'must be "required" or "optional"')
     request = partial(
         Request,
         agent=agent,
@@ -113,7 +98,7 @@ def read_options(call: Call, agent: str | None) -> Options:
         adapter=adapter,
         policy=read_policy(extras),
         invocation_start=extras.integer("invocation_start", minimum=0),
-        invocation_optional=_read_invocation(extras),
+        invocation_optional=invocation == "optional",
     )
     return Options(
         request,
@@ -125,13 +110,6 @@ def read_options(call: Call, agent: str | None) -> Options:
     )
 
 
-def _read_invocation(extras: Reader) -> bool:
-    value = extras.string("invocation")
-    if value not in (None, "required", "optional"):
-        extras.fail("invocation", 'must be "required" or "optional"')
-    return value == "optional"
-
-
 def read_priority(body: Reader) -> Priority | None:
     name = body.string("priority")
     if name is not None and name not in list(Priority):
@@ -140,7 +118,7 @@ def read_priority(body: Reader) -> Priority | None:
 
 
 def read_timeout(body: Reader) -> float | None:
-    """Return the request's time limit in seconds; the server's limit applies too."""
+    """The request's time limit in seconds, beside the server's."""
     value = body.get("request_timeout")
     return None if value is None else body.as_number("request_timeout", value, minimum=0.001)
 
@@ -157,12 +135,7 @@ def read_reading(
     form: AnswerForm | None = None,
     thinking: Thinking = AS_USUAL,
 ) -> Reading:
-    """Choose how to parse the reply.
-
-    Args:
-        tools: shown tools, in OpenAI's shape.
-        form: demanded form.
-    """
+    """Choose how to parse the reply; `tools` are the shown ones, in OpenAI's shape."""
     extras = body.object("agentcache")
     reads_calls = bool(tools) and extras.boolean("parse_tools", True)
     reads_thoughts = extras.boolean("parse_reasoning", True) and thinking.parsed
@@ -180,11 +153,7 @@ def read_sampling(
     prompt_logprobs: bool = False,
     stop: str = "stop",
 ) -> SamplingParams:
-    """Read sampling parameters, with the defaults of `model.sampling`. A top_k of -1 disables it.
-
-    Args:
-        stop: the dialect's field of stop strings.
-    """
+    """Read sampling parameters; `stop` names the dialect's field. A top_k of -1 disables it."""
     default = SamplingParams(**model.sampling.known)
     top_k = body.integer("top_k", minimum=-1)
     return SamplingParams(
@@ -193,7 +162,7 @@ def read_sampling(
         top_p=_number(body, "top_p", default.top_p),
         top_k=max(default.top_k if top_k is None else top_k, 0),
         min_p=_number(body, "min_p", default.min_p),
-        repetition_penalty=_read_repetition(body, default.repetition_penalty),
+        repetition_penalty=_number(body, "repetition_penalty", default.repetition_penalty, "repeat_penalty"),
         frequency_penalty=_number(body, "frequency_penalty", 0.0),
         presence_penalty=_number(body, "presence_penalty", 0.0),
         logit_bias=_read_logit_bias(body, model.vocab_size),
@@ -206,20 +175,14 @@ def read_sampling(
     )
 
 
-def _number(body: Reader, name: str, default: float) -> float:
+def _number(body: Reader, name: str, default: float, other_name: str | None = None) -> float:
     least, greatest = BOUNDS[name]
-    return body.number(name, default, minimum=least, maximum=greatest)
-
-
-def _read_repetition(body: Reader, default: float) -> float:
-    """Read `repetition_penalty`, or llama.cpp's and Ollama's name for it."""
-    name = "repetition_penalty" if body.get("repetition_penalty") is not None else "repeat_penalty"
-    least, greatest = BOUNDS["repetition_penalty"]
-    return body.number(name, default, minimum=least, maximum=greatest)
+    given = name if other_name is None or body.get(name) is not None else other_name
+    return body.number(given, default, minimum=least, maximum=greatest)
 
 
 def read_max_tokens(body: Reader, *names: str, default: int | None) -> int | None:
-    """Return the first field given; None, or -1 on the wire, for the rest of the context."""
+    """The first field given; None (-1 on the wire) for the rest of the context."""
     given = [body.integer(name, minimum=-1, maximum=MAX_TOKENS_LIMIT) for name in names]
     most = next((value for value in given if value is not None), default)
     return None if most == -1 else most

@@ -13,7 +13,7 @@ from agentcache.server.compat import path_pattern
 
 API = "/v1"
 _LONGEST = 200  # characters of compared paths
-_ALIKE = 0.7  # least ratio of difflib
+_ALIKE = 0.7  # ratio of difflib
 # Slashes and versions before a route.
 _FRONT = re.compile(r"/*(?:v1(?:/+|$))*")
 _PARAMETER = re.compile(r"\{(\w+)(?::path)?\}")
@@ -23,7 +23,7 @@ _SPOKEN = "OpenAI's chat completions, completions and responses and Anthropic's 
 
 
 class MeantPaths:
-    """Outermost middleware: accepts a missing or repeated `/v1`, a doubled slash in front, a slash at the end."""
+    """Middleware: accepts a missing or repeated `/v1`, a doubled slash in front, a slash at the end."""
 
     def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute]) -> None:
         self.app = app
@@ -36,7 +36,7 @@ class MeantPaths:
 
 
 def meant_path(path: str, routes: Sequence[BaseRoute]) -> str:
-    """Return the route's path that `path` means; else `path`."""
+    """Path of the route that `path` means; else `path`."""
     exact = path.rstrip("/") or "/"
     rest = exact[_front_length(exact) :]
     candidates = (exact, f"{API}/{rest}", f"/{rest}") if rest else (exact,)
@@ -44,7 +44,7 @@ def meant_path(path: str, routes: Sequence[BaseRoute]) -> str:
 
 
 def missing_path_hint(path: str, routes: Sequence[BaseRoute]) -> str:
-    """Return a sentence of bounded length about an unknown path."""
+    """A short sentence about an unknown path."""
     if (nearest := nearest_route(path, routes)) is not None:
         methods = " or ".join(sorted((nearest.methods or set()) - {"HEAD"}))
         return f"Probably meant: {methods} {nearest.path}."
@@ -54,7 +54,7 @@ def missing_path_hint(path: str, routes: Sequence[BaseRoute]) -> str:
 
 
 def nearest_route(path: str, routes: Sequence[BaseRoute]) -> Route | None:
-    """Return the route that `path` ends with or resembles, or None."""
+    """Route that `path` ends with or resembles, or None."""
     if len(path) > _LONGEST or path.startswith(_GOOGLE):
         return None
     parts = [part for part in path.lower().split("/") if part]
@@ -72,7 +72,6 @@ def nearest_route(path: str, routes: Sequence[BaseRoute]) -> Route | None:
 
 
 def _spelled_as(pattern: str, rest: str) -> str:
-    """Spell the route without version, with parameters from `rest`."""
     bare, parts = pattern[_front_length(pattern) :].split("/"), rest.split("/")
     if len(bare) != len(parts):
         return "/".join(bare)

@@ -47,7 +47,7 @@ class Completion:
 
     @property
     def text(self) -> str:
-        """The whole text; joined at every access."""
+        """Joined at every access."""
         return "".join(update.text for update in self.updates)
 
     @property
@@ -78,21 +78,25 @@ class Choices:
 
 
 def report_object(report: Report, notes: Sequence[str]) -> dict[str, Any]:
-    """Build the `agentcache` object beside `usage`; `notes` are the request's."""
+    """The `agentcache` object beside `usage`, with notes on the request."""
     described = dataclasses.asdict(report)
     del described["completion_tokens"]  # in usage
     return described | {"notes": [*notes, *(note for note in report.notes if note not in notes)]}
 
 
 def combine(reports: Sequence[Report]) -> Report:
-    """Combine the reports of several prompts: sums, otherwise the worst value."""
+    """Combine the reports of several prompts: sums, else the worst value."""
     lossy = [report for report in reports if report.policy in LOSSY]
+    cached = [report.cached_tokens for report in reports]
+    residual = [each.residual for each in cached if each.residual is not None]
     coldest = min(reports, key=lambda report: _COLDEST_FIRST.index(report.cache_state))
     return dataclasses.replace(
         coldest,
         prompt_tokens=sum(report.prompt_tokens for report in reports),
         completion_tokens=sum(report.completion_tokens for report in reports),
-        cached_tokens=_combine_cached(report.cached_tokens for report in reports),
+        cached_tokens=CachedTokens(
+            sum(each.own for each in cached), sum(each.shared for each in cached), sum(residual) if residual else None
+        ),
         computed_tokens=sum(report.computed_tokens for report in reports),
         base_computed_tokens=sum(report.base_computed_tokens for report in reports),
         time_to_first_token_ms=reports[0].time_to_first_token_ms,
@@ -109,7 +113,7 @@ def combine(reports: Sequence[Report]) -> Report:
 
 
 def combine_choices(reports: Sequence[Report]) -> Report:
-    """Combine the reports of several choices of one prompt, which counts once."""
+    """Combine the reports of choices of one prompt, which counts once."""
     first = reports[0]
     return dataclasses.replace(
         first,
@@ -120,24 +124,15 @@ def combine_choices(reports: Sequence[Report]) -> Report:
     )
 
 
-def _combine_cached(cached: Iterable[CachedTokens]) -> CachedTokens:
-    each = list(cached)
-    residual = [c.residual for c in each if c.residual is not None]
-    return CachedTokens(sum(c.own for c in each), sum(c.shared for c in each), sum(residual) if residual else None)
-
-
 def read_whole(reading: Reading, completion: Completion) -> tuple[list[Block], int]:
-    """Return the blocks, and the number of reasoning tokens."""
+    """Blocks, and the number of reasoning tokens."""
     reader = ReplyReader(reading, whole=True)
     blocks = blocks_of(event for update in completion.updates for event in reader.add(update))
     return blocks, reader.reasoning_tokens
 
 
 class ReplyReader:
-    """Parses the updates of one completion, in order.
-
-    Args:
-        whole: whether all updates are known, not streamed.
+    """Parses the updates of one completion.
 
     Attributes:
         reasoning_tokens: as far as updates separate thoughts; includes hidden ones.
@@ -196,14 +191,14 @@ class TextOffsets:
 
     @classmethod
     def of_prompt(cls, tokens: Sequence[TokenLogprob], end: int) -> list[int]:
-        """Return offsets in a prompt of `end` characters. Extra leading text (a BOS, a space) gets 0."""
+        """Offsets in a prompt of `end` characters; extra leading text (a BOS, a space) gets 0."""
         counted = cls()
         offsets = counted.of(tokens)
         return [max(0, offset - counted._end + end) for offset in offsets]
 
 
 def text_logprobs(tokens: Sequence[TokenLogprob], offsets: Sequence[int]) -> dict[str, Any]:
-    """Write OpenAI's legacy shape for text completions."""
+    """OpenAI's shape for text completions."""
     return {
         "tokens": [token.text for token in tokens],
         "token_logprobs": [_finite(token.logprob) for token in tokens],
@@ -213,7 +208,7 @@ def text_logprobs(tokens: Sequence[TokenLogprob], offsets: Sequence[int]) -> dic
 
 
 def _text_top(token: TokenLogprob) -> dict[str, float | None] | None:
-    """Return alternatives by text, the likeliest for equal texts."""
+    """Alternatives by text; the likeliest of equal texts."""
     if token.logprob is None:
         return None
     top: dict[str, float | None] = {}

@@ -1,4 +1,7 @@
-"""Translates `input` items and tools of `/v1/responses` for chat templates, and tools back."""
+"""`input` items and tools of `/v1/responses` for chat templates, and tool calls back.
+
+A custom tool becomes a function with one string. A namespaced tool gets a combined name.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +44,9 @@ def is_reference(item: Reader) -> bool:
 
 
 def read_items(call: Call) -> list[dict[str, Any]]:
-    """Read messages of `instructions`, the continued conversation, and `input`.
+    """Read `instructions`, the continued conversation and `input` as messages.
 
-    One reply's items form one message. So do leading system texts: many templates allow only one.
+    Items of one reply form one message. So do leading system texts: many templates allow only one.
     """
     messages = _Messages()
     messages.system(call.body.string("instructions") or "")
@@ -65,7 +68,7 @@ def read_items(call: Call) -> list[dict[str, Any]]:
 class _Messages:
     def __init__(self) -> None:
         self.list: list[dict[str, Any]] = []
-        # Of the newest message, joined by `close`: a string would be copied at every addition.
+        # Of the newest message; joined by `close`.
         self._texts: list[str] = []
         self._thoughts: list[str] = []
 
@@ -142,10 +145,7 @@ def _read_item(item: Reader, messages: _Messages, call: Call) -> None:
 
 
 def _read_other(item: Reader, kind: str, messages: _Messages, call: Call) -> None:
-    """Read an item of an unknown type: a refusal would end the session.
-
-    Calls and results stay pairs; other readable text becomes a message.
-    """
+    """Read an item of an unknown type. Calls and results stay pairs; other readable text becomes a message."""
     said = {name: value for name, value in item.value.items() if name not in _NOT_SAID and value is not None}
     if item.get("call_id") is not None and kind.endswith(_CALL):
         messages.call(item, read_arguments(item) if "arguments" in said else said, kind.removesuffix(_CALL))
@@ -186,7 +186,7 @@ def _read_content(item: Reader, role: str, call: Call) -> str:
 
 
 def _read_thought(item: Reader, call: Call) -> str:
-    """Return an item's thought; other servers' items may have only a summary."""
+    """Other servers' items may have only a summary."""
     for part in item.objects("content") if is_newest(item, call) else ():
         part.required_string("text")
     shown = readable(item.get("content")) or readable(item.get("summary"))
@@ -194,7 +194,7 @@ def _read_thought(item: Reader, call: Call) -> str:
 
 
 def sealed(thought: str) -> str:
-    """Encode a thought for clients that send back only `encrypted_content`. It hides nothing."""
+    """A thought, encoded for clients that send back only `encrypted_content`."""
     return _SEALED + base64.b64encode(thought.encode()).decode()
 
 
@@ -214,7 +214,7 @@ class ResponseTool:
     name: str
     namespace: str | None = None
     is_custom: bool = False
-    is_strict: bool = False  # not shown: prompts of sessions stay as they were
+    is_strict: bool = False  # not shown
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -227,7 +227,7 @@ class ResponseTools:
 
     Args:
         shown: for the chat template; None if none may be called.
-        by_name: client's tools by shown name.
+        by_name: by shown name.
         choice: with shown names.
         left_out: names and types of server tools.
     """
@@ -250,7 +250,7 @@ def shown_name(namespace: str | None, name: str) -> str:
 
 
 def custom_input(arguments: str) -> str:
-    """Return a custom tool's text, or invalid arguments unchanged."""
+    """Text of a custom tool's call, or invalid arguments unchanged."""
     try:
         value = parse_json(arguments)
     except ValueError:
@@ -260,7 +260,7 @@ def custom_input(arguments: str) -> str:
 
 
 def read_response_tools(call: Call) -> ResponseTools:
-    """Read `tools`, and tools in input items, as Codex sends them."""
+    """Read `tools`, and tools in input items (Codex)."""
     body, tools, by_name = call.body, ToolList(), dict[str, ResponseTool]()
     for tool in body.objects("tools"):
         _read_tool(tool, None, call, tools, by_name)

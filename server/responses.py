@@ -54,7 +54,6 @@ async def responses(request: HttpRequest) -> Response:
 
 
 def _read_unless_it_refers(call: Call) -> Job | tuple[Call, References]:
-    """Return the job, or references to look up first."""
     references = read_references(call.body)
     return (call, references) if references else read_response(call)
 
@@ -64,7 +63,8 @@ def read_response(call: Call) -> Job:
     stores = body.boolean("store", True)
     call = replace(call, fallback_agent=RESPONSES_AGENT) if stores else call
     check_model(call)
-    _refuse(body)
+    if body.get("conversation") is not None:
+        body.fail("conversation", "is not supported; name a response with previous_response_id, or send all of it")
     check_fields(call, Dialect.RESPONSES)
     check_chat(model, "input")
     messages, tools = read_items(call), read_response_tools(call)
@@ -105,13 +105,8 @@ def read_response(call: Call) -> Job:
     return Job([request], reply, body.boolean("stream"), options.timeout, keep)
 
 
-def _refuse(body: Reader) -> None:
-    if body.get("conversation") is not None:
-        body.fail("conversation", "is not supported; name a response with previous_response_id, or send all of it")
-
-
 def _read_include(body: Reader) -> list[str]:
-    """Read the list `include`. Most values concern tools that this server lacks."""
+    """Most values concern tools that this server lacks."""
     include = body.get("include")
     if include is None:
         return []
@@ -121,21 +116,20 @@ def _read_include(body: Reader) -> list[str]:
 
 
 def _read_logprobs(body: Reader) -> int | None:
-    """Return alternatives per token; None for no logprobs."""
     top = body.integer("top_logprobs", minimum=0, maximum=MAX_LOGPROBS) or 0
     return top if _LOGPROBS in _read_include(body) else None
 
 
 def _asked(body: Reader, sampling: SamplingParams) -> dict[str, Any]:
-    parallel = body.boolean("parallel_tool_calls", True)
-    text, effort = body.object("text"), _effort_of(body.get("reasoning"))
-    asked = {
+    text, reasoning = body.object("text"), body.get("reasoning")
+    effort = reasoning.get("effort") if isinstance(reasoning, dict) else reasoning
+    return {
         "instructions": body.string("instructions"),
         "max_output_tokens": body.get("max_output_tokens"),
         "metadata": body.object("metadata").value,
-        "parallel_tool_calls": parallel,
+        "parallel_tool_calls": body.boolean("parallel_tool_calls", True),
         "prompt_cache_key": body.get("prompt_cache_key"),
-        "reasoning": {"effort": effort, "summary": None},
+        "reasoning": {"effort": effort if isinstance(effort, str) else None, "summary": None},
         "top_logprobs": body.get("top_logprobs") or 0,
         "temperature": sampling.temperature,
         "text": {"format": text.get("format") or {"type": "text"}}
@@ -146,22 +140,11 @@ def _asked(body: Reader, sampling: SamplingParams) -> dict[str, Any]:
         "truncation": "disabled",
         "user": body.get("user"),
     }
-    return asked
-
-
-def _effort_of(reasoning: Any) -> str | None:
-    effort = reasoning.get("effort") if isinstance(reasoning, dict) else reasoning
-    return effort if isinstance(effort, str) else None
 
 
 @dataclass(frozen=True)
 class References:
-    """Ids in a request.
-
-    Args:
-        previous: id of the continued response.
-        items: place in the input by item id.
-    """
+    """Ids of the continued response, and of items with their places in the input."""
 
     previous: str | None
     items: Mapping[str, str]
@@ -179,12 +162,7 @@ def read_references(body: Reader) -> References:
 
 
 async def find_continued(engine: Engine, references: References) -> Continued:
-    """Look up references.
-
-    Raises:
-        InvalidRequest: the response, or one before it, is not stored.
-        NotFound: an item is not stored.
-    """
+    """Look up references. Raises InvalidRequest if a response, NotFound if an item is not stored."""
     previous, items = references.previous, tuple(references.items)
     found = await engine.use_responses(lambda files: files.continued(previous, items))
     for missing in found.missing:
@@ -208,11 +186,7 @@ def own_items(call: Call) -> tuple[Item, ...]:
 
 @dataclass(frozen=True)
 class Keep:
-    """Stores an answer before its end is sent.
-
-    Args:
-        input: items of the request.
-    """
+    """Stores an answer, with the items of the request, before its end is sent."""
 
     agent: str
     reply: ResponseReply
@@ -245,7 +219,7 @@ async def show_response(request: HttpRequest) -> Response:
 
 
 async def list_input_items(request: HttpRequest) -> Response:
-    """Return the items of one request, without the conversation before it."""
+    """List items of one request, without the conversation before it."""
     data = (await _find(request)).input
     first, last = (data[0].get("id"), data[-1].get("id")) if data else (None, None)
     return JSONResponse({"object": "list", "data": data, "has_more": False, "first_id": first, "last_id": last})

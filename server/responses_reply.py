@@ -1,4 +1,4 @@
-"""Responses, their output items, stream events and echoed request fields."""
+"""Responses, their output items and stream events."""
 
 from __future__ import annotations
 
@@ -30,10 +30,8 @@ from agentcache.text.replies.events import (
 # Type of a stream event, and its fields without the number.
 Said = tuple[str, dict[str, Any]]
 
-# Characters: of the final response; of openings and keep-alives, which may be many. OpenAI's SDKs and Codex use only
-# the types.
-MAX_ECHO = 256 << 10
-MAX_OPENING = 16 << 10
+MAX_ECHO = 256 << 10  # characters, of the final response
+MAX_OPENING = 16 << 10  # of openings and keep-alives, which may be many
 # OpenAI's types require these; else null.
 _EMPTY: dict[str, Any] = {"tools": [], "metadata": {}, "tool_choice": "auto"}
 
@@ -43,9 +41,8 @@ class ResponseReply:
     """An answer to `/v1/responses`.
 
     Args:
-        echo: request fields in the final response.
-        opening: request fields in earlier events.
-        seals_reasoning: whether thoughts carry `encrypted_content`, which clients send back.
+        opening: echo in earlier events.
+        seals_reasoning: whether thoughts carry `encrypted_content`.
         agent: part of item ids.
         previous: id of the continued response.
     """
@@ -68,7 +65,7 @@ class ResponseReply:
         return self.close(completions) | dict(self.echo.fields)
 
     def close(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """Return the response without its echo; the same object at every call."""
+        """The response without its echo; the same object at every call."""
         if self._closed is not None:
             return self._closed
         [completion] = completions
@@ -127,11 +124,7 @@ class ResponseReply:
 
 
 class OutputItems:
-    """Builds output items; each update yields stream events.
-
-    Attributes:
-        items: the last may be open; `complete` completes its text.
-    """
+    """Output items, built by updates, which yield stream events. The last item may be open."""
 
     def __init__(self, reply: ResponseReply, *, whole: bool = False) -> None:
         self.items: list[dict[str, Any]] = []
@@ -180,7 +173,7 @@ class OutputItems:
                 yield from self._close()
 
     def _begin_call(self, name: str) -> Said:
-        """Begin a call. A custom tool's text is known only with the complete arguments."""
+        """A custom tool's text is known only with the complete arguments."""
         tool, call_id = self._reply.tools.find(name), new_call_id()
         if tool.is_custom:
             custom = {"type": "custom_tool_call", "id": self._new_id("ctc"), "call_id": call_id}
@@ -192,9 +185,9 @@ class OutputItems:
         return new_id(prefix, self._reply.agent)
 
     def _logprobs_of(self, text: str) -> list[dict[str, Any]]:
-        """Return logprobs of the tokens at the end of `text`; earlier tokens were markers."""
+        """Logprobs of the tokens at the end of `text`; earlier ones were markers."""
         tokens, self._unplaced = self._unplaced, []
-        while len(tokens) > 1 and _text_of(tokens[1:]).endswith(text):
+        while len(tokens) > 1 and b"".join(token.data for token in tokens[1:]).decode(errors="replace").endswith(text):
             del tokens[0]
         return list(chat_logprobs(tokens)["content"])
 
@@ -270,12 +263,8 @@ class OutputItems:
         yield "response.output_item.done", {"output_index": len(self.items) - 1, "item": dict(item)}
 
 
-def _text_of(tokens: Sequence[TokenLogprob]) -> str:
-    return b"".join(token.data for token in tokens).decode(errors="replace")
-
-
 def _code(error: WireError) -> str:
-    """Return one of OpenAI's codes, by which clients retry or shorten the conversation."""
+    """One of OpenAI's codes, by which clients retry or shorten the conversation."""
     if error.code == ContextLengthExceeded.code:
         return error.code
     if error.status == Overloaded.status:
@@ -301,11 +290,11 @@ class ResponseWriter:
             yield self._event(kind, fields)
 
     def keep_alive(self) -> bytes:
-        """Return an event that may repeat: the dialect has none for keep-alives."""
+        """An event that may repeat: the dialect has no keep-alive."""
         return self._spliced("response.in_progress", self._opening)
 
     def close(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """Return the response without its echo. `end` sends it with later changes."""
+        """The response without its echo. `end` sends it with later changes."""
         if self._closed is None:
             [completion] = completions
             self._closing = list(self._output.finish(completion))
@@ -328,7 +317,6 @@ class ResponseWriter:
         return event(self._numbered(kind) | dict(fields), kind)
 
     def _spliced(self, kind: str, response: str) -> bytes:
-        """Encode an event with an encoded response."""
         return f'event: {kind}\ndata: {encode(self._numbered(kind))[:-1]},"response":{response}}}\n\n'.encode()
 
     def _numbered(self, kind: str) -> dict[str, Any]:
@@ -342,14 +330,14 @@ def _with_echo(response: Mapping[str, Any], echo: Echo) -> str:
 
 @dataclass(frozen=True)
 class Echo:
-    """Request fields; those in `left_out` are emptied."""
+    """Request fields repeated in a response, encoded once; those in `left_out` are emptied."""
 
     fields: Mapping[str, Any]
     left_out: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, asked: Mapping[str, Any], most: int) -> Echo:
-        """Return the echo without its largest fields, in about `most` characters."""
+        """Leave out the largest fields beyond about `most` characters."""
         sizes = {name: json_size(value, most) for name, value in asked.items()}
         kept, left_out = set[str](), []
         for name in sorted(sizes, key=lambda name: sizes[name]):

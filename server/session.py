@@ -1,4 +1,4 @@
-"""Finds the agent of a request in agent fields, session headers and metadata."""
+"""Finds the agent of a request in fields, headers and metadata."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 from agentcache.errors import InvalidRequest
 from agentcache.server.context import Call
-from agentcache.server.validate import Reader, check_agent_id
+from agentcache.server.validate import check_agent_id
 from agentcache.settings.default_agents import default_agent
 from agentcache.text.json_values import parse_json
 
 _LONGEST_JSON = 16 << 10  # characters searched
 # Claude Code's user ids before JSON.
 _USER_SESSION = re.compile(r"user_.*_session_([^_]+)")
-# Kilo's requests for titles and the like.
+# Kilo's requests for titles and the like: `title-ses_…`.
 _SIDE_REQUEST = re.compile(r"[a-z]+-(ses_.+)")
 _HEADERS = (
     "session_id",  # pi
@@ -39,43 +39,31 @@ _CODEX_TITLE = "thread_title"
 
 
 def read_agent(call: Call, user_id: Any = None) -> str | None:
-    """Return the agent of a request, or None.
+    """The agent of a request, or None. Raises InvalidRequest for an invalid explicit name.
 
-    Order: `agent` or `session_id` in the body; X-Session-ID; data that clients send automatically; the agent of the
-    continued response; the setting `default_agent`. `session_headers` controls the second and third. Any automatic
-    value gives a valid id.
-
-    Args:
-        user_id: Anthropic's `metadata.user_id`, the last automatic value.
-
-    Raises InvalidRequest for an invalid explicit name.
+    Order: `agent` or `session_id` in the body; with the setting `session_headers`, X-Session-ID and what clients send
+    automatically, last `user_id` (Anthropic's `metadata.user_id`); the continued response; the setting `default_agent`.
     """
     agent = named_agent(call)
     if agent is None and call.config.session_headers:
-        agent = _read_session(call, user_id)
+        agent = next((each for each in _sent_unasked(call, user_id) if each is not None), None)
+        if (turn := _codex_turn(call)) is not None:
+            agent = _agent_of_thread(call, turn, agent)
     client = call.headers.get("user-agent", "")
     return agent or call.continued.agent or default_agent(client, call.config.default_agent) or call.fallback_agent
 
 
 def named_agent(call: Call) -> str | None:
-    """Return the agent in the body or X-Session-ID. Raises InvalidRequest."""
-    agent = _read_named(call.body)
-    header = call.headers.get("x-session-id") if agent is None and call.config.session_headers else None
-    return check_agent_id(_main_session(header), "X-Session-ID") if header else agent
-
-
-def _read_named(body: Reader) -> str | None:
-    agent, session = body.string("agent"), body.string("session_id")
+    """The agent in the body or X-Session-ID."""
+    agent, session = call.body.string("agent"), call.body.string("session_id")
     if agent is not None and session is not None and agent != session:
         raise InvalidRequest("agent and session_id name different agents.", param="session_id")
     if agent is not None:
         return check_agent_id(agent, "agent")
-    return None if session is None else check_agent_id(session, "session_id")
-
-
-def _read_session(call: Call, user_id: Any) -> str | None:
-    agent = next((agent for agent in _sent_unasked(call, user_id) if agent is not None), None)
-    return agent if (turn := _codex_turn(call)) is None else _agent_of_thread(call, turn, agent)
+    if session is not None:
+        return check_agent_id(session, "session_id")
+    header = call.headers.get("x-session-id") if call.config.session_headers else None
+    return check_agent_id(_main_session(header), "X-Session-ID") if header else None
 
 
 def _sent_unasked(call: Call, user_id: Any) -> Iterator[str | None]:
@@ -95,7 +83,6 @@ def _sent_unasked(call: Call, user_id: Any) -> Iterator[str | None]:
 
 
 def _codex_turn(call: Call) -> dict[str, Any] | None:
-    """Return Codex's turn metadata, in a header or the body."""
     said = call.headers.get(_CODEX_TURN)
     if said is None:
         fields = call.body.get("client_metadata")
@@ -108,11 +95,7 @@ def _codex_turn(call: Call) -> dict[str, Any] | None:
 
 
 def _agent_of_thread(call: Call, turn: dict[str, Any], agent: str | None) -> str | None:
-    """Return the agent of a Codex thread.
-
-    A title thread has another session id and follows the request that it describes; only the installation is the same.
-    Without an earlier session it has no agent.
-    """
+    """The agent of a Codex thread. A thread for a title shares only the installation with the session before it."""
     installation, is_title = turn.get("installation_id"), turn.get("thread_source") == _CODEX_TITLE
     if not isinstance(installation, str) or not installation:
         return None if is_title else agent
@@ -132,7 +115,7 @@ def agent_of_cache_key(key: Any) -> str | None:
 
 
 def session_of_user(user_id: Any) -> Any:
-    """Return the session in Claude Code's user id: `{"session_id": …}` or `user_…_session_…`. Else the whole id."""
+    """The session in Claude Code's user id, `{"session_id": …}` or `user_…_session_…`; else the whole id."""
     if not isinstance(user_id, str):
         return None
     if len(user_id) <= _LONGEST_JSON and (found := _USER_SESSION.fullmatch(user_id)):
@@ -146,7 +129,7 @@ def session_of_user(user_id: Any) -> Any:
 
 
 def _agent_of(said: Any, prefix: str) -> str | None:
-    """Return the agent id for a text: itself if valid, else its digest; None if empty."""
+    """The text if valid as an agent id, else its digest; None if empty."""
     if not isinstance(said, str) or not said:
         return None
     said = _main_session(said)
@@ -157,6 +140,5 @@ def _agent_of(said: Any, prefix: str) -> str | None:
 
 
 def _main_session(session: str) -> str:
-    """Return `ses_…` for `title-ses_…`."""
     side = _SIDE_REQUEST.fullmatch(session)
     return session if side is None else side[1]

@@ -1,7 +1,6 @@
-"""Reads thinking settings, for the template and the answer.
+"""Reads thinking settings: all spellings, also of other servers, in all dialects.
 
-All dialects accept all spellings, also of other servers. Template variables count before switches, switches before
-efforts. An unknown word means the nearest one.
+Template variables count before switches, switches before efforts. An unknown word means the nearest one.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ class Thinking:
     """Effective settings.
 
     Args:
-        template_kwargs: including the client's own.
         shown: whether the answer includes thoughts.
         parsed: whether thoughts are separated from the text.
     """
@@ -58,7 +56,7 @@ class Thinking:
 
 @dataclass(frozen=True)
 class _Said:
-    """One field's meaning; `param` is its name on the wire."""
+    """Meaning of one field."""
 
     param: str
     enabled: bool | None = None
@@ -72,11 +70,10 @@ AS_USUAL = Thinking()
 
 
 def read_thinking(call: Call, *, only_if_asked: bool = False) -> Thinking:
-    """Read the request's thinking settings.
+    """Read thinking settings.
 
-    Args:
-        only_if_asked: whether answers show thoughts only on request (Anthropic). The model thinks by default even so:
-            switched off, many templates write a prompt that the next turn does not repeat.
+    With `only_if_asked` (Anthropic) answers show thoughts on request only. The model thinks even so: switched off, many
+    templates write a prompt that the next turn does not repeat.
     """
     body, variables = call.body, call.model.thinking
     kwargs = body.object("chat_template_kwargs")
@@ -125,7 +122,6 @@ def _in_template_kwargs(kwargs: Reader) -> Iterator[_Said]:
 
 
 def _is_read(name: str, value: Any) -> bool:
-    """Whether a template variable has a type for thinking."""
     if name in _BUDGETS:
         return isinstance(value, int) and not isinstance(value, bool)
     return name not in ("reasoning", *_OFF_SWITCHES) and isinstance(value, bool | str | int | float)
@@ -151,7 +147,7 @@ def _in_body(body: Reader) -> Iterator[_Said]:
 
 
 def _in_object(given: Reader) -> Iterator[_Said]:
-    """Read `reasoning` (OpenAI, OpenRouter) or `thinking` (Anthropic)."""
+    """`reasoning` (OpenAI, OpenRouter) or `thinking` (Anthropic)."""
     for name in ("type", "enabled", *_GRADES_INSIDE):
         if given.get(name) is not None:
             yield _read(given, name)
@@ -174,7 +170,7 @@ def _read(reader: Reader, name: str) -> _Said:
 
 
 def _meaning(value: str, *, is_effort: bool) -> dict[str, Any]:
-    """Return a word's meaning: an effort, or in other fields also on or off."""
+    """An effort; in other fields than efforts also on or off."""
     word = value.strip().lower().replace("-", "_")
     if word in _FREE:
         return {"free": True}
@@ -196,7 +192,6 @@ def _effort(word: str) -> int:
 
 
 def _graded(value: float) -> int:
-    """Convert a fraction up to 1, or a percentage, to an effort."""
     share = value if 0 <= value <= 1 else max(0, min(value, 100)) / 100
     return NONE if share == 0 else 1 + min(int(share * 5), 5)
 

@@ -1,7 +1,7 @@
 """Translates tool definitions to functions for chat templates.
 
-Client tools of Anthropic, which requests name by type only, get their schemas here. Server tools are left out with a
-note: agents send them by default, and a refusal would end the session.
+Client tools of Anthropic, known by type only, get schemas. Server tools, which agents send by default, are left out
+with a note.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentcache.server.answer_form import ToolChoice, read_tool_choice
+from agentcache.server.answer_form import ToolChoice
 from agentcache.server.context import Call
 from agentcache.server.fields import note_tool_keys
 from agentcache.server.validate import Reader
@@ -27,7 +27,7 @@ _SCHEMAS = ("parameters", "input_schema", "inputSchema")
 
 
 def client_tool(tool: Reader) -> dict[str, Any] | None:
-    """Return the function for a known type with any date, or None."""
+    """Function of a known type with any date, or None."""
     kind = tool.string("type") or ""
     found = _maker(kind)
     strict = {"strict": True} if tool.get("strict") is True else {}
@@ -35,7 +35,7 @@ def client_tool(tool: Reader) -> dict[str, Any] | None:
 
 
 def family(kind: str) -> str:
-    """Return a tool's type without date and preview; one word for all spellings of a client tool."""
+    """A tool's type without date and preview; one word for all spellings of a client tool."""
     bare = _VERSION.sub("", kind)
     found = _maker(bare)
     return bare if found is None else next(front for front, make in _TOOLS.items() if make is found)
@@ -144,8 +144,8 @@ class ToolList:
 
     Attributes:
         functions: by name, in OpenAI's shape.
-        left_out: names and types of tools that are not shown.
-        by_family: names of functions, and types of tools that are left out, by the family of their type.
+        left_out: names and types.
+        by_family: names of functions, and types left out, by family.
     """
 
     functions: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -153,13 +153,16 @@ class ToolList:
     by_family: dict[str, str] = field(default_factory=dict)
 
     def shown(self, choice: ToolChoice) -> list[dict[str, Any]] | None:
-        return choice.shown(list(self.functions.values()))
-
-    def choice(self, body: Reader) -> ToolChoice:
-        return read_tool_choice(body, self.find)
+        """The tools for the chat template. A demanded call shows all, so that the prompt keeps its prefix."""
+        if not choice.may_call:
+            return None
+        tools = list(self.functions.values())
+        if choice.names is not None and not choice.must_call:
+            tools = [tool for tool in tools if tool["function"]["name"] in choice.names]
+        return tools or None
 
     def find(self, word: str) -> str | None:
-        """Return the tool that a name or a type means: its name, or its type if it is left out."""
+        """Name of the tool that a name or type means; its type if it is left out."""
         is_known = word in self.functions or word in self.left_out
         return word if is_known else self.by_family.get(family(word))
 
@@ -221,7 +224,6 @@ def read_function(tool: Reader) -> dict[str, Any]:
 
 
 def _with_strict(tool: Reader) -> dict[str, Any]:
-    """Move a `strict` beside the tool's function into it."""
     function = tool.object("function").value
     if tool.get("strict") is not True or function.get("strict") is not None:
         return tool.value
@@ -229,7 +231,7 @@ def _with_strict(tool: Reader) -> dict[str, Any]:
 
 
 def _added_tools(body: Reader) -> Iterator[Reader]:
-    """Yield definitions in `tool_addition` blocks; references to `tools` are skipped."""
+    """Definitions in `tool_addition` blocks."""
     for index, message in enumerate(body.items("messages")):
         if type(message) is not dict or message.get("role") != "system" or type(message.get("content")) is not list:
             continue

@@ -1,4 +1,4 @@
-"""Typed readers of request bodies, which limit the time of reading. Each refusal names its parameter."""
+"""Typed readers of request bodies within a time limit. Each refusal names its parameter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentcache.text.json_values import TooDeep, deep_place, parse_json
 MAX_INTEGER = 2**63 - 1
 MAX_NAME = 256  # of a tool's name
 MAX_NUMBER = 1e300
-# Parsing takes 0.1 s for this many values. Only long or many prompts need more.
+# Parsing them takes 0.1 s; only long or many prompts need more.
 MANY_VALUES = 2**20
 _CALLS = ("tool_use", "tool_result")
 _VALUES_PER_TOKEN = 4
@@ -24,17 +24,13 @@ _LONGEST_HINT = 80  # of names compared with known ones
 BASE_SECONDS = 2.0
 SECONDS_PER_MEGABYTE = 0.5
 STEPS = 32  # between checks, some 0.01 ms
-# A computing thread keeps the GIL for up to 5 ms; the event loop needs it several times per request.
+# A reading thread may work this long, then rests: the event loop needs the GIL.
 _WORK_SECONDS = 0.0005
 _REST_SECONDS = 0.0005
 
 
 def parse_object(raw: list[bytes]) -> dict[str, Any]:
-    """Parse a body as JSON object. Raises InvalidRequest.
-
-    Args:
-        raw: one body; this call empties the list to free it early.
-    """
+    """Parse a body as JSON object; empty the list `raw`, which holds it. Raises InvalidRequest."""
     try:
         text = raw.pop().decode("utf-8")
     except UnicodeDecodeError:
@@ -53,10 +49,9 @@ def parse_object(raw: list[bytes]) -> dict[str, Any]:
 
 
 def refuse_many_values(raw: bytes, max_context: int) -> None:
-    """Refuse an unparsed body with more values than prompts of `max_context` tokens need.
+    """Raise ContextLengthExceeded for an unparsed body with more values than `max_context` tokens need.
 
-    Commas and brackets in strings count: they are tokens, too. Raises ContextLengthExceeded without a parameter,
-    which is not known yet.
+    Commas and brackets in strings count: they are tokens, too.
     """
     if len(raw) <= MANY_VALUES:
         return
@@ -71,10 +66,7 @@ def refuse_many_values(raw: bytes, max_context: int) -> None:
 
 
 def refuse_long_lists(body: dict[str, Any], max_context: int) -> None:
-    """Refuse messages, token ids, tool calls or results that outnumber the context's tokens.
-
-    Raises ContextLengthExceeded with the list's name.
-    """
+    """Raise ContextLengthExceeded for more messages, token ids, tool calls or results than tokens in the context."""
     for param in ("messages", "prompt", "input"):
         items = body.get(param)
         if isinstance(items, list):
@@ -85,7 +77,6 @@ def refuse_long_lists(body: dict[str, Any], max_context: int) -> None:
 
 
 def _num_calls(message: Any) -> int:
-    """Count a message's tool calls and results; each is a token at least."""
     if not isinstance(message, dict):
         return 0
     calls, blocks = message.get("tool_calls"), message.get("content")
@@ -101,7 +92,7 @@ def _refuse_long(what: str, count: int, max_context: int, param: str) -> None:
 
 
 def check_agent_id(value: str, param: str) -> str:
-    """Return a valid agent id, which also names files."""
+    """Return `value`, valid as an agent id, which also names files. Raises InvalidRequest."""
     if not is_name(value):
         problem = "must be 1 to 64 letters, digits, '.', '_' or '-', and not '.' or '..'"
         raise InvalidRequest(f"{param} {problem}.", param=param)
@@ -113,7 +104,6 @@ class Reader:
 
     Args:
         path: dotted; empty for the body.
-        limit: counts objects in lists and strings.
     """
 
     __slots__ = ("_limit", "path", "value")
@@ -148,7 +138,7 @@ class Reader:
         return value
 
     def name(self, name: str) -> str:
-        """Return a required string of at most `MAX_NAME` characters."""
+        """A required string of at most `MAX_NAME` characters."""
         value = self.required_string(name)
         if len(value) > MAX_NAME:
             self.fail(name, f"must have at most {MAX_NAME} characters")
@@ -186,18 +176,18 @@ class Reader:
         return float(value)
 
     def object(self, name: str) -> Reader:
-        """Return the object under `name`; an empty one if absent."""
+        """The object under `name`; an empty one if absent."""
         value = self.value.get(name)
         if value is not None and not isinstance(value, dict):
             self.fail(name, "must be an object")
         return Reader(value or {}, self.param(name), self._limit)
 
     def at(self, name: str, value: Mapping[str, Any]) -> Reader:
-        """Read `value` in place of field `name`, or of this object if that is empty."""
+        """Read `value` in place of field `name`, or of this object if `name` is empty."""
         return Reader(dict(value), self.param(name) if name else self.path, self._limit)
 
     def objects(self, name: str) -> list[Reader]:
-        """Return the list's objects under `name`; empty if absent."""
+        """The objects of the list under `name`; empty if absent."""
         value = self.value.get(name)
         if value is None:
             return []
@@ -213,7 +203,7 @@ class Reader:
         return readers
 
     def items(self, name: str) -> Iterator[Any]:
-        """Yield a list's unchecked values; `item` reads one as an object."""
+        """The unchecked values of a list; `item` reads one as an object."""
         value = self.value.get(name)
         if value is None:
             return
@@ -241,7 +231,7 @@ class Reader:
 
 
 def _range(value: float, minimum: float, maximum: float) -> str:
-    """Word the bounds for `value`; without a real maximum only the violated one."""
+    """Without a real maximum, name the violated bound only."""
     if maximum < MAX_INTEGER:
         return f"between {minimum} and {maximum}"
     return f"at least {minimum}" if value < minimum else f"at most {maximum}"
@@ -257,10 +247,10 @@ def never() -> bool:
 
 
 class ReadLimit:
-    """CPU time limit by length of the body. For one thread.
+    """Limit of CPU time by length of the body. For one thread.
 
     Args:
-        has_ended: whether the result is no longer needed; called on the reading thread.
+        has_ended: whether the result is no longer needed.
         rests: whether the thread sleeps to release the GIL; False on the event loop.
     """
 
@@ -281,15 +271,12 @@ class ReadLimit:
     def look(self) -> None:
         """Count `STEPS` items."""
         self.check()
-        self._rest()
-
-    def _rest(self) -> None:
         if self._rests and time.perf_counter() - self._rested > _WORK_SECONDS:
             time.sleep(_REST_SECONDS)
             self._rested = time.perf_counter()
 
     def check(self) -> None:
-        """Check the limit at once; raises as `step`."""
+        """Check the limit now; raises as `step`."""
         if self._has_ended():
             raise Overloaded("the request has ended")
         now = time.thread_time()

@@ -61,7 +61,7 @@ async def no_send(message: Message) -> None:
 
 
 def start(layer: WholeBody, sender: Sender) -> asyncio.Task[None]:
-    return asyncio.create_task(layer({"type": "http"}, sender.messages.get, no_send))
+    return asyncio.create_task(layer({"type": "http", "headers": []}, sender.messages.get, no_send))
 
 
 class Taker:
@@ -82,7 +82,7 @@ class Taker:
 def test_a_request_is_handed_on_when_its_body_is_there_and_hears_of_the_disconnect() -> None:
     async def run() -> None:
         taker, sender = Taker(), Sender()
-        task = start(WholeBody(taker, 5.0, 0), sender)
+        task = start(WholeBody(taker, 10**6, 5.0, 0), sender)
         sender.send(b"ab")
         sender.send(b"")
         await settle()
@@ -101,7 +101,7 @@ def test_a_request_is_handed_on_when_its_body_is_there_and_hears_of_the_disconne
 def test_a_body_that_takes_too_long(trickles: bool) -> None:
     async def run() -> None:
         taker, sender = Taker(), Sender()
-        task = start(WholeBody(taker, 0.05, 0), sender)
+        task = start(WholeBody(taker, 10**6, 0.05, 0), sender)
         while trickles and not task.done():
             sender.send(b"x")
             await asyncio.sleep(0.005)
@@ -115,7 +115,7 @@ def test_a_body_that_takes_too_long(trickles: bool) -> None:
 def test_the_time_limit_is_the_bodys_not_the_answers() -> None:
     async def run() -> None:
         taker, sender = Taker(), Sender()
-        task = start(WholeBody(taker, 0.02, 0), sender)
+        task = start(WholeBody(taker, 10**6, 0.02, 0), sender)
         sender.send(b"x", more=False)
         await asyncio.sleep(0.05)
         sender.leave()
@@ -128,7 +128,7 @@ def test_the_time_limit_is_the_bodys_not_the_answers() -> None:
 def test_a_client_that_leaves_in_the_middle() -> None:
     async def run() -> None:
         taker, sender = Taker(), Sender()
-        task = start(WholeBody(taker, 5.0, 0), sender)
+        task = start(WholeBody(taker, 10**6, 5.0, 0), sender)
         sender.send(b"x")
         sender.leave()
         with pytest.raises(ClientDisconnect):
@@ -140,7 +140,7 @@ def test_a_client_that_leaves_in_the_middle() -> None:
 def test_large_bodies_share_the_room_and_small_ones_need_none() -> None:
     async def run() -> None:
         taker = Taker()
-        layer = WholeBody(taker, 5.0, room=1000)
+        layer = WholeBody(taker, 10**6, 5.0, room=1000)
         first, second, small = Sender(), Sender(), Sender()
         tasks = [start(layer, sender) for sender in (first, second, small)]
         first.send(bytes(FREE_BYTES + 600))
@@ -177,7 +177,7 @@ def test_a_body_takes_room_until_it_is_read() -> None:
             note_read(Request(scope))
             await receive()
 
-        layer, first, second = WholeBody(slow_reader, 5.0, room=1000), Sender(), Sender()
+        layer, first, second = WholeBody(slow_reader, 10**6, 5.0, room=1000), Sender(), Sender()
         task = start(layer, first)
         first.send(bytes(FREE_BYTES + 600))
         first.send(b"", more=False)
