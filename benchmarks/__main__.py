@@ -1,8 +1,7 @@
-"""What is not part of the package: `python -m benchmarks NAME`, from a clone (`make benchmarks ARGS=NAME`).
+"""Benchmarks and a soak, run from a clone: `python -m benchmarks NAME` (`make benchmarks ARGS=NAME`).
 
-They start servers of their own, with cache folders of their own, and need no network beyond loopback. Results go to
-agentcache-bench/: NAME.json (caveats, machine, versions, commit, every sample) and pictures.
-`agentcache bench` measures the time to first token.
+They start servers of their own and need no network beyond loopback. Results go to agentcache-bench/: NAME.json
+(caveats, machine, versions, commit, samples) and pictures. `agentcache bench` measures the time to first token.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def overhead(
     rounds: Annotated[int, typer.Option(min=1, max=100, help="Times each side is measured.")] = 5,
     as_json: AsJson = False,
 ) -> None:
-    """What the engine costs beside the bare mlx-lm model: a decode step, and a turn after a long context."""
+    """A decode step, and a turn after a long context, beside the bare mlx-lm model."""
     from benchmarks.overhead import OVERHEAD, OverheadPlan, build_report, measure_overhead
 
     short, long = parse_sizes(context)
@@ -57,7 +56,7 @@ def batched(
     quick: Annotated[bool, typer.Option("--quick", help="Up to 4 agents and 4K tokens, once.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Agents at once: tokens/s against one after the other, the cost of joining, a long prompt's arrival."""
+    """Agents at once: tokens/s, the cost of joining, the arrival of a long prompt."""
     from benchmarks.batched.arrivals import ArrivalsPlan
     from benchmarks.batched.join import JoinPlan
     from benchmarks.batched.measure import BATCHED, QUICK, BatchedPlan, build_report, measure_batched
@@ -83,7 +82,7 @@ def compare(
     quick: Annotated[bool, typer.Option("--quick", help="Two agents with half a thousand tokens.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Conversations with a restart in the middle, against mlx_lm.server on the same model, machine and run."""
+    """Conversations with a restart in the middle, beside mlx_lm.server."""
     from benchmarks.compare import COMPARE, QUICK, ComparePlan, build_report, measure_comparison
 
     (first_tokens,) = parse_sizes(context)
@@ -102,7 +101,7 @@ def adapters(
     quick: Annotated[bool, typer.Option("--quick", help="A context of 1K, once.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """A change of adapter on a cached context, chains of adapters, mixed batches; against mlx_lm.server."""
+    """A change of adapter on a cached context, chains, mixed batches; beside mlx_lm.server."""
     from benchmarks.adapters.measure import ADAPTERS, QUICK, AdaptersPlan, build_report, measure_adapters
     from benchmarks.adapters.mixed import MixedPlan
     from benchmarks.adapters.switch import SwitchPlan
@@ -121,7 +120,7 @@ def restore(
     reread: Annotated[bool, typer.Option("--reread", help="Files as read from the disk before (Linux).")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """How fast agents come back from disk: turns after a restart and an eviction, beside hot ones and plain reads."""
+    """Turns after a restart and after an eviction, beside hot ones and plain reads."""
     from benchmarks.restore import RESTORE, RestorePlan, build_report, measure_restore
 
     (tokens,) = parse_sizes(context)
@@ -137,7 +136,7 @@ def start(
     rounds: Annotated[int, typer.Option(min=1, max=100, help="First starts, each on a cache folder of its own.")] = 1,
     as_json: AsJson = False,
 ) -> None:
-    """A first start: seconds until the server answers and until the precision is chosen, beside a bare load."""
+    """A first start: seconds until it answers, and until its precision is chosen."""
     from benchmarks.start import START, StartPlan, build_report, measure_start
 
     plan = StartPlan(model, rounds)
@@ -151,7 +150,7 @@ def durability(
     turns: Annotated[int, typer.Option(min=1, max=1000, help="Turns measured for each way.")] = 10,
     as_json: AsJson = False,
 ) -> None:
-    """What it costs to have the drive keep a turn: its syncs, by kind, and the time that they take."""
+    """The syncs of a saved turn, by kind, and their time."""
     from benchmarks.durability import DURABILITY, DurabilityPlan, build_report, measure_durability
 
     plan = DurabilityPlan(model, cache_dir, turns=turns)
@@ -166,7 +165,7 @@ def python(
     quick: Annotated[bool, typer.Option("--quick", help="One round of each.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """What a step and a prompt's matching cost in Python, with a model that costs nothing."""
+    """Python's share of a step and of matching a prompt."""
     from benchmarks.python import PYTHON, MatchPlan, PythonPlan, StepPlan, build_report, measure_python
 
     (prompt_tokens,) = parse_sizes(prompt)
@@ -184,7 +183,7 @@ def forms(
     out: Out = RESULTS,
     as_json: AsJson = False,
 ) -> None:
-    """What rows without a form wait for one that has a JSON schema: gaps between tokens, with it and without."""
+    """Gaps between tokens of rows beside one with a JSON schema."""
     from benchmarks.forms_benchmark import FORMS, FormsPlan, build_report, measure_forms
 
     plan = FormsPlan(model, rows, rounds=rounds, seed=seed)
@@ -200,7 +199,7 @@ def memory(
     out: Out = RESULTS,
     as_json: AsJson = False,
 ) -> None:
-    """What agents still know phases later, and its cost: cache restored after SIGKILL, text re-sent, no memory."""
+    """Recall across phases, and its cost: after SIGKILL, text re-sent, no memory."""
     from benchmarks.memory import MEMORY, MemoryPlan, build_report, measure_memory
 
     plan = MemoryPlan(script, tuple(range(1, seeds + 1)), model, max_tokens)
@@ -214,7 +213,7 @@ def multilora(
     quick: Annotated[bool, typer.Option("--quick", help="A short context, and less of everything.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Many adapters over common contexts, in much and in little memory: what is kept, computed and answered."""
+    """Many adapters over common contexts, in much and in little memory."""
     from benchmarks.multilora_benchmark import QUICK, REPORTER, MultiPlan, build_report, measure_multilora
 
     plan = replace(QUICK if quick else MultiPlan(), model=model)
@@ -237,7 +236,7 @@ def quality(
     quick: Annotated[bool, typer.Option("--quick", help="A sixteenth: under five minutes on two cores.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """What 4 bits, restoring and sharing cost in answers: perplexity, recall, divergence."""
+    """What 4 bits, restoring and sharing cost in answers."""
     from benchmarks.quality.plan import QualityPlan
     from benchmarks.quality.texts import read_formats
     from benchmarks.quality_benchmark import (
@@ -280,7 +279,7 @@ def kernels(
     alone: Annotated[bool, typer.Option("--alone", help="Only the kernels, nothing beside them.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """The kernels on packed blocks, beside MLX operations and flash attention; needs Metal or CUDA."""
+    """The kernels on packed blocks, beside MLX and flash attention; needs Metal or CUDA."""
     from benchmarks.kernels_benchmark import KERNELS, KernelsPlan, build_report, measure_kernels
 
     plan = KernelsPlan(
@@ -309,7 +308,7 @@ def real_size(
     out: Out = RESULTS,
     as_json: AsJson = False,
 ) -> None:
-    """Steps, prompts and turns at the size of real models, beside mlx-lm and its server; memory for two is needed."""
+    """Steps, prompts and turns at real size, beside mlx-lm and its server."""
     from benchmarks.real_size import REAL_SIZE, RealSizePlan, build_report, measure_real_size
 
     if shape not in ("8b", "small"):
@@ -330,7 +329,7 @@ def soak(
     adapter: Annotated[list[str] | None, typer.Option(help="NAME=PATH; some clients share base with it.")] = None,
     max_divergence: Annotated[float, typer.Option(min=0, help="0: nobody may be answered so.")] = 0.0,
 ) -> None:
-    """Rude clients on one server, for as long as you like; ends with code 1 if anything did not hold."""
+    """Rude clients on one server; exit code 1 if anything did not hold."""
     from benchmarks.soak.run import Soak, SoakPlan
 
     plan = SoakPlan(

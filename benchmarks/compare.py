@@ -1,7 +1,7 @@
 """Compare conversations on agentcache and on `mlx_lm.server` in one run.
 
-Each turn carries the whole conversation, with the server's own answers. Halfway, both servers are killed and restarted.
-At the end all agents send a turn at once. Only one server works at a time.
+Halfway, both servers are killed and restarted. At the end all agents send a turn at once. Only one server works at a
+time.
 """
 
 from __future__ import annotations
@@ -45,10 +45,8 @@ class ComparePlan:
     """Parameters.
 
     Args:
-        turns: turns per conversation; the restart precedes turn `restart_turn`, counted from 0.
         first_tokens, turn_tokens: approximate tokens of an agent's first message and of later ones.
         together_tokens: tokens per answer when all agents send a turn at once.
-        peer: start command of the other server.
     """
 
     agents: int = 3
@@ -59,7 +57,7 @@ class ComparePlan:
     together_tokens: int = 48
     model: str | None = None
     seed: int = 0
-    command: tuple[str, ...] = (*SERVE, "--kv", "4")  # `auto` on random keys says nothing about real models
+    command: tuple[str, ...] = (*SERVE, "--kv", "4")  # `auto` says nothing on random keys
     peer: tuple[str, ...] = COMMAND
 
     @property
@@ -83,7 +81,7 @@ class TurnSample:
 
 @dataclass(frozen=True)
 class ServerSample:
-    """Cache sizes are final, as reported, or None; `start_seconds` lasts from the restart to a first answer."""
+    """Final cache sizes, None if not reported; `start_seconds` lasts to a first answer."""
 
     server: str
     start_seconds: float
@@ -267,7 +265,7 @@ def _medians(samples: Sequence[TurnSample]) -> dict[str, float]:
 
 
 def peer_wins(turns: Sequence[dict[str, Any]], servers: dict[str, dict[str, Any]]) -> list[str]:
-    """Where the peer is better by more than a few percent."""
+    """Where the peer is more than a few percent better."""
     wins = []
     for turn in turns:
         name = f"turn {turn['turn'] + 1} ({turn['kind']})"

@@ -1,9 +1,8 @@
-"""Compare a model on one and on two ranks: decode step, cold prompt, restore, bytes sent per token.
+"""Compare a model on one and on two ranks.
 
     python -m benchmarks.distributed_benchmark [--quick] [--shape 8b] [--backend ring|nccl] [--context 2K] [--json]
 
-`ring` over loopback shows only the overhead; `nccl` uses two GPUs. A rank is a process with the variables of
-`mlx.launch`. After `SECONDS` it dumps its stacks and exits.
+`ring` over loopback shows only the overhead; `nccl` uses two GPUs. After `SECONDS` a rank dumps its stacks and exits.
 """
 
 from __future__ import annotations
@@ -134,7 +133,7 @@ def measure(model: Path, cache: Path, plan: DistributedPlan, note: TimedProgress
 
 
 def run_ranks(ranks: int, plan: DistributedPlan, model: Path, cache: Path) -> dict[str, Any]:
-    """Return rank 0's numbers. Raises SystemExit if a rank fails."""
+    """Return rank 0's numbers. Raises SystemExit."""
     command = [sys.executable, "-m", "benchmarks.distributed_benchmark", "--part-of", str(model), "--cache", str(cache)]
     command += ["--plan", json.dumps(asdict(plan))]
     processes = [

@@ -56,7 +56,7 @@ class DurabilityRow:
 
 
 def ways() -> list[Durability]:
-    """Return the modes that this system distinguishes; Linux has one."""
+    """Modes that this system distinguishes; Linux has one."""
     return list(Durability) if commands(Durability.FULL, covered=False) else [Durability.FULL]
 
 

@@ -1,7 +1,6 @@
-"""Measure how a row with a JSON schema delays other rows: gaps between their tokens, with and without it.
+"""Measure how a row with a JSON schema delays other rows: gaps between their tokens, with it and without.
 
-In every second turn of one engine the last row has an answer form. Each kind of turn is also split into halves,
-whose ratio shows the effect of chance.
+Halves of each kind of turn are compared, too: their ratio shows the effect of chance.
 """
 
 from __future__ import annotations
@@ -67,7 +66,6 @@ class Gaps:
         return percentile(sum(self.turns, []), percent)
 
     def beside_itself(self, percent: float) -> float:
-        """Ratio of the percentiles of even and odd turns, at least 1."""
         halves = [percentile(sum(self.turns[start::2], []), percent) for start in (0, 1)]
         return max(halves) / min(halves)
 

@@ -1,7 +1,7 @@
 """Time kernels on packed blocks against MLX operations and flash attention over bfloat16 keys.
 
-A decode layer rotates over layers of four times the largest device cache, so that no data stays in it. "of copy" is
-the rate of bytes a kernel must read, relative to that of an array copy, which counts reads and writes.
+A decode layer rotates over layers of four times the largest device cache. "of copy" is relative to the rate of an array
+copy.
 """
 
 from __future__ import annotations
@@ -49,16 +49,13 @@ class KernelsPlan:
     """Parameters.
 
     Args:
-        contexts, rows: all pairs whose keys fit into memory.
         prefixes: (rows, shared tokens, own tokens).
         residuals: (rows of one adapter, tokens per row, rank); on values, then also on keys.
         unpacked: contexts of a prompt chunk; also with residual KV of `unpacked_rank`.
         latents: (rows, context).
         latent_sizes: a latent and its RoPE part, as in DeepSeek-V2 and -V3.
-        threadgroups: minimum per launch, for long contexts.
-        working_set: minimum bytes of the rotating layers.
-        launches: minimum per timed graph; hides the cost of starting it.
-        copied: bytes of the array for the copy bandwidth.
+        threadgroups, launches: minimum per launch, and per timed graph.
+        working_set, copied: bytes of the rotating layers, and of the copied array.
     """
 
     contexts: tuple[int, ...] = (1024, 4096, 16384, 65536)
@@ -96,7 +93,7 @@ class Sample:
 
 
 class Layers:
-    """Arenas of enough layers to exceed the device cache; `slots` blocks each, of KV or latents."""
+    """Arenas of enough layers to exceed the device cache."""
 
     def __init__(self, plan: KernelsPlan, slots: int, *, latents: bool = False) -> None:
         self.plan = plan
@@ -173,7 +170,6 @@ def copy_bandwidth(size: int) -> float:
 
 
 def _decode_sample(plan: KernelsPlan, rows: int, shared: int, own: int, rank: int = 0, on_keys: bool = False) -> Sample:
-    """Rows have `shared` tokens in common and `own` each, or residual KV of `rank`."""
     blocks = -(-own // BLOCK_SIZE)
     common = shared // BLOCK_SIZE
     layers = Layers(plan, rows * blocks + common)
@@ -298,7 +294,6 @@ def _flash(plan: KernelsPlan, rows: int, context: int, queries: mx.array) -> flo
 
 
 def _unpack_sample(plan: KernelsPlan, context: int, rank: int) -> Sample:
-    """`rank` 0 means no residual KV."""
     layers = Layers(plan, context // BLOCK_SIZE)
     ids = mx.array(np.random.default_rng(0).permutation(context // BLOCK_SIZE).astype(np.int32))
     dtype = getattr(mx, plan.dtype)
@@ -335,7 +330,7 @@ def _angles(plan: KernelsPlan) -> np.ndarray:
 
 
 def _traced(work: Callable[[], mx.array]) -> Callable[[], mx.array]:
-    """Compile, as the engine does; otherwise Python's launch time dominates short kernels."""
+    """Compile, as the engine does."""
     return work if device() == NO_DEVICE else mx.compile(work)
 
 

@@ -1,7 +1,4 @@
-"""Measure recall across phases and its cost, in the ways of `agentcache.bench.ways`.
-
-A script's `expect` lists words to recall. Each seed draws other facts.
-"""
+"""Measure recall across phases and its cost, in the ways of `agentcache.bench.ways`."""
 
 from __future__ import annotations
 
@@ -17,8 +14,7 @@ from agentcache.bench.reporter import Report, Reporter, number_table
 from agentcache.bench.ways import WAYS, Ways, from_disk, same_words, summarise
 from agentcache.server_process import SERVE
 from agentcache.workflow.parse import read_script
-from agentcache.workflow.transcript import WorkflowTranscript
-from agentcache.workflow.transcript_files import as_json
+from agentcache.workflow.transcript import WorkflowTranscript, as_json
 from benchmarks.workload import Progress, temporary_folder
 
 DEFAULT_SCRIPT = "prisoners_dilemma"
@@ -33,7 +29,7 @@ CAVEATS = (
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """`script` is a path or shipped name; `max_tokens` overrides its own. `command` replaces `agentcache serve`."""
+    """`script` is a path or shipped name; `max_tokens` overrides its own."""
 
     script: str = DEFAULT_SCRIPT
     seeds: tuple[int, ...] = (1, 2, 3)
@@ -49,7 +45,7 @@ class SeedResult:
 
     @property
     def restored(self) -> bool:
-        """Whether every agent was restored from disk after every kill."""
+        """Whether every agent came back from disk."""
         return from_disk(self.runs["warm"])
 
 
@@ -76,7 +72,7 @@ def _line(summary: Mapping[str, Any]) -> str:
 
 
 def summarise_way(results: Iterable[SeedResult], way: str) -> dict[str, Any]:
-    """Sum up a way in total and by phase, with the number of turns equal to the hot run."""
+    """Totals of a way, and by phase."""
     pairs = [(result.runs[way], result.runs["hot"]) for result in results]
     turns = [record for run, _ in pairs for record in run.turns]
     same = [same_words(*both) for run, hot in pairs for both in zip(run.turns, hot.turns, strict=True)]

@@ -1,7 +1,6 @@
 """Throughput and memory of many adapters that share a context.
 
-Workloads follow ForkKV (arXiv 2604.06370) and LRAgent (arXiv 2602.01053): ReAct, Reflexion and MapReduce.
-Workflows start as a Poisson process. All policies get the same memory.
+Workloads follow ForkKV (arXiv 2604.06370) and LRAgent (arXiv 2602.01053). Workflows start as a Poisson process.
 """
 
 from __future__ import annotations
@@ -47,9 +46,7 @@ class MultiPlan:
     """Parameters.
 
     Args:
-        workflows: concurrent workflows, each with its own adapter.
-        context: tokens of the shared prefix.
-        turns: turns of a conversation; each adds `tool_tokens` and generates `new_tokens`.
+        turns: of a conversation; each adds `tool_tokens` and generates `new_tokens`.
         rounds: questions to each fork of the context (MapReduce).
         rate: workflow starts per second, on average.
         fitting: scarce memory, in caches of one `exact` workflow. Below base's KV plus all residual KV (3.0 by default,
@@ -174,7 +171,7 @@ class Seen:
     completions: list[Completion]
 
     def ttft(self, share: float) -> float:
-        """Return a quantile of the time to first token in ms, queueing included."""
+        """Quantile in ms, queueing included."""
         times = sorted(each.report.time_to_first_token_ms for each in self.completions)
         return times[min(len(times) - 1, int(share * len(times)))]
 
@@ -199,7 +196,7 @@ def _conversation(plan: MultiPlan, llm: LLM, policy: str, turns: Sequence[str], 
 
 
 def map_reduce(plan: MultiPlan, llm: LLM, policy: str, names: Sequence[str], number: int) -> list[Completion]:
-    """Each round asks a new question on every fork of the context."""
+    """A new question each round on every fork."""
     context, random = _ids(Random(plan.seed), plan.context), Random(plan.seed * 100 + number)
     return [
         _ask(llm, [*context, *_ids(random, 16)], plan.new_tokens, adapter=names[number], policy=_policy(policy))

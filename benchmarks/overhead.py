@@ -1,9 +1,7 @@
-"""Compare agentcache with the bare mlx-lm model, in turns in one process.
+"""Compare agentcache with the bare mlx-lm model on its quantised cache, in turns in one process.
 
-decode   a step: mlx-lm with `QuantizedKVCache(group_size=64, bits=4)`, against the time between two tokens of a
-         running request
-growth   time that a long context adds to a short turn: mlx-lm on its quantised cache, against the first token of
-         a hot agent
+decode   a step, against the time between two tokens of a running request
+growth   time that a long context adds to a short turn, against the first token of a hot agent
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ CAVEATS = ["Both sides take turns in one process; compare the ratios, not millis
 
 @dataclass(frozen=True)
 class OverheadPlan:
-    """`decode_context` is cached before the measured steps; `contexts` are those of `growth`; `steps` are per round."""
+    """`contexts` are those of `growth`; `steps` are per round."""
 
     model: str | None = None
     decode_context: int = 2048
@@ -60,7 +58,7 @@ class OverheadResult:
 
     @property
     def growth(self) -> Pair:
-        """Milliseconds that the long context adds to a turn."""
+        """Time that the long context adds to a turn."""
         short, long = (self.turns[context] for context in sorted(self.turns))
         return Pair(long.bare_ms - short.bare_ms, long.engine_ms - short.engine_ms)
 

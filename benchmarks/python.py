@@ -1,7 +1,6 @@
 """CPU time in Python of a decode step with many streams, and of matching a long prompt.
 
 The step's is the thread time of engine thread and event loop. The model has no layers; MLX computes on other threads.
-The prompt is matched against its agent's transcript and the blocks of many agents.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Milliseconds per step: CPU of the engine thread and of the event loop, and wall time."""
+    """Milliseconds per step."""
 
     engine_ms: float
     streaming_ms: float
@@ -82,7 +81,6 @@ async def measure_step(plan: StepPlan, engine: AsyncEngine, app: App) -> StepCos
 
 
 async def _on_thread(engine: AsyncEngine, function: Callable[[Engine], T]) -> T:
-    """Call `function` on the engine thread between two steps."""
     thread, result = engine._thread, Future[T]()
 
     def run() -> None:
@@ -95,8 +93,6 @@ async def _on_thread(engine: AsyncEngine, function: Callable[[Engine], T]) -> T:
 
 @dataclass(frozen=True)
 class _Clocks:
-    """Seconds on each clock."""
-
     engine: float
     streaming: float
     wall: float
@@ -183,7 +179,7 @@ async def _post(app: App, path: str, body: Message) -> None:
 
 @dataclass(frozen=True)
 class MatchPlan:
-    """`prompt_tokens` is a minimum. The prompt's agent has `lineages` too, which share most of its text."""
+    """`prompt_tokens` is a minimum. The agent's lineages share most of its text."""
 
     agents: int = 1000
     lineages: int = 8
@@ -194,13 +190,12 @@ class MatchPlan:
 
 @dataclass(frozen=True)
 class MatchCost:
-    """Milliseconds for one prompt: CPU time, but wall time for the template, which a child process renders.
+    """Milliseconds of CPU time for one prompt, but of wall time for the template.
 
     Args:
         lineage_ms: choice of the lineage that the prompt continues.
         transcript_ms: match of the transcript, and tokenising the rest.
-        tree_ms: lookup of cached blocks.
-        open_ms: lookup plus block tables.
+        tree_ms, open_ms: lookup of cached blocks; with block tables.
     """
 
     template_ms: float
@@ -248,7 +243,6 @@ class _MatchBench:
         )
 
     def _median(self, work: Callable[[], object], clock: Callable[[], float] = time.thread_time) -> float:
-        """Return milliseconds, by default of this thread's CPU time."""
         times = []
         for _ in range(self._plan.repeats):
             started = clock()
@@ -283,7 +277,6 @@ class _MatchBench:
             self._insert(shared + self._random.choices(range(1000), k=_OWN_TOKENS))
 
     def _lineages(self, transcript: Transcript) -> list[AgentRecord]:
-        """Let lineages diverge at several points; the conversation itself is last."""
         blank, num_tokens = AgentTable("model").new("alice"), len(transcript)
         step = num_tokens // (2 * self._plan.lineages)
         cuts = [transcript.cut(num_tokens - step * number) for number in range(1, self._plan.lineages)]
@@ -319,7 +312,7 @@ class PythonCost:
 
 
 def measure_python(plan: PythonPlan, progress: Progress) -> PythonCost:
-    """Measure in this process, on a random model."""
+    """Measure in this process."""
     with given_or_random(None, {}) as (home, model):
         settings = {"model": str(model), "max_concurrent_requests": plan.step.rows, "kv": "4"}
         config = load_config({**settings, "cache_dir": home / "cache"})
@@ -341,7 +334,7 @@ async def _measure(plan: PythonPlan, config: Config, progress: Progress) -> Pyth
 
 
 def python_rows(plan: PythonPlan, cost: PythonCost) -> list[dict[str, Any]]:
-    """`limit_ms` is None without a limit."""
+    """Rows of the table; `limit_ms` may be None."""
     step, match = cost.step, cost.match
     prompt, rows = (
         f"{match.prompt_tokens} tokens, {plan.match.agents} agents x {plan.match.lineages}",

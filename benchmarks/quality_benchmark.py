@@ -1,4 +1,4 @@
-"""Measure the effect of design choices on answers; one report with all parts of `benchmarks/quality`."""
+"""All parts of `benchmarks/quality` in one report."""
 
 from __future__ import annotations
 

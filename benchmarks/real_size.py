@@ -1,12 +1,11 @@
 """Compare agentcache with bare mlx-lm and `mlx_lm.server` at the size of real models.
 
-    decode   a step of rows after a context: the engine's runner on its 4-bit paged cache, mlx-lm's model on `KVCache`.
-             Contexts hold zeros, which cost the same reads
-    prefill  a cold prompt: an engine request, and mlx-lm's model in chunks of 2,048
+    decode   a step of rows after a context of zeros, which cost the same reads
+    prefill  a cold prompt
     turns    a short turn: cold, hot, and warm (the first of a new engine on the same folder)
     servers  both servers over HTTP: first token, also after a kill; time per token, alone and together
 
-By default weights are random, in the shape of Qwen3-8B. Sides alternate in one process, except for servers.
+By default weights are random, in the shape of Qwen3-8B.
 """
 
 from __future__ import annotations
@@ -69,8 +68,7 @@ class RealSizePlan:
     """Parameters.
 
     Args:
-        shape: changes to the embedded model's config for random weights.
-        bits: of random weights; 16 is unquantised.
+        shape, bits: of random weights; 16 is unquantised.
         decode, shared: (rows, context) of steps; rows of `shared` have one context.
         context: cached tokens before the turns; 0 for no turns.
         agents: conversations on both servers; 0 for no servers.
@@ -268,9 +266,7 @@ class Paged:
         self.context = 0
 
     def fill(self, rows: int, context: int, room: int, shared: bool = False) -> None:
-        """Fill rows of `context` tokens, with room for `room` more; `shared` rows have all full context blocks in
-        common.
-        """
+        """Rows of `context` tokens, with room for `room` more; full blocks of `shared` rows are common."""
         common = context // BLOCK_SIZE if shared else 0
         own = -(-(context + room) // BLOCK_SIZE) - common
         for pool in self.pools:
@@ -302,7 +298,7 @@ class Paged:
 
 
 class Bare:
-    """mlx-lm's model on its own caches; `dtype` is that of weights and KV."""
+    """mlx-lm's model on its own caches."""
 
     def __init__(self, folder: Path) -> None:
         self.model, _ = load_model(folder)
@@ -337,10 +333,9 @@ class Bare:
 
 
 def make_model(folder: Path, shape: dict[str, Any], bits: int) -> None:
-    """Write a random Qwen3 with the embedded model's tokenizer.
+    """Write a random Qwen3 with the embedded model's tokenizer, in float32 on a CPU.
 
-    A CPU gets float32, because it emulates bfloat16 slowly. The model generates only whole words, because servers send
-    a token when it has text.
+    It generates only whole words, because servers send a token when it has text.
     """
     config = embedded_config() | shape
     if bits < 16:
@@ -367,7 +362,6 @@ def make_model(folder: Path, shape: dict[str, Any], bits: int) -> None:
 
 
 def _is_word(vocab_size: int) -> mx.array:
-    """1 for each word with a leading space, else 0."""
     vocabulary = json.loads(embedded_file("tokenizer.json"))["model"]["vocab"]
     words = [number for token, number in vocabulary.items() if token[:1] == "Ġ" and token[1:].isalpha()]
     return mx.zeros(vocab_size).at[mx.array(words)].add(1.0)

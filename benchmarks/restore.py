@@ -1,15 +1,15 @@
 """Time restoring an agent from disk against a hot turn and against plain reads of its files.
 
     hot       a short turn with all blocks in RAM
-    evicted   the same turn after eviction: blocks are read, verified and put into existing slots
+    evicted   the same turn after eviction
     restarted the same turn as the first one of a process: slots are new
     alone     a restore without a turn
     read      plain reads by one thread into a reused buffer
     together  the same with `READERS` threads
-    kept      plain reads by one thread into memory for all files, as a restore needs
+    kept      plain reads by one thread into memory for all files
 
-Files are in the page cache: as written, or with `reread` as read from disk, which is slower. All sides alternate in
-one process. On a busy machine compare the CPU times of `alone` and `read`.
+Files are in the page cache: as written, or with `reread` as read from disk, which is slower. On a busy machine compare
+the CPU times of `alone` and `read`.
 """
 
 from __future__ import annotations
@@ -50,9 +50,8 @@ class RestorePlan:
     """Parameters.
 
     Args:
-        context: restored tokens, in whole blocks, so that turns are alike.
-        restarts: processes, each with one restarted turn.
-        rounds: hot and evicted turns per process.
+        context: restored tokens, in whole blocks.
+        restarts: processes, each with one restarted turn and `rounds` hot and evicted ones.
         reread: whether files are first dropped from the page cache (Linux).
     """
 
@@ -70,8 +69,7 @@ class RestoreResult:
     """Medians.
 
     Args:
-        hot_ms, evicted_ms, restarted_ms: times to first token.
-        evicted_restore_ms, restarted_restore_ms: their part from the first read to the last block in its slot.
+        evicted_restore_ms, restarted_restore_ms: from the first read to the last block in its slot.
         alone_cpu_ms, read_cpu_ms: CPU time of all threads.
     """
 
@@ -89,7 +87,7 @@ class RestoreResult:
     restored_bytes: int
 
     def allowed_share(self, turn_ms: float) -> float:
-        """Return the turn's time relative to its limit, 1.5 hot turns plus 1.25 reads."""
+        """The time relative to 1.5 hot turns plus 1.25 reads."""
         return turn_ms / (1.5 * self.hot_ms + 1.25 * self.read_ms)
 
     def rate(self, ms: float) -> float:
@@ -169,7 +167,6 @@ class _Measurement:
             yield llm
 
     def _turn(self, llm: LLM) -> Completion:
-        """Take the turn on a new fork, so that each has the same context."""
         self._turns += 1
         agent, plan = f"turn-{self._turns}", self._plan
         llm.fork(_AGENT, agent)
@@ -206,7 +203,7 @@ def _read(files: list[Path], threads: int) -> float:
 
 
 def _pages(num_bytes: int) -> mmap.mmap:
-    """Committed, page-aligned memory; unaligned reads can take two to five times as long."""
+    """Page-aligned memory; unaligned reads can take two to five times as long."""
     memory = mmap.mmap(-1, num_bytes)
     memory.write(bytes(num_bytes))
     return memory
@@ -236,7 +233,6 @@ def _first_token(turns: list[Completion]) -> float:
 
 
 def restore_rows(result: RestoreResult) -> list[dict[str, Any]]:
-    """A read's total time is its `turn_ms`."""
     rows: list[dict[str, Any]] = [{"what": "hot", "turn_ms": result.hot_ms}]
     for what, turn_ms, restore_ms in (
         ("evicted", result.evicted_ms, result.evicted_restore_ms),

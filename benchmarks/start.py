@@ -1,8 +1,8 @@
 """Time the first start with a model.
 
     load      a process that imports mlx-lm and reads the weights
-    ready     from the start of `agentcache serve` with an empty cache folder to the first 200 of `/health`
-    chosen    to the end of the search of `--kv auto`, when an engine with the chosen precision runs
+    ready     to the first 200 of `/health`, with an empty cache folder
+    chosen    to the end of the search of `--kv auto`
     again     like ready, for the second start on the same cache folder
 
 CPU time is that of the server process; compare it on a busy machine.
@@ -70,7 +70,7 @@ class StartResult:
     precision: str
 
     def share_of_bound(self, span: Span) -> float:
-        """Return the time relative to 2 loads plus 20 s."""
+        """Time relative to 2 loads plus 20 s."""
         return span.seconds / (_LOADS * self.load.seconds + _FIXED_SECONDS)
 
 
@@ -130,7 +130,7 @@ def _process_seconds(pid: int) -> float | None:
 
 
 def _is_measuring(server: ServerProcess) -> bool:
-    """Whether the precision search runs. Raises ServerError if the server has failed."""
+    """Raises ServerError if the server has failed."""
     return "measuring_precision" in server.client.request("GET", "/health")
 
 

@@ -26,7 +26,7 @@ class BenchmarkFailed(AgentCacheError):
 
 @dataclass(frozen=True)
 class Stream:
-    """Times are seconds of `time.perf_counter`; usage and report come from the last events."""
+    """Times are of `time.perf_counter`; usage and report come from the last events."""
 
     sent_at: float
     token_times: tuple[float, ...]
@@ -55,7 +55,7 @@ class _Last:
 
 
 class RunningStream:
-    """A streamed request on its own thread, which appends to `token_times`. `stream` is added to `body`."""
+    """A streamed request on its own thread, which appends to `token_times`."""
 
     def __init__(self, url: str, path: str, body: Mapping[str, Any]) -> None:
         self.token_times: list[float] = []
@@ -152,7 +152,7 @@ def run_together(url: str, path: str, bodies: Sequence[Mapping[str, Any]]) -> li
 
 
 def run_at_once(run: Callable[[], list[Stream]]) -> list[Stream]:
-    """Retry if the streams' decoding did not overlap, as on a busy machine."""
+    """Retry if the streams did not overlap, as on a busy machine."""
     for _ in range(_ATTEMPTS):
         streams = run()
         begin, end = _while_all_decode(streams)
@@ -162,19 +162,19 @@ def run_at_once(run: Callable[[], list[Stream]]) -> list[Stream]:
 
 
 def gaps_ms(token_times: Sequence[float], since: float = 0.0, until: float = float("inf")) -> list[float]:
-    """Return gaps between consecutive tokens; the later one is within [since, until]."""
+    """Gaps between consecutive tokens; the later one is within [since, until]."""
     pairs = zip(token_times, token_times[1:], strict=False)
     return [(later - earlier) * 1e3 for earlier, later in pairs if since <= later <= until]
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest value that at least `percent` of the values do not exceed."""
+    """The smallest value that at least `percent` of the values do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
 def steady_rate(streams: Sequence[Stream]) -> float:
-    """Return total tokens/s while all streams decode. Raises BenchmarkFailed if they do not overlap."""
+    """Total tokens/s while all streams decode. Raises BenchmarkFailed if they do not overlap."""
     begin, end = _while_all_decode(streams)
     if begin >= end:
         raise BenchmarkFailed("one answer was over before another one began; let them decode more tokens")
@@ -183,12 +183,12 @@ def steady_rate(streams: Sequence[Stream]) -> float:
 
 
 def serial_rate(streams: Sequence[Stream]) -> float:
-    """Return tokens/s of streams that decoded one after the other."""
+    """Tokens/s of streams that decoded one after the other."""
     return sum(len(s.token_times) - 1 for s in streams) / sum(s.decode_seconds for s in streams)
 
 
 def whole_seconds(streams: Sequence[Stream]) -> float:
-    """Return the time from the first request to the last answer's end."""
+    """From the first request to the last answer's end."""
     return max(s.ended_at for s in streams) - min(s.sent_at for s in streams)
 
 
@@ -197,7 +197,7 @@ def _while_all_decode(streams: Sequence[Stream]) -> tuple[float, float]:
 
 
 def overall_rate(streams: Sequence[Stream]) -> float:
-    """Return total tokens/s from the first token of any stream to the last."""
+    """Total tokens/s from the first token to the last."""
     begin, end = min(s.token_times[0] for s in streams), max(s.token_times[-1] for s in streams)
     return (sum(len(s.token_times) for s in streams) - 1) / (end - begin)
 

@@ -1,4 +1,4 @@
-"""What benchmarks share: seeded prompts of exact lengths, random models, mlx-lm without the engine, medians."""
+"""What benchmarks share: prompts, random models, mlx-lm without the engine, medians."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ WEIGHTS_MODEL = {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
 }
-# As many parameters in fewer layers and heads. After 16K tokens attention is a third of the work, as in 8B models.
-# With the shape above it exceeds half, and the smallest chunk takes longer than the stall limit.
+# As many parameters in fewer layers and heads: after 16K tokens attention is a third of the work, as in 8B models.
 LONG_PROMPT_MODEL = {
     "hidden_size": 1024,
     "intermediate_size": 8192,
@@ -70,7 +69,7 @@ def temporary_folder() -> Iterator[Path]:
 
 @contextmanager
 def given_or_random(model: str | None, shape: dict[str, int]) -> Iterator[tuple[Path, Path]]:
-    """Yield a temporary folder, and that of the model: `model`, or a random one of `shape`."""
+    """A temporary folder, and that of the model: `model`, or a random one of `shape`."""
     with temporary_folder() as home:
         yield home, Path(model) if model else random_model_path(home, **shape)
 
@@ -82,7 +81,7 @@ def medians(results: Sequence[T]) -> T:
 
 
 def prefill_bare(model: nn.Module, token_ids: Sequence[int], chunk: int) -> tuple[list[KVCache], mx.array]:
-    """Read a prompt with mlx-lm's model; return its caches and the last chunk's logits."""
+    """Read a prompt; return the caches and the last chunk's logits."""
     caches = [KVCache() for _ in model.layers]
     for start in range(0, len(token_ids), chunk):
         logits = model(mx.array([token_ids[start : start + chunk]]), cache=caches)
@@ -104,9 +103,9 @@ class TokenSource:
 def turn_body(
     agent: str | None, prompt: Sequence[int], max_tokens: int, *, return_token_ids: bool = False
 ) -> dict[str, Any]:
-    """Return the body of a greedy completion of exactly `max_tokens`.
+    """The body of a greedy completion of exactly `max_tokens`.
 
-    `return_token_ids` also times tokens without text, but slows long prompts, whose ids return too.
+    `return_token_ids` also times tokens without text, but slows long prompts.
     """
     return {
         "prompt": list(prompt),

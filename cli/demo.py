@@ -19,12 +19,16 @@ from agentcache.bench.ways import Ways, first_difference, from_disk, summarise
 from agentcache.cli.run import progress_line, say
 from agentcache.server_process import SERVE, ending_on_signals
 from agentcache.system.machine import describe_run
-from agentcache.workflow.checks import pattern_of
 from agentcache.workflow.parse import read_script
-from agentcache.workflow.score import score
 from agentcache.workflow.script import Script, steps_of
-from agentcache.workflow.transcript import TurnRecord, WorkflowTranscript
-from agentcache.workflow.transcript_files import score_json, write_transcript
+from agentcache.workflow.transcript import (
+    TurnRecord,
+    WorkflowTranscript,
+    pattern_of,
+    score,
+    score_json,
+    write_transcript,
+)
 
 SCRIPT = "prisoners_dilemma"
 RUNS = {

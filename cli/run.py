@@ -20,11 +20,16 @@ from agentcache.workflow.chat import Chat, HttpChat, LLMChat
 from agentcache.workflow.parse import read_script, shipped_scripts
 from agentcache.workflow.run import Settings, WorkflowRun, parse_phases
 from agentcache.workflow.schedule import ONE_BY_ONE, PARALLEL, Schedule, take_all
-from agentcache.workflow.score import Miss, score
 from agentcache.workflow.script import Script, Step, steps_of
-from agentcache.workflow.transcript import TurnRecord, WorkflowTranscript, read_transcript
-from agentcache.workflow.transcript_files import as_json as as_data
-from agentcache.workflow.transcript_files import write_transcript
+from agentcache.workflow.transcript import (
+    Miss,
+    TurnRecord,
+    WorkflowTranscript,
+    read_transcript,
+    score,
+    write_transcript,
+)
+from agentcache.workflow.transcript import as_json as as_data
 
 SHOWN_WORDS = 160  # characters of a wrong answer
 

@@ -1,1 +1,1 @@
-"""How the embedded model was made: documents, tokenizer, training, recall (`python -m training --help`)."""
+"""How the embedded model was made (`python -m training --help`)."""

@@ -1,4 +1,4 @@
-"""The commands of the embedded model's recipe, from a clone: `python -m training --help`."""
+"""The commands of the embedded model's recipe."""
 
 from __future__ import annotations
 

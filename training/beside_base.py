@@ -1,4 +1,4 @@
-"""KV for training adapters: their own, or base's plus the adapter's difference, as residual sharing serves it."""
+"""KV for training adapters: their own, or base's plus the adapter's difference."""
 
 from __future__ import annotations
 
@@ -42,11 +42,8 @@ class _Kept(RoundedCache):
 
 
 class BesideBase:
-    """A cache that returns base's rounded KV plus the adapter's difference.
-
-    Args:
-        base: base's KV of the same tokens.
-        plain: KV of base's weights for the adapter's input.
+    """A cache that returns base's rounded KV plus the adapter's difference to `plain`, the KV of base's weights for its
+    input.
     """
 
     offset = 0
@@ -70,7 +67,7 @@ def base_pass(layers: Sequence[nn.Module], embedded: mx.array) -> BasePass:
 
 
 def plain_keys_values(layer: Any, hidden: mx.array) -> KeysValues:
-    """KV of base's weights for a layer's input, without adapters, as mlx-lm's Qwen3 computes it."""
+    """KV of base's weights for a layer's input, as mlx-lm's Qwen3 computes it."""
     attention, x = layer.self_attn, layer.input_layernorm(hidden)
     keys, values = (
         _original(projection)(x).reshape(*x.shape[:2], attention.n_kv_heads, -1)
@@ -84,11 +81,8 @@ def _original(linear: Any) -> Any:
 
 
 def squared_divergence(plain: Sequence[KeysValues], base: Sequence[KeysValues], weights: mx.array) -> mx.array:
-    """The squared divergence of the last layers' KV (`plain`) from base's, as in `models/residual/divergence.py`.
-
-    Args:
-        base: KV of all layers.
-        weights: token weights, [B, n].
+    """Squared divergence of the last layers' KV from base's, as in `models/residual/divergence.py`; `weights` [B, n] of
+    tokens.
     """
 
     def energy(x: mx.array) -> mx.array:

@@ -52,7 +52,7 @@ class Dialogue:
         return self.tokens >= self.budget
 
     def wrap(self, width: int) -> None:
-        """Break lines of what the assistant reads, like text from files."""
+        """Break lines, like text from files."""
         self.system = _wrapped(self.system, width)
         for message in self.messages:
             if message["role"] == "user":
@@ -70,7 +70,7 @@ Writer = Callable[[Random, Words, int], Dialogue]
 
 
 def joined(random: Random, parts: list[str], last: str) -> str:
-    """Join paragraphs and a final request, sometimes in one paragraph."""
+    """Join paragraphs and a final request."""
     if not parts or random.random() < 0.5:
         return "\n\n".join([*parts, last])
     return "\n\n".join([*parts[:-1], f"{parts[-1]}{random.choice((' ', ' ', chr(10)))}{last}"])
@@ -151,7 +151,6 @@ class _FactTalk:
         return fact
 
     def _linked(self) -> Fact | None:
-        """Make a fact about another fact's value, to allow two-hop questions."""
         links = {"key": "opens", "owned": "location", "friend": self._random.choice(("home", "trade", "pet", "food"))}
         known = {(fact.relation.name, fact.subject) for fact in self._facts}
         open_ends = [

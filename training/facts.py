@@ -19,8 +19,7 @@ class Relation:
 
     Args:
         subject, value: kinds of words (`words.LISTS`).
-        statements, questions, answer: in the third person.
-        first: (statement, question, answer) in the first person; None for things.
+        first: (statement, question, answer) in the first person; None for things. The rest is in the third.
     """
 
     name: str
@@ -171,7 +170,7 @@ class Question:
 
 
 def ask_two_hops(facts: Sequence[Fact], random: Random) -> list[Question]:
-    """Return all two-hop questions that `facts` answer; the answer states both facts."""
+    """All two-hop questions that `facts` answer; the answer states both facts."""
     by_subject = {(fact.relation.name, fact.subject): fact for fact in facts}
     questions = []
     for (first, second), texts in TWO_HOPS.items():
@@ -192,10 +191,7 @@ class OutOfWords(Exception):
 
 
 class FactMaker:
-    """Maker of facts that do not contradict each other.
-
-    `held_out_only`: whether all pairs or no pairs are held out from training.
-    """
+    """Facts that do not contradict each other; either all or none of the pairs are held out from training."""
 
     def __init__(self, random: Random, words: Words, *, held_out_only: bool = False) -> None:
         self._random = random

@@ -32,7 +32,7 @@ CONFIG: dict[str, Any] = {
 class RoundedCache:
     """A stateless cache for mlx-lm's models that rounds KV to 4 bits.
 
-    Gradients bypass the rounding (straight-through estimator, Bengio et al. 2013), so that KV learns to survive it.
+    Gradients bypass the rounding (Bengio et al. 2013), so that KV learns to survive it.
     """
 
     offset = 0
@@ -47,7 +47,7 @@ def rounded(x: mx.array) -> mx.array:
 
 
 def new_model(config: dict[str, Any], seed: int) -> Model:
-    """Return a model with new float32 parameters; residual projections are scaled down by depth, as in GPT-2."""
+    """A model with new float32 parameters; residual projections are scaled down by depth, as in GPT-2."""
     mx.random.seed(seed)
     model = Model(ModelArgs.from_dict(config))
     quiet = (2 * config["num_hidden_layers"]) ** -0.5
@@ -66,11 +66,8 @@ def forward(model: Model, parameters: dict[str, Any], token_ids: mx.array, dtype
 
 
 def weighted_loss(logits: mx.array, token_ids: mx.array, weights: mx.array) -> mx.array:
-    """Weighted mean cross entropy of next tokens.
-
-    Args:
-        logits: float32 [rows, length - 1, vocab].
-        token_ids, weights: [rows, length]; weights apply to predicted tokens.
+    """Weighted mean cross entropy of next tokens; logits float32 [rows, length - 1, vocab], ids and weights [rows,
+    length].
     """
     weights = weights[:, 1:].astype(mx.float32)
     losses = nn.losses.cross_entropy(logits, token_ids[:, 1:], reduction="none")

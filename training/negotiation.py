@@ -1,7 +1,4 @@
-"""The prisoner's dilemma as one of three agents sees it; later answers depend on earlier phases.
-
-Phases follow `workflow/scripts/prisoners_dilemma.toml`; everything else is random.
-"""
+"""The prisoner's dilemma as one of three agents sees it, in the phases of the workflow script."""
 
 from __future__ import annotations
 

@@ -20,12 +20,7 @@ _MESSAGE_TOKENS = 14  # template tokens per message, with "Noted."
 
 @dataclass(frozen=True)
 class RecallCase:
-    """A conversation and questions about its first message.
-
-    Args:
-        questions: in random order; ask only one at a time.
-        distance: tokens after the first message; at least the requested number.
-    """
+    """A conversation and questions about its first message, `distance` tokens before; ask only one at a time."""
 
     dialogue: Dialogue
     questions: tuple[Question, ...]
@@ -44,7 +39,7 @@ class Recall:
 
 
 def recall_case(corpus: Corpus, distance: int, index: int, *, questions: int = 8, invented: float = 0.0) -> RecallCase:
-    """Make facts, followed by at least `distance` tokens of other facts and scenery."""
+    """Make facts, then at least `distance` tokens of other facts and scenery."""
     random = random_for(corpus.seed, "recall", distance, index)
     maker = FactMaker(random, Words(random, invented), held_out_only=True)
     scenery = Words(random, invented)

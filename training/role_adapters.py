@@ -1,8 +1,8 @@
 """Train role adapters on the frozen embedded model, in minutes on two cores.
 
 An adapter acts from the first token (plain LoRA), from its invocation (activated LoRA, arXiv 2504.12397), or from the
-prompt's last token (cache-conditioned, PrefillShare, arXiv 2602.12029). As in serving, earlier KV is base's, and all KV
-is rounded to 4 bits. Only answers contribute to the loss.
+prompt's last token (PrefillShare, arXiv 2602.12029). As in serving, earlier KV is base's, in 4 bits. Only answers
+contribute to the loss.
 """
 
 from __future__ import annotations
@@ -58,9 +58,8 @@ class RoleRecipe:
     """Parameters of training, except base and role.
 
     Args:
-        targets: leaf names of adapted modules.
         layers: number of adapted last layers; None for all.
-        closeness: loss weight of the squared divergence of prompts from base; 0 if KV is not shared with base.
+        closeness: loss weight of the squared divergence of prompts from base; 0 if KV is not shared.
         rows: (conversation tokens, examples) of a batch, used in turn.
     """
 
@@ -106,7 +105,7 @@ def train_roles(
     report: Callable[[str], None] = lambda line: None,
     steps: int | None = None,
 ) -> None:
-    """Train adapters into `out`/KIND/ROLE, except existing ones; `steps` overrides the recipe."""
+    """Train adapters into `out`/KIND/ROLE, except existing ones."""
     for kind, roles in wanted.items():
         recipe = RECIPES[kind] if steps is None else replace(RECIPES[kind], steps=steps)
         for role in roles:
@@ -148,7 +147,7 @@ def _first_layer(base: FrozenBase, recipe: RoleRecipe) -> int:
 
 
 class RoleTrainer:
-    """Trainer of one adapter. `family`: fixed A matrices, so that only B is trained; None to train both."""
+    """Trainer of one adapter. `family`: fixed A matrices; None to train both."""
 
     def __init__(
         self,

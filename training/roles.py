@@ -1,7 +1,4 @@
-"""Roles for adapters of the embedded model: each answers in its own words.
-
-Only the adapter determines the role. Answers depend on the conversation, so wrong KV shows.
-"""
+"""Roles for adapters of the embedded model. Answers depend on the conversation, so wrong KV shows."""
 
 from __future__ import annotations
 
@@ -82,7 +79,7 @@ def role_cases(seed: int, count: int, num_tokens: int, *, is_held_out: bool) -> 
 
 
 def f1(said: str, wanted: str) -> float:
-    """The F1 of words as in SQuAD (arXiv 1606.05250), but with articles."""
+    """F1 of words as in SQuAD (arXiv 1606.05250), but with articles."""
     mine, theirs = _words(said), _words(wanted)
     left = list(theirs)
     common = 0

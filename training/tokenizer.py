@@ -56,7 +56,6 @@ def _texts(seed: int) -> Iterator[str]:
 
 
 def _english(random: Random) -> Iterator[str]:
-    """Docstrings of the standard library, which vary by Python version."""
     for name in _ENGLISH:
         module = importlib.import_module(name)
         for _, value in sorted(inspect.getmembers(module), key=lambda member: member[0]):

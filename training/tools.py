@@ -1,4 +1,4 @@
-"""Tool-call dialogues: arguments come from the question or the last observation, answers from observations."""
+"""Tool-call dialogues: arguments come from the question or the last observation."""
 
 from __future__ import annotations
 

@@ -29,7 +29,6 @@ class Stage:
     """Part of the curriculum.
 
     Args:
-        steps: batches.
         lengths: document lengths in tokens, used in turn.
         mixture: share of each kind of document (`corpus.WRITERS`).
         rounded: whether KV is rounded to 4 bits.
@@ -158,7 +157,7 @@ class Trainer:
         return max(1, self.recipe.tokens_a_step // length), length
 
     def recall(self, distance: int, cases: int) -> float:
-        """The share of held-out facts whose answer is greedy under teacher forcing."""
+        """Share of held-out facts whose answer is greedy under teacher forcing."""
         right = [
             self._finds(case.dialogue.messages, question)
             for case in (recall_case(self.corpus, distance, index) for index in range(cases))
@@ -178,7 +177,7 @@ class Trainer:
         return bool(mx.array_equal(chosen, token_ids[0, -length:]).item())
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint atomically: the previous one stays valid until the end."""
+        """Write a checkpoint atomically."""
         folder.mkdir(parents=True, exist_ok=True)
         arrays = dict(tree_flatten({"model": self.parameters, "optimizer": self.optimizer.state}))
         mx.save_safetensors(str(folder / "next.safetensors"), arrays, {"step": str(self.step)})

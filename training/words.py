@@ -75,16 +75,13 @@ _ONE_HELD_OUT_IN = 8
 
 
 def held_out(subject: str, value: str) -> bool:
-    """Whether training never states this pair. Its recall then shows reading, not memory."""
+    """Whether training never states this pair: its recall shows reading, not memory."""
     digest = hashlib.blake2b(f"{subject}|{value}".lower().encode(), digest_size=2).digest()
     return int.from_bytes(digest, "big") % _ONE_HELD_OUT_IN == 0
 
 
 class Words:
-    """Words by kind, without repetition until a list is exhausted.
-
-    `invented` is the share of words made of random syllables.
-    """
+    """Words by kind; `invented` is the share made of random syllables."""
 
     def __init__(self, random: Random, invented: float = 0.0) -> None:
         self._random = random

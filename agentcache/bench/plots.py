@@ -92,7 +92,7 @@ def draw_bars(
 
 
 def plot_ttft_by_size(series: Mapping[str, Mapping[int, Sequence[float]]], title: str, path: Path) -> None:
-    """Plot medians as lines and samples as dots; both axes are logarithmic.
+    """Plot medians as lines and samples as dots on logarithmic axes.
 
     `series`: by kind (cold, warm, …): context length in tokens → samples in milliseconds.
     """

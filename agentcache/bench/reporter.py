@@ -28,7 +28,7 @@ Report = dict[str, Any]
 class Reporter:
     """Writes and prints the reports of one benchmark.
 
-    `plots`: functions that draw NAME_KEY.png, or NAME.png for an empty key.
+    `plots` draw NAME_KEY.png, or NAME.png for an empty key.
     """
 
     name: str
@@ -39,10 +39,7 @@ class Reporter:
     def report(
         self, plan: Any, caveats: Iterable[str], *, model: Any, peer_wins: Iterable[str] | None = None, **numbers: Any
     ) -> Report:
-        """Build a run's report as plain data.
-
-        `peer_wins`: quantities in which another server is better; None without a comparison.
-        """
+        """Build a run's report. `peer_wins`: quantities in which another server is better, if compared."""
         return {
             "caveats": list(caveats),
             **({} if peer_wins is None else {"peer_wins": list(peer_wins)}),
@@ -98,7 +95,7 @@ def draw(plot: Callable[[Report, Path], None], report: Report, path: Path) -> bo
 
 
 def number_table(title: str, headings: Sequence[str], *, named: bool = False, no_wrap: bool = False) -> Table:
-    """Make an empty table of right-aligned columns, but for the first if `named`."""
+    """An empty table of right-aligned columns, but for the first if `named`."""
     table = Table(title=title)
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="left" if named and index == 0 else "right", no_wrap=no_wrap)

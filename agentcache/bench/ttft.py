@@ -2,13 +2,12 @@
 
 For each length an agent gets a seeded context of that many tokens, then repeated short turns:
 
-    cold            the whole prompt, in a new agent with its own salt: nothing is cached
-    warm, evicted   a fork of the agent, after eviction of all blocks from RAM; same process
+    cold            the whole prompt, in a new agent with its own salt
+    warm, evicted   a fork of the agent, after eviction of all blocks from RAM
     warm            a fork of the agent, in a new process after SIGKILL
     hot             another fork in that process, with its blocks in RAM
 
-Warm and hot turns alternate, so that other load affects both. Each repetition has its own fork and a different turn, so
-that none reuses another's.
+Warm and hot turns alternate, so that other load affects both. No repetition reuses another's blocks.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ class Plan:
 
     Args:
         repeats: samples of each kind and length; at most COLD cold ones, which take longest and vary least.
-        model: None for the embedded model.
         turn_tokens, new_tokens: tokens of the turn behind the context, and of its answer.
     """
 
@@ -77,7 +75,7 @@ class Sample:
 class Files:
     """The context's block files. Sizes in bytes; `data_bytes` excludes headers.
 
-    `read_bytes_per_s` is the speed of plain reads of the same files from the page cache.
+    `read_bytes_per_s` is the speed of plain reads from the page cache.
     """
 
     count: int
@@ -143,7 +141,6 @@ class _SizeBench:
         )
 
     def _make_workload(self, client: Client) -> None:
-        """Ordinary words: exact lengths, no special tokens."""
         rng = random.Random(f"{self._plan.seed}/{self._size}")
         vocabulary = sorted(set(client.token_ids(WORDS, salt="workload")))
         self._context = rng.choices(vocabulary, k=self._size)
@@ -252,7 +249,6 @@ def _header(path: Path) -> tuple[int, dict[str, str]]:
 
 
 def _read_rate(paths: Sequence[Path], rounds: int = 3) -> float:
-    """Best of some sequential reads after a warm-up."""
     rates = [_read_all(paths) for _ in range(rounds + 1)]
     return max(rates[1:])
 

@@ -3,9 +3,9 @@
     hot     no interruption: the reference
     warm    SIGKILL at every phase border; a new process continues from disk
     cold    the full text each time, without cache reuse
-    none    as cold, and agents lose their history, except the system prompt, at every phase border
+    none    as cold, and agents lose their history at every phase border, except the system prompt
 
-Turns run sequentially without prefetch, so that their costs are comparable.
+Turns run one by one without prefetch, so that their costs are comparable.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ from agentcache.server_process import SERVE, ServerProcess
 from agentcache.workflow.chat import Chat, HttpChat, Question, Reply, Restored
 from agentcache.workflow.run import Settings, WorkflowRun
 from agentcache.workflow.schedule import ONE_BY_ONE, take_all
-from agentcache.workflow.score import recall_of
 from agentcache.workflow.script import Script
-from agentcache.workflow.transcript import TurnRecord, WorkflowTranscript
+from agentcache.workflow.transcript import TurnRecord, WorkflowTranscript, recall_of
 
 WAYS = ("cold", "warm", "hot", "none")
 WARM_UP = [{"role": "user", "content": "Good morning."}]
 
 
 class ColdChat:
-    """Sends every question to a new agent with its own salt, which is then deleted."""
+    """Sends every question to a new agent with its own salt."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -50,10 +49,7 @@ class ColdChat:
 
 @dataclass(frozen=True)
 class Ways:
-    """Runs a script in several ways. Server processes end with each run, also on errors.
-
-    `caches`: parent of each way's cache folder.
-    """
+    """Runs a script in several ways; `caches` is the parent of their cache folders."""
 
     script: Script
     caches: Path
@@ -112,7 +108,7 @@ def summarise(turns: Sequence[TurnRecord]) -> dict[str, Any]:
 
 
 def first_difference(one: WorkflowTranscript, other: WorkflowTranscript) -> str | None:
-    """Describe the first turn in which two runs differ; None if they are equal."""
+    """The first turn in which two runs differ, in words; None if they are equal."""
     if len(one.turns) != len(other.turns):
         return f"{len(one.turns)} turns in one run, {len(other.turns)} in the other"
     pairs = zip(one.turns, other.turns, strict=True)

@@ -1,8 +1,7 @@
 """Cache-conditioned fine-tuning (PrefillShare, arXiv 2602.12029): a LoRA decoder that reads the frozen base's cache.
 
-Under `prefill-share`, an adapter acts from the prompt's last token on; earlier KV is base's, in 4 bits. An adapter
-trained on its own KV performs badly there. So in training, too, base computes the prompt's KV, the decoder the rest;
-the loss covers the answer.
+As under `prefill-share`, base computes the prompt's KV, in 4 bits, and the decoder the rest from the prompt's last
+token on; the loss covers the answer. An adapter trained on its own KV performs badly there.
 """
 
 from __future__ import annotations
@@ -81,7 +80,6 @@ class DecoderTrainer:
         self._served = self._load_fresh()
 
     def _load_fresh(self) -> AdapterWeights:
-        """As in serving; this wraps the base's modules."""
         with tempfile.TemporaryDirectory(prefix="agentcache-decoder-") as folder:
             self.export(Path(folder))
             return self.base.adapters.load(read_adapter(Path(folder), self.base.adapters.modules))
@@ -121,7 +119,7 @@ class DecoderTrainer:
     def logits(
         self, parameters: Mapping[str, mx.array], prompt: Sequence[PromptCache], batch: DecoderBatch
     ) -> mx.array:
-        """Return logits after each token of `batch.inputs`, float32 [B, A, vocabulary]."""
+        """Logits after each token of `batch.inputs`, float32 [B, A, vocabulary]."""
         return self.base.decode(mx.array(batch.inputs), prompt, mx.array(batch.lengths), self._weights(parameters))
 
     def _weights(self, parameters: Mapping[str, mx.array]) -> AdapterWeights:
@@ -158,7 +156,7 @@ def _parameter(name: ModuleName, side: str) -> str:
 
 
 def _new_matrices(base: FrozenBase, recipe: DecoderRecipe) -> dict[str, mx.array]:
-    """As in mlx-lm: a uniform, b zero, so that the untrained decoder equals the base."""
+    """As in mlx-lm: a uniform, b zero."""
     first = len(base.model.layers) - recipe.num_layers
     matrices = {}
     key = mx.random.key(recipe.seed)

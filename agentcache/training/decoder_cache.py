@@ -1,7 +1,6 @@
-"""The two KV caches of decoder training, which mlx-lm's models use in place of their own.
+"""The two KV caches of decoder training, in place of mlx-lm's own; both round KV to 4 bits.
 
-Base's pass over the prompt fills a `PromptCache`, which the decoder's pass reads through a `DecoderCache`. Both
-quantise KV to 4 bits and back.
+Base's pass over the prompt fills a `PromptCache`, which the decoder's pass reads through a `DecoderCache`.
 """
 
 from __future__ import annotations
@@ -17,13 +16,10 @@ from agentcache.kv.packing import Quantisation
 
 @dataclass(frozen=True)
 class Rounding:
-    """Rounds a layer's KV to the values of the 4-bit cache.
+    """Rounds a layer's KV to the values of the 4-bit cache; gradients ignore that (Bengio et al. 2013).
 
-    Gradients ignore the rounding (straight-through estimator, Bengio et al. 2013).
-
-    Args:
-        latent_dim: for MLA, the number of leading key values derived from the latent. `RoundedNorm` has rounded these
-            and all values. None for other attention.
+    `latent_dim`: for MLA, the number of leading key values derived from the latent, which `RoundedNorm` has rounded
+    with all values.
     """
 
     quantisation: Quantisation
@@ -74,8 +70,7 @@ class PromptCache:
 class DecoderCache:
     """One layer's KV of prompts [B, H, P, D], followed by the decoder's own.
 
-    Args:
-        lengths: int32 [B], tokens of each row's prompt; the rest is padding.
+    `lengths`: int32 [B], tokens of each row's prompt; the rest is padding.
     """
 
     def __init__(self, prompt: PromptCache, lengths: mx.array) -> None:
@@ -90,7 +85,7 @@ class DecoderCache:
         )
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-        """Attention mask, bool [B, 1, N, P + N]: causal, without padding, within the window if any."""
+        """Bool [B, 1, N, P + N]: causal, without padding, within the window if any."""
         assert self._prompt.keys is not None  # filled by the first pass
         lengths, own = self.offset[:, None], mx.arange(N)[None]
         prompt = mx.broadcast_to(

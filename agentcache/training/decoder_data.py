@@ -1,4 +1,4 @@
-"""Training data of decoders: prompts and answers as token ids, in batches that depend only on the seed."""
+"""Training data of decoders, in batches that depend only on the seed."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class DecoderBatch:
     """Rows padded at the end.
 
     Args:
-        prompts: int32 [B, P], prompts without their last token.
-        lengths: int32 [B], tokens of `prompts` without padding.
-        inputs: int32 [B, A], the decoder's input: a prompt's last token and the answer without its last.
+        prompts: int32 [B, P], without their last token.
+        lengths: int32 [B], tokens of `prompts`.
+        inputs: int32 [B, A], a prompt's last token and the answer without its last.
         targets: int32 [B, A], answers.
         weights: float32 [B, A], 1 for an answer's tokens, 0 for padding.
     """
@@ -49,10 +49,7 @@ class DecoderBatch:
 
 
 def read_conversations(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Read a JSONL file in mlx-lm's formats: `{"messages": […], "tools"?}` or `{"prompt": …, "completion": …}`.
-
-    Raises ConfigError.
-    """
+    """Read a JSONL file in mlx-lm's formats. Raises ConfigError."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -78,10 +75,9 @@ def _conversation(entry: Any) -> Mapping[str, Any]:
 
 
 def make_examples(conversations: Iterable[Mapping[str, Any]], tokenizer: Tokenizer) -> Iterator[Example]:
-    """Yield one example for each assistant message; its prompt is everything before, earlier answers included.
+    """Yield an example for each assistant message; its prompt is everything before, as base computes it in serving.
 
-    In serving, too, base computes earlier answers again before the decoder continues. Raises ConfigError if the chat
-    template refuses the messages.
+    Raises ConfigError if the chat template refuses the messages.
     """
     for conversation in conversations:
         messages, tools = conversation["messages"], conversation["tools"]
@@ -113,13 +109,13 @@ def _end_of_turn(messages: Sequence[Mapping[str, Any]], tools: Any, tokenizer: T
 
 
 def random_for(seed: int, *path: object) -> Random:
-    """Return an independent generator for each path, the same on every machine."""
+    """An independent generator for each path, the same on every machine."""
     digest = hashlib.blake2b(repr((seed, *path)).encode(), digest_size=8).digest()
     return Random(int.from_bytes(digest, "big"))
 
 
 class Batches:
-    """Batches of `rows` examples of similar length, in a different order each epoch."""
+    """Batches of `rows` examples of similar length, in another order each epoch."""
 
     def __init__(self, examples: Sequence[Example], rows: int, seed: int) -> None:
         if not examples:

@@ -63,7 +63,7 @@ class Checkpoint:
 
 
 def read_checkpoint(folder: Path, identity: Mapping[str, Any]) -> Checkpoint:
-    """Read a checkpoint. Raises ConfigError for a different identity, naming the differences."""
+    """Raises ConfigError for a different identity."""
     arrays, metadata = mx.load(str(folder / CHECKPOINT_FILE), return_metadata=True)
     theirs = json.loads(metadata["identity"])
     ours = json.loads(json.dumps(identity))

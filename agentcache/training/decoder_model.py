@@ -1,6 +1,6 @@
 """A frozen base model and a LoRA decoder on its cache (PrefillShare, arXiv 2602.12029).
 
-The modules are mlx-lm's, which support gradients; LoRA is that of serving (`models/lora.py`).
+The modules are mlx-lm's, which support gradients.
 """
 
 from __future__ import annotations
@@ -28,12 +28,7 @@ from agentcache.training.decoder_cache import DecoderCache, PromptCache, Rounded
 
 @dataclass(frozen=True)
 class FrozenBase:
-    """A frozen model for training decoders.
-
-    Args:
-        current: the step being computed.
-        adapters: adapters on its modules, with the restrictions of serving.
-    """
+    """A frozen model for training decoders; `current` is the step being computed."""
 
     model: Any
     current: CurrentStep
@@ -66,7 +61,7 @@ class FrozenBase:
 
 
 def load_base(path_or_hub_id: str) -> FrozenBase:
-    """Load a model. Raises UnsupportedModel if it has layers without KV of their own, or cannot be served."""
+    """Raises UnsupportedModel if it has layers without KV of their own, or cannot be served."""
     read = read_model(path_or_hub_id)
     read.evaluate()
     hosted = host(read.model, read.config["model_type"], read.config)

@@ -14,13 +14,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Question:
-    """One question to an agent.
-
-    Args:
-        messages: complete history and the new message.
-        seed: None for random samples.
-        adapter: None for the agent's own, or base.
-    """
+    """One question to an agent; `messages` is the complete history. `seed` None: random samples."""
 
     agent: str
     messages: Sequence[Message]
@@ -33,12 +27,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Reply:
-    """The engine's answer.
-
-    Args:
-        report: `agentcache.api.report.Report` as plain data.
-        ttft_ms, total_ms: times to the first token, as the caller measured it, and to the end of saving.
-    """
+    """The engine's answer; `report` is `Report` as plain data. `total_ms` includes saving."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -57,10 +46,7 @@ class Restored:
 
 
 class Chat(Protocol):
-    """Interface to an engine, in this process or over HTTP.
-
-    Both methods may run on several threads, for different agents.
-    """
+    """An engine, in this process or over HTTP. Threads may ask for different agents at once."""
 
     def chat(self, question: Question) -> Reply:
         """Return the answer after the turn is saved."""

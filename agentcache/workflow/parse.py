@@ -64,13 +64,9 @@ _TURN_OPTIONS: dict[str, Kind] = {
 
 
 def read_script(path: Path | str, seed: int | None = None) -> Script:
-    """Read a script from a file, or a shipped one by name (`prisoners_dilemma`).
+    """Read a script from a file, or a shipped one by name.
 
-    Args:
-        seed: seed of the script's values; None for its own.
-
-    Raises:
-        ConfigError: missing file, invalid TOML or invalid script; the message begins with the path.
+    Raises ConfigError, whose message begins with the path. `seed` overrides the script's.
     """
     found = _find(Path(path))
     try:
@@ -107,7 +103,7 @@ class _Known:
 
 
 def parse_script(data: Mapping[str, Any], seed: int | None = None) -> Script:
-    """Build a script from parsed TOML. Raises ConfigError: the place (agent, phase, turn) and the error."""
+    """Build a script from parsed TOML. Raises ConfigError, which names agent, phase and turn."""
     top = read_table(
         data,
         "the script",

@@ -1,16 +1,17 @@
+"""A workflow in progress: histories of agents, and turns, which run the calls of an answer until one has none."""
+
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agentcache.api.names import RULE, is_name
 from agentcache.errors import ConfigError
-from agentcache.workflow.chat import Chat, Question, Restored
-from agentcache.workflow.conversation import Conversation, message
+from agentcache.workflow.chat import Chat, Message, Question, Reply, Restored
 from agentcache.workflow.script import Script, Step, Turn, steps_of
-from agentcache.workflow.transcript import TurnRecord, WorkflowTranscript
-from agentcache.workflow.turn import OpenTurn, SpokenTurn, exchange_of, record_of, speak
+from agentcache.workflow.tools import LookupTable, ToolCall, find_calls, run_call
+from agentcache.workflow.transcript import ToolRound, TurnRecord, WorkflowTranscript, check_turn
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Settings:
     Args:
         session: prefix of the agents' ids on the server; the same session finds the same agents again.
         max_tokens: override of every max_tokens of the script.
-        forget_phases: whether agents lose their history, except the system prompt, at each phase (a baseline).
+        forget_phases: whether agents lose their history at each phase, except the system prompt.
     """
 
     session: str
@@ -29,10 +30,10 @@ class Settings:
 
 
 class WorkflowRun:
-    """A script in progress. Take `pending` steps in order, or all `ready` ones in parallel (`schedule.take_all`).
+    """A script in progress. Take `pending` steps in order, or all `ready` ones in parallel.
 
-    Not thread-safe; only `speak` may run on other threads. Raises ConfigError: `done` is not the beginning of this
-    script, or the session makes invalid agent ids.
+    Only `speak` may run on other threads. Raises ConfigError: `done` is not the beginning of this script, or an agent
+    id is invalid.
     """
 
     def __init__(self, script: Script, chat: Chat, settings: Settings, done: Iterable[TurnRecord] = ()) -> None:
@@ -52,9 +53,9 @@ class WorkflowRun:
         return WorkflowTranscript(*about, names, script.values, tuple(turns))
 
     def pending(self, phases: range | None = None) -> list[Step]:
-        """Return the steps still to take, optionally of some phases.
+        """Steps still to take, optionally of some phases.
 
-        Raises ConfigError: steps of an earlier phase are missing, without which histories are incomplete.
+        Raises ConfigError: steps of an earlier phase are missing.
         """
         left = [step for step in self._steps if step.index not in self._conversation.done]
         if phases is None:
@@ -68,7 +69,7 @@ class WorkflowRun:
         return chosen
 
     def ready(self, steps: Iterable[Step], after: Iterable[Step] = ()) -> list[Step]:
-        """Return the steps whose predecessors are done, assuming that the steps `after` end."""
+        """Steps whose predecessors are done, assuming that the steps `after` end."""
         done = self._conversation.done.union(step.index for step in after)
         return [step for step in steps if self._conversation.needs(step) <= done]
 
@@ -118,7 +119,7 @@ class WorkflowRun:
 
 
 def server_agent_id(session: str, agent: str) -> str:
-    """Return the id on the server. Raises ConfigError if session and id form an invalid one."""
+    """Raises ConfigError if session and id form an invalid one."""
     joined = f"{session}.{agent}"
     if not is_name(joined):
         raise ConfigError(f'"{joined}" is no valid agent id: {RULE} (choose another session)')
@@ -134,3 +135,149 @@ def parse_phases(text: str, script: Script) -> range:
     if not 1 <= first <= last <= len(script.phases):
         raise ConfigError(f'phases "{text}" are not in the script, which has phases 1 to {len(script.phases)}')
     return range(first, last + 1)
+
+
+@dataclass(frozen=True)
+class OpenTurn:
+    step: Step
+    question: Question
+    tables: tuple[LookupTable, ...]
+
+    @property
+    def message(self) -> Message:
+        return self.question.messages[-1]
+
+
+@dataclass(frozen=True)
+class SpokenTurn:
+    """The answers of a turn: one for each round of calls, then the final one."""
+
+    replies: tuple[Reply, ...]
+    rounds: tuple[ToolRound, ...]
+
+    @property
+    def text(self) -> str:
+        return self.replies[-1].text
+
+
+def speak(chat: Chat, turn: OpenTurn) -> SpokenTurn:
+    """Take the turn. Changes only the engine's cache, so that it can be retried."""
+    question = turn.question
+    replies: list[Reply] = []
+    rounds: list[ToolRound] = []
+    while True:
+        reply = chat.chat(question)
+        replies.append(reply)
+        calls = find_calls(reply.text) if turn.tables and len(rounds) < turn.step.turn.max_calls else []
+        if not calls:
+            return SpokenTurn(tuple(replies), tuple(rounds))
+        rounds.append(ToolRound(reply.text, tuple(run_call(call, turn.tables) for call in calls)))
+        question = replace(question, messages=[*question.messages, *_messages_of(rounds[-1])])
+
+
+def exchange_of(opening: Message, rounds: Sequence[ToolRound], text: str) -> Exchange:
+    """A turn's messages, unmodified, so that later prompts extend the cached one."""
+    between = [each for tool_round in rounds for each in _messages_of(tool_round)]
+    return Exchange((opening, *between, message("assistant", text)), text)
+
+
+def _messages_of(tool_round: ToolRound) -> list[Message]:
+    return [message("assistant", tool_round.text), *(message("tool", read) for read in tool_round.observations)]
+
+
+def record_of(turn: OpenTurn, spoken: SpokenTurn, prefetched: Restored | None = None) -> TurnRecord:
+    step, first, reports = turn.step, spoken.replies[0], [reply.report for reply in spoken.replies]
+    written = [report["written_bytes"] for report in reports if report.get("written_bytes") is not None]
+    saved = [report["saved"] for report in reports if report.get("saved") is not None]
+    return TurnRecord(
+        phase=step.phase_number,
+        turn=step.turn_number,
+        phase_name=step.phase.name,
+        speaker=step.turn.speaker,
+        agent=turn.question.agent,
+        message=turn.message["content"],
+        text=spoken.text,
+        token_ids=tuple(token for reply in spoken.replies for token in reply.token_ids),
+        match=str(first.report["match"]),
+        cache_state=str(first.report["cache_state"]),
+        prompt_tokens=first.report["prompt_tokens"],
+        cached_tokens=sum(filter(None, first.report["cached_tokens"].values())),
+        computed_tokens=sum(report["computed_tokens"] for report in reports),
+        completion_tokens=sum(reply.completion_tokens for reply in spoken.replies),
+        ttft_ms=first.ttft_ms,
+        server_ttft_ms=first.report["time_to_first_token_ms"],
+        total_ms=sum(reply.total_ms for reply in spoken.replies),
+        restored_bytes=first.report["restored_bytes"],
+        restore_ms=first.report["restore_ms"],
+        written_bytes=sum(written) if written else None,
+        saved=all(saved) if saved else None,
+        tool_rounds=spoken.rounds,
+        checks=check_turn(step.turn, spoken.text, _calls_in(spoken.rounds)),
+        prefetched=prefetched is not None and prefetched.restored_bytes > 0,
+        prefetch_ms=prefetched.restore_ms if prefetched else 0.0,
+    )
+
+
+def _calls_in(rounds: Sequence[ToolRound]) -> list[ToolCall | None]:
+    return [call for tool_round in rounds for call in find_calls(tool_round.text)]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Messages that a turn adds to the speaker's history, and its final answer, which other agents hear."""
+
+    messages: tuple[Message, ...]
+    text: str
+
+
+class Conversation:
+    """The histories of all agents. Each only grows at its end.
+
+    Statements since the speaker's last turn are part of its next user message, in script order, if the turn sees them.
+    This depends on positions only, so independent turns may run in any order.
+    """
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self._steps = steps_of(script)
+        self._exchanges: dict[int, Exchange] = {}
+
+    @property
+    def done(self) -> frozenset[int]:
+        return frozenset(self._exchanges)
+
+    def needs(self, step: Step) -> frozenset[int]:
+        """Steps that must end before this one: those that it hears or that its speaker took, and earlier phases."""
+        before = (other for other in self._steps[: step.index] if other.phase_number < step.phase_number)
+        return frozenset(other.index for other in (*before, *self._own(step), *self._heard(step)))
+
+    def message_for(self, step: Step) -> Message:
+        """The opening user message: statements heard, then the prompt."""
+        heard = [self._spoken(other) for other in self._heard(step)]
+        return message("user", "\n\n".join([*heard, step.turn.prompt]))
+
+    def history(self, step: Step, *, this_phase_only: bool = False) -> list[Message]:
+        own = [other for other in self._own(step) if not this_phase_only or other.phase_number == step.phase_number]
+        said = [each for other in own for each in self._exchanges[other.index].messages]
+        system = self._script.agent(step.turn.speaker).system
+        return [*([message("system", system)] if system else []), *said]
+
+    def add(self, step: Step, exchange: Exchange) -> None:
+        self._exchanges[step.index] = exchange
+
+    def _own(self, step: Step) -> list[Step]:
+        return [other for other in self._steps[: step.index] if other.turn.speaker == step.turn.speaker]
+
+    def _heard(self, step: Step) -> Sequence[Step]:
+        own = self._own(step)
+        since = self._steps[own[-1].index + 1 if own else 0 : step.index]
+        return [other for other in since if other.turn.speaker in step.turn.sees]
+
+    def _spoken(self, step: Step) -> str:
+        name = self._script.agent(step.turn.speaker).name
+        words = self._exchanges[step.index].text.strip()
+        return f"{name} said: {words}" if words else f"{name} said nothing."
+
+
+def message(role: str, content: str) -> Message:
+    return {"role": role, "content": content}

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from agentcache.errors import AgentCacheError
 from agentcache.workflow.chat import Chat, Restored
-from agentcache.workflow.run import WorkflowRun
+from agentcache.workflow.run import OpenTurn, SpokenTurn, WorkflowRun, speak
 from agentcache.workflow.script import Step
 from agentcache.workflow.transcript import TurnRecord
-from agentcache.workflow.turn import OpenTurn, SpokenTurn, speak
 
 PARALLEL = 8
 PREFETCHES = 2  # parallel restores; they share a disk
@@ -19,10 +18,7 @@ PREFETCHES = 2  # parallel restores; they share a disk
 
 @dataclass(frozen=True)
 class Schedule:
-    """Order of execution: at most `parallel` turns at a time.
-
-    `prefetch`: whether to restore the next speakers during running turns.
-    """
+    """At most `parallel` turns at a time. `prefetch`: restore the next speakers during turns."""
 
     parallel: int = PARALLEL
     prefetch: bool = True
@@ -32,10 +28,9 @@ ONE_BY_ONE = Schedule(parallel=1, prefetch=False)  # makes the costs of turns co
 
 
 def take_all(run: WorkflowRun, steps: Sequence[Step], pace: Schedule) -> Iterator[TurnRecord]:
-    """Take the steps, in parallel where possible; yield their records in script order.
+    """Take pending steps, in parallel where possible; yield their records in script order.
 
-    Messages are the same as in sequential order. If a turn fails, parallel turns are awaited and discarded; on a retry
-    their prompts are cached. `steps` are the run's pending steps, or the first of them.
+    If a turn fails, parallel turns are awaited and discarded; on a retry their prompts are cached.
     """
     with ThreadPoolExecutor(pace.parallel) as pool, ThreadPoolExecutor(PREFETCHES) as disk_pool:
         prefetcher = _Prefetcher(run.chat, disk_pool) if pace.prefetch else None
@@ -78,7 +73,6 @@ class _Schedule:
             self._running[self._pool.submit(speak, self._run.chat, turn)] = turn
 
     def _prefetch(self) -> None:
-        """Restore agents that can speak once the running turns have ended."""
         if not self._prefetcher:
             return
         running = [turn.step for turn in self._running.values()]

@@ -14,7 +14,7 @@ DEFAULT_SEED = 1
 
 @dataclass(frozen=True)
 class Agent:
-    """One speaker. `name` stands in front of its statements; `adapter` is the server's name."""
+    """One speaker. `name` stands in front of its statements."""
 
     id: str
     name: str
@@ -28,13 +28,10 @@ class Turn:
     """One agent's turn.
 
     Args:
-        speaker: the agent's id.
         sees: agents whose statements since the speaker's last turn it hears.
-        max_tokens: None for the agent's or the script's.
-        expect: words expected in the answer, one point each.
+        expect, expect_calls: expected words and calls, one point each.
         reject: forbidden words; one of them costs all points of `expect`.
         max_calls: most rounds of calls.
-        expect_calls: expected calls, one point each.
     """
 
     speaker: str
@@ -56,10 +53,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Script:
-    """A whole workflow, validated by `parse`.
-
-    `seed` determines `values`, which its texts contain, and also seeds sampled turns.
-    """
+    """A whole workflow, validated by `parse`; `seed` determines its `values`, and seeds sampled turns."""
 
     name: str
     title: str
@@ -78,17 +72,14 @@ class Script:
         raise KeyError(agent_id)
 
     def tools_of(self, agent_id: str) -> tuple[LookupTable, ...]:
-        """The tools of all the agent's turns.
-
-        Templates put tools in front of the conversation. Different tools in a later turn would change the prefix.
-        """
+        """The tools of all the agent's turns: different ones in a later turn would change the prompt's beginning."""
         turns = [turn for phase in self.phases for turn in phase.turns if turn.speaker == agent_id]
         return tuple(tool for tool in self.tools if any(tool.name in turn.tools for turn in turns))
 
 
 @dataclass(frozen=True)
 class Step:
-    """A turn and its position: `index` counts all turns from 0, the numbers count from 1."""
+    """A turn; `index` counts all turns from 0, the numbers from 1."""
 
     index: int
     phase_number: int

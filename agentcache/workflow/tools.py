@@ -1,12 +1,10 @@
 """Lookup tables, the tools of workflow scripts.
 
-The model calls one anywhere in its answer (the format of Qwen and Hermes) with
+The model calls one in the format of Qwen and Hermes and gets the entry in a message of role `tool`:
 
     <tool_call>
     {"name": "lookup", "arguments": {"key": "Cedar"}}
     </tool_call>
-
-and gets the entry in a message of role `tool`.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ def find_calls(answer: str) -> list[ToolCall | None]:
 
 
 def run_call(call: ToolCall | None, tables: Iterable[LookupTable]) -> str:
-    """Return the result as text for the agent; never raises."""
+    """Return the result as text; never raises."""
     table = next((table for table in tables if call is not None and table.name == call.name), None)
     return NO_CALL if table is None or call is None else table.look_up(call.arguments)
 

@@ -30,9 +30,7 @@ _BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 class Filler:
     """Fills values into a script's texts, and records which are used.
 
-    Args:
-        known: names that have a value with some seed.
-        used: names that the rules use.
+    `known`: names that have a value with some seed. `used`: names that the rules use.
     """
 
     def __init__(self, seed: int, values: Mapping[str, str], known: Iterable[str], used: Iterable[str]) -> None:
@@ -42,10 +40,7 @@ class Filler:
         self._used = set(used)
 
     def fill(self, text: str, where: str) -> str:
-        """Replace each `{name}` by its value, and `{{` and `}}` by single braces.
-
-        Raises ConfigError: an unknown name, a name without a value, or a single brace.
-        """
+        """Replace `{name}` by its value, `{{` and `}}` by single braces. Raises ConfigError."""
         return _BRACES.sub(lambda found: self._replace(found, where), text)
 
     def check_all_used(self) -> None:

@@ -45,10 +45,9 @@ class MadeAdapter:
 def make_adapters(
     home: Path, model: Path, invocation: Sequence[int], copies: int
 ) -> Mapping[Policy, tuple[MadeAdapter, ...]]:
-    """Write `copies` random adapters per policy.
+    """Write `copies` random adapters per policy, with different ranks.
 
-    Exact ones target the upper half of the layers, as mlx-lm's default does for 32 layers. Ranks differ, so that a
-    mixed batch is uneven.
+    Exact ones adapt the upper half of the layers, as mlx-lm's default does for 32 layers.
     """
     built, _ = load_model(model, lazy=True)
     made = {}

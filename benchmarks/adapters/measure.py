@@ -57,14 +57,14 @@ CAVEATS = [
 
 @dataclass(frozen=True)
 class AdaptersPlan:
-    """`seed` and the tokenizer determine the workload. `command` and `peer` start both servers."""
+    """`command` and `peer` start the two servers."""
 
     switch: SwitchPlan = field(default_factory=SwitchPlan)
     pipeline: PipelinePlan = field(default_factory=PipelinePlan)
     mixed: MixedPlan = field(default_factory=MixedPlan)
     model: str | None = None
     seed: int = 0
-    command: tuple[str, ...] = (*SERVE, "--kv", "4")  # `auto` on random keys says nothing about real models
+    command: tuple[str, ...] = (*SERVE, "--kv", "4")
     peer: tuple[str, ...] = COMMAND
 
 
@@ -255,7 +255,7 @@ def _hot_ms(switches: Sequence[dict[str, Any]], server: str) -> float:
 
 
 def peer_wins(switches: Sequence[dict[str, Any]], mixed: dict[str, Any]) -> list[str]:
-    """Where the peer is better by more than a few percent."""
+    """Where the peer is more than a few percent better."""
     ours = {row["turn"]: row["ttft_ms"] for row in switches if row["server"] == OURS}
     theirs = {row["turn"]: row["ttft_ms"] for row in switches if row["server"] == PEER}
     wins = [

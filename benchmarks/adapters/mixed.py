@@ -23,14 +23,11 @@ class MixedPlan:
 
 @dataclass(frozen=True)
 class Mixed:
-    """Medians over the rounds.
+    """Medians over the rounds; rates in tokens/s.
 
     Args:
-        system: total tokens/s while all rows decode.
-        serial: the same rows one after the other.
-        base_system: as many rows of base at once.
-        turns_seconds, serial_turns_seconds, peer_turns_seconds: whole requests: at once, one after the other, one after
-            the other on `mlx_lm.server`.
+        system, base_system: all rows at once; as many rows of base.
+        serial, serial_turns_seconds: the same rows one after the other; `peer_…` on `mlx_lm.server`.
     """
 
     rows: int

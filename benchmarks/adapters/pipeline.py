@@ -1,7 +1,6 @@
-"""Count computed tokens of base, adapter, base, … on one context, for each policy.
+"""Count computed tokens of base, adapter, base, … on one context, for each policy (arXiv 2504.12397, section 5).
 
-The chain is from the activated-LoRA paper (arXiv 2504.12397, section 5). No step names an agent, so all reuse is of
-shared blocks.
+No step names an agent, so all reuse is of shared blocks.
 """
 
 from __future__ import annotations

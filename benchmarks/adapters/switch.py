@@ -21,7 +21,7 @@ TRUNK = f"{OURS}, trunk"
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn after base's first one, or after the previous turn if `goes_on`. `policy` is None for base."""
+    """A turn after base's first one, or after the previous turn if `goes_on`."""
 
     name: str
     policy: Policy | None = None
@@ -49,12 +49,11 @@ class SwitchPlan:
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of one turn; None for values that the server does not report.
+    """Cost of one turn; None if not reported.
 
     Args:
-        ram_bytes, disk_bytes: growth of the cache.
+        ram_bytes, disk_bytes, trunk_bytes: growth of the cache, and of the hidden-state cache.
         computed_layer_tokens: computed tokens summed over layers, including the answer's.
-        trunk_bytes: growth of the hidden-state cache, not in `ram_bytes`.
     """
 
     ttft_ms: float
@@ -81,9 +80,7 @@ class SwitchSample:
 
 
 class Peer:
-    """`mlx_lm.server`, which ignores adapters unless a request names the model folder. `bias` prevents end-of-turn
-    tokens.
-    """
+    """`mlx_lm.server`; a request must name the model folder to use an adapter. `bias` prevents end-of-turn tokens."""
 
     def __init__(self, server: ServerProcess, model: Path, bias: Mapping[str, float]) -> None:
         self._server, self._model, self._bias = server, model, bias

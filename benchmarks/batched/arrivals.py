@@ -2,8 +2,7 @@
 
 quiet      the agents only decode
 prefill    from sending the long prompt to its first token
-same       other agents at the same positions without a long prompt; longer contexts slow decoding, so only this
-           comparison isolates the cost of the prompt
+same       other agents at the same positions, as longer contexts slow decoding
 short      a short request: on an idle server, beside decoding agents, and during the prefill
 """
 
@@ -27,13 +26,7 @@ _APART_SECONDS = 4.0  # before each short request, so that the server is idle
 
 @dataclass(frozen=True)
 class ArrivalsPlan:
-    """Parameters.
-
-    Args:
-        context: initial tokens of each running agent.
-        shorts: short requests in each situation.
-        max_stall_ms: the server's setting, for the limit in the report.
-    """
+    """`context` is of each running agent, `shorts` in each situation; `max_stall_ms` is the server's setting."""
 
     running: int = 4
     context: int = 256
@@ -59,9 +52,8 @@ class Arrivals:
 
     Args:
         long_alone_ms, long_ttft_ms: first token of the long prompt on an idle server, and beside running agents.
-        short_alone_ms, short_among_ms, short_during_ms: median duration of a short request.
         short_done_first: whether all short requests ended before the long prompt's first token.
-        timeline: tokens of one running agent: (seconds since the long prompt, gap in ms).
+        timeline: of one running agent: (seconds since the long prompt, gap in ms).
     """
 
     quiet: Gaps
@@ -77,7 +69,7 @@ class Arrivals:
 
     @property
     def kept_rate(self) -> float:
-        """Token rate during the prefill relative to `same`."""
+        """Token rate relative to `same`."""
         return self.prefill.tokens_per_s / self.same.tokens_per_s
 
 

@@ -1,8 +1,7 @@
 """Measure the time that running requests lose when a request joins or leaves the batch.
 
-An agent with a cached context joins observers that decode all the time, decodes a few tokens and leaves. The cost is
-the observers' token gaps beyond undisturbed ones. A join affects two gaps: that of admission and that of the row's
-first step.
+The cost is the observers' token gaps beyond undisturbed ones. A join affects two gaps: that of admission and that of
+the row's first step.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _LEAVING_GAPS = 2  # gaps after the last token in which the row is removed
 
 @dataclass(frozen=True)
 class JoinPlan:
-    """`contexts` are whole blocks; `joins` is per context; `new_tokens` are those of the joining agent."""
+    """`contexts` are whole blocks; `joins` is per context."""
 
     contexts: tuple[int, ...] = (1024, 16384)
     joins: int = 61
@@ -37,7 +36,7 @@ class JoinCost:
     """Milliseconds that the observers lose; medians.
 
     Args:
-        request_ms: from sending the request, whose body has the whole context, to its first token.
+        request_ms: from sending the request to its first token.
         step_ms, step_with_ms: undisturbed step without and with the row.
     """
 

@@ -1,6 +1,6 @@
 """Measure concurrent agents on one server in three parts, `throughput`, `join` and `arrivals`.
 
-By default each part has its own random model: for joins a small one, elsewhere weights that far exceed CPU caches.
+Random models: for joins a small one, elsewhere weights that far exceed CPU caches.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ RANDOM_CAVEAT = (
 
 @dataclass(frozen=True)
 class BatchedPlan:
-    """`seed` and the tokenizer determine the workload. `command` replaces `agentcache serve`."""
+    """`command` replaces `agentcache serve`."""
 
     throughput: ThroughputPlan = field(default_factory=ThroughputPlan)
     joins: JoinPlan = field(default_factory=JoinPlan)
     arrivals: ArrivalsPlan = field(default_factory=ArrivalsPlan)
     model: str | None = None
     seed: int = 0
-    command: tuple[str, ...] = (*SERVE, "--kv", "4")  # `auto` on random keys says nothing about real models
+    command: tuple[str, ...] = (*SERVE, "--kv", "4")
 
 
 QUICK = BatchedPlan(

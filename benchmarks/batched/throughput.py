@@ -1,7 +1,6 @@
-"""Compare agents that decode at once with the same agents one after the other, and with bare matrix products.
+"""Compare agents that decode at once with one after the other, and with bare matrix products.
 
-A turn adds a few tokens to the agent's own context and decodes greedily. A decode step reads each weight once for any
-number of rows, so the gain of the products bounds that of batching. Attention reads each row's own cache.
+A decode step reads each weight once for any number of rows, so the gain of the products bounds that of batching.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _TURN_TOKENS = 4
 
 @dataclass(frozen=True)
 class ThroughputPlan:
-    """`context` is the mean of cached tokens; lengths are 0.5 to 1.5 times that."""
+    """`context` is the mean length; lengths are 0.5 to 1.5 times that."""
 
     agents: tuple[int, ...] = (1, 2, 4, 8, 16)
     context: int = 512
@@ -39,9 +38,6 @@ class Throughput:
     """Medians for one number of agents; rates in tokens/s.
 
     Args:
-        system: total rate while all agents decode.
-        per_agent: rate of the median agent.
-        serial: rate one after the other.
         turns_seconds, serial_turns_seconds: all turns with first token and save: at once, one after the other.
     """
 
@@ -124,12 +120,7 @@ def _line(by_agents: dict[int, Throughput]) -> str:
 
 @dataclass(frozen=True)
 class Products:
-    """x·W for all weight matrices of a model, with `rows` rows of x.
-
-    Args:
-        weight_bytes: bytes of weights read.
-        gain: speed-up over the same rows one by one.
-    """
+    """x·W for all weight matrices of a model; `gain` is relative to the same rows one by one."""
 
     rows: int
     ms: float

@@ -1,1 +1,1 @@
-"""What each design choice costs in answers: tables of precision, restoring, working memory and sharing."""
+"""What each design choice costs in answers."""

@@ -1,7 +1,4 @@
-"""Caches for mlx-lm's models that emulate KV formats, served or not.
-
-They store dequantised values: answers are measured, not memory.
-"""
+"""Caches for mlx-lm's models that emulate KV formats; they store dequantised values."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ class Format:
 
 
 class EmulatedCache:
-    """Has the interface of mlx-lm's cache of one layer."""
+    """mlx-lm's interface of a layer's cache."""
 
     def __init__(self, format: Format, window: int | None = None) -> None:
         self.format = format
@@ -93,7 +90,7 @@ class EmulatedCache:
         return create_causal_mask(N, self.offset, window_size=self._window)
 
     def spread(self, rows: int) -> EmulatedCache:
-        """Return a copy for `rows` rows that share the cached beginning."""
+        """Return a copy for `rows` rows with the same beginning."""
         made = EmulatedCache(self.format, self._window)
         assert self._held is not None
         keys, values = (mx.broadcast_to(each, (rows, *each.shape[1:])) for each in self._held)

@@ -1,6 +1,6 @@
 """An exam for models: perplexity on held-out conversations, and recall of facts stated much earlier.
 
-Texts come from the embedded model's corpus with another seed. Compare another model's recall only between formats.
+Compare another model's recall only between formats: texts are the embedded model's.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ class RecallTask:
     """Questions about the beginning of one conversation.
 
     Args:
-        beginning: common prefix of all rows.
-        rows: question and answer.
+        rows: question and answer, after the common `beginning`.
         answers: tokens of each answer, at the end of its row.
     """
 
@@ -60,7 +59,7 @@ class Exam:
 
 
 def write_exam(tokenizer: Tokenizer, seed: int, *, conversations: int, tasks: int, tokens: int) -> Exam:
-    """Write an exam; `tokens` is the length of a text, and the distance from a fact to its question."""
+    """`tokens` is the length of a text, and the distance from a fact to its question."""
     corpus = Corpus(DATA, seed)  # its tokenizer only measures lengths
     spoken = [corpus.write(_MIXTURE, tokens, "quality", index).rendered() for index in range(conversations)]
     cases = [recall_case(corpus, tokens, index, questions=_QUESTIONS) for index in range(tasks)]
@@ -112,13 +111,13 @@ class Answers:
         return float(self.found.mean())
 
     def divergence(self, reference: Answers) -> float:
-        """Return the mean KL divergence in nats."""
+        """Mean KL divergence in nats."""
         ours, theirs = self.logprobs, reference.logprobs
         return max(0.0, float((mx.exp(theirs) * (theirs - ours)).sum(axis=-1).mean().item()))
 
 
 def answer(model: nn.Module, exam: Exam, caches: Any) -> Answers:
-    """Examine an mlx-lm model; `caches` returns empty caches, one per layer."""
+    """Examine an mlx-lm model; `caches` makes one cache per layer."""
     losses, logprobs = zip(*(_read(model, each, caches()) for each in exam.conversations), strict=True)
     found = [found for task in exam.tasks for found in _find(model, task, caches())]
     return Answers(np.concatenate(losses), np.array(found), mx.concatenate(logprobs))
@@ -135,7 +134,7 @@ def _read(model: nn.Module, token_ids: Ids, caches: list[EmulatedCache]) -> tupl
 
 
 def _find(model: nn.Module, task: RecallTask, caches: list[EmulatedCache]) -> Iterator[bool]:
-    """Find answers by teacher forcing, which is equivalent to greedy decoding here."""
+    """Teacher forcing, which is equivalent to greedy decoding here."""
     model(mx.array(task.beginning)[None], cache=caches)
     longest = max(map(len, task.rows))
     padded = np.zeros((len(task.rows), longest), np.int64)

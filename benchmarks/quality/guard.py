@@ -1,6 +1,4 @@
-"""The guard of residual sharing: divergences and loss in answers by adapter strength, from which its recommended limit
-follows.
-"""
+"""The guard of residual sharing: divergence and loss in answers by adapter strength."""
 
 from __future__ import annotations
 
@@ -43,7 +41,6 @@ class Loss:
     """One question, answered by one scaled adapter in three ways.
 
     Args:
-        exact, residual: F1 with the adapter's own cache, and with base's plus residual KV.
         reused: F1 with another role's cache; None without another role.
         same: share of the exact answer's tokens before the residual answer differs.
     """
@@ -81,7 +78,6 @@ def _open(plan: QualityPlan, cache_dir: Path, adapters: Mapping[str, Path], bits
 
 
 def _divergences(plan: QualityPlan, source: Path, scratch: Path) -> list[dict[str, Any]]:
-    """Measure prompts in 4 and 8 bits, then the first prompt from the cache and after a restart."""
     made = {f"s{index}": _scaled(source, scratch / f"s{index}", factor) for index, factor in enumerate(_MEASURED)}
     first, *others = cases_of(plan, lengths_of(plan)[-1])[:3]
     rows = []

@@ -21,8 +21,6 @@ class QualityPlan:
     """Parameters.
 
     Args:
-        parts: names of `PARTS`.
-        adapters: adapter folders for the part `sharing`.
         scale: size relative to a full run.
         tokens: length of a conversation, and distance from a fact to its question.
         texts, formats, text_tokens: files, `--kv` settings and tokens per file for the part `texts`.
@@ -56,7 +54,6 @@ class ResultTable:
     """One table of a report.
 
     Args:
-        name: unique in the report.
         columns: heading by row key, in order; the first names the row.
         rows: text, numbers or None; may have more keys than `columns`.
         formats: format specification by column.

@@ -69,7 +69,6 @@ _NORMS, _PROJECTIONS = ("q_norm", "k_norm"), ("q_proj", "k_proj")
 
 
 def _formats(num_layers: int) -> Iterator[tuple[str, list[Format], str]]:
-    """Yield name, format of each layer, and the setting that serves it or ""."""
     for name, bits in reversed(BITS.items()):
         told = f"{name} bits" if name.isdigit() else f"keys {bits.keys}, values {bits.values}"
         yield told, [Format.of(bits)] * num_layers, f"--kv {name}"
@@ -81,12 +80,7 @@ def _formats(num_layers: int) -> Iterator[tuple[str, list[Format], str]]:
 
 @dataclass(frozen=True)
 class Examined:
-    """Results of one copy of a model.
-
-    Args:
-        precision, seconds: choice of `auto`, and its duration.
-        difference: of unquantised logits from the original's, relative to the largest.
-    """
+    """One copy of a model; `difference` is of unquantised logits, relative to the largest."""
 
     rows: list[dict[str, Any]]
     precision: Precision
@@ -153,7 +147,6 @@ def measure_precision(plan: QualityPlan, progress: Progress) -> list[ResultTable
 
 
 def _copies(model: nn.Module) -> Mapping[str, Callable[[], None]]:
-    """Functions that turn each copy into the next one, in place."""
     return {
         PLAIN: lambda: None,
         OUTLIERS: partial(add_outliers, model),
@@ -252,7 +245,7 @@ PART = Part(measure_precision, {"precision": plot_precision})
 
 
 def add_outliers(model: nn.Module, factor: float = FACTOR, seed: int = 0) -> None:
-    """Scale some key channels of each layer. Raises UnsupportedModel if this may not be exact."""
+    """Scale some key channels of each layer. Raises UnsupportedModel."""
     random = Random(seed)
     for attention in _attentions(model):
         dims = _rope_dims(attention)
@@ -275,7 +268,7 @@ def add_key_biases(model: nn.Module, bias: float = BIAS, seed: int = 0) -> None:
 
 
 def write_outlier_copy(source: Path, target: Path, factor: float = FACTOR) -> Path:
-    """Write a copy with outlier channels, without biases, which a model folder cannot express; return `target`."""
+    """Write a copy with outlier channels, without biases, which a model folder cannot express."""
     read = read_model(str(source))
     read.evaluate()
     add_outliers(read.model, factor)
@@ -290,7 +283,7 @@ def write_outlier_copy(source: Path, target: Path, factor: float = FACTOR) -> Pa
 
 
 class _BiasedRope(Stand):
-    """RoPE that adds `bias` [H_kv, 1, D] to keys, which it recognises by their number of heads."""
+    """Adds `bias` [H_kv, 1, D] to keys, recognised by their number of heads."""
 
     def __init__(self, original: nn.Module, bias: mx.array) -> None:
         super().__init__(original)

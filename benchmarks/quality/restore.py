@@ -1,9 +1,7 @@
 """Compare answers whose cache was kept, evicted, restored after a restart, damaged, or recomputed.
 
-All ways continue the hot way's answers, so that a difference counts once.
-
-- Warm and evicted turns read the written bytes: their tokens must equal those of hot turns.
-- Damaged and cold turns recompute blocks in other steps: rounding and tokens may differ.
+All ways continue the hot way's answers, so that a difference counts once. Warm and evicted turns read the written
+bytes; damaged and cold turns recompute blocks in other steps.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class Talk:
-    """Messages with facts, then one (question, right answer) per turn."""
+    """Messages with facts, then (question, right answer) per turn."""
 
     told: list[dict[str, str]]
     asked: list[tuple[str, str]]

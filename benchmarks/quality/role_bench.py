@@ -77,7 +77,7 @@ class Laboratory:
         return list(self.base.tokenizer.encode(self.base.tokenizer.render_chat(list(messages))).ids)
 
     def reply(self, messages: Sequence[dict[str, str]], writer: str | None, reader: str) -> str:
-        """The answer of `reader` on the cache of `writer`; `reader` computes the last prompt token."""
+        """Answer of `reader` on the cache of `writer`; `reader` computes the last prompt token."""
         ids = self.prompt(messages)
         caches, said = self.prefix(ids[:-1], writer), [ids[-1]]
         while len(said) <= MAX_TOKENS:

@@ -1,7 +1,6 @@
 """Effect of sharing KV between adapters on the answers of the embedded model's roles.
 
-All ways run on the server, except `full reuse`, in which a role reads another role's cache (a baseline that no server
-should offer), and its control, in which the role reads its own.
+In `full reuse`, a baseline outside the server, a role reads another role's cache.
 """
 
 from __future__ import annotations
@@ -48,12 +47,7 @@ FULL_REUSE, OWN_CACHE = "full reuse", "own cache, outside the server"
 
 @dataclass(frozen=True)
 class Way:
-    """One way to answer.
-
-    Args:
-        every: only every n-th question is asked.
-        reference: way to compare with, question by question.
-    """
+    """One way to answer: every n-th question, compared with `reference`."""
 
     name: str
     kind: Kind
@@ -76,7 +70,7 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Answer:
-    """`case` is the question's index among those of its length; `f1` is the word overlap with the expected answer."""
+    """`case` is the index among questions of its length; `f1` the word overlap with the expected answer."""
 
     way: str
     role: str
@@ -180,7 +174,6 @@ def _by_way(answers: Sequence[Answer]) -> ResultTable:
 
 
 def _changes(mine: Sequence[Answer], theirs: Sequence[Answer]) -> list[float]:
-    """Change of F1 per question, averaged over roles."""
     before = {(answer.num_tokens, answer.case, answer.role): answer.f1 for answer in theirs}
     by_question: dict[tuple[int, int], list[float]] = defaultdict(list)
     for answer in mine:
@@ -201,7 +194,6 @@ def _by_role(answers: Sequence[Answer]) -> ResultTable:
 
 
 def _similarity(plan: QualityPlan, folders: Path) -> ResultTable:
-    """Cosines of roles' and base's KV and hidden states by layer, as in ForkKV and LRAgent."""
     laboratory = laboratory_of(plan, roles_of(folders, Kind.FAMILY))
     ids = laboratory.prompt(cases_of(plan, lengths_of(plan)[-1])[0].messages)
 

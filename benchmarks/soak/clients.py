@@ -1,8 +1,7 @@
 """Clients of a soak: random, impolite requests in every dialect.
 
-They disconnect, set impossible time limits, and fork or delete agents in use. Each answer must be allowed for its
-request. Careful clients own an agent and track its confirmed saves. Only sharers may get residual answers, and only if
-the server permits them.
+Each answer must be allowed for its request. Careful clients own an agent and track its confirmed saves. Only sharers
+may get residual answers, if the server permits them.
 """
 
 from __future__ import annotations
@@ -71,9 +70,7 @@ class Sharing:
 class Client:
     """One client; `careful` clients use only their own agent.
 
-    Args:
-        sharing: set for clients that request residual answers.
-        killed: set before the server is killed; later HTTP errors are ignored.
+    `killed` is set before the server is killed; later HTTP errors are ignored.
     """
 
     def __init__(
@@ -97,7 +94,7 @@ class Client:
         self._killed = killed
 
     async def run(self, pause: float) -> None:
-        """Act until cancelled, with random pauses of `pause` seconds on average."""
+        """Act until cancelled, with pauses of `pause` seconds on average."""
         while True:
             sharing = self._sharing is not None and self._rng.random() < 0.8
             action = self._careful_turn if self._careful else self._residual if sharing else self._choose()
@@ -243,7 +240,6 @@ class Client:
         return said
 
     async def _ask_own(self, what: str, messages: list[dict[str, str]]) -> dict[str, Any] | None:
-        """A side request is another lineage and must not evict the first."""
         body = {"messages": messages, "agent": self._own_agent, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
         body["agentcache"] = {"return_token_ids": True}
         answer = await self._http.post("/v1/chat/completions", json=body)
@@ -311,7 +307,6 @@ class Client:
         self._allowed("look", await self._http.get(path), {(200, "")})
 
     def _allowed(self, what: str, answer: httpx.Response, allowed: set[tuple[int, str]]) -> bool:
-        """Whether the answer is a success; complain if its status is not allowed."""
         code = "" if answer.is_success else _code_of(answer)
         self._count(what, answer.status_code, code, allowed)
         return answer.is_success

@@ -1,8 +1,8 @@
 """Check what a soak left by computing it again on a quiet server: sampled greedy answers, and blocks on disk.
 
-4-bit rounding depends on how a prompt was chunked and batched, which occasionally changes a token, also in mlx-lm. So
-other cuts are tried if the prompt in one piece does not explain an answer. An answer from wrong memory fails with all.
-Vectors of blocks differ by up to 0.17 of their length on the embedded model, those of another token by more than half.
+4-bit rounding depends on how a prompt was cut and batched, which may change a token. So other cuts are tried if the
+prompt in one piece does not explain an answer. Vectors of blocks differ by up to 0.17 of their length on the embedded
+model, those of another token by more than half.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ class Verdict:
     """Verdict on one answer.
 
     Args:
-        gap: largest log probability gap of a chosen token to the likeliest one, with the prompt in one piece.
-        smallest_gap: the same for the best of all cuts.
-        ways: cuts tried, one piece included.
+        gap: largest gap in log probability to the likeliest token, with the prompt in one piece.
+        smallest_gap: the same for the best of `ways` cuts.
     """
 
     gap: float
@@ -54,7 +53,7 @@ class Verdict:
 
 
 class Judge:
-    """Needs a server without other load; tries `max_ways` cuts before it calls an answer wrong."""
+    """Needs a server without other load."""
 
     def __init__(self, ask: Ask, seed: int = 0, max_ways: int = MAX_WAYS) -> None:
         self._ask = ask
@@ -71,7 +70,6 @@ class Judge:
         return Verdict(gap, smallest, ways)
 
     def _in_one_piece(self, sample: Sample) -> tuple[float, Sequence[str]]:
-        """Return the gap, and the text of each answer token."""
         body = {"prompt": [*sample.prompt_token_ids, *sample.token_ids], "max_tokens": 0, "echo": True, "logprobs": 1}
         logprobs = _logprobs(self._ask(body | sample.asked))
         first = len(sample.prompt_token_ids)
@@ -80,7 +78,6 @@ class Judge:
         return max(max(top.values()) - one for one, top in zip(chosen, tops, strict=True)), texts
 
     def _in_pieces(self, sample: Sample, texts: Sequence[str], limit: float) -> float:
-        """Compute after a random cut, token by token; stop once the gap reaches `limit`."""
         self._num_salts += 1
         # A new salt prevents reuse of cached blocks.
         cache = {"agentcache": {"salt": f"cut {self._num_salts}"}, **sample.asked}
@@ -132,10 +129,8 @@ def _saved_tokens(path: Path, manifest: Manifest, cache: SavedCache) -> list[int
 
 
 def differences(cache_dir: Path, quiet_dir: Path) -> dict[str, float]:
-    """Return by key the largest Euclidean distance of a block's vector from that in `quiet_dir`, relative to its
-    length.
-
-    It is infinity if the block is missing.
+    """By key, the largest distance of a block's vector from that in `quiet_dir`, relative to its length; infinity if
+    missing.
     """
     paths = sorted((cache_dir / "blocks").glob("??/*.safetensors"))
     return {path.stem: _difference(path, quiet_dir / path.relative_to(cache_dir)) for path in paths}
@@ -153,7 +148,7 @@ def _difference(path: Path, other: Path) -> float:
 
 
 def _vectors(tensors: Mapping[str, NDArray[np.generic]]) -> Iterator[NDArray[np.float32]]:
-    """Yield [H_kv, k, D] of each layer and side, in order of name."""
+    """Yield [H_kv, k, D] of each layer and side."""
     for name in sorted(name for name in tensors if name.endswith(".data")):
         data, scales, biases = (mx.array(tensors[name.removesuffix("data") + part]) for part in PARTS)
         group_size = data.shape[-1] * _VALUES_A_WORD // scales.shape[-1]

@@ -1,7 +1,6 @@
 """A soak: hundreds of impolite clients on a server with little memory, a SIGKILL, and final checks.
 
-Nothing may leak (blocks, tasks, open files, memory). Sampled answers must be right, `/health` fast, budgets kept, and
-files intact, also after the SIGKILL.
+Nothing may leak. Sampled answers must be right, `/health` fast, budgets kept, and files intact, also after the SIGKILL.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from benchmarks.soak.clients import Client, Sharing
 from benchmarks.soak.judge import ALIKE, Judge, differences, recompute
 from benchmarks.soak.watch import Health, HealthWatch, Numbers, Observed, read_numbers
 
-PATIENCE = 600.0  # seconds per answer; 200 clients queue for few places
+PATIENCE = 600.0  # seconds per answer
 QUIET_SECONDS = 100.0  # longer than the server keeps idle connections
 HEALTH_MS = 200.0
 WARM_SECONDS = 60.0  # seconds of load in which memory may grow
 SAMPLE_EVERY = 1.0
 _NICENESS = 5  # clients get about a third of a normal thread's share
-SLACK_BYTES = 24 * 10**6  # allowed fluctuation of resident memory
+SLACK_BYTES = 24 * 10**6  # of resident memory
 GROWTH = 1.05
 
 
@@ -47,11 +46,9 @@ class SoakPlan:
 
     Args:
         seconds: load before and after the SIGKILL together.
-        careful: clients that check their own agents.
+        careful, sharers: clients that check their own agents, and that request residual answers.
         pause: mean seconds between a client's actions.
         checked: answers for the judge.
-        sharers: clients that request residual answers.
-        max_divergence: the server's limit; 0 forbids residual answers.
     """
 
     model: str | None = None
@@ -154,14 +151,12 @@ class Soak:
         return ServerProcess(cache_dir, self._folder / "server.log", model=self._plan.model, extra=options)
 
     def _run_beside(self, server: ServerProcess, half: _Half, seconds: float) -> None:
-        """Run on a low-priority thread, with a health watch."""
         with HealthWatch(httpx.URL(server.client.url).port or 80) as watch, start_blocking_portal() as portal:
             portal.call(_yield_the_processor)
             killed = portal.call(half, server, seconds)
         self._note_health(watch.seen, killed=killed)
 
     async def _first_half(self, server: ServerProcess, seconds: float) -> bool:
-        """Run load until the SIGKILL; return True."""
         killed = asyncio.Event()
         async with self._load(server, killed):
             await asyncio.sleep(seconds)
@@ -170,7 +165,6 @@ class Soak:
         return True
 
     async def _second_half(self, server: ServerProcess, seconds: float) -> bool:
-        """Run load, then check the idle server; return False."""
         async with _http(server) as http:
             await self._check_confirmed(http)
             await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, "stream": True})
@@ -215,7 +209,6 @@ class Soak:
                     running.cancel_scope.cancel()
 
     def _note_health(self, health: Health, *, killed: bool) -> None:
-        """Ignore failures after the server was killed."""
         last = len(health.milliseconds) - len(health.failures) if killed else None
         self._report.health_ms += health.milliseconds[:last]
         self._report.late_ms += health.late_ms
@@ -237,7 +230,6 @@ class Soak:
             await asyncio.sleep(SAMPLE_EVERY)
 
     def _check_policies(self, numbers: Numbers) -> None:
-        """Without `max_divergence`, no answer may be residual."""
         lossy = numbers.policies["residual"]
         self._report.require(bool(self._plan.max_divergence) or not lossy, f"{lossy} answers were lossy")
 
@@ -266,10 +258,7 @@ class Soak:
         self._report.require(late <= early * GROWTH + SLACK_BYTES, grown)
 
     def _check_health(self) -> None:
-        """Require fast `/health` answers, apart from the machine's measured wake-up delay.
-
-        One in a thousand may be slower, because it may need the CPU more often than the reference thread.
-        """
+        """One answer in a thousand may be slower: it may need the CPU more often than the reference thread."""
         took, late = self._report.health_ms, self._report.late_ms
         slow = sum(milliseconds > HEALTH_MS + 2 * max(late) for milliseconds in took)
         quick = _p99(took) <= HEALTH_MS + 2 * _p99(late) and slow <= len(took) / 1000 and max(took) <= 5 * HEALTH_MS

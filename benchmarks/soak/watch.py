@@ -56,7 +56,7 @@ class Observed:
             self.complaints.append(text)
 
     def keep(self, sample: Sample, rng: random.Random) -> None:
-        """Keep a uniform sample of at most MAX_SAMPLES answers (reservoir sampling)."""
+        """Reservoir sampling."""
         self.seen += 1
         if len(self.samples) < MAX_SAMPLES:
             self.samples.append(sample)
@@ -66,7 +66,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class Health:
-    """Latencies, wake-up delays of a normal thread (`late_ms`, the load of the machine), and failures."""
+    """`late_ms` are wake-up delays of a normal thread: the load of the machine."""
 
     milliseconds: list[float]
     late_ms: list[float]
@@ -116,7 +116,7 @@ def watch(port: int) -> Health:
 
 
 def _run_at_once() -> None:
-    """Take real-time priority if permitted, so that latencies exclude this thread's wake-up delay."""
+    """Real-time priority if permitted, so that latencies exclude this thread's wake-up delay."""
     with suppress(AttributeError, PermissionError):  # Linux only, and for a privileged user
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
 
@@ -130,10 +130,9 @@ def _sleep_again_and_again(late: list[float]) -> None:
 
 @dataclass(frozen=True)
 class Numbers:
-    """The server's metrics in bytes and counts; `at` is `time.monotonic`.
+    """The server's metrics; `at` is `time.monotonic`.
 
-    `open_files` includes one per child process. `accounts` are RAM ledger accounts by (name, state), where state is
-    `capacity`, `used` or `floor`.
+    `open_files` includes one per child process. `accounts` of the RAM ledger are by (name, state).
     """
 
     at: float

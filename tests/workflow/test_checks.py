@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from agentcache.workflow.checks import Check, check_turn, says
 from agentcache.workflow.script import Turn
 from agentcache.workflow.tools import ToolCall
+from agentcache.workflow.transcript import Check, check_turn, says
 
 
 @pytest.mark.parametrize(

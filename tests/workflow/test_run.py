@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 
 from agentcache.errors import ConfigError
 from agentcache.workflow.chat import Message
-from agentcache.workflow.checks import Check
 from agentcache.workflow.parse import read_script
 from agentcache.workflow.run import Settings, WorkflowRun, parse_phases, server_agent_id
 from agentcache.workflow.script import Agent, Phase, Script, Turn, steps_of
 from agentcache.workflow.tools import LookupTable, ToolCall
-from agentcache.workflow.transcript import ToolRound, TurnRecord
+from agentcache.workflow.transcript import Check, ToolRound, TurnRecord
 from tests.workflow.fake_chat import FakeChat, script_of, turns_of
 
 

@@ -13,8 +13,7 @@ from agentcache.workflow.chat import LLMChat
 from agentcache.workflow.parse import read_script, shipped_scripts
 from agentcache.workflow.run import Settings, WorkflowRun
 from agentcache.workflow.schedule import Schedule, take_all
-from agentcache.workflow.score import recall_of
-from agentcache.workflow.transcript import TurnRecord
+from agentcache.workflow.transcript import TurnRecord, recall_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # whole workflows on the embedded model
 

@@ -11,11 +11,19 @@ import pytest
 
 from agentcache.errors import ConfigError
 from agentcache.workflow.run import Settings, WorkflowRun
-from agentcache.workflow.score import Miss, Recall, score
 from agentcache.workflow.script import Script, Turn
 from agentcache.workflow.tools import LookupTable
-from agentcache.workflow.transcript import WorkflowTranscript, from_json, read_transcript
-from agentcache.workflow.transcript_files import as_json, as_markdown, write_transcript
+from agentcache.workflow.transcript import (
+    Miss,
+    Recall,
+    WorkflowTranscript,
+    as_json,
+    as_markdown,
+    from_json,
+    read_transcript,
+    score,
+    write_transcript,
+)
 from tests.workflow.fake_chat import FakeChat, script_of
 
 CALL = '<tool_call>{"name": "lookup", "arguments": {"key": "Cedar"}}</tool_call>'
