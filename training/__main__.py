@@ -85,7 +85,7 @@ def roles(
     role: Annotated[list[str] | None, typer.Option(help="Whose; every role's without it.")] = None,
     steps: Annotated[int | None, typer.Option(help="Fewer than the recipe's, for a quick look.")] = None,
 ) -> None:
-    """Train the roles' adapters of the embedded model: a minute or two each on one core. What is there stays."""
+    """Train the roles' adapters of the embedded model: a minute or two each on one core. Existing ones stay."""
     chosen = [BY_NAME[name] for name in role] if role else list(ROLES)
     train_roles(load_frozen(DATA), out, dict.fromkeys(kind or list(Kind), chosen), typer.echo, steps)
 
