@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import json
 import logging
@@ -159,8 +158,6 @@ def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:
 
     def on_start(failure: Exception | None) -> None:
         if failure is None:
-            gc.collect()
-            gc.freeze()
             announce(listener, config, engine.model.id, as_json=as_json)
         else:
             failures.append(failure)

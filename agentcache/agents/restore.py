@@ -33,7 +33,6 @@ from agentcache.kv.block_layout import Array, GroupMemory, Place, RestBuffer, al
 from agentcache.store.block_file import BlockHeader, Extras, make_header
 from agentcache.store.block_folder import BlockFolder
 from agentcache.store.store import Store
-from agentcache.system.threads import kept_to, share_processors
 
 log = logging.getLogger("agentcache.restore")
 
@@ -282,11 +281,10 @@ class ReadsInPlace:
         Afterwards no thread touches their places. Failed blocks count as missing.
         """
         self._ended = []
-        own, others = share_processors(self._count)
         readers: list[Future[None]] = []
         try:
-            readers += [self._readers.submit(self._read_all, others) for _ in range(self._count)]
-            with kept_to(own), self._store.reader() as blocks:
+            readers += [self._readers.submit(self._read_all) for _ in range(self._count)]
+            with self._store.reader() as blocks:
                 for job in jobs:
                     self._due.put(job)
                     if self._due.qsize() > _AHEAD * self._count:
@@ -310,9 +308,9 @@ class ReadsInPlace:
             return True
         return False
 
-    def _read_all(self, processors: Collection[int]) -> None:
+    def _read_all(self) -> None:
         """Runs on a reader thread."""
-        with kept_to(processors), self._store.reader() as blocks:
+        with self._store.reader() as blocks:
             while (job := self._due.get()) is not None:
                 self._read(blocks, job)
 

@@ -227,8 +227,6 @@ class AsyncEngine:
         self._model = replace(self.model, adapters=self.adapters.list())
         await self._stop_engine(shutting_down())
         self._thread = self._make_thread(served)
-        # The server froze start-up objects, which include the old engine with its cache.
-        gc.unfreeze()
         self._adapters = self._completions = None
         gc.collect()
         mx.clear_cache()
@@ -240,9 +238,6 @@ class AsyncEngine:
                 await self.adapters.load(folder)
             except AgentCacheError as error:
                 log.warning("adapter %r is not served any more: %s", folder.name, error)
-        if self._warm_up:
-            gc.collect()
-            gc.freeze()
 
     @property
     def starting(self) -> Phase | None:

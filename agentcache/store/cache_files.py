@@ -19,7 +19,6 @@ from pathlib import Path
 
 from agentcache.errors import BlockRejected, BrokenInvariant
 from agentcache.system.durable import Durability, sync
-from agentcache.system.files import open_below
 
 log = logging.getLogger("agentcache.store")
 
@@ -363,14 +362,12 @@ class CacheFiles:
 
     def open_regular(self, path: Path | str, max_bytes: int) -> RegularFile:
         """Open a regular file. Raises NotAFile, WrongFile and IsLink as `read`."""
-        fd = self._open_at_once(os.fspath(path))
-        if fd is None:
-            try:
-                fd = self.open(path, os.O_RDONLY).fd
-            except OSError as error:
-                if error.errno != errno.ELOOP:
-                    raise
-                raise IsLink(f"{os.path.basename(path)} is a symbolic link") from None
+        try:
+            fd = self.open(path, os.O_RDONLY).fd
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise IsLink(f"{os.path.basename(path)} is a symbolic link") from None
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
@@ -396,14 +393,6 @@ class CacheFiles:
         except OSError:  # the file's reader reports it
             return False
         return head == _APPLE_DOUBLE
-
-    def _open_at_once(self, path: str) -> int | None:
-        """Open a file in one call; None if it needs the walk."""
-        begin = len(self._root) + 1
-        if path[:begin] != self._root + os.sep:
-            return None
-        with self.folder(self._root) as root:
-            return open_below(root, path[begin:], os.O_RDONLY | _FILE)
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Threads: exceptions at their boundaries, and the processors that they run on.
+"""Convert exceptions at thread boundaries; let no thread end unnoticed.
 
 A Rust panic (pyo3's PanicException) is a `BaseException`, which `except Exception` and asyncio's tasks do not catch.
 A future rejects `StopIteration`.
@@ -7,14 +7,11 @@ A future rejects `StopIteration`.
 from __future__ import annotations
 
 import logging
-import os
 import queue
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
@@ -101,32 +98,3 @@ def _run_job(future: Future[Any], run: Callable[[], Any]) -> None:
 
 def _ignore(error: Exception) -> None:
     """A job's error is in its future."""
-
-
-def share_processors(helpers: int) -> tuple[Collection[int], Collection[int]]:
-    """Split the usable processors between this thread and `helpers` more threads; both empty without a choice.
-
-    Linux tends to wake a thread on its waker's processor. Threads that exchange the GIL then share one processor while
-    another idles.
-    """
-    if sys.platform != "linux":
-        return (), ()
-    usable = sorted(os.sched_getaffinity(0))
-    own = len(usable) // (helpers + 1)
-    return (usable[:own], usable[own:]) if own and helpers else ((), ())
-
-
-@contextmanager
-def kept_to(processors: Collection[int]) -> Iterator[None]:
-    """Run this thread on these processors inside the block; on any if empty."""
-    if sys.platform != "linux" or not processors:
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    with suppress(OSError):  # no longer available
-        os.sched_setaffinity(0, processors)
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            os.sched_setaffinity(0, before)

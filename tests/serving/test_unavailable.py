@@ -268,7 +268,6 @@ def test_a_start_at_which_any_call_fails_loses_nothing(
     tmp_path: Path, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     starts = Starts(tmp_path)
-    monkeypatch.setattr("agentcache.store.cache_files.open_below", lambda *args: None)
     real: Callable[..., Any] = getattr(os, function)
     for failing_call in range(1000):
         calls = 0

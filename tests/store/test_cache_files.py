@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import closing, nullcontext
 from pathlib import Path
 
@@ -12,11 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentcache.errors import BlockRejected
-from agentcache.store import cache_files
 from agentcache.store.atomic import Replacement
 from agentcache.store.cache_files import CacheFiles, skip_bytes
 from agentcache.store.store import no_fault
-from agentcache.system.files import open_below
 from tests.examples import examples
 from tests.store.store_cases import make_block, open_store
 
@@ -87,14 +84,6 @@ def test_a_file_that_gets_shorter_while_it_is_read(tmp_path: Path, monkeypatch: 
         assert store.usage.quarantined == 1
 
 
-@pytest.fixture(params=["at once", "folder by folder"])
-def way_down(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files that there are can be opened in one call by some systems; others walk."""
-    if request.param == "folder by folder":
-        monkeypatch.setattr(cache_files, "open_below", lambda *asked: None)
-
-
-@pytest.mark.usefixtures("way_down")
 @pytest.mark.parametrize("kept", [False, True], ids=["each walks", "kept open"])
 def test_what_is_opened_to_read(tmp_path: Path, kept: bool) -> None:
     outside, root = tmp_path / "outside", tmp_path / "root"
@@ -120,18 +109,3 @@ def test_what_is_opened_to_read(tmp_path: Path, kept: bool) -> None:
         with pytest.raises(ValueError, match="not below"):
             files.read(outside / "ab" / "file", 99)
     assert len(os.listdir("/dev/fd")) == before
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such call")
-def test_a_file_that_is_there_is_opened_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "ab").mkdir()
-    (tmp_path / "ab" / "file").write_bytes(b"content")
-    with CacheFiles(tmp_path).folder(tmp_path) as root:
-        if (there := open_below(root, "ab/file", os.O_RDONLY | os.O_CLOEXEC)) is None:
-            pytest.skip("this kernel has no openat2, or does not let us call it")
-        os.close(there)
-    files, opened, real = CacheFiles(tmp_path), list[str](), os.open
-    monkeypatch.setattr(os, "open", lambda path, *args, **more: opened.append(str(path)) or real(path, *args, **more))
-    with files.keep_open():
-        assert [files.read(tmp_path / "ab" / "file", 99) for _ in range(2)] == [b"content"] * 2
-    assert opened == [str(tmp_path)]
