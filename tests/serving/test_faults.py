@@ -16,6 +16,7 @@ import pytest
 
 from agentcache.agents import disk_jobs
 from agentcache.agents.persistence import Persistence
+from agentcache.agents.turn_write import TurnWriter
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.engine import output_processor
 from agentcache.engine.admission import Admission
@@ -81,7 +82,7 @@ OWN = [
     Fault(OutputProcessor, "_transcript", late=True),
     Fault(OutputProcessor, "_keep_state"),
     Fault(Persistence, "commit"),
-    Fault(Persistence, "_try_to_commit"),
+    Fault(TurnWriter, "_submit"),
     Fault(BatchRow, "sampler_row"),
     Fault(BatchRow, "of"),
 ]
