@@ -26,6 +26,18 @@ from agentcache.api.request import ChatPrompt, Prompt, Reading, Request, TextPro
 from agentcache.api.sampling import SamplingParams
 from agentcache.api.stats import CacheStats
 from agentcache.gateway.async_engine import AsyncEngine
+from agentcache.gateway.operations import (
+    CheckIntegrity,
+    DeleteAgent,
+    EvictAgent,
+    ForkAgent,
+    ImportAgent,
+    ListAgents,
+    Operation,
+    ReadStats,
+    RestoreAgent,
+    ShowAgent,
+)
 from agentcache.settings.adapters import AdapterFolder
 from agentcache.settings.config import Config
 from agentcache.settings.sources import load_config
@@ -132,6 +144,9 @@ class LLM:
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def _call(self, operation: Operation[T]) -> T:
+        return self._wait(self._engine.call(operation))
 
     @property
     def model(self) -> ModelInfo:
@@ -242,11 +257,11 @@ class LLM:
 
     def agents(self) -> list[AgentInfo]:
         """All agents, by id."""
-        return self._wait(self._engine.agents())
+        return self._call(ListAgents())
 
     def agent(self, agent_id: str) -> AgentInfo:
         """One agent. Raises NotFound."""
-        return self._wait(self._engine.agent(agent_id))
+        return self._call(ShowAgent(agent_id))
 
     def fork(
         self,
@@ -261,20 +276,19 @@ class LLM:
 
         Raises NotFound, InvalidRequest, Conflict.
         """
-        fork = self._engine.fork_agent(agent_id, new_id, lineage, adapter=adapter, policy=_policy(policy))
-        return self._wait(fork)
+        return self._call(ForkAgent(agent_id, new_id, lineage, adapter, _policy(policy)))
 
     def import_agent(self, agent_id: str, path: str | Path) -> AgentInfo:
         """Create an agent from a file of `agentcache export`. Raises ArchiveRejected, Conflict, StoreError."""
-        return self._wait(self._engine.import_agent(agent_id, str(path)))
+        return self._call(ImportAgent(agent_id, str(path)))
 
     def delete(self, agent_id: str, lineage: str | None = None) -> None:
         """Delete an agent, or a lineage. Raises NotFound."""
-        self._wait(self._engine.delete_agent(agent_id, lineage))
+        self._call(DeleteAgent(agent_id, lineage))
 
     def restore(self, agent_id: str, lineage: str | None = None) -> RestoreReport:
         """Load an agent, or a lineage, from disk into RAM."""
-        return self._wait(self._engine.restore_agent(agent_id, lineage))
+        return self._call(RestoreAgent(agent_id, lineage))
 
     def evict(self, agent_id: str, lineage: str | None = None, kind: str | None = None) -> AgentInfo:
         """Free the RAM of an agent, or of a lineage; its files stay.
@@ -282,14 +296,14 @@ class LLM:
         Args:
             kind: `base` or `residual` KV only.
         """
-        return self._wait(self._engine.evict_agent(agent_id, lineage, kind))
+        return self._call(EvictAgent(agent_id, lineage, kind))
 
     def stats(self) -> CacheStats:
-        return self._wait(self._engine.stats())
+        return self._call(ReadStats())
 
     def check_integrity(self) -> None:
         """Raise BrokenInvariant unless every block is accounted for."""
-        self._wait(self._engine.check_integrity())
+        self._call(CheckIntegrity())
 
 
 def _policy(policy: Policy | str | None) -> Policy | None:

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from agentcache.api.report import AgentInfo
+from agentcache.api.report import AgentInfo, RestoreReport
 from agentcache.api.request import Prompt, Request
 from agentcache.api.sampling import SamplingParams
 from agentcache.blocks.keys import BASE_CACHE, RESIDUAL
 from agentcache.errors import AgentUnavailable, InvalidRequest, NotFound
+from agentcache.gateway.operations import (
+    CreateAgent,
+    DeleteAgent,
+    EvictAgent,
+    ForkAgent,
+    ImportAgent,
+    ListAgents,
+    Operation,
+    RestoreAgent,
+    SaveAgent,
+    ShowAgent,
+)
 from agentcache.server.completion import collect
 from agentcache.server.context import Call, context_of, engine_of, name_agent, read_call, read_prompt, until_disconnect
 from agentcache.server.metrics import note_model, note_usage
@@ -49,14 +60,40 @@ MAX_SYSTEM = 1 << 20  # characters
 _PATH_ID = "{id}"
 _NAMES_OF_IDS = ("agent", "session_id", "name", "agent_id", "new_id")
 
-Handler = Callable[[HttpRequest, str], Awaitable[Response]]
+Endpoint = Callable[[HttpRequest], Awaitable[Response]]
+T = TypeVar("T")
 
 
-def _of_agent(handle: Handler) -> Callable[[HttpRequest], Awaitable[Response]]:
-    """Wrap an agent's route: check the id, set the header, name the id in errors."""
+def endpoints() -> dict[str, dict[str, Endpoint]]:
+    """The routes: by path and method, how an operation is read from the request, and its reply written."""
+    return {
+        "/v1/agents": {"GET": list_agents, "POST": create_agent},
+        "/v1/agents/{id}": {"GET": _operation(_read_show, agent_object), "DELETE": _operation(_read_delete, _deleted)},
+        "/v1/agents/{id}/warm": {"POST": _of_agent(warm_agent)},
+        "/v1/agents/{id}/save": {"POST": _operation(_read_save, agent_object)},
+        "/v1/agents/{id}/restore": {"POST": _operation(_read_restore, _restored)},
+        "/v1/agents/{id}/evict": {"POST": _operation(_read_evict, agent_object)},
+        "/v1/agents/{id}/import": {"POST": _operation(_read_import, agent_object, 201)},
+        "/v1/agents/{id}/fork": {"POST": _operation(_read_fork, agent_object, 201)},
+    }
 
-    @functools.wraps(handle)
-    async def route(request: HttpRequest) -> Response:
+
+def _operation(
+    read: Callable[[HttpRequest, str], Awaitable[Operation[T]]],
+    write: Callable[[HttpRequest, T], dict[str, Any]],
+    status: int = 200,
+) -> Endpoint:
+    async def handle(request: HttpRequest, agent_id: str) -> Response:
+        operation = await read(request, agent_id)
+        return JSONResponse(write(request, await engine_of(request).call(operation)), status)
+
+    return _of_agent(handle)
+
+
+def _of_agent(handle: Callable[[HttpRequest, str], Awaitable[Response]]) -> Endpoint:
+    """Check the path's id, set the header, and name the id in errors."""
+
+    async def endpoint(request: HttpRequest) -> Response:
         agent_id = check_agent_id(request.path_params["id"], _PATH_ID)
         name_agent(request, agent_id)
         try:
@@ -66,11 +103,11 @@ def _of_agent(handle: Handler) -> Callable[[HttpRequest], Awaitable[Response]]:
                 error.param = _PATH_ID
             raise
 
-    return route
+    return endpoint
 
 
 async def list_agents(request: HttpRequest) -> Response:
-    agents = await engine_of(request).agents()
+    agents = await engine_of(request).call(ListAgents())
     return JSONResponse({"object": "list", "data": [agent_object(request, agent) for agent in agents]})
 
 
@@ -83,72 +120,69 @@ async def create_agent(request: HttpRequest) -> Response:
     adapter, policy, system = read_adapter(call), read_policy(body), body.string("system")
     if system is not None and len(system) > MAX_SYSTEM:
         body.fail("system", f"must have at most {MAX_SYSTEM} characters")
-    agent = await engine_of(request).create_agent(agent_id, adapter=adapter, policy=policy, system=system)
+    agent = await engine_of(request).call(CreateAgent(agent_id, adapter, policy, system))
     return JSONResponse(agent_object(request, agent), 201)
 
 
-@_of_agent
-async def show_agent(request: HttpRequest, agent_id: str) -> Response:
-    return JSONResponse(agent_object(request, await engine_of(request).agent(agent_id)))
+async def _read_show(request: HttpRequest, agent_id: str) -> ShowAgent:
+    return ShowAgent(agent_id)
 
 
-@_of_agent
-async def delete_agent(request: HttpRequest, agent_id: str) -> Response:
+async def _read_delete(request: HttpRequest, agent_id: str) -> DeleteAgent:
+    return DeleteAgent(agent_id, request.query_params.get("lineage"))
+
+
+def _deleted(request: HttpRequest, nothing: None) -> dict[str, Any]:
     lineage = request.query_params.get("lineage")
-    await engine_of(request).delete_agent(agent_id, lineage)
-    return JSONResponse({"id": agent_id, "deleted": True} | ({} if lineage is None else {"lineage": lineage}))
+    return {"id": request.path_params["id"], "deleted": True} | ({} if lineage is None else {"lineage": lineage})
 
 
-@_of_agent
-async def import_agent(request: HttpRequest, agent_id: str) -> Response:
+async def _read_save(request: HttpRequest, agent_id: str) -> SaveAgent:
+    return SaveAgent(agent_id, await _read_lineage(request))
+
+
+async def _read_restore(request: HttpRequest, agent_id: str) -> RestoreAgent:
+    return RestoreAgent(agent_id, await _read_lineage(request))
+
+
+def _restored(request: HttpRequest, report: RestoreReport) -> dict[str, Any]:
+    return dataclasses.asdict(report)
+
+
+async def _read_lineage(request: HttpRequest) -> str | None:
+    body = (await read_call(request, without_body=b"{}")).body
+    _check_fields(body, "lineage", id_field="is in the path")
+    return body.string("lineage")
+
+
+async def _read_evict(request: HttpRequest, agent_id: str) -> EvictAgent:
+    body = (await read_call(request, without_body=b"{}")).body
+    _check_fields(body, "lineage", "kind", id_field="is in the path")
+    kind = body.string("kind")
+    if kind not in (None, BASE_CACHE, RESIDUAL):
+        body.fail("kind", f"must be {BASE_CACHE} or {RESIDUAL}")
+    return EvictAgent(agent_id, body.string("lineage"), kind)
+
+
+async def _read_import(request: HttpRequest, agent_id: str) -> ImportAgent:
     require_machine_access(
         request, "Agents can be imported", "use agentcache import beside the cache folder, without a server"
     )
     body = (await read_call(request, without_body=b"{}")).body
     _check_fields(body, "path", id_field="is in the path")
-    agent = await engine_of(request).import_agent(agent_id, read_path(body, "a file"))
-    return JSONResponse(agent_object(request, agent), 201)
+    return ImportAgent(agent_id, read_path(body, "a file"))
 
 
-@_of_agent
-async def fork_agent(request: HttpRequest, agent_id: str) -> Response:
+async def _read_fork(request: HttpRequest, agent_id: str) -> ForkAgent:
     call = await read_call(request, without_body=b"{}")
     body = call.body
     _check_fields(body, "id", "lineage", "adapter", "policy", id_field="goes into 'id'")
     if body.string("id") is None:
         body.fail("id", 'is required: send a JSON object with "id", the new agent\'s name')
     new_id = check_agent_id(body.required_string("id"), "id")
-    agent = await engine_of(request).fork_agent(
-        agent_id, new_id, body.string("lineage"), adapter=read_adapter(call), policy=read_policy(body)
-    )
-    return JSONResponse(agent_object(request, agent), 201)
+    return ForkAgent(agent_id, new_id, body.string("lineage"), read_adapter(call), read_policy(body))
 
 
-@_of_agent
-async def restore_agent(request: HttpRequest, agent_id: str) -> Response:
-    report = await engine_of(request).restore_agent(agent_id, await _read_lineage(request))
-    return JSONResponse(dataclasses.asdict(report))
-
-
-@_of_agent
-async def evict_agent(request: HttpRequest, agent_id: str) -> Response:
-    body = (await read_call(request, without_body=b"{}")).body
-    _check_fields(body, "lineage", "kind", id_field="is in the path")
-    kind = body.string("kind")
-    if kind not in (None, BASE_CACHE, RESIDUAL):
-        body.fail("kind", f"must be {BASE_CACHE} or {RESIDUAL}")
-    agent = await engine_of(request).evict_agent(agent_id, body.string("lineage"), kind)
-    return JSONResponse(agent_object(request, agent))
-
-
-@_of_agent
-async def save_agent(request: HttpRequest, agent_id: str) -> Response:
-    return JSONResponse(
-        agent_object(request, await engine_of(request).save_agent(agent_id, await _read_lineage(request)))
-    )
-
-
-@_of_agent
 async def warm_agent(request: HttpRequest, agent_id: str) -> Response:
     """Cache a prompt without generating; for base, if it does not invoke the agent's adapter."""
 
@@ -156,7 +190,7 @@ async def warm_agent(request: HttpRequest, agent_id: str) -> Response:
         return call, _read_warm(call, agent_id)
 
     call, job = await read_prompt(request, "prompt", read, without_body=b"{}")
-    await engine_of(request).agent(agent_id)
+    await engine_of(request).call(ShowAgent(agent_id))
     work = collect(context_of(request), job, read_timeout(call.body))
     completion = await until_disconnect(request.receive, work)
     note_model(request, job.adapter or call.model.id)
@@ -182,12 +216,6 @@ def _read_warm(call: Call, agent_id: str) -> Request:
         priority=read_priority(body),
         invocation_optional=True,
     )
-
-
-async def _read_lineage(request: HttpRequest) -> str | None:
-    body = (await read_call(request, without_body=b"{}")).body
-    _check_fields(body, "lineage", id_field="is in the path")
-    return body.string("lineage")
 
 
 def _check_fields(body: Reader, *known: str, id_field: str) -> None:

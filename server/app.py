@@ -24,6 +24,7 @@ from starlette.routing import Route
 from agentcache import __version__
 from agentcache.api.model import AdapterInfo, ModelInfo
 from agentcache.api.stats import CacheStats
+from agentcache.gateway.operations import ClearCache, ReadStats
 from agentcache.server import adapters, agents, anthropic, openai, responses
 from agentcache.server.access import (
     AgentHeader,
@@ -91,18 +92,7 @@ def _routes() -> list[Route]:
         Route("/v1/responses/{id}/input_items", responses.list_input_items, methods=["GET"]),
         Route("/v1/messages", anthropic.messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", anthropic.count_tokens, methods=["POST"]),
-        Route("/v1/agents", _by_method(GET=agents.list_agents, POST=agents.create_agent), methods=["GET", "POST"]),
-        Route(
-            "/v1/agents/{id}",
-            _by_method(GET=agents.show_agent, DELETE=agents.delete_agent),
-            methods=["GET", "DELETE"],
-        ),
-        Route("/v1/agents/{id}/warm", agents.warm_agent, methods=["POST"]),
-        Route("/v1/agents/{id}/save", agents.save_agent, methods=["POST"]),
-        Route("/v1/agents/{id}/restore", agents.restore_agent, methods=["POST"]),
-        Route("/v1/agents/{id}/evict", agents.evict_agent, methods=["POST"]),
-        Route("/v1/agents/{id}/import", agents.import_agent, methods=["POST"]),
-        Route("/v1/agents/{id}/fork", agents.fork_agent, methods=["POST"]),
+        *(Route(path, _by_method(**by), methods=list(by)) for path, by in agents.endpoints().items()),
         Route(
             "/v1/adapters", _by_method(GET=adapters.list_adapters, POST=adapters.load_adapter), methods=["GET", "POST"]
         ),
@@ -219,7 +209,7 @@ async def health(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     context = context_of(request)
     answers = context.engine.ready and context.engine.failure is None
-    stats = await context.engine.stats() if answers else None
+    stats = await context.engine.call(ReadStats()) if answers else None
     return Response(await context.metrics.render(stats), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -259,11 +249,11 @@ def _adapter_object(model: ModelInfo, adapter: AdapterInfo) -> dict[str, Any]:
 
 
 async def cache_stats(request: Request) -> Response:
-    return JSONResponse(stats_object(await engine_of(request).stats()))
+    return JSONResponse(stats_object(await engine_of(request).call(ReadStats())))
 
 
 async def clear_cache(request: Request) -> Response:
-    await engine_of(request).clear_cache()
+    await engine_of(request).call(ClearCache())
     return JSONResponse({"cleared": True})
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from agentcache.api.model import AdapterInfo, ModelInfo
-from agentcache.api.policy import Policy
-from agentcache.api.report import AgentInfo, RestoreReport, Update
+from agentcache.api.report import Update
 from agentcache.api.request import Request
 from agentcache.api.start_progress import Measuring, Phase
-from agentcache.api.stats import CacheStats
 from agentcache.settings.adapters import AdapterFolder
-from agentcache.store.response_files import ResponseFiles
 from agentcache.system.memory import Level
+
+if TYPE_CHECKING:
+    from agentcache.gateway.operations import Operation  # imports mlx: slow
 
 T = TypeVar("T")
 
@@ -51,42 +51,8 @@ class Engine(Protocol):
     async def count_tokens(self, request: Request, /) -> int:
         """Tokens in the prompt."""
 
-    async def agents(self) -> list[AgentInfo]: ...
-
-    async def agent(self, agent_id: str, /) -> AgentInfo: ...
-
-    async def create_agent(
-        self, agent_id: str, /, *, adapter: str | None = None, policy: Policy | None = None, system: str | None = None
-    ) -> AgentInfo: ...
-
-    async def delete_agent(self, agent_id: str, lineage: str | None = None, /) -> None: ...
-
-    async def import_agent(self, agent_id: str, path: str, /) -> AgentInfo: ...
-
-    async def fork_agent(
-        self,
-        agent_id: str,
-        new_id: str,
-        lineage: str | None = None,
-        /,
-        *,
-        adapter: str | None = None,
-        policy: Policy | None = None,
-    ) -> AgentInfo: ...
-
-    async def restore_agent(self, agent_id: str, lineage: str | None = None, /) -> RestoreReport: ...
-
-    async def evict_agent(self, agent_id: str, lineage: str | None = None, kind: str | None = None, /) -> AgentInfo: ...
-
-    async def save_agent(self, agent_id: str, lineage: str | None = None, /) -> AgentInfo: ...
-
-    async def use_responses(self, work: Callable[[ResponseFiles], T], /) -> T:
-        """Run `work` on the stored responses, on another thread, one call at a time."""
+    async def call(self, operation: Operation[T], /) -> T: ...
 
     async def load_adapter(self, folder: AdapterFolder, /) -> AdapterInfo: ...
 
     async def unload_adapter(self, name: str, /) -> None: ...
-
-    async def stats(self) -> CacheStats: ...
-
-    async def clear_cache(self) -> None: ...

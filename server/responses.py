@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from agentcache.api.request import ChatPrompt
 from agentcache.api.sampling import SamplingParams
 from agentcache.errors import AgentCacheError, EngineStopped, InvalidRequest, NotFound
+from agentcache.gateway.operations import UseResponses
 from agentcache.server.answer_form import read_form, read_text_form
 from agentcache.server.completion import CompletionWriter, Job, answer
 from agentcache.server.context import Call, engine_of, read_again, read_prompt
@@ -164,7 +165,7 @@ def read_references(body: Reader) -> References:
 async def find_continued(engine: Engine, references: References) -> Continued:
     """Look up references. Raises InvalidRequest if a response, NotFound if an item is not stored."""
     previous, items = references.previous, tuple(references.items)
-    found = await engine.use_responses(lambda files: files.continued(previous, items))
+    found = await engine.call(UseResponses(lambda files: files.continued(previous, items)))
     for missing in found.missing:
         if (param := references.items.get(missing)) is not None:
             message = f"Item with id {missing!r:.100} not found: only those of responses with store: true are kept."
@@ -201,7 +202,7 @@ class Keep:
         body = {name: value for name, value in answer.items() if name not in _NOT_STORED} | {"store": True}
         response = StoredResponse(body, self.reply.echo.fields, self.input)
         try:
-            await engine.use_responses(lambda files: files.add(self.agent, response))
+            await engine.call(UseResponses(lambda files: files.add(self.agent, response)))
         except EngineStopped:
             raise
         except AgentCacheError as error:
@@ -227,14 +228,14 @@ async def list_input_items(request: HttpRequest) -> Response:
 
 async def delete_response(request: HttpRequest) -> Response:
     response_id = request.path_params["id"]
-    if not await engine_of(request).use_responses(lambda files: files.delete(response_id)):
+    if not await engine_of(request).call(UseResponses(lambda files: files.delete(response_id))):
         raise _not_found(response_id)
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
 async def _find(request: HttpRequest) -> StoredResponse:
     response_id = request.path_params["id"]
-    found = await engine_of(request).use_responses(lambda files: files.find(response_id))
+    found = await engine_of(request).call(UseResponses(lambda files: files.find(response_id)))
     if found is None:
         raise _not_found(response_id)
     return found[1]

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from agentcache.adapters.activation import AdapterUse
-from agentcache.agents.disk import Saved
-from agentcache.api.report import PROMPT_END, AgentInfo, RestoreReport, StepDown, Update
+from agentcache.api.report import PROMPT_END, StepDown, Update
 from agentcache.api.request import ChatPrompt, Request
 from agentcache.api.start_progress import Measuring
-from agentcache.api.stats import CacheStats
 from agentcache.blocks.prefix_match import PromptMatch
 from agentcache.blocks.transcript import TranscriptContent
 from agentcache.engine.output import Output
@@ -24,9 +22,7 @@ from agentcache.errors import AgentCacheError, BrokenInvariant, EngineStopped
 from agentcache.models.adapters import AdapterContent
 from agentcache.models.decoder import Decoder
 from agentcache.ranks.lost import lost_rank
-from agentcache.store.archived_agent import ArchivedAgent
 from agentcache.store.manifest import AgentRecord
-from agentcache.store.response_files import ResponseFiles
 from agentcache.system.memory import Level
 from agentcache.system.threads import as_exception
 from agentcache.text.grammars.compiler import Grammar
@@ -38,14 +34,15 @@ if TYPE_CHECKING:
     from agentcache.engine.engine import Engine
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 Reply = Callable[[T | BaseException], None]
 
 
-class Message(ABC, Generic[T]):
-    """A message whose replies are of type T, or an error. Created on the event loop, handled on the engine thread."""
+class Message(ABC, Generic[T_co]):
+    """A message; a reply is of type T_co or an error. Created on the event loop, handled on the engine thread."""
 
     @abstractmethod
-    def handle(self, engine: Engine, reply: Reply[T]) -> None:
+    def handle(self, engine: Engine, reply: Reply[T_co]) -> None:
         """Do it, and reply now or later. An error that is raised is the reply."""
 
 
@@ -114,34 +111,6 @@ class MeasurePrecision(Message[Measuring]):
 
 
 @dataclass(frozen=True)
-class UseResponses(Message[T]):
-    """Run `work` on the writer thread."""
-
-    work: Callable[[ResponseFiles], T]
-
-    def handle(self, engine: Engine, reply: Reply[T]) -> None:
-        engine.persistence.use_responses(self.work, reply)
-
-
-@dataclass(frozen=True)
-class ListAgents(Message[list[AgentInfo]]):
-    """List all agents, by id."""
-
-    def handle(self, engine: Engine, reply: Reply[list[AgentInfo]]) -> None:
-        reply(engine.operations.list())
-
-
-@dataclass(frozen=True)
-class ShowAgent(Message[AgentInfo]):
-    """Describe an agent."""
-
-    agent_id: str
-
-    def handle(self, engine: Engine, reply: Reply[AgentInfo]) -> None:
-        reply(engine.operations.info(self.agent_id))
-
-
-@dataclass(frozen=True)
 class LookAgain(Message[None]):
     """Check whether an unavailable agent is readable."""
 
@@ -149,88 +118,6 @@ class LookAgain(Message[None]):
 
     def handle(self, engine: Engine, reply: Reply[None]) -> None:
         engine.operations.look_again(self.agent_id, reply)
-
-
-@dataclass(frozen=True)
-class CreateAgent(Message[Saved]):
-    """Create an empty agent, durably."""
-
-    agent_id: str
-    adapter: str | None
-    policy: str
-    system: str | None
-
-    def handle(self, engine: Engine, reply: Reply[Saved]) -> None:
-        engine.operations.create(self.agent_id, self.adapter, self.policy, self.system, reply)
-
-
-@dataclass(frozen=True)
-class ImportAgent(Message[Saved]):
-    """Create an agent from an archive, durably."""
-
-    archive: ArchivedAgent
-
-    def handle(self, engine: Engine, reply: Reply[Saved]) -> None:
-        engine.operations.bring_in(self.archive, reply)
-
-
-@dataclass(frozen=True)
-class ForkAgent(Message[Saved]):
-    """Copy an agent, or one lineage, sharing its blocks."""
-
-    agent_id: str
-    new_id: str
-    lineage: str | None
-    adapter: str | None = None
-    policy: str | None = None
-
-    def handle(self, engine: Engine, reply: Reply[Saved]) -> None:
-        engine.operations.fork(self.agent_id, self.new_id, reply, self.lineage, self.adapter, self.policy)
-
-
-@dataclass(frozen=True)
-class DeleteAgent(Message[Saved]):
-    """Delete an agent, or one lineage, in RAM and on disk."""
-
-    agent_id: str
-    lineage: str | None
-
-    def handle(self, engine: Engine, reply: Reply[Saved]) -> None:
-        engine.operations.delete(self.agent_id, reply, self.lineage)
-
-
-@dataclass(frozen=True)
-class SaveAgent(Message[Saved]):
-    """Wait until all data of an agent, or one lineage, is on disk."""
-
-    agent_id: str
-    lineage: str | None
-
-    def handle(self, engine: Engine, reply: Reply[Saved]) -> None:
-        engine.operations.save(self.agent_id, reply, self.lineage)
-
-
-@dataclass(frozen=True)
-class RestoreAgent(Message[RestoreReport]):
-    """Load blocks of an agent, or one lineage, from disk."""
-
-    agent_id: str
-    lineage: str | None
-
-    def handle(self, engine: Engine, reply: Reply[RestoreReport]) -> None:
-        engine.operations.restore(self.agent_id, reply, self.lineage)
-
-
-@dataclass(frozen=True)
-class EvictAgent(Message[None]):
-    """Evict RAM of all caches or of one `kind` (`keys.kind_of`)."""
-
-    agent_id: str
-    lineage: str | None
-    kind: str | None = None
-
-    def handle(self, engine: Engine, reply: Reply[None]) -> None:
-        engine.eviction.evict(self.agent_id, reply, self.lineage, self.kind)
 
 
 @dataclass(frozen=True)
@@ -266,32 +153,6 @@ class RelieveMemory(Message[None]):
 
     def handle(self, engine: Engine, reply: Reply[None]) -> None:
         engine.relieve(self.level)
-        reply(None)
-
-
-@dataclass(frozen=True)
-class ReadStats(Message[CacheStats]):
-    """Return counters, budgets and RAM by kind."""
-
-    def handle(self, engine: Engine, reply: Reply[CacheStats]) -> None:
-        reply(engine.stats())
-
-
-@dataclass(frozen=True)
-class ClearCache(Message[None]):
-    """Free all unread blocks in RAM."""
-
-    def handle(self, engine: Engine, reply: Reply[None]) -> None:
-        engine.clear()
-        reply(None)
-
-
-@dataclass(frozen=True)
-class CheckIntegrity(Message[None]):
-    """Count every block; an error if one is not accounted for."""
-
-    def handle(self, engine: Engine, reply: Reply[None]) -> None:
-        engine.check_integrity()
         reply(None)
 
 

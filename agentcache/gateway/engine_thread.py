@@ -23,7 +23,6 @@ from agentcache.system.threads import as_exception, start_thread
 log = logging.getLogger("agentcache.engine")
 T = TypeVar("T")
 
-Post = Callable[[Callable[[], None]], None]
 Receive = Callable[[Any], None]
 
 _LOOK_SECONDS = 0.005
@@ -33,14 +32,14 @@ class EngineThread:
     """Runs an engine's steps. Belongs to one event loop, unless noted.
 
     Args:
-        open_engine: runs on the thread; its argument is `post`.
+        open_engine: opens the engine of this thread, on it.
 
     Attributes:
         failure: error that ended the engine or prevented its start.
         engine: for the engine thread only.
     """
 
-    def __init__(self, open_engine: Callable[[Post], Engine]) -> None:
+    def __init__(self, open_engine: Callable[[EngineThread], Engine]) -> None:
         self.failure: Exception | None = None
         self.engine: Engine | None = None
         self._open_engine = open_engine
@@ -92,7 +91,7 @@ class EngineThread:
 
     def _run(self, started: asyncio.Future[None]) -> None:
         try:
-            engine = self.engine = self._open_engine(self.post)
+            engine = self.engine = self._open_engine(self)
             engine.hand_over = partial(self._hand_over, engine)
             self._view = engine.view()
             self._deliver(started)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentcache.api.sampling import SamplingParams
+from agentcache.gateway.operations import ImportAgent
 from agentcache.llm import LLM
 from tests.cli.conftest import Invoke
 from tests.conftest import ModelFolder
@@ -58,15 +59,10 @@ def test_a_name_that_is_none(tmp_path: Path, invoke: Invoke, engine: FakeEngine)
 
 
 def test_the_server_is_told_where_the_file_lies(tmp_path: Path, invoke: Invoke, engine: FakeEngine) -> None:
-    asked: list[tuple[str, str]] = []
-
-    async def import_agent(agent_id: str, path: str) -> object:
-        asked.append((agent_id, path))
-        return await engine.create_agent(agent_id)
-
-    engine.import_agent = import_agent  # type: ignore[method-assign, assignment]
     assert invoke("import", str(tmp_path / "file"), "--as", "bob").exit_code == 0
-    assert asked == [("bob", str(tmp_path / "file"))]
+    assert [each for each in engine.called if isinstance(each, ImportAgent)] == [
+        ImportAgent("bob", str(tmp_path / "file"))
+    ]
 
 
 def test_without_a_server_it_does_not_matter_where_one_would_listen(

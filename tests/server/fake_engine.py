@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from agentcache.api.model import AdapterInfo, CacheGroupInfo, GroupKind, ModelInfo
 from agentcache.api.policy import Policy
@@ -28,6 +28,21 @@ from agentcache.api.request import Request
 from agentcache.api.start_progress import Measuring, Phase
 from agentcache.api.stats import CacheStats, RamUse
 from agentcache.errors import Conflict, NotFound, UnsupportedAdapter
+from agentcache.gateway.operations import (
+    ClearCache,
+    CreateAgent,
+    DeleteAgent,
+    EvictAgent,
+    ForkAgent,
+    ImportAgent,
+    ListAgents,
+    Operation,
+    ReadStats,
+    RestoreAgent,
+    SaveAgent,
+    ShowAgent,
+    UseResponses,
+)
 from agentcache.settings.adapters import AdapterFolder
 from agentcache.store.archive import ArchiveRejected
 from agentcache.store.response_files import ResponseFiles
@@ -135,6 +150,7 @@ class FakeEngine:
     requests: list[Request] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
+    called: list[Operation[Any]] = field(default_factory=list)
     known: dict[str, AgentInfo] = field(default_factory=dict)
     lineages: list[str | None] = field(default_factory=list)  # that operations on agents were for
     systems: dict[str, str | None] = field(default_factory=dict)
@@ -174,19 +190,53 @@ class FakeEngine:
         self.requests.append(request)
         return 11
 
+    async def call(self, operation: Operation[T], /) -> T:
+        self.called.append(operation)
+        done: Any = await self._done(operation)
+        return done  # type: ignore[no-any-return]
+
+    async def _done(self, operation: Operation[Any]) -> object:
+        match operation:
+            case ListAgents():
+                return list(self.known.values())
+            case ShowAgent(agent_id):
+                return self._known(agent_id)
+            case CreateAgent(agent_id, adapter, policy, system):
+                return self.create_agent(agent_id, adapter, policy, system)
+            case ImportAgent(agent_id, path):
+                if path == "/nothing":
+                    raise ArchiveRejected("the file cannot be opened", param="path")
+                return self.create_agent(agent_id)
+            case ForkAgent(agent_id, new_id, lineage, adapter, policy):
+                self._lineage(agent_id, lineage)
+                return self.create_agent(new_id, adapter, policy)
+            case DeleteAgent(agent_id, lineage):
+                del self.known[self._lineage(agent_id, lineage).id]
+                return None
+            case RestoreAgent(agent_id, lineage):
+                self._lineage(agent_id, lineage)
+                return RestoreReport(tokens=10, restored_bytes=640, restore_ms=1.5, cache_state=CacheState.HOT)
+            case EvictAgent(agent_id, lineage, kind):
+                self.evicted_kinds.append(kind)
+                return replace(self._lineage(agent_id, lineage), cache_state=CacheState.WARM)
+            case SaveAgent(agent_id, lineage):
+                return self._lineage(agent_id, lineage)
+            case UseResponses(work):
+                return await self.use_responses(work)
+            case ReadStats():
+                return await self.stats()
+            case ClearCache():
+                self.cleared += 1
+                return None
+        raise NotImplementedError(operation)
+
     def _known(self, agent_id: str) -> AgentInfo:
         if agent_id not in self.known:
             raise NotFound(f"The agent {agent_id!r} is unknown.", param="agent", code="agent_not_found")
         return self.known[agent_id]
 
-    async def agents(self) -> list[AgentInfo]:
-        return list(self.known.values())
-
-    async def agent(self, agent_id: str, /) -> AgentInfo:
-        return self._known(agent_id)
-
-    async def create_agent(
-        self, agent_id: str, /, *, adapter: str | None = None, policy: Policy | None = None, system: str | None = None
+    def create_agent(
+        self, agent_id: str, adapter: str | None = None, policy: Policy | None = None, system: str | None = None
     ) -> AgentInfo:
         if agent_id in self.known:
             raise Conflict(f"The agent {agent_id!r} exists.", param="id")
@@ -201,38 +251,6 @@ class FakeEngine:
         if lineage not in (None, "first"):
             raise NotFound(f"no lineage {lineage!r}", param="lineage", code="lineage_not_found")
         return info
-
-    async def delete_agent(self, agent_id: str, lineage: str | None = None, /) -> None:
-        del self.known[self._lineage(agent_id, lineage).id]
-
-    async def import_agent(self, agent_id: str, path: str, /) -> AgentInfo:
-        if path == "/nothing":
-            raise ArchiveRejected("the file cannot be opened", param="path")
-        return await self.create_agent(agent_id)
-
-    async def fork_agent(
-        self,
-        agent_id: str,
-        new_id: str,
-        lineage: str | None = None,
-        /,
-        *,
-        adapter: str | None = None,
-        policy: Policy | None = None,
-    ) -> AgentInfo:
-        self._lineage(agent_id, lineage)
-        return await self.create_agent(new_id, adapter=adapter, policy=policy)
-
-    async def restore_agent(self, agent_id: str, lineage: str | None = None, /) -> RestoreReport:
-        self._lineage(agent_id, lineage)
-        return RestoreReport(tokens=10, restored_bytes=640, restore_ms=1.5, cache_state=CacheState.HOT)
-
-    async def evict_agent(self, agent_id: str, lineage: str | None = None, kind: str | None = None, /) -> AgentInfo:
-        self.evicted_kinds.append(kind)
-        return replace(self._lineage(agent_id, lineage), cache_state=CacheState.WARM)
-
-    async def save_agent(self, agent_id: str, lineage: str | None = None, /) -> AgentInfo:
-        return self._lineage(agent_id, lineage)
 
     async def use_responses(self, work: Callable[[ResponseFiles], T], /) -> T:
         if self.responses is None:
@@ -275,6 +293,3 @@ class FakeEngine:
             disk_bytes_by={"base": 150, "residual": 50},
             evicted_blocks={"base": 3, "residual": 2},
         )
-
-    async def clear_cache(self) -> None:
-        self.cleared += 1

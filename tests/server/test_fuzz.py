@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.routing import Route
 
+from agentcache.gateway.operations import CreateAgent
 from agentcache.server.app import create_app
 from agentcache.server.validate import check_agent_id
 from agentcache.settings.config import Config, Images
@@ -132,7 +133,7 @@ headers = st.dictionaries(
 
 def check(method: str, path: str, body: dict[str, Any], headers: dict[str, bytes]) -> None:
     engine = FakeEngine(model=replace(MODEL, adapters=(POET,)))
-    asyncio.run(engine.create_agent("alice"))
+    asyncio.run(engine.call(CreateAgent("alice")))
     config = Config(images=Images.PLACEHOLDER, aliases={"lost": "nothing"})
     content = json.dumps(body).replace(f'"{HUGE}"', HUGE).encode()
     answer = ask(engine, method, path, config=config, content=content, headers=headers)

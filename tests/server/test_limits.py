@@ -10,6 +10,7 @@ import pytest
 from agentcache.api.report import FinishReason, Update
 from agentcache.api.request import Request
 from agentcache.errors import Overloaded
+from agentcache.gateway.operations import CreateAgent
 from agentcache.server.app import create_app
 from agentcache.settings.config import Config
 from tests.rounds import in_rounds, within
@@ -58,7 +59,7 @@ def test_timeouts_of_a_warm_up() -> None:
     engine = FakeEngine(script=stuck)
 
     async def run() -> httpx.Response:
-        await engine.create_agent("a")
+        await engine.call(CreateAgent("a"))
         app = create_app(engine, Config())
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=BASE_URL) as client:
             return await client.post("/v1/agents/a/warm", json={"prompt": "x", "request_timeout": 0.05})

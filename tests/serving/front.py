@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 
 from agentcache.gateway.async_engine import AsyncEngine
+from agentcache.gateway.operations import CheckIntegrity
 from agentcache.server.app import create_app
 from agentcache.settings.config import Config
 from agentcache.text.tokenizer import Tokenizer
@@ -58,6 +59,6 @@ def open_front(model: Path, cache_dir: Path, **settings: Any) -> Iterator[Front]
         runner.run(engine.start())
         try:
             yield Front(runner, engine, config)
-            runner.run(engine.check_integrity())
+            runner.run(engine.call(CheckIntegrity()))
         finally:
             runner.run(engine.close())

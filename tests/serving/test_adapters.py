@@ -10,6 +10,7 @@ import pytest
 from agentcache.api.policy import Policy
 from agentcache.blocks.search import MIN_TAIL_TOKENS
 from agentcache.errors import InvalidRequest, NotFound
+from agentcache.gateway.operations import CreateAgent
 from agentcache.llm import LLM
 from tests.adapters_factory import make_adapter
 from tests.marks import slow
@@ -146,7 +147,7 @@ def test_an_adapter_that_changes_no_keys_or_values_uses_bases(llm: LLM, qwen3: P
 @pytest.mark.slow
 def test_an_agent_keeps_its_adapter(llm: LLM) -> None:
     engine = inside.async_engine(llm)
-    inside.on_loop(llm, engine.create_agent("poet", adapter="plain"))
+    inside.on_loop(llm, engine.call(CreateAgent("poet", adapter="plain")))
     agent = llm.agent("poet")
     assert (agent.adapter, agent.policy) == ("plain", "auto")
     said = ask(llm, make_ids(300), agent="poet")
@@ -174,14 +175,14 @@ def test_an_agent_that_changes_its_adapter_loses_nothing(llm: LLM) -> None:
 @pytest.mark.slow
 def test_an_agent_uses_its_adapter_as_it_was_loaded(qwen3: Path, folders: dict[str, Path], tmp_path: Path) -> None:
     with open_adapters(qwen3, tmp_path / "cache", {"poet": f"{folders['plain']}:prefill-share"}) as llm:
-        inside.on_loop(llm, inside.async_engine(llm).create_agent("alice", adapter="poet"))
-        inside.on_loop(llm, inside.async_engine(llm).create_agent("bob", adapter="poet", policy=Policy.EXACT))
+        inside.on_loop(llm, inside.async_engine(llm).call(CreateAgent("alice", adapter="poet")))
+        inside.on_loop(llm, inside.async_engine(llm).call(CreateAgent("bob", adapter="poet", policy=Policy.EXACT)))
         assert ask(llm, make_ids(30), agent="alice").report.policy == "prefill-share"
         assert ask(llm, make_ids(30), agent="bob").report.policy == "exact"
         assert ask(llm, make_ids(30), "poet", agent="bob").report.policy == "exact"
         assert ask(llm, make_ids(30), agent="bob", policy="prefill-share").report.policy == "prefill-share"
         with pytest.raises(InvalidRequest, match="needs an adapter"):
-            inside.on_loop(llm, inside.async_engine(llm).create_agent("cy", policy=Policy.ACTIVATED))
+            inside.on_loop(llm, inside.async_engine(llm).call(CreateAgent("cy", policy=Policy.ACTIVATED)))
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import pytest
 
 from agentcache.agents.disk_jobs import DiskJobs
 from agentcache.errors import Conflict, NotFound, RequestError, StoreError
+from agentcache.gateway.operations import CreateAgent
 from agentcache.store.archive import _MAGIC, ArchiveFile, ArchiveRejected
 from agentcache.store.export import export_agent
 from agentcache.store.manifest import _signed, decode_manifest, encode_manifest
@@ -90,7 +91,7 @@ def test_a_job_that_cannot_be_queued_pins_nothing(
             with pytest.raises(StoreError):
                 llm.import_agent("alice", archive)
             with pytest.raises(StoreError):
-                inside.on_loop(llm, inside.async_engine(llm).create_agent("carol"))
+                inside.on_loop(llm, inside.async_engine(llm).call(CreateAgent("carol")))
         assert inside.pinned(inside.engine_of(llm)) == []
         assert llm.import_agent("alice", archive).tokens == LENGTHS[1]
 

@@ -15,6 +15,15 @@ from agentcache.engine.engine import Engine
 from agentcache.errors import Conflict, EngineStopped, Overloaded, RequestError
 from agentcache.gateway import engine_thread
 from agentcache.gateway.async_engine import AsyncEngine
+from agentcache.gateway.operations import (
+    CheckIntegrity,
+    EvictAgent,
+    ForkAgent,
+    ListAgents,
+    ReadStats,
+    RestoreAgent,
+    ShowAgent,
+)
 from agentcache.settings.config import Config
 from tests.serving import inside
 from tests.serving.conversation import DISK_BUDGET, RAM_BUDGET, greedy, make_ids
@@ -77,16 +86,16 @@ def test_a_failure_reaches_every_waiter(model: Path, tmp_path: Path) -> None:
         assert engine.ready
         waiters = [asyncio.ensure_future(outcome_of(complete(engine, "alice", 500, seed))) for seed in range(3)]
         waiters += [asyncio.ensure_future(outcome_of(complete(engine, None, 500, seed))) for seed in range(4)]
-        while not (await engine.stats()).generated_tokens + (await engine.stats()).running:
+        while not (await engine.call(ReadStats())).generated_tokens + (await engine.call(ReadStats())).running:
             await asyncio.sleep(0.01)
-        waiters.append(asyncio.ensure_future(outcome_of(engine.evict_agent("alice"))))
+        waiters.append(asyncio.ensure_future(outcome_of(engine.call(EvictAgent("alice")))))
         await inside.on_thread(engine, fail_in_the_next_step)
         assert set(await asyncio.gather(*waiters)) == {"EngineStopped"}
         assert not engine.ready
         assert str(engine.failure) == "the device is gone"
         assert await outcome_of(complete(engine, "bob")) == "EngineStopped"
-        assert await outcome_of(engine.restore_agent("bob")) == "EngineStopped"
-        assert await outcome_of(engine.stats()) == "EngineStopped"
+        assert await outcome_of(engine.call(RestoreAgent("bob"))) == "EngineStopped"
+        assert await outcome_of(engine.call(ReadStats())) == "EngineStopped"
 
     run(test, model, tmp_path, max_concurrent_requests=2)
 
@@ -99,7 +108,7 @@ def test_what_was_saved_before_a_failure_is_there_after_it(model: Path, tmp_path
         assert await outcome_of(complete(engine, "bob")) == "EngineStopped"
 
     async def works(engine: AsyncEngine) -> None:
-        assert (await engine.agent("bob")).tokens == 304
+        assert (await engine.call(ShowAgent("bob"))).tokens == 304
 
     run(fails, model, tmp_path)
     run(works, model, tmp_path)
@@ -138,7 +147,7 @@ def test_closing_tells_those_who_wait(model: Path, tmp_path: Path) -> None:
         await engine.close()
         assert set(await asyncio.gather(*waiters)) == {"Overloaded"}
         assert not engine.ready
-        assert await outcome_of(engine.agents()) == "Overloaded"
+        assert await outcome_of(engine.call(ListAgents())) == "Overloaded"
 
     run(test, model, tmp_path)
 
@@ -148,7 +157,7 @@ def test_two_that_fork_into_each_others_place(model: Path, tmp_path: Path) -> No
     async def test(engine: AsyncEngine) -> None:
         for agent in ("a", "b"):
             await complete(engine, agent)
-        forks = [outcome_of(engine.fork_agent(*names)) for names in (("a", "b"), ("b", "a"), ("a", "a"))]
+        forks = [outcome_of(engine.call(ForkAgent(*names))) for names in (("a", "b"), ("b", "a"), ("a", "a"))]
         assert await asyncio.gather(*forks) == ["Conflict"] * 3
 
     run(test, model, tmp_path)
@@ -193,8 +202,8 @@ def test_who_cannot_take_its_updates_ends_alone(model: Path, tmp_path: Path) -> 
         assert updates[-1].report is not None
         with pytest.raises(ValueError, match="cannot"):
             await failing
-        await engine.check_integrity()
-        assert (await engine.stats()).blocks_live == 0
+        await engine.call(CheckIntegrity())
+        assert (await engine.call(ReadStats())).blocks_live == 0
 
     run(test, model, tmp_path)
 
@@ -212,7 +221,7 @@ def test_nothing_comes_after_a_cancel(model: Path, tmp_path: Path) -> None:
         seen = len(updates)
         assert len(await complete(engine, None, 20)) == 22
         assert len(updates) == seen
-        stats = await engine.stats()
+        stats = await engine.call(ReadStats())
         assert (stats.cancelled, stats.blocks_live) == (1, 0)
 
     run(test, model, tmp_path)

@@ -13,6 +13,7 @@ import pytest
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.errors import StoreError
+from agentcache.gateway.operations import ClearCache, SaveAgent
 from agentcache.llm import LLM
 from tests.conftest import ModelFolder
 from tests.marks import slow
@@ -324,7 +325,7 @@ def test_the_older_blocks_of_an_agent_do_not_make_room_for_its_newer_ones(
             assert bob.turn(llm, 604).report.saved
             llm.evict("alice")
             assert stalest(llm) == "alice"
-            llm._wait(llm._engine.save_agent("alice"))
+            llm._wait(llm._engine.call(SaveAgent("alice")))
         assert saved_on_disk(llm)["bob"] == 0
         assert own.items() <= full_blocks(tmp_path).items(), "they were neither dropped nor written again"
         held = bytes_below(tmp_path)
@@ -370,7 +371,7 @@ def test_ram_is_told_by_kind_as_taken_and_as_used(model_folder: ModelFolder, tmp
         assert all(each.floor_bytes > 0 and 0 < each.used_bytes < each.capacity_bytes for each in base)
         assert stats.ram_used["base"] == sum(each.used_bytes for each in base)
         assert accounts["temporaries"].used_bytes > 0
-        inside.on_loop(llm, inside.async_engine(llm).clear_cache())
+        inside.on_loop(llm, inside.async_engine(llm).call(ClearCache()))
         after = llm.stats()
         assert after.ram_used == {"base": 0, "residual": None, "adapters": 0, "trunk": 0}
         assert after.ram_capacity == stats.ram_capacity, "memory is kept for what comes"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.gateway.operations import ReadStats
 from tests.marks import slow
 from tests.serving import inside
 from tests.serving.by_hand import ByHand, Receiver, by_hand
@@ -231,7 +232,7 @@ def test_cancel_in_the_middle_of_a_prefill(model: Path, tmp_path: Path) -> None:
 
         async def start_and_cancel() -> None:
             task = Stream(llm, talk.ids + make_ids(5000, seed=5)).task
-            while not (await inside.async_engine(llm).stats()).blocks_live:
+            while not (await inside.async_engine(llm).call(ReadStats())).blocks_live:
                 assert not task.done()
             task.cancel()
             with pytest.raises(asyncio.CancelledError):

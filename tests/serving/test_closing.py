@@ -11,6 +11,7 @@ import pytest
 
 from agentcache.api.request import Request, TokenPrompt
 from agentcache.gateway.async_engine import AsyncEngine
+from agentcache.gateway.operations import ShowAgent
 from agentcache.kv.backing import allocated_bytes
 from agentcache.llm import LLM
 from agentcache.store.verify import FolderReport, verify_folder
@@ -59,7 +60,7 @@ def test_a_turn_that_is_being_saved_is_saved(full: int, stays: bool, model: Path
     assert checked(tmp_path).agents == 2
 
     async def find(engine: AsyncEngine) -> None:
-        assert (await engine.agent("alice")).tokens == 301
+        assert (await engine.call(ShowAgent("alice"))).tokens == 301
 
     run(find, model, tmp_path)
 

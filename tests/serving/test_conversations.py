@@ -12,6 +12,7 @@ import pytest
 from agentcache.api.report import Update
 from agentcache.api.request import ChatPrompt, Request
 from agentcache.errors import StoreError
+from agentcache.gateway.operations import ClearCache, CreateAgent
 from agentcache.llm import LLM, Completion
 from agentcache.store.verify import verify_folder
 from tests.marks import slow
@@ -302,7 +303,7 @@ def test_clearing_the_cache_leaves_everything_on_disk(model: Path, tmp_path: Pat
         chat.turn(llm, make_text(300))
         title(llm)
         before, tokens = manifests(tmp_path), llm.agent("alice").tokens
-        inside.on_loop(llm, inside.async_engine(llm).clear_cache())
+        inside.on_loop(llm, inside.async_engine(llm).call(ClearCache()))
         assert manifests(tmp_path) == before
         assert llm.stats().blocks_cached == 0
         again = chat.turn(llm, "And now?")
@@ -423,7 +424,9 @@ def test_a_request_that_waits_for_its_agent_to_be_made_has_its_system_text(model
 
         async def run() -> int:
             gate = await inside.on_thread(inside.async_engine(llm), Gate.of)
-            making = asyncio.ensure_future(inside.async_engine(llm).create_agent("alice", system=make_text(60, seed=1)))
+            making = asyncio.ensure_future(
+                inside.async_engine(llm).call(CreateAgent("alice", system=make_text(60, seed=1)))
+            )
             await gate.reached()
             request = Request("1", ChatPrompt([{"role": "user", "content": "Hi"}]), greedy(1), "alice")
             updates: list[Update] = []

@@ -12,6 +12,7 @@ import pytest
 
 from agentcache.api.request import Request, TokenPrompt
 from agentcache.errors import EngineStopped, Overloaded, UnsupportedAdapter
+from agentcache.gateway.operations import ReadStats
 from agentcache.llm import LLM, Completion
 from agentcache.models.proof import STEPS
 from agentcache.settings.adapters import parse_adapters
@@ -75,8 +76,8 @@ async def load_beside_requests(llm: LLM, poet: Path) -> list[Completion]:
             written.append(await inside.collect(llm, request))
 
     writing, engine = asyncio.ensure_future(write()), inside.async_engine(llm)
-    before = (await engine.stats()).decode_steps
-    while (await engine.stats()).decode_steps < before + 10:
+    before = (await engine.call(ReadStats())).decode_steps
+    while (await engine.call(ReadStats())).decode_steps < before + 10:
         await asyncio.sleep(0.001)
     await engine.load_adapter(parse_adapters({"poet": poet})[0])
     loaded.set()

@@ -7,7 +7,7 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentcache.gateway.gate import Gate
+from agentcache.gateway.async_engine import Gate
 from tests.examples import examples
 
 

@@ -20,6 +20,7 @@ from agentcache.api.sampling import SamplingParams
 from agentcache.errors import OutOfBlocks, UnsupportedModel
 from agentcache.gateway import async_engine
 from agentcache.gateway.async_engine import AsyncEngine
+from agentcache.gateway.operations import CheckIntegrity, ListAgents, ReadStats, UseResponses
 from agentcache.models import precision as precision_module
 from agentcache.models.precision import PrecisionSearch
 from agentcache.settings.adapters import AdapterFolder
@@ -80,12 +81,12 @@ def test_requests_are_answered_at_once_and_agents_stay(model: Path, tmp_path: Pa
         await until_chosen(engine)
         chosen = engine.model.kv_precision
         assert engine.ready and chosen == str(read_precision(tmp_path, engine.model.fingerprint)) != "8"
-        assert [agent.id for agent in await engine.agents()] == ["alice"]
+        assert [agent.id for agent in await engine.call(ListAgents())] == ["alice"]
         assert (await ask(engine, "alice")).computed_tokens == len(PROMPT), (
             "keys and values of 8 bits were read as others"
         )
         assert (await ask(engine, "alice")).computed_tokens <= 4
-        await engine.check_integrity()
+        await engine.call(CheckIntegrity())
         await engine.close()
 
     async def second() -> None:
@@ -107,7 +108,10 @@ def test_calls_wait_while_the_engine_is_replaced(model: Path, tmp_path: Path) ->
             await asyncio.sleep(0)
         assert engine.ready
         stats, agents, report, response = await asyncio.gather(
-            engine.stats(), engine.agents(), ask(engine, "bob"), engine.use_responses(lambda files: files.find("resp"))
+            engine.call(ReadStats()),
+            engine.call(ListAgents()),
+            ask(engine, "bob"),
+            engine.call(UseResponses(lambda files: files.find("resp"))),
         )
         assert response is None
         assert engine.model.kv_precision != "8" and agents == [] and report.computed_tokens == len(PROMPT)

@@ -10,6 +10,7 @@ import pytest
 
 from agentcache.adapters.activation import AdapterUse
 from agentcache.api.policy import Policy
+from agentcache.gateway.operations import ClearCache
 from agentcache.llm import LLM
 from agentcache.models.adapters import producer_groups, read_adapter
 from agentcache.models.hidden_states import SkippableLayer
@@ -157,7 +158,7 @@ def test_a_small_budget_keeps_the_beginning(qwen3: Path, folders: dict[str, Path
         first, computed = layer_tokens(llm, prompt, "a", tokens=1)
         assert computed == 512 * LAYERS // 2 + 288 * LAYERS
         check_equal(first, cold(llm, first))
-        inside.on_loop(llm, inside.async_engine(llm).clear_cache())
+        inside.on_loop(llm, inside.async_engine(llm).call(ClearCache()))
         ask(llm, prompt, tokens=1, salt="another")
         second, computed = layer_tokens(llm, prompt, "b", tokens=1)
         assert computed == 800 * LAYERS, "all has been evicted"

@@ -10,6 +10,7 @@ import pytest
 
 from agentcache.errors import NotFound
 from agentcache.gateway.async_engine import AsyncEngine
+from agentcache.gateway.operations import DeleteAgent, ForkAgent, ListAgents, ReadStats
 from agentcache.store.verify import verify_folder
 from tests.serving import inside
 from tests.serving.gate import Gate
@@ -23,7 +24,7 @@ async def ask(engine: AsyncEngine) -> None:
 
 
 async def fork(engine: AsyncEngine) -> None:
-    await engine.fork_agent("bob", "alice")
+    await engine.call(ForkAgent("bob", "alice"))
 
 
 async def leave(engine: AsyncEngine, gate: Gate, begin: Begin) -> None:
@@ -42,12 +43,12 @@ def test_a_deleted_agent_stays_away(begin: Begin, model: Path, tmp_path: Path) -
         await complete(engine, "bob")
         gate = await inside.on_thread(engine, Gate.of)
         await leave(engine, gate, begin)
-        deleting = asyncio.ensure_future(engine.delete_agent("alice"))
+        deleting = asyncio.ensure_future(engine.call(DeleteAgent("alice")))
         await asyncio.sleep(0.1)
         assert not deleting.done(), "it waits for its turn"
         gate.opened.set()
         await deleting
-        assert [info.id for info in await engine.agents()] == ["bob"]
+        assert [info.id for info in await engine.call(ListAgents())] == ["bob"]
 
     run(test, model, tmp_path)
     report = verify_folder(tmp_path)
@@ -73,7 +74,7 @@ def test_those_who_wait_behind_a_save_are_told_of_the_end(model: Path, tmp_path:
     async def test(engine: AsyncEngine) -> None:
         gate = await inside.on_thread(engine, Gate.of)
         await leave(engine, gate, ask)
-        waiting = asyncio.ensure_future(engine.delete_agent("alice"))
+        waiting = asyncio.ensure_future(engine.call(DeleteAgent("alice")))
         await asyncio.sleep(0.1)
         closing = asyncio.ensure_future(engine.close())
         await asyncio.sleep(0.1)
@@ -89,11 +90,11 @@ def test_those_who_wait_behind_a_save_are_told_of_the_end(model: Path, tmp_path:
 def test_who_leaves_before_anything_is_saved_leaves_nothing(model: Path, tmp_path: Path) -> None:
     async def test(engine: AsyncEngine) -> None:
         running = asyncio.ensure_future(complete(engine, "alice", max_tokens=500))
-        while not (await engine.stats()).generated_tokens:
+        while not (await engine.call(ReadStats())).generated_tokens:
             await asyncio.sleep(0.001)
         running.cancel()
         await asyncio.wait({running})
         with pytest.raises(NotFound):
-            await asyncio.wait_for(engine.delete_agent("alice"), 30)
+            await asyncio.wait_for(engine.call(DeleteAgent("alice")), 30)
 
     run(test, model, tmp_path)

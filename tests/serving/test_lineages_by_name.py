@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentcache.errors import NotFound
+from agentcache.gateway.operations import CreateAgent, DeleteAgent, ShowAgent
 from agentcache.store.verify import verify_folder
 from tests.serving import inside
 from tests.serving.conversation import (
@@ -70,7 +71,7 @@ def test_going_on_from_a_lineage_by_name(model: Path, tmp_path: Path) -> None:
 def test_settings_of_the_agent_hold_for_every_lineage(model: Path, tmp_path: Path) -> None:
     with open_llm(model, tmp_path) as llm:
         system = make_text(20, seed=8)
-        inside.on_loop(llm, inside.async_engine(llm).create_agent("alice", system=system))
+        inside.on_loop(llm, inside.async_engine(llm).call(CreateAgent("alice", system=system)))
         for seed in range(2):
             llm.chat([{"role": "user", "content": make_text(100, seed=seed)}], greedy(2), agent="alice")
         records = inside.records(inside.engine_of(llm), "alice")
@@ -80,7 +81,7 @@ def test_settings_of_the_agent_hold_for_every_lineage(model: Path, tmp_path: Pat
 
 def test_an_empty_lineage_by_name(model: Path, tmp_path: Path) -> None:
     with open_llm(model, tmp_path) as llm:
-        inside.on_loop(llm, inside.async_engine(llm).create_agent("alice"))
+        inside.on_loop(llm, inside.async_engine(llm).call(CreateAgent("alice")))
         first = llm.generate(make_ids(100), greedy(3), agent="alice", lineage="first").report
         assert (first.lineage, first.match, first.lost_tokens) == ("first", "NEW", 0)
         llm.delete("alice", "first")
@@ -106,9 +107,9 @@ def test_a_lineage_that_is_being_saved_is_deleted_when_it_is(model: Path, tmp_pa
             gate = await inside.on_thread(inside.async_engine(llm), Gate.of)
             stream = Stream(llm, make_ids(100, seed=1), max_tokens=3)
             await gate.reached()
-            while len(known := (await inside.async_engine(llm).agent("alice")).lineages) < 2:
+            while len(known := (await inside.async_engine(llm).call(ShowAgent("alice"))).lineages) < 2:
                 await asyncio.sleep(0.001)
-            deleting = asyncio.ensure_future(inside.async_engine(llm).delete_agent("alice", known[1].id))
+            deleting = asyncio.ensure_future(inside.async_engine(llm).call(DeleteAgent("alice", known[1].id)))
             await asyncio.sleep(0.05)
             assert not deleting.done()
             gate.opened.set()

@@ -10,6 +10,7 @@ import pytest
 
 from agentcache.agents.turn_write import MOST_TRIES
 from agentcache.errors import BlocksLost, StoreError
+from agentcache.gateway.operations import ClearCache, SaveAgent
 from agentcache.llm import LLM
 from agentcache.store.store import Store
 from agentcache.store.verify import verify_folder
@@ -69,7 +70,7 @@ def test_what_is_neither_on_disk_nor_in_ram_is_computed_again(evicted: str, mode
     with open_llm(model, tmp_path) as llm:
         talk = TokenTalk()
         talk.turn(llm, 600)
-        llm.evict("alice") if evicted == "evict" else inside.on_loop(llm, inside.async_engine(llm).clear_cache())
+        llm.evict("alice") if evicted == "evict" else inside.on_loop(llm, inside.async_engine(llm).call(ClearCache()))
         remove(llm, tmp_path / "blocks")
         turn = talk.turn(llm, 640)
         assert turn.report.saved and turn.report.computed_tokens == 637
@@ -86,8 +87,8 @@ def test_saving_what_is_gone_says_so_and_then_saves_what_is_there(model: Path, t
         llm.evict("alice")
         remove(llm, tmp_path / "blocks")
         with pytest.raises(StoreError, match="neither on disk nor in RAM"):
-            inside.on_loop(llm, inside.async_engine(llm).save_agent("alice"))
-        inside.on_loop(llm, inside.async_engine(llm).save_agent("alice"))
+            inside.on_loop(llm, inside.async_engine(llm).call(SaveAgent("alice")))
+        inside.on_loop(llm, inside.async_engine(llm).call(SaveAgent("alice")))
         check_disk(llm, tmp_path)
         assert llm.agent("alice").disk_bytes == 0
         assert talk.turn(llm, 640).report.saved

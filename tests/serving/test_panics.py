@@ -15,8 +15,9 @@ from agentcache.api.answer_form import AnswerForm, Notation, TextForm
 from agentcache.api.report import Update
 from agentcache.api.request import Request, TokenPrompt
 from agentcache.errors import EngineStopped, InvalidRequest
-from agentcache.gateway import adapter_loader, async_engine, completions
+from agentcache.gateway import adapter_loader, async_engine, completions, operations
 from agentcache.gateway.async_engine import AsyncEngine
+from agentcache.gateway.operations import CheckIntegrity, EvictAgent, ImportAgent, SaveAgent, ShowAgent
 from agentcache.gateway.prompt_workers import Workers
 from agentcache.settings.adapters import AdapterFolder
 from agentcache.settings.config import Config
@@ -174,11 +175,11 @@ def test_reading_an_adapter(
 def test_reading_an_archive(
     kind: type[BaseException], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(async_engine, "read_archive", throwing(kind))
+    monkeypatch.setattr(operations, "read_archive", throwing(kind))
 
     async def test(engine: AsyncEngine) -> None:
         with pytest.raises(Exception, match="the trie is full"):
-            await engine.import_agent("alice", str(tmp_path / "file"))
+            await engine.call(ImportAgent("alice", str(tmp_path / "file")))
 
     run(test, engine_on(model, tmp_path / "cache"))
 
@@ -193,10 +194,10 @@ def test_writing_a_turn(
         with monkeypatch.context() as patch:
             patch.setattr(Store, "write_blocks", throwing(kind))
             assert len(await complete(engine, "alice")) == 4
-        await engine.save_agent("alice")
-        await engine.evict_agent("alice")
-        assert (await engine.agent("alice")).disk_bytes > 0
-        await engine.check_integrity()
+        await engine.call(SaveAgent("alice"))
+        await engine.call(EvictAgent("alice"))
+        assert (await engine.call(ShowAgent("alice"))).disk_bytes > 0
+        await engine.call(CheckIntegrity())
 
     run(test, engine_on(model, tmp_path / "cache"))
 
@@ -210,13 +211,13 @@ def test_reading_blocks(
 
     async def test(engine: AsyncEngine) -> None:
         expected = await complete(engine, "alice")
-        await engine.evict_agent("alice")
+        await engine.call(EvictAgent("alice"))
         with monkeypatch.context() as patch:
             patch.setattr(BlockFolder if place == "read_apart" else Store, place, throwing(kind))
             if place == "read_blocks":
                 patch.setattr("agentcache.agents.restore.Restorer._read_in_place", lambda self: False)
             assert await complete(engine, "alice") == expected
-        await engine.check_integrity()
+        await engine.call(CheckIntegrity())
 
     run(test, engine_on(model, tmp_path / "cache"))
 

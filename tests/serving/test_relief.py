@@ -16,6 +16,7 @@ import pytest
 from agentcache.engine.messages import RelieveMemory, dispatch
 from agentcache.errors import Overloaded
 from agentcache.gateway.async_engine import AsyncEngine
+from agentcache.gateway.operations import ReadStats
 from agentcache.gateway.pressure_watch import never_failing, watch_pressure
 from agentcache.llm import LLM
 from agentcache.models.footprint import free_memory
@@ -318,7 +319,7 @@ def test_the_system_says_it_in_a_file(is_on: bool, model: Path, tmp_path: Path) 
             deadline = time.monotonic() + (PATIENCE if is_on else 2.5)
             while engine.memory_pressure is Level.NORMAL and time.monotonic() < deadline:
                 await asyncio.sleep(0.01)
-            assert (await engine.stats()).memory_pressure is engine.memory_pressure
+            assert (await engine.call(ReadStats())).memory_pressure is engine.memory_pressure
             return [*seen, engine.memory_pressure]
         finally:
             await engine.close()
