@@ -226,8 +226,7 @@ class FakeEngine:
             case ReadStats():
                 return await self.stats()
             case ClearCache():
-                self.cleared += 1
-                return None
+                return await self.clear_cache()
         raise NotImplementedError(operation)
 
     def _known(self, agent_id: str) -> AgentInfo:
@@ -293,3 +292,6 @@ class FakeEngine:
             disk_bytes_by={"base": 150, "residual": 50},
             evicted_blocks={"base": 3, "residual": 2},
         )
+
+    async def clear_cache(self) -> None:
+        self.cleared += 1
