@@ -289,7 +289,7 @@ def _served(model: Mapping[str, Any], stats: Mapping[str, Any]) -> Iterator[Find
 
 
 def _loaded(config: Config, home: Path) -> Iterator[Finding]:
-    from agentcache.gateway.describe_model import inspect_model
+    from agentcache.engine.open import inspect_model
     from agentcache.models.builtin.embedded import embedded_model_path
 
     found = inspect_model(config, config.model or str(embedded_model_path(home)))

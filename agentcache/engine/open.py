@@ -3,8 +3,9 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from agentcache.agents.operations import AgentOperations, Eviction
 from agentcache.agents.persistence import Persistence
 from agentcache.agents.restore import Restorer
 from agentcache.agents.table import AgentTable, ResidentTranscripts, transcript_budget
+from agentcache.api.model import ModelInfo
 from agentcache.api.start_progress import StartProgress
 from agentcache.api.stats import RESIDUAL, WEIGHTS
 from agentcache.blocks.allocator import least_bytes, windows_bytes
@@ -37,6 +39,7 @@ from agentcache.engine.view import ServedModel
 from agentcache.engine.warm_up import warm_up
 from agentcache.errors import ConfigError, RankLost
 from agentcache.kv.backing import wait_for_pages
+from agentcache.kv.group_info import describe_group
 from agentcache.kv.packing import AUTO
 from agentcache.kv.spec import CacheSpec
 from agentcache.metal_kernels.kernel_text import NO_DEVICE
@@ -44,7 +47,7 @@ from agentcache.metal_kernels.kernel_text import device as device_kind
 from agentcache.models.device_memory import Limits, device_memory, wanted_limits
 from agentcache.models.footprint import Footprint, free_memory, least_temporaries, spare_memory
 from agentcache.models.fused import memo as kernel_memo
-from agentcache.models.loader import LoadedModel, in_chosen_precision
+from agentcache.models.loader import LoadedModel, in_chosen_precision, load
 from agentcache.models.probe import Probe
 from agentcache.models.runner import ModelRunner
 from agentcache.ranks.executors import Executor, join
@@ -52,6 +55,7 @@ from agentcache.settings.config import Config
 from agentcache.settings.memory_plan import MemoryPlan, Wishes, plan_memory, state_budget
 from agentcache.store.model_names import find_names
 from agentcache.store.precision_file import read_precision, write_precision
+from agentcache.text.model_folder import sampling_defaults
 from agentcache.text.replies.history import first_thought
 
 log = logging.getLogger("agentcache.engine")
@@ -62,6 +66,7 @@ _RESIDUAL_SHARE = 4  # divisor of the RAM budget: residuals
 _WINDOWS_SHARE = 8  # divisor of the RAM budget: a chunk's window blocks
 _KERNELS_FOUND, _PREFILL_RATES = "kernels.json", "prefill.json"
 STEPS_PROBED = "steps.json"
+_EMBEDDED_NAME = "agentcache-embedded"
 DIVERGENCES = "divergences.json"  # written by precision searches
 
 
@@ -311,3 +316,58 @@ def _beside_windows(num_tokens: int, spec: CacheSpec, ram_budget: int) -> int:
     while num_tokens > BLOCK_SIZE and windows_bytes(spec.groups, num_tokens) > ram_budget // _WINDOWS_SHARE:
         num_tokens = max(BLOCK_SIZE, num_tokens // 2)
     return num_tokens
+
+
+def describe_model(served: ServedModel | LoadedModel, config: Config) -> ModelInfo:
+    """Data for `/v1/models` and `agentcache doctor`."""
+    name = served.path.name if config.model else _EMBEDDED_NAME
+    return ModelInfo(
+        id=config.model if config.model and not Path(config.model).is_dir() else name,
+        name=name,
+        path=str(served.path),
+        fingerprint=served.fingerprint,
+        model_type=served.spec.model_type,
+        max_context=served.max_context,
+        vocab_size=served.tokenizer.vocab_size,
+        created=int(time.time()),
+        has_chat_template=served.tokenizer.has_template_file,
+        template_repairs=served.tokenizer.template_repairs(),
+        reply_format=served.tokenizer.reply_format,
+        thinking=served.tokenizer.thinking,
+        kv_bits=served.spec.bits,
+        ranks=served.ranks,
+        kv_precision=str(served.precision),
+        kv_divergence=served.precision.divergence,
+        forms_refusal=served.tokenizer.grammars.refusal,
+        sampling=config.sampling.over(sampling_defaults(served.path)),
+        cache_groups=tuple(describe_group(group) for group in served.spec.all_groups),
+    )
+
+
+@dataclass(frozen=True)
+class InspectedModel:
+    info: ModelInfo
+    plan: MemoryPlan
+
+
+def inspect_model(config: Config, model_path: str) -> InspectedModel:
+    """Load and verify a model as a server does. Precision measurements stay for later starts.
+
+    Raises:
+        UnsupportedModel: it cannot be served.
+        ConfigError: it does not fit.
+    """
+    wishes = wishes_of(config)
+    loaded = load(
+        model_path,
+        max_context=config.max_context,
+        check_weights=partial(check_weights, wishes),
+        kv=config.kv,
+        kept=partial(read_precision, config.cache_dir),
+        measured=config.cache_dir / DIVERGENCES,
+    )
+    loaded.tokenizer.grammars.start()
+    probe = Probe(config.cache_dir / STEPS_PROBED, loaded, config.prefill_chunk)
+    footprint = replace(Footprint.of(loaded), needs=probe.needs)
+    plan = plan_for(wishes, loaded, footprint, config.prefill_chunk)
+    return InspectedModel(describe_model(loaded, config), plan)

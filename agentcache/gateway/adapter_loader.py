@@ -42,17 +42,16 @@ _MOST_TIMES_PASSED_OVER = 16
 
 @dataclass(eq=False)
 class _Wait:
-    """A request that waits for weights. `passed_over` counts later requests for other weights."""
+    """A request that waits for weights. `passed_over`: later requests for other weights."""
 
     digest: str
     passed_over: int = 0
 
 
 class AdapterLoader:
-    """Loads adapters and keeps those in use on the device. Belongs to one event loop.
+    """Keeps the weights of adapters in use on the device. Belongs to one event loop.
 
     Args:
-        thread: the started engine thread.
         memo: cache file for digests of decoders.
     """
 
@@ -69,17 +68,15 @@ class AdapterLoader:
         self._waits: list[_Wait] = []  # in order of arrival
 
     async def close(self, error: AgentCacheError) -> None:
-        """Reject further reads with `error`."""
         await self._reader.close(error)
 
     # -- names --------------------------------------------------------------------------------------------------------
 
     def list(self) -> tuple[AdapterInfo, ...]:
-        """Sorted by name."""
         return tuple(self._table.info(adapter) for adapter in self._table)
 
     def get(self, name: str) -> ServedAdapter:
-        """The adapter that the name means now. Raises NotFound."""
+        """Raises NotFound."""
         return self._table.get(name)
 
     async def load(self, folder: AdapterFolder) -> AdapterInfo:
@@ -128,7 +125,6 @@ class AdapterLoader:
         return ServedAdapter(name, source, policy, frozenset(changed), refusal, may_share)
 
     def _residual_refusal(self, source: AdapterSource) -> str:
-        """Reason why it cannot run `residual`; empty if it can."""
         if self._model.residuals is None or isinstance(source, Decoder):
             return RESIDUAL_IS_OFF
         try:
@@ -154,8 +150,6 @@ class AdapterLoader:
     @asynccontextmanager
     async def lease(self, name: str | None) -> AsyncIterator[ServedAdapter | None]:
         """Keep the adapter's weights on the device inside the block, even if its name changes. None for base.
-
-        Requests whose weights are loaded go first, up to `_MOST_TIMES_PASSED_OVER` times.
 
         Raises:
             NotFound: unknown adapter.
@@ -189,7 +183,7 @@ class AdapterLoader:
                 self._tell_released()  # wake the requests that it blocked
 
     async def _is_there(self, adapter: ServedAdapter, wait: _Wait) -> bool:
-        """Whether the weights are loaded. If False, the state has changed and the caller retries."""
+        """Whether the weights are loaded. If not, the state has changed: try again."""
         released = self._released
         if self._is_kept_back(wait):
             self._table.release(adapter)  # its weights may have to make room
@@ -233,7 +227,6 @@ class AdapterLoader:
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def _make_room(self, source: AdapterSource) -> bool:
-        """Drop unused weights as needed; False if those in use leave no room."""
         if self._table.is_resident(source.digest):
             return True
         victims = self._table.victims(source.nbytes)
@@ -242,7 +235,7 @@ class AdapterLoader:
         return victims is not None
 
     async def _put(self, content: Content) -> None:
-        # Runs to its end under the caller's lock, even if the caller is cancelled: table and device must agree.
+        # To its end, even if the caller is cancelled: table and device must agree.
         put = asyncio.ensure_future(self._put_to_the_end(content))
         try:
             await asyncio.shield(put)
@@ -259,7 +252,6 @@ class AdapterLoader:
             self._drop(digest)
 
     def _drop(self, digest: str) -> None:
-        """Queue the removal after everything posted so far."""
         self._table.set_dropped(digest)
         self._thread.tell(DropAdapter(digest))
 

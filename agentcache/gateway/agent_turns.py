@@ -18,7 +18,7 @@ class Claim:
 
     Args:
         lineage: name of the lineage that it extends.
-        prompt: prompt to compute; later prompts that start with it wait.
+        prompt: later prompts that start with it wait.
         found: lineage that it extends or changes.
     """
 
@@ -28,7 +28,6 @@ class Claim:
     found: AgentRecord | None = field(default=None, compare=False)
 
     def keeps_out(self, later: Claim) -> bool:
-        """Whether a later turn with claim `later` must wait."""
         if self.whole or later.whole:
             return True
         if self.lineage is not None and self.lineage == later.lineage:
@@ -49,11 +48,7 @@ class Turn:
         self._work: asyncio.Future[Any] | None = None
 
     async def wait(self, read: Callable[[], Claim]) -> Claim:
-        """Wait until no earlier turn conflicts; returns the claim.
-
-        Args:
-            read: computes the claim; called again when the blocking turn ends or changes its claim.
-        """
+        """Wait until no earlier turn conflicts. `read` is called again when a blocking turn changes."""
         while True:
             claim = read()
             if claim != self._claim:
@@ -74,7 +69,7 @@ class Turn:
         return next((turn for turn in reversed(earlier) if turn._claim is None or turn._claim.keeps_out(claim)), None)
 
     def lasts_until(self, work: asyncio.Future[Any]) -> None:
-        """Keep the lock until `work` is done, even if the client leaves, which must not cancel `work`."""
+        """Keep the lock until `work` is done, even if the client leaves."""
         self._work = work
 
     def leave(self, over: Callable[[], None]) -> None:
@@ -90,7 +85,7 @@ class Turn:
 
 
 class AgentTurns:
-    """The queues of all agents. Belongs to one event loop."""
+    """The queues of all agents."""
 
     def __init__(self) -> None:
         self._turns: dict[str, list[Turn]] = {}

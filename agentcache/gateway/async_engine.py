@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import math
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -19,22 +20,20 @@ from agentcache.api.report import Update
 from agentcache.api.request import Request
 from agentcache.api.start_progress import Measuring, Phase, StartProgress
 from agentcache.engine.messages import LookAgain, MeasurePrecision, RelieveMemory
-from agentcache.engine.open import open_engine
+from agentcache.engine.open import describe_model, open_engine
 from agentcache.errors import AgentCacheError, Conflict, EngineStopped, StoreError
 from agentcache.gateway.adapter_loader import AdapterLoader
 from agentcache.gateway.agent_turns import AgentTurns
 from agentcache.gateway.completions import Completions
-from agentcache.gateway.describe_model import describe_model
 from agentcache.gateway.engine_thread import EngineThread
 from agentcache.gateway.operations import Operation
-from agentcache.gateway.pressure_watch import never_failing, watch_pressure
 from agentcache.gateway.prompt_workers import Workers, shutting_down
 from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.models.loader import LoadedModel
 from agentcache.settings.adapters import AdapterFolder
 from agentcache.settings.config import Config
 from agentcache.system.malloc import keep_freed_memory
-from agentcache.system.memory import Level, SystemMemory
+from agentcache.system.memory import Level, PressureGauge, PressureReading, SystemMemory
 from agentcache.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -42,6 +41,8 @@ T = TypeVar("T")
 log = logging.getLogger("agentcache.engine")
 
 MOST_ARCHIVES = 8  # that may wait to be read
+PERIOD_SECONDS = 1.0
+REPEAT_SECONDS = 5.0  # memory freed by the last report shows in the readings by then
 MEASURE_SECONDS = 4.0  # limit at start; beyond it, serve in safe bits and measure between requests
 
 
@@ -148,12 +149,11 @@ class AsyncEngine:
 
     @property
     def starting(self) -> Phase | None:
-        """Current phase of a start, or None."""
         return self._progress.phase
 
     @property
     def measuring(self) -> Measuring | None:
-        """Progress of the measurement while the engine serves in safe bits, or None."""
+        """Progress of the measurement while the engine serves in safe bits."""
         return self._measuring
 
     @property
@@ -209,7 +209,7 @@ class AsyncEngine:
             self._replacing = asyncio.create_task(self._choose_precision())
 
     def _make_thread(self, served: LoadedModel | None = None) -> EngineThread:
-        """Make an engine's thread. `served` is the model of an engine that it replaces."""
+        """`served`: the model of an engine that it replaces."""
         return EngineThread(
             lambda thread: open_engine(
                 self.config,
@@ -282,7 +282,6 @@ class AsyncEngine:
         self._measuring = None
 
     async def _replace_engine(self) -> None:
-        """Open another engine on the same model and files."""
         replaced = self._thread.engine
         assert replaced is not None  # it has measured
         served = replaced.loaded
@@ -305,10 +304,7 @@ class AsyncEngine:
 
 
 class Gate:
-    """Counts calls inside. It closes, while the engine is replaced, only when empty; later calls wait until it opens.
-
-    Belongs to one event loop.
-    """
+    """Counts calls inside. It closes only when empty, while the engine is replaced; later calls wait."""
 
     def __init__(self) -> None:
         self._inside = 0
@@ -339,7 +335,7 @@ class Gate:
                 self._is_empty.set()
 
     async def emptied(self) -> None:
-        """Return once no call is inside; the caller must check again."""
+        """The caller must check again."""
         await self._is_empty.wait()
 
     @asynccontextmanager
@@ -351,3 +347,36 @@ class Gate:
             yield
         finally:
             self._is_open.set()
+
+
+async def watch_pressure(
+    read: Callable[[], PressureReading],
+    tell: Callable[[Level], None],
+    *,
+    gauge: PressureGauge | None = None,
+    period: float = PERIOD_SECONDS,
+    repeat: float = REPEAT_SECONDS,
+) -> None:
+    """Call `tell` on every change of level, and repeatedly under pressure."""
+    gauge = gauge or PressureGauge()
+    told, told_at = Level.NORMAL, 0.0
+    while True:
+        now = time.monotonic()
+        level = gauge.update(read(), now)
+        if level is not told or (level is not Level.NORMAL and now - told_at >= repeat):
+            told, told_at = level, now
+            tell(level)
+        await asyncio.sleep(period)
+
+
+def never_failing(read: Callable[[], PressureReading]) -> Callable[[], PressureReading]:
+    """Make errors empty readings: a dead watch would go unnoticed."""
+
+    def reading() -> PressureReading:
+        try:
+            return read()
+        except Exception:
+            log.exception("the memory pressure cannot be read")
+            return PressureReading()
+
+    return reading

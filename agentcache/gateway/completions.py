@@ -1,4 +1,4 @@
-"""Runs requests on the event loop. Worker threads prepare their prompts."""
+"""Runs requests: agent's queue, prompt, engine, updates. On the event loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from agentcache.engine.messages import Cancel, Submit
 from agentcache.errors import Overloaded
 from agentcache.gateway.adapter_loader import AdapterLoader
 from agentcache.gateway.agent_turns import AgentTurns, Claim, Turn
-from agentcache.gateway.conversation import read_conversation, transcripts_for
 from agentcache.gateway.engine_thread import EngineThread
 from agentcache.gateway.prepare import (
     Prepared,
@@ -28,8 +27,10 @@ from agentcache.gateway.prepare import (
     held_by,
     match,
     prepare_request,
+    read_conversation,
     rough_size,
     system_of,
+    transcripts_for,
 )
 from agentcache.gateway.prompt_workers import HasEnded, Workers
 from agentcache.settings.config import Config
@@ -39,12 +40,11 @@ from agentcache.text.work_limit import WorkLimit
 
 T = TypeVar("T")
 
-# Length limit for counting, as a multiple of that for running.
-_COUNTED = 4
+_COUNTED = 4  # tokens that can be counted, as a multiple of those that can run
 
 
 class Receiver:
-    """Passes a request's updates to `take` until the last one, an error, or cancellation of `ended`.
+    """Passes a request's updates to `take`.
 
     Attributes:
         ended: done after the last update.
@@ -81,13 +81,12 @@ class Receiver:
                 self.ended.set_result(None)
 
     async def prompt_known(self) -> None:
-        """Wait until the prompt is computed. Raises an error that ended the request."""
+        """Raises an error that ended the request."""
         await asyncio.wait({self._prompt_known, self.ended}, return_when=asyncio.FIRST_COMPLETED)
         if not self._prompt_known.done():
             await self.ended
 
     def leave(self) -> None:
-        """Stop waiting for `ended`."""
         if not self.ended.cancel() and not self.ended.cancelled():
             self.ended.exception()  # mark as retrieved for asyncio
 
@@ -97,7 +96,7 @@ class Receiver:
 
 
 class Completions:
-    """Queues requests by agent, prepares their prompts and submits them. Belongs to the event loop."""
+    """Queues requests by agent, prepares their prompts on workers, and submits them."""
 
     def __init__(
         self, config: Config, thread: EngineThread, workers: Workers, turns: AgentTurns, adapters: AdapterLoader
@@ -110,7 +109,6 @@ class Completions:
         self._active = 0
 
     async def generate(self, request: Request, take: Callable[[Update], None]) -> None:
-        """As `AsyncEngine.generate`."""
         submitted_at = time.perf_counter()
         if self._active >= self._config.max_waiting_requests:
             raise Overloaded("too many requests are waiting; try again later")
@@ -122,7 +120,6 @@ class Completions:
             self._active -= 1
 
     async def count_tokens(self, request: Request) -> int:
-        """As `AsyncEngine.count_tokens`."""
         agents, tokenizer = self._thread.view.agents, self._thread.view.model.tokenizer
         read = self._reading(request, system_of(request, agents), agents, tokenizer)
         prompt = await self._in_background(request, read, times=_COUNTED)
@@ -131,7 +128,6 @@ class Completions:
         return len(matched.transcript.ids)
 
     async def _run(self, request: Request, turn: Turn, take: Callable[[Update], None], submitted_at: float) -> None:
-        """Run the request once its lineage is free and its adapter loaded."""
         prompt, claim = await self._take_turn(request, turn)
         if prompt.volatile is not None or prompt.notes:
             take = partial(_take_with_prompt, take, prompt)
@@ -170,7 +166,6 @@ class Completions:
                 self._thread.tell(Cancel(submitted))
 
     async def _run_forks(self, first: Submit, receiver: Receiver, take: Callable[[Update], None]) -> None:
-        """Run the other answers of `Request.n`."""
         async with AsyncExitStack() as stack:
             ended = [receiver.ended]
             for index in range(1, first.request.n):
@@ -182,7 +177,6 @@ class Completions:
             await asyncio.gather(*ended)
 
     async def _take_turn(self, request: Request, turn: Turn) -> tuple[PlainPrompt, Claim]:
-        """The prompt, and its claim once no earlier turn conflicts."""
         while True:
             view = self._thread.view
             system = system_of(request, view.agents)
@@ -201,7 +195,7 @@ class Completions:
         return lambda limit: read_conversation(request, system, agents, tokenizer, limit, stable_prefix=stable)
 
     def _claim(self, request: Request, prompt: PlainPrompt) -> Claim:
-        """The request's claim. A prompt that edits a lineage's history does not lock it."""
+        """A prompt that edits a lineage's history does not lock it."""
         agents = self._thread.view.agents
         found = choose_lineage(request, prompt, agents)
         goes_on = found is not None and prompt.goes_on_from(found.transcript)

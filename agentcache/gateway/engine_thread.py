@@ -1,4 +1,4 @@
-"""The thread that owns the engine and MLX, and messages between it and an event loop."""
+"""The thread that owns the engine and MLX, and its messages."""
 
 from __future__ import annotations
 
@@ -61,7 +61,6 @@ class EngineThread:
         await started
 
     async def close(self) -> None:
-        """Cancel running requests, finish writes and release the cache folder."""
         if self._thread is None or self._is_stuck:
             return
         self._stopping = True
@@ -108,7 +107,7 @@ class EngineThread:
         self._deliver(started, self._fail(error))
 
     def _fail(self, error: BaseException) -> Exception:
-        """Keep the first error; later ones arise while closing."""
+        """Keep the first error."""
         if self.failure is None:
             self.failure = lost_rank(error) or as_exception(error)
         return self.failure
@@ -151,7 +150,6 @@ class EngineThread:
             return engine.rest
 
     def _close(self, engine: Engine) -> None:
-        """Finish pending saves and deletions, then release the folder."""
         try:
             self._hand_over(engine)
             engine.restorer.cease()
@@ -164,7 +162,7 @@ class EngineThread:
                 self._inbox.get()()
 
     def give_up(self, failure: EngineStopped) -> None:
-        """Declare the engine lost: its thread waits for an event that never comes. Callable from any thread."""
+        """Declare the engine lost: its thread waits for ever. Callable from any thread."""
         self.failure, self._is_stuck = failure, True
         assert self._started is not None  # the thread runs
         self._deliver(self._started, failure)
@@ -177,7 +175,7 @@ class EngineThread:
         self._inbox.put(function)
 
     def is_awaited(self) -> bool:
-        """Whether posted functions are waiting. Callable from any thread."""
+        """Callable from any thread."""
         return not self._inbox.empty()
 
     def tell(self, message: Message[Any], receive: Receive = lambda reply: None) -> None:
@@ -187,7 +185,7 @@ class EngineThread:
         self.post(lambda: dispatch(engine, message, partial(self._send, receive)))
 
     def ask(self, message: Message[T]) -> asyncio.Future[T]:
-        """Send a message; the future gets its only reply, or the error."""
+        """Send a message and return its only reply."""
         self.view  # noqa: B018 (raises if no engine would answer)
         future: asyncio.Future[T] = self._loop.create_future()
 
@@ -206,10 +204,7 @@ class EngineThread:
     # -- and back -----------------------------------------------------------------------------------------------------
 
     def _send(self, receive: Receive, reply: Any) -> None:
-        """Queue a reply; runs on the engine thread.
-
-        Replies of a step go together: waking the event loop is slow. The view is updated first.
-        """
+        # Replies of a step go together, after the view: waking the event loop is slow.
         self._outbox.append((receive, reply))
 
     def _hand_over(self, engine: Engine) -> None:

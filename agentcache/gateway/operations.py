@@ -71,10 +71,7 @@ class ShowAgent(Operation[AgentInfo]):
 
 @dataclass(frozen=True)
 class CreateAgent(Operation[AgentInfo]):
-    """Create an empty agent, durably. Its requests use the adapter unless they name another.
-
-    Raises NotFound, InvalidRequest (adapter does not support the policy), Conflict.
-    """
+    """Create an empty agent, durably. Raises NotFound, InvalidRequest (policy), Conflict."""
 
     agent_id: str
     adapter: str | None = None
@@ -96,15 +93,9 @@ class CreateAgent(Operation[AgentInfo]):
 
 @dataclass(frozen=True)
 class ImportAgent(Operation[AgentInfo]):
-    """Create an agent from a file of `agentcache export`. Errors leave everything unchanged.
+    """Create an agent from a file of `agentcache export`. `prepare` reads `archive`.
 
-    Args:
-        archive: the file's content; read by `prepare`.
-
-    Raises:
-        ArchiveRejected: damaged, no archive, or of another model or number of ranks.
-        Conflict: the agent exists.
-        StoreError: writing failed, or the disk budget cannot hold it.
+    Raises ArchiveRejected, Conflict, StoreError; nothing is changed then.
     """
 
     agent_id: str
@@ -130,9 +121,9 @@ class ImportAgent(Operation[AgentInfo]):
 
 @dataclass(frozen=True)
 class ForkAgent(Operation[AgentInfo]):
-    """Copy an agent, or one lineage, sharing every block; the reply describes the copy. None keeps a setting.
+    """Copy an agent, or one lineage, sharing every block. None keeps a setting.
 
-    Raises NotFound, InvalidRequest (adapter does not support the policy), Conflict.
+    Raises NotFound, InvalidRequest (policy), Conflict.
     """
 
     agent_id: str

@@ -1,11 +1,12 @@
-"""Tokenises a request and matches it with its agent's lineages. Runs on worker threads."""
+"""Makes tokens of a request's prompt, in the words of its agent's transcripts. Runs on worker threads."""
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,19 +14,30 @@ import numpy as np
 
 from agentcache.adapters.activation import AdapterUse, refuse_without_adapter, use_adapter
 from agentcache.adapters.table import ServedAdapter, resolve_policy
-from agentcache.agents.lineages import PlainPrompt, choose
+from agentcache.agents.lineages import PlainPrompt, ReadTranscripts, choose
 from agentcache.agents.table import Agents
 from agentcache.api.policy import Policy
-from agentcache.api.report import PROMPT_END
+from agentcache.api.report import PROMPT_END, Volatile
 from agentcache.api.request import ChatPrompt, Prompt, Request, TextPrompt, TokenPrompt
-from agentcache.blocks.prefix_match import PromptMatch, match_text, match_tokens
+from agentcache.blocks.prefix_match import PromptMatch, len_common_prefix, match_text, match_tokens
 from agentcache.blocks.transcript import Spelling, Transcript
-from agentcache.errors import InvalidRequest
+from agentcache.errors import AgentUnavailable, FileUnavailable, InvalidRequest
 from agentcache.store.manifest import AgentRecord
-from agentcache.text.front import find_front
+from agentcache.text.front import (
+    ClientsWords,
+    FrontChanges,
+    find_changes,
+    find_front,
+    in_clients_words,
+    leading,
+    what_changed,
+    with_notice,
+)
 from agentcache.text.grammars.compiler import Grammar
 from agentcache.text.grammars.reply_grammar import reply_grammar
+from agentcache.text.messages import plain_messages, with_strings
 from agentcache.text.replies.dialects import calling_format
+from agentcache.text.replies.history import ReplyReading, Retold, as_generated, with_thoughts
 from agentcache.text.replies.stop_strings import NO_STOPS, StopStrings, stop_strings
 from agentcache.text.tokenizer import Tokenizer
 from agentcache.text.work_limit import UNLIMITED, WorkLimit
@@ -36,7 +48,7 @@ _ALWAYS_RENDERED = 1_000_000  # characters; smaller chats are rendered without t
 
 
 def rough_size(request: Request) -> int:
-    """Approximate size of prompt and answer form, in token ids or characters. Fast for large requests."""
+    """Approximate size in token ids or characters. Fast."""
     return _prompt_size(request.prompt) + (0 if request.form is None else request.form.num_chars)
 
 
@@ -92,13 +104,7 @@ def read_prompt(prompt: Prompt, system: str | None, tokenizer: Tokenizer, limit:
 def match(
     prompt: PlainPrompt, transcript: Transcript | None, tokenizer: Tokenizer, limit: WorkLimit = UNLIMITED
 ) -> PromptMatch:
-    """Tokenise the prompt, reusing the tokens of a transcript.
-
-    Args:
-        transcript: empty for a new lineage; None without an agent, when the text is not kept.
-
-    Raises ContextLengthExceeded or InvalidRequest from `limit`.
-    """
+    """Tokenise the prompt, reusing the tokens of a transcript; None without an agent, when the text is not kept."""
     held = transcript or Transcript.empty()
     if isinstance(prompt.content, str):
         return match_text(held, prompt.content, partial(tokenizer.encode, limit=limit), tokenizer.control_ids)
@@ -117,10 +123,7 @@ def _check_ids(token_ids: list[int], vocab_size: int) -> None:
 
 
 def _check_embeddings(token_ids: Sequence[int], num_embeddings: int | None) -> None:
-    """Refuse tokens without an embedding, which MLX would read out of bounds.
-
-    Gemma 3's text models lack their tokenizer's last token.
-    """
+    # MLX would read out of bounds. Gemma 3's text models lack their tokenizer's last token.
     if num_embeddings is not None and len(token_ids) and (largest := int(np.max(token_ids))) >= num_embeddings:
         raise InvalidRequest(f"The model has no embedding for token {largest}, only {num_embeddings}.", param="prompt")
 
@@ -134,7 +137,7 @@ def with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict
 
 @dataclass(frozen=True)
 class AdapterChoice:
-    """Name of an adapter, and the requested policy; None leaves it open."""
+    """The adapter and policy of a request; None leaves the policy open."""
 
     name: str | None
     policy: Policy | None
@@ -161,13 +164,7 @@ def agent_policy(adapter: ServedAdapter | None, policy: Policy | None) -> Policy
 
 @dataclass(frozen=True)
 class Prepared:
-    """A tokenised request, matched with its lineage.
-
-    Args:
-        adapter: None for base.
-        system_tokens, repeated_tokens: as of `count_system_tokens` and `count_repeated_tokens`.
-        stops: built here to save time on the engine thread.
-    """
+    """A tokenised request, matched with its lineage."""
 
     match: PromptMatch
     adapter: AdapterUse | None
@@ -192,9 +189,7 @@ def prepare_request(
     """Compute everything that a request needs before it runs.
 
     Args:
-        prompt: result of `read_prompt`.
         found: lineage that it extends, if any.
-        adapter, policy: as of `choose_adapter`.
         has_state: whether the model has recurrent layers.
 
     Raises:
@@ -223,10 +218,7 @@ def make_grammar(request: Request, prompt: Transcript, tokenizer: Tokenizer, lim
 
 
 def count_system_tokens(prompt: Prompt, transcript: Transcript) -> int:
-    """Number of tokens before the first user's text, which other prompts may share.
-
-    0 if unknown. Affects cost only.
-    """
+    """Tokens before the first user's text, which other prompts may share; 0 if unknown. Affects cost only."""
     if not isinstance(prompt, ChatPrompt):
         return 0
     front = find_front(prompt.messages, transcript.text)
@@ -234,10 +226,7 @@ def count_system_tokens(prompt: Prompt, transcript: Transcript) -> int:
 
 
 def count_repeated_tokens(request: Request, transcript: Transcript, tokenizer: Tokenizer, limit: WorkLimit) -> int:
-    """Prompt tokens that a chat's next prompt repeats, if it does not repeat the reply as generated; else 0.
-
-    Affects cost only.
-    """
+    """Prompt tokens that a chat's next prompt repeats, if not the whole reply; else 0. Affects cost only."""
     prompt = request.prompt
     if not isinstance(prompt, ChatPrompt) or not prompt.add_generation_prompt:
         return 0
@@ -265,3 +254,129 @@ def choose_lineage(request: Request, prompt: PlainPrompt, agents: Agents) -> Age
         [record] = agents.lineages(request.agent or "", request.lineage)
         return record if record.salt == request.salt or not record.transcript else None
     return choose(agents.known(request.agent), prompt, request.salt)
+
+
+def read_conversation(
+    request: Request,
+    system: str | None,
+    agents: Agents,
+    tokenizer: Tokenizer,
+    limit: WorkLimit = UNLIMITED,
+    *,
+    stable_prefix: bool = False,
+) -> PlainPrompt:
+    """Render the prompt, with the model's own text for replies that say the same, and thoughts that the client omits.
+
+    Args:
+        stable_prefix: whether changed lines of the system prefix stay as cached, with a moved notice.
+
+    Raises AgentUnavailable if a transcript is unreadable now, and as `read_prompt`.
+    """
+    transcripts = transcripts_for(request, agents)
+    try:
+        read_before = ReadTranscripts(transcripts)
+    except FileUnavailable as error:
+        raise AgentUnavailable(request.agent or "", str(error)) from error
+    prompt = replace(read_prompt(request.prompt, system, tokenizer, limit), read=read_before)
+    held = [transcript for transcript in transcripts if transcript.is_in_ram]
+    if not isinstance(request.prompt, ChatPrompt) or not held:
+        return prompt
+    if prompt.extends(max(held, key=prompt.shared_with)):
+        return prompt
+    read = partial(read_prompt, system=system, tokenizer=tokenizer, limit=limit)
+    teller = _Teller(request.prompt, prompt, system, tokenizer, read, stable_prefix)
+    told = [teller.tell(transcript) for transcript in held]
+    text = max(told, key=lambda each: each.shared).text
+    changed = max(told, key=lambda each: each.would_share).volatile
+    return PlainPrompt(
+        text, tuple(each.transcript for each in told if each.is_same), changed, prompt.notes, read_before
+    )
+
+
+def transcripts_for(request: Request, agents: Agents) -> list[Transcript]:
+    records = (
+        agents.known(request.agent)
+        if request.lineage is None
+        else agents.lineages(request.agent or "", request.lineage)
+    )
+    return [record.transcript for record in records if record.salt == request.salt and record.transcript]
+
+
+@dataclass(frozen=True)
+class _Telling:
+    """A prompt rewritten for a transcript. `would_share`: characters shared if the system prefix were unchanged."""
+
+    text: str
+    transcript: Transcript
+    is_same: bool
+    would_share: int = 0
+    volatile: Volatile | None = None
+
+    @property
+    def shared(self) -> int:
+        return len_common_prefix(self.text, self.transcript.text)
+
+
+class _Teller:
+    """Rewrites one chat, rendered as `prompt`, for different transcripts. `read` renders other messages."""
+
+    def __init__(
+        self,
+        chat: ChatPrompt,
+        prompt: PlainPrompt,
+        system: str | None,
+        tokenizer: Tokenizer,
+        read: Callable[[ChatPrompt], PlainPrompt],
+        stable_prefix: bool,
+    ) -> None:
+        self._chat, self._text = chat, str(prompt.content)
+        self._tokenizer, self._read, self._stable_prefix = tokenizer, read, stable_prefix
+        self._reading = ReplyReading(tokenizer, chat.tools) if chat.tools or tokenizer.reply_format.is_known else None
+        messages = plain_messages(leading(with_system(chat.messages, system)))
+        self._front = find_front(with_strings(messages, tokenizer.mark), self._text)
+
+    def tell(self, transcript: Transcript) -> _Telling:
+        changes = self._find_changes(transcript)
+        if changes is None or self._front is None:
+            told = self._retold(self._chat, self._text, transcript)
+            return _Telling(told.text, transcript, told.is_same)
+        words = in_clients_words(transcript, self._text, self._front, changes)
+        if self._stable_prefix and (stable := self._told_behind(words, changes)) is not None:
+            text, is_moved = words.as_held(stable.text), True
+        else:
+            stable, is_moved = self._retold(self._chat, self._text, transcript), False
+            text = stable.text
+        lines = tuple(map(self._tokenizer.unmark, changes.lines))
+        volatile = Volatile(lines, moved=is_moved) if lines else None
+        return _Telling(text, transcript, stable.is_same, len_common_prefix(words.text, self._text), volatile)
+
+    def _find_changes(self, transcript: Transcript) -> FrontChanges | None:
+        if self._front is None:
+            return None
+        return find_changes(self._text, self._front, transcript.text, self._tokenizer.controls)
+
+    def _told_behind(self, words: ClientsWords, changes: FrontChanges) -> Retold | None:
+        """The prompt with a moved notice if the system prefix changed; None if no message can hold the notice."""
+        told, now = self._retold(self._chat, self._text, words), what_changed(changes.lines)
+        if now == words.last_told(told.text):
+            return told
+        messages = with_notice(plain_messages(self._chat.messages), self._tokenizer.unmark(now))
+        if messages is None:
+            return None
+        chat = replace(self._chat, messages=messages)
+        return self._retold(chat, str(self._read(chat).content), words)
+
+    def _retold(self, chat: ChatPrompt, text: str, words: Transcript | ClientsWords) -> Retold:
+        """The version that shares most with a transcript."""
+        ranges = words.generated_ranges()
+        if self._reading is None or not ranges:
+            return Retold(text, False)
+        first = self._reading.opened_at(words.text, ranges[0][0])
+        if len_common_prefix(words.text, text) < self._reading.opening_at(words.text, first, first=0):
+            return Retold(text, False)  # a different beginning
+        texts = [text]
+        for full in with_thoughts(chat.messages, words, self._reading):
+            with suppress(InvalidRequest):
+                texts.append(str(self._read(replace(chat, messages=full)).content))
+        told = [as_generated(each, words, self._reading) for each in texts]
+        return max(told, key=lambda each: len_common_prefix(each.text, words.text))

@@ -38,10 +38,7 @@ class _Entry(Generic[T]):
 class AgedQueue(Generic[T]):
     """Yields the cheapest item, or the oldest overdue one. Belongs to one thread at a time.
 
-    An item is overdue once later items taken before it cost as much as itself. So their cost stays below twice its own.
-
-    Args:
-        patience: minimum cost of such items before an item is overdue.
+    An item is overdue once later items taken before it cost as much as itself, and at least `patience`.
     """
 
     def __init__(self, patience: int = 0) -> None:
@@ -55,11 +52,10 @@ class AgedQueue(Generic[T]):
         return (entry.item for entry in self._entries)
 
     def push(self, item: T, cost: int) -> None:
-        """Add an item. `cost` must be above 0."""
         self._entries.append(_Entry(item, cost))
 
     def take(self, may_go: Callable[[T], bool]) -> T | None:
-        """Remove and return the next item that may go, or None. O(n)."""
+        """Remove and return the next item that may go. O(n)."""
         candidates = [entry for entry in self._entries if may_go(entry.item)]
         if not candidates:
             return None
@@ -97,7 +93,6 @@ class _PromptJob(Generic[T]):
             self._tell(self.future.set_result, result)
 
     def fail(self, error: AgentCacheError) -> None:
-        """Runs on the event loop."""
         self.ended = True
         if not self.future.done():
             self.future.set_exception(error)
@@ -112,15 +107,13 @@ class _PromptJob(Generic[T]):
 
 
 class Workers:
-    """A thread pool that runs the smallest job first. At least one of several threads stays free of large jobs.
+    """Daemon threads that run the smallest job first (`AgedQueue`). At least one of several stays free of large jobs.
 
-    A job waits for later, smaller jobs only until they cost as much as itself. `run` and `close` belong to one event
-    loop. The threads are daemons, so they do not delay process exit.
+    `run` and `close` belong to one event loop.
 
     Args:
         num_workers: None for one per core, from 2 to 4.
         large: size above which a job is large.
-        most_waiting: limit of waiting jobs.
     """
 
     def __init__(
@@ -142,13 +135,10 @@ class Workers:
         self._closed: AgentCacheError | None = None
 
     async def run(self, size: int, work: Callable[[HasEnded], T]) -> T:
-        """Run `work` on a thread and return its result.
+        """Run `work` on a thread; its argument tells whether the result is still needed. Raises Overloaded.
 
         Args:
-            size: number of characters or token ids.
-            work: gets a function that returns True once the result is not needed.
-
-        Raises Overloaded if too many jobs wait.
+            size: characters or token ids.
         """
         if self._closed is not None:
             raise self._closed
@@ -184,7 +174,6 @@ class Workers:
                 raise Overloaded(f"no thread can be started: {error}") from error
 
     def _died(self, error: Exception) -> None:
-        """Runs on the failed thread; the next job starts another."""
         with self._changed:
             self._threads.remove(threading.current_thread())
 

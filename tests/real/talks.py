@@ -17,8 +17,7 @@ import httpx
 from agentcache.agents.table import Agents
 from agentcache.api.request import ChatPrompt, Request
 from agentcache.blocks.transcript import Transcript
-from agentcache.gateway.conversation import read_conversation
-from agentcache.gateway.prepare import match
+from agentcache.gateway.prepare import match, read_conversation
 from agentcache.store.manifest import AgentRecord
 from agentcache.text.tokenizer import Tokenizer
 from tests.real.call_histories import TOOLS, Message, Reply, behind_thought, written_by

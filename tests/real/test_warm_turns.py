@@ -17,8 +17,7 @@ from agentcache.agents.table import Agents
 from agentcache.api.model import HARMONY_ENDS
 from agentcache.api.request import ChatPrompt, Request
 from agentcache.blocks.transcript import Transcript
-from agentcache.gateway.conversation import read_conversation
-from agentcache.gateway.prepare import match
+from agentcache.gateway.prepare import match, read_conversation
 from agentcache.store.manifest import AgentRecord
 from agentcache.text.thinking import ThinkingWish, can_switch, told
 from agentcache.text.tokenizer import Tokenizer

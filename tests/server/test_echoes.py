@@ -13,7 +13,7 @@ from agentcache.agents.table import Agents
 from agentcache.api.report import FinishReason, Update
 from agentcache.api.request import ChatPrompt, Request
 from agentcache.blocks.transcript import Transcript
-from agentcache.gateway.conversation import read_conversation
+from agentcache.gateway.prepare import read_conversation
 from agentcache.store.manifest import AgentRecord
 from agentcache.text.tokenizer import Tokenizer
 from tests.real.call_histories import characters, joined

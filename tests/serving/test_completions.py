@@ -13,7 +13,7 @@ from agentcache.api.sampling import SamplingParams
 from agentcache.blocks.transcript import Transcript
 from agentcache.gateway.agent_turns import AgentTurns
 from agentcache.gateway.completions import Completions
-from agentcache.gateway.conversation import transcripts_for
+from agentcache.gateway.prepare import transcripts_for
 from agentcache.settings.config import Config
 from agentcache.store.manifest import AgentRecord
 from tests.store.store_cases import make_record

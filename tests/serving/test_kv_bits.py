@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agentcache.api.sampling import SamplingParams
-from agentcache.gateway.describe_model import inspect_model
+from agentcache.engine.open import inspect_model
 from agentcache.kv.packing import LayerBits, Precision
 from agentcache.llm import LLM
 from agentcache.models.builtin.embedded import embedded_model_path

@@ -15,9 +15,8 @@ import pytest
 
 from agentcache.engine.messages import RelieveMemory, dispatch
 from agentcache.errors import Overloaded
-from agentcache.gateway.async_engine import AsyncEngine
+from agentcache.gateway.async_engine import AsyncEngine, never_failing, watch_pressure
 from agentcache.gateway.operations import ReadStats
-from agentcache.gateway.pressure_watch import never_failing, watch_pressure
 from agentcache.llm import LLM
 from agentcache.models.footprint import free_memory
 from agentcache.settings.config import Config
