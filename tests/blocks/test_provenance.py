@@ -236,7 +236,7 @@ def test_base_does_not_go_on_behind_an_adapter() -> None:
     own = tree.insert(tree.root(ROOT), [1] * BLOCK_SIZE, "a@0")
     with pytest.raises(BrokenInvariant, match="cannot continue"):
         tree.insert(own, [2])
-    with pytest.raises(BrokenInvariant, match="cannot go on"):
+    with pytest.raises(BrokenInvariant, match="cannot continue"):
         tree.insert(own, [2], "b@0")
 
 
