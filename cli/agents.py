@@ -164,7 +164,7 @@ def export(
     model, their folders must be side by side: rank-0-of-2, rank-1-of-2.
     """
     from agentcache.ranks.folders import folders_of_agent
-    from agentcache.store.export import export_agent
+    from agentcache.store.archive import export_agent
 
     own, *others = folders_of_agent(load_config({"cache_dir": cache_dir}).cache_dir, agent, ranks)
     exported = export_agent(own, agent, file, fingerprint=fingerprint, others=others)
@@ -254,7 +254,7 @@ def purge_server(server: Connection) -> dict[str, Any]:
 def _empty_folder(cache_dir: Path) -> int:
     """Return the bytes freed. A folder without a lock file stays."""
     from agentcache.store.cache_files import CacheFiles
-    from agentcache.store.lock import FolderLock
+    from agentcache.store.writing import FolderLock
 
     if not (cache_dir / "lock").is_file():
         return 0

@@ -207,7 +207,7 @@ def _check_writable(folder: Path, detail: str) -> Check:
 
 def _holder(cache_dir: Path) -> str | None:
     from agentcache.store.cache_files import CacheFiles
-    from agentcache.store.lock import FolderLock
+    from agentcache.store.writing import FolderLock
 
     if not (cache_dir / "lock").exists():
         return None

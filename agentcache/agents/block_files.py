@@ -102,7 +102,7 @@ class BlockFiles:
         self._residuals: dict[str, CacheSpec] = {}  # includes caches closed since start
 
     def know_cache(self, name: str, spec: CacheSpec) -> None:
-        self._store.know_cache(name, spec)
+        self._store.blocks.know_cache(name, spec)
         self._group_names[name] = [group.name for group in spec.all_groups]
         self._residuals[name] = spec
 
@@ -124,7 +124,7 @@ class BlockFiles:
         return self._store.has(self.key(name))
 
     def bytes_of(self, names: Iterable[BlockName]) -> int:
-        return self._store.block_bytes(map(self.key, names))
+        return sum(self._store.blocks.size_of(self.key(name)) for name in names)
 
     def estimate(self, record: AgentRecord, num_tokens: int) -> int:
         """Slightly overestimate the bytes of a lineage with `num_tokens` tokens saved."""

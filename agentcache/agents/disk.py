@@ -17,12 +17,12 @@ from agentcache.agents.table import DurableLineages, Reduced, time_after
 from agentcache.blocks.keys import BlockName
 from agentcache.errors import AgentCacheError, BlocksLost, DiskBudgetExceeded, StoreError
 from agentcache.store.archived_agent import ArchivedAgent
-from agentcache.store.atomic import as_store_error
 from agentcache.store.block_folder import BlockCopy
 from agentcache.store.disk_usage import AGENTS
 from agentcache.store.manifest import AgentRecord
 from agentcache.store.response_files import ResponseFiles
 from agentcache.store.store import BlockWrite, Store
+from agentcache.store.writing import as_store_error
 
 log = logging.getLogger("agentcache.disk")
 
@@ -309,7 +309,7 @@ class Disk:
         if not self._store.usage.evicts:
             return self._store.usage.has_room(num_bytes)
         blocks = self.files.bytes_of(self._lineages.protected_blocks())
-        kept = self._store.usage.bytes_of(AGENTS) + blocks + self._store.unclaimed_bytes
+        kept = self._store.usage.bytes_of(AGENTS) + blocks + self._store.claims.unclaimed_bytes
         return kept + num_bytes <= self._store.usage.budget
 
     def _make_room(self, done: Committed) -> bool:
@@ -343,7 +343,7 @@ class Disk:
             log.info("dropping residuals of agent %s, whose adapters are not loaded, to keep the disk budget", name)
             self._reduce(reduced, done)
             return True
-        unreadable = self._store.unreadable_last_used()
+        unreadable = self._store.claims.unreadable_last_used()
         now = time_after(max(self._lineages.latest_use(), unreadable or 0.0))
         victim = self._lineages.stalest(now)
         if victim is None or (

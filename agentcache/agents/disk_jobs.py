@@ -13,7 +13,7 @@ from agentcache.blocks.radix_tree import Node
 from agentcache.errors import StoreError
 from agentcache.store.manifest import AgentRecord, ResidualBlocks
 from agentcache.store.store import BlockWrite
-from agentcache.store.writer import Writer
+from agentcache.store.writing import Writer
 
 
 def cut_residuals(record: AgentRecord, namespace: Callable[[str], Namespace]) -> AgentRecord:

@@ -71,7 +71,6 @@ class Persistence:
         self.jobs = DiskJobs(self._disk, caches, agents, post)
         self._turns = TurnWriter(self._disk, self.jobs, caches, agents, pins)
         agents.must_stay = self._snapshots.is_unsaved
-        store.when_lost = lambda: post(self.jobs.forget_lost)
 
     def close(self) -> None:
         self.jobs.close()

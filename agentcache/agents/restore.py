@@ -31,7 +31,7 @@ from agentcache.errors import BlockMissing, BlockRejected, StoreError
 from agentcache.kv.arena import shares_memory
 from agentcache.kv.block_layout import Array, GroupMemory, Place, RestBuffer, aligned
 from agentcache.store.block_file import BlockHeader, Extras, make_header
-from agentcache.store.block_folder import BlockFolder
+from agentcache.store.block_folder import BlockReader
 from agentcache.store.store import Store
 
 log = logging.getLogger("agentcache.restore")
@@ -284,7 +284,7 @@ class ReadsInPlace:
         readers: list[Future[None]] = []
         try:
             readers += [self._readers.submit(self._read_all) for _ in range(self._count)]
-            with self._store.reader() as blocks:
+            with self._store.blocks.reader() as blocks:
                 for job in jobs:
                     self._due.put(job)
                     if self._due.qsize() > _AHEAD * self._count:
@@ -300,7 +300,7 @@ class ReadsInPlace:
                 log.error("a reader has failed", exc_info=error)  # this thread has read the rest
         return self._ended
 
-    def _read_next(self, blocks: BlockFolder) -> bool:
+    def _read_next(self, blocks: BlockReader) -> bool:
         with suppress(Empty):
             job = self._due.get_nowait()
             assert job is not None
@@ -310,11 +310,11 @@ class ReadsInPlace:
 
     def _read_all(self) -> None:
         """Runs on a reader thread."""
-        with self._store.reader() as blocks:
+        with self._store.blocks.reader() as blocks:
             while (job := self._due.get()) is not None:
                 self._read(blocks, job)
 
-    def _read(self, blocks: BlockFolder, job: Job) -> None:
+    def _read(self, blocks: BlockReader, job: Job) -> None:
         rest, extras = None, None
         try:
             rest = self._buffer(job.place.rest_sizes)

@@ -57,7 +57,7 @@ def cache_stats(
         blocks_live=sum(each.live for each in counts),
         blocks_cached=sum(each.cached for each in counts),
         agents=num_agents,
-        quarantined=store.usage.quarantined,
+        quarantined=store.usage.quarantine.count,
         written_bytes=store.usage.written,
         read_bytes=store.usage.read,
         computed_tokens=device.computed_tokens,

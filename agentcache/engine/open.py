@@ -53,8 +53,7 @@ from agentcache.models.runner import ModelRunner
 from agentcache.ranks.executors import Executor, join
 from agentcache.settings.config import Config
 from agentcache.settings.memory_plan import MemoryPlan, Wishes, plan_memory, state_budget
-from agentcache.store.model_names import find_names
-from agentcache.store.precision_file import read_precision, write_precision
+from agentcache.store.model_files import find_names, read_precision, write_precision
 from agentcache.text.model_folder import sampling_defaults
 from agentcache.text.replies.history import first_thought
 
@@ -175,7 +174,7 @@ def _put_together(
     runner = world.runner(
         loaded, cache.slots.pools, cache.snapshots, room=plan.ram_budget, measures=config.max_divergence > 0
     )
-    store = world.store(config, loaded)
+    store = world.store(config, loaded, when_lost=lambda: post(persistence.jobs.forget_lost))
     if config.kv == AUTO and loaded.search is None:
         write_precision(config.cache_dir, loaded.fingerprint, loaded.precision)
     pins = Pins()

@@ -10,7 +10,7 @@ from agentcache.kv.spec import CacheSpec
 from agentcache.models.adapters import TargetModules
 from agentcache.models.residual.forms import ResidualSupport
 from agentcache.settings.memory_plan import MemoryPlan
-from agentcache.store.model_names import ModelNames
+from agentcache.store.model_files import ModelNames
 from agentcache.system.memory import Level
 from agentcache.text.tokenizer import Tokenizer
 

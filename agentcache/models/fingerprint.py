@@ -26,7 +26,7 @@ our formats, chains and quantisation  root      `FORMAT_VERSION` and the cache s
 ====================================  ========  ====================================================================
 
 Adapters have `Adapter.digest`. A decoder with its own weights keeps `first_fingerprint`, which named every model before
-identities existed; cache folders keep such names (`store/model_names.py`).
+identities existed; cache folders keep such names (`store/model_files.py`).
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from agentcache.models.sample_text import CODE, PROSE, SAMPLE
 from agentcache.models.source_digest import source_digest
 from agentcache.models.step import CurrentStep
 from agentcache.store.cache_files import whose
-from agentcache.store.model_names import ModelNames
+from agentcache.store.model_files import ModelNames
 from agentcache.system.files import make_private_folder
 from agentcache.system.memo import Memo, read_memo, write_memo
 from agentcache.text.tokenizer import Tokenizer

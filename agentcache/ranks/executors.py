@@ -59,8 +59,8 @@ class Executor:
         """See `ModelRunner`."""
         return ModelRunner(loaded, pools, snapshots, room=room, measures=measures)
 
-    def store(self, config: Config, loaded: LoadedModel) -> Store:
-        """Store of the cache folder in `settings`."""
+    def store(self, config: Config, loaded: LoadedModel, when_lost: Callable[[], None]) -> Store:
+        """Store of the cache folder in `config`. `when_lost` as in `Store`."""
         return self._make_store(
             config.cache_dir,
             loaded.spec,
@@ -68,6 +68,7 @@ class Executor:
             disk_budget=config.disk_budget,
             durability=config.durability,
             num_token_ids=loaded.num_token_ids,
+            when_lost=when_lost,
         )
 
     def traffic(self) -> Traffic:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from agentcache.errors import Conflict, NotFound
-from agentcache.store.export import manifests_of
+from agentcache.store.archive import manifests_of
 
 RANK_FOLDER = re.compile(r"rank-\d+-of-\d+")
 

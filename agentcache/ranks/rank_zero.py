@@ -177,14 +177,14 @@ class RankZeroStore(Store):
         self._handles = handles
         self._gone: set[str] = set()  # blocks with a file here, but not on every rank
         # After a crash a block may be on some ranks only: an orphan, or written again.
-        own = set(self.block_keys())
+        own = set(self.blocks.keys())
         self._gone = own.difference(own.intersection(*(unpack_keys(answer) for answer in link.ask_now(TakeStock))))
 
     def has(self, block_key: str) -> bool:
         return super().has(block_key) and block_key not in self._gone
 
     def write_blocks(self, blocks: Sequence[BlockWrite | BlockCopy]) -> int:
-        new = [block.header.block_key for block in blocks if not self.is_there(block.header.block_key)]
+        new = [block.header.block_key for block in blocks if not self.blocks.is_there(block.header.block_key)]
         told = [Block(self._handle_of(block), block.header) for block in _with_data(blocks)]
         written = super().write_blocks(blocks)
         try:
@@ -235,20 +235,20 @@ class RankZeroStore(Store):
         gone = {key for answer in answers for key in unpack_keys(answer)}
         if gone:
             self._gone |= gone
-            self.when_lost()
+            self._when_lost()
             raise BlocksLost("blocks are gone from another rank's cache folder")
 
     def delete_blocks(self, keys: Iterable[str], *, for_room: bool = False) -> int:
-        keys = self.deletable(keys, for_room=for_room)
+        keys = self.claims.deletable(keys, for_room=for_room)
         self._link.tell(Delete(pack_keys(list(keys))))
         self._gone.difference_update(keys)
         return super().delete_blocks(keys, for_room=for_room)
 
     def collect_orphans(self) -> int:
         count = super().collect_orphans()
-        named = self.named_blocks()
+        named = self.claims.named()
         # An empty folder may mean a disk that is not mounted.
-        if self.knows_all_manifests and (named or count):
+        if self.claims.knows_all_manifests and (named or count):
             self._link.tell(KeepOnly(pack_keys(sorted(named))))
         return count
 

@@ -214,14 +214,14 @@ class WorkerFiles:
         self._due[number] = self._run(self._writer, look, lambda error: keys)
 
     def take_stock(self, number: int) -> None:
-        self._due[number] = self._run(self._writer, lambda: pack_keys(self._store.block_keys()), lambda error: b"")
+        self._due[number] = self._run(self._writer, lambda: pack_keys(self._store.blocks.keys()), lambda error: b"")
 
     def delete(self, keys: bytes) -> None:
         self._run(self._writer, lambda: self._store.delete_blocks(unpack_keys(keys)), lambda error: 0)
 
     def keep_only(self, keys: bytes) -> None:
         def delete_others() -> int:
-            return self._store.delete_blocks(set(self._store.block_keys()).difference(unpack_keys(keys)))
+            return self._store.delete_blocks(set(self._store.blocks.keys()).difference(unpack_keys(keys)))
 
         self._run(self._writer, delete_others, lambda error: 0)
 

@@ -6,105 +6,41 @@ import logging
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from agentcache.api.names import is_name
-from agentcache.api.stats import STATE
-from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, FORMAT_VERSION, STATE_GROUP, block_key, kind_of
-from agentcache.blocks.origin_paths import name_blocks, spans
-from agentcache.blocks.transcript import TranscriptContent
+from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, STATE_GROUP
+from agentcache.blocks.origin_paths import spans
 from agentcache.errors import BlockRejected, BrokenInvariant, Conflict, FileUnavailable, InvalidRequest, StoreError
-from agentcache.store.atomic import Fault, append_file, replace_file
-from agentcache.store.cache_files import CacheFiles, NotAFile, WrongFile
+from agentcache.store.cache_files import CacheFiles
 from agentcache.store.disk_usage import DiskUsage
-from agentcache.store.lineage_check import ServedCache, check_lineage
+from agentcache.store.lineage_files import LineageReader, Rebuilt, SavedAgent, ServedCache
 from agentcache.store.manifest import (
     MAX_MANIFEST_BYTES,
     AgentRecord,
     Manifest,
-    ResidualBlocks,
     SavedCache,
     SavedSnapshot,
     agent_of,
-    as_time,
-    decode_manifest,
     encode_manifest,
     save_origin,
     valid_lineage,
 )
-from agentcache.store.rebuild import Rebuilt, read_hint, rebuild
 from agentcache.store.transcript_log import (
-    MAX_LOG_BYTES,
     Content,
     LogEnd,
     extend_log,
     least_bytes,
-    parse_log,
     start_log,
 )
+from agentcache.store.writing import Fault, append_file, replace_file
 
 logger = logging.getLogger("agentcache.store")
 
 _LOG_NAME = re.compile(r"(.+)\.([0-9]+)\.log")
-
-
-@dataclass(frozen=True)
-class SavedAgent:
-    """The parsed files of one lineage; not `extendable` if the manifest on disk may be another one."""
-
-    manifest: Manifest
-    content: Content
-    extendable: bool = True
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the format version is current. Of older files only the transcript is used."""
-        return self.manifest.format_version == FORMAT_VERSION
-
-    def block_keys(self) -> Iterator[str]:
-        for cache in self.manifest.caches if self.is_current else ():
-            yield from cache.block_keys(self.content.chains.get(cache.name, ()))
-
-    def keys_by_kind(self) -> Iterator[tuple[str, list[str]]]:
-        """Keys of blocks other than base KV, by kind."""
-        for cache in self.manifest.caches if self.is_current else ():
-            if cache.snapshots:
-                yield STATE, [block_key(each.chain, STATE_GROUP) for each in cache.snapshots]
-            if cache.name != BASE_CACHE:
-                yield kind_of(cache.name), list(cache.block_keys(self.content.chains.get(cache.name, ())))
-
-    def fits(self, spec: str) -> bool:
-        return self.is_current and self.manifest.base.spec == spec
-
-    def record(self, spec: str) -> AgentRecord:
-        """Return the lineage as saved; without blocks if they do not fit the cache spec of digest `spec`."""
-        manifest, content, base = self.manifest, self.content, self.manifest.base
-        fits = self.fits(spec)
-        return AgentRecord(
-            id=manifest.id,
-            model=manifest.model,
-            salt=manifest.salt,
-            created=manifest.created,
-            last_used=manifest.last_used,
-            adapter=manifest.adapter,
-            policy=manifest.policy,
-            system=content.system,
-            producer=base.named_origin() if fits else None,
-            transcript=content.transcript,
-            num_saved=base.num_saved if fits else 0,
-            blocks=name_blocks(content.chains.get(BASE_CACHE, ()), base.spans()) if fits else (),
-            lineage=manifest.lineage,
-            snapshots=base.named_snapshots() if fits else (),
-            residuals=tuple(self._residual(each) for each in manifest.caches[1:] if each.num_saved) if fits else (),
-        )
-
-    def _residual(self, cache: SavedCache) -> ResidualBlocks:
-        blocks = name_blocks(self.content.chains.get(cache.name, ()), cache.spans(), cache.name)
-        return ResidualBlocks(cache.name, cache.spec, cache.groups, cache.num_saved, blocks)
 
 
 @dataclass(frozen=True)
@@ -129,6 +65,7 @@ class AgentFolder:
     ) -> None:
         self._files = files
         self._folder = folder
+        self._reader = LineageReader(files, folder)
         self._usage = usage
         self._fault = fault
         self._served = served
@@ -164,9 +101,6 @@ class AgentFolder:
         """Another model's damaged lineages with the reason; its server rebuilds them."""
         return self._damaged
 
-    def has(self, name: str) -> bool:
-        return name in self._agents
-
     def has_agent(self, agent_id: str) -> bool:
         """Whether the agent has a manifest, available or not."""
         return agent_id in self._names or any(agent_of(name) == agent_id for name in self._names)
@@ -187,7 +121,7 @@ class AgentFolder:
             self._load(name)
             if name in self._agents:
                 take(self._agents[name])
-        quarantined = {name.removesuffix(".json") for _, name in self._usage.quarantined_files()}
+        quarantined = {name.removesuffix(".json") for _, name in self._usage.quarantine.files()}
         for name in self._agents.keys() | (self._generations.keys() - listed - quarantined):
             self._remove_logs(name)
         self._loaded = True
@@ -201,7 +135,7 @@ class AgentFolder:
 
     def _load(self, name: str) -> None:
         try:
-            self._agents[name] = self._read(name)
+            self._agents[name] = self._reader.read(name, self._served)
         except FileNotFoundError:  # the manifest, not its log
             self._names.discard(name)
         except FileUnavailable as error:
@@ -221,87 +155,21 @@ class AgentFolder:
             "agent %s (%s) is unavailable, and its files stay as they are: %s", name, self._folder.name, reason
         )
 
-    def _read(self, name: str) -> SavedAgent:
-        manifest = self._read_manifest(name)
-        try:
-            content = self._read_content(manifest)
-        except FileNotFoundError:
-            raise BlockRejected(f"its log {manifest.log.generation} is not there") from None
-        check_lineage(manifest, content, self._served)
-        return self._as_saved(manifest, content)
-
-    def _as_saved(self, manifest: Manifest, content: Content) -> SavedAgent:
-        content.transcript.store_in(partial(self._read_again, manifest))
-        return SavedAgent(manifest, content)
-
-    def _read_content(self, manifest: Manifest) -> Content:
-        path = self._log_path(manifest.name, manifest.log.generation)
-        try:
-            log = self._read_whole(path, MAX_LOG_BYTES)
-        except NotAFile as error:  # the log may return
-            raise FileUnavailable(self._files.describe(path, error)) from error
-        with _unless_short_of_memory(manifest.name):
-            return parse_log(log, manifest.name, manifest.model, manifest.log, manifest.format_version)
-
-    def _read_again(self, manifest: Manifest) -> TranscriptContent:
-        """Read the transcript from the log. Thread-safe. Raises StoreError."""
-        try:
-            return self._read_content(manifest).transcript.content()
-        except (BlockRejected, FileNotFoundError) as error:
-            raise StoreError(f"the transcript of agent {manifest.name} cannot be read: {error}") from error
-
-    def _read_manifest(self, name: str) -> Manifest:
-        manifest = decode_manifest(self._read_whole(self._manifest_path(name), MAX_MANIFEST_BYTES))
-        is_named_well = is_name(manifest.id) and valid_lineage(manifest.lineage)
-        if manifest.name != name or not is_named_well or manifest.model[:16] != self._folder.name:
-            raise BlockRejected(f"the manifest is of agent {manifest.name!r:.100} of model {manifest.model!r:.80}")
-        return manifest
-
-    def _read_whole(self, path: Path, max_bytes: int) -> bytes:
-        """Raises FileNotFoundError, WrongFile, or FileUnavailable for other errors."""
-        try:
-            return self._files.read(path, max_bytes)
-        except (FileNotFoundError, WrongFile):
-            raise
-        except (OSError, MemoryError) as error:
-            raise FileUnavailable(self._files.describe(path, error)) from error
-
     def _rebuild(self, name: str, served: ServedCache, reason: str) -> None:
         """Rebuild a lineage as far as it is proven, else quarantine it. Raises FileUnavailable."""
-        stated, is_sound = self._stated_manifest(name)
-        logs = [log for each in sorted(self._generations.get(name, ())) if (log := self._read_log(name, each))]
-        with _unless_short_of_memory(name):
-            found = rebuild(name, self._folder.name, served, stated, logs, self._last_change(name), is_sound=is_sound)
+        found, stated_log = self._reader.rebuild(name, served, self._generations.get(name, ()))
         if found is None:
             self._reject(name, reason)
             return
         logger.warning("agent %s is rebuilt, for %s; lost: %s", name, reason, found.lost or "nothing")
         damaged_logs = {found.manifest.log.generation} if found.is_cut else set()
-        if is_sound and stated is not None:
-            damaged_logs.add(stated.log.generation)
+        if stated_log is not None:
+            damaged_logs.add(stated_log)
         try:
-            self._replace_damaged(name, found, reason, damaged_logs, is_sound=is_sound)
+            self._replace_damaged(name, found, reason, damaged_logs, is_sound=stated_log is not None)
         except (OSError, StoreError) as error:  # the next start retries
             logger.warning("agent %s as rebuilt could not be written: %s", name, error)
             self._agents[name] = SavedAgent(found.manifest, found.content, extendable=False)
-
-    def _stated_manifest(self, name: str) -> tuple[Manifest | None, bool]:
-        try:
-            return self._read_manifest(name), True
-        except (BlockRejected, FileNotFoundError):
-            with suppress(WrongFile, FileNotFoundError):
-                data = self._read_whole(self._manifest_path(name), MAX_MANIFEST_BYTES)
-                return read_hint(data, name, self._folder.name), False
-            return None, False
-
-    def _read_log(self, name: str, generation: int) -> bytes | None:
-        with suppress(WrongFile, FileNotFoundError):
-            return self._read_whole(self._log_path(name, generation), MAX_LOG_BYTES)
-        return None
-
-    def _last_change(self, name: str) -> float:
-        logs = [self._log_path(name, generation) for generation in self._generations.get(name, ())]
-        return as_time(max((self._files.status(path).st_mtime for path in logs), default=0.0))
 
     def _replace_damaged(
         self, name: str, found: Rebuilt, reason: str, damaged_logs: Set[int], *, is_sound: bool
@@ -314,16 +182,16 @@ class AgentFolder:
         self._usage.require(len(log.data) + len(encoded))
         self._write_log(name, log)
         if not is_sound:
-            self._usage.quarantine_copy(reason, self._manifest_path(name), MAX_MANIFEST_BYTES)
+            self._usage.quarantine.add_copy(reason, self._reader.manifest_path(name), MAX_MANIFEST_BYTES)
         self._write_manifest(name, encoded)
-        self._agents[name] = self._as_saved(manifest, found.content)
+        self._agents[name] = self._reader.as_saved(manifest, found.content)
         for each in damaged_logs & self._generations[name]:
-            self._usage.quarantine(reason, self._log_path(name, each))
+            self._usage.quarantine.add(reason, self._reader.log_path(name, each))
             self._generations[name].discard(each)
 
     def _reject(self, name: str, reason: str) -> None:
-        logs = [self._log_path(name, generation) for generation in self._generations.pop(name, ())]
-        self._usage.quarantine(reason, self._manifest_path(name), *logs)
+        logs = [self._reader.log_path(name, generation) for generation in self._generations.pop(name, ())]
+        self._usage.quarantine.add(reason, self._reader.manifest_path(name), *logs)
         self._names.discard(name)
 
     def require_available(self, name: str) -> None:
@@ -357,7 +225,7 @@ class AgentFolder:
         self._usage.require(len(log.data) + len(encoded))
         self._write_log(record.name, log)
         self._write_manifest(record.name, encoded)
-        self._agents[record.name] = self._as_saved(manifest, content)
+        self._agents[record.name] = self._reader.as_saved(manifest, content)
         with suppress(OSError):  # saved already; the next save retries
             self._remove_logs(record.name)
         return len(log.data) + len(encoded)
@@ -373,7 +241,7 @@ class AgentFolder:
         if name not in self._names:
             return
         self._fault("delete-before-manifest")
-        self._usage.remove(self._manifest_path(name))
+        self._usage.remove(self._reader.manifest_path(name))
         self._names.discard(name)
         self._agents.pop(name, None)
         self._fault("delete-before-folder-fsync")
@@ -418,7 +286,7 @@ class AgentFolder:
     def _can_extend(self, saved: SavedAgent, model: str) -> bool:
         end = saved.manifest.log
         try:
-            path = self._log_path(saved.manifest.name, end.generation)
+            path = self._reader.log_path(saved.manifest.name, end.generation)
             is_whole = self._files.status(path).st_size >= end.num_bytes and self._files.is_writable(path)
         except FileNotFoundError:
             return False
@@ -429,7 +297,7 @@ class AgentFolder:
         return _LogWrite(*start_log(record.name, record.model, generation, content), appends=False)
 
     def _write_log(self, name: str, log: _LogWrite) -> None:
-        path = self._log_path(name, log.end.generation)
+        path = self._reader.log_path(name, log.end.generation)
         try:
             if log.appends:
                 append_file(self._files, path, log.data, log.end.num_bytes - len(log.data), "log", self._fault)
@@ -442,7 +310,7 @@ class AgentFolder:
         self._usage.record_written(path, log.end.num_bytes, len(log.data))
 
     def _write_manifest(self, name: str, encoded: bytes) -> None:
-        path = self._manifest_path(name)
+        path = self._reader.manifest_path(name)
         self._names.add(name)
         try:
             replace_file(self._files, path, encoded, "manifest", self._fault)
@@ -455,14 +323,8 @@ class AgentFolder:
     def _keep_logs_if_replaced(self, name: str) -> None:
         """Freeze the logs if the rename may not be durable: a crash may restore either manifest."""
         saved = self._agents.get(name)
-        if saved and not self._is_on_disk(saved.manifest):
+        if saved and not self._reader.is_on_disk(saved.manifest):
             self._agents[name] = replace(saved, extendable=False)
-
-    def _is_on_disk(self, manifest: Manifest) -> bool:
-        try:
-            return self._files.read(self._manifest_path(manifest.name), MAX_MANIFEST_BYTES) == encode_manifest(manifest)
-        except OSError:
-            return False
 
     def _remove_logs(self, name: str) -> None:
         saved = self._agents.get(name)
@@ -471,25 +333,11 @@ class AgentFolder:
             return
         for generation in sorted(self._generations.get(name, set()) - {current}):
             self._fault("log-before-remove")
-            self._usage.remove(self._log_path(name, generation))
+            self._usage.remove(self._reader.log_path(name, generation))
             self._generations[name].discard(generation)
             self._fault("log-removed")
         if not self._generations.get(name, True):
             del self._generations[name]
-
-    def _manifest_path(self, name: str) -> Path:
-        return self._folder / f"{name}.json"
-
-    def _log_path(self, name: str, generation: int) -> Path:
-        return self._folder / f"{name}.{generation}.log"
-
-
-@contextmanager
-def _unless_short_of_memory(name: str) -> Iterator[None]:
-    try:
-        yield
-    except MemoryError as error:
-        raise FileUnavailable(f"{name} cannot be read: there is no memory for it") from error
 
 
 def _manifest_of(record: AgentRecord, spec: str, groups: tuple[str, ...], end: LogEnd) -> Manifest:

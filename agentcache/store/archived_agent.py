@@ -20,7 +20,6 @@ from agentcache.blocks.keys import (
 from agentcache.blocks.origin_paths import chain_keys, state_blocks
 from agentcache.errors import AgentCacheError, BlockRejected, FileUnavailable
 from agentcache.kv.spec import CacheSpec
-from agentcache.store.agent_folder import SavedAgent
 from agentcache.store.archive import ArchivedContent, ArchiveFile, ArchiveRejected, block_kind
 from agentcache.store.block_file import (
     MAX_HEADER_BYTES,
@@ -31,7 +30,7 @@ from agentcache.store.block_file import (
     max_encoded_size,
 )
 from agentcache.store.block_folder import BlockCopy, BlockWrite
-from agentcache.store.lineage_check import ServedCache, check_lineage
+from agentcache.store.lineage_files import SavedAgent, ServedCache, check_lineage
 from agentcache.store.manifest import (
     MAX_MANIFEST_BYTES,
     AgentRecord,
@@ -41,7 +40,7 @@ from agentcache.store.manifest import (
     as_time,
     decode_manifest,
 )
-from agentcache.store.model_names import ModelNames
+from agentcache.store.model_files import ModelNames
 from agentcache.store.transcript_log import parse_log
 from agentcache.store.verify import examine_block
 

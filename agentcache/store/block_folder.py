@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,6 @@ from agentcache.blocks.keys import STATE_GROUP, kind_of
 from agentcache.errors import BlockMissing, BlockRejected, BrokenInvariant, FileUnavailable
 from agentcache.kv.block_layout import Array, aligned, first_float
 from agentcache.kv.spec import CacheSpec
-from agentcache.store.atomic import Fault, Replacement
 from agentcache.store.block_file import (
     HEAD_BEGIN,
     MAX_HEADER_BYTES,
@@ -32,6 +31,7 @@ from agentcache.store.block_file import (
 )
 from agentcache.store.cache_files import CacheFiles, IsLink
 from agentcache.store.disk_usage import DiskUsage
+from agentcache.store.writing import Fault, Replacement
 
 log = logging.getLogger("agentcache.store")
 
@@ -62,35 +62,32 @@ class BlockCopy:
     file: bytes
 
 
-class BlockFolder:
-    """The files below ``blocks/``; their only writer.
+class BlockReader:
+    """Reads the files below ``blocks/``. Writes and deletes none; damaged ones go to quarantine.
 
     Args:
         folder: adopted by `usage`.
         specs: by cache name; may grow.
         unavailable: keys of unavailable files, to be rewritten.
-        is_covered: whether syncs of manifests cover the blocks: same drive (`durable.sync`).
     """
 
     def __init__(
         self,
         files: CacheFiles,
         folder: Path,
-        specs: Mapping[str, CacheSpec],
+        specs: dict[str, CacheSpec],
         usage: DiskUsage,
-        fault: Fault,
         unavailable: set[str] | None = None,
-        *,
-        is_covered: bool = True,
     ) -> None:
-        self._is_covered = is_covered
         self._files = files
         self._folder = folder
         self._specs = specs
         self._usage = usage
-        self._fault = fault
         self._unavailable = set() if unavailable is None else unavailable
-        self._has_new_folders = False  # not durable yet
+
+    def know_cache(self, name: str, spec: CacheSpec) -> None:
+        """Register a further cache. Thread-safe."""
+        self._specs[name] = spec
 
     def has(self, key: str) -> bool:
         """Whether a file exists and is not known to be unavailable."""
@@ -106,21 +103,16 @@ class BlockFolder:
     def keys(self) -> list[str]:
         return [os.path.basename(path).removesuffix(_SUFFIX) for path in self._paths()]
 
-    def classify(self, keys: Iterable[str], kind: str) -> None:
-        """Set the kind of block files, which may not exist yet."""
-        for key in keys:
-            self._usage.classify(self._name(key), kind)
-
     def all_there(self, keys: Iterable[str]) -> bool:
         """Whether the files still exist on disk. Raises OSError for a link in place of a folder."""
         return self._files.all_there(self._folder, [f"{key[:2]}/{key}{_SUFFIX}" for key in keys])
 
     @contextmanager
-    def reader(self) -> Iterator[BlockFolder]:
+    def reader(self) -> Iterator[BlockReader]:
         """The same files for one thread; keeps folders open."""
         files = CacheFiles(self._files.root)
         with files.keep_open():
-            yield BlockFolder(files, self._folder, self._specs, self._usage, self._fault, self._unavailable)
+            yield BlockReader(files, self._folder, self._specs, self._usage, self._unavailable)
 
     def read(self, header: BlockHeader, buffer: Array | None = None) -> StoredBlock:
         """Read and verify a block.
@@ -162,7 +154,7 @@ class BlockFolder:
             self._usage.forget(Path(name))
             raise BlockMissing(f"there is no file for block {header.block_key}") from None
         except (IsLink, BlockRejected) as error:
-            self._usage.quarantine(str(error), Path(name))
+            self._usage.quarantine.add(str(error), Path(name))
             raise BlockRejected(f"block {header.block_key}: {error}") from error
         except (FileUnavailable, OSError, MemoryError) as error:
             self._note_unavailable(header.block_key, error)
@@ -191,6 +183,51 @@ class BlockFolder:
         first = first_float(spec.group(header.group), header.num_tokens)
         verify_block(spec, header, head, [data[:first].data], data[first:])
         return data
+
+    def _spec_of(self, header: BlockHeader) -> CacheSpec:
+        return self._specs[header.cache]
+
+    def _paths(self) -> list[str]:
+        return [path for path in self._usage.paths(self._folder) if path.endswith(_SUFFIX)]
+
+    def _name(self, key: str) -> str:
+        return f"{self._folder}/{key[:2]}/{key}{_SUFFIX}"
+
+    def _path(self, key: str) -> Path:
+        return Path(self._checked_name(key))
+
+    def _checked_name(self, key: str) -> str:
+        if not _BLOCK_KEY.fullmatch(key):
+            raise BrokenInvariant(f"{key!r:.80} is no block key")
+        return self._name(key)
+
+
+class BlockFolder(BlockReader):
+    """The only writer of the files below ``blocks/``; `Store` says which may be deleted.
+
+    Args:
+        is_covered: whether syncs of manifests cover the blocks: same drive (`durable.sync`).
+    """
+
+    def __init__(
+        self,
+        files: CacheFiles,
+        folder: Path,
+        specs: dict[str, CacheSpec],
+        usage: DiskUsage,
+        fault: Fault,
+        *,
+        is_covered: bool = True,
+    ) -> None:
+        super().__init__(files, folder, specs, usage)
+        self._fault = fault
+        self._is_covered = is_covered
+        self._has_new_folders = False  # not durable yet
+
+    def classify(self, keys: Iterable[str], kind: str) -> None:
+        """Set the kind of block files, which may not exist yet."""
+        for key in keys:
+            self._usage.classify(self._name(key), kind)
 
     def write(self, blocks: Sequence[BlockWrite | BlockCopy]) -> int:
         """Write blocks, all or none, ordered before later writes; skip existing ones. Return the bytes written.
@@ -221,9 +258,6 @@ class BlockFolder:
         if isinstance(block, BlockCopy):
             return (block.file,)
         return encode_block(self._spec_of(block.header), block.header, block.data, block.extras)
-
-    def _spec_of(self, header: BlockHeader) -> CacheSpec:
-        return self._specs[header.cache]
 
     def delete(self, keys: Iterable[str]) -> int:
         """Delete existing files; return the bytes freed."""
@@ -268,17 +302,3 @@ class BlockFolder:
                 continue
             with suppress(OSError):
                 self._files.remove(file.path)
-
-    def _paths(self) -> list[str]:
-        return [path for path in self._usage.paths(self._folder) if path.endswith(_SUFFIX)]
-
-    def _name(self, key: str) -> str:
-        return f"{self._folder}/{key[:2]}/{key}{_SUFFIX}"
-
-    def _path(self, key: str) -> Path:
-        return Path(self._checked_name(key))
-
-    def _checked_name(self, key: str) -> str:
-        if not _BLOCK_KEY.fullmatch(key):
-            raise BrokenInvariant(f"{key!r:.80} is no block key")
-        return self._name(key)

@@ -16,8 +16,8 @@ from pathlib import Path
 from agentcache.api.stats import STATE
 from agentcache.blocks.keys import BASE_CACHE, RESIDUAL
 from agentcache.errors import DiskBudgetExceeded
-from agentcache.store.atomic import TEMP_SUFFIX, replace_file
 from agentcache.store.cache_files import CacheFiles, WrongFile
+from agentcache.store.writing import TEMP_SUFFIX, replace_file
 
 AUTO_SHARE = 0.20
 AUTO_CEILING = 100 * 10**9
@@ -66,7 +66,7 @@ def automatic_budget(free: int, held: int) -> DiskBudget:
 
 
 class DiskUsage:
-    """Owner of file sizes, disk budget and quarantine. Thread-safe: readers quarantine files.
+    """Owner of file sizes and the disk budget. Thread-safe.
 
     A file's kind is its top folder; a block's is its content, base KV by default. Methods that touch files
     raise OSError, unless stated.
@@ -77,7 +77,7 @@ class DiskUsage:
     Attributes:
         total: bytes of all files, including quarantine.
         written, read: bytes written, and bytes of blocks read, since start.
-        quarantined: blocks and agents rejected since start.
+        quarantine: rejected files.
     """
 
     def __init__(self, files: CacheFiles, budget: int | None) -> None:
@@ -86,9 +86,8 @@ class DiskUsage:
         self.total = 0
         self.written = 0
         self.read = 0
-        self.quarantined = 0
         self._files = files
-        self._quarantine = files.root / QUARANTINE
+        self.quarantine = Quarantine(files, self)
         self._sizes: dict[str, int] = {}
         self._kinds: dict[str, str] = {}  # of blocks other than base KV
         self._by_kind: Counter[str] = Counter()
@@ -101,9 +100,7 @@ class DiskUsage:
             self._kinds = {}
             self._by_kind.clear()
             self.total = 0
-        self._files.make_folder(self._quarantine)
-        for name, status in self._files.list_folder(self._quarantine):
-            self._record(str(self._quarantine / name), _size_of(status))
+        self.quarantine.adopt()
 
     def __contains__(self, path: Path | str) -> bool:
         return str(path) in self._sizes
@@ -172,14 +169,14 @@ class DiskUsage:
 
     def record_written(self, path: Path, size: int, written: int) -> None:
         """Record a write of `written` bytes; the file now has `size`."""
-        self._record(str(path), size)
+        self.record(str(path), size)
         with self._lock:
             self.written += written
 
     def refresh(self, path: Path) -> None:
         """Record the size after a failed write."""
         try:
-            self._record(str(path), self._files.status(path).st_size)
+            self.record(str(path), self._files.status(path).st_size)
         except OSError:
             self.forget(path)
 
@@ -211,115 +208,12 @@ class DiskUsage:
     def require(self, num_bytes: int) -> None:
         """Raise DiskBudgetExceeded unless `num_bytes` more fit. Empties quarantine to keep a user's budget."""
         if self.evicts and num_bytes > self.free:
-            self._empty_quarantine()
+            self.quarantine.empty()
         if not self.has_room(num_bytes):
             raise DiskBudgetExceeded(self.refusal(num_bytes), num_bytes)
 
-    def adopt(self, folder: Path) -> list[Path]:
-        """Record a folder's files, delete temporary ones, return irregular ones."""
-        strange: list[Path] = []
-        for name, status in self._files.list_folder(folder):
-            path = f"{folder}/{name}"
-            if not stat.S_ISREG(status.st_mode):
-                strange.append(Path(path))
-                self._record(path, _size_of(status))
-            elif name.endswith(TEMP_SUFFIX):
-                with suppress(OSError):  # e.g. another user's
-                    self._files.remove(path)
-            else:
-                if status.st_mode & 0o077:
-                    with suppress(OSError):
-                        self._files.tighten(path)
-                self._record(path, status.st_size)
-        return strange
-
-    def adopt_blocks(self, parent: Path) -> None:
-        """Record the block folders; quarantine links and irregular files."""
-        for name, status in self._files.list_folder(parent):
-            if stat.S_ISLNK(status.st_mode):
-                self.quarantine("it is a symbolic link", parent / name)
-            elif stat.S_ISDIR(status.st_mode):
-                self._files.make_folder(parent / name)
-                for path in self.adopt(parent / name):
-                    self.quarantine("it is not a regular file", path)
-
-    def adopt_agents(self, parent: Path) -> tuple[list[Path], dict[str, str]]:
-        """Record agent folders; return usable ones, and the reasons for unusable ones by name.
-
-        Quarantines nothing: only content tells whether an agent's file is wrong.
-        """
-        folders: list[Path] = []
-        unavailable: dict[str, str] = {}
-        for name, status in self._files.list_folder(parent):
-            if not stat.S_ISDIR(status.st_mode) and not stat.S_ISLNK(status.st_mode):
-                continue
-            try:
-                self._files.make_folder(parent / name)
-                self.adopt(parent / name)
-                folders.append(parent / name)
-            except OSError as error:
-                unavailable[name] = self._files.describe(parent / name, error)
-        return folders, unavailable
-
-    def quarantine(self, reason: str, *paths: Path) -> None:
-        """Move files to quarantine; one log line, one count. Never raises."""
-        moved = [path for path in paths if self._move_to_quarantine(path)]
-        if moved:
-            self._count(reason, moved[0])
-
-    def quarantined_files(self) -> list[tuple[str, str]]:
-        """Paths in quarantine with the files' original names."""
-        return [(path, os.path.basename(path).rpartition(".")[0]) for path in self.paths(self._quarantine)]
-
-    def has_quarantined(self, *suffixes: str) -> bool:
-        return any(name.endswith(suffixes) for _, name in self.quarantined_files())
-
-    def remove_quarantined(self, is_meant: Callable[[str], bool]) -> None:
-        """Delete quarantined files by original name."""
-        for path, name in self.quarantined_files():
-            if is_meant(name):
-                self.remove(path)
-
-    def empty_quarantine(self) -> int:
-        """Delete all quarantined files; return the bytes freed."""
-        before = self.bytes_of(QUARANTINE)
-        self._empty_quarantine()
-        return before - self.bytes_of(QUARANTINE)
-
-    def quarantine_copy(self, reason: str, path: Path, max_bytes: int) -> None:
-        """Copy a file to quarantine, since it must stay until replaced; move an irregular one."""
-        try:
-            data = self._files.read(path, max_bytes)
-        except WrongFile:
-            self.quarantine(reason, path)
-            return
-        target = self._quarantine / f"{path.name}.{secrets.token_hex(6)}"
-        self._files.make_folder(self._quarantine)
-        replace_file(self._files, target, data, "quarantine", lambda step: None)
-        self._record(str(target), len(data))
-        self._count(reason, path)
-
-    def _count(self, reason: str, path: Path) -> None:
-        with self._lock:
-            self.quarantined += 1
-        logger.warning("quarantined %s: %s", path.relative_to(self._files.root), reason)
-
-    def _move_to_quarantine(self, path: Path) -> bool:
-        """Return False if another reader was faster."""
-        target = self._quarantine / f"{path.name}.{secrets.token_hex(6)}"
-        try:
-            self._files.make_folder(self._quarantine)
-            self._files.rename(path, target)
-            self._record(str(target), _size_of(self._files.status(target)))
-        except FileNotFoundError:
-            self.forget(path)
-            return False
-        except OSError as error:
-            logger.error("cannot move %s to quarantine: %s", path, error)
-        self.forget(path)
-        return True
-
-    def _record(self, path: str, size: int) -> None:
+    def record(self, path: str, size: int) -> None:
+        """Record a file's size."""
         with self._lock:
             grown = size - self._sizes.get(path, 0)
             self.total += grown
@@ -330,10 +224,139 @@ class DiskUsage:
         folder = path[len(str(self._files.root)) + 1 :].partition("/")[0]
         return self._kinds.get(path, BASE_CACHE) if folder == _BLOCKS else folder
 
-    def _empty_quarantine(self) -> None:
-        for path in self.paths(self._quarantine):
+
+class Quarantine:
+    """Files that failed verification, kept in a folder of their own. Thread-safe: readers add files.
+
+    Names end with a random suffix. Methods raise OSError, unless stated.
+
+    Attributes:
+        count: blocks and agents added since start.
+    """
+
+    def __init__(self, files: CacheFiles, usage: DiskUsage) -> None:
+        self.count = 0
+        self._files = files
+        self._folder = files.root / QUARANTINE
+        self._usage = usage
+        self._lock = threading.Lock()
+
+    def adopt(self) -> None:
+        """Create the folder, or record its files."""
+        self._files.make_folder(self._folder)
+        for name, status in self._files.list_folder(self._folder):
+            self._usage.record(str(self._folder / name), _size_of(status))
+
+    def add(self, reason: str, *paths: Path) -> None:
+        """Move files here; one log line, one count. Never raises."""
+        moved = [path for path in paths if self._move(path)]
+        if moved:
+            self._note(reason, moved[0])
+
+    def add_copy(self, reason: str, path: Path, max_bytes: int) -> None:
+        """Copy a file here, since it must stay until replaced; move an irregular one."""
+        try:
+            data = self._files.read(path, max_bytes)
+        except WrongFile:
+            self.add(reason, path)
+            return
+        target = self._target(path)
+        replace_file(self._files, target, data, "quarantine", lambda step: None)
+        self._usage.record(str(target), len(data))
+        self._note(reason, path)
+
+    def files(self) -> list[tuple[str, str]]:
+        """Paths with the files' original names."""
+        return [(path, os.path.basename(path).rpartition(".")[0]) for path in self._usage.paths(self._folder)]
+
+    def has(self, *suffixes: str) -> bool:
+        return any(name.endswith(suffixes) for _, name in self.files())
+
+    def remove(self, is_meant: Callable[[str], bool]) -> None:
+        """Delete files by original name."""
+        for path, name in self.files():
+            if is_meant(name):
+                self._usage.remove(path)
+
+    def empty(self) -> int:
+        """Delete all files that can be deleted; return the bytes freed. Never raises."""
+        before = self._usage.bytes_of(QUARANTINE)
+        for path in self._usage.paths(self._folder):
             with suppress(OSError):
-                self.remove(path)
+                self._usage.remove(path)
+        return before - self._usage.bytes_of(QUARANTINE)
+
+    def _target(self, path: Path) -> Path:
+        self._files.make_folder(self._folder)
+        return self._folder / f"{path.name}.{secrets.token_hex(6)}"
+
+    def _move(self, path: Path) -> bool:
+        """Return False if another reader was faster."""
+        try:
+            target = self._target(path)
+            self._files.rename(path, target)
+            self._usage.record(str(target), _size_of(self._files.status(target)))
+        except FileNotFoundError:
+            self._usage.forget(path)
+            return False
+        except OSError as error:
+            logger.error("cannot move %s to quarantine: %s", path, error)
+        self._usage.forget(path)
+        return True
+
+    def _note(self, reason: str, path: Path) -> None:
+        with self._lock:
+            self.count += 1
+        logger.warning("quarantined %s: %s", path.relative_to(self._files.root), reason)
+
+
+def adopt_blocks(files: CacheFiles, usage: DiskUsage, parent: Path) -> None:
+    """Record the block folders; quarantine links and irregular files."""
+    for name, status in files.list_folder(parent):
+        if stat.S_ISLNK(status.st_mode):
+            usage.quarantine.add("it is a symbolic link", parent / name)
+        elif stat.S_ISDIR(status.st_mode):
+            files.make_folder(parent / name)
+            for path in _adopt(files, usage, parent / name):
+                usage.quarantine.add("it is not a regular file", path)
+
+
+def adopt_agents(files: CacheFiles, usage: DiskUsage, parent: Path) -> tuple[list[Path], dict[str, str]]:
+    """Record agent folders; return usable ones, and the reasons for unusable ones by name.
+
+    Quarantines nothing: only content tells whether an agent's file is wrong.
+    """
+    folders: list[Path] = []
+    unavailable: dict[str, str] = {}
+    for name, status in files.list_folder(parent):
+        if not stat.S_ISDIR(status.st_mode) and not stat.S_ISLNK(status.st_mode):
+            continue
+        try:
+            files.make_folder(parent / name)
+            _adopt(files, usage, parent / name)
+            folders.append(parent / name)
+        except OSError as error:
+            unavailable[name] = files.describe(parent / name, error)
+    return folders, unavailable
+
+
+def _adopt(files: CacheFiles, usage: DiskUsage, folder: Path) -> list[Path]:
+    """Record a folder's files, delete temporary ones, return irregular ones."""
+    strange: list[Path] = []
+    for name, status in files.list_folder(folder):
+        path = f"{folder}/{name}"
+        if not stat.S_ISREG(status.st_mode):
+            strange.append(Path(path))
+            usage.record(path, _size_of(status))
+        elif name.endswith(TEMP_SUFFIX):
+            with suppress(OSError):  # e.g. another user's
+                files.remove(path)
+        else:
+            if status.st_mode & 0o077:
+                with suppress(OSError):
+                    files.tighten(path)
+            usage.record(path, status.st_size)
+    return strange
 
 
 def _size_of(status: os.stat_result) -> int:

@@ -24,9 +24,9 @@ import xxhash
 
 from agentcache.api.names import is_name
 from agentcache.errors import FileUnavailable, StoreError
-from agentcache.store.atomic import Fault, append_file, replace_file
 from agentcache.store.cache_files import CacheFiles, WrongFile
 from agentcache.store.disk_usage import DiskUsage
+from agentcache.store.writing import Fault, append_file, replace_file
 
 SUFFIX = ".responses"
 MOST_BYTES = 32 << 20  # per agent

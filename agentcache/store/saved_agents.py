@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from agentcache.errors import BlockRejected, FileUnavailable
-from agentcache.store.agent_folder import AgentFolder, SavedAgent
-from agentcache.store.block_folder import BlockFolder
+from agentcache.store.agent_folder import AgentFolder
+from agentcache.store.block_folder import BlockFolder, BlockReader
 from agentcache.store.cache_files import CacheFiles
 from agentcache.store.disk_usage import DiskUsage
-from agentcache.store.lineage_check import ServedCache, check_lineage
+from agentcache.store.lineage_files import SavedAgent, ServedCache, check_lineage
 from agentcache.store.manifest import MAX_MANIFEST_BYTES, AgentRecord, Manifest, agent_of, decode_manifest, lineage_name
 from agentcache.store.transcript_log import MAX_LOG_BYTES, parse_log
 
@@ -115,6 +115,75 @@ class SavedAgents:
 
     def _can_read(self, agent: SavedAgent) -> bool:
         return self._is_served(agent) and agent.fits(self._spec)
+
+
+class BlockClaims:
+    """Which blocks the manifests name, and which must stay. Deletes nothing: `Store` asks before it deletes.
+
+    Args:
+        has: as `Store.has`.
+
+    Attributes:
+        agents: all saved lineages.
+        knows_all_manifests: whether `look` found all manifests and logs readable.
+    """
+
+    def __init__(self, blocks: BlockReader, has: Callable[[str], bool]) -> None:
+        self.agents: SavedAgents | None = None
+        self.knows_all_manifests = False
+        self._blocks = blocks
+        self._has = has
+        self._unclaimed: set[str] = set()  # blocks that only unavailable or damaged manifests or logs may name
+        self._spared: set[str] = set()  # all blocks at start, if manifests are unavailable; deleted only for room
+
+    def look(self, *, is_unavailable: bool, is_damaged: bool) -> None:
+        """Compare the files with the manifests, once at start, after `SavedAgents.load_all`.
+
+        Args:
+            is_unavailable, is_damaged: whether some manifests or logs are.
+        """
+        self.knows_all_manifests = not is_unavailable and not is_damaged
+        if self.knows_all_manifests:
+            return
+        there = set(self._blocks.keys())
+        self._unclaimed = there - self.named()
+        self._spared = there if is_unavailable else set()
+        if self._unclaimed:
+            why = "some cannot be read now" if is_unavailable else "damaged ones may, until room is needed"
+            log.warning("%d blocks stay that no readable manifest names: %s", len(self._unclaimed), why)
+
+    def spare_none(self) -> None:
+        """Note that all manifests are available again."""
+        self._spared = set()
+
+    def named(self) -> set[str]:
+        """Blocks that manifests of any model name."""
+        return set() if self.agents is None else set(self.agents.block_keys())
+
+    def deletable(self, keys: Iterable[str], *, for_room: bool) -> list[str]:
+        """Return `keys`; unless `for_room`, without blocks that unavailable manifests may name."""
+        return list(keys) if for_room else [key for key in keys if key not in self._spared]
+
+    @property
+    def unclaimed_bytes(self) -> int:
+        """Bytes of blocks that unavailable manifests may name: not evictable."""
+        return sum(map(self._blocks.size_of, self._unclaimed - self.named())) if self._spared else 0
+
+    def take_unclaimed(self, in_use: Collection[str]) -> set[str]:
+        """Return, once, the blocks that only damaged files may name and no running turn needs."""
+        if self._spared:
+            return set()
+        unclaimed, self._unclaimed = self._unclaimed, set()
+        return unclaimed.difference(self.named(), in_use) if unclaimed else set()
+
+    def stalest_unreadable(self) -> SavedAgent | None:
+        """The least recently used lineage with unreadable blocks on disk."""
+        return None if self.agents is None else self.agents.stalest_unreadable(self._has)
+
+    def unreadable_last_used(self) -> float | None:
+        """Last use of that lineage, in Unix time."""
+        agent = self.stalest_unreadable()
+        return None if agent is None else agent.manifest.last_used
 
 
 def _leave_ram(agent: SavedAgent) -> None:
@@ -241,7 +310,7 @@ class QuarantinedAgents:
 
     Args:
         folders: adopted folders of agents.
-        served: cache of a folder's model, if it is served.
+        served: cache of the served model, by its folders' names.
     """
 
     def __init__(
@@ -249,7 +318,7 @@ class QuarantinedAgents:
         files: CacheFiles,
         usage: DiskUsage,
         folders: Iterable[Path],
-        served: Callable[[Path], ServedCache | None],
+        served: Mapping[str, ServedCache],
     ) -> None:
         self._files, self._usage, self._served = files, usage, served
         self._folders = {folder.name: folder for folder in folders}
@@ -265,7 +334,7 @@ class QuarantinedAgents:
                 self._move(manifest, folder, path, source)
 
     def _paths(self, suffix: str) -> Iterator[Path]:
-        yield from (Path(path) for path, name in self._usage.quarantined_files() if name.endswith(suffix))
+        yield from (Path(path) for path, name in self._usage.quarantine.files() if name.endswith(suffix))
 
     def _read(self, path: Path) -> Manifest | None:
         with suppress(OSError, MemoryError, BlockRejected, FileUnavailable):
@@ -295,7 +364,7 @@ class QuarantinedAgents:
             with suppress(OSError, MemoryError, BlockRejected, FileUnavailable):
                 data = self._files.read(path, MAX_LOG_BYTES)
                 content = parse_log(data, manifest.name, manifest.model, manifest.log, manifest.format_version)
-                check_lineage(manifest, content, self._served(folder))
+                check_lineage(manifest, content, self._served.get(folder.name))
                 return path
         return None
 

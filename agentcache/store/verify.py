@@ -26,7 +26,7 @@ from agentcache.blocks.origin_paths import chain_keys, state_chains
 from agentcache.errors import BlockRejected, FileUnavailable
 from agentcache.store.block_file import refuse_newer
 from agentcache.store.cache_files import CacheFiles, IsLink
-from agentcache.store.lineage_check import check_lineage
+from agentcache.store.lineage_files import check_lineage
 from agentcache.store.manifest import MAX_MANIFEST_BYTES, Manifest, SavedCache, decode_manifest
 from agentcache.store.transcript_log import MAX_LOG_BYTES, parse_log
 

@@ -18,7 +18,7 @@ from agentcache.cli.doctor import examine_model
 from agentcache.settings.config import Config
 from agentcache.settings.sources import load_config
 from agentcache.store.cache_files import CacheFiles
-from agentcache.store.lock import FolderLock
+from agentcache.store.writing import FolderLock
 from agentcache.system import machine
 from tests.cli.conftest import Invoke
 from tests.conftest import ModelFolder

@@ -7,7 +7,7 @@ import pytest
 
 from agentcache.cli.agents import describe_purge, purge_server
 from agentcache.store.cache_files import CacheFiles
-from agentcache.store.lock import FolderLock
+from agentcache.store.writing import FolderLock
 from tests.cli.conftest import Invoke
 from tests.server.fake_engine import FakeEngine
 

@@ -161,7 +161,7 @@ def test_a_store_keeps_them_and_finds_damage(tmp_path: Path, group: str, damage:
     block, sound = block_of(group), block_of(group, TOKENS[1:])
     with open_store(tmp_path, spec=OTHER) as store:
         store.write_blocks([block, sound])
-        read = tensor_views(OTHER, block.header, store.read_block(block.header).data)
+        read = tensor_views(OTHER, block.header, store.blocks.read(block.header).data)
         for name, array in tensors_of(block, OTHER).items():
             np.testing.assert_array_equal(read[name], array)
     path = block_file(tmp_path, block)
@@ -170,10 +170,10 @@ def test_a_store_keeps_them_and_finds_damage(tmp_path: Path, group: str, damage:
     assert len(verify_folder(tmp_path).problems) == 1
     with open_store(tmp_path, spec=OTHER, disk_budget=1 << 50) as store:
         with pytest.raises((BlockRejected, BlockMissing)):  # what is no file is found at the start
-            store.read_block(block.header)
-        assert store.usage.quarantined == 1 and len(quarantined(tmp_path)) == 1
+            store.blocks.read(block.header)
+        assert store.usage.quarantine.count == 1 and len(quarantined(tmp_path)) == 1
         store.write_blocks([block])
-        assert store.read_block(block.header).data.any() and store.read_block(sound.header).data.any()
+        assert store.blocks.read(block.header).data.any() and store.blocks.read(sound.header).data.any()
 
 
 def test_a_lineage_may_have_blocks_in_two_caches(tmp_path: Path) -> None:
@@ -190,12 +190,12 @@ def test_a_lineage_may_have_blocks_in_two_caches(tmp_path: Path) -> None:
     blocks = name_blocks(chains, layout, CACHE)
     record = replace(record, residuals=(ResidualBlocks(CACHE, OTHER.digest, ("full.0", "state"), 512, blocks),))
     with open_store(tmp_path) as store:
-        store.know_cache(CACHE, OTHER)
+        store.blocks.know_cache(CACHE, OTHER)
         store.write_blocks([*base, *residual])
         store.save_agent(record)
         written = store.usage.by_kind
         assert sum(written.values()) == store.usage.total
-        assert written["residual"] == store.block_bytes(block.header.block_key for block in residual) > 0
+        assert written["residual"] == sum(store.blocks.size_of(block.header.block_key) for block in residual) > 0
 
     names = [name for block in blocks for name in block.names]
     assert len(names) == len(residual) == 4 and set(names) <= set(record.block_names)
@@ -206,9 +206,9 @@ def test_a_lineage_may_have_blocks_in_two_caches(tmp_path: Path) -> None:
         assert all(store.has(block.header.block_key) for block in residual)
         assert store.usage.by_kind == written
         store.save_agent(replace(record, last_used=9.0))
-        store.know_cache(CACHE, OTHER)
+        store.blocks.know_cache(CACHE, OTHER)
         for block in residual:
-            assert np.array_equal(store.read_block(block.header).data, block.data)
+            assert np.array_equal(store.blocks.read(block.header).data, block.data)
     flip(block_file(tmp_path, residual[0]))
     report = verify_folder(tmp_path)
     assert len(report.problems) == 1 and report.agents == 1
@@ -250,7 +250,7 @@ def test_a_log_with_blocks_that_the_manifest_does_not_name_is_rejected(tmp_path:
     (folder / "alice.json").write_bytes(encode_manifest(replace(manifest, caches=caches, log=end)))
     assert len(verify_folder(tmp_path).problems) == 1
     with open_store(tmp_path) as store:
-        assert load_agents(store) == [record] and store.usage.quarantined == 1  # as far as it is proven
+        assert load_agents(store) == [record] and store.usage.quarantine.count == 1  # as far as it is proven
 
 
 @pytest.mark.parametrize(
@@ -271,4 +271,4 @@ def test_what_may_not_stand_beside_base_is_rejected(tmp_path: Path, change: dict
     (folder / "alice.1.log").write_bytes(log)
     (folder / "alice.json").write_bytes(encode_manifest(replace(manifest, caches=(manifest.base, cache), log=end)))
     with open_store(tmp_path) as store:
-        assert load_agents(store) == [record] and store.usage.quarantined == 1  # as far as it is proven
+        assert load_agents(store) == [record] and store.usage.quarantine.count == 1  # as far as it is proven

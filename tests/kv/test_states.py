@@ -111,7 +111,7 @@ def test_to_a_file_and_back(tmp_path: Path) -> None:
     header = make_header(Namespace(MODEL, SPEC.digest).root, STATE_GROUP, 0, range(7))
     with open_store(tmp_path, spec=SPEC) as store:
         store.write_blocks([BlockWrite(header, arena.snapshot(slot))])
-        arena.put_bytes(other, store.read_block(header).data)
+        arena.put_bytes(other, store.blocks.read(header).data)
     assert same(arena.arrays(other), batch, 1)
 
 
@@ -128,8 +128,8 @@ def test_a_flipped_bit_shows(tmp_path: Path, offset: int) -> None:
         data[offset] ^= 1
         path.write_bytes(data)
         with pytest.raises(BlockRejected):
-            store.read_block(header)
-        assert (store.usage.quarantined, store.has(header.block_key)) == (1, False)
+            store.blocks.read(header)
+        assert (store.usage.quarantine.count, store.has(header.block_key)) == (1, False)
 
 
 def test_what_is_not_finite_is_known() -> None:

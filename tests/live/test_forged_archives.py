@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from agentcache.server_process import ServerProcess
-from agentcache.store.export import export_agent
+from agentcache.store.archive import export_agent
 from tests.live.servers import agent_info, chat, http_of, make_text, serving
 from tests.serving.test_forged_agents import one_record
 from tests.store.forge import FORGERIES, Forgery, block_parts, signed_block

@@ -17,7 +17,7 @@ from agentcache.models.hidden_states import ModelHiddenStates
 from agentcache.models.loader import LoadedModel
 from agentcache.models.lora import ModelAdapters
 from agentcache.models.step import CurrentStep
-from agentcache.store.model_names import ModelNames
+from agentcache.store.model_files import ModelNames
 
 _NOISE = 0.1
 

@@ -62,6 +62,7 @@ class TwoRanks:
     lost: list[RankLost] = field(default_factory=list)
     patience: float = SECONDS
     budget: int | None = BUDGET
+    when_lost: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         theirs = Store(self.folder / "rank-1-of-2", SPECS[1], MODEL, disk_budget=BUDGET)
@@ -75,6 +76,7 @@ class TwoRanks:
             SPECS[0],
             MODEL,
             disk_budget=self.budget,
+            when_lost=lambda: self.when_lost(),
             link=self.link,
             handles=self.handles,
         )

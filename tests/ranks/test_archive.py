@@ -11,11 +11,10 @@ import pytest
 from agentcache.blocks.origin_paths import chain_keys, name_blocks, spans
 from agentcache.errors import Conflict, NotFound, StoreError
 from agentcache.ranks.folders import folders_of_agent
-from agentcache.store.archive import ArchiveFile, ArchiveRejected, ArchiveWriter
+from agentcache.store.archive import ArchiveFile, ArchiveRejected, ArchiveWriter, export_agent
 from agentcache.store.archived_agent import read_archive
 from agentcache.store.block_file import make_header
 from agentcache.store.block_folder import BlockCopy, BlockWrite
-from agentcache.store.export import export_agent
 from agentcache.store.manifest import AgentRecord, decode_manifest
 from agentcache.store.verify import verify_folder
 from tests.ranks.by_threads import ROOT, SPECS, TwoRanks

@@ -91,7 +91,7 @@ def test_a_manifest_cannot_name_what_rank_1_has_lost(ranks: TwoRanks) -> None:
     block, told = ranks.block(1), list[bool]()
     ranks.store.write_blocks([block])
     ranks.path(1, block).unlink()
-    ranks.store.when_lost = lambda: told.append(is_there(ranks, block))
+    ranks.when_lost = lambda: told.append(is_there(ranks, block))
     with pytest.raises(BlocksLost):
         ranks.store.require_blocks([block.header.block_key])
     assert told == [False]

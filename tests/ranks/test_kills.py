@@ -15,7 +15,7 @@ import pytest
 
 from agentcache.cli.serve import LOST_CODE
 from agentcache.ranks.folders import folders_of_agent
-from agentcache.store.export import export_agent
+from agentcache.store.archive import export_agent
 from agentcache.store.verify import verify_folder
 from tests.ranks.two_ranks import Played, play
 from tests.tiny import tiny_model

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agentcache.ranks.folders import folders_of_agent
-from agentcache.store.export import export_agent
+from agentcache.store.archive import export_agent
 from agentcache.store.verify import verify_folder
 from tests.ranks.two_ranks import play
 from tests.tiny import tiny_model

@@ -11,7 +11,7 @@ import pytest
 
 from agentcache.kv.packing import LayerBits, Precision
 from agentcache.ranks.folders import rank_folder
-from agentcache.store.precision_file import read_precision, write_precision
+from agentcache.store.model_files import read_precision, write_precision
 from agentcache.store.verify import verify_folder
 from tests.adapters_factory import make_adapter
 from tests.ranks.two_ranks import play

@@ -42,7 +42,7 @@ from agentcache.models.decoder import Decoder
 from agentcache.models.footprint import Footprint
 from agentcache.models.loader import LoadedModel
 from agentcache.ranks.rank_zero import RankZeroRunner
-from agentcache.store.agent_folder import AgentFolder
+from agentcache.store.lineage_files import LineageReader
 from agentcache.store.manifest import AgentRecord, Manifest
 from agentcache.store.store import Store
 from agentcache.system.memory import Level
@@ -585,13 +585,13 @@ def keep_few_transcripts(patch: pytest.MonkeyPatch, num_bytes: int) -> None:
 def watch_logs(patch: pytest.MonkeyPatch) -> list[str]:
     """The names of the threads that read transcripts from their logs, after the start."""
     names: list[str] = []
-    read = AgentFolder._read_again
+    read = LineageReader._read_again
 
-    def note(folder: AgentFolder, manifest: Manifest) -> TranscriptContent:
+    def note(reader: LineageReader, manifest: Manifest) -> TranscriptContent:
         names.append(threading.current_thread().name)
-        return read(folder, manifest)
+        return read(reader, manifest)
 
-    patch.setattr(AgentFolder, "_read_again", note)
+    patch.setattr(LineageReader, "_read_again", note)
     return names
 
 

@@ -34,9 +34,9 @@ from agentcache.kv.arena import take_due
 from agentcache.kv.block_layout import Array
 from agentcache.kv.spec import CacheSpec
 from agentcache.models.residual.arenas import ResidualArenas
-from agentcache.store.atomic import Fault
 from agentcache.store.manifest import AgentRecord
 from agentcache.store.store import Store, no_fault
+from agentcache.store.writing import Fault
 from tests.store.store_cases import BUDGET, MODEL, RESIDUAL_SPEC, SPEC
 
 MATH, POET = residual_cache("5e"), residual_cache("6f")
@@ -72,7 +72,14 @@ class Desk:
         fault: Fault = no_fault,
     ) -> None:
         self.posted: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self.store = Store(folder, SPEC, MODEL, disk_budget=disk_budget, fault=fault)
+        self.store = Store(
+            folder,
+            SPEC,
+            MODEL,
+            disk_budget=disk_budget,
+            fault=fault,
+            when_lost=lambda: self.posted.put(self.persistence.jobs.forget_lost),
+        )
         self.pins = Pins()
         self.agents = AgentTable(MODEL, pins=self.pins)
         self._ledger = Ledger(1 << 30)

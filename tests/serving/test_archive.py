@@ -17,10 +17,9 @@ import pytest
 from agentcache.agents.disk_jobs import DiskJobs
 from agentcache.errors import Conflict, NotFound, RequestError, StoreError
 from agentcache.gateway.operations import CreateAgent
-from agentcache.store.archive import _MAGIC, ArchiveFile, ArchiveRejected
-from agentcache.store.export import export_agent
+from agentcache.store.archive import _MAGIC, ArchiveFile, ArchiveRejected, export_agent
 from agentcache.store.manifest import _signed, decode_manifest, encode_manifest
-from agentcache.store.model_names import LABEL
+from agentcache.store.model_files import LABEL
 from agentcache.store.verify import verify_folder
 from tests.conftest import ModelFolder
 from tests.marks import slow

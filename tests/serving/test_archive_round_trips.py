@@ -13,8 +13,8 @@ import pytest
 
 from agentcache.kv.packing import LayerBits, Precision
 from agentcache.llm import LLM, Completion
-from agentcache.store.export import Exported, export_agent
-from agentcache.store.precision_file import write_precision
+from agentcache.store.archive import Exported, export_agent
+from agentcache.store.model_files import write_precision
 from agentcache.store.verify import verify_folder
 from tests.adapters_factory import ATTENTION, make_adapter, random_matrices, write_mlx_lm
 from tests.conftest import ModelFolder

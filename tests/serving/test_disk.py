@@ -19,8 +19,8 @@ from agentcache.agents.block_files import Pins
 from agentcache.agents.disk import Committed, Disk, SavedTurn
 from agentcache.agents.table import DurableLineages
 from agentcache.blocks.keys import BASE_CACHE, BlockName, block_key, residual_cache
+from agentcache.store.archive import export_agent
 from agentcache.store.archived_agent import read_archive
-from agentcache.store.export import export_agent
 from agentcache.store.manifest import FIRST_LINEAGE, AgentRecord
 from agentcache.store.store import BlockWrite, Store
 from agentcache.store.verify import verify_folder
@@ -237,7 +237,7 @@ class DiskMachine(RuleBasedStateMachine):
         files = {Path(name).stem for name in tree(self.folder) if name.startswith("blocks")}
         assert named <= files <= named | held
         assert self.store.usage.total == size_on_disk(self.folder)
-        assert self.store.usage.quarantined == 0
+        assert self.store.usage.quarantine.count == 0
 
     @invariant()
     def manifests_are_what_was_saved(self) -> None:
@@ -371,7 +371,7 @@ def test_residuals_of_adapters_that_are_not_loaded_go_first(cache: str, tmp_path
     old = make_record("old", make_transcript(600, seed=1), last_used=2.0)
     new = with_residual(make_record("new", make_transcript(600, seed=2), last_used=3.0), cache, 600)
     with open_store(tmp_path) as store:
-        store.know_cache(cache, RESIDUAL_SPEC)
+        store.blocks.know_cache(cache, RESIDUAL_SPEC)
         for record in (old, new):
             store.write_blocks(make_turn(record))
             store.save_agent(record)

@@ -38,7 +38,7 @@ def fill_folder(folder: Path) -> None:
     """Agents of two models, one of them with residuals of an adapter that is not loaded, and a file in quarantine."""
     for model in (MODEL, OTHER_MODEL):
         with open_store(folder, model=model) as store:
-            store.know_cache(NOT_LOADED, RESIDUAL_SPEC)
+            store.blocks.know_cache(NOT_LOADED, RESIDUAL_SPEC)
             for number in range(3):
                 record = make_record(f"agent{number}", make_transcript(600, seed=number), last_used=1.0 + number)
                 record = with_residual(record, NOT_LOADED, 600) if number == 0 else record

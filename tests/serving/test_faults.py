@@ -31,7 +31,7 @@ from agentcache.engine.running_request import RunningRequest
 from agentcache.engine.scheduler import Scheduler
 from agentcache.errors import BrokenInvariant, EngineStopped, InternalError
 from agentcache.models.runner import ModelRunner
-from agentcache.store.writer import Writer
+from agentcache.store.writing import Writer
 from tests.serving import inside
 from tests.serving.by_hand import ByHand, Receiver, by_hand
 from tests.serving.conversation import greedy, make_ids

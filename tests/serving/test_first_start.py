@@ -25,7 +25,7 @@ from agentcache.models import precision as precision_module
 from agentcache.models.precision import PrecisionSearch
 from agentcache.settings.adapters import AdapterFolder
 from agentcache.settings.config import Config
-from agentcache.store.precision_file import read_precision
+from agentcache.store.model_files import read_precision
 from tests.adapters_factory import make_adapter
 from tests.conftest import ModelFolder
 from tests.serving import inside

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from agentcache.errors import RequestError
 from agentcache.llm import LLM
-from agentcache.store.archive import ArchiveRejected
-from agentcache.store.export import export_agent
+from agentcache.store.archive import ArchiveRejected, export_agent
 from agentcache.store.transcript_log import EMPTY, _changes, _replay
 from agentcache.store.verify import verify_folder
 from tests.serving.conversation import TokenTalk, greedy, make_ids, open_llm

@@ -12,7 +12,8 @@ from agentcache.kv.packing import LayerBits, Precision
 from agentcache.llm import LLM
 from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.settings.config import Config
-from agentcache.store.precision_file import NAME, read_precision, write_precision
+from agentcache.store.model_files import PRECISION_FILE as NAME
+from agentcache.store.model_files import read_precision, write_precision
 from agentcache.store.verify import verify_folder
 from tests.conftest import ModelFolder
 from tests.marks import slow

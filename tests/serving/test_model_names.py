@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from agentcache.store.archive import ArchiveRejected
-from agentcache.store.export import export_agent
-from agentcache.store.model_names import LABEL, ModelNames
+from agentcache.store.archive import ArchiveRejected, export_agent
+from agentcache.store.model_files import LABEL, ModelNames
 from agentcache.store.verify import verify_folder
 from tests.models.other_sources import changed_source
 from tests.serving.conversation import TokenTalk, cold_ids, open_llm, transcript_of

@@ -8,7 +8,7 @@ import pytest
 
 from agentcache.kv.packing import LayerBits, Precision
 from agentcache.models.loader import load
-from agentcache.store.precision_file import write_precision
+from agentcache.store.model_files import write_precision
 from tests.adapters_factory import ATTENTION, MLP
 from tests.conftest import ModelFolder
 from tests.marks import slow

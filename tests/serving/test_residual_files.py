@@ -14,12 +14,11 @@ from agentcache.agents.disk import Committed, Reduced, Saved
 from agentcache.agents.disk_jobs import is_wanted
 from agentcache.agents.turn_write import CacheTurn
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE, BlockName, block_key
-from agentcache.store.archive import ArchiveRejected
+from agentcache.store.archive import ArchiveRejected, export_agent
 from agentcache.store.archived_agent import read_archive
-from agentcache.store.export import export_agent
-from agentcache.store.model_names import ModelNames
+from agentcache.store.model_files import ModelNames
 from agentcache.store.verify import verify_folder
-from agentcache.store.writer import Writer
+from agentcache.store.writing import Writer
 from tests.serving.residual_damage import RESIDUAL_DAMAGE, damage_residuals
 from tests.serving.residual_desk import MATH, POET, Desk, desk, files_of, make_ids
 from tests.store.forge import Forgery
@@ -316,7 +315,7 @@ def test_a_kill_at_any_step_leaves_the_turn_before_or_this_one(ram_path: Path) -
             found.add(length)
             check_all_there(made, LONGER[:length])
             assert [each.num_saved for each in made.record("alice").residuals] == [length]
-            assert made.store.usage.quarantined == 0
+            assert made.store.usage.quarantine.count == 0
         report = verify_folder(ram_path / str(number))
         assert (report.problems, report.missing_blocks, report.unnamed_blocks) == ((), 0, 0)
         shutil.rmtree(ram_path / str(number))
@@ -361,7 +360,7 @@ def test_a_damaged_file_is_quarantined_and_written_again(how: str, ram_path: Pat
     with desk(ram_path / "cache") as made:
         made.restore("alice")
         made.check()
-        assert made.store.usage.quarantined > 0
+        assert made.store.usage.quarantine.count > 0
         assert made.cached(BASE_CACHE, IDS) == 600, "base is whole"
         assert made.cached(MATH, IDS) < 600
         assert made.turn("alice", LONGER).error is None

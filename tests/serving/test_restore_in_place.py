@@ -154,7 +154,7 @@ def test_what_is_wrong_among_many_is_not_published(several_readers: None, saved:
     saved.operations.restore("alice", done.append)
     saved.settle(lambda: bool(done))
     assert saved.cached(BASE_CACHE, IDS) == 256
-    assert saved.store.usage.quarantined == 1
+    assert saved.store.usage.quarantine.count == 1
     saved.check()
 
 
@@ -175,7 +175,7 @@ def test_what_cannot_be_read_among_many_is_not_published(
     saved.operations.restore("alice", done.append)
     saved.settle(lambda: bool(done))
     assert saved.cached(BASE_CACHE, IDS) < len(IDS)
-    assert saved.store.usage.quarantined == 0
+    assert saved.store.usage.quarantine.count == 0
     saved.check()
 
 
@@ -290,7 +290,7 @@ def test_what_is_wrong_is_not_published(offset: int, saved: Desk, ram_path: Path
     saved.operations.restore("alice", done.append)
     saved.settle(lambda: bool(done))
     assert saved.cached(BASE_CACHE, IDS) == 256
-    assert saved.store.usage.quarantined == 1
+    assert saved.store.usage.quarantine.count == 1
     saved.check()
 
 

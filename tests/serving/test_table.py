@@ -21,8 +21,8 @@ from agentcache.api.stats import TRANSCRIPTS
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.transcript import Transcript
 from agentcache.errors import AgentUnavailable
+from agentcache.store.archive import export_agent
 from agentcache.store.cache_files import CacheFiles
-from agentcache.store.export import export_agent
 from agentcache.store.manifest import MAX_TIME
 from tests.serving import inside
 from tests.serving.conversation import Chat, TokenTalk, goes_on, make_text, open_llm

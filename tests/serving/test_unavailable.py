@@ -57,7 +57,7 @@ def check_whole(folder: Path, saved: dict[str, AgentRecord]) -> None:
         assert store.unavailable == {}
         store.collect_orphans()
         for record in saved.values():
-            assert all(store.read_block(block.header).data.any() for block in make_turn(record))
+            assert all(store.blocks.read(block.header).data.any() for block in make_turn(record))
     assert quarantined(folder) == []
     report = verify_folder(folder)
     assert (report.problems, report.unavailable, report.missing_blocks) == ((), (), 0)
@@ -207,7 +207,7 @@ def test_room_is_not_made_of_what_an_unavailable_agent_may_name(tmp_path: Path) 
         store.close()
     with open_store(tmp_path) as store:
         assert starts.saved["ada"] in load_agents(store)
-        assert all(store.read_block(block.header).data.any() for block in unavailable)
+        assert all(store.blocks.read(block.header).data.any() for block in unavailable)
 
 
 def test_blocks_of_damaged_agents_stay_until_room_is_needed(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_a_block_that_cannot_be_read_is_written_again_in_its_place(tmp_path: Pat
     path = block_file(tmp_path, blocks[0])
     with open_store(tmp_path) as store, unreadable({path: errno.EIO}):
         with pytest.raises(FileUnavailable):
-            store.read_block(blocks[0].header)
+            store.blocks.read(blocks[0].header)
         assert not store.has(blocks[0].header.block_key) and path.exists() and quarantined(tmp_path) == []
         store.write_blocks(blocks)
         assert store.has(blocks[0].header.block_key)

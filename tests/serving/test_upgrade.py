@@ -43,7 +43,7 @@ def as_version_1(saved: Saved, folder: Path) -> Path:
             parent = parents.get((header.position - 1, header.group), root)
             today = make_header(parent, header.group, header.position, header.token_ids)
             parents[header.position, header.group] = today.chain
-            views = tensor_views(loaded.spec, today, store.read_block(today).data)
+            views = tensor_views(loaded.spec, today, store.blocks.read(today).data)
             return {name: np.array(view) for name, view in views.items()}
 
         version_1.write_agent(folder / "old", loaded.spec, OLD_DIGEST, record, arrays_of)

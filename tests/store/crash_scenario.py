@@ -17,8 +17,8 @@ from functools import cache
 from pathlib import Path
 
 from agentcache.blocks.keys import residual_cache
-from agentcache.store.atomic import Fault
 from agentcache.store.store import AgentRecord, Store, no_fault
+from agentcache.store.writing import Fault
 from tests.store.store_cases import (
     RESIDUAL_SPEC,
     make_record,
@@ -93,7 +93,7 @@ def open_crash_store(folder: Path, fault: Fault = no_fault) -> Iterator[Store]:
     """The scenario's store, which knows the caches of all residuals."""
     with open_store(folder / "cache", fault=fault) as store:
         for digest in ("5e", "6f"):
-            store.know_cache(residual_cache(digest), RESIDUAL_SPEC)
+            store.blocks.know_cache(residual_cache(digest), RESIDUAL_SPEC)
         yield store
 
 

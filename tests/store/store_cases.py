@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +18,11 @@ from agentcache.kv.block_layout import Array, block_tensors
 from agentcache.kv.packing import Quantisation
 from agentcache.kv.spec import CacheSpec, GroupSpec, LayerSpec, TensorSpec, attention_group, make_groups
 from agentcache.store import block_file
-from agentcache.store.atomic import Fault, as_store_error
 from agentcache.store.block_file import BlockHeader, Extras, data_bytes, make_header
 from agentcache.store.manifest import ResidualBlocks
-from agentcache.store.model_names import ModelNames
+from agentcache.store.model_files import ModelNames
 from agentcache.store.store import AgentRecord, BlockWrite, Store, no_fault
+from agentcache.store.writing import Fault, as_store_error
 from tests.memos import MEMOS
 
 MODEL = "0123456789abcdef0123456789abcdef"
@@ -203,9 +203,18 @@ def open_store(
     disk_budget: int | None = BUDGET,
     fault: Fault = no_fault,
     num_token_ids: int | None = None,
+    when_lost: Callable[[], None] = lambda: None,
 ) -> Iterator[Store]:
     """A store, closed at the end."""
-    store = Store(cache_dir, spec, model, disk_budget=disk_budget, fault=fault, num_token_ids=num_token_ids)
+    store = Store(
+        cache_dir,
+        spec,
+        model,
+        disk_budget=disk_budget,
+        fault=fault,
+        num_token_ids=num_token_ids,
+        when_lost=when_lost,
+    )
     try:
         yield store
     finally:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from agentcache.store.atomic import Fault
 from agentcache.store.cache_files import CacheFiles
-from agentcache.store.disk_usage import DiskUsage
+from agentcache.store.disk_usage import DiskUsage, adopt_agents
 from agentcache.store.response_files import ResponseFiles, StoredResponse, new_id
 from agentcache.store.store import no_fault
+from agentcache.store.writing import Fault
 
 
 def response_files(
@@ -26,7 +26,7 @@ def response_files(
     files.make_folder(folder.parent)
     files.make_folder(folder)
     usage.start_over()
-    usage.adopt_agents(folder.parent)
+    adopt_agents(files, usage, folder.parent)
     return ResponseFiles(files, folder, usage, fault, is_saved)
 
 

@@ -171,7 +171,7 @@ def test_a_lineage_renamed_on_disk_is_rejected(tmp_path: Path) -> None:
         path.rename(path.with_name(path.name.replace("~5e", "~6f")))
     with open_store(tmp_path) as store:
         assert load_agents(store) == []
-        assert store.usage.quarantined == 1
+        assert store.usage.quarantine.count == 1
 
 
 def test_a_deleted_agent_stays_deleted(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_a_log_that_proves_nothing_is_quarantined_and_the_others_load(
     damage(log)
     with open_store(tmp_path, disk_budget=1 << 50) as store:
         assert [record.id for record in load_agents(store)] == ["good"]
-        assert store.usage.quarantined >= 1
+        assert store.usage.quarantine.count >= 1
         assert log.name in [name.rpartition(".")[0] for name in quarantined(tmp_path)]
         store.save_agent(make_record("bad", make_transcript(6)))
     with open_store(tmp_path, disk_budget=1 << 50) as store:
@@ -239,7 +239,7 @@ def test_what_is_in_a_logs_place_is_left_until_the_log_is_back(tmp_path: Path, r
     files = sorted(tmp_path.rglob("*"))
     with open_store(tmp_path) as store:
         assert [record.id for record in load_agents(store)] == ["good"]
-        assert "not a regular file" in store.unavailable["bad"] and store.usage.quarantined == 0
+        assert "not a regular file" in store.unavailable["bad"] and store.usage.quarantine.count == 0
         with pytest.raises(FileUnavailable):
             store.save_agent(make_record("bad", make_transcript(6)))
         assert sorted(tmp_path.rglob("*")) == files
@@ -260,7 +260,7 @@ def test_companions_that_macos_writes_are_no_agents(tmp_path: Path) -> None:
         companion.write_bytes(b"\0\5\x16\7" + bytes(4092))
     with open_store(tmp_path) as store:
         assert load_agents(store) == saved
-        assert store.usage.quarantined == 0 and store.unavailable == {}
+        assert store.usage.quarantine.count == 0 and store.unavailable == {}
         assert store.usage.total == size_on_disk(tmp_path)
     assert all(companion.exists() for companion in companions)
     assert verify_folder(tmp_path).problems == ()
@@ -281,13 +281,13 @@ def test_a_damaged_manifest_beside_a_sound_log_is_rebuilt(tmp_path: Path, damage
         bad, good = load_agents(store)
         assert (bad.id, bad.transcript, bad.num_saved) == ("bad", good.transcript, 5)
         assert bad.chains == good.chains
-        assert store.usage.quarantined == 1
+        assert store.usage.quarantine.count == 1
         assert [name.rpartition(".")[0] for name in quarantined(tmp_path)] == [manifest.name]
         store.save_agent(make_record("bad", make_transcript(6)))
         assert store.usage.total == size_on_disk(tmp_path)
     with open_store(tmp_path, disk_budget=1 << 50) as store:
         assert [len(record.transcript) for record in load_agents(store)] == [6, 5]
-        assert store.usage.quarantined == 0
+        assert store.usage.quarantine.count == 0
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["log", "manifest"])
@@ -298,7 +298,7 @@ def test_a_link_is_left_and_its_agent_unavailable(tmp_path: Path, which: int) ->
     files = tree(tmp_path)
     with open_store(tmp_path) as store:
         assert [record.id for record in load_agents(store)] == ["good"]
-        assert "link" in store.unavailable["bad"] and store.usage.quarantined == 0
+        assert "link" in store.unavailable["bad"] and store.usage.quarantine.count == 0
         with pytest.raises(FileUnavailable):
             store.save_agent(make_record("bad", make_transcript(6)))
         with pytest.raises(FileUnavailable):
@@ -326,7 +326,7 @@ def test_every_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None:
         (agents_folder(copy) / "a.json").write_bytes(damaged)
         with open_store(copy) as store:
             [record] = load_agents(store)  # by its log
-            assert record.transcript == make_transcript(5) and store.usage.quarantined == 1
+            assert record.transcript == make_transcript(5) and store.usage.quarantine.count == 1
         shutil.rmtree(copy)
 
 
@@ -342,7 +342,7 @@ def test_agents_renamed_or_swapped_on_disk_are_rejected(tmp_path: Path) -> None:
     (folder / "c.1.log").write_bytes((folder / "a.1.log").read_bytes())
     with open_store(tmp_path) as store:
         assert load_agents(store) == []
-        assert store.usage.quarantined == 3
+        assert store.usage.quarantine.count == 3
 
 
 def test_a_manifest_of_an_unknown_format_is_rejected(tmp_path: Path) -> None:
@@ -352,7 +352,7 @@ def test_a_manifest_of_an_unknown_format_is_rejected(tmp_path: Path) -> None:
     manifest.write_bytes(manifest.read_bytes().replace(b'"format_version": "2"', b'"format_version": "0"'))
     (agents_folder(tmp_path) / "a.1.log").unlink()
     with open_store(tmp_path) as store:
-        assert load_agents(store) == [] and store.usage.quarantined == 1
+        assert load_agents(store) == [] and store.usage.quarantine.count == 1
 
 
 def test_a_log_lost_while_running_is_written_anew(tmp_path: Path) -> None:

@@ -20,11 +20,10 @@ from agentcache.blocks.keys import BLOCK_SIZE, STATE_GROUP, Namespace, residual_
 from agentcache.blocks.origin_paths import NamedSnapshot, chain_keys, name_blocks, spans, state_blocks
 from agentcache.errors import BlockRejected
 from agentcache.kv.spec import CacheSpec, RecurrentSpec, StateTensor
-from agentcache.store.archive import ArchiveRejected
+from agentcache.store.archive import ArchiveRejected, export_agent
 from agentcache.store.archived_agent import read_archive
 from agentcache.store.block_file import make_header
 from agentcache.store.block_folder import BlockWrite
-from agentcache.store.export import export_agent
 from agentcache.store.verify import examine_block, verify_folder
 from tests.store.forge import NO_COUNTS, Forgery, block_parts, seal, seal_described, signed_block
 from tests.store.store_cases import (
@@ -72,7 +71,7 @@ def test_an_archive_of_an_earlier_release_is_read(tmp_path: Path) -> None:
     assert record.transcript == make_transcript(20) and record.num_saved == 20
     assert [each.cache for each in record.residuals] == [residual_cache("5e")] and len(archive.names) == 4
     with open_store(tmp_path) as store:
-        store.know_cache(residual_cache("5e"), RESIDUAL_SPEC)
+        store.blocks.know_cache(residual_cache("5e"), RESIDUAL_SPEC)
         for writes in archive.writes():
             store.write_blocks(writes)
         store.save_agent(record)

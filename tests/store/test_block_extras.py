@@ -69,14 +69,14 @@ def test_every_single_bit_of_the_header_matters() -> None:
 def test_a_store_keeps_them_and_finds_damage(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     with open_store(tmp_path) as store:
         assert store.write_blocks([BLOCK]) == len(FILE) == store.usage.total
-        assert_same(store.read_block(BLOCK.header).extras, EXTRAS)
+        assert_same(store.blocks.read(BLOCK.header).extras, EXTRAS)
     assert verify_folder(tmp_path).problems == ()
     damage(block_file(tmp_path, BLOCK))
     assert len(verify_folder(tmp_path).problems) == 1
     with open_store(tmp_path, disk_budget=1 << 50) as store:
         with pytest.raises((BlockRejected, BlockMissing)):  # what is no file is found at the start
-            store.read_block(BLOCK.header)
-        assert store.usage.quarantined == 1
+            store.blocks.read(BLOCK.header)
+        assert store.usage.quarantine.count == 1
 
 
 @pytest.mark.parametrize(

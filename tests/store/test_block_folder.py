@@ -38,7 +38,7 @@ def test_blocks_survive_a_restart(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         for block in blocks:
             assert store.has(block.header.block_key)
-            for name, array in tensor_views(SPEC, block.header, store.read_block(block.header).data).items():
+            for name, array in tensor_views(SPEC, block.header, store.blocks.read(block.header).data).items():
                 np.testing.assert_array_equal(array, tensors_of(block)[name])
         assert store.usage.read == store.usage.total == written
 
@@ -54,7 +54,7 @@ def test_a_missing_block(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         assert not store.has(make_block().header.block_key)
         with pytest.raises(BlockMissing):
-            store.read_block(make_block().header)
+            store.blocks.read(make_block().header)
 
 
 def test_a_block_removed_behind_our_back_is_missing_and_can_be_written_again(tmp_path: Path) -> None:
@@ -63,10 +63,10 @@ def test_a_block_removed_behind_our_back_is_missing_and_can_be_written_again(tmp
         store.write_blocks([block])
         block_file(tmp_path, block).unlink()
         with pytest.raises(BlockMissing):
-            store.read_block(block.header)
+            store.blocks.read(block.header)
         assert store.usage.total == 0
         assert store.write_blocks([block]) > 0
-        assert store.read_block(block.header).data.any()
+        assert store.blocks.read(block.header).data.any()
 
 
 def test_deleting_blocks_frees_their_bytes(tmp_path: Path) -> None:
@@ -108,15 +108,15 @@ def test_a_damaged_block_is_quarantined_and_counted_once(
         with caplog.at_level(logging.WARNING, "agentcache.store"):
             for _ in range(2):
                 with pytest.raises((BlockRejected, BlockMissing)):
-                    store.read_block(block.header)
-        assert store.usage.quarantined == 1
+                    store.blocks.read(block.header)
+        assert store.usage.quarantine.count == 1
         assert not store.has(block.header.block_key)
         assert [name.rpartition(".")[0] for name in quarantined(tmp_path)] == [f"{block.header.block_key}.safetensors"]
         if not restart:
             assert len(caplog.records) == 1 and "\n" not in caplog.records[0].getMessage()
-        assert store.read_block(sound.header).data.any()
+        assert store.blocks.read(sound.header).data.any()
         assert store.write_blocks([block]) > 0
-        assert store.read_block(block.header).data.any()
+        assert store.blocks.read(block.header).data.any()
         store.close()
 
 
@@ -128,8 +128,8 @@ def test_blocks_swapped_between_agents_are_rejected(tmp_path: Path) -> None:
         one.rename(tmp_path / "x"), other.rename(one), (tmp_path / "x").rename(other)
         for block in (first, second):
             with pytest.raises(BlockRejected, match="block_key"):
-                store.read_block(block.header)
-        assert store.usage.quarantined == 2
+                store.blocks.read(block.header)
+        assert store.usage.quarantine.count == 2
 
 
 def test_a_rejected_file_cannot_break_the_log_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -139,7 +139,7 @@ def test_a_rejected_file_cannot_break_the_log_line(tmp_path: Path, caplog: pytes
         path = block_file(tmp_path, block)
         path.write_bytes(path.read_bytes().replace(b'"tiny"', b'"t\\ny"'))
         with pytest.raises(BlockRejected):
-            store.read_block(block.header)
+            store.blocks.read(block.header)
     assert ["\n" in record.getMessage() for record in caplog.records] == [False]
 
 
@@ -154,7 +154,7 @@ def test_readers_on_many_threads_reject_a_file_once(tmp_path: Path) -> None:
         def read() -> None:
             barrier.wait()
             try:
-                store.read_block(block.header)
+                store.blocks.read(block.header)
             except (BlockRejected, BlockMissing) as error:
                 outcomes.append(type(error))
 
@@ -164,7 +164,7 @@ def test_readers_on_many_threads_reject_a_file_once(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
         assert len(outcomes) == 8 and BlockRejected in outcomes
-        assert store.usage.quarantined == 1 and len(quarantined(tmp_path)) == 1
+        assert store.usage.quarantine.count == 1 and len(quarantined(tmp_path)) == 1
         assert store.usage.total == size_on_disk(tmp_path)
 
 
@@ -177,12 +177,12 @@ def test_a_linked_folder_of_blocks_is_not_followed(tmp_path: Path) -> None:
         shard.rename(outside)
         shard.symlink_to(outside)
         with pytest.raises(FileUnavailable):
-            store.read_block(block.header)
+            store.blocks.read(block.header)
         assert len(list(outside.iterdir())) <= 1
     with open_store(cache_dir) as store:
         assert not store.has(block.header.block_key)
         store.write_blocks([block])
-        assert store.read_block(block.header).data.any()
+        assert store.blocks.read(block.header).data.any()
     assert not shard.is_symlink()
 
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentcache.errors import BlockRejected
-from agentcache.store.atomic import Replacement
 from agentcache.store.cache_files import CacheFiles, skip_bytes
 from agentcache.store.store import no_fault
+from agentcache.store.writing import Replacement
 from tests.examples import examples
 from tests.store.store_cases import make_block, open_store
 
@@ -63,9 +63,9 @@ def test_a_block_in_small_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     block = make_block()
     with open_store(tmp_path) as store:
         store.write_blocks([block])
-        expected = store.read_block(block.header).data
+        expected = store.blocks.read(block.header).data
         _in_small_pieces(monkeypatch)
-        assert (store.read_block(block.header).data == expected).all()
+        assert (store.blocks.read(block.header).data == expected).all()
 
 
 def test_a_file_that_gets_shorter_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,8 +80,8 @@ def test_a_file_that_gets_shorter_while_it_is_read(tmp_path: Path, monkeypatch: 
         store.write_blocks([block])
         monkeypatch.setattr(os, "readv", readv_once)
         with pytest.raises(BlockRejected, match="the file ends before"):
-            store.read_block(block.header)
-        assert store.usage.quarantined == 1
+            store.blocks.read(block.header)
+        assert store.usage.quarantine.count == 1
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["each walks", "kept open"])

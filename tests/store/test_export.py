@@ -11,7 +11,7 @@ import pytest
 
 from agentcache.errors import StoreError
 from agentcache.ranks.folders import folders_of_agent
-from agentcache.store.export import export_agent
+from agentcache.store.archive import export_agent
 from tests.store.store_cases import MODEL, make_record, make_transcript, make_turn, open_store
 from tests.store.unreadable import NOBODY, as_user, give, is_root
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from agentcache.errors import BlockRejected
-from agentcache.store.archive import ArchiveRejected
+from agentcache.store.archive import ArchiveRejected, export_agent
 from agentcache.store.archived_agent import read_archive
-from agentcache.store.export import export_agent
 from agentcache.store.transcript_log import EMPTY, Content, LogEnd, _checksum_of, _line, parse_log, start_log
 from agentcache.store.verify import verify_folder
 from tests.growth import units
@@ -77,9 +76,9 @@ def test_lineages_with_values_that_make_no_sense_are_set_aside_at_start(archive:
             assert carol == record and len(store.unavailable) == 1
             assert len(rebuilt) >= len([name for name in FORGERIES if is_of_the_manifest(name)])
             assert all(each.transcript == alice and each.adapter is None for each in rebuilt)
-            assert store.usage.quarantined == quarantined
+            assert store.usage.quarantine.count == quarantined
             store.collect_orphans()
-            assert len(store.block_keys()) == len(make_turn(record))
+            assert len(store.blocks.keys()) == len(make_turn(record))
 
 
 def is_of_the_manifest(name: str) -> bool:

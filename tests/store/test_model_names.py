@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from agentcache.errors import BrokenInvariant
 from agentcache.store.manifest import AgentRecord
-from agentcache.store.model_names import LABEL, ModelNames, find_names
+from agentcache.store.model_files import LABEL, ModelNames, find_names
 from agentcache.store.verify import verify_folder
 from tests.store.store_cases import load_agents, make_record, make_transcript, make_turn, open_store, tree
 from tests.store.stored_responses import stored
@@ -174,7 +174,7 @@ def test_agents_of_both_folders_are_there_and_each_conversation_once(tmp_path: P
             assert {record.model for record in records.values()} == {FIRST}
             assert all(store.has_agent(name) for name in records)
             assert store.collect_orphans() == 0
-            assert len(store.block_keys()) == 4
+            assert len(store.blocks.keys()) == 4
             [former] = [each for each in records.values() if each.last_used == 2.0]
             assert (former.num_saved, former.blocks) == (0, ()) and former.lineage != "first"
             assert former.transcript == make_transcript(300, seed=5)
@@ -188,7 +188,7 @@ def test_a_lineage_that_goes_on_moves_and_takes_its_blocks_with_it(tmp_path: Pat
         store.collect_orphans()
         [former] = [each for each in records if each.last_used == 2.0]
         store.save_agent(former)
-        assert store.block_keys() == []
+        assert store.blocks.keys() == []
         assert not store._former.has(former.name) and store.has_agent(former.name)
     assert not list((tmp_path / "agents" / LATER[:16]).glob("a.*"))
     with open_store(tmp_path, model=merged) as store:
@@ -234,7 +234,7 @@ def test_a_lineage_that_is_deleted_stays_deleted(tmp_path: Path, merged: ModelNa
             if record.id in ("a", "c"):
                 store.delete_agent(record.name)
         store.collect_orphans()
-        assert store.block_keys() == []
+        assert store.blocks.keys() == []
     with open_store(tmp_path, model=merged) as store:
         assert [record.id for record in load_agents(store, MOST)] == ["b"]
 

@@ -11,7 +11,8 @@ import pytest
 
 from agentcache.errors import FileUnavailable, StoreError
 from agentcache.kv.packing import LayerBits, Precision
-from agentcache.store.precision_file import NAME, _checksum, read_precision, write_precision
+from agentcache.store.model_files import PRECISION_FILE as NAME
+from agentcache.store.model_files import _checksum, read_precision, write_precision
 from tests.store.unreadable import Cause, unreadable
 
 CHOSEN = Precision((LayerBits(8, 4), LayerBits()), 0.0031)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from agentcache.store.lineage_check import ServedCache
-from agentcache.store.rebuild import Rebuilt, rebuild
+from agentcache.store.lineage_files import Rebuilt, ServedCache, rebuild
 from agentcache.store.transcript_log import Content, start_log
 from tests.growth import MOST, growth
 from tests.store.store_cases import MODEL, SPEC, make_record, make_transcript

@@ -13,7 +13,7 @@ import pytest
 
 from agentcache.store.cache_files import CacheFiles
 from agentcache.store.manifest import AgentRecord
-from agentcache.store.model_names import find_names
+from agentcache.store.model_files import find_names
 from tests.store.damage import agents_folder, flip, quarantined
 from tests.store.store_cases import MODEL, load_agents, make_record, make_transcript, make_turn, open_store, tree
 from tests.store.unreadable import raise_cause, unreadable
@@ -50,7 +50,7 @@ def load(folder: Path) -> list[AgentRecord]:
         records = load_agents(store)
         store.collect_orphans()
         for record in records:
-            assert all(store.read_block(block.header).data.any() for block in make_turn(record))
+            assert all(store.blocks.read(block.header).data.any() for block in make_turn(record))
         return records
 
 

@@ -67,11 +67,11 @@ def test_blocks_in_another_precision_wait_until_their_agent_goes_on(tmp_path: Pa
         assert store.collect_orphans() == 0  # the next server may read them
     with open_store(tmp_path) as store:
         assert load_agents(store) == [record]
-        assert all(store.read_block(block.header).data.any() for block in make_turn(record))
+        assert all(store.blocks.read(block.header).data.any() for block in make_turn(record))
     with open_store(tmp_path, spec=EIGHT_BITS) as store:
         load_agents(store)
         store.save_agent(replace(record, num_saved=0, blocks=()))
-        assert store.block_keys() == [] and store.usage.total == size_on_disk(tmp_path)
+        assert store.blocks.keys() == [] and store.usage.total == size_on_disk(tmp_path)
     with open_store(tmp_path) as store:
         assert load_agents(store) == [replace(record, num_saved=0, blocks=())]
 
@@ -90,7 +90,7 @@ def test_what_two_agents_share_in_another_precision_stays_for_the_other(tmp_path
         else:
             store.delete_agent("first")
         assert store.evict_unreadable() > 0  # room is needed
-        assert store.block_keys() == []
+        assert store.blocks.keys() == []
 
 
 def test_blocks_in_another_precision_go_when_room_is_needed(tmp_path: Path) -> None:
@@ -100,9 +100,9 @@ def test_blocks_in_another_precision_go_when_room_is_needed(tmp_path: Path) -> N
         store.save_agent(record)
     with open_store(tmp_path, spec=EIGHT_BITS) as store:
         load_agents(store)
-        assert store.unreadable_last_used() == record.last_used
+        assert store.claims.unreadable_last_used() == record.last_used
         assert store.evict_unreadable() > 0
-        assert (store.unreadable_last_used(), store.evict_unreadable()) == (None, 0)
+        assert (store.claims.unreadable_last_used(), store.evict_unreadable()) == (None, 0)
         assert load_agents(store) == [replace(record, num_saved=0, blocks=())]
 
 
@@ -115,7 +115,7 @@ def test_orphans_are_collected_and_named_blocks_stay(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         assert store.collect_orphans() == 1  # also without load_agents
         assert not store.has(orphan.header.block_key)
-        assert all(store.read_block(block.header).data.any() for block in make_turn(record))
+        assert all(store.blocks.read(block.header).data.any() for block in make_turn(record))
         assert store.usage.total == size_on_disk(tmp_path)
 
 
@@ -130,7 +130,7 @@ def test_of_a_shared_block_only_the_groups_that_are_named_stay(tmp_path: Path) -
         store.delete_agent("base")
     with open_store(tmp_path) as store:
         assert store.collect_orphans() == 2
-        assert all(store.read_block(block.header).data.any() for block in make_turn(own))
+        assert all(store.blocks.read(block.header).data.any() for block in make_turn(own))
         gone = [block.header for block in make_turn(base) if not store.has(block.header.block_key)]
         assert [(header.group, header.position) for header in gone] == [("full.1", 1), ("full.1", 2)]
 
@@ -253,7 +253,7 @@ def test_quarantine_counts_and_gives_way_when_the_budget_is_tight(tmp_path: Path
         store.write_blocks([first])
         flip(block_file(tmp_path, first))
         with pytest.raises(BlockRejected):
-            store.read_block(first.header)
+            store.blocks.read(first.header)
         assert store.usage.total == size
     with open_store(tmp_path, disk_budget=2 * size - 1) as store:
         assert store.usage.total == size

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from agentcache.blocks.keys import BASE_CACHE
-from agentcache.store.atomic import Fault
 from agentcache.store.store import Store
+from agentcache.store.writing import Fault
 from tests.store.crash_scenario import (
     State,
     make_operations,
@@ -57,7 +57,7 @@ def check_recovery(folder: Path) -> None:
         assert not any(name.endswith(".tmp") for name in tree(folder / "cache"))
         found = {record.name: record for record in load_agents(store)}
         assert found in possible_states(folder)
-        assert store.usage.quarantined == 0
+        assert store.usage.quarantine.count == 0
         store.collect_orphans()
         check_files(folder / "cache", store, found)
         later = make_record("a", make_transcript(80, seed=5))
@@ -78,13 +78,13 @@ def check_files(cache_dir: Path, store: Store, found: State) -> None:
     """Every block that an agent names is readable, and no other file is left."""
     blocks = {block.header.block_key: block for record in found.values() for block in make_turn(record)}
     for block in blocks.values():
-        assert np.array_equal(store.read_block(block.header).data, block.data)
+        assert np.array_equal(store.blocks.read(block.header).data, block.data)
     names = tree(cache_dir)
     assert sorted(Path(name).stem for name in names if name.startswith("blocks")) == sorted(blocks)
     assert len([name for name in names if name.startswith("agents")]) == 2 * len(found)
     assert store.usage.total == size_on_disk(cache_dir)
     residuals = [block.header.block_key for block in blocks.values() if block.header.cache != BASE_CACHE]
-    assert store.usage.by_kind["residual"] == store.block_bytes(residuals)
+    assert store.usage.by_kind["residual"] == sum(map(store.blocks.size_of, residuals))
 
 
 def test_the_scenario_covers_the_whole_write_path(tmp_path: Path) -> None:
@@ -155,9 +155,9 @@ def test_a_crash_beside_an_agent_that_cannot_be_read(ram_path: Path, cause: str)
         assert {name: (folder / "cache" / name).read_bytes() for name in files} == files
         manifest.write_bytes(before)
         with open_crash_store(folder) as store:
-            assert bystander in load_agents(store) and store.usage.quarantined == 0
+            assert bystander in load_agents(store) and store.usage.quarantine.count == 0
             store.collect_orphans()
-            assert all(store.read_block(block.header).data.any() for block in make_turn(bystander))
+            assert all(store.blocks.read(block.header).data.any() for block in make_turn(bystander))
 
 
 def test_what_is_written_is_flushed_before_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def test_a_full_disk_leaves_nothing_half_written(
         store.write_blocks(make_turn(new))
         store.save_agent(new)
         assert load_agents(store) == [new]
-        assert all(store.read_block(block.header).data.any() for block in make_turn(new))
+        assert all(store.blocks.read(block.header).data.any() for block in make_turn(new))
 
 
 def _fail_at(patch: pytest.MonkeyPatch, function: str, call: int) -> None:

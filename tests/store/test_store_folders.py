@@ -96,15 +96,15 @@ def test_a_folder_replaced_by_a_link_is_not_written_through(tmp_path: Path, name
             assert set(found) == {StoreError}
         if not name.startswith("agents"):
             with pytest.raises((FileUnavailable, BlockMissing)):
-                store.read_block(make_turn(AFTER)[-1].header)
-            assert store.usage.quarantined == 0
+                store.blocks.read(make_turn(AFTER)[-1].header)
+            assert store.usage.quarantine.count == 0
         assert contents(outside) == before
         replaced.unlink()
         turn(store, AFTER)
         assert store.usage.total == size_on_disk(cache_dir)
     with open_store(cache_dir) as store:
         assert load_agents(store) == [AFTER]
-        assert all(store.read_block(block.header).data.any() for block in make_turn(AFTER))
+        assert all(store.blocks.read(block.header).data.any() for block in make_turn(AFTER))
     assert contents(outside) == before
 
 
@@ -146,12 +146,12 @@ def test_a_quarantine_that_is_a_link_or_gone(tmp_path: Path, there: bool) -> Non
             (cache_dir / "quarantine").symlink_to(outside)
         flip(block_file(cache_dir, block))
         with pytest.raises(BlockRejected):
-            store.read_block(block.header)
+            store.blocks.read(block.header)
         assert list(outside.iterdir()) == []
         assert there or len(list((cache_dir / "quarantine").iterdir())) == 1
         assert not store.has(block.header.block_key)
         store.write_blocks([block])
-        assert store.read_block(block.header).data.any()
+        assert store.blocks.read(block.header).data.any()
 
 
 REMOVED = ["", "blocks", "agents", f"agents/{MODEL[:16]}", str(SHARD), "lock"]
@@ -162,8 +162,7 @@ def test_what_is_removed_is_made_again(tmp_path: Path, name: str) -> None:
     cache_dir = tmp_path / "deep" / "cache"
     other = make_record("b", make_transcript(300, seed=1))
     told: list[None] = []
-    with open_store(cache_dir) as store:
-        store.when_lost = lambda: told.append(None)
+    with open_store(cache_dir, when_lost=lambda: told.append(None)) as store:
         for record in (AFTER, other):
             turn(store, record)
         removed = cache_dir / name
@@ -175,7 +174,7 @@ def test_what_is_removed_is_made_again(tmp_path: Path, name: str) -> None:
             turn(store, AFTER)
         assert len(told) == 1
         assert store.usage.total == size_on_disk(cache_dir)
-        assert all(store.read_block(block.header).data.any() for block in make_turn(AFTER))
+        assert all(store.blocks.read(block.header).data.any() for block in make_turn(AFTER))
         missing = [block for block in make_turn(other) if not store.has(block.header.block_key)]
         assert (len(missing) == len(make_turn(other))) == (name in ("", "blocks"))
         with pytest.raises(CacheFolderInUse):
@@ -183,7 +182,7 @@ def test_what_is_removed_is_made_again(tmp_path: Path, name: str) -> None:
     with open_store(cache_dir) as store:
         listed = [AFTER] if name == "" or name.startswith("agents") else [AFTER, other]
         assert load_agents(store) == listed
-        assert all(store.read_block(block.header).data.any() for block in make_turn(AFTER))
+        assert all(store.blocks.read(block.header).data.any() for block in make_turn(AFTER))
 
 
 def test_one_block_that_is_removed_is_noticed(tmp_path: Path) -> None:

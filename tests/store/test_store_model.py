@@ -112,7 +112,7 @@ class StoreMachine(RuleBasedStateMachine):
         if not hasattr(self, "store"):
             return
         assert self.store.usage.total == size_on_disk(self.folder)
-        assert self.store.usage.quarantined == 0
+        assert self.store.usage.quarantine.count == 0
         assert all(self.store.has(key) for key in self.blocks)
         names = tree(self.folder)
         assert len([name for name in names if name.startswith("blocks")]) == len(self.blocks)

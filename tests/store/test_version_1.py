@@ -81,7 +81,7 @@ def test_conversations_stay_and_blocks_go_quietly(old: Path, caplog: pytest.LogC
     with open_store(old) as store:
         assert load_agents(store) == [forgotten(ALICE), forgotten(BOB)]
         assert store.collect_orphans() == BLOCKS
-        assert store.usage.quarantined == 0
+        assert store.usage.quarantine.count == 0
     assert not caplog.records
     assert not list((old / "blocks").glob("??/*.safetensors")) and not quarantined(old)
     with open_store(old) as store:
@@ -138,7 +138,7 @@ def test_a_damaged_conversation_is_quarantined(old: Path) -> None:
     flip(agents_folder(old) / "alice.1.log")
     with open_store(old) as store:
         assert load_agents(store) == [forgotten(BOB)]
-        assert store.usage.quarantined == 1
+        assert store.usage.quarantine.count == 1
 
 
 def test_a_log_of_one_version_does_not_fit_the_manifest_of_another(old: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentcache.errors import DiskBudgetExceeded, StoreError
-from agentcache.store.writer import Writer
+from agentcache.store.writing import Writer
 from tests.examples import examples
 from tests.throwing import THROWN, PanicException
 

@@ -1,8 +1,11 @@
-"""The names of one model in a cache folder.
+"""What a cache folder records about models: their names, and the precision of their KV.
 
 A name is in the agent folder, manifests and chain roots: the model's identity or, in older folders, a digest that also
-covered e.g. the chat template. The label ``agents/<name[:16]>/model`` maps a folder to an identity, so that template
-changes do not matter. A lost label is rewritten if the name follows from the model's content.
+covered e.g. the chat template. The label ``agents/<name[:16]>/model`` maps a folder to an identity. A lost label is
+rewritten if the name follows from the model's content.
+
+One measured precision holds for all starts, so that they share blocks. A damaged ``precision.json`` is ignored, and
+precision is measured again. An unavailable one ends the start, since another precision would lose all blocks.
 """
 
 from __future__ import annotations
@@ -16,14 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from agentcache.api.names import is_name
-from agentcache.errors import BrokenInvariant
-from agentcache.store.atomic import Fault, replace_file
-from agentcache.store.cache_files import CacheFiles
+from agentcache.errors import BrokenInvariant, FileUnavailable
+from agentcache.kv.packing import Precision
+from agentcache.store.cache_files import CacheFiles, WrongFile
 from agentcache.store.disk_usage import AGENTS, QUARANTINE
+from agentcache.store.writing import Fault, as_store_error, replace_file
 
 LABEL = "model"  # earlier versions read *.json as manifests
+PRECISION_FILE = "precision.json"
 _VERSION = 1
 _MAX_BYTES = 1 << 16
+_PRECISION_VERSION = 1  # of the file; a choice outlives changes in how it is measured
+_MAX_PRECISION_BYTES = 1 << 20
 
 log = logging.getLogger("agentcache.store")
 
@@ -118,6 +125,30 @@ def identity_of(files: CacheFiles, folder: str) -> str:
     return next((label.identity for label in _labels(files) if folder_of(label.name) == folder), "")
 
 
+def read_precision(cache_dir: Path, fingerprint: str) -> Precision | None:
+    """Return the precision chosen for a model; None without a valid choice. Raises FileUnavailable."""
+    try:
+        return Precision.of(_read_precisions(cache_dir)[fingerprint])
+    except (LookupError, TypeError, ValueError):
+        return None
+
+
+def write_precision(cache_dir: Path, fingerprint: str, precision: Precision, fault: Fault = lambda step: None) -> None:
+    """Save a choice, under the folder's lock.
+
+    Raises:
+        FileUnavailable: the file is not touched.
+        StoreError: write failed.
+    """
+    if read_precision(cache_dir, fingerprint) == precision:
+        return
+    models = _read_precisions(cache_dir) | {fingerprint: precision.as_data()}
+    content = json.dumps({"version": _PRECISION_VERSION, "models": models, "checksum": _checksum(models)}, indent=1)
+    root = cache_dir.resolve()
+    with as_store_error(f"write {root / PRECISION_FILE}"):
+        replace_file(CacheFiles(root), root / PRECISION_FILE, content.encode(), "precision", fault)
+
+
 def _labels(files: CacheFiles) -> list[_Label]:
     labels = []
     for folder in _folders(files):
@@ -169,3 +200,23 @@ def _decode(data: bytes) -> _Label:
 
 def _checksum(fields: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _read_precisions(cache_dir: Path) -> dict[str, Any]:
+    path = cache_dir.resolve() / PRECISION_FILE
+    try:
+        content = json.loads(CacheFiles(path.parent).read(path, _MAX_PRECISION_BYTES))
+        models: dict[str, Any] = content["models"]
+        if isinstance(models, dict) and (content["version"], content["checksum"]) == (
+            _PRECISION_VERSION,
+            _checksum(models),
+        ):
+            return models
+        version = content["version"]
+    except (FileNotFoundError, WrongFile, ValueError, LookupError, TypeError, RecursionError):
+        return {}
+    except (OSError, MemoryError) as error:
+        raise FileUnavailable(f"{path.parent}: {CacheFiles.describe(path, error)}") from error
+    if type(version) is int and version > _PRECISION_VERSION:
+        raise FileUnavailable(f"a newer release wrote {path}: version {version}, and {_PRECISION_VERSION} is known")
+    return {}
