@@ -48,7 +48,7 @@ _NOTHING_ELSE = 0.05  # seconds to wait for a mask if idle, before reading messa
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of an engine, made by `open_engine`."""
+    """The parts of an engine, made by `open_engine`. `hand_over` delivers replies before a start that takes long."""
 
     loaded: LoadedModel
     caches: KeptCaches
@@ -69,17 +69,13 @@ class Parts:
     idle_seconds: float
     traffic: Callable[[], Traffic] = Traffic
     keep_precision: Callable[[Precision], None] = lambda precision: None
+    hand_over: Callable[[], None] = lambda: None
 
 
 class Engine:
-    """A model, its cache and the requests on it. For the thread that owns MLX.
-
-    Attributes:
-        hand_over: delivers replies, before a batch whose start takes long.
-    """
+    """A model, its cache and the requests on it. For the thread that owns MLX."""
 
     def __init__(self, parts: Parts) -> None:
-        self.hand_over: Callable[[], None] = lambda: None
         self.loaded = parts.loaded
         self.caches = parts.caches
         self.cache = parts.caches.base.prefix
@@ -97,6 +93,7 @@ class Engine:
         self.residuals = parts.residuals
         self.counters = Counters()
         self.served = parts.served
+        self._hand_over = parts.hand_over
         self._under_way: Step | None = None
         self._holds_buffers = False  # temporaries of finished chunks
         self._late: list[LateToken] = []  # missing tokens of finished batches
@@ -270,7 +267,7 @@ class Engine:
         if done is not None and following is not None and following.starts_alone:
             self._complete(done, following)
             done = None
-            self.hand_over()
+            self._hand_over()
         if following is not None:
             try:
                 following.start()

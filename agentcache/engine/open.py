@@ -75,6 +75,7 @@ def open_engine(
     post: Callable[[Callable[[], None]], None],
     *,
     is_awaited: Callable[[], bool] = lambda: True,
+    hand_over: Callable[[], None] = lambda: None,
     warm: bool = False,
     give_up: Callable[[RankLost], None] = lambda lost: None,
     measure_seconds: float = math.inf,
@@ -87,6 +88,7 @@ def open_engine(
         model_path: folder or hub id.
         post: function, for any thread, that runs a callable on this thread soon.
         is_awaited: check for pending posted functions; true if unknown.
+        hand_over: delivers replies during a step whose start takes long.
         give_up: callback, on its own thread, when a rank is lost.
         measure_seconds: time limit of the precision search.
         served: model of a closed engine whose precision search has ended; it is not loaded again.
@@ -113,7 +115,9 @@ def open_engine(
     plan = plan_for(wishes, loaded, footprint, config.prefill_chunk)
     limits = Limits(wanted_limits(plan))
     try:
-        return _put_together(config, world, loaded, footprint, plan, limits, post, is_awaited, probe.keep, warm=warm)
+        return _put_together(
+            config, world, loaded, footprint, plan, limits, post, is_awaited, hand_over, probe.keep, warm=warm
+        )
     except BaseException:
         limits.restore()
         raise
@@ -151,6 +155,7 @@ def _put_together(
     limits: Limits,
     post: Callable[[Callable[[], None]], None],
     is_awaited: Callable[[], bool],
+    hand_over: Callable[[], None],
     keep_probe: Callable[[], None],
     *,
     warm: bool,
@@ -250,6 +255,7 @@ def _put_together(
             idle_seconds=config.idle_seconds,
             traffic=world.traffic,
             keep_precision=partial(write_precision, config.cache_dir, loaded.fingerprint),
+            hand_over=hand_over,
         )
     )
 

@@ -216,6 +216,7 @@ class AsyncEngine:
                 self._path,
                 thread.post,
                 is_awaited=thread.is_awaited,
+                hand_over=thread.hand_over,
                 warm=self._warm_up,
                 give_up=thread.give_up,
                 measure_seconds=MEASURE_SECONDS if self._warm_up else math.inf,

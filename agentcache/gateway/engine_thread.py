@@ -91,7 +91,6 @@ class EngineThread:
     def _run(self, started: asyncio.Future[None]) -> None:
         try:
             engine = self.engine = self._open_engine(self)
-            engine.hand_over = partial(self._hand_over, engine)
             self._view = engine.view()
             self._deliver(started)
             self._run_until_stopped(engine)
@@ -126,7 +125,7 @@ class EngineThread:
         try:
             self._close(engine)
         finally:
-            self._hand_over(engine)
+            self.hand_over()
             self._loop.call_soon_threadsafe(self._tell_waiters, end)
 
     def _serve(self, engine: Engine) -> None:
@@ -137,10 +136,10 @@ class EngineThread:
                     self._next(engine)()
                 except BaseException as error:  # not attributable to one request
                     engine.fail(list(engine.requests), error)
-            self._hand_over(engine)
+            self.hand_over()
             if engine.has_work:
                 engine.step()
-                self._hand_over(engine)
+                self.hand_over()
             engine.rest()
 
     def _next(self, engine: Engine) -> Callable[[], None]:
@@ -151,11 +150,11 @@ class EngineThread:
 
     def _close(self, engine: Engine) -> None:
         try:
-            self._hand_over(engine)
+            self.hand_over()
             engine.restorer.cease()
             while engine.is_writing or engine.restorer.is_reading:
                 self._inbox.get()()
-                self._hand_over(engine)
+                self.hand_over()
         finally:
             engine.close()
             while not self._inbox.empty():
@@ -207,8 +206,10 @@ class EngineThread:
         # Replies of a step go together, after the view: waking the event loop is slow.
         self._outbox.append((receive, reply))
 
-    def _hand_over(self, engine: Engine) -> None:
-        self._view = engine.view()
+    def hand_over(self) -> None:
+        """Deliver replies, and a new view before them. Engine thread only."""
+        assert self.engine is not None
+        self._view = self.engine.view()
         if self._outbox:
             replies, self._outbox = self._outbox, []
             self._loop.call_soon_threadsafe(_hand_out, replies)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -277,6 +277,7 @@ class Simulation:
         check_integrity: bool = False,
         num_states: int = 0,
         starts_alone: bool = False,
+        hand_over: Callable[[], None] = lambda: None,
     ) -> None:
         self.costs = costs or Costs()
         state = FullGroup("recurrent") if num_states else None
@@ -287,7 +288,8 @@ class Simulation:
         usual = TokenBudget(
             max_stall=MAX_STALL, decode_share=decode_share, chunk=256, idle_chunk=idle, token_seconds=1.0
         )
-        self.engine = Engine(_parts(FormulaDevice(self), self.cache, max_running, token_budget or usual))
+        parts = _parts(FormulaDevice(self), self.cache, max_running, token_budget or usual)
+        self.engine = Engine(replace(parts, hand_over=hand_over))
         self.now = 0.0
         self.clients: dict[RunningRequest, Client] = {}
         self.decoding_seconds = self.prefilling_seconds = 0.0

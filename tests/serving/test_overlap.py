@@ -83,9 +83,8 @@ def test_a_step_that_starts_alone_keeps_no_reply_back(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Simulation, "spend", noting_spend)
     monkeypatch.setattr(Computed, "wait", lambda self: done.append(("waited", self)))
-    simulation = Simulation(starts_alone=True)
+    simulation = Simulation(starts_alone=True, hand_over=lambda: done.append(("handed over", None)))
     simulation.submit(100, 6)
-    simulation.engine.hand_over = lambda: done.append(("handed over", None))
     simulation.run()
     steps = list(dict.fromkeys(step for _, step in done if step is not None))
     for before, step in pairwise(steps[1:]):
