@@ -14,8 +14,8 @@ from agentcache.errors import InvalidRequest
 from agentcache.text.marks import Marks
 from agentcache.text.messages import THOUGHT, plain_messages, with_short_ids, with_strings
 from agentcache.text.repairs.find_repairs import find_repairs
-from agentcache.text.repairs.kinds import NO_TEMPLATE, PLACEHOLDER, PLAINEST, Message, Repairs, call_notation
-from agentcache.text.repairs.steps import Render, Repaired, repaired
+from agentcache.text.repairs.kinds import NO_TEMPLATE, PLACEHOLDER, PLAINEST, Message, Repairs, Work, call_notation
+from agentcache.text.repairs.steps import Render, rendered, repaired
 from agentcache.text.template import REFUSED
 
 _MOST_UNSEEN = 20
@@ -94,7 +94,7 @@ class ChatRenderer:
         refusal: InvalidRequest | None = None
         for told in self._ways(marked, marked_tools, repairs):
             try:
-                text = told.rendered(render)
+                text = rendered(told, render)
                 if told.ends_with_placeholder and not add_generation_prompt:
                     text = text[: text.rfind(PLACEHOLDER)]
                 return _rendered(text, notes, told)
@@ -105,7 +105,7 @@ class ChatRenderer:
         assert refusal is not None
         raise refusal
 
-    def _ways(self, messages: list[Message], tools: list[Message] | None, repairs: Repairs) -> Iterator[Repaired]:
+    def _ways(self, messages: list[Message], tools: list[Message] | None, repairs: Repairs) -> Iterator[Work]:
         # Least change first. New call ids may change cached prompts.
         yield repaired(messages, tools, repairs, self._notation)
         fewer = [_with_one_comment(message) for message in messages]
@@ -128,7 +128,7 @@ class ChatRenderer:
             return self._repairs
 
 
-def _rendered(text: str, notes: Sequence[str], told: Repaired) -> RenderedChat:
+def _rendered(text: str, notes: Sequence[str], told: Work) -> RenderedChat:
     return RenderedChat(text, tuple(dict.fromkeys([*notes, *told.notes, *_unseen_tools(text, told.tools)])))
 
 

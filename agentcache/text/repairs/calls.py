@@ -12,7 +12,7 @@ from typing import Any
 from agentcache.text.json_values import write_json
 from agentcache.text.marks import any_of
 from agentcache.text.messages import THOUGHT
-from agentcache.text.repairs.kinds import GAP, CallIds, EmptyContent, Message, Work, result_text
+from agentcache.text.repairs.kinds import GAP, EmptyContent, Message, Work, result_text
 
 _MOST_OBJECTS = 5_000  # expanded references may grow exponentially
 _ALTERNATIVES = {"anyOf", "oneOf", "allOf"}
@@ -21,11 +21,12 @@ Schema = dict[str, Any]
 
 
 def fill_tools(work: Work) -> None:
-    if work.repairs.fill_tools and work.tools:
-        filled = [_filled(tool) for tool in work.tools]
-        if filled != work.tools:
-            work.note("tools: descriptions and parameters that the model's chat template demands stand empty")
-        work.tools = filled
+    if not work.tools:
+        return
+    filled = [_filled(tool) for tool in work.tools]
+    if filled != work.tools:
+        work.note("tools: descriptions and parameters that the model's chat template demands stand empty")
+    work.tools = filled
 
 
 def _filled(tool: Message) -> Message:
@@ -47,21 +48,17 @@ def _filled(tool: Message) -> Message:
 
 def offer_variables(work: Work) -> None:
     """Must precede `tools_as_text`, which removes the tools."""
-    if work.repairs.offer_variables:
-        functions = [tool.get("function", tool) for tool in work.tools or ()]
-        today = datetime.now().strftime("%Y-%m-%d")
-        specials = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), "")
-        work.variables = {**specials, "functions": write_json(functions, ensure_ascii=False), "datetime": today}
+    functions = [tool.get("function", tool) for tool in work.tools or ()]
+    today = datetime.now().strftime("%Y-%m-%d")
+    specials = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), "")
+    work.variables = {**specials, "functions": write_json(functions, ensure_ascii=False), "datetime": today}
 
 
 def empty_tools(work: Work) -> None:
-    if work.repairs.empty_tools and work.tools is None:
-        work.tools = []
+    work.tools = work.tools or []
 
 
 def named_ids(work: Work) -> None:
-    if work.repairs.call_ids is not CallIds.NAMED:
-        return
     told: list[Message] = []
     names: dict[Any, deque[Any]] = {}  # new ids of pending results, by old id
     count = 0
@@ -84,7 +81,7 @@ def named_ids(work: Work) -> None:
 
 
 def tools_as_text(work: Work) -> None:
-    if not work.repairs.tools_as_text or not work.tools:
+    if not work.tools:
         return
     text = work.notation.tools(work.tools)
     work.note("tools: the model's chat template shows no tools; they are described in the system message")
@@ -108,8 +105,6 @@ def calls_as_text(work: Work) -> None:
 
 
 def worded_calls_as_text(work: Work) -> None:
-    if not work.repairs.worded_calls_as_text:
-        return
     told: list[Message] = []
     for run in _calls_with_results(work.messages):
         if run[0].get("tool_calls") and run[0].get("content"):
@@ -131,8 +126,6 @@ def _told_call(message: Message, work: Work) -> Message:
 
 
 def one_call_a_message(work: Work) -> None:
-    if not work.repairs.one_call_a_message:
-        return
     told: list[Message] = []
     for run in _calls_with_results(work.messages):
         calls = run[0].get("tool_calls") or []
@@ -168,8 +161,6 @@ def _calls_with_results(messages: Sequence[Message]) -> Iterator[list[Message]]:
 
 
 def words_in_front(work: Work) -> None:
-    if not work.repairs.calls_without_words:
-        return
     told: list[Message] = []
     for message in work.messages:
         if message.get("tool_calls") and message.get("content"):
@@ -181,8 +172,6 @@ def words_in_front(work: Work) -> None:
 
 
 def pair_calls(work: Work) -> None:
-    if not (work.repairs.results_with_calls or work.repairs.calls_with_results):
-        return
     told: list[Message] = []
     for run in _calls_with_results(work.messages):
         ids = [call.get("id") for call in run[0].get("tool_calls") or ()]
@@ -203,8 +192,7 @@ def pair_calls(work: Work) -> None:
 
 def string_arguments(work: Work) -> None:
     """Must follow the steps that expect an object."""
-    if work.repairs.string_arguments:
-        work.messages = [_with_strings(message) if message.get("tool_calls") else message for message in work.messages]
+    work.messages = [_with_strings(message) if message.get("tool_calls") else message for message in work.messages]
 
 
 def _with_strings(message: Message) -> Message:
@@ -218,8 +206,6 @@ def _with_strings(message: Message) -> Message:
 
 def empty_content(work: Work) -> None:
     """Must follow the steps that expect a string."""
-    if work.repairs.empty_content is EmptyContent.EMPTY:
-        return
     work.messages = [_without_content(message, work.repairs.empty_content) for message in work.messages]
 
 
@@ -235,8 +221,6 @@ def words_at_calls(work: Work) -> None:
 
     Must follow the steps that join texts or read names.
     """
-    if not work.repairs.words_at_calls:
-        return
     secret = secrets.token_hex(8)  # clients cannot write a mark
     for index, message in enumerate(work.messages):
         calls, words = message.get("tool_calls"), message.get("content")
@@ -262,8 +246,6 @@ def with_words(text: str, words: Mapping[str, str], opening: str) -> str:
     Args:
         opening: marker before calls; the last one before a mark belongs to its call.
     """
-    if not words:
-        return text
     parts, done, missing = list[str](), 0, dict(words)
     for found in any_of(words).finditer(text):  # templates may repeat a name at the result
         place = text.rfind(opening, done, found.start()) if opening else -1
@@ -280,7 +262,7 @@ class _TooLarge(Exception):
 
 
 def plain_schemas(work: Work) -> None:
-    if not work.repairs.plain_schemas or not work.tools:
+    if not work.tools:
         return
     plain = [_with_plain_schema(tool, work.repairs.describe_enums) for tool in work.tools]
     if plain != work.tools:

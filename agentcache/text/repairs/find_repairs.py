@@ -21,7 +21,7 @@ from agentcache.text.repairs.kinds import (
     Repairs,
     ThoughtField,
 )
-from agentcache.text.repairs.steps import Render, repaired
+from agentcache.text.repairs.steps import Render, rendered, repaired
 from agentcache.text.template import REFUSED
 
 Tools = Sequence[Message] | None
@@ -50,9 +50,8 @@ class _Probe:
         return places == sorted(places)
 
     def text(self, messages: Sequence[Message], tools: Tools = None) -> str | None:
-        told = repaired(messages, tools, self.repairs, self.notation)
         try:
-            return told.rendered(self.render)
+            return rendered(repaired(messages, tools, self.repairs, self.notation), self.render)
         except InvalidRequest as error:
             if error.code != REFUSED:
                 raise

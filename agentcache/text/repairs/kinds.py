@@ -46,6 +46,9 @@ class ThoughtField(Enum):
     ALL = (THOUGHT, "reasoning", "thought")  # none is seen to be read; a request's variables may change that
 
 
+_NO_CHANGE = (False, EmptyContent.EMPTY, CallIds.AS_SENT, ThoughtField.USUAL)
+
+
 @dataclass(frozen=True)
 class Repairs:
     """The repairs that a chat template needs.
@@ -102,8 +105,11 @@ class Repairs:
 
     @property
     def names(self) -> tuple[str, ...]:
-        usual = (ThoughtField.USUAL,)
-        return tuple(each.name for each in fields(self) if getattr(self, each.name) not in (each.default, *usual))
+        return tuple(each.name for each in fields(self) if getattr(self, each.name) not in (each.default, *_NO_CHANGE))
+
+    def change(self, *names: str) -> bool:
+        """Whether any of the named repairs changes a conversation."""
+        return any(getattr(self, name) not in _NO_CHANGE for name in names)
 
     def with_(self, *names: str) -> Repairs:
         switched: dict[str, Any] = dict.fromkeys(names, True)
@@ -141,7 +147,7 @@ class Work:
     notes: list[str] = field(default_factory=list)
     ends_with_placeholder: bool = False
     variables: dict[str, str] = field(default_factory=dict)
-    words: dict[str, str] = field(default_factory=dict)
+    words: dict[str, str] = field(default_factory=dict)  # text to insert before calls, by its mark
 
     def note(self, text: str) -> None:
         if text not in self.notes:

@@ -18,16 +18,14 @@ from agentcache.text.repairs.kinds import (
 
 
 def rename_developer(work: Work) -> None:
-    if work.repairs.rename_developer:
-        work.messages = [
-            {**message, "role": "system"} if message.get("role") == "developer" else message
-            for message in work.messages
-        ]
+    work.messages = [
+        {**message, "role": "system"} if message.get("role") == "developer" else message for message in work.messages
+    ]
 
 
 def join_systems(work: Work) -> None:
     leading = num_leading(work.messages)
-    if work.repairs.join_systems and leading > 1:
+    if leading > 1:
         work.note("messages: the system messages in front are told as one")
         text = GAP.join(str(message["content"]) for message in work.messages[:leading])
         work.messages = [{**work.messages[0], "content": text}, *work.messages[leading:]]
@@ -37,7 +35,7 @@ def move_later_systems(work: Work) -> None:
     """A message between a call and its results moves behind the results."""
     leading = num_leading(work.messages)
     later = any(message.get("role") in SYSTEM_ROLES for message in work.messages[leading:])
-    if not work.repairs.move_later_systems or not later:
+    if not later:
         return
     work.note("messages: later system messages are told as marked user text at their place")
     told, held, is_calling = work.messages[:leading], list[Message](), False
@@ -59,7 +57,7 @@ def _marked(message: Message) -> Message:
 
 def system_in_user(work: Work) -> None:
     leading = num_leading(work.messages)
-    if work.repairs.no_system_role and leading:
+    if leading:
         work.note("messages: the model's chat template has no system role; that text is told as marked user text")
         work.messages = [*map(_marked, work.messages[:leading]), *work.messages[leading:]]
         if leading == len(work.messages) or work.messages[leading].get("role") == "user":
@@ -73,8 +71,6 @@ def _join_run(work: Work, begin: int, end: int) -> None:
 
 
 def user_first(work: Work) -> None:
-    if not work.repairs.user_first:
-        return
     leading = num_leading(work.messages)
     if leading == len(work.messages) or work.messages[leading].get("role") != "user":
         work.note("messages: a short user message stands in front, which the model's chat template demands")
@@ -84,8 +80,7 @@ def user_first(work: Work) -> None:
 
 def fill_answers(work: Work) -> None:
     # Some templates refuse empty replies, which clients keep.
-    if work.repairs.fill_answers:
-        work.messages = [_filled(message, work) for message in work.messages]
+    work.messages = [_filled(message, work) for message in work.messages]
 
 
 def _filled(message: Message, work: Work) -> Message:
@@ -96,8 +91,6 @@ def _filled(message: Message, work: Work) -> Message:
 
 
 def user_behind_result(work: Work) -> None:
-    if not work.repairs.user_behind_result:
-        return
     told = _Joined()
     for message in work.messages:
         if message.get("role") == "user" and told.last.get("role") == "tool":
@@ -110,8 +103,6 @@ def user_behind_result(work: Work) -> None:
 
 def join_neighbours(work: Work) -> None:
     """Of joined assistant messages, only the last may call tools."""
-    if not work.repairs.join_neighbours:
-        return
     told = _Joined()
     for message in work.messages:
         role, before = message.get("role"), told.last
@@ -157,8 +148,7 @@ def _joined(messages: Sequence[Message]) -> Message:
 def named_thoughts(work: Work) -> None:
     """Must follow the steps that expect content as a string, and thoughts under their usual name."""
     field = work.repairs.thoughts
-    if field is not ThoughtField.USUAL:
-        work.messages = [_named(message, field) if THOUGHT in message else message for message in work.messages]
+    work.messages = [_named(message, field) if THOUGHT in message else message for message in work.messages]
 
 
 def _named(message: Message, field: ThoughtField) -> Message:
