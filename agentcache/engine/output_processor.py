@@ -202,7 +202,7 @@ class OutputProcessor:
         prompt = generation.match.transcript
         if not generated.ids:
             return prompt
-        marked = self._tokenizer.marked_ends(generated.text, generated.ends)
+        marked = self._tokenizer.marks.marked_ends(generated.text, generated.ends)
         if generation.is_chat:
             marked = self._tokenizer.with_markers(marked, generated.ids)
         return prompt.extended(marked.text, generated.ids, marked.ends, "generated")

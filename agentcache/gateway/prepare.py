@@ -66,12 +66,12 @@ def check_size(prompt: Prompt, tokenizer: Tokenizer, limit: WorkLimit) -> None:
     if isinstance(prompt, TokenPrompt):
         limit.check(len(prompt.token_ids))
     elif isinstance(prompt, TextPrompt):
-        tokenizer.check_length(len(prompt.text), limit)
+        tokenizer.encoder.check_length(len(prompt.text), limit)
     else:
         limit.check(len(prompt.messages))
         num_chars = _num_chars(prompt.messages) + _num_chars(prompt.tools) + _num_chars(prompt.template_kwargs)
         if num_chars > _ALWAYS_RENDERED:
-            tokenizer.check_length(num_chars // _ROOM_TO_LEAVE_OUT, limit)
+            tokenizer.encoder.check_length(num_chars // _ROOM_TO_LEAVE_OUT, limit)
 
 
 def _num_chars(value: Any) -> int:
@@ -97,7 +97,7 @@ def read_prompt(prompt: Prompt, system: str | None, tokenizer: Tokenizer, limit:
         return PlainPrompt(tokenizer.raw_prompt(prompt.text))
     messages = with_system(prompt.messages, system)
     options = prompt.tools, prompt.add_generation_prompt, prompt.template_kwargs
-    told = tokenizer.tell_chat(messages, *options, limit=limit)
+    told = tokenizer.chats.tell(messages, *options, limit=limit)
     return PlainPrompt(told.text, notes=told.notes)
 
 
@@ -233,7 +233,7 @@ def count_repeated_tokens(request: Request, transcript: Transcript, tokenizer: T
     options = prompt.tools, prompt.template_kwargs or {}, limit
     # Omitted thoughts are put back from an agent's transcript.
     tells = request.agent is not None
-    left_at = tokenizer.next_prompt_leaves(transcript.text, prompt.messages, *options, tells_thoughts=tells)
+    left_at = tokenizer.next_prompts.left_at(transcript.text, prompt.messages, *options, tells_thoughts=tells)
     return 0 if left_at is None else bisect_right(transcript.ends, left_at)
 
 
@@ -333,7 +333,7 @@ class _Teller:
         self._tokenizer, self._read, self._stable_prefix = tokenizer, read, stable_prefix
         self._reading = ReplyReading(tokenizer, chat.tools) if chat.tools or tokenizer.reply_format.is_known else None
         messages = plain_messages(leading(with_system(chat.messages, system)))
-        self._front = find_front(with_strings(messages, tokenizer.mark), self._text)
+        self._front = find_front(with_strings(messages, tokenizer.marks.mark), self._text)
 
     def tell(self, transcript: Transcript) -> _Telling:
         changes = self._find_changes(transcript)
@@ -346,7 +346,7 @@ class _Teller:
         else:
             stable, is_moved = self._retold(self._chat, self._text, transcript), False
             text = stable.text
-        lines = tuple(map(self._tokenizer.unmark, changes.lines))
+        lines = tuple(map(self._tokenizer.marks.unmark, changes.lines))
         volatile = Volatile(lines, moved=is_moved) if lines else None
         return _Telling(text, transcript, stable.is_same, len_common_prefix(words.text, self._text), volatile)
 
@@ -360,7 +360,7 @@ class _Teller:
         told, now = self._retold(self._chat, self._text, words), what_changed(changes.lines)
         if now == words.last_told(told.text):
             return told
-        messages = with_notice(plain_messages(self._chat.messages), self._tokenizer.unmark(now))
+        messages = with_notice(plain_messages(self._chat.messages), self._tokenizer.marks.unmark(now))
         if messages is None:
             return None
         chat = replace(self._chat, messages=messages)

@@ -5,20 +5,24 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from agentcache.api.model import ReplyFormat
-from agentcache.errors import InvalidRequest
+from agentcache.errors import ContextLengthExceeded, InvalidRequest
+from agentcache.text.encoder import MarkedEncoder, TextStart, check_characters
 from agentcache.text.marks import Marks
 from agentcache.text.messages import THOUGHT, plain_messages, with_short_ids, with_strings
-from agentcache.text.repairs.find_repairs import find_repairs
 from agentcache.text.repairs.kinds import NO_TEMPLATE, PLACEHOLDER, PLAINEST, Message, Repairs, Work, call_notation
-from agentcache.text.repairs.steps import Render, rendered, repaired
-from agentcache.text.template import REFUSED
+from agentcache.text.repairs.steps import Render, find_repairs, rendered, repaired
+from agentcache.text.template import MAX_BYTES, REFUSED, ChatTemplate, RenderedTooLong, check_kwargs
+from agentcache.text.work_limit import UNLIMITED, WorkLimit
 
 _MOST_UNSEEN = 20
+_PROBE_BYTES = 1 << 16
+_UTF8_BYTES = 4  # per character
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 log = logging.getLogger(__name__)
@@ -33,48 +37,80 @@ class RenderedChat:
 
 
 class ChatRenderer:
-    """Renders chats with one template. Thread-safe.
+    """Renders chats with a model's template. Thread-safe.
 
-    The first chat finds the repairs; they never change, so a conversation's prefix stays the same.
+    The first chat finds the template's repairs. They never change, so a conversation's prefix stays the same.
 
     Args:
         form: reply format, the notation of calls that become text.
     """
 
-    def __init__(self, marks: Marks, form: ReplyFormat, has_template: bool) -> None:
+    def __init__(
+        self, template: ChatTemplate, marks: Marks, encoder: MarkedEncoder, start: TextStart, form: ReplyFormat
+    ) -> None:
+        self._template = template
         self._marks = marks
+        self._encoder = encoder
+        self._start = start
         self._notation = call_notation(form, marks.seals.seal)
-        self._repairs: Repairs | None = None if has_template else NO_TEMPLATE
+        self._repairs: Repairs | None = None if template.exists else NO_TEMPLATE
         self._lock = threading.Lock()
 
     @property
+    def has_template(self) -> bool:
+        """Whether a chat template exists, even unused."""
+        return self._template.exists
+
+    @property
     def uses_template(self) -> bool:
+        """False without a template, and once it has refused every chat."""
         return self._repairs is not NO_TEMPLATE
 
-    def repairs(self, probe: Render) -> tuple[str, ...] | None:
-        """See `Tokenizer.template_repairs`."""
-        found = self._found_repairs(probe)
+    def repairs(self) -> tuple[str, ...] | None:
+        """Return the template's `Repairs` by name; None if it is unused. The first call renders many probes.
+
+        Raises UnsupportedModel for a syntax error in the template.
+        """
+        found = self._find_repairs(UNLIMITED)
         return None if found is NO_TEMPLATE else found.names
+
+    def start(self) -> None:
+        """Start a child process and find the repairs: the first request is faster."""
+        if self.uses_template:
+            self._template.start()
+            self.render([{"role": "user", "content": "hello"}])
+
+    def close(self) -> None:
+        """End the child processes; a later call restarts them."""
+        self._template.close()
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        return self.tell(messages, tools, add_generation_prompt).text
 
     def tell(
         self,
-        render: Render,
-        probe: Render,
-        render_without: Callable[[Sequence[Message]], str],
         messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+        limit: WorkLimit = UNLIMITED,
     ) -> RenderedChat:
-        """Return the prompt of a chat.
+        """Render a chat as marked text. Special-token strings in it stay text.
 
         Args:
-            render, probe: template with and without the request's variables.
-            render_without: substitute for a missing template.
             add_generation_prompt: whether a reply follows; if not, a final placeholder is cut off.
 
         Raises:
-            As `render`; InvalidRequest with code `REFUSED` if every form of the chat is refused.
+            InvalidRequest: refused by the template, time or memory limit, reserved `template_kwargs`, deep nesting.
+            ContextLengthExceeded: the text is too long.
         """
+        check_kwargs(template_kwargs or {})
         notes: list[str] = []
 
         def mark(text: str) -> str:
@@ -83,25 +119,45 @@ class ChatRenderer:
                 text = _HALF_PAIR.sub("\ufffd", text)
             return self._marks.mark(text)
 
-        marked = with_strings(plain_messages(messages, notes.append), mark)
-        marked_tools = with_strings(tools, mark)
-        repairs = self._found_repairs(probe)
-        if repairs is NO_TEMPLATE:
-            told = repaired(marked, marked_tools, repairs, self._notation)
-            return _rendered(
-                self._marks.unsealed(render_without(told.messages).encode("utf-8", "surrogatepass")), notes, told
+        try:
+            render = partial(
+                self._render,
+                add_generation_prompt=add_generation_prompt,
+                template_kwargs=with_strings(template_kwargs or {}, self._marks.mark),
+                limit=limit,
             )
+            marked = with_strings(plain_messages(messages, notes.append), mark)
+            repairs = self._find_repairs(limit)
+            text, told = self._tell(render, repairs, marked, with_strings(tools, mark), add_generation_prompt)
+        except RecursionError as error:
+            raise InvalidRequest("The messages or tools are nested too deeply.", param="messages") from error
+        check_characters(text, "messages")
+        return RenderedChat(text, tuple(dict.fromkeys([*notes, *told.notes, *_unseen_tools(text, told.tools)])))
+
+    def _tell(
+        self,
+        render: Render,
+        repairs: Repairs,
+        messages: list[Message],
+        tools: list[Message] | None,
+        add_generation_prompt: bool,
+    ) -> tuple[str, Work]:
+        if repairs is NO_TEMPLATE:
+            told = repaired(messages, tools, repairs, self._notation)
+            lines = "".join(f"{message['role']}: {message['content']}\n" for message in told.messages)
+            text = self._start.prompt(lines + ("assistant:" if add_generation_prompt else ""))
+            return self._marks.unsealed(text.encode("utf-8", "surrogatepass")), told
         refusal: InvalidRequest | None = None
-        for told in self._ways(marked, marked_tools, repairs):
+        for told in self._ways(messages, tools, repairs):
             try:
                 text = rendered(told, render)
-                if told.ends_with_placeholder and not add_generation_prompt:
-                    text = text[: text.rfind(PLACEHOLDER)]
-                return _rendered(text, notes, told)
             except InvalidRequest as error:
                 if error.code != REFUSED:
                     raise
                 refusal = refusal or error
+                continue
+            is_cut = told.ends_with_placeholder and not add_generation_prompt
+            return text[: text.rfind(PLACEHOLDER)] if is_cut else text, told
         assert refusal is not None
         raise refusal
 
@@ -119,17 +175,46 @@ class ChatRenderer:
         plainest = replace(PLAINEST, empty_tools=repairs.empty_tools, thoughts=repairs.thoughts)
         yield repaired(with_short_ids(fewer), tools, plainest, self._notation)
 
-    def _found_repairs(self, probe: Render) -> Repairs:
+    def _find_repairs(self, limit: WorkLimit) -> Repairs:
         with self._lock:
             if self._repairs is None:
-                self._repairs = find_repairs(probe, self._notation)
+                self._repairs = find_repairs(partial(self._probe, limit), self._notation)
                 if self._repairs is NO_TEMPLATE:
                     log.warning("the model's chat template refuses every conversation; chats are served without it")
             return self._repairs
 
+    def _probe(self, limit: WorkLimit, messages: Any, tools: Any, variables: Mapping[str, Any]) -> str:
+        # A probe ignores the request's token limit.
+        work = WorkLimit(has_ended=limit.has_ended)
+        if self._template.is_greedy(tools, work):
+            raise InvalidRequest("the model's chat template takes too much for a few words", param="messages")
+        try:
+            return self._template.render(
+                messages, tools, True, self._template.unknown(variables), limit=work, max_bytes=_PROBE_BYTES
+            )
+        except RenderedTooLong as error:
+            raise InvalidRequest(f"{error} for a few words", param="messages") from None
 
-def _rendered(text: str, notes: Sequence[str], told: Work) -> RenderedChat:
-    return RenderedChat(text, tuple(dict.fromkeys([*notes, *told.notes, *_unseen_tools(text, told.tools)])))
+    def _render(
+        self,
+        messages: Any,
+        tools: Any,
+        variables: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool,
+        template_kwargs: Mapping[str, Any],
+        limit: WorkLimit,
+    ) -> str:
+        most = self._encoder.most_chars(limit)
+        max_bytes = MAX_BYTES if most is None else _UTF8_BYTES * most
+        variables = {**self._template.unknown(variables), **template_kwargs}
+        try:
+            return self._template.render(
+                messages, tools, add_generation_prompt, variables, limit=limit, max_bytes=max_bytes
+            )
+        except RenderedTooLong as error:
+            self._encoder.check_length(error.num_bytes // _UTF8_BYTES, limit)
+            raise ContextLengthExceeded(str(error), param="messages") from None
 
 
 def _unseen_tools(text: str, tools: Sequence[Message] | None) -> Iterator[str]:

@@ -111,7 +111,11 @@ class TokenBytes:
     """
 
     def __init__(
-        self, decoder: Mapping[str, Any] | None, piece_of: Callable[[int], str | None], added: Mapping[int, str]
+        self,
+        decoder: Mapping[str, Any] | None,
+        piece_of: Callable[[int], str | None],
+        added: Mapping[int, str],
+        control_ids: Set[int],
     ) -> None:
         parts = list(_decoder_parts(decoder))
         kinds = {part["type"] for part in parts}
@@ -123,16 +127,19 @@ class TokenBytes:
         self._replacements = [_replacement(part) for part in parts if part["type"] in ("Replace", "Metaspace")]
         self._piece_of = piece_of
         self._added = added
+        self._control_ids = control_ids
         self._known: dict[int, bytes] = {}
 
     def __call__(self, token_id: int) -> bytes:
-        """Return a token's bytes; empty beyond the vocabulary."""
+        """Return a token's bytes, a control token's string; empty beyond the vocabulary."""
         known = self._known.get(token_id)
         if known is None:
             known = self._known[token_id] = self._compute(token_id)
         return known
 
     def _compute(self, token_id: int) -> bytes:
+        if token_id in self._control_ids:
+            return self._added[token_id].encode()
         piece = self._piece_of(token_id) or ""
         if self._byte_level:
             return piece.encode() if token_id in self._added else _byte_level_bytes(piece)

@@ -11,6 +11,9 @@ from typing import Any
 import tokenizers
 
 from agentcache.blocks.transcript import Encoding
+from agentcache.compat import TokenizerWrapper
+from agentcache.errors import InvalidRequest
+from agentcache.text.detokenizer import DummySpace, TokenBytes
 from agentcache.text.marks import MarkOffsets, Marks, any_of
 from agentcache.text.work_limit import UNLIMITED, WorkLimit
 
@@ -42,11 +45,15 @@ class MarkedEncoder:
         self._controls = controls
         self._control = any_of(controls.values())
         self._backend = _bare(saved)
-        self._normalises = _normalises_controls(json.loads(saved), set(controls.values()))
+        content = json.loads(saved)
+        self._normalises = _normalises_controls(content, set(controls.values()))
+        self._longest_token = longest_token(content)
         self._lock = threading.Lock()
 
     def encode(self, text: str, limit: WorkLimit = UNLIMITED) -> Encoding:
-        """Tokenise without adding special tokens. Raises as `limit`."""
+        """Tokenise without adding special tokens. Raises InvalidRequest for lone surrogates, and as `limit`."""
+        self.check_length(len(text), limit)
+        check_characters(text, None)
         limit.go_on()
         has_marks = self._marks.are_in(text)
         if limit.max_tokens is not None:
@@ -63,6 +70,17 @@ class MarkedEncoder:
             limit.go_on()
             limit.check(len(tokens))
         return Encoding([token[0] for token in tokens], _clean_ends([token[1] for token in tokens], len(text)))
+
+    def check_length(self, num_chars: int, limit: WorkLimit) -> None:
+        """Refuse a text that exceeds the limit however it tokenises."""
+        if self._longest_token is not None:
+            limit.check(num_chars // self._longest_token)
+
+    def most_chars(self, limit: WorkLimit) -> int | None:
+        """Return the characters beyond which every text exceeds the limit; None if unknown."""
+        if limit.max_tokens is None or self._longest_token is None:
+            return None
+        return limit.max_tokens * self._longest_token
 
     def _count(self, text: str, limit: WorkLimit) -> None:
         at_least = 0
@@ -179,6 +197,80 @@ def _clean_ends(offsets: Sequence[tuple[int, int]], length: int) -> list[int]:
         start, end = offsets[index]
         ends[index] = ends[index + 1] if start == end or end > next_start else end
     return ends
+
+
+class TextStart:
+    """What a tokenizer adds at a text's start: BOS, and a space before the first word. Thread-safe.
+
+    Args:
+        added: all added tokens by id.
+    """
+
+    def __init__(
+        self,
+        wrapper: TokenizerWrapper,
+        encoder: MarkedEncoder,
+        token_bytes: TokenBytes,
+        added: Mapping[int, str],
+        control_ids: Set[int],
+    ) -> None:
+        self._wrapper = wrapper
+        self._encoder = encoder
+        self._token_bytes = token_bytes
+        self._added = added
+        self._control_ids = control_ids
+        self._lock = threading.Lock()
+
+    def prompt(self, text: str) -> str:
+        """Put BOS in front of marked text if the model uses it."""
+        if not self._bos or text.startswith(self._bos):
+            return text
+        # Some tokenizers add a space before a text's first word, but not after BOS.
+        adds_space = self._space_at_start is not DummySpace.NONE and self._space_after_control is DummySpace.NONE
+        begins_word = bool(text) and text[0] != " " and not any(map(text.startswith, self._added.values()))
+        return self._bos + (" " if adds_space and begins_word else "") + text
+
+    def dummy_space(self, after: int | None) -> DummySpace:
+        """Return the space that the tokenizer adds after a token, None at a text's start."""
+        if not self._token_bytes.strips_space or (after is not None and after not in self._control_ids):
+            return DummySpace.NONE
+        return self._space_at_start if after is None else self._space_after_control
+
+    @cached_property
+    def _bos(self) -> str:
+        with self._lock:  # transformers changes the tokenizer's settings for every text
+            with_special = self._wrapper.encode("a")
+        without = self._encoder.encode("a").ids
+        num_front = 0
+        while num_front < len(with_special) - len(without) and with_special[num_front] in self._control_ids:
+            num_front += 1
+        return "".join(self._added[token_id] for token_id in with_special[:num_front])
+
+    @cached_property
+    def _space_at_start(self) -> DummySpace:
+        return self._space_behind("")
+
+    @cached_property
+    def _space_after_control(self) -> DummySpace:
+        front = self._bos or "".join(self._added[token_id] for token_id in sorted(self._control_ids)[:1])
+        return self._space_behind(front) if front else DummySpace.NONE
+
+    def _space_behind(self, front: str) -> DummySpace:
+        if self._spaces_before_word(front + "a") == 0:
+            return DummySpace.NONE
+        return DummySpace.LONE if self._spaces_before_word(front + " a") == 1 else DummySpace.ANY
+
+    def _spaces_before_word(self, text: str) -> int:
+        spelled = b"".join(map(self._token_bytes, self._encoder.encode(text).ids))
+        return len(spelled[:-1]) - len(spelled[:-1].rstrip(b" "))
+
+
+def check_characters(text: str, param: str | None) -> None:
+    """Raise InvalidRequest for a lone surrogate."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest("The text holds a lone surrogate, which is no character.", param=param) from error
 
 
 def longest_token(saved: Mapping[str, Any]) -> int | None:

@@ -7,11 +7,12 @@ import json
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from agentcache.api.sampling import SamplingDefaults
-from agentcache.compat import TokenizerWrapper, set_template, template_data
-from agentcache.errors import InvalidRequest
+from agentcache.compat import TokenizerWrapper, load_tokenizer, set_template, template_data
+from agentcache.errors import InvalidRequest, UnsupportedModel
 from agentcache.system.files import file_identity
 from agentcache.system.memo import Memo
 
@@ -22,6 +23,9 @@ log = logging.getLogger("agentcache.models")
 # Vision models use these.
 _FILES = ("chat_template.json", "processor_config.json")
 _DEFAULT = "default"
+_FAST_CLASS = "PreTrainedTokenizerFast"
+_TOKENIZER_SUFFIXES = (".json", ".jinja", ".txt", ".model")
+_UNREADABLE = (ValueError, OSError, ImportError, LookupError, TypeError, AttributeError)
 _RULES = "tokenizer.json"
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _OTHERS = ("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt")
@@ -103,7 +107,38 @@ def _ids(holder: Mapping[str, Any]) -> Iterator[int]:
             yield token
 
 
-def complete_template(wrapper: TokenizerWrapper, folder: Path) -> None:
+def load_wrapper(folder: Path) -> TokenizerWrapper:
+    """Load a folder's tokenizer and chat template without running its code. Raises UnsupportedModel."""
+    try:
+        wrapper = load_tokenizer(folder, {"trust_remote_code": False})
+    except _UNREADABLE as error:
+        if not (folder / "tokenizer.json").is_file():
+            raise UnsupportedModel(f"The tokenizer in {folder} cannot be loaded: {error}") from error
+        wrapper = _load_without_class(folder, error)
+    _complete_template(wrapper, folder)
+    return wrapper
+
+
+def _load_without_class(path: Path, error: Exception) -> TokenizerWrapper:
+    """Load from tokenizer.json alone: the folder's class needs another package, or is code that is never run."""
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        for file in path.iterdir():
+            if file.suffix in _TOKENIZER_SUFFIXES and not file.name.startswith("."):
+                (folder / file.name).symlink_to(file.resolve())
+        config = folder / "tokenizer_config.json"
+        try:
+            # Refuse a truncated file: its chat template would be missing.
+            names = json.loads(config.read_bytes().strip() or b"{}") if config.exists() else {}
+            config.unlink(missing_ok=True)
+            names = {key: value for key, value in names.items() if key != "auto_map"} | {"tokenizer_class": _FAST_CLASS}
+            config.write_text(json.dumps(names), encoding="utf-8")
+            return load_tokenizer(folder, {"trust_remote_code": False})
+        except _UNREADABLE:
+            raise UnsupportedModel(f"The tokenizer in {path} cannot be loaded: {error}") from error
+
+
+def _complete_template(wrapper: TokenizerWrapper, folder: Path) -> None:
     """Set the tokenizer's default template if the folder has any."""
     template = template_data(wrapper)
     if not wrapper.has_chat_template:

@@ -15,11 +15,11 @@ from agentcache.api.model import ReplyFormat
 from agentcache.blocks.prefix_match import len_common_prefix
 from agentcache.blocks.transcript import Encoding
 from agentcache.errors import InvalidRequest
+from agentcache.text.chat import ChatRenderer
+from agentcache.text.encoder import MarkedEncoder
 from agentcache.text.json_values import canonical_json
 from agentcache.text.messages import REASONING_KEYS, THOUGHT, plain_messages
-
-# From messages to a marked prompt.
-Render = Callable[[Sequence[Mapping[str, Any]]], str]
+from agentcache.text.work_limit import UNLIMITED, WorkLimit
 
 _MOST_CHATS = 64  # cached kinds
 _MOST_ENDINGS = 4  # per kind
@@ -46,7 +46,10 @@ class _Ending:
 class NextPrompts:
     """Predictions for one chat template. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, chats: ChatRenderer, encoder: MarkedEncoder, form: ReplyFormat) -> None:
+        self._chats = chats
+        self._encoder = encoder
+        self._form = form
         self._endings: dict[Any, tuple[_Ending, ...]] = {}
         self._lock = threading.Lock()
 
@@ -56,9 +59,7 @@ class NextPrompts:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         template_kwargs: Mapping[str, Any],
-        form: ReplyFormat,
-        render: Render,
-        encode: Callable[[str], Encoding],
+        limit: WorkLimit = UNLIMITED,
         *,
         tells_thoughts: bool,
     ) -> int | None:
@@ -66,24 +67,73 @@ class NextPrompts:
 
         Args:
             prompt: marked text with the generation prompt.
-            render: renderer with the prompt's tools and variables.
             tells_thoughts: whether the next request includes this reply's thoughts.
         """
         leading, end = _split(messages)
         variables = _name_of_variables(template_kwargs)
-        if not 0 < len(end) <= _MOST_MESSAGES or end[-1]["role"] == "assistant" or variables is None:
+        if not self._chats.uses_template or variables is None:
+            return None
+        if not 0 < len(end) <= _MOST_MESSAGES or end[-1]["role"] == "assistant":
             return None
         key = tuple(str(message.get("role")) for message in end), bool(tools), variables, tells_thoughts
         known = self._endings.get(key, ())
         ending = _longest_at(prompt, known)
         if ending is None and len(known) < _MOST_ENDINGS:
-            chat = _Chat(leading, end, tools, form, render, encode, tells_thoughts=tells_thoughts)
-            found = _find_ending(chat)
+            any_size = WorkLimit(has_ended=limit.has_ended)
+
+            def render(shorter: Sequence[Mapping[str, Any]]) -> str:
+                return self._chats.tell(shorter, tools, True, template_kwargs, any_size).text
+
+            found = self._find_ending(_Chat(leading, end, tools, render), tells_thoughts=tells_thoughts)
             self._remember(key, found)
             ending = _longest_at(prompt, [found])
         if ending is None or ending.left_at is None:
             return None
         return len(prompt) - len(ending.text) + ending.left_at
+
+    def _find_ending(self, chat: _Chat, *, tells_thoughts: bool) -> _Ending:
+        """Return the prompt's ending; empty if the template refuses a sample."""
+        try:
+            ending = chat.rendered([], thought=False)[1]
+            may_think = self._may_think(ending)
+            thought = may_think and tells_thoughts
+            words, ending = chat.rendered([], thought=thought)
+            places = [
+                self._left_at(chat, words, ending, following, thought=thought, may_think=may_think)
+                for following in chat.continuations(thought=thought)
+            ]
+        except InvalidRequest:
+            return _Ending("", None)
+        return _Ending(ending, min((place for place in places if place is not None), default=None))
+
+    def _may_think(self, ending: str) -> bool:
+        """Whether the reply may begin with a thought: not if the ending closes one."""
+        pairs = self._form.thoughts
+        closed = any(end and end in ending for _, end in pairs)
+        opened = any(start and ending.rstrip().endswith(start) for start, _ in pairs)
+        return opened or bool(pairs and not closed)
+
+    def _left_at(
+        self,
+        chat: _Chat,
+        words: str,
+        ending: str,
+        following: Sequence[Mapping[str, Any]],
+        *,
+        thought: bool,
+        may_think: bool,
+    ) -> int | None:
+        """Return `left_at` of `ending` before `following`; None, too, if `words` differ."""
+        # Where they differ, the turn before took that into account.
+        try:
+            other_words, behind = chat.rendered(following, thought=thought)
+        except InvalidRequest:
+            return None
+        if other_words != words:
+            return None
+        place = _shared_tokens(self._encoder.encode(ending), self._encoder.encode(behind))
+        is_repeated = place == len(ending) and not (may_think and not (thought and _THOUGHT in behind))
+        return None if is_repeated else place
 
     def _remember(self, key: Any, ending: _Ending) -> None:
         with self._lock:
@@ -123,10 +173,7 @@ class _Chat:
     leading: Sequence[Mapping[str, Any]]
     end: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None
-    form: ReplyFormat
-    render: Render
-    encode: Callable[[str], Encoding]
-    tells_thoughts: bool
+    render: Callable[[Sequence[Mapping[str, Any]]], str]
 
     def rendered(self, following: Sequence[Mapping[str, Any]], *, thought: bool) -> tuple[str, str]:
         """Render with further messages; split after the chat's last message. Raises InvalidRequest."""
@@ -148,44 +195,6 @@ class _Chat:
             result = {"role": "tool", "tool_call_id": _CALL_ID, "name": function["name"], "content": "done"}
             found.append([reply | {"content": "", "tool_calls": calls}, result])
         return found
-
-
-def _find_ending(chat: _Chat) -> _Ending:
-    """Return the prompt's ending; empty if the template refuses a sample."""
-    try:
-        ending = chat.rendered([], thought=False)[1]
-        may_think = _may_think(ending, chat.form)
-        thought = may_think and chat.tells_thoughts
-        words, ending = chat.rendered([], thought=thought)
-        places = [
-            _left_at(chat, words, ending, following, thought=thought, may_think=may_think)
-            for following in chat.continuations(thought=thought)
-        ]
-    except InvalidRequest:
-        return _Ending("", None)
-    return _Ending(ending, min((place for place in places if place is not None), default=None))
-
-
-def _may_think(ending: str, form: ReplyFormat) -> bool:
-    """Whether the reply may begin with a thought: not if the ending closes one."""
-    closed = any(end and end in ending for _, end in form.thoughts)
-    opened = any(start and ending.rstrip().endswith(start) for start, _ in form.thoughts)
-    return opened or bool(form.thoughts and not closed)
-
-
-def _left_at(
-    chat: _Chat, words: str, ending: str, following: Sequence[Mapping[str, Any]], *, thought: bool, may_think: bool
-) -> int | None:
-    """Return `left_at` of `ending` before `following`; None, too, if `words` differ: the turn before handled that."""
-    try:
-        other_words, behind = chat.rendered(following, thought=thought)
-    except InvalidRequest:
-        return None
-    if other_words != words:
-        return None
-    place = _shared_tokens(chat.encode(ending), chat.encode(behind))
-    is_repeated = place == len(ending) and not (may_think and not (thought and _THOUGHT in behind))
-    return None if is_repeated else place
 
 
 def _shared_tokens(one: Encoding, other: Encoding) -> int:

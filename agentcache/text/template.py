@@ -86,6 +86,14 @@ class ChatTemplate:
         self._sealed: dict[str, bool] = {}  # by template
         self._greedy: set[str] = set()  # they hit a limit on `_HARMLESS`
 
+    @property
+    def exists(self) -> bool:
+        return bool(self._wrapper.has_chat_template)
+
+    def unknown(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the variables that are not the tokenizer's special tokens."""
+        return {name: value for name, value in variables.items() if name not in self._wrapper.special_tokens_map}
+
     @cached_property
     def _by_code(self) -> bool:
         return renders_by_code(self._wrapper)

@@ -94,9 +94,9 @@ def _example(messages: Sequence[Mapping[str, Any]], tools: Any, tokenizer: Token
 
 
 def _tokenise(messages: Sequence[Mapping[str, Any]], tools: Any, tokenizer: Tokenizer) -> Example:
-    prompt = tokenizer.render_chat(messages[:-1], tools)
+    prompt = tokenizer.chats.render(messages[:-1], tools)
     read = tokenizer.encode(prompt).ids
-    answer = tokenizer.mark(messages[-1]["content"])
+    answer = tokenizer.marks.mark(messages[-1]["content"])
     whole = tokenizer.encode(prompt + answer).ids
     # Some tokenizers merge letters across the border; serving tokenises the prompt alone.
     said = whole[len(read) :] if whole[: len(read)] == read else tokenizer.encode(answer).ids
@@ -104,7 +104,7 @@ def _tokenise(messages: Sequence[Mapping[str, Any]], tools: Any, tokenizer: Toke
 
 
 def _end_of_turn(messages: Sequence[Mapping[str, Any]], tools: Any, tokenizer: Tokenizer) -> int:
-    whole = tokenizer.encode(tokenizer.render_chat(messages, tools, add_generation_prompt=False)).ids
+    whole = tokenizer.encode(tokenizer.chats.render(messages, tools, add_generation_prompt=False)).ids
     return next((token for token in reversed(whole) if token in tokenizer.eos_ids), min(tokenizer.eos_ids))
 
 

@@ -105,7 +105,7 @@ class PassageSource:
         return self.of_ids(self._tokenizer.encode("".join(f" {word}" for word in words)).ids[:num_tokens])
 
     def of_ids(self, token_ids: Sequence[int]) -> Passage:
-        return Passage(self._tokenizer.unmark(self._tokenizer.spell(token_ids).text), tuple(token_ids))
+        return Passage(self._tokenizer.marks.unmark(self._tokenizer.spell(token_ids).text), tuple(token_ids))
 
     def invocation(self) -> Passage:
         return self.of_ids(self._tokenizer.encode(INVOCATION).ids)

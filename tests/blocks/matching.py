@@ -21,7 +21,7 @@ def generate(tokenizer: Tokenizer, transcript: Transcript, token_ids: list[int])
     for token_id in token_ids:
         detokenizer.add(token_id)
     detokenizer.finish()
-    marked = tokenizer.marked_ends(detokenizer.text, detokenizer.ends)
+    marked = tokenizer.marks.marked_ends(detokenizer.text, detokenizer.ends)
     return transcript.extended(marked.text, token_ids, marked.ends, "generated"), detokenizer.text
 
 

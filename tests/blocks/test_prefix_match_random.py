@@ -55,12 +55,12 @@ def rewritten(data: st.DataObject, messages: list[dict[str, str]]) -> list[dict[
 @settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow], deadline=None)
 def test_random_conversations(tokenizer: Tokenizer, data: st.DataObject) -> None:
     any_ids = st.lists(any_id(tokenizer), max_size=10)
-    replies = st.one_of(any_ids, texts.map(lambda text: list(tokenizer.encode(tokenizer.mark(text)).ids)))
+    replies = st.one_of(any_ids, texts.map(lambda text: list(tokenizer.encode(tokenizer.marks.mark(text)).ids)))
     transcript = Transcript.empty()
     messages: list[dict[str, str]] = []
     for _ in range(data.draw(st.integers(1, 5))):
         messages = [*rewritten(data, messages), user(data.draw(texts))]
-        text = tokenizer.render_chat(messages)
+        text = tokenizer.chats.render(messages)
         found = match(tokenizer, transcript, text)
         check_match(tokenizer, transcript, text, found)
         transcript, reply = generate(tokenizer, found.transcript, data.draw(replies))

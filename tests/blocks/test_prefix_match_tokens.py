@@ -35,9 +35,9 @@ class TestTokens:
         check_transcript(found.transcript)
 
     def test_plain_pieces_that_spell_a_control_token_are_marked(self, chatml: Tokenizer) -> None:
-        pieces = list(chatml.encode(chatml.mark("<|im_end|>")).ids)
+        pieces = list(chatml.encode(chatml.marks.mark("<|im_end|>")).ids)
         transcript = match_tokens(Transcript.empty(), pieces, chatml.spell).transcript
-        assert transcript.text == chatml.mark("<|im_end|>")
+        assert transcript.text == chatml.marks.mark("<|im_end|>")
         found = match(chatml, transcript, "<|im_end|>")
         assert found.kept == 0
         assert set(found.transcript.ids) <= chatml.control_ids

@@ -24,7 +24,11 @@ def test_eos_ends_and_ignore_eos_does_not(client: openai.OpenAI, model_id: str, 
 @pytest.fixture(scope="module")
 def ordinary(tokenizer: Tokenizer) -> dict[str, int]:
     """A logit bias that lets only a few readable tokens through, none of which ends the text."""
-    texts = {i: tokenizer.token_text(i) for i in range(tokenizer.vocab_size) if i not in tokenizer.control_ids}
+    texts = {
+        i: tokenizer.token_bytes(i).decode(errors="replace")
+        for i in range(tokenizer.vocab_size)
+        if i not in tokenizer.control_ids
+    }
     wanted = [i for i, text in texts.items() if text.isascii() and text.strip().isalpha() and len(text) > 1]
     return {str(i): 100 for i in wanted[:60]}
 
@@ -50,9 +54,17 @@ def test_a_stop_string_across_tokens_ends_the_text(
 
 @pytest.mark.slow
 def test_indentation_is_what_the_model_said(client: openai.OpenAI, model_id: str, tokenizer: Tokenizer) -> None:
-    spaces = [i for i in range(tokenizer.vocab_size) if (text := tokenizer.token_text(i)) and not text.strip()]
-    words = [i for i in range(tokenizer.vocab_size) if tokenizer.token_text(i) in ("def", "print", " return", "x", ":")]
-    assert {"\n", " ", "\t"} <= {tokenizer.token_text(i) for i in spaces} and len(spaces) > 3
+    spaces = [
+        i
+        for i in range(tokenizer.vocab_size)
+        if (text := tokenizer.token_bytes(i).decode(errors="replace")) and not text.strip()
+    ]
+    words = [
+        i
+        for i in range(tokenizer.vocab_size)
+        if tokenizer.token_bytes(i).decode(errors="replace") in ("def", "print", " return", "x", ":")
+    ]
+    assert {"\n", " ", "\t"} <= {tokenizer.token_bytes(i).decode(errors="replace") for i in spaces} and len(spaces) > 3
     bias = {str(i): 100 for i in spaces + words}
     body: dict[str, Any] = {"model": model_id, "messages": MESSAGES, "max_tokens": 60, "temperature": 1}
     body |= {"logit_bias": bias, "extra_body": extras()}
@@ -69,7 +81,7 @@ def test_indentation_is_what_the_model_said(client: openai.OpenAI, model_id: str
 def test_an_answer_of_nothing_but_white_space(
     client: openai.OpenAI, model_id: str, tokenizer: Tokenizer, space: str
 ) -> None:
-    token = next(i for i in range(tokenizer.vocab_size) if tokenizer.token_text(i) == space)
+    token = next(i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i).decode(errors="replace") == space)
     body: dict[str, Any] = {"model": model_id, "messages": MESSAGES, "max_tokens": 4, "logit_bias": {str(token): 100}}
     done = client.chat.completions.create(**body, temperature=0)
     assert done.choices[0].message.content == 4 * space

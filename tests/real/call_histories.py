@@ -127,7 +127,7 @@ def judge(template: str, tokenizer: Tokenizer) -> Verdict:
     verdict = Verdict(template, tokenizer.reply_format.dialect, tokenizer.reply_format.thoughts)
     for name, reply in REPLIES.items():
         try:
-            prompt, written = written_by(tokenizer.render_chat, reply)
+            prompt, written = written_by(tokenizer.chats.render, reply)
         except InvalidRequest as error:
             try:
                 if template not in _WANTS_MORE:
@@ -245,7 +245,7 @@ def characters(tokenizer: Tokenizer, written: str) -> list[Piece]:
     encoding = tokenizer.encode(written)
     begin = 0
     for token, end in zip(encoding.ids, encoding.ends, strict=True):
-        text = tokenizer.unmark(written[begin:end])
+        text = tokenizer.marks.unmark(written[begin:end])
         marker = tokenizer.markers.get(token)
         if marker is not None:
             pieces.append((marker.name if marker.is_shown else "", [(0, marker.name)]))

@@ -46,7 +46,7 @@ def user(content: Any) -> dict[str, Any]:
 def test_what_says_by_its_size_that_it_is_too_long(
     chatml: Tokenizer, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("tell_chat", "encode", "spell", "raw_prompt"):
+    for name in ("chats", "encode", "spell", "raw_prompt"):
         monkeypatch.setattr(chatml, name, None)
     with pytest.raises(ContextLengthExceeded):
         read_prompt(prompt, None, chatml, LIMIT)

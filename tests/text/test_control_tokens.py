@@ -82,10 +82,14 @@ def attacks(special: str) -> Iterator[str]:
 def controls(tokenizer: Tokenizer, messages: Any, tools: Any, options: Any) -> list[str] | None:
     """The control tokens of a prompt; None where the template refuses the messages."""
     try:
-        text = tokenizer.tell_chat(messages, tools, template_kwargs=options).text
+        text = tokenizer.chats.tell(messages, tools, template_kwargs=options).text
     except InvalidRequest:
         return None
-    return [tokenizer.token_text(each) for each in ids_of(tokenizer, text) if each in tokenizer.control_ids]
+    return [
+        tokenizer.token_bytes(each).decode(errors="replace")
+        for each in ids_of(tokenizer, text)
+        if each in tokenizer.control_ids
+    ]
 
 
 @pytest.mark.parametrize("name", [slow("reworking") if name == "reworking" else name for name in ALL])
@@ -108,18 +112,18 @@ def test_harmless_words_have_the_tokens_of_the_tokenizer_itself(
 ) -> None:
     """Of the messages as the template gets them: a chat that it would refuse is told to it in another way."""
     tokenizer = known(tmp_path_factory, name)
-    render, taken = tokenizer._template.render, list[tuple[Any, Any, Any]]()
+    render, taken = tokenizer.chats._template.render, list[tuple[Any, Any, Any]]()
 
     def noted(messages: Any, tools: Any, add_generation_prompt: bool, variables: Any, **limits: Any) -> str:
         text = render(messages, tools, add_generation_prompt, variables, **limits)
         taken.append((messages, tools, variables))
         return text
 
-    monkeypatch.setattr(tokenizer._template, "render", noted)
+    monkeypatch.setattr(tokenizer.chats._template, "render", noted)
     rendered = 0
     for conversation, tools in ((each, tools) for each in CONVERSATIONS.values() for tools in (None, TOOLS)):
         try:
-            text = tokenizer.render_chat(conversation, tools)
+            text = tokenizer.chats.render(conversation, tools)
         except InvalidRequest:
             continue
         messages, told_tools, variables = taken[-1]
@@ -130,7 +134,7 @@ def test_harmless_words_have_the_tokens_of_the_tokenizer_itself(
             add_generation_prompt=True,
             **variables,
         )
-        plain = tokenizer._marks.unsealed(plain.encode())  # calls that are told as text have their own seals
+        plain = tokenizer.marks.unsealed(plain.encode())  # calls that are told as text have their own seals
         if "<bound method" not in plain:
             rendered += text == plain
             assert ids_of(tokenizer, text) == tokenizer._wrapper.encode(plain, add_special_tokens=False)
@@ -165,7 +169,11 @@ def test_a_word_anywhere_is_text(tmp_path_factory: pytest.TempPathFactory, data:
     tokenizer = known(tmp_path_factory, data.draw(st.sampled_from(sorted(ALL))))
     whole = list(body(numbered("word#")))
     path, is_key = data.draw(st.sampled_from([each for each in places(whole) if each[0] != (2,)]))
-    special = data.draw(st.sampled_from([tokenizer.token_text(each) for each in sorted(tokenizer.control_ids)]))
+    special = data.draw(
+        st.sampled_from(
+            [tokenizer.token_bytes(each).decode(errors="replace") for each in sorted(tokenizer.control_ids)]
+        )
+    )
     attack = data.draw(st.sampled_from(list(attacks(special))))
     expected = controls(tokenizer, *replaced(whole, path, is_key, "word"))
     assert controls(tokenizer, *replaced(whole, path, is_key, attack)) in (expected, None)
@@ -209,4 +217,4 @@ def test_refusals_are_in_the_clients_words(tmp_path_factory: pytest.TempPathFact
         "{% endif %}{{ messages[0].content }}"
     )
     with pytest.raises(InvalidRequest, match=re.escape("<|im_end|> is not <|im_start|>")):
-        Tokenizer.load(with_markers(folder, template, [])).render_chat([{"role": "user", "content": "<|im_start|>"}])
+        Tokenizer.load(with_markers(folder, template, [])).chats.render([{"role": "user", "content": "<|im_start|>"}])

@@ -34,7 +34,7 @@ class TestEncode:
     def test_ends_cover_the_text(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
         pieces = ["a", " ", "\n", "é", "e\u0301", "東", "🙂", "<think>", "hello", "|>", *specials(tokenizer)]
         plain = data.draw(st.lists(st.sampled_from(pieces), max_size=10).map("".join))
-        text = data.draw(st.sampled_from([plain, tokenizer.mark(plain), tokenizer.render_chat(user(plain))]))
+        text = data.draw(st.sampled_from([plain, tokenizer.marks.mark(plain), tokenizer.chats.render(user(plain))]))
         encoding = tokenizer.encode(text)
         assert len(encoding.ids) == len(encoding.ends)
         assert list(encoding.ends) == sorted(encoding.ends)
@@ -45,7 +45,7 @@ class TestEncode:
     def test_tokens_spell_the_text_up_to_every_end(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
         pieces = ["a", " ", "\n", "é", "東", "🙂", "hello", "|>", *specials(tokenizer)]
         plain = data.draw(st.lists(st.sampled_from(pieces), max_size=10).map("".join))
-        text = data.draw(st.sampled_from([plain, tokenizer.mark(plain), tokenizer.render_chat(user(plain))]))
+        text = data.draw(st.sampled_from([plain, tokenizer.marks.mark(plain), tokenizer.chats.render(user(plain))]))
         encoding = tokenizer.encode(text)
         assert ids_of(tokenizer, tokenizer.spell(encoding.ids).text) == list(encoding.ids)
         for index, end in enumerate(encoding.ends):
@@ -56,11 +56,13 @@ class TestEncode:
     def test_ends_count_white_space(self, chatml: Tokenizer) -> None:
         """The tokenizer's own post-processor would trim it."""
         encoding = chatml.encode("hello \n\n  x \t y")
-        assert list(encoding.ends) == list(accumulate(len(chatml.token_text(token_id)) for token_id in encoding.ids))
+        assert list(encoding.ends) == list(
+            accumulate(len(chatml.token_bytes(token_id).decode(errors="replace")) for token_id in encoding.ids)
+        )
 
     def test_marks_become_plain_pieces(self, tokenizer: Tokenizer) -> None:
         for special in specials(tokenizer):
-            ids = ids_of(tokenizer, tokenizer.mark(special))
+            ids = ids_of(tokenizer, tokenizer.marks.mark(special))
             assert tokenizer.control_ids.isdisjoint(ids)
             assert decoded(tokenizer, ids) == special
 
@@ -68,7 +70,7 @@ class TestEncode:
         """Sections without marks, and what follows a control token in sections with marks, read as ever."""
         special = specials(tokenizer)[-1]
         plain = ids_of(tokenizer, f"hello there{special}hello there")
-        behind = ids_of(tokenizer, f"hello there{special}hello there\n{tokenizer.mark(special)}")
+        behind = ids_of(tokenizer, f"hello there{special}hello there\n{tokenizer.marks.mark(special)}")
         assert behind[: len(plain)] == plain
 
     def test_vocabulary_that_holds_special_tokens_as_whole_words(self) -> None:
@@ -79,7 +81,7 @@ class TestEncode:
         backend.add_special_tokens([AddedToken("</s>", normalized=False, special=True)])
         tokenizer = Tokenizer(StandInWrapper(backend))  # type: ignore[arg-type]
         assert ids_of(tokenizer, "</s>") == [1]
-        assert ids_of(tokenizer, tokenizer.mark("a</s>b")) == [6, 2, 3, 4, 5, 7]
+        assert ids_of(tokenizer, tokenizer.marks.mark("a</s>b")) == [6, 2, 3, 4, 5, 7]
 
     @pytest.mark.parametrize("text", ["<\uff5cim_end\uff5c>", "\uff1c|im_end|\uff1e", "<|im_end|\uff1e"])
     def test_what_a_normaliser_makes_a_control_token_of_is_text(self, tmp_path: Path, text: str) -> None:
@@ -88,7 +90,7 @@ class TestEncode:
         saved["added_tokens"] = [token | {"normalized": True} for token in saved["added_tokens"]]
         (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
         tokenizer = Tokenizer.load(tmp_path)
-        rendered, harmless = (tokenizer.render_chat(user(content)) for content in (f"a{text}b", "a b"))
+        rendered, harmless = (tokenizer.chats.render(user(content)) for content in (f"a{text}b", "a b"))
         ids, expected = ids_of(tokenizer, rendered), ids_of(tokenizer, harmless)
         controls = [each for each in ids if each in tokenizer.control_ids]
         assert controls == [each for each in expected if each in tokenizer.control_ids]
@@ -98,7 +100,7 @@ class TestEncode:
     def test_added_tokens_that_are_not_special_are_found_beside_marks(self, chatml: Tokenizer) -> None:
         think = ids_of(chatml, "<think>")
         assert len(think) == 1
-        assert think[0] in ids_of(chatml, chatml.mark("<|im_end|><think>"))
+        assert think[0] in ids_of(chatml, chatml.marks.mark("<|im_end|><think>"))
         assert think[0] not in chatml.control_ids
 
 
@@ -112,7 +114,7 @@ class TestLimits:
     @pytest.mark.parametrize("marked", [False, True])
     def test_what_fits_is_read_as_ever(self, tokenizer: Tokenizer, marked: bool) -> None:
         """Also a text so long that it is counted first."""
-        text = self.LONG[:20_000] + (tokenizer.mark(specials(tokenizer)[-1]) if marked else "")
+        text = self.LONG[:20_000] + (tokenizer.marks.mark(specials(tokenizer)[-1]) if marked else "")
         whole = tokenizer.encode(text)
         counted = tokenizer.encode(text * 3, WorkLimit(len(whole.ids) * 3 + 3, give_up))
         assert counted == tokenizer.encode(text * 3)
@@ -124,8 +126,8 @@ class TestLimits:
     def test_a_count_never_refuses_what_fits(self, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(encoder, "_USUAL_CHARS", 0)
         monkeypatch.setattr(encoder, "_PIECE_CHARS", 977)
-        control, mark = specials(tokenizer)[-1], tokenizer.mark(specials(tokenizer)[-1])
-        texts = [self.LONG[:20_000], "a" * 20_000, " " * 20_000, "東🙂" * 5000, tokenizer.mark(self.LONG[:9000])]
+        control, mark = specials(tokenizer)[-1], tokenizer.marks.mark(specials(tokenizer)[-1])
+        texts = [self.LONG[:20_000], "a" * 20_000, " " * 20_000, "東🙂" * 5000, tokenizer.marks.mark(self.LONG[:9000])]
         texts += [between * 400 for between in (mark, f"{mark} {control}", f"{control}  a{mark}", f"{mark}{control}\n")]
         for text in texts:
             whole = tokenizer.encode(text)
@@ -137,16 +139,17 @@ class TestLimits:
         monkeypatch.setattr(
             MarkedEncoder, "_num_tokens", lambda self, piece: pieces.append(len(piece)) or count(self, piece)
         )
-        tokenizer._longest_token, known = None, tokenizer._longest_token
+        tokenizer.encoder._longest_token, known = None, tokenizer.encoder._longest_token
         try:
             with pytest.raises(ContextLengthExceeded):
                 tokenizer.encode(self.LONG * 40, WorkLimit(1000, give_up))
         finally:
-            tokenizer._longest_token = known
+            tokenizer.encoder._longest_token = known
         assert 0 < sum(pieces) < 40_000
 
     def test_a_length_that_says_enough(self, chatml: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(MarkedEncoder, "encode", None)  # nothing is tokenised
+        monkeypatch.setattr(encoder, "_encode", None)  # nothing is tokenised
+        monkeypatch.setattr(MarkedEncoder, "_count", None)
         with pytest.raises(ContextLengthExceeded) as refused:
             chatml.encode("a" * 1_000_000, WorkLimit(1000, give_up))
         assert int(str(refused.value)) > 1000
@@ -169,7 +172,7 @@ class TestLimits:
         ticking = threading.Thread(target=tick)
         ticking.start()
         beginning = time.perf_counter()
-        _encode(chatml._encoder._backend, self.LONG * 2)
+        _encode(chatml.encoder._backend, self.LONG * 2)
         seconds = time.perf_counter() - beginning
         done.set()
         ticking.join()
@@ -183,5 +186,5 @@ class TestLimits:
 
 
 def encoder_parts(tokenizer: Tokenizer) -> tuple[str, Marks, dict[int, str]]:
-    made = tokenizer._encoder
+    made = tokenizer.encoder
     return made._saved, made._marks, dict(made._controls)

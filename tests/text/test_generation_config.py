@@ -122,7 +122,7 @@ class TestTokenizerClasses:
         file.write_text(json.dumps(content))
         tokenizer = Tokenizer.load(tmp_path)
         assert tokenizer.control_ids & {first, first + 1, first + 2} == {first, first + 1}
-        assert first not in tokenizer.encode(tokenizer.mark("I am <｜User｜>")).ids
+        assert first not in tokenizer.encode(tokenizer.marks.mark("I am <｜User｜>")).ids
 
 
 PIPES = "{% for m in messages %}|{{ m.content }}{% endfor %}"
@@ -152,14 +152,14 @@ class TestTemplates:
         else:
             place.write_text(template)
         tokenizer = Tokenizer.load(tmp_path)
-        assert tokenizer.has_template_file
-        assert tokenizer.render_chat([{"role": "user", "content": "hello"}]) == "|hello"
+        assert tokenizer.chats.has_template
+        assert tokenizer.chats.render([{"role": "user", "content": "hello"}]) == "|hello"
 
     def test_without_one_chats_are_lines(self, tmp_path: Path) -> None:
         byte_bpe(tmp_path)
         change(tmp_path, chat_template=None)
         (tmp_path / "chat_template.json").write_text("[]")
-        assert not Tokenizer.load(tmp_path).has_template_file
+        assert not Tokenizer.load(tmp_path).chats.has_template
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,12 @@ def test_it_is_known_for_every_usual_kind(tmp_path: Path, style: str) -> None:
 def test_no_text_has_fewer_tokens(tokenizer: Tokenizer, data: st.DataObject) -> None:
     pieces = ["a", " ", "    ", "\n", "e\u0301", "東", "🙂", "<think>", "hello", *specials(tokenizer)]
     text = data.draw(st.lists(st.sampled_from(pieces), max_size=60).map("".join))
-    assert tokenizer._longest_token is not None
-    assert len(ids_of(tokenizer, text)) >= len(text) / tokenizer._longest_token
-    assert len(ids_of(tokenizer, tokenizer.mark(text))) >= len(tokenizer.mark(text)) / tokenizer._longest_token
+    assert tokenizer.encoder._longest_token is not None
+    assert len(ids_of(tokenizer, text)) >= len(text) / tokenizer.encoder._longest_token
+    assert (
+        len(ids_of(tokenizer, tokenizer.marks.mark(text)))
+        >= len(tokenizer.marks.mark(text)) / tokenizer.encoder._longest_token
+    )
 
 
 def test_normal_forms_make_one_character_of_several(tmp_path: Path) -> None:

@@ -64,8 +64,8 @@ def left(
     tokenizer: Tokenizer, messages: list[Any], tools: list[Any] | None = None, *, tells: bool = True, **variables: Any
 ) -> str | None:
     """What the next prompt does not repeat of a prompt; None where it repeats the reply, too."""
-    prompt = tokenizer.tell_chat(messages, tools, template_kwargs=variables).text
-    at = tokenizer.next_prompt_leaves(prompt, messages, tools, variables, tells_thoughts=tells)
+    prompt = tokenizer.chats.tell(messages, tools, template_kwargs=variables).text
+    at = tokenizer.next_prompts.left_at(prompt, messages, tools, variables, tells_thoughts=tells)
     return None if at is None else prompt[at:]
 
 
@@ -101,15 +101,15 @@ def test_a_template_is_asked_once_for_each_ending(load: Load, monkeypatch: pytes
     say = {word: [SYSTEM, {"role": "user", "content": f"Who? {word}"}] for word in ("", "/no_think")}
     assert left(tokenizer, say[""]) == "<think>\n"
     assert left(tokenizer, say["/no_think"]) == "<think></think>"
-    render = tokenizer.tell_chat
-    monkeypatch.setattr(tokenizer, "tell_chat", lambda *args, **more: asked.append(args) or render(*args, **more))
+    render = tokenizer.chats.tell
+    monkeypatch.setattr(tokenizer.chats, "tell", lambda *args, **more: asked.append(args) or render(*args, **more))
     for _ in range(3):
         assert left(tokenizer, say["/no_think"]) == "<think></think>"
         assert left(tokenizer, say[""]) == "<think>\n"
     assert len(asked) == 6, "the prompts themselves"
     asked.clear()
     for _ in range(_MOST_ENDINGS + 3):  # a prompt that ends as none does
-        at = tokenizer.next_prompt_leaves("elsewhere", [USER], [LOOK], {}, tells_thoughts=True)
+        at = tokenizer.next_prompts.left_at("elsewhere", [USER], [LOOK], {}, tells_thoughts=True)
         assert at is None
     assert len(asked) <= 5 * _MOST_ENDINGS
     assert left(tokenizer, [USER], more="m" * _MOST_CHARS) is None

@@ -158,7 +158,7 @@ def made(factory: pytest.TempPathFactory, name: str) -> Tokenizer:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_every_word_reaches_the_model(tmp_path_factory: pytest.TempPathFactory, name: str, conversation: str) -> None:
     messages = CONVERSATIONS[conversation]
-    told = made(tmp_path_factory, name).tell_chat(messages, [LOOK])
+    told = made(tmp_path_factory, name).chats.tell(messages, [LOOK])
     for word in (word for word in WORDS if word in str(messages)):
         assert word in told.text
     assert "LOOKAROUND" in told.text
@@ -181,20 +181,20 @@ def test_the_prefix_holds(tmp_path_factory: pytest.TempPathFactory, name: str, m
     tokenizer = made(tmp_path_factory, name)
     ends = [i + 1 for i, each in enumerate(messages[:-1]) if each["role"] != "assistant"]
     turns = [end for end in ends if messages[end]["role"] == "assistant"]
-    texts = [tokenizer.render_chat(messages[:end], [LOOK], add_generation_prompt=False) for end in turns]
-    whole = tokenizer.render_chat(messages, [LOOK], add_generation_prompt=False)
+    texts = [tokenizer.chats.render(messages[:end], [LOOK], add_generation_prompt=False) for end in turns]
+    whole = tokenizer.chats.render(messages, [LOOK], add_generation_prompt=False)
     assert all(whole.startswith(text) for text in texts)
 
 
 def test_what_a_template_takes_is_told_as_it_is(tmp_path_factory: pytest.TempPathFactory) -> None:
     tokenizer = made(tmp_path_factory, "a loop")
-    told = tokenizer.tell_chat([SYSTEM, USER, LATER, AGAIN, ANSWER])
+    told = tokenizer.chats.tell([SYSTEM, USER, LATER, AGAIN, ANSWER])
     assert told.text == "<system>BEKIND<user>HELLO<system>REMIND<user>AGAIN<assistant>ANSWER"
     assert told.notes == ()
 
 
 def test_notes_say_what_was_repaired(tmp_path_factory: pytest.TempPathFactory) -> None:
-    told = made(tmp_path_factory, "drops later systems").tell_chat([SYSTEM, LATER, USER, ANSWER, LATER, AGAIN])
+    told = made(tmp_path_factory, "drops later systems").chats.tell([SYSTEM, LATER, USER, ANSWER, LATER, AGAIN])
     assert [note.partition(";")[0] for note in told.notes] == [
         "messages: the system messages in front are told as one",
         "messages: later system messages are told as marked user text at their place",
@@ -203,16 +203,16 @@ def test_notes_say_what_was_repaired(tmp_path_factory: pytest.TempPathFactory) -
 
 def test_a_template_that_takes_nothing_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = Tokenizer.load(byte_bpe(tmp_path, chat_template=TAKES_NOTHING))
-    assert tokenizer.has_chat_template
-    assert tokenizer.render_chat([USER]).endswith("user: HELLO\nassistant:")
-    assert not tokenizer.has_chat_template
-    assert tokenizer.has_template_file
-    assert tokenizer.template_repairs() is None
+    assert tokenizer.chats.uses_template
+    assert tokenizer.chats.render([USER]).endswith("user: HELLO\nassistant:")
+    assert not tokenizer.chats.uses_template
+    assert tokenizer.chats.has_template
+    assert tokenizer.chats.repairs() is None
     assert "refuses every conversation" in caplog.text
 
 
 def test_half_a_pair_becomes_a_replacement_character(tmp_path_factory: pytest.TempPathFactory) -> None:
-    told = made(tmp_path_factory, "a loop").tell_chat([{"role": "user", "content": "a\ud83db"}])
+    told = made(tmp_path_factory, "a loop").chats.tell([{"role": "user", "content": "a\ud83db"}])
     assert told.text == "<user>a\ufffdb"
     assert "surrogate" in told.notes[0]
 
@@ -220,7 +220,7 @@ def test_half_a_pair_becomes_a_replacement_character(tmp_path_factory: pytest.Te
 def test_bare_tools_are_filled(tmp_path: Path) -> None:
     template = "{% for t in tools or [] %}{{ t.function.name + t.function.description }}{% endfor %}" + LOOP
     tokenizer = Tokenizer.load(byte_bpe(tmp_path, chat_template=template))
-    assert "bare" in tokenizer.render_chat([USER], [{"type": "function", "function": {"name": "bare"}}])
+    assert "bare" in tokenizer.chats.render([USER], [{"type": "function", "function": {"name": "bare"}}])
 
 
 _SAID = {"type": "string", "description": "PLACE"}
@@ -245,7 +245,7 @@ def test_schemas_are_told_in_plainer_words(
     tmp_path_factory: pytest.TempPathFactory, place: Message, more: Message
 ) -> None:
     function = {"name": "look", "parameters": {"type": "object", "properties": {"place": place}, **more}}
-    told = made(tmp_path_factory, "joins schemas").tell_chat([USER], [{"type": "function", "function": function}])
+    told = made(tmp_path_factory, "joins schemas").chats.tell([USER], [{"type": "function", "function": function}])
     assert "PLACE" in told.text and any(note.startswith("tools: ") for note in told.notes)
 
 
@@ -278,8 +278,8 @@ def test_an_answer_without_words_does_not_end_the_conversation(tmp_path: Path) -
     refuses = "{% for m in messages %}{% if not m.content %}{{ raise_exception('empty') }}{% endif %}{% endfor %}"
     tokenizer = Tokenizer.load(byte_bpe(tmp_path, chat_template=refuses + LOOP))
     nothing = {"role": "assistant", "content": ""}
-    text = tokenizer.render_chat([USER, nothing], add_generation_prompt=False)
-    assert tokenizer.render_chat([USER, nothing, AGAIN]).startswith(text)
+    text = tokenizer.chats.render([USER, nothing], add_generation_prompt=False)
+    assert tokenizer.chats.render([USER, nothing, AGAIN]).startswith(text)
     assert "HELLO" in text and "no answer" in text
 
 
@@ -292,7 +292,7 @@ def test_a_template_that_is_slow_with_tools_serves_other_chats(
     tokenizer = Tokenizer.load(byte_bpe(tmp_path, chat_template=slow + plain))
     try:
         with caplog.at_level(logging.WARNING):
-            assert tokenizer.render_chat([{"role": "user", "content": "hi"}]) == "user: hi\n"
+            assert tokenizer.chats.render([{"role": "user", "content": "hi"}]) == "user: hi\n"
         assert "was not tried with every kind of chat" in caplog.text
     finally:
         tokenizer.close()
@@ -303,14 +303,14 @@ def test_a_prompt_without_words_of_a_user_begins_that_with_them(
     tmp_path_factory: pytest.TempPathFactory, name: str
 ) -> None:
     tokenizer = made(tmp_path_factory, name)
-    warmed = tokenizer.render_chat([SYSTEM], [LOOK], add_generation_prompt=False)
+    warmed = tokenizer.chats.render([SYSTEM], [LOOK], add_generation_prompt=False)
     assert "BEKIND" in warmed
-    assert tokenizer.render_chat([SYSTEM, USER, ANSWER, AGAIN], [LOOK]).startswith(warmed)
+    assert tokenizer.chats.render([SYSTEM, USER, ANSWER, AGAIN], [LOOK]).startswith(warmed)
 
 
 def test_tools_that_no_repair_shows_are_named(tmp_path: Path) -> None:
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content.split('You can call')[0] }}{% endfor %}"
-    told = Tokenizer.load(byte_bpe(tmp_path, chat_template=template)).tell_chat([USER], [LOOK])
+    told = Tokenizer.load(byte_bpe(tmp_path, chat_template=template)).chats.tell([USER], [LOOK])
     assert told.notes == ("tools: the model's chat template does not show look; the model does not see them",)
 
 
@@ -319,24 +319,24 @@ def test_a_long_conversation_may_take_its_time(tmp_path: Path) -> None:
     """A template that looks through the conversation once a message."""
     template = "{% for m in messages %}{% for n in messages %}{% endfor %}{{ m.content }}{% endfor %}"
     tokenizer = Tokenizer.load(byte_bpe(tmp_path, chat_template=template))
-    text = tokenizer.render_chat([USER, ANSWER] * 4000)
+    text = tokenizer.chats.render([USER, ANSWER] * 4000)
     assert text.endswith("HELLOANSWER")
 
 
 @pytest.mark.parametrize("conversation", ["calls", "calls of one id", "calls without ids", "ids that are no text"])
 def test_results_stay_with_their_calls(tmp_path_factory: pytest.TempPathFactory, conversation: str) -> None:
-    text = made(tmp_path_factory, "one call").render_chat(CONVERSATIONS[conversation], [LOOK])
+    text = made(tmp_path_factory, "one call").chats.render(CONVERSATIONS[conversation], [LOOK])
     places = [text.index(word) for word in ("GARDEN", "SLEEPS", "CELLAR", "OPENED")]
     assert places == sorted(places)
     assert [text.count(word) for word in ("SLEEPS", "OPENED")] == [1, 1]
-    named = made(tmp_path_factory, "shows ids").render_chat(CONVERSATIONS[conversation], [LOOK])
+    named = made(tmp_path_factory, "shows ids").chats.render(CONVERSATIONS[conversation], [LOOK])
     assert 'functions.look:0{"p": "GARDEN"}functions.look:1{"p": "CELLAR"}' in named
     assert "<tool>functions.look:0SLEEPS<tool>functions.look:1OPENED" in named
 
 
 def test_ids_may_be_used_again(tmp_path_factory: pytest.TempPathFactory) -> None:
     again = [*calls_of("a", "a"), ANSWER, *calls_of("a", "a")]
-    named = made(tmp_path_factory, "shows ids").render_chat(again, [LOOK])
+    named = made(tmp_path_factory, "shows ids").chats.render(again, [LOOK])
     assert "<tool>functions.look:2SLEEPS<tool>functions.look:3OPENED" in named
 
 
@@ -364,10 +364,10 @@ def test_words_that_a_template_moves_behind_a_result_stay_in_front_of_the_call(t
     tokenizer = Tokenizer.load(with_markers(tmp_path, WORDS_BEHIND, markers))
     calling = {"role": "assistant", "content": "ANSWER", "tool_calls": [call("callnum01", '{"p": "GARDEN"}')]}
     messages = [USER, calling, result("callnum01", "SLEEPS")]
-    told = tokenizer.tell_chat(messages, [LOOK])
+    told = tokenizer.chats.tell(messages, [LOOK])
     assert 'ANSWER<|tool_call>call:look{}<tool_call|>{"p": "GARDEN"}[SLEEPS]' in told.text
     assert "text beside a call" in "".join(told.notes)
-    assert tokenizer.render_chat([*messages, ANSWER, AGAIN], [LOOK]).startswith(told.text)
+    assert tokenizer.chats.render([*messages, ANSWER, AGAIN], [LOOK]).startswith(told.text)
     tokenizer.close()
 
 
@@ -380,7 +380,7 @@ def test_words_that_a_template_moves_behind_the_call_stay_in_front_of_it(tmp_pat
     )
     tokenizer = Tokenizer.load(with_markers(tmp_path, template, ("<|turn|>", "<|end|>", "<tool_call>", "</tool_call>")))
     calling = {"role": "assistant", "content": "ANSWER", "tool_calls": [call("callnum01", '{"p": "GARDEN"}')]}
-    text = tokenizer.render_chat([USER, calling, result("callnum01", "SLEEPS")], [LOOK])
+    text = tokenizer.chats.render([USER, calling, result("callnum01", "SLEEPS")], [LOOK])
     assert 'assistantANSWER<tool_call>look{"p": "GARDEN"}</tool_call><|end|><|turn|>toolSLEEPS' in text
     check_prefixes(tokenizer)
     tokenizer.close()
@@ -397,15 +397,15 @@ def test_words_beside_calls_stay_in_front_of_them(tmp_path: Path) -> None:
         )
     ]
     messages = [USER, calling[0], result("callnum01", "SLEEPS"), calling[1], result("callnum02", "OPENED")]
-    told = tokenizer.tell_chat([*messages, result("callnum03", "WARM")], [LOOK])
-    text = tokenizer.unmark(told.text)
+    told = tokenizer.chats.tell([*messages, result("callnum03", "WARM")], [LOOK])
+    text = tokenizer.marks.unmark(told.text)
     assert 'HELLO[/INST]So: <|im_end|>[TOOL_CALLS] [[TOOL_CALLS] [{"name": "look", "arguments": {"p": "So: ' in text
     assert '[TOOL_RESULTS] {"content": SLEEPS, "call_id": "callnum01"}Then:[TOOL_CALLS] [{"name": "look", ' in text
     assert "text beside a call" in "".join(told.notes)
     for control, count in (("[TOOL_CALLS]", 2), ("[INST]", 1), ("<|im_end|>", 2)):
         assert told.text.count(control) == count  # what a client spells is none
     for shorter in (messages[:1], messages[:3]):
-        assert told.text.startswith(tokenizer.render_chat(shorter, [LOOK]))
+        assert told.text.startswith(tokenizer.chats.render(shorter, [LOOK]))
     check_within_turns(tokenizer)
     tokenizer.close()
 
@@ -431,14 +431,14 @@ def test_thoughts_are_told_where_the_template_reads_them(tmp_path: Path, name: s
     template = f"{{% for m in messages %}}<{{{{ m.role }}}}>{SHOW_THOUGHTS[name]}{calls}{{% endfor %}}"
     tokenizer = Tokenizer.load(byte_bpe(tmp_path, chat_template=template))
     calling = {"role": "assistant", "content": "WORDS", sent: "HMMM", "tool_calls": [call("a", "{}")]}
-    told = tokenizer.tell_chat([USER, calling, result("a", "SLEEPS")], template_kwargs={"shows": True})
+    told = tokenizer.chats.tell([USER, calling, result("a", "SLEEPS")], template_kwargs={"shows": True})
     assert "<assistant>[HMMM]WORDS" in told.text and told.text.count("HMMM") == 1
     tokenizer.close()
 
 
 def test_a_template_that_writes_blocks_out_gets_text(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(byte_bpe(tmp_path, chat_template=LOOP))
-    text = tokenizer.render_chat([USER, ANSWER | {"reasoning_content": "HMMM"}, AGAIN])
+    text = tokenizer.chats.render([USER, ANSWER | {"reasoning_content": "HMMM"}, AGAIN])
     assert text == "<user>HELLO<assistant>ANSWER<user>AGAIN"
     tokenizer.close()
 
@@ -492,7 +492,7 @@ def test_words_are_put_back_once_and_where_a_call_is_opened() -> None:
 def test_calls_that_are_none_are_refused(tmp_path_factory: pytest.TempPathFactory, calls: Any) -> None:
     for name in TEMPLATES:
         with pytest.raises(InvalidRequest, match="tool call"):
-            made(tmp_path_factory, name).tell_chat([USER, {"role": "assistant", "content": "", "tool_calls": calls}])
+            made(tmp_path_factory, name).chats.tell([USER, {"role": "assistant", "content": "", "tool_calls": calls}])
 
 
 @pytest.mark.parametrize("repair", ["join_neighbours", "user_behind_result"])
@@ -525,8 +525,8 @@ def test_tools_that_a_prompt_lacks_are_noted_in_one_walk() -> None:
 
 
 def test_repairs_have_names(tmp_path_factory: pytest.TempPathFactory) -> None:
-    assert made(tmp_path_factory, "a loop").template_repairs() == ("tools_as_text", "calls_as_text")
-    assert "join_systems" in (made(tmp_path_factory, "one system").template_repairs() or ())
+    assert made(tmp_path_factory, "a loop").chats.repairs() == ("tools_as_text", "calls_as_text")
+    assert "join_systems" in (made(tmp_path_factory, "one system").chats.repairs() or ())
 
 
 def growing(chosen: random.Random) -> Iterator[list[Message]]:
@@ -553,7 +553,7 @@ def check_within_turns(tokenizer: Tokenizer) -> None:
     for seed in range(6):
         before, num_users = "", 0
         for messages in growing(random.Random(seed)):
-            text = tokenizer.render_chat(messages, [LOOK], add_generation_prompt=False)
+            text = tokenizer.chats.render(messages, [LOOK], add_generation_prompt=False)
             users = sum(each["role"] in ("system", "user") for each in messages)
             assert users > num_users or text.startswith(before), (seed, len(messages))
             before, num_users = text, users
@@ -564,7 +564,7 @@ def check_prefixes(tokenizer: Tokenizer) -> None:
     for seed in range(6):
         before = ""
         for messages in growing(random.Random(seed)):
-            text = tokenizer.render_chat(messages, [LOOK], add_generation_prompt=False)
+            text = tokenizer.chats.render(messages, [LOOK], add_generation_prompt=False)
             assert text.startswith(before), (seed, len(messages))
             before = text
 

@@ -14,7 +14,7 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def specials(tokenizer: Tokenizer) -> list[str]:
-    return [tokenizer.token_text(token_id) for token_id in sorted(tokenizer.control_ids)]
+    return [tokenizer.token_bytes(token_id).decode(errors="replace") for token_id in sorted(tokenizer.control_ids)]
 
 
 def decoded(tokenizer: Tokenizer, token_ids: list[int], after: int | None = None) -> str:

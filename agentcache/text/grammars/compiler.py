@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from agentcache.errors import InvalidRequest
 from agentcache.system.confined import ChildBroke, ConfinedWork, OverLimit
 from agentcache.system.threads import DaemonPool, as_exception
+from agentcache.text.encoder import MarkedEncoder
 from agentcache.text.grammars.check_child import MAX_CHARACTERS, Reply, parser_limits
 from agentcache.text.grammars.reply_grammar import Part, ReplyGrammar
 from agentcache.text.work_limit import UNLIMITED, WorkLimit
@@ -51,7 +52,7 @@ class Vocabulary:
         size: int,
         control_ids: Collection[int],
         eos_ids: Collection[int],
-        encode: Callable[[str], Sequence[int]],
+        encoder: MarkedEncoder,
     ) -> None:
         self.tokens = [bytes_of(token) for token in range(size)]
         self.special_token_ids = sorted({*control_ids, *eos_ids})
@@ -61,10 +62,10 @@ class Vocabulary:
             self.tokens.append(b"<end of text>")
             self.special_token_ids.append(size)
         self.eos_token_id = self.eos_ids[0]
-        self._encode = encode
+        self._encoder = encoder
 
     def __call__(self, text: str) -> list[int]:
-        return list(self._encode(text))
+        return list(self._encoder.encode(text).ids)
 
 
 class GrammarCompiler:

@@ -114,6 +114,51 @@ def bare_object(parts: DialectParts) -> CallReader:
     return ObjectCalls(parts.sink, "", parts.tools, must_be_known=True)
 
 
+def _argument(tags: Tags, attribute: str = "", kind: str = "") -> ArgumentSyntax:
+    """Syntax of an argument in `tags`, its name in that attribute if not empty. `kind` is an attribute for its type."""
+    before, after = (f' {attribute}="', '"') if attribute else ("", "")
+    name_close = f"{after}{kind}{tags.argument_end}"
+    return ArgumentSyntax(tags.argument + before, name_close, tags.value_end, tags.value, tags.on_lines)
+
+
+def _each_in_tags(
+    opening: str, closing: str, tags: Tags, noise: tuple[str, ...] = (), hints: tuple[str, ...] = ()
+) -> Dialect:
+    """Dialect with a pair of markers around each call."""
+    line = "\n" if tags.call else ""
+    writes = CallSyntax(
+        f"{opening}{line}{tags.call}{NAME}{tags.name_end}\n",
+        f"{tags.call_end}{line}{closing}",
+        argument=_argument(tags),
+    )
+    return Dialect({opening: _tagged(closing, tags)}, (closing, *noise), hints=hints, writes=writes)
+
+
+def _all_in_tags(
+    opening: str,
+    closing: str,
+    tags: Tags,
+    noise: tuple[str, ...] = (),
+    hints: tuple[str, ...] = (),
+    *,
+    tool: str = "name",
+    argument: str = "name",
+    kind: str = "",
+    line: str = "\n",
+) -> Dialect:
+    """Dialect with a pair of markers around all calls; `tool` and `argument` are the attributes of their names."""
+    before, after = (f' {tool}="', '"') if tool else ("", "")
+    writes = CallSyntax(
+        f"{tags.call}{before}{NAME}{after}{tags.name_end}{line}",
+        f"{tags.call_end}{line}",
+        "",
+        f"{opening}{line}",
+        closing,
+        _argument(tags, argument, kind),
+    )
+    return Dialect({opening: _tagged(closing, tags)}, (closing, *noise), hints=hints, writes=writes)
+
+
 _XML = Tags("<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>", on_lines=True)
 _PYTHON_XML = replace(_XML, untyped=True, on_lines=False)
 _KEYS = Tags("", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "", untyped=True)
@@ -140,15 +185,32 @@ _XTML = Tags(
     "<|open|>call", "<|sep|>", "<|open|>argument", "<|sep|>", "", "<|close|>argument<|sep|>", "<|close|>call<|sep|>"
 )
 
+
+def _in_fields(
+    opening: str, closing: str, notation: FieldNotation, noise: tuple[str, ...], ends: tuple[str, ...] = ()
+) -> Dialect:
+    """Dialect with `name value` fields."""
+    syntax = FieldSyntax(notation.assign, ",", notation.quotes[0])
+    writes = as_fields(opening, notation.opening, notation.open, notation.close, closing, syntax)
+    return Dialect({opening: _fields(closing, notation)}, (closing, *noise), ends, writes=writes)
+
+
 _GEMMA_4 = FieldNotation(",", "call:", "{", "}", ":", ('<|"|>', '"'))
 _FUNCTION_GEMMA = FieldNotation(",", "call:", "{", "}", ":", ("<escape>", '"'))
 _PYTHON = FieldNotation("[],;", "", "(", ")", "=", ('"""', "'''", '"', "'"))
 
-# Of models without a dialect; `repairs/notation.py` shows it in the prompt.
+_DSML_SECTIONS = ("tool_calls", "function_calls")
+
+# Of models without a dialect; `repairs/kinds.py` shows it in the prompt.
 _TOLD = "json_tools"
 
-_DSML_NOISE = ("</｜DSML｜tool_calls>", "</｜DSML｜function_calls>")
-_DSML_OPENS = {close.replace("/", ""): _tagged(close, _DSML) for close in _DSML_NOISE}
+
+def _dsml(section: str, hints: tuple[str, ...]) -> Dialect:
+    """DeepSeek V3.2 and V4. Each reads both sections: a tokenizer alone does not identify one."""
+    opens = {f"<｜DSML｜{each}>": _tagged(f"</｜DSML｜{each}>", _DSML) for each in _DSML_SECTIONS}
+    writes = _all_in_tags(f"<｜DSML｜{section}>", f"</｜DSML｜{section}>", _DSML, kind=f' string="{IS_STRING}"').writes
+    return Dialect(opens, tuple(f"</｜DSML｜{each}>" for each in _DSML_SECTIONS), hints=hints, writes=writes)
+
 
 _DEEPSEEK = CallSyntax(
     f"<｜tool▁call▁begin｜>{NAME}<｜tool▁sep｜>",
@@ -159,131 +221,53 @@ _DEEPSEEK = CallSyntax(
 )
 
 
-def _dsml(section: str) -> CallSyntax:
-    """DeepSeek V3.2 and V4."""
-    return CallSyntax(
-        f'<｜DSML｜invoke name="{NAME}">\n',
-        "</｜DSML｜invoke>\n",
-        "",
-        f"<｜DSML｜{section}>\n",
-        f"</｜DSML｜{section}>",
-        ArgumentSyntax('<｜DSML｜parameter name="', f'" string="{IS_STRING}">', "</｜DSML｜parameter>"),
-    )
-
-
-_ARG_KEYS = ArgumentSyntax("<arg_key>", "</arg_key>", "</arg_value>", "<arg_value>")
-
 # By mlx-lm's parser name, or our own. The order matters: see `find_dialect`.
 DIALECTS: dict[str, Dialect] = {
-    "qwen3_coder": Dialect(
-        {"<tool_call>": _tagged("</tool_call>", _XML), "<function=": _tagged("", replace(_XML, call=""))},
-        ("</tool_call>", "</function>", "</parameter>"),
+    "qwen3_coder": replace(
+        _each_in_tags("<tool_call>", "</tool_call>", _XML),
+        opens={"<tool_call>": _tagged("</tool_call>", _XML), "<function=": _tagged("", replace(_XML, call=""))},
+        noise=("</tool_call>", "</function>", "</parameter>"),
         hints=("<tool_call>\n<function=", "<tool_call>\\n<function="),
-        writes=CallSyntax(
-            f"<tool_call>\n<function={NAME}>\n",
-            "</function>\n</tool_call>",
-            argument=ArgumentSyntax("<parameter=", ">", "</parameter>", on_lines=True),
-        ),
     ),
-    "glm47": Dialect(
-        {"<tool_call>": _tagged("</tool_call>", _KEYS)},
-        ("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-        hints=("<arg_key>",),
-        writes=CallSyntax(f"<tool_call>{NAME}\n", "</tool_call>", argument=_ARG_KEYS),
+    "glm47": _each_in_tags(
+        "<tool_call>", "</tool_call>", _KEYS, ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"), ("<arg_key>",)
     ),
     "json_tools": Dialect(
         {"<tool_call>": _tagged("</tool_call>", _XML)},
         ("</tool_call>",),
         writes=as_object("<tool_call>\n", "\n</tool_call>"),
     ),
-    "longcat": Dialect(
-        {"<longcat_tool_call>": _tagged("</longcat_tool_call>", _LONGCAT)},
-        (
-            "</longcat_tool_call>",
-            "<longcat_arg_key>",
-            "</longcat_arg_key>",
-            "<longcat_arg_value>",
-            "</longcat_arg_value>",
-        ),
-        writes=CallSyntax(
-            f"<longcat_tool_call>{NAME}\n",
-            "</longcat_tool_call>",
-            argument=ArgumentSyntax(
-                "<longcat_arg_key>", "</longcat_arg_key>", "</longcat_arg_value>", "<longcat_arg_value>"
-            ),
-        ),
+    "longcat": _each_in_tags(
+        "<longcat_tool_call>",
+        "</longcat_tool_call>",
+        _LONGCAT,
+        ("<longcat_arg_key>", "</longcat_arg_key>", "<longcat_arg_value>", "</longcat_arg_value>"),
     ),
-    "hunyuan": Dialect(
-        {"<tool_calls:opensource>": _tagged("</tool_calls:opensource>", _HUNYUAN)},
-        ("</tool_calls:opensource>",),
+    "hunyuan": _all_in_tags(
+        "<tool_calls:opensource>",
+        "</tool_calls:opensource>",
+        _HUNYUAN,
         hints=("'<tool_calls{}>'.format",),
-        writes=CallSyntax(
-            f"<tool_call:opensource>{NAME}<tool_sep:opensource>\n",
-            "</tool_call:opensource>\n",
-            "",
-            "<tool_calls:opensource>\n",
-            "</tool_calls:opensource>",
-            ArgumentSyntax(
-                "<arg_key:opensource>", "</arg_key:opensource>", "</arg_value:opensource>", "<arg_value:opensource>"
-            ),
-        ),
+        tool="",
+        argument="",
     ),
-    "seed_oss": Dialect(
-        {"<seed:tool_call>": _tagged("</seed:tool_call>", _PYTHON_XML)},
-        ("</seed:tool_call>",),
-        writes=CallSyntax(
-            f"<seed:tool_call>\n<function={NAME}>\n",
-            "</function>\n</seed:tool_call>",
-            argument=ArgumentSyntax("<parameter=", ">", "</parameter>"),
-        ),
-    ),
-    "minimax_m2": Dialect(
-        {"<minimax:tool_call>": _tagged("</minimax:tool_call>", _INVOKE)},
-        ("</minimax:tool_call>",),
-        writes=CallSyntax(
-            f'<invoke name="{NAME}">\n',
-            "</invoke>\n",
-            "",
-            "<minimax:tool_call>\n",
-            "</minimax:tool_call>",
-            ArgumentSyntax('<parameter name="', '">', "</parameter>"),
-        ),
-    ),
-    # Each parses both: a tokenizer alone does not identify one.
-    "deepseek_v4": Dialect(
-        _DSML_OPENS,
-        _DSML_NOISE,
-        hints=("｜DSML｜tool_calls", "dsml_token + 'tool_calls"),
-        writes=_dsml("tool_calls"),
-    ),
-    "deepseek_v32": Dialect(
-        _DSML_OPENS,
-        _DSML_NOISE,
-        hints=("｜DSML｜",),
-        writes=_dsml("function_calls"),
-    ),
+    "seed_oss": _each_in_tags("<seed:tool_call>", "</seed:tool_call>", _PYTHON_XML),
+    "minimax_m2": _all_in_tags("<minimax:tool_call>", "</minimax:tool_call>", _INVOKE),
+    "deepseek_v4": _dsml("tool_calls", ("｜DSML｜tool_calls", "dsml_token + 'tool_calls")),
+    "deepseek_v32": _dsml("function_calls", ("｜DSML｜",)),
     "minicpm5": Dialect(
         {"<function name=": _tagged("", _NAMED)},
         ("</function>",),
-        writes=CallSyntax(
-            f'<function name="{NAME}">', "</function>", argument=ArgumentSyntax('<param name="', '">', "</param>")
-        ),
+        writes=CallSyntax(f'<function name="{NAME}">', "</function>", argument=_argument(_NAMED, "name")),
     ),
-    "muse_spark": Dialect(
-        {
+    "muse_spark": replace(
+        _all_in_tags("<atem:function_calls>", "</atem:function_calls>", _ATEM),
+        opens={
             "<atem:function_calls>": _tagged("</atem:function_calls>", _ATEM),
             "<|start|>assistant": _headed("<|message|>"),
         },
-        ("</atem:function_calls>", "to=self<|message|>", "<|eom|>", "<|eot|>"),
+        noise=("</atem:function_calls>", "to=self<|message|>", "<|eom|>", "<|eot|>"),
         hints=("<atem:function_calls>",),
-        writes=CallSyntax(
-            f'<atem:invoke name="{NAME}">\n',
-            "</atem:invoke>\n",
-            "",
-            "<atem:function_calls>\n",
-            "</atem:function_calls>",
-            ArgumentSyntax('<atem:parameter name="', '">', "</atem:parameter>"),
-        ),
     ),
     "minimax_m3": Dialect(
         {"]<]minimax[>[<tool_call>": _nested("]<]minimax[>[</tool_call>", "]<]minimax[>[")},
@@ -302,10 +286,11 @@ DIALECTS: dict[str, Dialect] = {
         hints=(">>>${recipient}", ">>>all\n"),
         writes=CallSyntax(f"{NAME}\n", "", ">>>", ">>>"),
     ),
-    "kimi_k3": Dialect(
-        {"<|open|>tools<|sep|>": _tagged("<|close|>tools<|sep|>", _XTML)},
+    "kimi_k3": _all_in_tags(
+        "<|open|>tools<|sep|>",
+        "<|close|>tools<|sep|>",
+        _XTML,
         (
-            "<|close|>tools<|sep|>",
             "<|close|>think<|sep|>",
             "<|open|>response<|sep|>",
             "<|close|>response<|sep|>",
@@ -314,19 +299,11 @@ DIALECTS: dict[str, Dialect] = {
             "<|close|>",
             "<|sep|>",
         ),
-        hints=("<|open|>",),
-        writes=CallSyntax(
-            f'<|open|>call tool="{NAME}"<|sep|>',
-            "<|close|>call<|sep|>",
-            "",
-            "<|open|>tools<|sep|>",
-            "<|close|>tools<|sep|>",
-            ArgumentSyntax(
-                '<|open|>argument key="',
-                f'" type="{TYPE}"<|sep|>',
-                "<|close|>argument<|sep|>",
-            ),
-        ),
+        ("<|open|>",),
+        tool="tool",
+        argument="key",
+        kind=f' type="{TYPE}"',
+        line="",
     ),
     "kimi_k2": Dialect(
         {"<|tool_call_begin|>": _header("<|tool_call_end|>")},
@@ -448,19 +425,10 @@ DIALECTS: dict[str, Dialect] = {
         {"functools[": _objects("")},
         writes=listed("functools[", "]"),
     ),
-    "gemma4": Dialect(
-        {"<|tool_call>": _fields("<tool_call|>", _GEMMA_4)},
-        ("<tool_call|>", '<|"|>', "<|tool_response>"),
-        ends=("<|tool_response>",),
-        writes=as_fields("<|tool_call>", "call:", "{", "}", "<tool_call|>", FieldSyntax(":", ",", '<|"|>')),
+    "gemma4": _in_fields(
+        "<|tool_call>", "<tool_call|>", _GEMMA_4, ('<|"|>', "<|tool_response>"), ("<|tool_response>",)
     ),
-    "function_gemma": Dialect(
-        {"<start_function_call>": _fields("<end_function_call>", _FUNCTION_GEMMA)},
-        ("<end_function_call>", "<escape>"),
-        writes=as_fields(
-            "<start_function_call>", "call:", "{", "}", "<end_function_call>", FieldSyntax(":", ",", "<escape>")
-        ),
-    ),
+    "function_gemma": _in_fields("<start_function_call>", "<end_function_call>", _FUNCTION_GEMMA, ("<escape>",)),
     "pythonic": Dialect(
         {"<|tool_call_start|>": _fields("<|tool_call_end|>", _PYTHON)},
         ("<|tool_call_end|>",),

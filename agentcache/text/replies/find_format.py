@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import marshal
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from agentcache.api.model import HARMONY, HARMONY_MARKERS, MarkerToken, ReplyFormat
+from agentcache.compat import TokenizerWrapper, renders_by_code, tool_format
 from agentcache.errors import Overloaded
 from agentcache.system.confined import ChildBroke, ConfinedWork, OverLimit, ReplyTooLong
 from agentcache.text.json_values import parse_json, write_json
@@ -19,6 +20,29 @@ from agentcache.text.replies.dialects import DIALECTS, THOUGHTS
 from agentcache.text.replies.events import Call, Text, blocks_of
 from agentcache.text.replies.reader import open_reader
 from agentcache.text.template_child import RenderOutcome
+
+
+def format_of(wrapper: TokenizerWrapper, added: Mapping[int, Any], eos_ids: Collection[int]) -> ReplyFormat:
+    """Return a model's reply format.
+
+    Args:
+        added: the tokenizer's added tokens by id.
+    """
+    templates = templates_of(wrapper)
+    text = "\n".join(templates)
+    tokens = {token.content: (i, token.special or i in eos_ids) for i, token in added.items()}
+    written: list[WrittenReply] = []
+    if "tool_calls" in text and not renders_by_code(wrapper):
+        specials = tuple(sorted((name, str(token)) for name, token in wrapper.special_tokens_map.items()))
+        written = [reply for template in templates for reply in write_replies(template, specials)]
+    return find_format(text, tokens, tool_format(wrapper), written)
+
+
+def templates_of(wrapper: TokenizerWrapper) -> list[str]:
+    """Return the texts of a tokenizer's chat templates."""
+    template = getattr(wrapper, "chat_template", None)
+    templates = template.values() if isinstance(template, Mapping) else [template]
+    return [each for each in templates if isinstance(each, str)]
 
 
 def find_format(

@@ -109,12 +109,12 @@ class ReplyReading:
         """Parse a reply; `prompt_end` is the text before it."""
         texts, placed, length, done = list[str](), list[tuple[int, str]](), 0, 0
         for found in self._markers.finditer(reply):
-            front = self._tokenizer.unmark(reply[done : found.start()])
+            front = self._tokenizer.marks.unmark(reply[done : found.start()])
             placed.append((length + len(front), found[0]))
             texts += [front, found[0] if self._shown[found[0]] else ""]
             length += len(front) + len(texts[-1])
             done = found.end()
-        text = "".join([*texts, self._tokenizer.unmark(reply[done:])])
+        text = "".join([*texts, self._tokenizer.marks.unmark(reply[done:])])
         return self._read(text, placed, prompt_end, whole=True)
 
     def _read(self, text: str, placed: Sequence[tuple[int, str]], prompt_end: str, *, whole: bool) -> ReadReply:
