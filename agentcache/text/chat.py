@@ -40,9 +40,6 @@ class ChatRenderer:
     """Renders chats with a model's template. Thread-safe.
 
     The first chat finds the template's repairs. They never change, so a conversation's prefix stays the same.
-
-    Args:
-        form: reply format, the notation of calls that become text.
     """
 
     def __init__(
@@ -75,13 +72,11 @@ class ChatRenderer:
         return None if found is NO_TEMPLATE else found.names
 
     def start(self) -> None:
-        """Start a child process and find the repairs: the first request is faster."""
         if self.uses_template:
             self._template.start()
             self.render([{"role": "user", "content": "hello"}])
 
     def close(self) -> None:
-        """End the child processes; a later call restarts them."""
         self._template.close()
 
     def render(
@@ -102,9 +97,6 @@ class ChatRenderer:
         limit: WorkLimit = UNLIMITED,
     ) -> RenderedChat:
         """Render a chat as marked text. Special-token strings in it stay text.
-
-        Args:
-            add_generation_prompt: whether a reply follows; if not, a final placeholder is cut off.
 
         Raises:
             InvalidRequest: refused by the template, time or memory limit, reserved `template_kwargs`, deep nesting.

@@ -25,11 +25,8 @@ class Detokenizer:
     """Converts one reply's tokens to text.
 
     `ends[i]` is the text's length after token i. If that token ends inside a character or adds nothing, it is final
-    once a later token completes a character, or after `finish`.
-
-    Args:
-        control_ids: tokens without text; an incomplete character before one stays incomplete.
-        dummy_space: leading space to drop.
+    once a later token completes a character, or after `finish`. `control_ids` are tokens without text; an incomplete
+    character before one stays incomplete.
     """
 
     def __init__(
@@ -103,11 +100,8 @@ class Detokenizer:
 class TokenBytes:
     """Decodes single tokens to bytes.
 
-    Args:
-        decoder: `decoder` of tokenizer.json: ByteLevel, or SentencePiece ("▁" is a space, "<0xAB>" a byte).
-        piece_of: vocabulary entry of a token id.
-    Raises:
-        UnsupportedModel: the decoder does not work token by token.
+    The `decoder` of tokenizer.json is ByteLevel, or SentencePiece ("▁" is a space, "<0xAB>" a byte). Raises
+    UnsupportedModel if it does not work token by token.
     """
 
     def __init__(

@@ -32,11 +32,7 @@ class MarkedEncoder:
     """Tokenises marked text. Thread-safe.
 
     Sections (between control tokens) with marks use a copy of the tokenizer in which each control token is renamed to
-    its mark, so that its string is plain text.
-
-    Args:
-        saved: content of tokenizer.json.
-        controls: control tokens by id.
+    its mark, so that its string is plain text. `saved` is the content of tokenizer.json.
     """
 
     def __init__(self, saved: str, marks: Marks, controls: Mapping[int, str]) -> None:
@@ -90,7 +86,7 @@ class MarkedEncoder:
             limit.check(at_least)
 
     def _num_tokens(self, piece: str) -> int:
-        """Return a lower bound of a piece's tokens, without offsets, which are slow in Python."""
+        """Return a lower bound of a piece's tokens, without offsets, which are slow."""
         if not self._marks.are_in(piece):
             return len(self._backend.encode_batch_fast([piece], add_special_tokens=False)[0])
         # Space next to a control token may vanish, and a section may begin with a token for a space.
@@ -99,7 +95,6 @@ class MarkedEncoder:
         return sum(max(0, len(section) - 1) for section in plain) + len(sections) - 1
 
     def _sections(self, whole: tokenizers.Encoding, text: str) -> Iterator[Sequence[_Token]]:
-        """Yield tokens with offsets by section; control tokens alone."""
         tokens = list(zip(whole.ids, whole.offsets, strict=True))
         bounds = [index for index, token in enumerate(tokens) if self._is_control(token, text)]
         control, begin, first = None, 0, 0
@@ -200,11 +195,7 @@ def _clean_ends(offsets: Sequence[tuple[int, int]], length: int) -> list[int]:
 
 
 class TextStart:
-    """What a tokenizer adds at a text's start: BOS, and a space before the first word. Thread-safe.
-
-    Args:
-        added: all added tokens by id.
-    """
+    """What a tokenizer adds at a text's start: BOS, and a space before the first word. Thread-safe."""
 
     def __init__(
         self,
@@ -276,7 +267,7 @@ def check_characters(text: str, param: str | None) -> None:
 def longest_token(saved: Mapping[str, Any]) -> int | None:
     """Return the maximum characters per token; None if the tokenizer may drop characters.
 
-    White space that an added token absorbs does not count. `saved` is the content of tokenizer.json.
+    White space that an added token absorbs does not count.
     """
     model = saved["model"]
     vocabulary = model.get("vocab")

@@ -34,7 +34,6 @@ class Front:
 
 
 def leading(messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """Return the messages that `find_front` needs."""
     others = (i for i, message in enumerate(messages) if message.get("role") not in _SYSTEM_ROLES)
     return messages[: next(others, -1) + 1]
 
@@ -66,11 +65,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class FrontChanges:
-    """Differences between the system prefixes of a prompt and a transcript.
-
-    Args:
-        held_end: end of the prefix in the transcript.
-    """
+    """Differences between the system prefixes of a prompt and a transcript, in which it ends at `held_end`."""
 
     edits: tuple[Edit, ...]
     held_end: int
@@ -155,7 +150,6 @@ class ClientsWords:
 
 
 def in_clients_words(transcript: Transcript, text: str, front: Front, changes: FrontChanges) -> ClientsWords:
-    """Convert a transcript to the client's form, with the system prefix of `text`."""
     held, generated = transcript.text, transcript.generated_ranges()
     parts, length, done = [text[: front.end]], front.end, changes.held_end
     edits, moved = list(changes.edits), [(changes.held_end, front.end - changes.held_end)]
@@ -190,15 +184,11 @@ def find_notices(text: str, begin: int) -> list[tuple[int, int]]:
 
 
 def what_changed(lines: Sequence[str]) -> str:
-    """Return a notice's content."""
     return "\n".join(lines) or _AS_WRITTEN
 
 
 def with_notice(messages: Sequence[dict[str, Any]], says: str) -> list[dict[str, Any]] | None:
-    """Put a notice before the newest user message's content, or the last tool result's.
-
-    None if neither follows the last reply.
-    """
+    """Put a notice before the newest user message's content, or the last tool result's; None without either."""
     last = next((i for i in reversed(range(len(messages))) if messages[i].get("role") == "assistant"), -1)
     newest = range(len(messages) - 1, last, -1)
     place = next((i for i in newest if messages[i].get("role") == "user"), max(newest, default=None))

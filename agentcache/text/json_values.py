@@ -58,9 +58,7 @@ def parse_json(
         strict: whether raw control characters in strings are errors.
         mends_halves: whether half of a surrogate pair becomes U+FFFD, not an error.
 
-    Raises:
-        TooDeep: deeper than `max_depth`.
-        ValueError: not JSON, NaN, Infinity, too long, half of a surrogate pair, or an integer with thousands of digits.
+    Raises TooDeep, or ValueError: not JSON, NaN, Infinity, too long, or an integer with thousands of digits.
     """
     if max_chars is not None and len(text) > max_chars:
         raise ValueError(f"it has more than {max_chars} characters")
@@ -200,8 +198,8 @@ class _Expect(Enum):
 class JsonText:
     """Parser for one JSON value.
 
-    Repairs raw control characters and unknown escapes in strings, lone surrogates, trailing commas, and Python's
-    constants. Any other error sets `is_broken`; `complete` can still close the value.
+    Repairs control characters and unknown escapes in strings, lone surrogates, trailing commas, and Python's constants.
+    Any other error sets `is_broken`; `complete` can still close the value.
     """
 
     def __init__(self) -> None:
@@ -233,7 +231,6 @@ class JsonText:
         return at
 
     def take(self) -> str:
-        """Return the output since the last call."""
         out = "".join(self._out)
         self._out.clear()
         return out
@@ -301,7 +298,6 @@ class JsonText:
         return at
 
     def _pass_on(self, text: str) -> None:
-        """Emit a value's beginning with its comma and key."""
         comma = ", " if self._comma else ""
         self._out.append(comma + self._held + text)
         self._comma, self._held = False, ""

@@ -42,10 +42,7 @@ class MarkedEnds:
 
 
 def any_of(strings: Iterable[str]) -> re.Pattern[str]:
-    """Compile a pattern for the longest of `strings`, without capturing groups.
-
-    It is a trie: a flat list would try hundreds of names with a common prefix at each place.
-    """
+    """Compile a pattern for the longest of `strings`, without capturing groups: a trie, fast for common prefixes."""
     distinct = sorted(set(strings) - {""})
     try:
         return re.compile(_alternatives(distinct, 0) if distinct else r"(?!)")
@@ -125,13 +122,8 @@ class Seals:
     """Reserved characters that replace a template's own control tokens during a render.
 
     A template may join or edit a client's strings; without a seal, the result is never a control token. Two more seals
-    mark the halves of a control token that a template writes around a role.
-
-    Args:
-        free: first reserved code point after the marks.
-
-    Raises:
-        UnsupportedModel: too many special tokens for the reserved range.
+    mark the halves of a control token that a template writes around a role. `free` is the first code point after the
+    marks. Raises UnsupportedModel for too many special tokens.
     """
 
     def __init__(self, specials: Sequence[str], free: int) -> None:
@@ -159,11 +151,9 @@ class Seals:
         return self._special.sub(lambda found: self._seal_of[found[0]], text)
 
     def unseal(self, content: bytes | bytearray) -> bytes:
-        """Replace seals by their strings, in UTF-8."""
         return _RESERVED_BYTES.sub(lambda found: self._special_of.get(found[0], found[0]), content)
 
     def join_halves(self, content: bytes | bytearray) -> bytes | bytearray:
-        """Replace joined halves by their token's seal, in UTF-8."""
         if not self._half.search(content):
             return content
         text = self._joined.sub(self._join, content.decode("utf-8", "surrogatepass"))
@@ -224,11 +214,7 @@ class MarkOffsets:
 
 
 class Codes:
-    """Encoder and decoder of marker tokens.
-
-    Args:
-        tokens: each marker token's name, and whether clients see it in text.
-    """
+    """Encoder and decoder of marker tokens: `tokens` has their names, and whether clients see them in text."""
 
     def __init__(self, tokens: Iterable[tuple[str, bool]]) -> None:
         self._shown = dict(tokens)
@@ -237,7 +223,6 @@ class Codes:
         self._names = any_of(self._of)
 
     def code(self, marker: str) -> str:
-        """Encode the markers in a text."""
         return self._names.sub(lambda found: self._of[found[0]], marker) if self._of else marker
 
     def uncoded(self, markers: Iterable[str]) -> list[str]:

@@ -34,8 +34,7 @@ def _ignore(note: str) -> None:
 def plain_messages(messages: Sequence[Mapping[str, Any]], note: Note = _ignore) -> list[dict[str, Any]]:
     """Return messages with content and thought as one string each, call arguments as objects; pass changes to `note`.
 
-    Raises:
-        InvalidRequest: missing role, media, or a wrong type of content or calls.
+    Raises InvalidRequest for a missing role, media, or a wrong type of content or calls.
     """
     return [_plain_message(message, f"messages[{index}]", note) for index, message in enumerate(messages)]
 
@@ -162,7 +161,7 @@ def new_call_id() -> str:
 
 
 def with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Replace ids of calls and results by digests, except nine letters and digits.
+    """Replace ids of calls and results by digests, except nine letters and digits (Mistral requires these).
 
     Later messages never change earlier ids, so the prefix stays cached.
     """

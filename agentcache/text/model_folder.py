@@ -1,4 +1,4 @@
-"""Reads what a model's folder says about text: end tokens, sampling defaults, chat templates, tokenisation rules."""
+"""What a model's folder says about text: end tokens, sampling defaults, chat templates, tokenisation rules."""
 
 from __future__ import annotations
 
@@ -139,7 +139,6 @@ def _load_without_class(path: Path, error: Exception) -> TokenizerWrapper:
 
 
 def _complete_template(wrapper: TokenizerWrapper, folder: Path) -> None:
-    """Set the tokenizer's default template if the folder has any."""
     template = template_data(wrapper)
     if not wrapper.has_chat_template:
         template = next(filter(None, (_named(read_object(folder / name)) for name in _FILES)), None)
@@ -159,10 +158,7 @@ def _named(holder: Mapping[str, Any]) -> str | dict[str, str] | None:
 
 
 def token_rules(folder: Path, memo: Memo) -> str:
-    """Return a digest of the tokenisation rules, 32 hex digits.
-
-    It ignores chat templates, roles of known tokens and unused settings.
-    """
+    """Return a digest of the tokenisation rules, 32 hex digits. Chat templates and unused settings do not count."""
     files = [file for name in (_RULES, *_SETTINGS, *_OTHERS) if (file := folder / name).is_file()]
     return memo.get(_key(_SCHEME, files), lambda: _digest_rules(files))
 

@@ -33,11 +33,7 @@ _CALL_ID = "call00000"
 
 @dataclass(frozen=True)
 class _Ending:
-    """The part of a prompt after its last message's words.
-
-    Args:
-        left_at: as `NextPrompts.left_at`, in `text`.
-    """
+    """The part of a prompt after its last message's words, and the characters of it that the next prompt repeats."""
 
     text: str
     left_at: int | None
@@ -66,7 +62,6 @@ class NextPrompts:
         """Return how many leading characters of `prompt` the next one repeats; None if with the reply, or unknown.
 
         Args:
-            prompt: marked text with the generation prompt.
             tells_thoughts: whether the next request includes this reply's thoughts.
         """
         leading, end = _split(messages)

@@ -75,8 +75,7 @@ def check_kwargs(template_kwargs: Mapping[str, Any]) -> None:
 class ChatTemplate:
     """Renders a chat template as transformers does, in confined child processes. Thread-safe.
 
-    Each concurrent render has a process, started on demand and reused. Templates that are code of mlx-lm or
-    transformers run in this process.
+    Each concurrent render has a process. Templates that are code of mlx-lm or transformers run in this process.
     """
 
     def __init__(self, wrapper: TokenizerWrapper, marks: Marks) -> None:
@@ -115,16 +114,12 @@ class ChatTemplate:
         limit: WorkLimit,
         max_bytes: int = MAX_BYTES,
     ) -> str:
-        """Return the marked text. Only the template itself writes control tokens.
-
-        Args:
-            messages, tools, template_kwargs: values with marked strings.
-            max_bytes: maximum UTF-8 size of the text.
+        """Return the marked text of messages and variables with marked strings.
 
         Raises:
             InvalidRequest: messages refused, or time or memory limit.
             UnsupportedModel: syntax error in the template.
-            RenderedTooLong: text over `max_bytes`.
+            RenderedTooLong: over `max_bytes` of UTF-8.
         """
         if self._by_code:
             return self._run_code(messages, tools, add_generation_prompt, template_kwargs)
@@ -168,10 +163,7 @@ class ChatTemplate:
         return self._text(*self._ask((template, seals, variables, max_bytes), limit), is_sealed)
 
     def _is_sealed(self, template: str, limit: WorkLimit) -> bool:
-        """Whether to render with `Seals`: not if the template builds control tokens, as in "<|{}|>".format(role).
-
-        It would lose them. Then only marks keep clients' special-token strings text.
-        """
+        """Whether to render with `Seals`: not if the template builds control tokens, as in "<|{}|>".format(role)."""
         if template not in self._sealed:
             try:
                 self._sealed[template] = all(self._keeps_controls(template, *each, limit) for each in _HARMLESS)

@@ -1,4 +1,4 @@
-"""Convert chat messages to marked text (`marks.py`), marked text to tokens, tokens to text."""
+"""The tokenizer: chat messages to marked text (`marks.py`), marked text to tokens, tokens to text."""
 
 from __future__ import annotations
 
@@ -32,13 +32,9 @@ _CONTROL_NAME = re.compile(r"<([|｜])[^<>|｜]+\1>")
 
 
 class Tokenizer:
-    """A Hugging Face fast tokenizer, loaded by mlx-lm.
+    """A Hugging Face fast tokenizer, loaded by mlx-lm. `end_tokens` are further ids that end a reply.
 
-    Args:
-        end_tokens: further ids that end a reply; unknown ids are ignored.
-
-    Raises:
-        UnsupportedModel: no fast tokenizer, or its decoder does not work token by token.
+    Raises UnsupportedModel without a fast tokenizer, or if its decoder does not work token by token.
     """
 
     def __init__(self, wrapper: TokenizerWrapper, end_tokens: Collection[int] = ()) -> None:
@@ -157,7 +153,7 @@ class Tokenizer:
         return Spelling("".join(parts), ends)
 
     def detokenizer(self, after: int | None = None) -> Detokenizer:
-        """Return a detokenizer for the text after token `after`, None at a text's start.
+        """Return a detokenizer for the text after a token, None at a text's start.
 
         It drops a leading space that the tokenizer would add again.
         """

@@ -20,9 +20,7 @@ def _take_any(num_tokens: int) -> None:
 class WorkLimit:
     """Conditions that stop the work on a prompt.
 
-    Args:
-        refuse: callback that raises the error for a prompt of at least that many tokens.
-        has_ended: whether the request has ended; called on the working thread.
+    `refuse` raises the error for a prompt of at least that many tokens. `has_ended` is called on the working thread.
     """
 
     max_tokens: int | None = None

@@ -55,12 +55,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Json:
-    """A value that is not a string.
-
-    Args:
-        rule: right side of a Lark rule.
-        parts: structure of a list or an object; None if the schema has other constraints.
-    """
+    """A value that is not a string, as the right side of a Lark rule; `parts` if no other constraints apply."""
 
     rule: str
     types: frozenset[str]
@@ -174,7 +169,6 @@ def _is_single(alternatives: Any) -> bool:
 
 
 def _without_null(schema: Any, root: Mapping[str, Any]) -> tuple[Any, bool]:
-    """Return the schema without null, and whether it allows null."""
     if not isinstance(schema, Mapping):
         return None, False
     if isinstance(named := schema.get("type"), list) and _NULL in named and len(named) == 2 and "enum" not in schema:

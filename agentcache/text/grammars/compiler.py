@@ -39,7 +39,6 @@ class Vocabulary:
     """A tokenizer's vocabulary for llguidance.
 
     Args:
-        bytes_of: a token's bytes, or a control token's name.
         size: exclusive upper bound of token ids.
         control_ids: tokens that a grammar allows only by explicit reference.
     """
@@ -69,10 +68,7 @@ class Vocabulary:
 
 
 class GrammarCompiler:
-    """Grammar compiler of one tokenizer, with a cache. Thread-safe.
-
-    Args:
-        vocabulary: factory, called once.
+    """Compiles and caches grammars for one tokenizer. Thread-safe; calls `vocabulary` once.
 
     Attributes:
         refusal: why llguidance rejects the vocabulary; empty if accepted or untried.
@@ -99,8 +95,7 @@ class GrammarCompiler:
     def compile(self, reply: ReplyGrammar, limit: WorkLimit = UNLIMITED) -> Grammar:
         """Compile a grammar, or return the cached one.
 
-        Raises:
-            InvalidRequest: a part is invalid, unsupported or too expensive, or llguidance rejects the vocabulary.
+        Raises InvalidRequest if a part is invalid, unsupported or too expensive, or llguidance rejects the vocabulary.
         """
         with self._lock:
             known = self._kept.get(reply.text)
@@ -141,7 +136,7 @@ class GrammarCompiler:
             raise _refused(parts[index].param, reason)
 
     def _tokenizer(self, param: str) -> tuple[LLTokenizer, NDArray[np.uint32]]:
-        """Return llguidance's tokenizer and the mask of end tokens. Tries the vocabulary only once."""
+        """Return llguidance's tokenizer and the mask of end tokens."""
         with self._lock:
             if self._made is None and not self.refusal:
                 try:
@@ -181,11 +176,8 @@ class GrammarMatcher:
     """Grammar matcher of one answer.
 
     Once a token is known, the next mask is computed: inline if the last one took less than `QUICK`, else on another
-    thread. Slower inline masks are charged to `GRACE`; without grace, all masks go to threads.
-
-    Attributes:
-        is_over: whether the text is complete.
-        failure: why llguidance failed, or None.
+    thread. Slower inline masks are charged to `GRACE`; without grace, all masks go to threads. `is_over` tells that the
+    text is complete, `failure` why llguidance failed.
     """
 
     def __init__(self, matcher: LLMatcher, ends: NDArray[np.uint32], finders: Executor) -> None:
@@ -268,7 +260,6 @@ class GrammarMatcher:
 
 
 def _blamed(parts: Sequence[Part]) -> str:
-    """Guess the likeliest cause: the largest part."""
     return max(parts, key=lambda part: len(part.source)).param
 
 
@@ -277,6 +268,5 @@ def _refused(param: str, reason: str) -> InvalidRequest:
 
 
 def _told(reason: str) -> str:
-    """Strip the grammar's quotes from llguidance's message."""
     lines = [line for line in reason.split("\n") if line.strip()] or ["it is not understood"]
     return _PLACE.sub("", lines[0].partition("<state>")[0].partition("<non-verbose/>")[0].strip()).rstrip(".:")[:300]

@@ -65,8 +65,7 @@ class ReplyGrammar:
 def reply_grammar(form: AnswerForm, reply: ReplyFormat, prompt_end: str | None) -> ReplyGrammar:
     """Build the grammar of a whole reply. Raises InvalidRequest for an invalid schema or tool name.
 
-    Args:
-        prompt_end: end of the marked prompt, which may open reasoning or calls; None for raw text.
+    The marked prompt may open reasoning or calls; `prompt_end` is None for raw text.
     """
     return _Writer(reply).write(form, prompt_end)
 

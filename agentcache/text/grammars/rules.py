@@ -66,11 +66,7 @@ def has_surrogate(text: str) -> bool:
 
 
 def json_rule(definition: str, *, must_be_object: bool = False) -> str:
-    """Return the right side of a Lark rule for a schema's JSON text.
-
-    Raises:
-        ValueError: not a schema, or `must_be_object` and the type is not object.
-    """
+    """Return the right side of a Lark rule for a schema's JSON text. Raises ValueError if it is no schema."""
     schema = parse_json(definition)
     if schema is True:
         schema = {}

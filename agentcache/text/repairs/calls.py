@@ -234,18 +234,13 @@ def words_at_calls(work: Work) -> None:
 
 
 def _marked(calls: Sequence[Message], mark: str) -> list[Message]:
-    """Prefix the first call's name with a mark, before the arguments."""
     function = dict(calls[0].get("function") or {})
     name = function.pop("name", None)
     return [{**calls[0], "function": {"name": f"{mark}{'' if name is None else name}", **function}}, *calls[1:]]
 
 
 def with_words(text: str, words: Mapping[str, str], opening: str) -> str:
-    """Replace marks in rendered text by their words, before the calls.
-
-    Args:
-        opening: marker before calls; the last one before a mark belongs to its call.
-    """
+    """Replace marks in rendered text by their words, before the marker `opening` of the calls."""
     parts, done, missing = list[str](), 0, dict(words)
     for found in any_of(words).finditer(text):  # templates may repeat a name at the result
         place = text.rfind(opening, done, found.start()) if opening else -1

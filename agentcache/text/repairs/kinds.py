@@ -54,10 +54,9 @@ class Repairs:
     """The repairs that a chat template needs.
 
     Attributes:
-        no_system_role: leading system messages as marked part of the first user message.
-        move_later_systems: later system messages as marked user text in place.
+        no_system_role: leading system messages as part of the first user message.
+        move_later_systems: later system messages as user text in place.
         user_first: a user message inserted before a leading assistant message, or in a chat without one.
-        join_neighbours: consecutive user or assistant messages as one.
         user_behind_result: user text after a tool result as part of it.
         one_call_a_message: parallel calls as one message each, followed by its result.
         calls_without_words: text beside a call as a message before it.
@@ -67,11 +66,6 @@ class Repairs:
         calls_with_results: empty results for calls without one.
         plain_schemas: references, nullable types and constants written out.
         describe_enums: with `plain_schemas`, enumeration values in descriptions.
-        fill_tools: empty descriptions and parameters where missing.
-        tools_as_text: tools in the system message.
-        calls_as_text_without_tools: `calls_as_text` in requests without tools.
-        results_as_text: with calls as text, results as user text.
-        thoughts: fields of thoughts.
         offer_variables: variables for tools, date and missing special tokens.
     """
 
@@ -155,7 +149,6 @@ class Work:
 
 
 def num_leading(messages: list[Message]) -> int:
-    """Count the leading system messages."""
     return next((i for i, message in enumerate(messages) if message.get("role") not in SYSTEM_ROLES), len(messages))
 
 

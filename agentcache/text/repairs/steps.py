@@ -77,7 +77,7 @@ def repaired(
 
 
 def rendered(work: Work, render: Render) -> str:
-    """Render a repaired conversation. Raises as `render`."""
+    """Render a repaired conversation."""
     text = render(work.messages, work.tools, work.variables)
     return calls.with_words(text, work.words, work.notation.opening) if work.words else text
 
@@ -129,8 +129,7 @@ class _Probe:
 def find_repairs(render: Render, notation: CallNotation) -> Repairs:
     """Return the repairs; `NO_TEMPLATE` if the template refuses every chat. A time or memory limit ends the search.
 
-    Raises:
-        UnsupportedModel: syntax error in the template.
+    Raises UnsupportedModel for a syntax error in the template.
     """
     probe = _Probe(render, notation)
     try:

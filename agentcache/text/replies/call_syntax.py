@@ -43,9 +43,8 @@ class ArgumentSyntax:
 class FieldSyntax:
     """Syntax of arguments as `name value` fields.
 
-    Args:
-        quote: quote of unescaped strings; lists and objects then use the same syntax in `[…]` and `{…}`. If empty,
-            values are JSON and names are Python identifiers.
+    Strings are unescaped between `quote`, and lists and objects use the same syntax. If `quote` is empty, values are
+    JSON and names are Python identifiers.
     """
 
     assign: str

@@ -22,12 +22,7 @@ def _as_it_is(text: str) -> str:
 
 
 class CallSink:
-    """Collects the events of calls, one call at a time.
-
-    Args:
-        spell: decodes names to the text that clients see.
-        spell_json: the same for JSON text, with all markers as their names.
-    """
+    """Collects the events of calls, one call at a time. `spell` and `spell_json` decode coded text and JSON."""
 
     def __init__(self, spell: Callable[[str], str] = _as_it_is, spell_json: Callable[[str], str] = _as_it_is) -> None:
         self.events: list[Event] = []
@@ -54,13 +49,7 @@ class CallSink:
 
 @dataclass(frozen=True)
 class Left:
-    """Result of a finished call parser.
-
-    Args:
-        shown: text that is not a call.
-        rest: unread text.
-        has_failed: whether a supposed call is none.
-    """
+    """Result of a finished call parser: text that is no call, unread text, whether a supposed call is none."""
 
     shown: str = ""
     rest: str = ""

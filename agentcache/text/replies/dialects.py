@@ -50,7 +50,7 @@ class Dialect:
         noise: dropped markers.
         ends: markers after which a reply with calls may end, without a turn's end.
         bare: whether a reply that begins with a JSON object may be a call.
-        hints: texts that identify the dialect in a chat template or its output; the opening markers if empty.
+        hints: texts that identify the dialect in a template or its output; the opening markers if empty.
         writes: syntax of demanded calls; the parsers must read it.
         writes_with: a token, and the syntax for models whose tokenizer has it.
     """
@@ -468,7 +468,6 @@ def call_syntax(form: ReplyFormat) -> CallSyntax:
 
 
 def call_ends(form: ReplyFormat) -> tuple[str, ...]:
-    """Return the `ends` of a format's dialect."""
     return DIALECTS[form.dialect].ends if form.dialect in DIALECTS else ()
 
 

@@ -38,7 +38,6 @@ class FieldNotation:
     Args:
         around: characters allowed around and between calls.
         opening: text before a call's name.
-        open, close: brackets around the arguments.
         quotes: string quotes, longer ones first; backslash escapes count only inside `'` and `"`.
     """
 
@@ -55,7 +54,7 @@ class FieldNotation:
 
 
 class FieldText:
-    """Converts one call's arguments to JSON; `json` holds those read so far."""
+    """Converts one call's arguments to JSON."""
 
     def __init__(self, notation: FieldNotation) -> None:
         self._notation = notation

@@ -23,11 +23,7 @@ from agentcache.text.template_child import RenderOutcome
 
 
 def format_of(wrapper: TokenizerWrapper, added: Mapping[int, Any], eos_ids: Collection[int]) -> ReplyFormat:
-    """Return a model's reply format.
-
-    Args:
-        added: the tokenizer's added tokens by id.
-    """
+    """Return a model's reply format. `added` has the tokenizer's added tokens by id."""
     templates = templates_of(wrapper)
     text = "\n".join(templates)
     tokens = {token.content: (i, token.special or i in eos_ids) for i, token in added.items()}
@@ -39,7 +35,6 @@ def format_of(wrapper: TokenizerWrapper, added: Mapping[int, Any], eos_ids: Coll
 
 
 def templates_of(wrapper: TokenizerWrapper) -> list[str]:
-    """Return the texts of a tokenizer's chat templates."""
     template = getattr(wrapper, "chat_template", None)
     templates = template.values() if isinstance(template, Mapping) else [template]
     return [each for each in templates if isinstance(each, str)]
@@ -175,11 +170,7 @@ class WrittenReply:
 
 
 def written_reply(prompt: str, whole: str, num_calls: int) -> WrittenReply:
-    """Cut the reply out of the rendered conversation `whole`.
-
-    Args:
-        prompt: rendered text up to the generation prompt, which may have text that `whole` lacks.
-    """
+    """Cut the reply out of the conversation `whole`, which may lack the generation prompt that ends `prompt`."""
     begin = next((at for at, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
     if begin < len(prompt):
         opened = whole.rfind("<", 0, begin)
@@ -201,7 +192,7 @@ def find_dialect(written: WrittenReply, preferred: str | None) -> str | None:
 
 
 def _left(name: str, written: WrittenReply) -> int | None:
-    """Return how many characters are parsed as text; None if the calls are wrong."""
+    """Count the characters parsed as text; None if the calls are wrong."""
     reader = open_reader(ReplyFormat(name), _TOOLS, thoughts=False)
     reader.begin(written.prompt)
     blocks = blocks_of([*reader.add(written.text), *reader.finish(cut_off=False)])
@@ -228,10 +219,7 @@ _WAYS: tuple[dict[str, Any], ...] = (
 
 @lru_cache(maxsize=64)
 def write_replies(template: str, special_tokens: tuple[tuple[str, str], ...]) -> tuple[WrittenReply, ...]:
-    """Return the first sample in which the template shows the calls, or else all that it accepts.
-
-    Renders in a confined process; empty on a limit.
-    """
+    """Return the first sample in which the template shows the calls, or else all that it accepts; empty on a limit."""
     if "tool_calls" not in template:
         return ()
     work = ConfinedWork("agentcache.text.template_child")

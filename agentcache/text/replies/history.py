@@ -1,4 +1,4 @@
-"""Match replies in a rendered prompt with the generated replies."""
+"""Matches replies in a rendered prompt with the generated replies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ROLES = "(?:[Aa]ssistant|ASSISTANT|model|bot|ai name=assistant)"
 
 @dataclass(frozen=True)
 class ReadReply:
-    """Content of a reply, with line ends as `\\n`; calls as (name, canonical JSON); `streamed` if a stream differs."""
+    """A reply's content: line ends as `\\n`, calls as (name, canonical JSON); `streamed` if a stream differs."""
 
     thoughts: tuple[str, ...]
     texts: tuple[str, ...]
@@ -52,7 +52,7 @@ class ReadReply:
         return "".join(self.texts).strip()
 
     def says(self, generated: ReadReply) -> bool:
-        """Whether text and calls are those of `generated`, as clients repeat them; the reasoning may be missing."""
+        """Whether text and calls are those of `generated`, as clients repeat them."""
         return any(map(self._says, generated.readings))
 
     def says_all(self, generated: ReadReply) -> bool:
@@ -71,7 +71,7 @@ class ReadReply:
 
 
 def said_in(message: Mapping[str, Any]) -> Said | None:
-    """Return a client message's text and calls; None if it cannot be a reply."""
+    """Return a message's text and calls; None if it cannot be a reply."""
     content = "" if message.get("content") is None else message["content"]
     calls = [call.get("function") or {} for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
     if not isinstance(content, str) or not all(isinstance(call.get("name"), str) for call in calls):
@@ -81,7 +81,7 @@ def said_in(message: Mapping[str, Any]) -> Said | None:
 
 
 class Words(Protocol):
-    """A conversation's text and generated ranges, such as a `Transcript`."""
+    """A conversation's text and generated ranges."""
 
     @property
     def text(self) -> str: ...
@@ -106,7 +106,6 @@ class ReplyReading:
         self._last_opening = re.compile(rf"{self._opening.pattern}\Z")
 
     def read(self, reply: str, prompt_end: str) -> ReadReply:
-        """Parse a reply; `prompt_end` is the text before it."""
         texts, placed, length, done = list[str](), list[tuple[int, str]](), 0, 0
         for found in self._markers.finditer(reply):
             front = self._tokenizer.marks.unmark(reply[done : found.start()])
@@ -132,7 +131,7 @@ class ReplyReading:
         return self.read(text[begin:end], text[max(0, begin - _PROMPT_END) : begin])
 
     def opened_at(self, text: str, begin: int) -> int:
-        """Return the start of reasoning before `begin` that the prompt opens, or opens and closes; else `begin`."""
+        """Return the start of reasoning that the prompt opens, or opens and closes, before `begin`; else `begin`."""
         opened = _opened_at(self._form, text, begin)
         return opened if opened < begin else self._closed_thought_at(text, begin)
 
@@ -152,18 +151,14 @@ class ReplyReading:
         return begin if found is None else found.start()
 
     def behind_opening(self, text: str, at: int) -> int:
-        """Skip control tokens and a role at `at`."""
         found = self._first_opening.match(text, at)
         return at if found is None else found.end()
 
     def same_reply(self, text: str, begin: int, reply: ReadReply, generated: str) -> tuple[bool, int | None]:
         """Find a reply at `begin` with the content of `reply`; some templates split it into several turns.
 
-        Args:
-            generated: text of `reply`.
-
-        Returns:
-            Whether the reasoning, too, is equal; the reply's end or None, before an end marker that `generated` lacks.
+        Return whether the reasoning, too, is equal, and the reply's end or None. An end marker that is not in
+        `generated`, the text of `reply`, is not part of it.
         """
         without_thought: int | None = None
         has_end = False
@@ -179,7 +174,7 @@ class ReplyReading:
         return (False, without_thought) if has_end else self._same_spelling(text, begin, reply, generated)
 
     def _same_spelling(self, text: str, begin: int, reply: ReadReply, generated: str) -> tuple[bool, int | None]:
-        """Like `same_reply`, where no token ends a turn: only a reply that is spelled as `generated`."""
+        """As `same_reply`, where no token ends a turn: only in the spelling of `generated`."""
         closed = [generated.rfind(end) + len(end) for _, end in self._form.thoughts if end in generated]
         said, front = generated[max(closed, default=0) :].strip(), text[begin : begin + _PROMPT_END]
         at = begin + len(front) - len(front.lstrip())
@@ -195,10 +190,7 @@ def _opened_at(form: ReplyFormat, text: str, begin: int) -> int:
 
 
 def first_thought(transcript: Transcript, form: ReplyFormat) -> int | None:
-    """Count the tokens before a transcript's first reasoning; None without any.
-
-    The next prompt branches there if the template drops earlier reasoning.
-    """
+    """Count the tokens before a transcript's first reasoning, where templates that drop it branch; None without any."""
     places = (_thought_at(transcript.text, *place, form) for place in transcript.generated_ranges())
     first = next((place for place in places if place is not None), None)
     return None if first is None else bisect_right(transcript.ends, first)
@@ -231,8 +223,8 @@ class Retold:
 def as_generated(text: str, transcript: Words, reading: ReplyReading) -> Retold:
     """Return `text` with its replies spelled as generated, up to the first that differs in content.
 
-    The cache holds the generated spelling; templates may order and space it differently. The text that opens a reply
-    also comes from the transcript. From the first omitted reasoning on, `text` stays unchanged.
+    The cache holds the generated spelling; templates may order and space it differently. From the first omitted
+    reasoning on, `text` stays unchanged.
     """
     old, at, old_at = transcript.text, 0, 0
     done: list[str] = []  # result for `text[:at]`
@@ -265,8 +257,7 @@ def with_thoughts(
 ) -> list[list[dict[str, Any]]]:
     """Return variants of `messages` with the reasoning that the client omitted; empty if none is missing.
 
-    Of equal replies, the transcript may hold only the first or only the last ones. If these assignments differ, both
-    are returned.
+    Of equal replies, the transcript may hold only the first or only the last ones: two variants if that matters.
     """
     known = [reading.read_at(transcript.text, *place) for place in transcript.generated_ranges()]
     first = _thoughts_of(messages, known)
@@ -307,7 +298,6 @@ def _with_newlines(text: str) -> str:
 
 
 def _canonical(arguments: Any, *, doubles: bool = False) -> str:
-    """Write data or JSON text as canonical JSON; leave invalid JSON."""
     try:
         value = parse_json(arguments) if isinstance(arguments, str) else arguments
         return canonical_json(_with_doubles(value) if doubles else value)
@@ -316,7 +306,7 @@ def _canonical(arguments: Any, *, doubles: bool = False) -> str:
 
 
 def _with_doubles(value: Any) -> Any:
-    """Round numbers to doubles, and whole ones to integers: 2.0 becomes 2."""
+    """Round numbers to doubles; 2.0 becomes 2."""
     if isinstance(value, dict):
         return {name: _with_doubles(inner) for name, inner in value.items()}
     if isinstance(value, list):

@@ -32,11 +32,9 @@ class _InCall(Enum):
 
 
 class HeaderCall(Steps):
-    """Parses one call: a header with the name, the arguments object, a closing marker.
+    """Parses one call: a header, from which `name_of` reads the name, the arguments object, a closing marker.
 
-    Args:
-        name_of: from the header to the name, or None.
-        objects: parser for calls without a header.
+    `objects` parses calls without a header.
     """
 
     def __init__(
@@ -114,7 +112,6 @@ class ObjectCalls(Steps):
     """Parses a sequence or list of call objects up to a closing marker.
 
     Args:
-        close: closing marker, or empty.
         must_be_known: accept only the request's tools, for calls without a marker.
         is_keyed: a call is `{name: arguments}`.
     """
@@ -295,7 +292,6 @@ class ObjectCalls(Steps):
 
 
 def _string_end(text: str) -> int | None:
-    """Return the position after the string at the start of `text`; None if it is open."""
     at = 1
     while (found := text.find('"', at)) > 0:
         backslashes = found - len(text[:found].rstrip("\\"))
@@ -344,11 +340,7 @@ class HeaderEnd:
 
 
 class LineCalls:
-    """Parses a line with a tool name and JSON after it, or with `all` and text after it.
-
-    Args:
-        marker: marker before the line; empty if the prompt has it.
-    """
+    """Parses a line with a tool name and JSON after it, or with `all` and text after it."""
 
     def __init__(self, sink: CallSink, tools: Tools, marker: str) -> None:
         self._sink = sink

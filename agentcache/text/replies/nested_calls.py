@@ -143,7 +143,6 @@ class NestedCalls(Steps):
         return None
 
     def _break_off(self) -> Left:
-        """End a malformed call; the rest is text."""
         self._open = []
         return self._cut_off()
 

@@ -26,8 +26,8 @@ class ReplyReader(Protocol):
 
     Attributes:
         is_doubtful: whether a stream may have told some of the reasoning as text.
-        thought_ends: strings that end the current reasoning, without marker tokens; unread text may be a prefix of one.
-            None outside reasoning, or if a marker token may have begun the end.
+        thought_ends: strings that end the current reasoning; unread text may be a prefix of one. None outside
+            reasoning, or if a marker token may have begun the end.
     """
 
     is_doubtful: bool
@@ -48,17 +48,11 @@ class ReplyReader(Protocol):
         """End the reply; `cut_off` if the model did not end it."""
 
     def take_zones(self) -> list[Zone]:
-        """Return the zones decided since the last call, in text order."""
+        """Return the zones decided since the last call."""
 
 
 def open_reader(form: ReplyFormat, tools: Tools | None, *, thoughts: bool, whole: bool = False) -> ReplyReader:
-    """Create a parser.
-
-    Args:
-        tools: None to leave calls in the text.
-        thoughts: whether to separate reasoning from text.
-        whole: whether the events are used only after the whole reply (see `MarkedReader`).
-    """
+    """Create a parser; without `tools`, calls stay in the text. `whole`: no event is used before the reply's end."""
     if form.dialect == HARMONY:
         return HarmonyReader(form, tools)
     dialect = DIALECTS.get(form.dialect or "") if tools is not None else None
@@ -105,8 +99,7 @@ class MarkedReader:
 
     A model may close its reasoning twice. As in chat templates, all text before the last closing marker is reasoning,
     unless a call comes first. A stream cannot take text back: it holds `DOUBTED` characters after a closing marker
-    (`DOUBTED_UNTHOUGHT` after empty reasoning). It ignores later closing markers, and those in a reply that began with
-    text.
+    (`DOUBTED_UNTHOUGHT` after empty reasoning), and ignores later ones.
     """
 
     def __init__(
@@ -282,7 +275,6 @@ class MarkedReader:
             self._show_text(text)
 
     def _close_thought(self) -> None:
-        """Handle a closing marker. A stream that has emitted the text before it holds nothing after it."""
         closes = self._state is _State.THOUGHT or self._doubted or not self._said
         if closes or self.num_calls:
             self._strips, self._gap = True, ""
@@ -400,5 +392,4 @@ class MarkedReader:
 
 
 def _beginnings(markers: Sequence[str], others: str) -> re.Pattern[str]:
-    """Match the first characters of `markers`, or the expression `others`."""
     return re.compile("[" + "".join(re.escape(first) for first in {marker[0] for marker in markers}) + "]|" + others)

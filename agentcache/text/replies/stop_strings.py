@@ -49,7 +49,6 @@ class StopStrings:
         return self._depth[state]
 
     def feed(self, state: int, text: str) -> tuple[int, FoundStop | None]:
-        """Return the state after `text`, and the match in it."""
         begin = 0
         if not state:
             first = self._first.search(text)
@@ -111,10 +110,8 @@ class StopSearch:
     """Incremental search for stop strings. Positions count from the start of the reply.
 
     A string counts only if all of it is answer text (`ReplyReader.take_zones`). The reader costs more than the
-    automaton: it runs only while a found string's zone is unknown. Reasoning is searched only for its end.
-
-    Args:
-        reader: new reader, after `begin`; None to search all text.
+    automaton: it runs only while a found string's zone is unknown. Reasoning is searched only for its end. Without
+    `reader`, all text counts.
     """
 
     def __init__(self, stops: StopStrings, reader: ReplyReader | None) -> None:
@@ -150,11 +147,7 @@ class StopSearch:
         self._thought_end = None
 
     def feed(self, text: str, placed: Sequence[Placed] = (), *, is_last: bool = False) -> FoundStop | None:
-        """Return the first stop string that counts, or None.
-
-        Args:
-            placed: offset in `text` and name of each marker token.
-        """
+        """Return the first stop string that counts, or None. `placed` has the offset and name of each marker token."""
         if self._thought_end is not None:
             if not placed and self._goes_on(self._thought_end, text):
                 return None
@@ -189,14 +182,13 @@ class StopSearch:
         return found
 
     def _begin_thought(self, reader: ReplyReader) -> None:
-        """Inside reasoning, suspend the search until its possible end."""
         ends = reader.thought_ends
         if ends is not None:
             self._thought_end, self._longest_end = any_of(ends), max(map(len, ends), default=0)
             self._state, self._waits, self._tail = 0, False, self._undecided
 
     def _goes_on(self, end: re.Pattern[str], text: str) -> bool:
-        """Take text that continues the reasoning; False if it may end it. `text` has no marker tokens."""
+        """Take text that continues the reasoning; False if it may end it."""
         tail = self._tail + text
         if end.search(tail) is not None:
             return False

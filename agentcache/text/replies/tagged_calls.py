@@ -28,9 +28,7 @@ class Tags:
     """The tags of one tool-call format.
 
     Args:
-        call, name_end: text around the tool name; an empty `name_end` is the next tag or line break.
-        argument, argument_end: text around an argument's name.
-        value, value_end: text around the value.
+        name_end: text after the tool name; if empty, the next tag or line break ends it.
         call_end: text after the call; empty if the closing marker of all calls ends it.
         on_lines: strip one line break on each side of a value; else strip white space, except from strings.
         untyped: see `converted`.
@@ -374,12 +372,11 @@ def _types_in(tag: str) -> frozenset[str] | None:
 
 
 def converted(text: str, types: frozenset[str], *, untyped: bool, max_depth: int = _MAX_DEPTH) -> Any:
-    """Convert an argument's text to a value.
+    """Convert an argument's text to a value. Text nested deeper than `max_depth` stays text.
 
     Args:
-        types: JSON schema types of the argument; empty if unknown.
+        types: JSON schema types; empty if unknown.
         untyped: parse a value of unknown type as JSON or a Python literal; else it stays text, except null.
-        max_depth: nesting limit; a deeper value stays text.
     """
     if "string" in types and len(types) == 1:
         return text
