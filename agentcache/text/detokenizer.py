@@ -137,7 +137,7 @@ class TokenBytes:
         piece = self._piece_of(token_id) or ""
         if self._byte_level:
             return piece.encode() if token_id in self._added else _byte_level_bytes(piece)
-        if self._byte_fallback and _is_byte(piece):
+        if self._byte_fallback and len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             return bytes([int(piece[3:5], 16)])
         for old, new in self._replacements:
             piece = piece.replace(old, new)
@@ -172,10 +172,6 @@ def _replacement(part: Mapping[str, Any]) -> tuple[str, str]:
             "The tokenizer's decoder replaces by a regular expression, which has no text token by token."
         )
     return pattern, part["content"]
-
-
-def _is_byte(piece: str) -> bool:
-    return len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
 
 
 def _byte_level_bytes(piece: str) -> bytes:

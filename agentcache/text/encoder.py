@@ -45,6 +45,7 @@ class MarkedEncoder:
         self._normalises = _normalises_controls(content, set(controls.values()))
         self._longest_token = longest_token(content)
         self._lock = threading.Lock()
+        self._made_plain_backend: tokenizers.Tokenizer | None = None
 
     def encode(self, text: str, limit: WorkLimit = UNLIMITED) -> Encoding:
         """Tokenise without adding special tokens. Raises InvalidRequest for lone surrogates, and as `limit`."""
@@ -132,11 +133,9 @@ class MarkedEncoder:
     @property
     def _plain_backend(self) -> tokenizers.Tokenizer:
         with self._lock:  # make only one: it is large
+            if self._made_plain_backend is None:
+                self._made_plain_backend = _bare(_renamed(self._saved, self._marks.mark_of))
             return self._made_plain_backend
-
-    @cached_property
-    def _made_plain_backend(self) -> tokenizers.Tokenizer:
-        return _bare(_renamed(self._saved, self._marks.mark_of))
 
 
 def _encode(backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:

@@ -299,7 +299,9 @@ class _Writer:
             schema = {**({"type": "object"} if target is None else target), **schema}
             return self.plain(schema, within | {ref})
         for name in sorted(_ALTERNATIVES):
-            others = [each for each in _mappings(schema.get(name)) if each.get("type") != "null"]
+            alternatives = schema.get(name)
+            listed = alternatives if isinstance(alternatives, list) else []
+            others = [each for each in listed if isinstance(each, Mapping) and each.get("type") != "null"]
             if len(others) == 1:
                 del schema[name]
                 return self.plain({**others[0], **schema}, within)
@@ -315,7 +317,9 @@ class _Writer:
     def _with_parts(self, schema: Schema, within: frozenset[str]) -> Schema:
         if "properties" in schema:
             properties = schema["properties"] if isinstance(schema["properties"], Mapping) else {}
-            schema["properties"] = {name: self._part(each, within) for name, each in properties.items()}
+            schema["properties"] = {
+                name: self.plain(each, within) if isinstance(each, Mapping) else {} for name, each in properties.items()
+            }
         if isinstance(items := schema.get("items"), Sequence) and not isinstance(items, str):
             schema["items"] = next(iter(items), {})
         for name in ("items", "additionalProperties"):
@@ -325,9 +329,6 @@ class _Writer:
             del schema["required"]
         return schema
 
-    def _part(self, value: Any, within: frozenset[str]) -> Schema:
-        return self.plain(value, within) if isinstance(value, Mapping) else {}
-
     def _target(self, ref: str) -> Mapping[str, Any] | None:
         if not ref.startswith("#"):
             return None
@@ -335,10 +336,6 @@ class _Writer:
         for step in filter(None, ref[1:].split("/")):
             found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
         return found if isinstance(found, Mapping) else None
-
-
-def _mappings(value: Any) -> list[Mapping[str, Any]]:
-    return [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []
 
 
 def _typed(schema: Schema) -> Schema:

@@ -61,13 +61,9 @@ def system_in_user(work: Work) -> None:
         work.note("messages: the model's chat template has no system role; that text is told as marked user text")
         work.messages = [*map(_marked, work.messages[:leading]), *work.messages[leading:]]
         if leading == len(work.messages) or work.messages[leading].get("role") == "user":
-            _join_run(work, 0, leading + 1)
-
-
-def _join_run(work: Work, begin: int, end: int) -> None:
-    run = work.messages[begin:end]
-    text = GAP.join(str(message.get("content") or "") for message in run)
-    work.messages[begin:end] = [{**run[-1], "content": text}]
+            run = work.messages[: leading + 1]
+            text = GAP.join(str(message.get("content") or "") for message in run)
+            work.messages[: leading + 1] = [{**run[-1], "content": text}]
 
 
 def user_first(work: Work) -> None:

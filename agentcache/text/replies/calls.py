@@ -149,6 +149,8 @@ def _partial(text: str, string: str) -> int:
 class Steps(ABC):
     """Base of call parsers: `feed` repeats `_step` until text and state are stable."""
 
+    _at: Enum  # the state
+
     def __init__(self, sink: CallSink, close: str) -> None:
         self._sink = sink
         self._close = close
@@ -161,16 +163,12 @@ class Steps(ABC):
         if not self._started:
             self._raw += text
         while True:
-            before = len(self._text), self._state
+            before = len(self._text), self._at
             left = self._step(final)
             if left is not None:
                 return left
-            if (len(self._text), self._state) == before:
+            if (len(self._text), self._at) == before:
                 return self._cut_off() if final else None
-
-    @property
-    @abstractmethod
-    def _state(self) -> Enum: ...
 
     @abstractmethod
     def _step(self, final: bool) -> Left | None:

@@ -165,6 +165,8 @@ class _At(Enum):
 class FieldCalls(Steps):
     """Parses field calls up to the closing marker. Also accepts JSON objects (`call_syntax.py`)."""
 
+    _at: _At
+
     def __init__(self, sink: CallSink, close: str, tools: Tools, notation: FieldNotation) -> None:
         super().__init__(sink, close)
         self._notation = notation
@@ -172,10 +174,6 @@ class FieldCalls(Steps):
         self._fields = FieldText(notation)
         self._at = _At.HEADER
         self._any = False
-
-    @property
-    def _state(self) -> Enum:
-        return self._at
 
     def _step(self, final: bool) -> Left | None:
         if self._at is _At.HEADER:

@@ -37,6 +37,8 @@ class HeaderCall(Steps):
     `objects` parses calls without a header.
     """
 
+    _at: _InCall
+
     def __init__(
         self, sink: CallSink, close: str, name_of: Callable[[str], str | None], objects: ObjectCalls | None = None
     ) -> None:
@@ -45,10 +47,6 @@ class HeaderCall(Steps):
         self._objects = objects
         self._at = _InCall.HEADER
         self._arguments = JsonText()
-
-    @property
-    def _state(self) -> Enum:
-        return self._at
 
     def _step(self, final: bool) -> Left | None:
         if self._at is _InCall.HEADER:
@@ -116,6 +114,8 @@ class ObjectCalls(Steps):
         is_keyed: a call is `{name: arguments}`.
     """
 
+    _at: _InObject
+
     def __init__(
         self, sink: CallSink, close: str, tools: Tools, *, must_be_known: bool = False, is_keyed: bool = False
     ) -> None:
@@ -134,10 +134,6 @@ class ObjectCalls(Steps):
         self._nested = 0
         self._value = JsonText()
         self._captured = ""
-
-    @property
-    def _state(self) -> Enum:
-        return self._at
 
     def _step(self, final: bool) -> Left | None:
         match self._at:

@@ -44,6 +44,8 @@ class _At(Enum):
 class NestedCalls(Steps):
     """Parses nested calls up to the marker `close`. Emits complete arguments; the token `sign` precedes each tag."""
 
+    _at: _At
+
     def __init__(self, sink: CallSink, close: str, tools: Tools, sign: str) -> None:
         super().__init__(sink, close)
         self._tools = tools
@@ -55,10 +57,6 @@ class NestedCalls(Steps):
         self._num_arguments = 0
         self._open: list[_Element] = []
         self._json = JsonText()
-
-    @property
-    def _state(self) -> Enum:
-        return self._at
 
     def _step(self, final: bool) -> Left | None:
         match self._at:

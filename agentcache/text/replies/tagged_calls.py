@@ -80,6 +80,8 @@ class TaggedCalls(Steps):
     Streams arguments that the schema declares as strings; emits the rest when complete.
     """
 
+    _at: _At
+
     def __init__(self, sink: CallSink, close: str, tools: Tools, tags: Tags) -> None:
         super().__init__(sink, close)
         self._tools = tools
@@ -88,10 +90,6 @@ class TaggedCalls(Steps):
         self._at = _At.CALL
         self._any = False
         self._begin("")
-
-    @property
-    def _state(self) -> Enum:
-        return self._at
 
     def _begin(self, name: str) -> None:
         self._name = name
