@@ -107,7 +107,7 @@ class ChatRenderer:
 
         def mark(text: str) -> str:
             if _HALF_PAIR.search(text):
-                notes.append("messages: half of a surrogate pair is no character and was replaced by U+FFFD")
+                notes.append("messages: half of a surrogate pair was replaced by U+FFFD")
                 text = _HALF_PAIR.sub("\ufffd", text)
             return self._marks.mark(text)
 
@@ -179,13 +179,15 @@ class ChatRenderer:
         # A probe ignores the request's token limit.
         work = WorkLimit(has_ended=limit.has_ended)
         if self._template.is_greedy(tools, work):
-            raise InvalidRequest("the model's chat template takes too much for a few words", param="messages")
+            raise InvalidRequest(
+                "the model's chat template exceeds its time or memory limit on a short chat", param="messages"
+            )
         try:
             return self._template.render(
                 messages, tools, True, self._template.unknown(variables), limit=work, max_bytes=_PROBE_BYTES
             )
         except RenderedTooLong as error:
-            raise InvalidRequest(f"{error} for a few words", param="messages") from None
+            raise InvalidRequest(f"{error} for a short chat", param="messages") from None
 
     def _render(
         self,

@@ -110,7 +110,7 @@ def _part_text(part: Any, where: str, note: Note) -> str:
         raise InvalidRequest("Only text is supported, no pictures, sounds or files.", param=where)
     text = next((part[key] for key in ("text", "thinking") if isinstance(part.get(key), str)), None)
     if kind != "text" or text is None:
-        note(f"messages: a part of type {kind!r:.80} is told as text")
+        note(f"messages: a part of type {kind!r:.80} is sent as text")
     return _as_json(part) if text is None else str(text)
 
 
@@ -152,7 +152,7 @@ def _object(arguments: Any, note: Note) -> dict[str, Any]:
             value = arguments
     if isinstance(value, Mapping):
         return dict(value)
-    note("messages: arguments of a call that are no object are told as one")
+    note("messages: arguments of a call that are not an object are wrapped in one")
     return {} if value is None else {"arguments": value}
 
 

@@ -160,7 +160,16 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         seals = self._marks.seals.for_template if is_sealed else NO_SEALS
-        return self._text(*self._ask((template, seals, variables, max_bytes), limit), is_sealed)
+        kind, content = self._ask((template, seals, variables, max_bytes), limit)
+        text = self._marks.mark_unsealed(content) if is_sealed else self._marks.unsealed(content)
+        if kind == RenderOutcome.TEXT:
+            return text
+        if kind == RenderOutcome.TOO_LONG:
+            raise RenderedTooLong(int(text))
+        text = self._marks.unmark(text)
+        if kind == RenderOutcome.SYNTAX:
+            raise UnsupportedModel(f"The model's chat template cannot be read: {text}")
+        raise _refused(text)
 
     def _is_sealed(self, template: str, limit: WorkLimit) -> bool:
         """Whether to render with `Seals`: not if the template builds control tokens, as in "<|{}|>".format(role)."""
@@ -219,7 +228,7 @@ class ChatTemplate:
         try:
             packed = marshal.dumps(request)
         except ValueError:
-            raise InvalidRequest("Messages must be plain data, as JSON knows it.", param="messages") from None
+            raise InvalidRequest("Messages must be JSON values.", param="messages") from None
         try:
             return self._work.ask([packed], max_bytes=request[-1], go_on=limit.go_on)
         except OverLimit as error:
@@ -228,17 +237,6 @@ class ChatTemplate:
             raise RenderedTooLong(error.num_bytes) from None
         except ChildBroke:
             raise _failed("broke off") from None
-
-    def _text(self, kind: bytes, content: bytearray, is_sealed: bool) -> str:
-        text = self._marks.mark_unsealed(content) if is_sealed else self._marks.unsealed(content)
-        if kind == RenderOutcome.TEXT:
-            return text
-        if kind == RenderOutcome.TOO_LONG:
-            raise RenderedTooLong(int(text))
-        text = self._marks.unmark(text)
-        if kind == RenderOutcome.SYNTAX:
-            raise UnsupportedModel(f"The model's chat template cannot be read: {text}")
-        raise _refused(text)
 
 
 def _refused(why: object) -> InvalidRequest:

@@ -154,7 +154,7 @@ def test_a_session_is_durable_unasked(claude: anthropic.Anthropic) -> None:
     assert reports[1]["cached_tokens"]["own"] >= reports[0]["prompt_tokens"] - 16
     placed, told = reports[0]["notes"]
     assert placed == "messages[2]: an image in a tool result was replaced by a placeholder"
-    assert told == "messages: the model's chat template shows no tool calls here; they are told as text"
+    assert told == "messages: the model's chat template shows no tool calls here; they are written as text"
 
 
 def test_a_time_limit(claude: anthropic.Anthropic, live_server: ServerProcess) -> None:

@@ -41,7 +41,7 @@ def test_a_tokenizer_that_llguidance_panics_on(model_folder: ModelFolder, tmp_pa
         refused = ask(http, response_format=SCHEMA)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "forms_unavailable")
         assert stop(server) == 0
-    assert log_of(tmp_path / "cache").count("answers of a form are off") == 1
+    assert log_of(tmp_path / "cache").count("constrained answers are off") == 1
 
 
 def kill_children(server: ServerProcess, ended: threading.Event, killed: list[int]) -> None:

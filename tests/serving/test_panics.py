@@ -116,7 +116,7 @@ def test_a_vocabulary_that_llguidance_panics_on(
     with caplog.at_level(logging.WARNING):
         run(test, engine_on(model, tmp_path / "cache"))
     [line] = [record for record in caplog.records if record.name == "agentcache.models"]
-    assert "answers of a form are off" in line.getMessage() and line.exc_info is None
+    assert "constrained answers are off" in line.getMessage() and line.exc_info is None
 
 
 @pytest.mark.parametrize("kind", SOME)

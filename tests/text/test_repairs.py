@@ -196,8 +196,8 @@ def test_what_a_template_takes_is_told_as_it_is(tmp_path_factory: pytest.TempPat
 def test_notes_say_what_was_repaired(tmp_path_factory: pytest.TempPathFactory) -> None:
     told = made(tmp_path_factory, "drops later systems").chats.tell([SYSTEM, LATER, USER, ANSWER, LATER, AGAIN])
     assert [note.partition(";")[0] for note in told.notes] == [
-        "messages: the system messages in front are told as one",
-        "messages: later system messages are told as marked user text at their place",
+        "messages: the leading system messages are sent as one",
+        "messages: later system messages are sent as marked user text in place",
     ]
 
 
@@ -293,7 +293,7 @@ def test_a_template_that_is_slow_with_tools_serves_other_chats(
     try:
         with caplog.at_level(logging.WARNING):
             assert tokenizer.chats.render([{"role": "user", "content": "hi"}]) == "user: hi\n"
-        assert "was not tried with every kind of chat" in caplog.text
+        assert "was not searched for all repairs" in caplog.text
     finally:
         tokenizer.close()
 

@@ -144,7 +144,7 @@ class GrammarCompiler:
                 except BaseException as error:  # a token of over 255 bytes makes llguidance panic
                     log.debug("llguidance and the vocabulary", exc_info=error)
                     self.refusal = f"llguidance does not take the tokenizer's vocabulary ({type(error).__name__})"
-                    log.warning("answers of a form are off: %s: %s", self.refusal, str(error)[:200])
+                    log.warning("constrained answers are off: %s: %s", self.refusal, str(error)[:200])
             if self._made is None:
                 raise InvalidRequest(
                     f"{param} cannot be used with this model: {self.refusal}.", param=param, code=_OFF_CODE

@@ -25,7 +25,7 @@ def fill_tools(work: Work) -> None:
         return
     filled = [_filled(tool) for tool in work.tools]
     if filled != work.tools:
-        work.note("tools: descriptions and parameters that the model's chat template demands stand empty")
+        work.note("tools: the model's chat template requires descriptions and parameters; missing ones are empty")
     work.tools = filled
 
 
@@ -84,7 +84,7 @@ def tools_as_text(work: Work) -> None:
     if not work.tools:
         return
     text = work.notation.tools(work.tools)
-    work.note("tools: the model's chat template shows no tools; they are described in the system message")
+    work.note("tools: the model's chat template shows no tools; the system message describes them")
     first = work.messages[:1]
     if first and first[0].get("role") == "system":
         work.messages[0] = {**first[0], "content": f"{first[0]['content']}{GAP}{text}"}
@@ -99,7 +99,7 @@ def calls_as_text(work: Work) -> None:
         return
     if not any(message.get("tool_calls") or message.get("role") == "tool" for message in work.messages):
         return
-    work.note("messages: the model's chat template shows no tool calls here; they are told as text")
+    work.note("messages: the model's chat template shows no tool calls here; they are written as text")
     is_told = {"assistant", "tool"} if repairs.results_as_text else {"assistant"}
     work.messages = [_told_call(each, work) if each.get("role") in is_told else each for each in work.messages]
 
@@ -108,7 +108,7 @@ def worded_calls_as_text(work: Work) -> None:
     told: list[Message] = []
     for run in _calls_with_results(work.messages):
         if run[0].get("tool_calls") and run[0].get("content"):
-            work.note("messages: the model's chat template drops text beside a call; both are told as text")
+            work.note("messages: the model's chat template drops text beside a call; both are written as text")
             run = [_told_call(message, work) for message in run]
         told += run
     work.messages = told
@@ -132,7 +132,7 @@ def one_call_a_message(work: Work) -> None:
         if len(calls) < 2:
             told += run
             continue
-        work.note("messages: calls made at once are told one by one")
+        work.note("messages: parallel calls are sent as one message each")
         results = defaultdict[Any, deque[Message]](deque)  # calls may share or lack an id
         for message in run[1:]:
             results[message.get("tool_call_id")].append(message)
@@ -164,7 +164,7 @@ def words_in_front(work: Work) -> None:
     told: list[Message] = []
     for message in work.messages:
         if message.get("tool_calls") and message.get("content"):
-            work.note("messages: text beside a call is told as a message of its own")
+            work.note("messages: text beside a call is sent as a message of its own")
             told.append({"role": "assistant", "content": message["content"]})
             message = {**message, "content": ""}
         told.append(message)
@@ -181,7 +181,7 @@ def pair_calls(work: Work) -> None:
                 and message.get("tool_call_id") not in ids
                 and work.repairs.results_with_calls
             ):
-                work.note("messages: the result of an unknown call is told as a user's text")
+                work.note("messages: the result of an unknown call is sent as user text")
                 message = _told_call(message, work)
             told.append(message)
         if work.repairs.calls_with_results and ids and run[-1] is not work.messages[-1]:
@@ -226,7 +226,7 @@ def words_at_calls(work: Work) -> None:
         calls, words = message.get("tool_calls"), message.get("content")
         if calls and words:
             work.note(
-                "messages: text beside a call is told in front of the call, where the model's chat template lacks it"
+                "messages: text beside a call is written before the call; the model's chat template drops or moves it"
             )
             mark = f"{secret}_{index}_"
             work.words[mark] = words
@@ -261,7 +261,7 @@ def plain_schemas(work: Work) -> None:
         return
     plain = [_with_plain_schema(tool, work.repairs.describe_enums) for tool in work.tools]
     if plain != work.tools:
-        work.note("tools: references, nullable types and constants in schemas are told in plainer words")
+        work.note("tools: references, nullable types and constants in schemas are written out")
     work.tools = plain
 
 

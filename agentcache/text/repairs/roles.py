@@ -26,7 +26,7 @@ def rename_developer(work: Work) -> None:
 def join_systems(work: Work) -> None:
     leading = num_leading(work.messages)
     if leading > 1:
-        work.note("messages: the system messages in front are told as one")
+        work.note("messages: the leading system messages are sent as one")
         text = GAP.join(str(message["content"]) for message in work.messages[:leading])
         work.messages = [{**work.messages[0], "content": text}, *work.messages[leading:]]
 
@@ -37,7 +37,7 @@ def move_later_systems(work: Work) -> None:
     later = any(message.get("role") in SYSTEM_ROLES for message in work.messages[leading:])
     if not later:
         return
-    work.note("messages: later system messages are told as marked user text at their place")
+    work.note("messages: later system messages are sent as marked user text in place")
     told, held, is_calling = work.messages[:leading], list[Message](), False
     for message in work.messages[leading:]:
         role = message.get("role")
@@ -58,7 +58,9 @@ def _marked(message: Message) -> Message:
 def system_in_user(work: Work) -> None:
     leading = num_leading(work.messages)
     if leading:
-        work.note("messages: the model's chat template has no system role; that text is told as marked user text")
+        work.note(
+            "messages: the model's chat template has no system role; system messages are sent as marked user text"
+        )
         work.messages = [*map(_marked, work.messages[:leading]), *work.messages[leading:]]
         if leading == len(work.messages) or work.messages[leading].get("role") == "user":
             run = work.messages[: leading + 1]
@@ -69,7 +71,7 @@ def system_in_user(work: Work) -> None:
 def user_first(work: Work) -> None:
     leading = num_leading(work.messages)
     if leading == len(work.messages) or work.messages[leading].get("role") != "user":
-        work.note("messages: a short user message stands in front, which the model's chat template demands")
+        work.note("messages: the model's chat template requires a user message first; a short one is inserted")
         work.ends_with_placeholder = leading == len(work.messages)
         work.messages.insert(leading, {"role": "user", "content": PLACEHOLDER})
 
@@ -82,7 +84,7 @@ def fill_answers(work: Work) -> None:
 def _filled(message: Message, work: Work) -> Message:
     if message.get("role") != "assistant" or message.get("content") or message.get("tool_calls"):
         return message
-    work.note("messages: an answer without words is told as one that says so")
+    work.note("messages: an empty answer is sent as one that says so")
     return {**message, "content": NO_ANSWER}
 
 
@@ -90,7 +92,7 @@ def user_behind_result(work: Work) -> None:
     told = _Joined()
     for message in work.messages:
         if message.get("role") == "user" and told.last.get("role") == "tool":
-            work.note("messages: user text behind a tool's result is told as a part of the result")
+            work.note("messages: user text after a tool result is sent as part of the result")
             told.join({}, f"<user>\n{message['content']}\n</user>")
         else:
             told.add(message)
@@ -106,7 +108,7 @@ def join_neighbours(work: Work) -> None:
         if role not in ("user", "assistant") or before.get("role") != role or before.get("tool_calls") or is_apart:
             told.add(message)
             continue
-        work.note(f"messages: {role} messages in a row are told as one")
+        work.note(f"messages: consecutive {role} messages are sent as one")
         told.join(message, message.get("content") or "")
     work.messages = told.messages()
 

@@ -136,7 +136,7 @@ def find_repairs(render: Render, notation: CallNotation) -> Repairs:
         _find_all(probe)
         texts = [each.text([_USER]) for each in (probe, _Probe(render, notation, PLAINEST))]
     except InvalidRequest as error:
-        log.warning("the model's chat template was not tried with every kind of chat: %s", error)
+        log.warning("the model's chat template was not searched for all repairs: %s", error)
         return probe.repairs
     return NO_TEMPLATE if all(text is None for text in texts) else probe.repairs
 

@@ -51,17 +51,16 @@ class ReadReply:
     def text(self) -> str:
         return "".join(self.texts).strip()
 
-    def says(self, generated: ReadReply) -> bool:
-        """Whether text and calls are those of `generated`, as clients repeat them."""
-        return any(map(self._says, generated.readings))
+    def says(self, generated: ReadReply, *, also_thinks: bool = False) -> bool:
+        """Whether text and calls are those of `generated`, as clients repeat them.
 
-    def says_all(self, generated: ReadReply) -> bool:
-        return any(self._says(each) and bool(self.thought) == bool(each.thought) for each in generated.readings)
-
-    def _says(self, generated: ReadReply) -> bool:
-        if self.thought and self.thought not in _joined(generated.thoughts):
-            return False
-        return (self.text, self.calls) in generated.repeated
+        Reasoning, if there is any, must be the same; with `also_thinks`, it must not be missing.
+        """
+        return any(
+            (self.text, self.calls) in each.repeated
+            and (self.thought in _joined(each.thoughts) if self.thought else not (also_thinks and each.thought))
+            for each in generated.readings
+        )
 
     @cached_property
     def repeated(self) -> set[Said]:
@@ -167,7 +166,7 @@ class ReplyReading:
             has_end = True
             end = found.end() if generated.endswith(found[0]) else found.start()
             other = self.read(self._opening.sub("", text[begin:end]), text[max(0, begin - _PROMPT_END) : begin])
-            if other.says_all(reply):
+            if other.says(reply, also_thinks=True):
                 return True, end
             if without_thought is None and other.says(reply):
                 without_thought = end
