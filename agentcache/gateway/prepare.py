@@ -23,22 +23,22 @@ from agentcache.blocks.prefix_match import PromptMatch, len_common_prefix, match
 from agentcache.blocks.transcript import Spelling, Transcript
 from agentcache.errors import AgentUnavailable, FileUnavailable, InvalidRequest
 from agentcache.store.manifest import AgentRecord
-from agentcache.text.front import (
-    ClientsWords,
-    FrontChanges,
-    find_changes,
-    find_front,
-    in_clients_words,
-    leading,
-    what_changed,
-    with_notice,
-)
 from agentcache.text.grammars.compiler import Grammar
 from agentcache.text.grammars.reply_grammar import reply_grammar
 from agentcache.text.messages import plain_messages, with_strings
 from agentcache.text.replies.dialects import calling_format
 from agentcache.text.replies.history import ReplyReading, Retold, as_generated, with_thoughts
 from agentcache.text.replies.stop_strings import NO_STOPS, StopStrings, stop_strings
+from agentcache.text.system_prefix import (
+    ClientForm,
+    PrefixChanges,
+    find_changes,
+    find_system_prefix,
+    in_client_form,
+    leading,
+    what_changed,
+    with_notice,
+)
 from agentcache.text.tokenizer import Tokenizer
 from agentcache.text.work_limit import UNLIMITED, WorkLimit
 
@@ -221,7 +221,7 @@ def count_system_tokens(prompt: Prompt, transcript: Transcript) -> int:
     """Tokens before the first user's text, which other prompts may share; 0 if unknown. Affects cost only."""
     if not isinstance(prompt, ChatPrompt):
         return 0
-    front = find_front(prompt.messages, transcript.text)
+    front = find_system_prefix(prompt.messages, transcript.text)
     return 0 if front is None else bisect_right(transcript.ends, front.end)
 
 
@@ -333,14 +333,14 @@ class _Teller:
         self._tokenizer, self._read, self._stable_prefix = tokenizer, read, stable_prefix
         self._reading = ReplyReading(tokenizer, chat.tools) if chat.tools or tokenizer.reply_format.is_known else None
         messages = plain_messages(leading(with_system(chat.messages, system)))
-        self._front = find_front(with_strings(messages, tokenizer.marks.mark), self._text)
+        self._front = find_system_prefix(with_strings(messages, tokenizer.marks.mark), self._text)
 
     def tell(self, transcript: Transcript) -> _Telling:
         changes = self._find_changes(transcript)
         if changes is None or self._front is None:
             told = self._retold(self._chat, self._text, transcript)
             return _Telling(told.text, transcript, told.is_same)
-        words = in_clients_words(transcript, self._text, self._front, changes)
+        words = in_client_form(transcript, self._text, self._front, changes)
         if self._stable_prefix and (stable := self._told_behind(words, changes)) is not None:
             text, is_moved = words.as_held(stable.text), True
         else:
@@ -350,12 +350,12 @@ class _Teller:
         volatile = Volatile(lines, moved=is_moved) if lines else None
         return _Telling(text, transcript, stable.is_same, len_common_prefix(words.text, self._text), volatile)
 
-    def _find_changes(self, transcript: Transcript) -> FrontChanges | None:
+    def _find_changes(self, transcript: Transcript) -> PrefixChanges | None:
         if self._front is None:
             return None
         return find_changes(self._text, self._front, transcript.text, self._tokenizer.controls)
 
-    def _told_behind(self, words: ClientsWords, changes: FrontChanges) -> Retold | None:
+    def _told_behind(self, words: ClientForm, changes: PrefixChanges) -> Retold | None:
         """The prompt with a moved notice if the system prefix changed; None if no message can hold the notice."""
         told, now = self._retold(self._chat, self._text, words), what_changed(changes.lines)
         if now == words.last_told(told.text):
@@ -366,7 +366,7 @@ class _Teller:
         chat = replace(self._chat, messages=messages)
         return self._retold(chat, str(self._read(chat).content), words)
 
-    def _retold(self, chat: ChatPrompt, text: str, words: Transcript | ClientsWords) -> Retold:
+    def _retold(self, chat: ChatPrompt, text: str, words: Transcript | ClientForm) -> Retold:
         """The version that shares most with a transcript."""
         ranges = words.generated_ranges()
         if self._reading is None or not ranges:

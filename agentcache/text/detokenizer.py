@@ -84,7 +84,6 @@ class Detokenizer:
         return piece if is_text else piece.removeprefix(b" ")
 
     def _resolve(self, new_text: str) -> None:
-        """Append `new_text`; if no character is incomplete, set the ends of open tokens."""
         self._append(new_text)
         if not self._decoder.getstate()[0]:
             for index in range(len(self.ends) - self._num_open, len(self.ends)):

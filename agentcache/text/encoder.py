@@ -305,7 +305,6 @@ def _keeps_text(step: Mapping[str, Any]) -> bool:
 
 
 def _lengthens(step: Mapping[str, Any]) -> bool:
-    """Whether a normalizer never shortens a text."""
     if step["type"] == "Replace":
         old = step["pattern"].get("String")
         return old is not None and len(step["content"]) >= len(old)

@@ -109,7 +109,7 @@ def _path(steps: list[str | int]) -> str:
 
 
 def written_and_read(value: Any, *, max_depth: int = MAX_DEPTH) -> Any:
-    """Write and parse `value`: tuples become lists, keys strings. Raises as `write_json` and `parse_json`."""
+    """Write and parse `value`: tuples become lists, keys strings."""
     return parse_json(write_json(value), max_depth=max_depth)
 
 

@@ -198,11 +198,10 @@ class MarkOffsets:
             grown += length - 1
 
     def low(self, offset: int) -> int:
-        """Convert `offset`; inside a mark, to its start."""
         return self._shifted(offset, 0)
 
     def high(self, offset: int) -> int:
-        """Convert `offset`; inside a mark, to its end."""
+        """Convert `offset`; inside a mark, to its end, `low` to its start."""
         return self._shifted(offset, 1)
 
     def _shifted(self, offset: int, side: int) -> int:

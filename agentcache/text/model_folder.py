@@ -66,7 +66,7 @@ _ROLES = {"bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_
 
 
 def end_tokens(folder: Path) -> frozenset[int]:
-    """Return each `eos_token_id` of config.json (also `text_config`) and generation_config.json."""
+    """Return each `eos_token_id` of config.json and generation_config.json."""
     config = read_object(folder / _MODEL_FILE)
     holders = (config, config.get("text_config"), read_object(folder / _FILE))
     return frozenset(token for holder in holders if isinstance(holder, Mapping) for token in _ids(holder))
@@ -120,7 +120,7 @@ def load_wrapper(folder: Path) -> TokenizerWrapper:
 
 
 def _load_without_class(path: Path, error: Exception) -> TokenizerWrapper:
-    """Load from tokenizer.json alone: the folder's class needs another package, or is code that is never run."""
+    """Load from tokenizer.json alone, if the folder's class needs another package or is code."""
     with TemporaryDirectory() as name:
         folder = Path(name)
         for file in path.iterdir():
@@ -149,7 +149,6 @@ def _complete_template(wrapper: TokenizerWrapper, folder: Path) -> None:
 
 
 def _named(holder: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """Return a template, or several by name."""
     given = holder.get("chat_template")
     if isinstance(given, list):
         named = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}

@@ -87,7 +87,6 @@ class NextPrompts:
         return len(prompt) - len(ending.text) + ending.left_at
 
     def _find_ending(self, chat: _Chat, *, tells_thoughts: bool) -> _Ending:
-        """Return the prompt's ending; empty if the template refuses a sample."""
         try:
             ending = chat.rendered([], thought=False)[1]
             may_think = self._may_think(ending)

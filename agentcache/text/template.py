@@ -66,7 +66,6 @@ class RenderedTooLong(Exception):
 
 
 def check_kwargs(template_kwargs: Mapping[str, Any]) -> None:
-    """Raise InvalidRequest for reserved variables."""
     reserved = _RESERVED.intersection(template_kwargs)
     if reserved:
         raise InvalidRequest(f"{sorted(reserved)} cannot be set in a request.", param="chat_template_kwargs")
@@ -90,7 +89,6 @@ class ChatTemplate:
         return bool(self._wrapper.has_chat_template)
 
     def unknown(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the variables that are not the tokenizer's special tokens."""
         return {name: value for name, value in variables.items() if name not in self._wrapper.special_tokens_map}
 
     @cached_property

@@ -101,7 +101,7 @@ class Tokenizer:
         self.grammars.close()
 
     def raw_prompt(self, text: str) -> str:
-        """Convert to marked text, with special tokens as control; add BOS if the model uses it."""
+        """Convert to marked text, with special tokens as control, and BOS if the model uses it."""
         text = self.marks.clean(text)
         check_characters(text, "prompt")
         return self._start.prompt(text)

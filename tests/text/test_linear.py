@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from agentcache.blocks.prefix_match import shared_until
 from agentcache.blocks.transcript import Transcript
-from agentcache.text.front import Front, FrontChanges, find_front, find_notices, in_clients_words
 from agentcache.text.marks import Marks, any_of
 from agentcache.text.messages import plain_messages, with_strings
 from agentcache.text.replies.history import ReplyReading, as_generated, with_thoughts
+from agentcache.text.system_prefix import PrefixChanges, SystemPrefix, find_notices, find_system_prefix, in_client_form
 from agentcache.text.tokenizer import Tokenizer
 from tests.growth import MOST, growth
 from tests.reply_formats import FAMILIES, TOOLS
@@ -72,13 +72,13 @@ def test_thoughts_are_found_for_many_messages(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("notice", [NOTICE, NOTICE.replace("]", "")], ids=["whole", "never ends"])
 def test_notices_of_a_user(notice: str) -> None:
-    front = Front(1, "a")
-    changes = FrontChanges((), 1, ())
+    front = SystemPrefix(1, "a")
+    changes = PrefixChanges((), 1, ())
 
     def make(n: int) -> Transcript:
         return transcript_of([("s" + notice, notice)] * (n // 2))
 
-    assert growth(make, lambda held: in_clients_words(held, "s" + "a" * 10, front, changes), SIZE) < MOST
+    assert growth(make, lambda held: in_client_form(held, "s" + "a" * 10, front, changes), SIZE) < MOST
 
 
 def test_notices_are_found_as_they_were() -> None:
@@ -91,8 +91,8 @@ def test_system_messages_that_no_template_shows() -> None:
     def make(n: int) -> tuple[list[dict[str, Any]], str]:
         return [{"role": "system", "content": f"hidden {i}"} for i in range(n)], "hidden " * 10 * n
 
-    assert find_front(*make(8)) is None
-    assert growth(make, lambda made: find_front(*made), 2 * SIZE) < MOST
+    assert find_system_prefix(*make(8)) is None
+    assert growth(make, lambda made: find_system_prefix(*made), 2 * SIZE) < MOST
 
 
 def test_keys_that_become_equal() -> None:

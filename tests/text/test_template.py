@@ -67,7 +67,7 @@ class TestAsTransformersDoes:
         assert Tokenizer(tokenizer._wrapper).chats.render(user("x")) == "code"
 
     def test_what_is_no_data(self, chatml: Tokenizer) -> None:
-        with pytest.raises(InvalidRequest, match="plain data"):
+        with pytest.raises(InvalidRequest, match="JSON values"):
             chatml.chats.tell(user("x"), template_kwargs={"when": object()})
 
 

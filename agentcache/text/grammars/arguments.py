@@ -307,7 +307,7 @@ class FieldWriter:
         return f'"[" {items} "]"' if parts.least else f'"[" ({items})? "]"'
 
     def _quoted(self, value: Text) -> str:
-        """Return a string's rule without quotes in it: the parser may stop there."""
+        """Return a string's rule. The string has no quotes: the parser may stop there."""
         opened, quote = self._rules.spelled(self._syntax.quote), escaped(self._syntax.quote)
         if isinstance(value, OneOf):
             text = f"({'|'.join(map(escaped, value.texts))})"

@@ -84,8 +84,6 @@ def rendered(work: Work, render: Render) -> str:
 
 @dataclass
 class _Probe:
-    """Tests a template with the repairs found so far."""
-
     render: Render
     notation: CallNotation
     repairs: Repairs = field(default_factory=Repairs)

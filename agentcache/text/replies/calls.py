@@ -30,6 +30,10 @@ class CallSink:
         self._spell = spell
         self._spell_json = spell_json
 
+    def take(self) -> list[Event]:
+        events, self.events = self.events, []
+        return events
+
     def start(self, name: str) -> None:
         self.events.append(ToolCallStart(self.num_calls, self._spell(name)))
         self.num_calls += 1

@@ -192,7 +192,6 @@ def find_dialect(written: WrittenReply, preferred: str | None) -> str | None:
 
 
 def _left(name: str, written: WrittenReply) -> int | None:
-    """Count the characters parsed as text; None if the calls are wrong."""
     reader = open_reader(ReplyFormat(name), _TOOLS, thoughts=False)
     reader.begin(written.prompt)
     blocks = blocks_of([*reader.add(written.text), *reader.finish(cut_off=False)])
@@ -232,7 +231,6 @@ def write_replies(template: str, special_tokens: tuple[tuple[str, str], ...]) ->
 
 
 def write_in(work: ConfinedWork, template: str, variables: Mapping[str, Any]) -> tuple[WrittenReply, ...]:
-    """As `write_replies`, but raise on a limit."""
     prompt = render_in(work, template, variables, [USER], TOOLS, add_generation_prompt=True)
     if prompt is None:
         return ()
@@ -256,7 +254,6 @@ def render_in(
     *,
     add_generation_prompt: bool,
 ) -> str | None:
-    """Render; None if refused."""
     given = {
         **variables,
         "messages": [dict(message) for message in messages],

@@ -69,7 +69,7 @@ class HarmonyReader:
             self._pass_on(text)
         else:
             self._read(text)
-        return self._take()
+        return self._sink.take()
 
     def finish(self, *, cut_off: bool) -> list[Event]:
         said = "".join(self._header).removeprefix(self._prompted)
@@ -80,15 +80,10 @@ class HarmonyReader:
         else:
             self._zones.add("".join(self._undecided), is_said=False)
         self._end_message()
-        return self._take()
+        return self._sink.take()
 
     def take_zones(self) -> list[Zone]:
         return self._zones.take()
-
-    def _take(self) -> list[Event]:
-        events = self._sink.events
-        self._sink.events = []
-        return events
 
     def _read(self, text: str) -> None:
         done = 0

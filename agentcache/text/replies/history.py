@@ -196,7 +196,6 @@ def first_thought(transcript: Transcript, form: ReplyFormat) -> int | None:
 
 
 def ends_with_thought(transcript: Transcript, form: ReplyFormat) -> bool:
-    """Whether the last reply has reasoning."""
     last = transcript.generated_ranges()[-1:]
     return any(_thought_at(transcript.text, *place, form) is not None for place in last)
 

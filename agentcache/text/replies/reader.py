@@ -183,10 +183,10 @@ class MarkedReader:
             return [TextDelta(gap + text)]
         if self._state is _State.THOUGHT and not self._text and not self._may_stop.search(text):
             self._think(text)
-            return self._take()
+            return self._sink.take()
         self._text += text
         self._read(final=False)
-        return self._take()
+        return self._sink.take()
 
     def finish(self, *, cut_off: bool) -> list[Event]:
         self._read(final=True)
@@ -196,7 +196,7 @@ class MarkedReader:
             self._show_text("".join(self._thought))
         if self._state is _State.TEXT and self._gap:
             self._sink.events.append(TextDelta(self._gap))
-        return self._take()
+        return self._sink.take()
 
     def take_zones(self) -> list[Zone]:
         return self._zones.take()
@@ -209,11 +209,6 @@ class MarkedReader:
             self._said = not self._bare and not text[0].isspace()
             return self._said
         return not (self._strips and text[0].isspace())
-
-    def _take(self) -> list[Event]:
-        events = self._sink.events
-        self._sink.events = []
-        return events
 
     def _read(self, *, final: bool) -> None:
         steps = {_State.TEXT: self._in_text, _State.THOUGHT: self._in_thought, _State.CALLS: self._in_calls}
@@ -253,7 +248,6 @@ class MarkedReader:
         return self._said or any(not is_skipped and not piece.isspace() for piece, is_skipped in self._held)
 
     def _skip(self, text: str) -> None:
-        """Take text that clients do not see."""
         if self._held:
             self._held.append((text, True))
         else:
@@ -365,7 +359,7 @@ class MarkedReader:
         assert self._calls is not None
         text, self._text = self._text, ""
         self._undecided.append(text)
-        events, self._sink.events = self._sink.events, []
+        events = self._sink.take()
         left = self._calls.feed(text, final)
         own, self._sink.events = self._sink.events, events
         is_call = self.num_calls > self._num_before

@@ -361,7 +361,6 @@ def name_in(tag: str) -> str:
 
 
 def _types_in(tag: str) -> frozenset[str] | None:
-    """Return the types that a tag declares, or None; empty for `string="false"`."""
     if (type_ := _TYPE_ATTRIBUTE.search(tag)) is not None:
         return frozenset([type_[1]])
     if (string := _STRING_ATTRIBUTE.search(tag)) is not None:

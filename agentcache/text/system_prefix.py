@@ -26,7 +26,7 @@ _MOST_MISSED = 16  # system messages not found verbatim in the prompt
 
 
 @dataclass(frozen=True)
-class Front:
+class SystemPrefix:
     """End of the system prefix, and the first user's first words."""
 
     end: int
@@ -38,7 +38,7 @@ def leading(messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
     return messages[: next(others, -1) + 1]
 
 
-def find_front(messages: Sequence[dict[str, Any]], text: str) -> Front | None:
+def find_system_prefix(messages: Sequence[dict[str, Any]], text: str) -> SystemPrefix | None:
     """Find the system prefix in a rendered prompt by text search, or None."""
     begin = missed = 0
     for message in messages:
@@ -46,7 +46,7 @@ def find_front(messages: Sequence[dict[str, Any]], text: str) -> Front | None:
         said = content.strip() if isinstance(content, str) else ""
         found = text.find(said, begin) if said else -1
         if message.get("role") not in _SYSTEM_ROLES:
-            return Front(found, said[:_SAME_CHARS]) if found > 0 else None
+            return SystemPrefix(found, said[:_SAME_CHARS]) if found > 0 else None
         begin = max(begin, found + len(said))
         missed += found < 0 < len(said)
         if missed > _MOST_MISSED:
@@ -64,36 +64,36 @@ class Edit:
 
 
 @dataclass(frozen=True)
-class FrontChanges:
-    """Differences between the system prefixes of a prompt and a transcript, in which it ends at `held_end`."""
+class PrefixChanges:
+    """Differences between the system prefixes of a prompt and a transcript, where it ends at `held_end`."""
 
     edits: tuple[Edit, ...]
     held_end: int
     lines: tuple[str, ...]
 
 
-def find_changes(text: str, front: Front, held: str, controls: re.Pattern[str]) -> FrontChanges | None:
+def find_changes(text: str, prefix: SystemPrefix, held: str, controls: re.Pattern[str]) -> PrefixChanges | None:
     """Compare a prompt `text` with a transcript's text `held`; None if the conversation or too many lines differ."""
     edits: list[Edit] = []
     at = old = 0
     while True:
-        shared = len_common_prefix(held[old : old + front.end - at], text[at : front.end])
+        shared = len_common_prefix(held[old : old + prefix.end - at], text[at : prefix.end])
         at, old = at + shared, old + shared
-        if at == front.end:
+        if at == prefix.end:
             break
         begin = max(text.rfind("\n", 0, at) + 1, edits[-1].end if edits else 0)
         begin = max([begin, *(found.end() for found in controls.finditer(text, begin, at))])
         old -= at - begin
-        edit = _find_edit(text[: front.end + len(front.said)], begin, held, old, controls)
-        if edit is None or edit.end > front.end or len(edits) == _MOST_PLACES:
+        edit = _find_edit(text[: prefix.end + len(prefix.said)], begin, held, old, controls)
+        if edit is None or edit.end > prefix.end or len(edits) == _MOST_PLACES:
             return None
         edits.append(edit)
         at, old = edit.end, old + len(edit.held)
     changed = [text[edit.begin : edit.end] for edit in edits]
-    if not held.startswith(front.said, old) or 2 * sum(map(len, changed)) > front.end:
+    if not held.startswith(prefix.said, old) or 2 * sum(map(len, changed)) > prefix.end:
         return None
     lines = [line for lines in changed for line in lines.split("\n") if line.strip()]
-    return FrontChanges(tuple(edits), old, tuple(lines))
+    return PrefixChanges(tuple(edits), old, tuple(lines))
 
 
 def _find_edit(text: str, begin: int, held: str, old: int, controls: re.Pattern[str]) -> Edit | None:
@@ -121,7 +121,7 @@ def _pieces(text: str, begin: int, controls: re.Pattern[str]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class ClientsWords:
+class ClientForm:
     """A transcript in the client's form: its current system prefix, no notices. `edits` restore the transcript."""
 
     text: str
@@ -149,10 +149,10 @@ class ClientsWords:
         return [edit for edit in self.edits if edit.end < shared]
 
 
-def in_clients_words(transcript: Transcript, text: str, front: Front, changes: FrontChanges) -> ClientsWords:
+def in_client_form(transcript: Transcript, text: str, prefix: SystemPrefix, changes: PrefixChanges) -> ClientForm:
     held, generated = transcript.text, transcript.generated_ranges()
-    parts, length, done = [text[: front.end]], front.end, changes.held_end
-    edits, moved = list(changes.edits), [(changes.held_end, front.end - changes.held_end)]
+    parts, length, done = [text[: prefix.end]], prefix.end, changes.held_end
+    edits, moved = list(changes.edits), [(changes.held_end, prefix.end - changes.held_end)]
     ends = [end for _, end in generated]
     for start, end in find_notices(held, changes.held_end):
         following = bisect_right(ends, start)
@@ -164,7 +164,7 @@ def in_clients_words(transcript: Transcript, text: str, front: Front, changes: F
         moved.append((done, length - done))
     parts.append(held[done:])
     ranges = ((begin + by, end + by) for begin, end in generated if (by := _moved_by(moved, begin)) is not None)
-    return ClientsWords("".join(parts), tuple(ranges), tuple(edits))
+    return ClientForm("".join(parts), tuple(ranges), tuple(edits))
 
 
 def _moved_by(moved: Sequence[tuple[int, int]], place: int) -> int | None:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from agentcache.blocks.transcript import Transcript
-from agentcache.text.front import (
-    ClientsWords,
-    Front,
+from agentcache.text.system_prefix import (
+    ClientForm,
+    SystemPrefix,
     find_changes,
-    find_front,
-    in_clients_words,
+    find_system_prefix,
+    in_client_form,
     what_changed,
     with_notice,
 )
@@ -26,8 +26,8 @@ def front_text(middle: str, said: str = "Hello there", form: str = "<|a|>system\
     return form.format(f"{RULES}{middle}\n{RULES}", said)
 
 
-def front_of(text: str, said: str = "Hello there") -> Front:
-    return Front(text.index(said), said)
+def front_of(text: str, said: str = "Hello there") -> SystemPrefix:
+    return SystemPrefix(text.index(said), said)
 
 
 def told(*parts: tuple[str, str]) -> Transcript:
@@ -89,9 +89,9 @@ def test_the_front_ends_where_the_first_user_speaks() -> None:
         {"role": "assistant", "content": "Hello"},
     ]
     text = "[Say Hello.][Hello][ Hello ][Hello]"
-    assert find_front(messages, text) == Front(text.index(" Hello ]") + 1, "Hello")
-    assert find_front(messages[:2], text) is None
-    assert find_front([{"role": "user", "content": "Nothing of it"}], text) is None
+    assert find_system_prefix(messages, text) == SystemPrefix(text.index(" Hello ]") + 1, "Hello")
+    assert find_system_prefix(messages[:2], text) is None
+    assert find_system_prefix([{"role": "user", "content": "Nothing of it"}], text) is None
 
 
 def conversation() -> tuple[str, Transcript]:
@@ -103,11 +103,11 @@ def conversation() -> tuple[str, Transcript]:
     return client, held
 
 
-def heard(client: str, held: Transcript) -> ClientsWords:
+def heard(client: str, held: Transcript) -> ClientForm:
     front = front_of(client)
     changes = find_changes(client, front, held.text, CONTROLS)
     assert changes is not None
-    return in_clients_words(held, client, front, changes)
+    return in_client_form(held, client, front, changes)
 
 
 def test_a_transcript_in_the_clients_words_and_back() -> None:
