@@ -25,8 +25,6 @@ from agentcache.text.template import ChatTemplate
 from agentcache.text.thinking import find_variables
 from agentcache.text.work_limit import UNLIMITED, WorkLimit
 
-__all__ = ["Detokenizer", "Encoding", "MarkedEnds", "Tokenizer"]
-
 # DeepSeek's <｜User｜> is not flagged special.
 _CONTROL_NAME = re.compile(r"<([|｜])[^<>|｜]+\1>")
 

@@ -14,7 +14,7 @@ from agentcache.agents.table import AgentTable
 from agentcache.api.request import ChatPrompt
 from agentcache.blocks.keys import BLOCK_SIZE, Namespace
 from agentcache.blocks.origin_paths import name_blocks, spans
-from agentcache.blocks.transcript import Transcript
+from agentcache.blocks.transcript import Encoding, Transcript
 from agentcache.gateway.prepare import match, read_prompt
 from agentcache.kv.block_layout import Array
 from agentcache.kv.spec import CacheSpec
@@ -22,7 +22,6 @@ from agentcache.llm import LLM
 from agentcache.models.loader import LoadedModel
 from agentcache.store.block_file import BlockHeader, data_bytes, make_header
 from agentcache.store.store import BlockWrite, Store
-from agentcache.text.tokenizer import Encoding
 from tests.conftest import ModelFolder
 from tests.marks import slow
 from tests.serving import inside

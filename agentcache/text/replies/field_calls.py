@@ -219,11 +219,8 @@ class FieldCalls(Steps):
             return self._objects.feed("", True) or Left()
         if self._at is _At.HEADER:
             return Left(rest=self._text) if self._any else self._failed()
-        arguments = self._fields.json
-        arguments.complete()
-        self._sink.arguments(arguments.take())
-        self._sink.end()
-        return Left(rest=self._text if arguments.is_broken else "")
+        self._end_json(self._fields.json)
+        return Left(rest=self._text if self._fields.json.is_broken else "")
 
 
 def _match_end(pattern: re.Pattern[str], text: str, at: int = 0) -> int:
