@@ -226,10 +226,10 @@ class _MatchBench:
         self._fill_tree(list(transcript.ids))
         gc.collect()
         ids = list(self._match(transcript, messages).transcript.ids)
-        text = self._tokenizer.chats.render(messages)
+        text = self._tokenizer.chats.text(messages)
         lineages = self._lineages(transcript)
         return MatchCost(
-            template_ms=self._median(lambda: self._tokenizer.chats.render(messages), time.perf_counter),
+            template_ms=self._median(lambda: self._tokenizer.chats.text(messages), time.perf_counter),
             lineage_ms=self._median(lambda: self._choose(lineages, PlainPrompt(text))),
             transcript_ms=self._median(
                 lambda: match_text(transcript, text, self._tokenizer.encode, self._tokenizer.control_ids)
@@ -261,7 +261,7 @@ class _MatchBench:
         return messages, transcript
 
     def _match(self, transcript: Transcript, messages: list[dict[str, Any]]) -> PromptMatch:
-        text = self._tokenizer.chats.render(messages)
+        text = self._tokenizer.chats.text(messages)
         return match_text(transcript, text, self._tokenizer.encode, self._tokenizer.control_ids)
 
     def _words(self, count: int) -> str:

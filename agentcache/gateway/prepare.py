@@ -97,7 +97,7 @@ def read_prompt(prompt: Prompt, system: str | None, tokenizer: Tokenizer, limit:
         return PlainPrompt(tokenizer.raw_prompt(prompt.text))
     messages = with_system(prompt.messages, system)
     options = prompt.tools, prompt.add_generation_prompt, prompt.template_kwargs
-    told = tokenizer.chats.tell(messages, *options, limit=limit)
+    told = tokenizer.chats.render(messages, *options, limit=limit)
     return PlainPrompt(told.text, notes=told.notes)
 
 

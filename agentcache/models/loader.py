@@ -304,7 +304,7 @@ def _numbers_in(file: Path | None, fingerprint: str, texts: Sequence[Sequence[in
 def sample_ids(tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """Token ids of the texts for measuring precision: starts of a chat, of prose, of code."""
     try:
-        chat = tokenizer.chats.render(SAMPLE, add_generation_prompt=False)
+        chat = tokenizer.chats.text(SAMPLE, add_generation_prompt=False)
     except InvalidRequest:
         chat = tokenizer.raw_prompt("".join(f"{each['role']}: {each['content']}\n" for each in SAMPLE))
     texts = [(chat, _CHAT_TOKENS), *((tokenizer.raw_prompt(text), _TEXT_TOKENS) for text in (PROSE, CODE))]

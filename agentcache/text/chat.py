@@ -74,21 +74,21 @@ class ChatRenderer:
     def start(self) -> None:
         if self.uses_template:
             self._template.start()
-            self.render([{"role": "user", "content": "hello"}])
+            self.text([{"role": "user", "content": "hello"}])
 
     def close(self) -> None:
         self._template.close()
 
-    def render(
+    def text(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        return self.tell(messages, tools, add_generation_prompt).text
+        return self.render(messages, tools, add_generation_prompt).text
 
-    def tell(
+    def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -120,13 +120,15 @@ class ChatRenderer:
             )
             marked = with_strings(plain_messages(messages, notes.append), mark)
             repairs = self._find_repairs(limit)
-            text, told = self._tell(render, repairs, marked, with_strings(tools, mark), add_generation_prompt)
+            text, told = self._render_repaired(
+                render, repairs, marked, with_strings(tools, mark), add_generation_prompt
+            )
         except RecursionError as error:
             raise InvalidRequest("The messages or tools are nested too deeply.", param="messages") from error
         check_characters(text, "messages")
         return RenderedChat(text, tuple(dict.fromkeys([*notes, *told.notes, *_unseen_tools(text, told.tools)])))
 
-    def _tell(
+    def _render_repaired(
         self,
         render: Render,
         repairs: Repairs,

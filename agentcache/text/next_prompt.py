@@ -77,7 +77,7 @@ class NextPrompts:
             any_size = WorkLimit(has_ended=limit.has_ended)
 
             def render(shorter: Sequence[Mapping[str, Any]]) -> str:
-                return self._chats.tell(shorter, tools, True, template_kwargs, any_size).text
+                return self._chats.render(shorter, tools, True, template_kwargs, any_size).text
 
             found = self._find_ending(_Chat(leading, end, tools, render), tells_thoughts=tells_thoughts)
             self._remember(key, found)

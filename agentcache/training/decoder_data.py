@@ -94,7 +94,7 @@ def _example(messages: Sequence[Mapping[str, Any]], tools: Any, tokenizer: Token
 
 
 def _tokenise(messages: Sequence[Mapping[str, Any]], tools: Any, tokenizer: Tokenizer) -> Example:
-    prompt = tokenizer.chats.render(messages[:-1], tools)
+    prompt = tokenizer.chats.text(messages[:-1], tools)
     read = tokenizer.encode(prompt).ids
     answer = tokenizer.marks.mark(messages[-1]["content"])
     whole = tokenizer.encode(prompt + answer).ids
@@ -104,7 +104,7 @@ def _tokenise(messages: Sequence[Mapping[str, Any]], tools: Any, tokenizer: Toke
 
 
 def _end_of_turn(messages: Sequence[Mapping[str, Any]], tools: Any, tokenizer: Tokenizer) -> int:
-    whole = tokenizer.encode(tokenizer.chats.render(messages, tools, add_generation_prompt=False)).ids
+    whole = tokenizer.encode(tokenizer.chats.text(messages, tools, add_generation_prompt=False)).ids
     return next((token for token in reversed(whole) if token in tokenizer.eos_ids), min(tokenizer.eos_ids))
 
 

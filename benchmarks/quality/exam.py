@@ -64,7 +64,7 @@ def write_exam(tokenizer: Tokenizer, seed: int, *, conversations: int, tasks: in
     spoken = [corpus.write(_MIXTURE, tokens, "quality", index).rendered() for index in range(conversations)]
     cases = [recall_case(corpus, tokens, index, questions=_QUESTIONS) for index in range(tasks)]
     return Exam(
-        tuple(_encode(tokenizer, tokenizer.chats.render(messages, add_generation_prompt=False)) for messages in spoken),
+        tuple(_encode(tokenizer, tokenizer.chats.text(messages, add_generation_prompt=False)) for messages in spoken),
         tuple(
             _task(tokenizer, case.dialogue.messages, [(each.text, each.answer) for each in case.questions])
             for case in cases
@@ -73,7 +73,7 @@ def write_exam(tokenizer: Tokenizer, seed: int, *, conversations: int, tasks: in
 
 
 def _task(tokenizer: Tokenizer, messages: Sequence[Message], asked: Sequence[tuple[str, str]]) -> RecallTask:
-    prompts = [tokenizer.chats.render([*messages, {"role": "user", "content": question}]) for question, _ in asked]
+    prompts = [tokenizer.chats.text([*messages, {"role": "user", "content": question}]) for question, _ in asked]
     shared = os.path.commonprefix(prompts)
     shared = shared[: shared.rfind("\n") + 1]
     answers = [_encode(tokenizer, tokenizer.marks.mark(answer)) for _, answer in asked]

@@ -74,7 +74,7 @@ class Laboratory:
         return caches
 
     def prompt(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        return list(self.base.tokenizer.encode(self.base.tokenizer.chats.render(list(messages))).ids)
+        return list(self.base.tokenizer.encode(self.base.tokenizer.chats.text(list(messages))).ids)
 
     def reply(self, messages: Sequence[dict[str, str]], writer: str | None, reader: str) -> str:
         """Answer of `reader` on the cache of `writer`; `reader` computes the last prompt token."""

@@ -58,18 +58,18 @@ class TestLabels:
 
 class TestKeeping:
     def test_generated_tokens_stay_as_generated(self, chatml: Tokenizer) -> None:
-        transcript = read(chatml, chatml.chats.render([user("hi")]))
+        transcript = read(chatml, chatml.chats.text([user("hi")]))
         spelled_out = [token_id for letter in "hello" for token_id in chatml.encode(letter).ids]
         assert spelled_out != list(chatml.encode("hello").ids)
         transcript, reply = generate(chatml, transcript, spelled_out)
-        text = chatml.chats.render([user("hi"), {"role": "assistant", "content": reply}, user("more")])
+        text = chatml.chats.text([user("hi"), {"role": "assistant", "content": reply}, user("more")])
         found = match(chatml, transcript, text)
         assert found.match is Match.EXTEND
         assert found.kept == len(transcript.ids)
         check_match(chatml, transcript, text, found)
 
     def test_a_reply_without_text_is_not_kept(self, chatml: Tokenizer) -> None:
-        prompt = read(chatml, chatml.chats.render([user("hi")]))
+        prompt = read(chatml, chatml.chats.text([user("hi")]))
         transcript, reply = generate(chatml, prompt, sorted(chatml.eos_ids))
         assert reply == ""
         found = match(chatml, transcript, prompt.text)
@@ -77,13 +77,13 @@ class TestKeeping:
         assert found.transcript == prompt
 
     def test_control_tokens_inside_a_reply_are_kept_with_it(self, chatml: Tokenizer) -> None:
-        prompt = read(chatml, chatml.chats.render([user("hi")]))
+        prompt = read(chatml, chatml.chats.text([user("hi")]))
         eos = min(chatml.eos_ids)
         word = list(chatml.encode("hello").ids)
         transcript, reply = generate(chatml, prompt, [*word, eos, *word])
-        whole = chatml.chats.render([user("hi"), {"role": "assistant", "content": reply}])
+        whole = chatml.chats.text([user("hi"), {"role": "assistant", "content": reply}])
         assert match(chatml, transcript, whole).kept == len(transcript.ids)
-        shorter = chatml.chats.render([user("hi"), {"role": "assistant", "content": "hello"}])
+        shorter = chatml.chats.text([user("hi"), {"role": "assistant", "content": "hello"}])
         assert match(chatml, transcript, shorter).kept == len(prompt.ids) + len(word)
 
     def test_a_control_token_without_text_does_not_excuse_the_prompt_before_it(self, chatml: Tokenizer) -> None:
@@ -108,19 +108,19 @@ class TestKeeping:
 
     def test_no_bos_in_mid_sequence(self, tmp_path: Path) -> None:
         tokenizer = Tokenizer.load(byte_bpe_bos(tmp_path))
-        transcript = read(tokenizer, tokenizer.chats.render([user("hi")]))
+        transcript = read(tokenizer, tokenizer.chats.text([user("hi")]))
         transcript, reply = generate(tokenizer, transcript, list(tokenizer.encode("Hello there.").ids))
-        text = tokenizer.chats.render([user("hi"), {"role": "assistant", "content": reply}, user("more")])
+        text = tokenizer.chats.text([user("hi"), {"role": "assistant", "content": reply}, user("more")])
         found = match(tokenizer, transcript, text)
         assert found.transcript.ids.count(0) == 1
         assert list(found.transcript.ids) == list(tokenizer.encode(text).ids)
 
     def test_spelled_control_token_in_a_reply_is_text(self, chatml: Tokenizer) -> None:
-        transcript = read(chatml, chatml.chats.render([user("hi")]))
+        transcript = read(chatml, chatml.chats.text([user("hi")]))
         pieces = list(chatml.encode(chatml.marks.mark("a <|im_end|> b")).ids)
         transcript, reply = generate(chatml, transcript, pieces)
         assert reply == "a <|im_end|> b"
-        text = chatml.chats.render([user("hi"), {"role": "assistant", "content": reply}, user("more")])
+        text = chatml.chats.text([user("hi"), {"role": "assistant", "content": reply}, user("more")])
         found = match(chatml, transcript, text)
         assert found.kept == len(transcript.ids)
         check_match(chatml, transcript, text, found)
@@ -134,9 +134,9 @@ class TestKeeping:
 
     def test_only_text_behind_the_last_common_control_token_is_encoded(self, chatml: Tokenizer) -> None:
         messages = [user("The cat sat on the mat. " * 200)]
-        transcript = read(chatml, chatml.chats.render(messages))
+        transcript = read(chatml, chatml.chats.text(messages))
         transcript, reply = generate(chatml, transcript, list(chatml.encode("fine").ids))
-        text = chatml.chats.render([*messages, {"role": "assistant", "content": reply}, user("more")])
+        text = chatml.chats.text([*messages, {"role": "assistant", "content": reply}, user("more")])
         encoded = 0
 
         def encode(part: str) -> Encoding:

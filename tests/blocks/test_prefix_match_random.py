@@ -60,7 +60,7 @@ def test_random_conversations(tokenizer: Tokenizer, data: st.DataObject) -> None
     messages: list[dict[str, str]] = []
     for _ in range(data.draw(st.integers(1, 5))):
         messages = [*rewritten(data, messages), user(data.draw(texts))]
-        text = tokenizer.chats.render(messages)
+        text = tokenizer.chats.text(messages)
         found = match(tokenizer, transcript, text)
         check_match(tokenizer, transcript, text, found)
         transcript, reply = generate(tokenizer, found.transcript, data.draw(replies))

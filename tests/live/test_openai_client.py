@@ -67,7 +67,7 @@ def test_chat(client: openai.OpenAI, model_id: str, tokenizer: Tokenizer) -> Non
     assert done.usage.prompt_tokens == len(choice.prompt_token_ids)  # type: ignore[attr-defined]
     assert done.usage.total_tokens == done.usage.prompt_tokens + 12
     assert choice.message.content == decode(tokenizer, choice.token_ids)  # type: ignore[attr-defined]
-    rendered = tokenizer.encode(tokenizer.chats.render(MESSAGES))
+    rendered = tokenizer.encode(tokenizer.chats.text(MESSAGES))
     assert choice.prompt_token_ids == list(rendered.ids)  # type: ignore[attr-defined]
 
 

@@ -127,7 +127,7 @@ def judge(template: str, tokenizer: Tokenizer) -> Verdict:
     verdict = Verdict(template, tokenizer.reply_format.dialect, tokenizer.reply_format.thoughts)
     for name, reply in REPLIES.items():
         try:
-            prompt, written = written_by(tokenizer.chats.render, reply)
+            prompt, written = written_by(tokenizer.chats.text, reply)
         except InvalidRequest as error:
             try:
                 if template not in _WANTS_MORE:

@@ -52,7 +52,7 @@ def _shown(tokenizer: Tokenizer, number: int, kind: str) -> Reply:
     full = Reply(
         f"So, number {number}." if kind in ("answer", "worded call") else "", f"Hm, I look at {number}.", calls
     )
-    written = written_by(tokenizer.chats.render, full)[1]
+    written = written_by(tokenizer.chats.text, full)[1]
     if kind in ("worded call", "two calls") and any(end in written for end in tokenizer.turn_ends):
         return _shown(tokenizer, number, "call")  # the template writes them as turns of their own
     thought = full.thought if full.thought in written and tokenizer.reply_format.thoughts else ""
@@ -61,9 +61,9 @@ def _shown(tokenizer: Tokenizer, number: int, kind: str) -> Reply:
 
 def script(tokenizer: Tokenizer, reply: Reply) -> list[int]:
     """The tokens of a reply as the chat template writes it, with the one that ends it."""
-    prompt, written = written_by(tokenizer.chats.render, reply)
+    prompt, written = written_by(tokenizer.chats.text, reply)
     text = behind_thought(tokenizer, prompt, written, bool(reply.thought))[1]
-    whole = tokenizer.encode(tokenizer.chats.render([_SYSTEM, {"role": "user", "content": "a"}], TOOLS)).ids
+    whole = tokenizer.encode(tokenizer.chats.text([_SYSTEM, {"role": "user", "content": "a"}], TOOLS)).ids
     ends = [token for token in whole if token in tokenizer.eos_ids]
     return [*tokenizer.encode(text).ids, ends[-1] if ends else min(tokenizer.eos_ids)]
 

@@ -62,11 +62,11 @@ def test_thoughts_and_words_stand_in_front_of_a_call(part: int, tmp_path: Path) 
     for name in template_names()[part::_PARTS]:
         tokenizer = Tokenizer.load(template_tokenizer(tmp_path / name, name, small=True))
         result = {"role": "tool", "tool_call_id": "call00000", "content": "A cat."}
-        texts = [tokenizer.chats.render([_HI, _CALLING, result], [LOOK]), tokenizer.chats.render([_HI, _ANSWER])]
+        texts = [tokenizer.chats.text([_HI, _CALLING, result], [LOOK]), tokenizer.chats.text([_HI, _ANSWER])]
         reads = name in _OTHER_FIELDS or _READS_THOUGHTS.search(template_text(name)) is not None
         if reads != any("I ponder." in text for text in texts):
             lost.append(name)
-        worded = tokenizer.chats.render([_HI, _CALLING | {"content": "So, words."}, result], [LOOK])
+        worded = tokenizer.chats.text([_HI, _CALLING | {"content": "So, words."}, result], [LOOK])
         if not 0 <= worded.find("So, words.") < worded.find("the shed"):
             behind.append(name)
         assert ("thoughts" in (tokenizer.chats.repairs() or ())) == (name in _OTHER_FIELDS), name
@@ -85,7 +85,7 @@ def _lost(tokenizer: Tokenizer) -> Iterator[tuple[str, set[str]]]:
     """Conversations with the words that the prompt's tokens lack."""
     try:
         for conversation in CONVERSATIONS:
-            told = tokenizer.chats.tell(conversation.messages, conversation.tools or None)
+            told = tokenizer.chats.render(conversation.messages, conversation.tools or None)
             prompt = tokenizer.marks.unmark(tokenizer.spell(tokenizer.encode(told.text).ids).text)
             if lost := {word for word in conversation.words if word not in prompt}:
                 yield conversation.name, lost

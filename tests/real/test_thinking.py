@@ -21,7 +21,7 @@ WISHES += [ThinkingWish(budget=tokens) for tokens in (-1, 0, 700, 100_000)]
 
 
 def rendered(tokenizer: Tokenizer, wish: ThinkingWish) -> str:
-    return tokenizer.chats.tell(HI, template_kwargs=told(wish, tokenizer.thinking)).text
+    return tokenizer.chats.render(HI, template_kwargs=told(wish, tokenizer.thinking)).text
 
 
 def test_no_template_refuses_a_wish() -> None:
@@ -57,6 +57,6 @@ def test_real_families_obey(tmp_path: Path, name: str, wish: ThinkingWish, words
     tokenizer = Tokenizer.load(family_folder(tmp_path, name, [""]))
     try:
         assert words in rendered(tokenizer, wish)
-        assert words not in tokenizer.chats.render(HI)
+        assert words not in tokenizer.chats.text(HI)
     finally:
         tokenizer.close()

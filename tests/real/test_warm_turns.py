@@ -203,7 +203,7 @@ class Talk:
 
 
 def _written(tokenizer: Tokenizer, reply: Reply, prompt_end: str) -> str:
-    prompt, written = written_by(tokenizer.chats.render, reply)
+    prompt, written = written_by(tokenizer.chats.text, reply)
     if reply.calls and reply.text and any(end in written for end in tokenizer.turn_ends):
         # The template parts them; a model may write both at once.
         text, calls = Reply(reply.text, reply.thought), Reply("", "", reply.calls)
@@ -236,7 +236,7 @@ def test_each_turn_computes_what_it_adds(part: int, tmp_path: Path) -> None:
 
 
 def _prompts_tell_of_thoughts(tokenizer: Tokenizer) -> bool:
-    prompt_end = tokenizer.chats.render([{"role": "user", "content": _WORDS}], TOOLS).rpartition(_WORDS)[2]
+    prompt_end = tokenizer.chats.text([{"role": "user", "content": _WORDS}], TOOLS).rpartition(_WORDS)[2]
     opens = any(marker in prompt_end for marker in sum(tokenizer.reply_format.thoughts, ()))
     return opens or can_switch(tokenizer.thinking)
 

@@ -63,7 +63,7 @@ def test_a_reply_that_is_sent_back_is_the_generated_one(tokenizer: Tokenizer, cl
 
 
 def _prompt(tokenizer: Tokenizer) -> str:
-    return tokenizer.chats.render([QUESTION], TOOLS)
+    return tokenizer.chats.text([QUESTION], TOOLS)
 
 
 def _engine(tokenizer: Tokenizer, reply: str) -> FakeEngine:

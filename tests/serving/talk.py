@@ -79,5 +79,5 @@ ADDED = {"qwen3": "</tool_call>", "harmony": "<|call|>", "deepseek": "<｜Assist
 
 def num_new_tokens(talk: Talk, family: str, messages: list[dict[str, Any]]) -> int:
     tokenizer = talk.front.tokenizer
-    whole = tokenizer.chats.render(messages, TOOLS)
+    whole = tokenizer.chats.text(messages, TOOLS)
     return len(tokenizer.encode(whole[whole.rindex(ADDED[family]) :]).ids)

@@ -68,7 +68,7 @@ def test_a_stop_string_ends_text_and_memory(tokenizer: str, model_folder: ModelF
             assert next_turn.report.computed_tokens < 60
             tokenizer_ = inside.tokenizer(inside.engine_of(llm))
             assert tokenizer_.marks.unmark(transcript_of(llm, agent).text).startswith(
-                tokenizer_.marks.unmark(tokenizer_.chats.render(messages))
+                tokenizer_.marks.unmark(tokenizer_.chats.text(messages))
             )
 
 

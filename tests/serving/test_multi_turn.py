@@ -85,7 +85,7 @@ def check_cost(turn: Completion, before: Transcript, extends: bool) -> None:
 def check_transcript(llm: LLM, chat: Chat) -> None:
     """The agent's tokens are those of a fresh tokenisation, but for generated text; one BOS at most."""
     tokenizer, transcript = inside.tokenizer(inside.engine_of(llm)), transcript_of(llm, "alice")
-    rendered = tokenizer.chats.render(chat.messages[:-1])
+    rendered = tokenizer.chats.text(chat.messages[:-1])
     assert transcript.text.startswith(rendered)
     generated = intervals(transcript)
     assert_same_outside(transcript, tokenizer.encode(rendered), generated)
@@ -160,13 +160,13 @@ def test_reasoning_dropped_by_the_template_costs_only_what_is_rewritten(
     thought = "<think>\n" + make_text(60, seed=1) + "\n</think>\n\nThe answer"
     with open_llm(model, tmp_path / "turns") as llm, open_llm(model, tmp_path / "cold") as cold:
         tokenizer = inside.tokenizer(inside.engine_of(llm))
-        first = llm.generate(tokenizer.chats.render([question]) + thought, greedy(8), agent="alice")
+        first = llm.generate(tokenizer.chats.text([question]) + thought, greedy(8), agent="alice")
         answer = {"role": "assistant", "content": thought + first.text}
         messages = [question, answer, {"role": "user", "content": "And?"}]
         second = llm.chat(messages, greedy(8), agent="alice")
-        rendered = tokenizer.chats.render(messages)
+        rendered = tokenizer.chats.text(messages)
         assert "<think>" not in rendered
-        num_kept = len(tokenizer.encode(tokenizer.chats.render([question])).ids)
+        num_kept = len(tokenizer.encode(tokenizer.chats.text([question])).ids)
         num_rewritten = len(second.prompt_token_ids) - num_kept
         assert num_rewritten < 60 < 500 < num_kept
         assert second.report.computed_tokens <= num_rewritten + MIN_TAIL_TOKENS

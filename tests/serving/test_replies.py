@@ -120,13 +120,13 @@ def test_thoughts_that_a_template_leaves_out_are_gone(talk: Talk, family: str) -
     tokenizer = talk.front.tokenizer
     for number in range(4):
         asked = {"role": "user", "content": f"What is the number {number}? Say it in many words."}
-        before = len(tokenizer.encode(tokenizer.chats.render(messages, TOOLS)).ids)
+        before = len(tokenizer.encode(tokenizer.chats.text(messages, TOOLS)).ids)
         messages.append(asked)
         message = talk.chat(answering(family, number), messages)
         assert f"I saw {number}" in message["reasoning_content"] and "I saw" not in message["content"]
         messages.append(message)
         report = talk.reports[-1]
-        written = len(tokenizer.encode(tokenizer.chats.render(messages[:-1], TOOLS)).ids)
+        written = len(tokenizer.encode(tokenizer.chats.text(messages[:-1], TOOLS)).ids)
         assert report["prompt_tokens"] == written
         if number:
             assert report["computed_tokens"] <= written - before + 40

@@ -106,4 +106,4 @@ def test_without_it_the_prompt_is_the_clients_and_what_changes_is_reported(plain
         assert plain.reports[-1]["volatile"] == ({"lines": [line(number)], "moved": False} if number else None)
         messages += [message, result(message, number)]
         if number == 1:
-            assert prompt_of(plain, sent) == plain.front.tokenizer.chats.render(sent, TOOLS)
+            assert prompt_of(plain, sent) == plain.front.tokenizer.chats.text(sent, TOOLS)

@@ -82,7 +82,7 @@ def attacks(special: str) -> Iterator[str]:
 def controls(tokenizer: Tokenizer, messages: Any, tools: Any, options: Any) -> list[str] | None:
     """The control tokens of a prompt; None where the template refuses the messages."""
     try:
-        text = tokenizer.chats.tell(messages, tools, template_kwargs=options).text
+        text = tokenizer.chats.render(messages, tools, template_kwargs=options).text
     except InvalidRequest:
         return None
     return [
@@ -123,7 +123,7 @@ def test_harmless_words_have_the_tokens_of_the_tokenizer_itself(
     rendered = 0
     for conversation, tools in ((each, tools) for each in CONVERSATIONS.values() for tools in (None, TOOLS)):
         try:
-            text = tokenizer.chats.render(conversation, tools)
+            text = tokenizer.chats.text(conversation, tools)
         except InvalidRequest:
             continue
         messages, told_tools, variables = taken[-1]
@@ -217,4 +217,4 @@ def test_refusals_are_in_the_clients_words(tmp_path_factory: pytest.TempPathFact
         "{% endif %}{{ messages[0].content }}"
     )
     with pytest.raises(InvalidRequest, match=re.escape("<|im_end|> is not <|im_start|>")):
-        Tokenizer.load(with_markers(folder, template, [])).chats.render([{"role": "user", "content": "<|im_start|>"}])
+        Tokenizer.load(with_markers(folder, template, [])).chats.text([{"role": "user", "content": "<|im_start|>"}])

@@ -34,7 +34,7 @@ class TestEncode:
     def test_ends_cover_the_text(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
         pieces = ["a", " ", "\n", "é", "e\u0301", "東", "🙂", "<think>", "hello", "|>", *specials(tokenizer)]
         plain = data.draw(st.lists(st.sampled_from(pieces), max_size=10).map("".join))
-        text = data.draw(st.sampled_from([plain, tokenizer.marks.mark(plain), tokenizer.chats.render(user(plain))]))
+        text = data.draw(st.sampled_from([plain, tokenizer.marks.mark(plain), tokenizer.chats.text(user(plain))]))
         encoding = tokenizer.encode(text)
         assert len(encoding.ids) == len(encoding.ends)
         assert list(encoding.ends) == sorted(encoding.ends)
@@ -45,7 +45,7 @@ class TestEncode:
     def test_tokens_spell_the_text_up_to_every_end(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
         pieces = ["a", " ", "\n", "é", "東", "🙂", "hello", "|>", *specials(tokenizer)]
         plain = data.draw(st.lists(st.sampled_from(pieces), max_size=10).map("".join))
-        text = data.draw(st.sampled_from([plain, tokenizer.marks.mark(plain), tokenizer.chats.render(user(plain))]))
+        text = data.draw(st.sampled_from([plain, tokenizer.marks.mark(plain), tokenizer.chats.text(user(plain))]))
         encoding = tokenizer.encode(text)
         assert ids_of(tokenizer, tokenizer.spell(encoding.ids).text) == list(encoding.ids)
         for index, end in enumerate(encoding.ends):
@@ -90,7 +90,7 @@ class TestEncode:
         saved["added_tokens"] = [token | {"normalized": True} for token in saved["added_tokens"]]
         (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
         tokenizer = Tokenizer.load(tmp_path)
-        rendered, harmless = (tokenizer.chats.render(user(content)) for content in (f"a{text}b", "a b"))
+        rendered, harmless = (tokenizer.chats.text(user(content)) for content in (f"a{text}b", "a b"))
         ids, expected = ids_of(tokenizer, rendered), ids_of(tokenizer, harmless)
         controls = [each for each in ids if each in tokenizer.control_ids]
         assert controls == [each for each in expected if each in tokenizer.control_ids]

@@ -153,7 +153,7 @@ class TestTemplates:
             place.write_text(template)
         tokenizer = Tokenizer.load(tmp_path)
         assert tokenizer.chats.has_template
-        assert tokenizer.chats.render([{"role": "user", "content": "hello"}]) == "|hello"
+        assert tokenizer.chats.text([{"role": "user", "content": "hello"}]) == "|hello"
 
     def test_without_one_chats_are_lines(self, tmp_path: Path) -> None:
         byte_bpe(tmp_path)

@@ -129,7 +129,7 @@ def family_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("family", [slow(family) if index % 3 else family for index, family in enumerate(FAMILIES)])
 def test_every_family_calls_in_its_own_dialect_and_says_what_it_must(family: str, family_tokenizer: Any) -> None:
     tokenizer: Tokenizer = family_tokenizer(family)
-    prompt_end = tokenizer.chats.render([{"role": "user", "content": "hi"}], SHORT_TOOLS)[-256:]
+    prompt_end = tokenizer.chats.text([{"role": "user", "content": "hi"}], SHORT_TOOLS)[-256:]
     both = AnswerForm(of_schema(SCHEMA).text, calling(SHORT_TOOLS).calls)
     num_calls = 0
     for form in (calling(SHORT_TOOLS), calling(SHORT_TOOLS, just_one=True), of_schema(SCHEMA), both):

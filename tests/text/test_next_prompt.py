@@ -64,7 +64,7 @@ def left(
     tokenizer: Tokenizer, messages: list[Any], tools: list[Any] | None = None, *, tells: bool = True, **variables: Any
 ) -> str | None:
     """What the next prompt does not repeat of a prompt; None where it repeats the reply, too."""
-    prompt = tokenizer.chats.tell(messages, tools, template_kwargs=variables).text
+    prompt = tokenizer.chats.render(messages, tools, template_kwargs=variables).text
     at = tokenizer.next_prompts.left_at(prompt, messages, tools, variables, tells_thoughts=tells)
     return None if at is None else prompt[at:]
 
@@ -101,8 +101,8 @@ def test_a_template_is_asked_once_for_each_ending(load: Load, monkeypatch: pytes
     say = {word: [SYSTEM, {"role": "user", "content": f"Who? {word}"}] for word in ("", "/no_think")}
     assert left(tokenizer, say[""]) == "<think>\n"
     assert left(tokenizer, say["/no_think"]) == "<think></think>"
-    render = tokenizer.chats.tell
-    monkeypatch.setattr(tokenizer.chats, "tell", lambda *args, **more: asked.append(args) or render(*args, **more))
+    render = tokenizer.chats.render
+    monkeypatch.setattr(tokenizer.chats, "render", lambda *args, **more: asked.append(args) or render(*args, **more))
     for _ in range(3):
         assert left(tokenizer, say["/no_think"]) == "<think></think>"
         assert left(tokenizer, say[""]) == "<think>\n"

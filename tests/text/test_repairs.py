@@ -158,7 +158,7 @@ def made(factory: pytest.TempPathFactory, name: str) -> Tokenizer:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_every_word_reaches_the_model(tmp_path_factory: pytest.TempPathFactory, name: str, conversation: str) -> None:
     messages = CONVERSATIONS[conversation]
-    told = made(tmp_path_factory, name).chats.tell(messages, [LOOK])
+    told = made(tmp_path_factory, name).chats.render(messages, [LOOK])
     for word in (word for word in WORDS if word in str(messages)):
         assert word in told.text
     assert "LOOKAROUND" in told.text
@@ -181,20 +181,20 @@ def test_the_prefix_holds(tmp_path_factory: pytest.TempPathFactory, name: str, m
     tokenizer = made(tmp_path_factory, name)
     ends = [i + 1 for i, each in enumerate(messages[:-1]) if each["role"] != "assistant"]
     turns = [end for end in ends if messages[end]["role"] == "assistant"]
-    texts = [tokenizer.chats.render(messages[:end], [LOOK], add_generation_prompt=False) for end in turns]
-    whole = tokenizer.chats.render(messages, [LOOK], add_generation_prompt=False)
+    texts = [tokenizer.chats.text(messages[:end], [LOOK], add_generation_prompt=False) for end in turns]
+    whole = tokenizer.chats.text(messages, [LOOK], add_generation_prompt=False)
     assert all(whole.startswith(text) for text in texts)
 
 
 def test_what_a_template_takes_is_told_as_it_is(tmp_path_factory: pytest.TempPathFactory) -> None:
     tokenizer = made(tmp_path_factory, "a loop")
-    told = tokenizer.chats.tell([SYSTEM, USER, LATER, AGAIN, ANSWER])
+    told = tokenizer.chats.render([SYSTEM, USER, LATER, AGAIN, ANSWER])
     assert told.text == "<system>BEKIND<user>HELLO<system>REMIND<user>AGAIN<assistant>ANSWER"
     assert told.notes == ()
 
 
 def test_notes_say_what_was_repaired(tmp_path_factory: pytest.TempPathFactory) -> None:
-    told = made(tmp_path_factory, "drops later systems").chats.tell([SYSTEM, LATER, USER, ANSWER, LATER, AGAIN])
+    told = made(tmp_path_factory, "drops later systems").chats.render([SYSTEM, LATER, USER, ANSWER, LATER, AGAIN])
     assert [note.partition(";")[0] for note in told.notes] == [
         "messages: the leading system messages are sent as one",
         "messages: later system messages are sent as marked user text in place",
@@ -204,7 +204,7 @@ def test_notes_say_what_was_repaired(tmp_path_factory: pytest.TempPathFactory) -
 def test_a_template_that_takes_nothing_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = Tokenizer.load(byte_bpe(tmp_path, chat_template=TAKES_NOTHING))
     assert tokenizer.chats.uses_template
-    assert tokenizer.chats.render([USER]).endswith("user: HELLO\nassistant:")
+    assert tokenizer.chats.text([USER]).endswith("user: HELLO\nassistant:")
     assert not tokenizer.chats.uses_template
     assert tokenizer.chats.has_template
     assert tokenizer.chats.repairs() is None
@@ -212,7 +212,7 @@ def test_a_template_that_takes_nothing_is_not_used(tmp_path: Path, caplog: pytes
 
 
 def test_half_a_pair_becomes_a_replacement_character(tmp_path_factory: pytest.TempPathFactory) -> None:
-    told = made(tmp_path_factory, "a loop").chats.tell([{"role": "user", "content": "a\ud83db"}])
+    told = made(tmp_path_factory, "a loop").chats.render([{"role": "user", "content": "a\ud83db"}])
     assert told.text == "<user>a\ufffdb"
     assert "surrogate" in told.notes[0]
 
@@ -220,7 +220,7 @@ def test_half_a_pair_becomes_a_replacement_character(tmp_path_factory: pytest.Te
 def test_bare_tools_are_filled(tmp_path: Path) -> None:
     template = "{% for t in tools or [] %}{{ t.function.name + t.function.description }}{% endfor %}" + LOOP
     tokenizer = Tokenizer.load(byte_bpe(tmp_path, chat_template=template))
-    assert "bare" in tokenizer.chats.render([USER], [{"type": "function", "function": {"name": "bare"}}])
+    assert "bare" in tokenizer.chats.text([USER], [{"type": "function", "function": {"name": "bare"}}])
 
 
 _SAID = {"type": "string", "description": "PLACE"}
@@ -245,7 +245,7 @@ def test_schemas_are_told_in_plainer_words(
     tmp_path_factory: pytest.TempPathFactory, place: Message, more: Message
 ) -> None:
     function = {"name": "look", "parameters": {"type": "object", "properties": {"place": place}, **more}}
-    told = made(tmp_path_factory, "joins schemas").chats.tell([USER], [{"type": "function", "function": function}])
+    told = made(tmp_path_factory, "joins schemas").chats.render([USER], [{"type": "function", "function": function}])
     assert "PLACE" in told.text and any(note.startswith("tools: ") for note in told.notes)
 
 
@@ -278,8 +278,8 @@ def test_an_answer_without_words_does_not_end_the_conversation(tmp_path: Path) -
     refuses = "{% for m in messages %}{% if not m.content %}{{ raise_exception('empty') }}{% endif %}{% endfor %}"
     tokenizer = Tokenizer.load(byte_bpe(tmp_path, chat_template=refuses + LOOP))
     nothing = {"role": "assistant", "content": ""}
-    text = tokenizer.chats.render([USER, nothing], add_generation_prompt=False)
-    assert tokenizer.chats.render([USER, nothing, AGAIN]).startswith(text)
+    text = tokenizer.chats.text([USER, nothing], add_generation_prompt=False)
+    assert tokenizer.chats.text([USER, nothing, AGAIN]).startswith(text)
     assert "HELLO" in text and "no answer" in text
 
 
@@ -292,7 +292,7 @@ def test_a_template_that_is_slow_with_tools_serves_other_chats(
     tokenizer = Tokenizer.load(byte_bpe(tmp_path, chat_template=slow + plain))
     try:
         with caplog.at_level(logging.WARNING):
-            assert tokenizer.chats.render([{"role": "user", "content": "hi"}]) == "user: hi\n"
+            assert tokenizer.chats.text([{"role": "user", "content": "hi"}]) == "user: hi\n"
         assert "was not searched for all repairs" in caplog.text
     finally:
         tokenizer.close()
@@ -303,14 +303,14 @@ def test_a_prompt_without_words_of_a_user_begins_that_with_them(
     tmp_path_factory: pytest.TempPathFactory, name: str
 ) -> None:
     tokenizer = made(tmp_path_factory, name)
-    warmed = tokenizer.chats.render([SYSTEM], [LOOK], add_generation_prompt=False)
+    warmed = tokenizer.chats.text([SYSTEM], [LOOK], add_generation_prompt=False)
     assert "BEKIND" in warmed
-    assert tokenizer.chats.render([SYSTEM, USER, ANSWER, AGAIN], [LOOK]).startswith(warmed)
+    assert tokenizer.chats.text([SYSTEM, USER, ANSWER, AGAIN], [LOOK]).startswith(warmed)
 
 
 def test_tools_that_no_repair_shows_are_named(tmp_path: Path) -> None:
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content.split('You can call')[0] }}{% endfor %}"
-    told = Tokenizer.load(byte_bpe(tmp_path, chat_template=template)).chats.tell([USER], [LOOK])
+    told = Tokenizer.load(byte_bpe(tmp_path, chat_template=template)).chats.render([USER], [LOOK])
     assert told.notes == ("tools: the model's chat template does not show look; the model does not see them",)
 
 
@@ -319,24 +319,24 @@ def test_a_long_conversation_may_take_its_time(tmp_path: Path) -> None:
     """A template that looks through the conversation once a message."""
     template = "{% for m in messages %}{% for n in messages %}{% endfor %}{{ m.content }}{% endfor %}"
     tokenizer = Tokenizer.load(byte_bpe(tmp_path, chat_template=template))
-    text = tokenizer.chats.render([USER, ANSWER] * 4000)
+    text = tokenizer.chats.text([USER, ANSWER] * 4000)
     assert text.endswith("HELLOANSWER")
 
 
 @pytest.mark.parametrize("conversation", ["calls", "calls of one id", "calls without ids", "ids that are no text"])
 def test_results_stay_with_their_calls(tmp_path_factory: pytest.TempPathFactory, conversation: str) -> None:
-    text = made(tmp_path_factory, "one call").chats.render(CONVERSATIONS[conversation], [LOOK])
+    text = made(tmp_path_factory, "one call").chats.text(CONVERSATIONS[conversation], [LOOK])
     places = [text.index(word) for word in ("GARDEN", "SLEEPS", "CELLAR", "OPENED")]
     assert places == sorted(places)
     assert [text.count(word) for word in ("SLEEPS", "OPENED")] == [1, 1]
-    named = made(tmp_path_factory, "shows ids").chats.render(CONVERSATIONS[conversation], [LOOK])
+    named = made(tmp_path_factory, "shows ids").chats.text(CONVERSATIONS[conversation], [LOOK])
     assert 'functions.look:0{"p": "GARDEN"}functions.look:1{"p": "CELLAR"}' in named
     assert "<tool>functions.look:0SLEEPS<tool>functions.look:1OPENED" in named
 
 
 def test_ids_may_be_used_again(tmp_path_factory: pytest.TempPathFactory) -> None:
     again = [*calls_of("a", "a"), ANSWER, *calls_of("a", "a")]
-    named = made(tmp_path_factory, "shows ids").chats.render(again, [LOOK])
+    named = made(tmp_path_factory, "shows ids").chats.text(again, [LOOK])
     assert "<tool>functions.look:2SLEEPS<tool>functions.look:3OPENED" in named
 
 
@@ -364,10 +364,10 @@ def test_words_that_a_template_moves_behind_a_result_stay_in_front_of_the_call(t
     tokenizer = Tokenizer.load(with_markers(tmp_path, WORDS_BEHIND, markers))
     calling = {"role": "assistant", "content": "ANSWER", "tool_calls": [call("callnum01", '{"p": "GARDEN"}')]}
     messages = [USER, calling, result("callnum01", "SLEEPS")]
-    told = tokenizer.chats.tell(messages, [LOOK])
+    told = tokenizer.chats.render(messages, [LOOK])
     assert 'ANSWER<|tool_call>call:look{}<tool_call|>{"p": "GARDEN"}[SLEEPS]' in told.text
     assert "text beside a call" in "".join(told.notes)
-    assert tokenizer.chats.render([*messages, ANSWER, AGAIN], [LOOK]).startswith(told.text)
+    assert tokenizer.chats.text([*messages, ANSWER, AGAIN], [LOOK]).startswith(told.text)
     tokenizer.close()
 
 
@@ -380,7 +380,7 @@ def test_words_that_a_template_moves_behind_the_call_stay_in_front_of_it(tmp_pat
     )
     tokenizer = Tokenizer.load(with_markers(tmp_path, template, ("<|turn|>", "<|end|>", "<tool_call>", "</tool_call>")))
     calling = {"role": "assistant", "content": "ANSWER", "tool_calls": [call("callnum01", '{"p": "GARDEN"}')]}
-    text = tokenizer.chats.render([USER, calling, result("callnum01", "SLEEPS")], [LOOK])
+    text = tokenizer.chats.text([USER, calling, result("callnum01", "SLEEPS")], [LOOK])
     assert 'assistantANSWER<tool_call>look{"p": "GARDEN"}</tool_call><|end|><|turn|>toolSLEEPS' in text
     check_prefixes(tokenizer)
     tokenizer.close()
@@ -397,7 +397,7 @@ def test_words_beside_calls_stay_in_front_of_them(tmp_path: Path) -> None:
         )
     ]
     messages = [USER, calling[0], result("callnum01", "SLEEPS"), calling[1], result("callnum02", "OPENED")]
-    told = tokenizer.chats.tell([*messages, result("callnum03", "WARM")], [LOOK])
+    told = tokenizer.chats.render([*messages, result("callnum03", "WARM")], [LOOK])
     text = tokenizer.marks.unmark(told.text)
     assert 'HELLO[/INST]So: <|im_end|>[TOOL_CALLS] [[TOOL_CALLS] [{"name": "look", "arguments": {"p": "So: ' in text
     assert '[TOOL_RESULTS] {"content": SLEEPS, "call_id": "callnum01"}Then:[TOOL_CALLS] [{"name": "look", ' in text
@@ -405,7 +405,7 @@ def test_words_beside_calls_stay_in_front_of_them(tmp_path: Path) -> None:
     for control, count in (("[TOOL_CALLS]", 2), ("[INST]", 1), ("<|im_end|>", 2)):
         assert told.text.count(control) == count  # what a client spells is none
     for shorter in (messages[:1], messages[:3]):
-        assert told.text.startswith(tokenizer.chats.render(shorter, [LOOK]))
+        assert told.text.startswith(tokenizer.chats.text(shorter, [LOOK]))
     check_within_turns(tokenizer)
     tokenizer.close()
 
@@ -431,14 +431,14 @@ def test_thoughts_are_told_where_the_template_reads_them(tmp_path: Path, name: s
     template = f"{{% for m in messages %}}<{{{{ m.role }}}}>{SHOW_THOUGHTS[name]}{calls}{{% endfor %}}"
     tokenizer = Tokenizer.load(byte_bpe(tmp_path, chat_template=template))
     calling = {"role": "assistant", "content": "WORDS", sent: "HMMM", "tool_calls": [call("a", "{}")]}
-    told = tokenizer.chats.tell([USER, calling, result("a", "SLEEPS")], template_kwargs={"shows": True})
+    told = tokenizer.chats.render([USER, calling, result("a", "SLEEPS")], template_kwargs={"shows": True})
     assert "<assistant>[HMMM]WORDS" in told.text and told.text.count("HMMM") == 1
     tokenizer.close()
 
 
 def test_a_template_that_writes_blocks_out_gets_text(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(byte_bpe(tmp_path, chat_template=LOOP))
-    text = tokenizer.chats.render([USER, ANSWER | {"reasoning_content": "HMMM"}, AGAIN])
+    text = tokenizer.chats.text([USER, ANSWER | {"reasoning_content": "HMMM"}, AGAIN])
     assert text == "<user>HELLO<assistant>ANSWER<user>AGAIN"
     tokenizer.close()
 
@@ -492,7 +492,7 @@ def test_words_are_put_back_once_and_where_a_call_is_opened() -> None:
 def test_calls_that_are_none_are_refused(tmp_path_factory: pytest.TempPathFactory, calls: Any) -> None:
     for name in TEMPLATES:
         with pytest.raises(InvalidRequest, match="tool call"):
-            made(tmp_path_factory, name).chats.tell([USER, {"role": "assistant", "content": "", "tool_calls": calls}])
+            made(tmp_path_factory, name).chats.render([USER, {"role": "assistant", "content": "", "tool_calls": calls}])
 
 
 @pytest.mark.parametrize("repair", ["join_neighbours", "user_behind_result"])
@@ -553,7 +553,7 @@ def check_within_turns(tokenizer: Tokenizer) -> None:
     for seed in range(6):
         before, num_users = "", 0
         for messages in growing(random.Random(seed)):
-            text = tokenizer.chats.render(messages, [LOOK], add_generation_prompt=False)
+            text = tokenizer.chats.text(messages, [LOOK], add_generation_prompt=False)
             users = sum(each["role"] in ("system", "user") for each in messages)
             assert users > num_users or text.startswith(before), (seed, len(messages))
             before, num_users = text, users
@@ -564,7 +564,7 @@ def check_prefixes(tokenizer: Tokenizer) -> None:
     for seed in range(6):
         before = ""
         for messages in growing(random.Random(seed)):
-            text = tokenizer.chats.render(messages, [LOOK], add_generation_prompt=False)
+            text = tokenizer.chats.text(messages, [LOOK], add_generation_prompt=False)
             assert text.startswith(before), (seed, len(messages))
             before = text
 

@@ -65,7 +65,7 @@ def in_bytes(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[int]:
 
 def events_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[Event]:
     """The events of a reply; each character of its text is in one zone."""
-    prompt = tokenizer.chats.render(QUESTION, TOOLS)
+    prompt = tokenizer.chats.text(QUESTION, TOOLS)
     output = Output(tokenizer.detokenizer(tokenizer.encode(prompt).ids[-1]), markers=tokenizer.markers)
     reader = open_reader(tokenizer.reply_format, Tools(TOOLS), thoughts=True)
     reader.begin(prompt[-256:])
@@ -388,7 +388,7 @@ def test_an_answer_is_held_no_longer_than_needed(thought: str, most: int) -> Non
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_zones_are_what_is_said(name: str, folder: Path) -> None:
     tokenizer = tokenizer_of(name, folder)
-    prompt = tokenizer.chats.render(QUESTION, TOOLS)
+    prompt = tokenizer.chats.text(QUESTION, TOOLS)
     for reply, blocks in FAMILIES[name].replies:
         output = Output(tokenizer.detokenizer(tokenizer.encode(prompt).ids[-1]), markers=tokenizer.markers)
         reader = open_reader(tokenizer.reply_format, Tools(TOOLS), thoughts=True)

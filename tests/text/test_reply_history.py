@@ -25,7 +25,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def told(tokenizer: Tokenizer, reply: str, opened: str = "") -> Transcript:
     """What a model has read and said; the prompt ends with `opened`."""
-    prompt = tokenizer.chats.render([QUESTION], TOOLS) + opened
+    prompt = tokenizer.chats.text([QUESTION], TOOLS) + opened
     asked, said = tokenizer.encode(prompt), tokenizer.encode(reply)
     return (
         Transcript.empty()
@@ -61,7 +61,7 @@ def test_only_what_says_the_same_is_told_again(
     tokenizer: Tokenizer, reply: dict[str, Any], more: list[dict[str, Any]], is_found: bool, is_same: bool
 ) -> None:
     transcript, reading = told(tokenizer, SPACED), ReplyReading(tokenizer, TOOLS)
-    text = tokenizer.chats.render(history(reply, *more), TOOLS)
+    text = tokenizer.chats.text(history(reply, *more), TOOLS)
     found = as_generated(text, transcript, reading)
     assert found.text.startswith(transcript.text) == is_found and found.is_same == is_same
     if is_found:
@@ -75,7 +75,7 @@ def test_only_what_says_the_same_is_told_again(
 def test_blocks_of_a_reply_may_be_joined_in_any_way(tokenizer: Tokenizer, text: str, thought: str) -> None:
     call = SPACED.partition("</think>\n\n")[2]
     transcript = told(tokenizer, f"<think>\nI look.\n</think>\n\nYes.\n{call}\n<think>\nAgain.\n</think>\n\nNo.")
-    found = tokenizer.chats.render(history(message(thought=thought, text=text)), TOOLS)
+    found = tokenizer.chats.text(history(message(thought=thought, text=text)), TOOLS)
     assert as_generated(found, transcript, ReplyReading(tokenizer, TOOLS)).text.startswith(transcript.text)
 
 
@@ -98,7 +98,7 @@ def test_a_thought_closed_twice_is_told_again_as_the_client_saw_it(
 ) -> None:
     transcript, reading = told(tokenizer, reply + _CALL), ReplyReading(tokenizer, TOOLS)
     said = history(message(thought=thought, text=text))
-    found = as_generated(tokenizer.chats.render(said, TOOLS), transcript, reading)
+    found = as_generated(tokenizer.chats.text(said, TOOLS), transcript, reading)
     assert found.is_same and found.text.startswith(transcript.text)
     if thought is not None:
         [added] = with_thoughts(history(message(thought=None, text=text)), transcript, reading)
@@ -110,7 +110,7 @@ def test_line_breaks_inside_a_block_count(tokenizer: Tokenizer, text: str, is_fo
     """A history corrected in them is another one."""
     call = SPACED.partition("</think>\n\n")[2]
     transcript = told(tokenizer, f"<think>\nI look.\n</think>\n\nYes.\r\nNo.\n{call}")
-    found = tokenizer.chats.render(history(message(thought="I look.", text=text)), TOOLS)
+    found = tokenizer.chats.text(history(message(thought="I look.", text=text)), TOOLS)
     retold = as_generated(found, transcript, ReplyReading(tokenizer, TOOLS))
     assert retold.text.startswith(transcript.text) == is_found
 
@@ -132,7 +132,7 @@ def test_an_empty_thought_stays_where_the_history_leaves_it_out(
 ) -> None:
     """Most templates write an empty thought into the prompt only, or into the history only."""
     transcript, reading = told(tokenizer, reply, opened), ReplyReading(tokenizer, TOOLS)
-    text = tokenizer.chats.render(history(message(thought=None)), TOOLS)
+    text = tokenizer.chats.text(history(message(thought=None)), TOOLS)
     start = len(transcript.text) - len(opened) - len(reply)
     found = as_generated(text[:start] + written + text[start:], transcript, reading)
     assert found.is_same and found.text.startswith(transcript.text)
@@ -141,7 +141,7 @@ def test_an_empty_thought_stays_where_the_history_leaves_it_out(
 
 def test_a_thought_that_the_history_leaves_out_stays_left_out(tokenizer: Tokenizer) -> None:
     transcript, reading = told(tokenizer, f"I look.\n</think>\n\n{_CALL}", "<think>\n"), ReplyReading(tokenizer, TOOLS)
-    text = tokenizer.chats.render(history(message(thought=None)), TOOLS)
+    text = tokenizer.chats.text(history(message(thought=None)), TOOLS)
     assert as_generated(text, transcript, reading) == Retold(text, True)
 
 
@@ -207,7 +207,7 @@ def test_a_reply_with_calls_ends_where_its_dialect_says(
     chat: list[dict[str, Any]] = [QUESTION]
     for number in range(3):  # with a result in front of the second and third reply
         chat += history(message(thought=None))[1:] if number else []
-        prompt = as_generated(tokenizer.chats.render(chat, TOOLS), transcript, reading).text
+        prompt = as_generated(tokenizer.chats.text(chat, TOOLS), transcript, reading).text
         assert prompt.startswith(transcript.text), number
         parts: list[tuple[str, Kind]] = [(prompt.removeprefix(transcript.text), "prompt"), (reply, "generated")]
         for text, kind in parts:
@@ -230,7 +230,7 @@ _OPENING = "<|im_end|>\n<|im_start|>assistant\n"
 def test_a_reply_is_told_again_where_the_history_opens_it_otherwise(tokenizer: Tokenizer, other: str) -> None:
     """DeepSeek V3's template writes no role in front of calls, Bielik's does not end a result there."""
     transcript, reading = told(tokenizer, SPACED), ReplyReading(tokenizer, TOOLS)
-    text = tokenizer.chats.render(history(message()), TOOLS)
+    text = tokenizer.chats.text(history(message()), TOOLS)
     assert text.count(_OPENING) == 2  # of the reply, and of the next one
     found = as_generated(text.replace(_OPENING, other, 1), transcript, reading)
     assert found.text == as_generated(text, transcript, reading).text and found.is_same
@@ -241,7 +241,7 @@ def test_a_reply_is_told_again_where_the_history_opens_it_otherwise(tokenizer: T
 )
 def test_other_words_in_front_of_a_reply_are_another_conversation(tokenizer: Tokenizer, other: str) -> None:
     transcript, reading = told(tokenizer, SPACED), ReplyReading(tokenizer, TOOLS)
-    text = tokenizer.chats.render(history(message()), TOOLS).replace(_OPENING, other, 1)
+    text = tokenizer.chats.text(history(message()), TOOLS).replace(_OPENING, other, 1)
     found = as_generated(text, transcript, reading)
     assert found.text == text and not found.is_same
 
@@ -250,7 +250,7 @@ def test_a_reply_is_told_again_where_the_history_parts_it(tokenizer: Tokenizer) 
     """For templates that show no text beside a call, the text is a message of its own."""
     reply = SPACED.replace("<tool_call>", "So:\n<tool_call>")
     transcript, reading = told(tokenizer, reply), ReplyReading(tokenizer, TOOLS)
-    text = tokenizer.chats.render(history(message(text="So:")), TOOLS)
+    text = tokenizer.chats.text(history(message(text="So:")), TOOLS)
     for opening in (_OPENING, _OPENING.replace("assistant", "ai name=assistant")):  # ChatML's, MiniMax M1's
         parted = text.replace("So:\n<tool_call>", f"So:{opening}<tool_call>")
         assert parted != text
@@ -265,7 +265,7 @@ def test_a_reply_is_told_again_where_the_template_drops_words_beside_its_call(tm
     tokenizer = Tokenizer.load(with_markers(tmp_path, MISTRAL, ("[INST]", "[/INST]", "[TOOL_CALLS]")))
     reply = 'So:\n[TOOL_CALLS][{"arguments": {"n":1,   "at":"sky"}, "name": "look"}]'
     transcript, reading = told(tokenizer, reply), ReplyReading(tokenizer, TOOLS)
-    text = tokenizer.chats.render(history(message(thought=None, text="So:")), TOOLS)
+    text = tokenizer.chats.text(history(message(thought=None, text="So:")), TOOLS)
     found = as_generated(text, transcript, reading)
     assert found.is_same and found.text.startswith(transcript.text)
     assert found.text.count("[TOOL_CALLS]") == 1 and "blue" in found.text[len(transcript.text) :]
@@ -294,12 +294,12 @@ def test_a_reply_is_told_again_where_no_token_ends_a_turn(
 ) -> None:
     tokenizer = Tokenizer.load(with_markers(tmp_path, _NAMES, ("<think>", "</think>")))
     transcript = Transcript.empty()
-    texts: list[tuple[str, Kind]] = [(tokenizer.chats.render([QUESTION]) + opened, "prompt"), (reply, "generated")]
+    texts: list[tuple[str, Kind]] = [(tokenizer.chats.text([QUESTION]) + opened, "prompt"), (reply, "generated")]
     for text, kind in texts:
         encoding = tokenizer.encode(text)
         transcript = transcript.extended(text, encoding.ids, encoding.ends, kind)
     said = {"role": "assistant", "content": "Yes."}
-    text = tokenizer.chats.render([QUESTION, said, {"role": "user", "content": "And now?"}])
+    text = tokenizer.chats.text([QUESTION, said, {"role": "user", "content": "And now?"}])
     found = as_generated(text, transcript, ReplyReading(tokenizer, None))
     assert (found.text.startswith(transcript.text), found.is_same) == (is_found, is_same)
     assert found.text.endswith("Yes.\n\nUser: And now?\n\nAssistant:")
@@ -327,7 +327,7 @@ def test_of_two_replies_that_say_the_same_either_may_be_the_one_that_is_held(tok
 
 def test_a_conversation_that_ends_earlier_is_not_the_same(tokenizer: Tokenizer) -> None:
     transcript, reading = told(tokenizer, SPACED), ReplyReading(tokenizer, TOOLS)
-    text = tokenizer.chats.render([QUESTION], TOOLS)
+    text = tokenizer.chats.text([QUESTION], TOOLS)
     assert not as_generated(text, transcript, reading).is_same
 
 
@@ -349,7 +349,7 @@ def test_arguments_that_cannot_be_read_are_another_reply(tokenizer: Tokenizer, a
     other = message(thought=None)
     other["tool_calls"][0]["function"]["arguments"] = arguments
     assert with_thoughts(history(other), transcript, reading) == []
-    text = tokenizer.chats.render(history(other), TOOLS)
+    text = tokenizer.chats.text(history(other), TOOLS)
     assert not as_generated(text, transcript, reading).is_same
 
 
@@ -411,7 +411,7 @@ def _is_told_again(tokenizer: Tokenizer, said: str, repeated: str) -> bool:
     transcript, reading = told(tokenizer, call), ReplyReading(tokenizer, TOOLS)
     function = {"name": "look", "arguments": f'{{"at": {repeated}}}'}
     reply = {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "type": "function", "function": function}]}
-    found = as_generated(tokenizer.chats.render(history(reply), TOOLS), transcript, reading)
+    found = as_generated(tokenizer.chats.text(history(reply), TOOLS), transcript, reading)
     has_thought = with_thoughts(history(reply), transcript, reading) != []
     assert found.is_same == has_thought
     return has_thought

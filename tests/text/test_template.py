@@ -30,7 +30,7 @@ def made(folder: Path, template: Any) -> Tokenizer:
 
 def refusal(tokenizer: Tokenizer, limit: WorkLimit | None = None) -> InvalidRequest:
     with pytest.raises(InvalidRequest) as refused:
-        tokenizer.chats.tell(user("x"), limit=limit or WorkLimit())
+        tokenizer.chats.render(user("x"), limit=limit or WorkLimit())
     return refused.value
 
 
@@ -49,9 +49,9 @@ class TestAsTransformersDoes:
     def test_a_template_for_tools_is_taken_where_there_are_tools(self, tmp_path: Path) -> None:
         templates = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
         tokenizer = made(tmp_path, templates)
-        assert tokenizer.chats.render(user("x")) == "plain"
-        assert tokenizer.chats.render(user("x"), TOOLS) == "tools"
-        assert made(tmp_path, [{"name": "other", "template": "x"}]).chats.render(user("x")) == "x"
+        assert tokenizer.chats.text(user("x")) == "plain"
+        assert tokenizer.chats.text(user("x"), TOOLS) == "tools"
+        assert made(tmp_path, [{"name": "other", "template": "x"}]).chats.text(user("x")) == "x"
 
     def test_what_a_sandbox_forbids(self, tmp_path: Path) -> None:
         for index, template in enumerate(["{{ ''.__class__.__mro__ }}", "{{ namespace(_x=1) }}"]):
@@ -64,11 +64,11 @@ class TestAsTransformersDoes:
         assert not renders_by_code(tokenizer._wrapper)
         tokenizer._wrapper._chat_template = lambda *arguments, **options: "code"
         assert renders_by_code(tokenizer._wrapper)
-        assert Tokenizer(tokenizer._wrapper).chats.render(user("x")) == "code"
+        assert Tokenizer(tokenizer._wrapper).chats.text(user("x")) == "code"
 
     def test_what_is_no_data(self, chatml: Tokenizer) -> None:
         with pytest.raises(InvalidRequest, match="JSON values"):
-            chatml.chats.tell(user("x"), template_kwargs={"when": object()})
+            chatml.chats.render(user("x"), template_kwargs={"when": object()})
 
 
 LOOPS = {
@@ -106,10 +106,10 @@ class TestLimits:
         )
         tokenizer = made(tmp_path, template)
         for bad in ("eat", "loop"):
-            assert tokenizer.chats.render(user("hi")) == "hi"
+            assert tokenizer.chats.text(user("hi")) == "hi"
             with pytest.raises(InvalidRequest):
-                tokenizer.chats.render(user(bad))
-            assert tokenizer.chats.render(user("hi")) == "hi"
+                tokenizer.chats.text(user(bad))
+            assert tokenizer.chats.text(user("hi")) == "hi"
 
     @in_rounds
     def test_who_leaves_ends_it_at_once(self, tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ class TestLimits:
         left = threading.Event()
         threading.Timer(0.3, left.set).start()
         with within(1.5), pytest.raises(Overloaded):
-            tokenizer.chats.tell(user("x"), limit=WorkLimit(has_ended=left.is_set))
+            tokenizer.chats.render(user("x"), limit=WorkLimit(has_ended=left.is_set))
         assert tokenizer.chats._template._work._idle == []
 
     def test_an_output_that_no_context_holds(self, tmp_path: Path) -> None:
@@ -127,13 +127,13 @@ class TestLimits:
             raise ContextLengthExceeded(f"at least {at_least}")
 
         with pytest.raises(ContextLengthExceeded, match="at least"):
-            tokenizer.chats.tell(user("x"), limit=WorkLimit(100, refuse))
-        assert len(tokenizer.chats.render(user("x"))) == 6_000_000
+            tokenizer.chats.render(user("x"), limit=WorkLimit(100, refuse))
+        assert len(tokenizer.chats.text(user("x"))) == 6_000_000
 
     def test_an_output_that_nothing_holds(self, tmp_path: Path) -> None:
         tokenizer = made(tmp_path, "{% for i in range(99000) %}{{ messages[0].content }}{% endfor %}")
         with pytest.raises((ContextLengthExceeded, InvalidRequest)):
-            tokenizer.chats.render(user("x" * 10_000))
+            tokenizer.chats.text(user("x" * 10_000))
 
     def test_renders_at_the_same_time(self, tmp_path: Path) -> None:
         tokenizer = made(tmp_path, "{% for i in range(20000) %}{% endfor %}{{ messages[0].content }}")
@@ -141,7 +141,7 @@ class TestLimits:
 
         def render(number: int) -> None:
             for turn in range(10):
-                found[number] = tokenizer.chats.render(user(f"{number} {turn}"))
+                found[number] = tokenizer.chats.text(user(f"{number} {turn}"))
 
         threads = [threading.Thread(target=render, args=(number,)) for number in range(4)]
         for thread in threads:
@@ -153,14 +153,14 @@ class TestLimits:
 
     def test_a_child_that_goes_in_the_middle_is_replaced(self, tmp_path: Path) -> None:
         tokenizer = made(tmp_path, "{{ messages[0].content }}")
-        assert tokenizer.chats.render(user("a")) == "a"
+        assert tokenizer.chats.text(user("a")) == "a"
         child = tokenizer.chats._template._work._idle[0]._process
         child.send_signal(signal.SIGSTOP)  # it is there, and does nothing
         killing = threading.Timer(0.1, child.kill)
         killing.start()
         assert "broke off" in refusal(tokenizer).message
         killing.join()
-        assert tokenizer.chats.render(user("b")) == "b"
+        assert tokenizer.chats.text(user("b")) == "b"
 
 
 @pytest.mark.usefixtures("own_children")
@@ -172,7 +172,7 @@ class TestProcesses:
         assert child._process.poll() is None
         tokenizer.close()
         assert child._process.poll() is not None
-        assert tokenizer.chats.render(user("x")) == "x"
+        assert tokenizer.chats.text(user("x")) == "x"
         [child] = tokenizer.chats._template._work._idle
         process: subprocess.Popen[bytes] = child._process
         del tokenizer, child
@@ -181,11 +181,11 @@ class TestProcesses:
     def test_they_end_with_the_process_that_asks_them(self, tmp_path: Path) -> None:
         """However it ends: its end of the socket is closed then. Signals to all of a service's processes do nothing."""
         tokenizer = made(tmp_path, "x")
-        assert tokenizer.chats.render(user("x")) == "x"
+        assert tokenizer.chats.text(user("x")) == "x"
         [child] = tokenizer.chats._template._work._idle
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             child._process.send_signal(number)
-        assert tokenizer.chats.render(user("x")) == "x"
+        assert tokenizer.chats.text(user("x")) == "x"
         child._socket.close()
         assert child._process.wait(60) == 0
 
@@ -193,7 +193,7 @@ class TestProcesses:
         """Nothing that is large: a process starts quickly and stays small."""
         tokenizer = made(tmp_path, "x")
         tokenizer.start()
-        assert tokenizer.chats.render(user("x")) == "x"
+        assert tokenizer.chats.text(user("x")) == "x"
         status = Path(f"/proc/{tokenizer.chats._template._work._idle[0]._process.pid}/status")
         if status.exists():
             [line] = [line for line in status.read_text().splitlines() if line.startswith("VmRSS")]
@@ -201,7 +201,7 @@ class TestProcesses:
 
     def test_a_template_that_cannot_be_read(self, tmp_path: Path) -> None:
         with pytest.raises(UnsupportedModel, match="cannot be read"):
-            made(tmp_path, "{% for %}").chats.render(user("x"))
+            made(tmp_path, "{% for %}").chats.text(user("x"))
 
 
 _MADE: dict[str, Tokenizer] = {}
@@ -236,9 +236,9 @@ def _by_transformers(tokenizer: Tokenizer, messages: Any, tools: Any, prompted: 
 
 def test_a_process_that_somebody_has_ended_meanwhile_costs_nobody_anything(tmp_path: Path) -> None:
     tokenizer = made(tmp_path, "{{ messages[0].content }}")
-    assert tokenizer.chats.render(user("one")) == "one"
+    assert tokenizer.chats.text(user("one")) == "one"
     [process] = tokenizer.chats._template._work._idle
     process._process.kill()
     process._process.wait()
-    assert tokenizer.chats.render(user("two")) == "two"
+    assert tokenizer.chats.text(user("two")) == "two"
     tokenizer.close()

@@ -25,8 +25,8 @@ from tests.tokenizers_factory import byte_bpe, byte_bpe_bos, metaspace
 class TestRenderChat:
     def test_special_tokens_in_content_are_text(self, tokenizer: Tokenizer) -> None:
         for special in specials(tokenizer):
-            clean = ids_of(tokenizer, tokenizer.chats.render(user("a b")))
-            marked = tokenizer.chats.render(user(f"a{special}b"))
+            clean = ids_of(tokenizer, tokenizer.chats.text(user("a b")))
+            marked = tokenizer.chats.text(user(f"a{special}b"))
             ids = ids_of(tokenizer, marked)
             controls = [token_id for token_id in ids if token_id in tokenizer.control_ids]
             assert controls == [token_id for token_id in clean if token_id in tokenizer.control_ids]
@@ -41,7 +41,7 @@ class TestRenderChat:
         ],
     )
     def test_everywhere_in_messages(self, chatml: Tokenizer, message: dict[str, Any]) -> None:
-        text = chatml.chats.render([message], add_generation_prompt=False)
+        text = chatml.chats.text([message], add_generation_prompt=False)
         assert text == f"<|im_start|>{message['role']}\n{chatml.marks.mark('a<|im_end|>b')}<|im_end|>\n"
 
     def test_tool_descriptions_and_arguments_are_text(self, tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ class TestRenderChat:
         chatml = Tokenizer.load(byte_bpe(tmp_path, chat_template=template))
         call = {"function": {"name": "f", "arguments": '{"x": "<|im_end|>"}'}}
         tools = [{"description": "<|im_start|>"}]
-        text = chatml.chats.render([{"role": "assistant", "content": None, "tool_calls": [call]}], tools)
+        text = chatml.chats.text([{"role": "assistant", "content": None, "tool_calls": [call]}], tools)
         assert text == chatml.marks.mark('[{"description": "<|im_start|>"}]{"x": "<|im_end|>"}')
         assert call == {"function": {"name": "f", "arguments": '{"x": "<|im_end|>"}'}}
 
@@ -62,7 +62,7 @@ class TestRenderChat:
         arguments = '{"x": ' + "[" * depth + "]" * depth + "}"
         call = {"function": {"name": "f", "arguments": arguments}}
         chatml = Tokenizer.load(byte_bpe(tmp_path, chat_template=template))
-        text = chatml.chats.render([{"role": "assistant", "content": None, "tool_calls": [call]}])
+        text = chatml.chats.text([{"role": "assistant", "content": None, "tool_calls": [call]}])
         assert text == str({"arguments": arguments})
 
     def test_what_is_nested_too_deeply_for_the_template_is_refused(self, tmp_path: Path) -> None:
@@ -71,26 +71,26 @@ class TestRenderChat:
         for _ in range(900):
             deep = [deep]
         with pytest.raises(InvalidRequest, match="nested too deeply"):
-            Tokenizer.load(byte_bpe(tmp_path, chat_template=walk)).chats.tell(user("x"), template_kwargs={"x": deep})
+            Tokenizer.load(byte_bpe(tmp_path, chat_template=walk)).chats.render(user("x"), template_kwargs={"x": deep})
 
     def test_template_arguments_reach_the_template(self, chatml: Tokenizer) -> None:
-        assert chatml.chats.tell(user("x"), template_kwargs={"enable_thinking": False}).text.endswith(
+        assert chatml.chats.render(user("x"), template_kwargs={"enable_thinking": False}).text.endswith(
             "<think>\n\n</think>\n\n"
         )
-        assert chatml.chats.render(user("x")).endswith("assistant\n")
+        assert chatml.chats.text(user("x")).endswith("assistant\n")
 
     @pytest.mark.parametrize(
         "name", ["tokenize", "chat_template", "return_dict", "messages", "tools", "self", "add_generation_prompt"]
     )
     def test_other_arguments_are_refused(self, chatml: Tokenizer, name: str) -> None:
         with pytest.raises(InvalidRequest) as refused:
-            chatml.chats.tell(user("x"), template_kwargs={name: "x"})
+            chatml.chats.render(user("x"), template_kwargs={name: "x"})
         assert refused.value.param == "chat_template_kwargs"
 
     def test_what_the_template_refuses_is_the_callers_fault(self, tmp_path: Path) -> None:
         tokenizer = Tokenizer.load(metaspace(tmp_path))
         with pytest.raises(InvalidRequest, match="Unknown role poet") as refused:
-            tokenizer.chats.render([{"role": "poet", "content": "x"}])
+            tokenizer.chats.text([{"role": "poet", "content": "x"}])
         assert refused.value.param == "messages"
 
     @pytest.mark.parametrize(
@@ -104,18 +104,18 @@ class TestRenderChat:
     )
     def test_malformed_messages(self, chatml: Tokenizer, messages: Any, param: str) -> None:
         with pytest.raises(InvalidRequest) as refused:
-            chatml.chats.render(messages)
+            chatml.chats.text(messages)
         assert refused.value.param == param
 
     def test_without_a_template(self, tmp_path: Path) -> None:
         tokenizer = Tokenizer.load(byte_bpe_bos(tmp_path, chat_template=None))
         assert not tokenizer.chats.uses_template
-        text = tokenizer.chats.render(user("hi<|eot_id|>"))
+        text = tokenizer.chats.text(user("hi<|eot_id|>"))
         assert text == f"<|begin_of_text|>user: hi{tokenizer.marks.mark('<|eot_id|>')}\nassistant:"
 
     def test_a_template_that_cannot_be_read_is_the_models_fault(self, tmp_path: Path) -> None:
         with pytest.raises(UnsupportedModel, match="template"):
-            Tokenizer.load(byte_bpe(tmp_path, chat_template="{% for %}")).chats.render(user("x"))
+            Tokenizer.load(byte_bpe(tmp_path, chat_template="{% for %}")).chats.text(user("x"))
 
 
 class TestRawPrompt:
@@ -181,6 +181,6 @@ def test_conversation_ids_equal_those_of_transformers(tokenizer: Tokenizer) -> N
     messages = [*user("hello there"), {"role": "assistant", "content": "    x = 1"}, *user("more")]
     expected = tokenizer._wrapper.apply_chat_template(messages, add_generation_prompt=True)
     found = match_text(
-        Transcript.empty(), tokenizer.chats.render(messages), tokenizer.encode, frozenset(tokenizer.control_ids)
+        Transcript.empty(), tokenizer.chats.text(messages), tokenizer.encode, frozenset(tokenizer.control_ids)
     )
     assert list(found.transcript.ids) == expected

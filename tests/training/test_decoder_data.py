@@ -46,7 +46,7 @@ def test_each_answer_is_an_example_behind_everything_before_it(tokenizer: Tokeni
     examples = examples_of(tokenizer, CHAT)
     assert len(examples) == 2
     for example, count in zip(examples, (2, 4), strict=True):
-        assert list(example.prompt) == tokenizer.encode(tokenizer.chats.render(CHAT[:count])).ids
+        assert list(example.prompt) == tokenizer.encode(tokenizer.chats.text(CHAT[:count])).ids
         assert example.answer[-1] in tokenizer.eos_ids
         assert not set(example.answer[:-1]) & tokenizer.control_ids  # also where the text spells one
         said = tokenizer.detokenizer()
@@ -60,7 +60,7 @@ def test_each_answer_is_an_example_behind_everything_before_it(tokenizer: Tokeni
 def test_other_tokenizers(kind: str, model_folder: ModelFolder) -> None:
     tokenizer = Tokenizer.load(model_folder("llama", tokenizer=kind, num_hidden_layers=1))
     example = examples_of(tokenizer, CHAT[1:])[0]
-    assert list(example.prompt) == tokenizer.encode(tokenizer.chats.render(CHAT[1:2])).ids
+    assert list(example.prompt) == tokenizer.encode(tokenizer.chats.text(CHAT[1:2])).ids
     assert example.answer[-1] in tokenizer.eos_ids and len(example.answer) > 2
 
 
