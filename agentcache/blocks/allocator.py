@@ -191,7 +191,6 @@ class BlockAllocator:
             freed += self._bytes[donor]
 
     def _free_last(self, index: int, *, moves_read: bool) -> bool:
-        """Free the last slot, moving its block; False if it must stay."""
         pool = self._pools[index]
         last = pool.capacity - 1
         if last < self._least[index] or (

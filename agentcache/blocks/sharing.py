@@ -45,7 +45,6 @@ def _share(sequence: BlockTables, path: CachedPath, slots: Slots) -> None:
 
 
 def _tail_slots(path: CachedPath) -> list[tuple[int, int]]:
-    """(group, slot) of the tail."""
     block_ids = {} if path.tail is None else path.tail.block_ids
     return [(index, block_ids[index]) for index in path.groups if index in block_ids]
 

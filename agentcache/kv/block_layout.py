@@ -63,11 +63,7 @@ class RestBuffer:
 
 
 class Place:
-    """One slot's memory, for reading a full block into it.
-
-    Attributes:
-        integers: targets for the bytes before the first float; contents are arbitrary until a step reads the block.
-    """
+    """One slot's memory, for reading a full block into it: `integers` take the bytes before the first float."""
 
     def __init__(self, memory: GroupMemory, block_id: int) -> None:
         self.integers = [slots[block_id * size : (block_id + 1) * size] for slots, size in memory.integers]
@@ -85,7 +81,7 @@ class Place:
             slots[begin : begin + size] = tensor
 
     def let_go(self) -> None:
-        """Release the views: the next computation may move the array."""
+        """Release the views, before any computation."""
         for run in self.integers:
             run.release()
 
@@ -101,7 +97,7 @@ class GroupMemory:
         return Place(self, block_id)
 
     def let_go(self) -> None:
-        """Release the memory once no `Place` is in use, so that steps write in place."""
+        """Release the memory, once no `Place` is in use."""
         for slots, _ in (*self.integers, *self.rest):
             slots.release()
 
@@ -143,7 +139,7 @@ def first_float(group: GroupSpec, num_tokens: int) -> int:
 
 
 def header_entries(group: GroupSpec, position: int, num_tokens: int) -> bytes:
-    """Members of a safetensors header for the block's tensors: JSON without outer braces."""
+    """Members of a safetensors header: JSON without outer braces."""
     return str(position).encode().join(_around_position(group, num_tokens))
 
 

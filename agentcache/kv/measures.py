@@ -1,7 +1,6 @@
 """Optional measurements per cached token, which attention does not read.
 
-RAM has each token's, so that part of a block can be separated. Files have a block's sum (`store/block_file.py`),
-rounded so that they stay equal despite differences in a float's last bit.
+Files have a block's sum, rounded, so that they stay equal despite differences in a float's last bit.
 """
 
 from __future__ import annotations

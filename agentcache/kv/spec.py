@@ -42,9 +42,9 @@ class LayerSpec:
     """Cached heads and dimensions of one layer.
 
     Args:
-        index: number of layers computed before it, counting on in a second round through the layers.
-        num_kv_heads: cached heads (1 for MLA's latent).
-        key_dim, value_dim: values per head; `value_dim` is 0 if the key cache holds the values (MLA).
+        index: number of layers computed before it, also in a second round through the layers.
+        num_kv_heads: 1 for MLA's latent.
+        value_dim: 0 if the key cache holds the values (MLA).
         window: most recent tokens attended to; None for all.
         nth: index among the layer's caches.
     """
@@ -67,11 +67,7 @@ class StateTensor:
 
 @dataclass(frozen=True)
 class RecurrentSpec:
-    """Fixed-size state of one recurrent layer (Mamba, gated delta, short convolution).
-
-    Args:
-        tensors: in the order of mlx-lm's `ArraysCache`; None for an entry that stays empty.
-    """
+    """Fixed-size state of one recurrent layer, as in mlx-lm's `ArraysCache`; None for an entry that stays empty."""
 
     index: int
     tensors: tuple[StateTensor | None, ...]
@@ -84,7 +80,7 @@ class TensorSpec:
     Args:
         name: name in files, with `POSITION` for the block's index.
         shape: of one token, or of the block if `token_axis` is None.
-        token_axis: the token axis in a block's shape; None for a tensor stored once per block.
+        token_axis: in a block's shape; None for a tensor stored once per block.
     """
 
     name: str
@@ -121,10 +117,10 @@ class GroupSpec:
     """Tensors with blocks of their own, usually of one attention kind and span of depth.
 
     Args:
-        name: name in addresses and files, unique in its `CacheSpec`.
+        name: in addresses and files; unique in a `CacheSpec`.
         tensors: in block byte order; widest dtypes first, for alignment.
         window: most recent tokens read; None for all.
-        layers, quantisation: attention layers with this KV, and its packing; empty and None for other tensors.
+        layers, quantisation: attention layers and packing of KV.
         value_quantisation: packing of values, if different.
     """
 
@@ -194,12 +190,11 @@ class CacheSpec:
     """A cache with its own blocks and addresses: a model's own, or one beside it.
 
     Args:
-        num_attention_heads: query heads, for the file header.
         groups, recurrent: in order of depth.
-        rope: text that differs whenever rope rotates differently.
-        beside: identity of a cache beside the model's own, including that cache's digest.
+        rope: text that differs if rope rotates differently.
+        beside: identity of a cache beside the model's own, with that one's digest.
         rank: such as `0 of 2`; empty for one process.
-        sources: digest of the code that computes KV (`models/source_digest.py`).
+        sources: digest of the code that computes KV.
     """
 
     model_type: str
@@ -313,11 +308,7 @@ def sides(layer: LayerSpec) -> Iterator[tuple[str, int]]:
 
 
 def packed_tensors(layer: LayerSpec, side: str, dim: int, packing: Packing) -> dict[str, TensorSpec]:
-    """Tensors by part, for blocks of k tokens.
-
-    Quantised: data uint32 [H_kv, k, D * bits / 32], scales, biases float16 [H_kv, k, D / group_size]; else data [H_kv,
-    k, D].
-    """
+    """Tensors by part, [H_kv, tokens, width]."""
     return {
         part: TensorSpec(tensor_name(layer, side, part), dtype, (layer.num_kv_heads, width), token_axis=1)
         for part, (dtype, width) in packing.parts(dim).items()

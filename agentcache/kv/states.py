@@ -1,7 +1,4 @@
-"""Checkpoints of recurrent state in RAM: for each slot, the arrays of one row.
-
-Steps create new arrays, so stored ones never change. Empty slots reserve no memory.
-"""
+"""Checkpoints of recurrent state in RAM: for each slot, the arrays of one row, which steps never change."""
 
 from __future__ import annotations
 
@@ -75,7 +72,7 @@ class StateArena:
         return bool(mx.all(mx.stack([mx.all(mx.isfinite(array)) for array in floats]))) if floats else True
 
     def snapshot(self, slot: int) -> Array:
-        """A copy of the bytes, uint8 [n] as in `block_layout`."""
+        """Copy the bytes, uint8 [n] as in `block_layout`."""
         named = self._named(slot)
         mx.eval(named)
         block = np.empty(self._group.bytes_of(0), np.uint8)

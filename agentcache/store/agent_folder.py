@@ -51,9 +51,7 @@ class _LogWrite:
 
 
 class AgentFolder:
-    """The lineages in one folder below ``agents/``; the only writer of their files.
-
-    `name` is a lineage's name (`manifest.lineage_name`).
+    """The lineages in one folder below ``agents/``; the only writer of their files. `name` as in `LineageReader`.
 
     Args:
         folder: adopted by `usage`.
@@ -93,7 +91,7 @@ class AgentFolder:
 
     @property
     def unavailable(self) -> Mapping[str, str]:
-        """Unavailable lineages with the reason. Their files are not touched."""
+        """Unavailable lineages with the reason. Their files stay."""
         return self._unavailable
 
     @property
@@ -106,13 +104,13 @@ class AgentFolder:
         return agent_id in self._names or any(agent_of(name) == agent_id for name in self._names)
 
     def load(self, take: Callable[[SavedAgent], None] = lambda agent: None) -> None:
-        """Read all lineages, once. Unavailable files are not touched.
+        """Read all lineages, once. Unavailable files stay.
 
         Damaged lineages of the served model are rebuilt or, if nothing is provable, quarantined. Logs whose manifest is
         neither here nor in quarantine are removed.
 
         Args:
-            take: callback for each; may release the transcript from RAM.
+            take: callback for each lineage; may release its transcript from RAM.
         """
         if self._loaded:
             return
@@ -127,7 +125,7 @@ class AgentFolder:
         self._loaded = True
 
     def load_again(self, names: Sequence[str]) -> list[SavedAgent]:
-        """Retry unavailable lineages on the writer thread; return those now available."""
+        """Retry unavailable lineages; return those now available."""
         for name in names:
             self._unavailable.pop(name, None)
             self._load(name)
@@ -168,7 +166,7 @@ class AgentFolder:
         try:
             self._replace_damaged(name, found, reason, damaged_logs, is_sound=stated_log is not None)
         except (OSError, StoreError) as error:  # the next start retries
-            logger.warning("agent %s as rebuilt could not be written: %s", name, error)
+            logger.warning("agent %s is rebuilt, but cannot be written: %s", name, error)
             self._agents[name] = SavedAgent(found.manifest, found.content, extendable=False)
 
     def _replace_damaged(
@@ -206,7 +204,7 @@ class AgentFolder:
             raise FileUnavailable(f"agent {name} is unavailable: {self._unavailable[name]}")
 
     def save(self, record: AgentRecord, spec: str, groups: tuple[str, ...]) -> int:
-        """Make `record` durable; return the bytes written: changes and manifest.
+        """Make `record` durable; return the bytes written.
 
         Raises:
             InvalidRequest: invalid agent id.
@@ -231,12 +229,7 @@ class AgentFolder:
         return len(log.data) + len(encoded)
 
     def delete(self, name: str) -> None:
-        """Remove the lineage's files, the manifest first.
-
-        Raises:
-            FileUnavailable: nothing has changed.
-            OSError: the manifest's removal failed or is not durable.
-        """
+        """Remove the lineage's files, the manifest first. Raises FileUnavailable, without any change, or OSError."""
         self.require_available(name)
         if name not in self._names:
             return

@@ -5,8 +5,8 @@
     index: JSON, kind, length and SHA-256 of each content, in file order
     length of the index (8 bytes, little endian), SHA-256 of magic line, index and length (32 bytes)
 
-The index has the model's identity (`model_files.py`) if manifests use an older name. It has no file names, so an
-archive cannot address a path. Digests detect damage, not forgery: import only from trusted sources.
+The index has the model's identity (`model_files.py`) if manifests use an older name, and no file names. Digests detect
+damage, not forgery: import only from trusted sources.
 """
 
 from __future__ import annotations
@@ -97,16 +97,13 @@ class ArchivedContent:
 
 
 def _none_there() -> ArchiveRejected:
-    """One message for all causes, to reveal nothing about other files."""
+    """One message for all causes, to reveal nothing about files."""
     message = "no agentcache archive can be read at this path: name a file that agentcache export has written"
     return ArchiveRejected(message, param="path")
 
 
 def _parse_index(index: bytes) -> tuple[str, str, str, int, list[ArchivedContent]]:
-    """Return agent, model, model identity (or empty), ranks and contents.
-
-    Parsed by entry, because JSON objects would take 20 times the bytes.
-    """
+    """Return agent, model, identity, ranks and contents. Parsed by entry: JSON objects take 20 times the bytes."""
     head = _INDEX_HEAD.match(index)
     if head is None:
         raise ArchiveRejected("the index is unreadable", param="path")
@@ -121,10 +118,7 @@ def _parse_index(index: bytes) -> tuple[str, str, str, int, list[ArchivedContent
 
 
 class ArchiveFile:
-    """An open archive with a verified index; `read` verifies each content. Raises ArchiveRejected.
-
-    Keeps the file open, because the path may later lead to another one.
-    """
+    """An open archive with a verified index; `read` verifies each content. Raises ArchiveRejected."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -172,7 +166,7 @@ class ArchiveFile:
         return b"".join(parts)
 
     def read(self, content: ArchivedContent, max_bytes: int) -> bytes:
-        """Return the content's bytes. Raises ArchiveRejected if they are too many or damaged."""
+        """Raises ArchiveRejected for too many or damaged bytes."""
         if content.num_bytes > max_bytes:
             raise ArchiveRejected(f"a {content.kind} of {content.num_bytes} bytes makes no sense", param="path")
         data = self._pread(content.num_bytes, content.begin)
@@ -200,7 +194,7 @@ def export_agent(
 
     Args:
         others: cache folders of ranks 1, 2, …; only blocks in all of them are exported.
-        fingerprint: prefix of the model's fingerprint, to choose between models.
+        fingerprint: prefix of the model's fingerprint.
 
     Raises:
         NotFound: no such agent.
@@ -327,7 +321,6 @@ def _path(files: CacheFiles, key: str) -> Path:
 
 
 def _block(files: CacheFiles, key: str) -> bytes:
-    """Read and verify a block. Raises BlockRejected, and FileNotFoundError if just removed."""
     data = files.read(_path(files, key), MAX_BLOCK_BYTES)
     if examine_block(data) != key:
         raise BlockRejected(f"block {key} is damaged; agentcache doctor --check tells more")

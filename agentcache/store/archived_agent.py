@@ -197,7 +197,6 @@ def _addressed(lineage: SavedAgent, model: str) -> SavedAgent:
 
 
 def _pairs(archived: SavedAgent, here: SavedAgent) -> Iterator[tuple[str, _ExpectedBlock]]:
-    """Yield each block's key in the archive, and the block here."""
     of_here, caches = _expected(here), {cache.name for cache in here.manifest.caches}
     for block in _expected(archived):
         if block.header.cache in caches:
@@ -205,8 +204,7 @@ def _pairs(archived: SavedAgent, here: SavedAgent) -> Iterator[tuple[str, _Expec
 
 
 def _renamed(record: AgentRecord, agent_id: str, now: float) -> AgentRecord:
-    """Another machine's clock may be ahead, hence the limit."""
-    return replace(record, id=agent_id, created=min(record.created, now))
+    return replace(record, id=agent_id, created=min(record.created, now))  # another clock may be ahead
 
 
 def _check_residuals_agree(manifests: Sequence[Manifest]) -> None:
@@ -293,7 +291,6 @@ def _blocks_of(
     contents: deque[ArchivedContent],
     expected: dict[str, _ExpectedBlock],
 ) -> dict[str, ArchivedContent]:
-    """Pop one rank's blocks off `contents`."""
     found: dict[str, ArchivedContent] = {}
     largest = MAX_HEADER_BYTES + max(group.bytes_per_block for group in spec.all_groups)
     while contents and contents[0].kind == kind:

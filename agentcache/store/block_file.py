@@ -1,7 +1,7 @@
 """Encode and verify one cache block as a safetensors file.
 
-The reader rebuilds the expected header and compares it byte by byte. Only three fields come from the file: compressed
-token ids (zlib versions differ), extras, and the checksum, which covers the rest.
+The reader rebuilds the header and compares it byte by byte. Only three fields come from the file: compressed token ids
+(zlib versions differ), extras, and the checksum, which covers the rest.
 Format: https://github.com/huggingface/safetensors#format
 """
 
@@ -35,8 +35,7 @@ from agentcache.errors import BlockRejected, BrokenInvariant, FileUnavailable, S
 from agentcache.kv.block_layout import ALIGNMENT, Array, block_tensors, first_float, float_ranges, header_entries
 from agentcache.kv.spec import DTYPES, CacheSpec, GroupSpec
 
-# Small named tensors and texts in a block's header, e.g. the quantisation error. Canonical JSON under the
-# checksum; not part of the address, and not read by attention.
+# Small named tensors and texts in a block's header, e.g. the quantisation error. Not part of the address.
 Extra: TypeAlias = "str | Array"
 Extras: TypeAlias = "Mapping[str, Extra]"
 
@@ -50,10 +49,10 @@ HEAD_BEGIN = 8  # bytes: length of the JSON
 NO_EXTRAS: Extras = MappingProxyType({})
 _NO_CHECKSUM = "0" * 32
 _CHECKSUM_FIELD = b'"checksum":"'
-# Metadata fields, in order, that differ within a group and KV origin.
+# Metadata fields that differ within a group and KV origin, in order.
 _OWN_TEXTS = ("format_version", "total_tokens", "num_blocks", "block_key", "parent", "token_ids")
-# By item size: bits of +infinity as a signed and of -infinity as an unsigned integer. Among floats of one sign,
-# infinities and NaNs have the largest bits: two maxima find them without a copy.
+# By item size: bits of +infinity as a signed and of -infinity as an unsigned integer. Infinities and NaNs have the
+# largest bits of their sign: two maxima find them without a copy.
 _INFINITIES: dict[int, tuple[np.integer[Any], np.integer[Any]]] = {
     2: (np.int16(0x7C00), np.uint16(0xFC00)),
     4: (np.int32(0x7F800000), np.uint32(0xFF800000)),
@@ -61,11 +60,7 @@ _INFINITIES: dict[int, tuple[np.integer[Any], np.integer[Any]]] = {
 
 
 def encode_extras(extras: Extras) -> str:
-    """Write the extras as text; empty for none.
-
-    Raises:
-        StoreError: invalid name, type or dtype, a float that is not finite, or over `MAX_EXTRAS_BYTES`.
-    """
+    """Write the extras as text; empty for none. Raises StoreError if they are invalid or over `MAX_EXTRAS_BYTES`."""
     if not extras:
         return ""
     if bad := [name for name in extras if not _EXTRA_NAME.fullmatch(name)]:
@@ -111,10 +106,9 @@ class BlockHeader:
     Args:
         block_key: content address and file name.
         parent: chain key of the preceding block, or the namespace's root.
-        position: index in the sequence, in blocks.
-        packed: token ids, 1 to 256 (`radix_tree.pack`).
-        producer: KV origin.
-        cache: not in the file, but the chain starts at its root.
+        position: block number.
+        packed: 1 to 256 token ids (`radix_tree.pack`).
+        cache: not in the file; its root begins the chain.
     """
 
     block_key: str
@@ -146,7 +140,7 @@ class BlockHeader:
 
 @dataclass(frozen=True)
 class StoredBlock:
-    """A decoded block; `data` has its tensors, uint8 [n], read-only (`block_layout.block_tensors`)."""
+    """A decoded block; `data`, uint8 [n], has its tensors (`block_layout.block_tensors`)."""
 
     data: Array
     extras: Extras = field(default_factory=dict)
@@ -165,20 +159,16 @@ def make_header(
 
 
 def max_encoded_size(spec: CacheSpec, header: BlockHeader) -> int:
-    """Return an upper bound of a valid file's size."""
+    """Upper bound of a valid file's size."""
     return MAX_HEADER_BYTES + spec.group(header.group).bytes_per_block
 
 
 def encode_block(
     spec: CacheSpec, header: BlockHeader, data: Array, extras: Extras = NO_EXTRAS
 ) -> tuple[bytes, memoryview]:
-    """Encode a block as a safetensors file: header, and `data` itself.
+    """Encode a block as a safetensors file: header, and `data` itself, uint8 [n].
 
-    Args:
-        data: bytes of the tensors, uint8 [n], contiguous.
-
-    Raises:
-        StoreError: wrong size, a float that is not finite, or an invalid extra.
+    Raises StoreError for a wrong size, a float that is not finite, or an invalid extra.
     """
     if data.dtype != np.uint8 or data.shape != (data_bytes(spec, header),):
         raise StoreError(f"the block's data is {data.dtype} {data.shape}, not uint8 ({data_bytes(spec, header)},)")
@@ -194,7 +184,7 @@ def encode_block(
 
 
 def decode_block(spec: CacheSpec, header: BlockHeader, buffer: bytes | memoryview) -> StoredBlock:
-    """Decode and verify a file; the data is a view of `buffer`. Raises as `verify_block`."""
+    """Decode and verify a file; the data is a view of `buffer`. Raises like `verify_block`."""
     head_size = find_data(spec, header, buffer[:HEAD_BEGIN], len(buffer))
     data = np.frombuffer(buffer, np.uint8, offset=head_size)
     first = first_float(spec.group(header.group), header.num_tokens)
@@ -202,7 +192,7 @@ def decode_block(spec: CacheSpec, header: BlockHeader, buffer: bytes | memoryvie
 
 
 def find_data(spec: CacheSpec, header: BlockHeader, begin: bytes | bytearray | memoryview, file_size: int) -> int:
-    """Return the tensors' offset in a file whose first `HEAD_BEGIN` bytes are `begin`. Raises BlockRejected."""
+    """Tensors' offset in a file that starts with the `HEAD_BEGIN` bytes `begin`. Raises BlockRejected."""
     if len(begin) < HEAD_BEGIN:
         raise BlockRejected(f"the file has {len(begin)} bytes, too few for a header")
     head_size = HEAD_BEGIN + int.from_bytes(begin, "little")
@@ -215,14 +205,14 @@ def find_data(spec: CacheSpec, header: BlockHeader, begin: bytes | bytearray | m
 def verify_block(
     spec: CacheSpec, header: BlockHeader, head: bytes, integers: Sequence[memoryview], rest: Array
 ) -> Extras:
-    """Verify a file of `head`, `integers` and `rest`; return its extras.
+    """Verify a file; return its extras.
 
     Args:
-        integers: bytes in front of the first float, in pieces.
+        integers: bytes before the first float, in pieces.
         rest: remaining bytes, uint8 [n].
 
     Raises:
-        BlockRejected: not the block of `header`; the message names the difference.
+        BlockRejected: not the block of `header`.
         FileUnavailable: of a newer release.
     """
     unsigned = _plain_head(spec, header, len(head))
@@ -314,11 +304,7 @@ def _head(spec: CacheSpec, header: BlockHeader, metadata: Mapping[str, str], siz
 
 
 def _head_of(spec: CacheSpec, header: BlockHeader, metadata: str, size: int) -> bytes:
-    """Return length (8 bytes) and JSON header, padded to `ALIGNMENT`.
-
-    Args:
-        size: of an existing header, whose old alignment is kept, or 0.
-    """
+    """Return length (8 bytes) and JSON header, padded to `ALIGNMENT` or as an existing header of `size` bytes."""
     entries = header_entries(spec.group(header.group), header.position, header.num_tokens)
     text = b'{"__metadata__":%b,%b}' % (metadata.encode(), entries)
     end = HEAD_BEGIN + len(text)
@@ -331,7 +317,6 @@ def data_bytes(spec: CacheSpec, header: BlockHeader) -> int:
 
 
 def _checksum(unsigned_head: bytes, *data: bytes | memoryview) -> str:
-    """Return xxh3 of the header, with a zero checksum, and of all tensor bytes."""
     state = xxhash.xxh3_128(unsigned_head)
     for part in data:
         state.update(part)
@@ -361,7 +346,6 @@ def _stated_metadata(header_json: bytes) -> dict[str, str]:
 def _reject_damaged_version(
     spec: CacheSpec, header: BlockHeader, head: bytes, integers: Sequence[memoryview], rest: Array
 ) -> None:
-    """Raise BlockRejected if only the version is wrong: a flipped bit, not a newer release."""
     stated = _stated_metadata(head[HEAD_BEGIN:])["format_version"]
     corrected = head.replace(_version_entry(stated), _version_entry(str(FORMAT_VERSION)), 1)
     try:
@@ -407,7 +391,6 @@ def _check_token_ids(expected: Sequence[int], packed: str) -> None:
 
 
 def _not_finite(spec: CacheSpec, header: BlockHeader, rest: Array) -> str | None:
-    """Return the first tensor that is not finite; `rest` starts at the first float."""
     group, num_tokens = spec.group(header.group), header.num_tokens
     first = first_float(group, num_tokens)
     ranges = float_ranges(group, num_tokens)

@@ -42,7 +42,7 @@ _MAX_FILE_BYTES = 1 << 62
 
 @dataclass(frozen=True)
 class BlockWrite:
-    """A block to write; `data` as in `StoredBlock`, `others` the same for ranks 1, 2, … unless they have it."""
+    """A block to write; `data` as in `StoredBlock`, `others` for ranks 1, 2, … unless they have it."""
 
     header: BlockHeader
     data: Array
@@ -56,7 +56,7 @@ def _kind_of(header: BlockHeader) -> str:
 
 @dataclass(frozen=True)
 class BlockCopy:
-    """A block's file from another folder, accepted by `verify.examine_block`. Its reader verifies the tensors."""
+    """A block's file from an archive, accepted by `verify.examine_block`."""
 
     header: BlockHeader
     file: bytes
@@ -104,12 +104,12 @@ class BlockReader:
         return [os.path.basename(path).removesuffix(_SUFFIX) for path in self._paths()]
 
     def all_there(self, keys: Iterable[str]) -> bool:
-        """Whether the files still exist on disk. Raises OSError for a link in place of a folder."""
+        """Whether the files still exist on disk. Raises OSError for a link instead of a folder."""
         return self._files.all_there(self._folder, [f"{key[:2]}/{key}{_SUFFIX}" for key in keys])
 
     @contextmanager
     def reader(self) -> Iterator[BlockReader]:
-        """The same files for one thread; keeps folders open."""
+        """A reader for one thread, which keeps folders open."""
         files = CacheFiles(self._files.root)
         with files.keep_open():
             yield BlockReader(files, self._folder, self._specs, self._usage, self._unavailable)
@@ -122,8 +122,8 @@ class BlockReader:
 
         Raises:
             BlockMissing: no file.
-            BlockRejected: not that block; now in quarantine. The buffer is undefined.
-            FileUnavailable: the file stays until the block is rewritten.
+            BlockRejected: not that block; now in quarantine.
+            FileUnavailable: the file stays until rewritten.
         """
         spec = self._spec_of(header)
         size = data_bytes(spec, header)
@@ -132,17 +132,12 @@ class BlockReader:
         return StoredBlock(data, self.read_apart(header, [data[:first].data], data[first:]))
 
     def read_apart(self, header: BlockHeader, integers: Sequence[memoryview], rest: Array) -> Extras:
-        """Read and verify a block in pieces; return its extras. Raises as `read`.
-
-        Args:
-            integers: buffers up to the first float.
-            rest: buffer for the remaining bytes, uint8 [n].
-        """
+        """Read and verify a block in pieces, as in `verify_block`; return its extras. Raises as `read`."""
         spec, name = self._spec_of(header), self._checked_name(header.block_key)
         try:
             try:
                 with closing(self._files.open_regular(name, max_encoded_size(spec, header))) as file:
-                    # One read: all bytes in front of the data are the header.
+                    # One read: all bytes before the data are the header.
                     head = bytearray(max(HEAD_BEGIN, file.size - data_bytes(spec, header)))
                     file.require_all(file.read_into([memoryview(head), *integers, rest.data]))
                 find_data(spec, header, head[: min(HEAD_BEGIN, file.size)], file.size)
@@ -175,7 +170,7 @@ class BlockReader:
         self._unavailable.add(key)
 
     def decode_zeros(self, header: BlockHeader, buffer: Array) -> Array:
-        """Verify a block of zeros in `buffer` as a read would, without a file."""
+        """Verify a block of zeros in `buffer`, without a file."""
         data = buffer[: data_bytes(self._spec_of(header), header)]
         data[:] = 0
         spec = self._spec_of(header)
@@ -291,10 +286,7 @@ class BlockFolder(BlockReader):
             self._files.sync_folder(folder, covered=self._is_covered or left > 0)
 
     def _undo(self, files: Iterable[Replacement]) -> None:
-        """Remove a failed batch: a renamed block may vanish if its folder was not synced.
-
-        Earlier files stay, replaced or not.
-        """
+        """Remove a failed batch, as a renamed block may vanish if its folder was not synced. Earlier files stay."""
         for file in files:
             file.discard()
             if self.is_there(file.path.stem):

@@ -36,7 +36,7 @@ _MAX_COMPANION_BYTES = 1 << 24
 
 
 class WrongFile(BlockRejected, OSError):
-    """By its status, not a regular file (`NotAFile`), or too long. Other OSErrors say nothing about content."""
+    """Not a regular file (`NotAFile`), or too long. Other OSErrors say nothing about content."""
 
 
 class NotAFile(WrongFile):
@@ -62,10 +62,7 @@ def whose(error: OSError | MemoryError) -> str:
 
 
 def set_mode(fd: int, mode: int) -> None:
-    """Set the mode of an open file or folder. Own files stay as they are where modes are refused (FUSE, SMB).
-
-    Raises OSError, e.g. if it belongs to another user.
-    """
+    """Set the mode of an open file or folder, except own ones if the file system refuses modes. Raises OSError."""
     status = os.fstat(fd)
     if stat.S_IMODE(status.st_mode) == mode:
         return
@@ -148,9 +145,6 @@ class CacheFiles:
 
     Methods raise OSError: FileNotFoundError, or NotADirectoryError if a folder on the path is a link or no folder.
 
-    Args:
-        root: absolute path; links above it are allowed.
-
     Attributes:
         lasting: folders kept open after `keep_open`, until `close`.
     """
@@ -187,9 +181,9 @@ class CacheFiles:
 
     @contextmanager
     def keep_open(self) -> Iterator[bool]:
-        """Resolve each folder once within the block. Yields whether it is the outermost one.
+        """Resolve each folder once within the block. Yields whether it is the outermost one. One thread at a time.
 
-        A replaced folder goes unnoticed: work continues in the old one. One thread at a time.
+        A replaced folder goes unnoticed.
         """
         if self._keeper == threading.get_ident():
             yield False
@@ -201,7 +195,7 @@ class CacheFiles:
             self.close_replaced()
             yield True
         finally:
-            self._close(set(self._kept).difference(self.lasting))
+            self.close(set(self._kept).difference(self.lasting))
             self._keeper = None
 
     def close_replaced(self) -> None:
@@ -210,7 +204,7 @@ class CacheFiles:
         for path in sorted(self._kept):  # parents first
             if os.path.dirname(path) in replaced or not self._is_in_place(path):
                 replaced.add(path)
-        self._close(replaced)
+        self.close(replaced)
 
     def _is_in_place(self, path: str) -> bool:
         above, name = os.path.split(path)
@@ -223,19 +217,13 @@ class CacheFiles:
             return False
         return _identity(status) == self._kept[path].identity
 
-    def close(self) -> None:
-        self._close(list(self._kept))
-
-    def _close(self, folders: Iterable[str]) -> None:
-        for folder in folders:
+    def close(self, folders: Iterable[str] | None = None) -> None:
+        """Close kept folders, by default all."""
+        for folder in list(self._kept) if folders is None else folders:
             os.close(self._kept.pop(folder).descriptor.fd)
 
     def make_folder(self, path: Path, *, sync: bool = True) -> None:
-        """Create a missing folder; set its mode.
-
-        Args:
-            sync: whether it is durable before later writes; else a sync of its parent makes it durable.
-        """
+        """Create a missing folder; set its mode. Without `sync`, a later sync of its parent makes it durable."""
         with self.folder(path.parent) as parent, _naming(path):
             with suppress(FileExistsError):
                 os.mkdir(path.name, 0o700, dir_fd=parent)
@@ -348,20 +336,14 @@ class CacheFiles:
             os.unlink(name, dir_fd=folder)
 
     def read(self, path: Path, max_bytes: int) -> bytes:
-        """Read a whole regular file.
-
-        Raises:
-            WrongFile: longer than `max_bytes`.
-            NotAFile, IsLink: not a regular file.
-            OSError, MemoryError: cannot be read now.
-        """
+        """Read a whole file. Raises WrongFile, NotAFile, IsLink; OSError or MemoryError if it is unavailable."""
         with closing(self.open_regular(path, max_bytes)) as file:
             data = bytearray(file.size)
             file.require_all(file.read_into([memoryview(data)]))
             return bytes(data)
 
     def open_regular(self, path: Path | str, max_bytes: int) -> RegularFile:
-        """Open a regular file. Raises NotAFile, WrongFile and IsLink as `read`."""
+        """Open a regular file. Raises like `read`."""
         try:
             fd = self.open(path, os.O_RDONLY).fd
         except OSError as error:
@@ -380,10 +362,7 @@ class CacheFiles:
         return RegularFile(fd, status.st_size)
 
     def is_companion(self, path: Path | str) -> bool:
-        """Whether the file is AppleDouble: metadata of macOS on exFAT or SMB.
-
-        The content decides: an agent's id may start with `._`.
-        """
+        """Whether the file is AppleDouble (metadata of macOS), by its content: an agent's id may start with `._`."""
         if not os.path.basename(path).startswith("._"):
             return False
         head = bytearray(len(_APPLE_DOUBLE))

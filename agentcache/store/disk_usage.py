@@ -32,7 +32,7 @@ logger = logging.getLogger("agentcache.store")
 
 @dataclass(frozen=True)
 class DiskBudget:
-    """A limit for all files of a cache folder. An automatic one limits growth and evicts nothing."""
+    """A limit for all files of a cache folder. An automatic one evicts nothing."""
 
     num_bytes: int
     is_automatic: bool
@@ -47,16 +47,12 @@ class DiskBudget:
 
 
 def explicit_budget(num_bytes: int) -> DiskBudget:
-    """The user's budget. Agents are evicted to keep it."""
+    """The user's budget."""
     return DiskBudget(num_bytes, False, "disk_budget is set; the stalest agents' blocks are evicted to keep it")
 
 
 def automatic_budget(free: int, held: int) -> DiskBudget:
-    """Return a share of the disk, at least `held` bytes: files of other programs must not cause evictions.
-
-    Args:
-        held: bytes of the cache's files.
-    """
+    """Return a share of the disk, at least `held`, the bytes of the cache's files."""
     share = min(int((free + held) * AUTO_SHARE), AUTO_CEILING)
     measured = f"{free / 1e9:.1f} GB are free and {held / 1e9:.1f} GB held"
     if share <= held:
@@ -68,16 +64,14 @@ def automatic_budget(free: int, held: int) -> DiskBudget:
 class DiskUsage:
     """Owner of file sizes and the disk budget. Thread-safe.
 
-    A file's kind is its top folder; a block's is its content, base KV by default. Methods that touch files
-    raise OSError, unless stated.
+    A file's kind is its top folder; a block's is its content, base KV by default. Access to files raises OSError.
 
     Args:
         budget: the user's limit in bytes; None for an automatic budget.
 
     Attributes:
-        total: bytes of all files, including quarantine.
-        written, read: bytes written, and bytes of blocks read, since start.
-        quarantine: rejected files.
+        total: bytes of all files, with quarantine.
+        written, read: bytes since start; `read` of blocks.
     """
 
     def __init__(self, files: CacheFiles, budget: int | None) -> None:
@@ -94,7 +88,7 @@ class DiskUsage:
         self._lock = threading.Lock()
 
     def start_over(self) -> None:
-        """Forget all files outside quarantine; the caller adopts them again."""
+        """Forget all files outside quarantine; `adopt_blocks` and `adopt_agents` record them again."""
         with self._lock:
             self._sizes = {}
             self._kinds = {}
@@ -124,7 +118,7 @@ class DiskUsage:
 
     @property
     def evicts(self) -> bool:
-        """Whether files are evicted to keep the budget: only a user's."""
+        """Whether files are evicted to keep the budget: if the user set it."""
         return self._explicit is not None
 
     @property
@@ -157,7 +151,7 @@ class DiskUsage:
         return self._by_kind[kind]
 
     def classify(self, path: str, kind: str) -> None:
-        """Set the kind of a block's file, which may not exist yet."""
+        """Set the kind of a block, which may not exist yet."""
         with self._lock:
             size = self._sizes.get(path, 0)
             self._by_kind[self._kind_of(path)] -= size
@@ -206,7 +200,7 @@ class DiskUsage:
             return size
 
     def require(self, num_bytes: int) -> None:
-        """Raise DiskBudgetExceeded unless `num_bytes` more fit. Empties quarantine to keep a user's budget."""
+        """Raise DiskBudgetExceeded unless `num_bytes` more fit. Empties quarantine for a user's budget."""
         if self.evicts and num_bytes > self.free:
             self.quarantine.empty()
         if not self.has_room(num_bytes):
@@ -226,13 +220,7 @@ class DiskUsage:
 
 
 class Quarantine:
-    """Files that failed verification, kept in a folder of their own. Thread-safe: readers add files.
-
-    Names end with a random suffix. Methods raise OSError, unless stated.
-
-    Attributes:
-        count: blocks and agents added since start.
-    """
+    """Files that failed verification. Thread-safe: readers add files. `count`: blocks and agents added since start."""
 
     def __init__(self, files: CacheFiles, usage: DiskUsage) -> None:
         self.count = 0
@@ -254,7 +242,7 @@ class Quarantine:
             self._note(reason, moved[0])
 
     def add_copy(self, reason: str, path: Path, max_bytes: int) -> None:
-        """Copy a file here, since it must stay until replaced; move an irregular one."""
+        """Copy a file that must stay until replaced; move an irregular one."""
         try:
             data = self._files.read(path, max_bytes)
         except WrongFile:
@@ -291,7 +279,6 @@ class Quarantine:
         return self._folder / f"{path.name}.{secrets.token_hex(6)}"
 
     def _move(self, path: Path) -> bool:
-        """Return False if another reader was faster."""
         try:
             target = self._target(path)
             self._files.rename(path, target)
@@ -322,10 +309,7 @@ def adopt_blocks(files: CacheFiles, usage: DiskUsage, parent: Path) -> None:
 
 
 def adopt_agents(files: CacheFiles, usage: DiskUsage, parent: Path) -> tuple[list[Path], dict[str, str]]:
-    """Record agent folders; return usable ones, and the reasons for unusable ones by name.
-
-    Quarantines nothing: only content tells whether an agent's file is wrong.
-    """
+    """Record agent folders; return usable ones, and the reasons for unusable ones by name. Quarantines nothing."""
     folders: list[Path] = []
     unavailable: dict[str, str] = {}
     for name, status in files.list_folder(parent):
@@ -341,7 +325,6 @@ def adopt_agents(files: CacheFiles, usage: DiskUsage, parent: Path) -> tuple[lis
 
 
 def _adopt(files: CacheFiles, usage: DiskUsage, folder: Path) -> list[Path]:
-    """Record a folder's files, delete temporary ones, return irregular ones."""
     strange: list[Path] = []
     for name, status in files.list_folder(folder):
         path = f"{folder}/{name}"

@@ -54,7 +54,7 @@ _KINDS = ("prompt", "generated")
 
 @dataclass(frozen=True)
 class SavedAgent:
-    """The parsed files of one lineage; not `extendable` if the manifest on disk may be another one."""
+    """The parsed files of one lineage; not `extendable` if another manifest may be on disk."""
 
     manifest: Manifest
     content: Content
@@ -62,7 +62,7 @@ class SavedAgent:
 
     @property
     def is_current(self) -> bool:
-        """Whether the format version is current. Of older files only the transcript is used."""
+        """Whether blocks of its format version are used."""
         return self.manifest.format_version == FORMAT_VERSION
 
     def block_keys(self) -> Iterator[str]:
@@ -81,7 +81,7 @@ class SavedAgent:
         return self.is_current and self.manifest.base.spec == spec
 
     def record(self, spec: str) -> AgentRecord:
-        """Return the lineage as saved; without blocks if they do not fit the cache spec of digest `spec`."""
+        """Return the lineage, without blocks unless they fit the cache spec of digest `spec`."""
         manifest, content, base = self.manifest, self.content, self.manifest.base
         fits = self.fits(spec)
         return AgentRecord(
@@ -171,7 +171,6 @@ class LineageReader:
             return parse_log(log, manifest.name, manifest.model, manifest.log, manifest.format_version)
 
     def _read_again(self, manifest: Manifest) -> TranscriptContent:
-        """Thread-safe. Raises StoreError."""
         try:
             return self._read_content(manifest).transcript.content()
         except (BlockRejected, FileNotFoundError) as error:
@@ -193,7 +192,6 @@ class LineageReader:
         return None
 
     def _read_whole(self, path: Path, max_bytes: int) -> bytes:
-        """Raises FileNotFoundError, WrongFile, or FileUnavailable for other errors."""
         try:
             return self._files.read(path, max_bytes)
         except (FileNotFoundError, WrongFile):
@@ -219,11 +217,7 @@ class ServedCache:
 
 
 def check_lineage(manifest: Manifest, content: Content, served: ServedCache | None = None) -> None:
-    """Raise BlockRejected unless manifest and log are consistent; chain keys are not compared with tokens.
-
-    Args:
-        served: None for another model's lineage.
-    """
+    """Raise BlockRejected unless manifest and log are consistent. Does not compare chain keys with tokens."""
     _check_transcript(content.transcript, None if served is None else served.num_token_ids)
     for cache in manifest.caches:
         _check_cache(cache, content)
@@ -241,7 +235,7 @@ def _check_transcript(transcript: Transcript, num_token_ids: int | None) -> None
     if num_token_ids is not None and ids.size and (largest := int(ids.max())) >= num_token_ids:
         raise BlockRejected(f"token id {largest} is outside the vocabulary of {num_token_ids}")
     if (ends[1:] < ends[:-1]).any():
-        raise BlockRejected("tokens end in front of those before them")
+        raise BlockRejected("a token ends before its predecessor")
     last, length = int(ends[-1]) if ends.size else 0, len(transcript.text)
     if last > length:
         raise BlockRejected(f"the last token ends at {last} of {length} characters")
@@ -272,20 +266,13 @@ def _check_cache(cache: SavedCache, content: Content) -> None:
 
 
 def _check_groups(manifest: Manifest, spec: CacheSpec) -> None:
-    """Later code identifies groups by index."""
     if manifest.base.groups != tuple(group.name for group in spec.all_groups):
         raise BlockRejected("its cache groups are not those of its cache")
 
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """The proven part of a lineage.
-
-    Args:
-        manifest: its log end is that of the proven part.
-        lost: unproven parts, for logging; may be empty.
-        is_cut: whether the log continues behind the proven part.
-    """
+    """The proven part of a lineage; `lost` describes the rest, `is_cut` if the log continues."""
 
     manifest: Manifest
     content: Content
@@ -294,11 +281,7 @@ class Rebuilt:
 
 
 def read_hint(data: bytes, name: str, model: str) -> Manifest | None:
-    """Parse a damaged manifest, unproven; None if it is not the named lineage's.
-
-    Args:
-        model: prefix of the fingerprint.
-    """
+    """Parse a damaged manifest; None if it is not the named lineage's. `model`: prefix of the fingerprint."""
     with suppress(ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
         hint = manifest_of(json.loads(data))
         if hint.name == name and hint.model.startswith(model):
@@ -321,10 +304,8 @@ def rebuild(
     Args:
         model: prefix of the fingerprint.
         hint: manifest, or result of `read_hint`.
-        time: Unix time of use if no manifest has one.
-        is_sound: whether the manifest is proven.
-
-    Raises FileUnavailable for a log of a newer release.
+        time: last use, Unix time, if no manifest has one.
+        is_sound: whether `hint` is undamaged.
     """
     end = None if hint is None else hint.log
     found = [salvage_log(data, name, model, end) for data in logs]
@@ -365,7 +346,7 @@ def _blank(served: ServedCache) -> SavedCache:
 
 
 def _bare_manifest(name: str, served: ServedCache, salvaged: SalvagedLog, time: float) -> Manifest:
-    """Adapter, policy and salt are only in manifests: use a new agent's."""
+    """Settings of a new agent: only manifests have adapter, policy and salt."""
     return Manifest(
         id=agent_of(name),
         model=salvaged.model,
@@ -383,7 +364,6 @@ def _bare_manifest(name: str, served: ServedCache, salvaged: SalvagedLog, time: 
 def _proven_caches(
     manifest: Manifest, served: ServedCache, salvaged: SalvagedLog
 ) -> tuple[tuple[SavedCache, ...], dict[str, tuple[str, ...]]]:
-    """Return caches whose chains match the tokens, base first, and their chains."""
     content, ids = salvaged.content, salvaged.content.transcript.ids
     base, *further = manifest.caches
     known = {} if salvaged.format_version == 1 else content.chains
@@ -405,7 +385,6 @@ def _proven_caches(
 def _bases(
     manifest: Manifest, served: ServedCache, ids: Sequence[int], chains: tuple[str, ...]
 ) -> Iterator[SavedCache]:
-    """Yield candidates for base's cache: as stated, then of the served spec; all tokens, then fewer."""
     stated, blank, num_tokens = manifest.base, _blank(served), len(ids)
     yield stated
     for cache in (stated, replace(blank, producer=stated.producer), blank):
@@ -432,7 +411,6 @@ def _proven_chains(
 
 
 def _proven_blocks(manifest: Manifest, cache: SavedCache, ids: Sequence[int], chains: tuple[str, ...]) -> int:
-    """Return how many leading base blocks match the tokens."""
     pairs = zip(chain_keys(manifest.root_of(cache), ids, cache.spans()), chains, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 

@@ -40,14 +40,7 @@ _BETWEEN = "~"  # not allowed in ids
 
 @dataclass(frozen=True)
 class ResidualBlocks:
-    """A lineage's residual KV on disk, of one adapter.
-
-    Args:
-        cache: name with the adapter's digest (`keys.residual_cache`).
-        spec: digest of the cache spec.
-        num_saved: tokens on disk.
-        blocks: one per span of `spans`.
-    """
+    """A lineage's residual KV on disk, of one adapter. Attributes as in `SavedCache`; a block per span of `spans`."""
 
     cache: str
     spec: str
@@ -60,7 +53,7 @@ class ResidualBlocks:
         return tuple(block.chain for block in self.blocks)
 
     def first_tokens(self, num_tokens: int) -> ResidualBlocks | None:
-        """Return the part within the first tokens, in whole blocks."""
+        """The whole blocks within the first tokens."""
         if num_tokens >= self.num_saved:
             return self
         count = num_tokens // BLOCK_SIZE
@@ -73,14 +66,13 @@ class AgentRecord:
 
     Args:
         model: fingerprint.
-        salt: of the namespace.
         created: of the agent.
         last_used: of the lineage.
         producer: KV origin; None for base.
-        num_saved: tokens with KV on disk, at most `len(transcript.ids)`.
+        num_saved: tokens with KV on disk.
         blocks: one per span of `spans`.
         lineage: id within the agent.
-        snapshots: recurrent-state checkpoints on disk, ordered; missing ones are recomputed.
+        snapshots: checkpoints on disk, ordered.
         residuals: one per adapter.
     """
 
@@ -106,14 +98,14 @@ class AgentRecord:
 
     @property
     def held(self) -> tuple[NamedBlock, ...]:
-        """All blocks: base, checkpoints, residual KV."""
+        """Blocks of base, checkpoints and residual KV."""
         if not self.snapshots and not self.residuals:
             return self.blocks
         further = (block for residual in self.residuals for block in residual.blocks)
         return (*self.blocks, *(snapshot.block for snapshot in self.snapshots), *further)
 
     def with_blocks_of(self, other: AgentRecord) -> AgentRecord:
-        """Return this lineage with the blocks on disk of another state of it."""
+        """Return this lineage with the blocks of another state of it."""
         return replace(
             self,
             num_saved=other.num_saved,
@@ -137,7 +129,7 @@ class AgentRecord:
 
     @property
     def chains(self) -> tuple[str, ...]:
-        """Chain keys; those shared by two origin paths occur twice."""
+        """Chain keys; those of two origin paths occur twice."""
         return tuple(block.chain for block in self.blocks)
 
     @property
@@ -156,7 +148,7 @@ class SavedOrigin:
 
 @dataclass(frozen=True)
 class SavedSnapshot:
-    """A recurrent-state checkpoint: tokens covered, chain key of the last block."""
+    """A checkpoint: tokens covered, chain key of the last block."""
 
     num_tokens: int
     chain: str
@@ -167,12 +159,12 @@ class SavedCache:
     """A lineage's data in one cache; the log has the chains.
 
     Args:
-        name: `base`, or `Namespace.cache` of its roots.
+        name: `Namespace.cache`.
         spec: digest of the cache spec.
-        groups: names that, with chains, give file names.
+        groups: names; with chains they give file names.
         num_saved: tokens on disk.
         producer: KV origin; None for base.
-        snapshots: ordered checkpoints, if the last group is the state's.
+        snapshots: ordered; only if the last group is the state's.
     """
 
     name: str
@@ -201,11 +193,11 @@ class SavedCache:
         return KVOrigin(self.producer.key, self.producer.start, indices)
 
     def spans(self) -> list[BlockSpan]:
-        """Spans of the blocks, in the order of the log's chains."""
+        """Spans of the blocks, in the log's order."""
         return spans(self.num_saved, self.named_origin(), self.num_block_groups, has_state=self.has_state)
 
     def block_keys(self, chains: Iterable[str]) -> Iterator[str]:
-        """Keys of the block files with these chains, and of the checkpoints."""
+        """Keys of the files of blocks with these chains, and of checkpoints."""
         for block in name_blocks(chains, self.spans()):
             for name in block.names:
                 yield block_key(name.chain, self.groups[name.group])
@@ -215,13 +207,7 @@ class SavedCache:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The parts of an `AgentRecord` that do not grow, and the log's end.
-
-    Args:
-        caches: base first.
-        log: valid end of the transcript log.
-        format_version: of the manifest and its files.
-    """
+    """The parts of an `AgentRecord` that do not grow, and the log's valid end; base is the first cache."""
 
     id: str
     model: str
@@ -259,7 +245,7 @@ _FIELDS = {field.name for field in dataclass_fields(Manifest)} | _OLD_FIELDS | {
 
 
 def as_time(seconds: float) -> float:
-    """Clamp to the allowed times; clocks and file dates may be wrong."""
+    """Clamp to the allowed times."""
     return min(max(seconds, 0.0), float(MAX_TIME))
 
 
@@ -274,7 +260,7 @@ def valid_lineage(lineage: str) -> bool:
 
 
 def lineage_name(agent_id: str, lineage: str) -> str:
-    """Name a lineage, uniquely within a model."""
+    """Name of a lineage, unique within a model."""
     return agent_id if lineage == FIRST_LINEAGE else f"{agent_id}{_BETWEEN}{lineage}"
 
 
@@ -283,10 +269,7 @@ def agent_of(name: str) -> str:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Encode as JSON in the current format version, with a checksum over all other fields.
-
-    Omit base as KV origin and the first lineage.
-    """
+    """Encode as JSON in the current format version, with a checksum over all other fields."""
     fields = {
         **vars(manifest),
         "caches": list(map(_cache_fields, manifest.caches)),
@@ -312,7 +295,7 @@ def decode_manifest(data: bytes) -> Manifest:
     """Parse a manifest of this format version or version 1.
 
     Raises:
-        BlockRejected: changed since written, or values that no release writes.
+        BlockRejected: damaged, or with values that no release writes.
         FileUnavailable: of a newer release.
     """
     try:
@@ -345,7 +328,6 @@ def _check_version(fields: Mapping[str, Any]) -> None:
 
 
 def _unknown_fields(fields: Mapping[str, Any]) -> Iterator[str]:
-    """Yield fields of another release: the checksum matches."""
     yield from fields.keys() - _FIELDS
     caches = fields.get("caches", ())
     for cache in caches if isinstance(caches, list) else ():

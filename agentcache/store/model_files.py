@@ -1,11 +1,10 @@
 """What a cache folder records about models: their names, and the precision of their KV.
 
 A name is in the agent folder, manifests and chain roots: the model's identity or, in older folders, a digest that also
-covered e.g. the chat template. The label ``agents/<name[:16]>/model`` maps a folder to an identity. A lost label is
-rewritten if the name follows from the model's content.
+covered e.g. the chat template. The label ``agents/<name[:16]>/model`` maps a folder to an identity.
 
-One measured precision holds for all starts, so that they share blocks. A damaged ``precision.json`` is ignored, and
-precision is measured again. An unavailable one ends the start, since another precision would lose all blocks.
+A measured precision holds for all starts, so that they share blocks. If ``precision.json`` is damaged, precision is
+measured again. If it is unavailable, the start ends: another precision would lose all blocks.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ class ModelNames:
 
     Args:
         current: name for new blocks and agents, 32 hex digits.
-        former: names of other folders with its agents; their blocks are not used.
+        former: names of other folders with its agents.
         others: further names, without a folder.
-        identity: content identity, for labels and archives; empty to write no labels.
+        identity: content identity; empty to write no labels.
     """
 
     current: str
@@ -68,14 +67,6 @@ class ModelNames:
 
 @dataclass(frozen=True)
 class _Label:
-    """The label of an agent folder.
-
-    Args:
-        name: model name in the manifests.
-        identity: content identity of the model.
-        order: among the model's folders; the first is in use.
-    """
-
     name: str
     identity: str
     order: int
@@ -86,11 +77,7 @@ def folder_of(name: str) -> str:
 
 
 def find_names(cache_dir: Path, identity: str, first: Sequence[str]) -> ModelNames:
-    """Find a model's names in a cache folder, which may not exist.
-
-    Args:
-        identity, first: as in `ModelFingerprints`.
-    """
+    """Find a model's names in a cache folder, which may not exist; other arguments as in `ModelFingerprints`."""
     files = CacheFiles(cache_dir.resolve())
     labels = [label for label in _labels(files) if label.identity == identity]
     labelled = [label.name for label in sorted(labels, key=lambda label: label.order)]
@@ -102,7 +89,7 @@ def find_names(cache_dir: Path, identity: str, first: Sequence[str]) -> ModelNam
 
 
 def write_labels(files: CacheFiles, names: ModelNames, fault: Fault) -> None:
-    """Label unlabelled folders, under the folder's lock. A later start retries failures."""
+    """Label unlabelled folders, under the lock. A later start retries failures."""
     if not names.identity:
         return
     labels = {label.name: label for label in _labels(files) if label.identity == names.identity}
@@ -126,7 +113,7 @@ def identity_of(files: CacheFiles, folder: str) -> str:
 
 
 def read_precision(cache_dir: Path, fingerprint: str) -> Precision | None:
-    """Return the precision chosen for a model; None without a valid choice. Raises FileUnavailable."""
+    """Return a model's precision, or None. Raises FileUnavailable."""
     try:
         return Precision.of(_read_precisions(cache_dir)[fingerprint])
     except (LookupError, TypeError, ValueError):
@@ -134,12 +121,7 @@ def read_precision(cache_dir: Path, fingerprint: str) -> Precision | None:
 
 
 def write_precision(cache_dir: Path, fingerprint: str, precision: Precision, fault: Fault = lambda step: None) -> None:
-    """Save a choice, under the folder's lock.
-
-    Raises:
-        FileUnavailable: the file is not touched.
-        StoreError: write failed.
-    """
+    """Save a model's precision, under the lock. Raises FileUnavailable, without a change, or StoreError."""
     if read_precision(cache_dir, fingerprint) == precision:
         return
     models = _read_precisions(cache_dir) | {fingerprint: precision.as_data()}

@@ -1,8 +1,8 @@
 """Stored responses of `/v1/responses`: one file per agent, ``agents/<model>/<id>.responses``.
 
-A line is a checksum and a JSON object: response, echo of the request, and the request's items. Shared values are in
-the first line that uses them; later lines have their digests. Damaged lines are skipped; the next write drops them.
-Ids contain a tag of their agent, so no index is needed. They never become part of a path.
+A line is a checksum and a JSON object: response, echo of the request, and the request's items. Shared values are in the
+first line that uses them; later lines have their digests. Damaged lines are skipped; the next write drops them. Ids
+contain a tag of their agent, instead of an index, and never become part of a path.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SUFFIX = ".responses"
 MOST_BYTES = 32 << 20  # per agent
 MOST_LINE_BYTES = MOST_BYTES // 2
 _MOST_RAM_BYTES = 2 * MOST_BYTES
-# The bounds also limit `_weight`, hence RAM: text takes its length, but a line of empty lists 25 times its length.
+# The bounds also limit RAM, by `_weight`: a line of empty lists takes 25 times its length.
 _RAM_PER_BYTE = 4
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 # RAM of a list, an object, an entry, a value behind a comma.
@@ -49,13 +49,7 @@ class TooLarge(StoreError):
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response as sent to the client.
-
-    Args:
-        body: `id`, `previous_response_id`, `output` etc.
-        echo: fields that repeat the request.
-        input: items of the request, references resolved.
-    """
+    """A response as sent to the client, `echo`, which repeats the request, and the request's items, resolved."""
 
     body: Mapping[str, Any]
     echo: Mapping[str, Any]
@@ -80,7 +74,7 @@ class Continued:
     """Stored data that a request refers to.
 
     Args:
-        agent: of the continued response, else of the first item; None without references.
+        agent: of the continued response, else of the first item.
         responses: continued response and predecessors, oldest first.
         items: by id.
         missing: ids that are not stored; a response's first.
@@ -98,7 +92,7 @@ class Continued:
 
 
 def new_id(prefix: str, agent: str | None) -> str:
-    """Return an id `prefix_…` for a response or item, tagged with its agent."""
+    """Return an id for a response or item, tagged with its agent."""
     return f"{prefix}_{_tag(agent or '')}{secrets.token_hex(12)}"
 
 
@@ -108,13 +102,7 @@ def _tag(agent: str) -> str:
 
 @dataclass
 class _Content:
-    """Parsed content of an agent's file.
-
-    Attributes:
-        responses: by id, oldest first.
-        items: output items by id.
-        values: shared values by digest.
-    """
+    """Parsed content of an agent's file: responses, output items and shared values, by id or digest, oldest first."""
 
     responses: dict[str, StoredResponse] = field(default_factory=dict)
     items: dict[str, Item] = field(default_factory=dict)
@@ -167,9 +155,8 @@ class ResponseFiles:
 
     Args:
         folder: the agents' folder, adopted by `usage`.
-        is_saved: whether that agent is on disk.
-        former: folders with former names of the model. Their files move to `folder`, except if the agent has one there;
-            these are removed with the agent.
+        is_saved: whether an agent is on disk.
+        former: folders with former names of the model. Their files move to `folder`, unless the agent has one there.
     """
 
     def __init__(
@@ -287,13 +274,10 @@ class ResponseFiles:
         return content
 
     def add(self, agent: str, response: StoredResponse) -> int:
-        """Store a response durably; return the bytes written.
-
-        In a full file, the least recently continued conversations are dropped.
+        """Store a response durably; return the bytes written. A full file drops the stalest conversations.
 
         Raises:
-            TooLarge: the response alone is too long.
-            DiskBudgetExceeded: nothing has changed.
+            TooLarge, DiskBudgetExceeded: nothing has changed.
             StoreError: write failed, or the agent is not on disk.
         """
         if not self._is_saved(agent):
@@ -344,7 +328,7 @@ class ResponseFiles:
             self._agents_of[_tag(agent)].discard(agent)
 
     def remove_orphans(self) -> None:
-        """Remove files of agents that are not on disk. Raises OSError."""
+        """Remove files of agents that are not on disk."""
         for agent in sorted(self._agents):
             if not self._is_saved(agent):
                 self.remove(agent)
@@ -361,7 +345,6 @@ class ResponseFiles:
         self._usage.record_written(path, content.num_bytes, len(line))
 
     def _rewrite(self, agent: str, responses: Iterable[StoredResponse]) -> int:
-        """Replace the agent's file; return the bytes written."""
         content, path = _Content(), self._path(agent)
         lines = []
         for response in responses:
@@ -388,10 +371,9 @@ class ResponseFiles:
 
 
 def _latest(content: _Content, continued: str | None) -> list[StoredResponse]:
-    """Return whole conversations that fit half of the bound, latest first.
+    """Return whole conversations, latest first, within half of the bound.
 
-    Args:
-        continued: response about to be continued; its conversation is first, and cut if too long.
+    That of `continued`, about to be continued, is first, and cut if too long.
     """
     chosen: set[str] = set()
     room, sizes = MOST_BYTES // 2, _Content()
@@ -423,7 +405,7 @@ def _dump(value: Any) -> str:
 
 
 def _weight(line: bytes) -> int:
-    """Return a line's length or, if larger, its RAM divided by `_RAM_PER_BYTE`."""
+    """A line's length or, if larger, its RAM divided by `_RAM_PER_BYTE`."""
     values = _STRING.sub(b"", line)
     return max(len(line), sum(values.count(mark) * size for mark, size in _VALUE_BYTES.items()) // _RAM_PER_BYTE)
 

@@ -31,8 +31,7 @@ class SavedAgents:
 
     Args:
         folders: by the first 16 letters of the model's fingerprint.
-        model: fingerprint of the served model.
-        spec: digest of its cache spec.
+        model, spec: fingerprint of the served model; digest of its cache spec.
     """
 
     def __init__(self, folders: Mapping[str, AgentFolder], model: str, spec: str, blocks: BlockFolder) -> None:
@@ -43,22 +42,18 @@ class SavedAgents:
         self.served = folders[model[:16]]
 
     def load_served(self, take: Callable[[SavedAgent], None] = lambda agent: None) -> list[SavedAgent]:
-        """Load the served model's lineages; quarantine unprovable ones.
-
-        Args:
-            take: callback for each; may release the transcript from RAM.
-        """
+        """Load the served model's lineages, as `AgentFolder.load`."""
         self._load(self.served, lambda agent: take(agent) if self._is_served(agent) else _leave_ram(agent))
         return [agent for agent in self.served.agents if self._is_served(agent)]
 
     def load_again(self, names: Sequence[str]) -> list[SavedAgent]:
-        """Retry as `AgentFolder.load_again`; omit lineages of other models."""
+        """As `AgentFolder.load_again`, without lineages of other models."""
         loaded = self.served.load_again(names)
         self._classify(loaded)
         return [agent for agent in loaded if self._is_served(agent)]
 
     def load_all(self) -> None:
-        """Load all models, for the methods below. Transcripts leave RAM."""
+        """Load all models' lineages, for the methods below. Transcripts leave RAM."""
         for folder in self._folders.values():
             self._load(folder, _leave_ram)
 
@@ -137,11 +132,7 @@ class BlockClaims:
         self._spared: set[str] = set()  # all blocks at start, if manifests are unavailable; deleted only for room
 
     def look(self, *, is_unavailable: bool, is_damaged: bool) -> None:
-        """Compare the files with the manifests, once at start, after `SavedAgents.load_all`.
-
-        Args:
-            is_unavailable, is_damaged: whether some manifests or logs are.
-        """
+        """Compare files and manifests at start, after `SavedAgents.load_all`. Arguments: whether some manifests are."""
         self.knows_all_manifests = not is_unavailable and not is_damaged
         if self.knows_all_manifests:
             return
@@ -153,7 +144,7 @@ class BlockClaims:
             log.warning("%d blocks stay that no readable manifest names: %s", len(self._unclaimed), why)
 
     def spare_none(self) -> None:
-        """Note that all manifests are available again."""
+        """Record that all manifests are available again."""
         self._spared = set()
 
     def named(self) -> set[str]:
@@ -170,7 +161,7 @@ class BlockClaims:
         return sum(map(self._blocks.size_of, self._unclaimed - self.named())) if self._spared else 0
 
     def take_unclaimed(self, in_use: Collection[str]) -> set[str]:
-        """Return, once, the blocks that only damaged files may name and no running turn needs."""
+        """Return, once, the blocks that only damaged files may name, without `in_use`."""
         if self._spared:
             return set()
         unclaimed, self._unclaimed = self._unclaimed, set()
@@ -193,7 +184,7 @@ def _leave_ram(agent: SavedAgent) -> None:
 class FormerAgents:
     """The lineages in folders with former names of the served model, renamed if the served folder has the name.
 
-    Transcripts are used, but not blocks, whose addresses contain the former name. A lineage stays in its folder until
+    Their transcripts are used; addresses of their blocks contain the former name. A lineage stays in its folder until
     it is saved in the served folder, or deleted.
 
     Args:
@@ -206,12 +197,9 @@ class FormerAgents:
         self._found: dict[str, tuple[AgentFolder, SavedAgent]] = {}
 
     def take_in(self, served: Sequence[AgentRecord], most: int) -> list[AgentRecord]:
-        """Load former lineages; return those added. A served one is never replaced.
+        """Load former lineages, at most `most` per agent; return those added. A served one is never replaced.
 
         A former lineage that a served one continues was saved there; its files are removed.
-
-        Args:
-            most: lineages per agent; further ones stay unused.
         """
         agents: dict[str, list[AgentRecord]] = {}
         for record in served:
@@ -241,7 +229,6 @@ class FormerAgents:
     def _beside(
         self, record: AgentRecord, known: Sequence[AgentRecord], saved: SavedAgent, most: int
     ) -> AgentRecord | None:
-        """Make the record one more lineage of its agent; None, with a log line, if impossible."""
         if not known:
             return record
         first, lineages = known[0], {other.lineage for other in known}
@@ -266,11 +253,11 @@ class FormerAgents:
 
     @property
     def unavailable(self) -> dict[str, str]:
-        """Unavailable lineages with the reason; valid after `take_in`."""
+        """Unavailable lineages with the reason, after `take_in`."""
         return {name: reason for folder in self._folders.values() for name, reason in folder.unavailable.items()}
 
     def keep(self, before: FormerAgents) -> None:
-        """Keep lineages of `before`, an instance on the same folders, that still exist."""
+        """Take over the lineages of `before` that still exist."""
         for name, (_, saved) in before._found.items():
             folder = self._folders.get(saved.manifest.model)
             if folder is not None and (there := folder.find(saved.manifest.name)) is not None:
@@ -304,12 +291,11 @@ def _new_lineage(saved: SavedAgent) -> str:
 
 
 class QuarantinedAgents:
-    """The manifests in quarantine, before any folder of agents is loaded; sound agents come back at a start.
+    """Sound agents in quarantine, which come back at a start, before any folder of agents is loaded.
 
     Earlier releases quarantined files that were unreadable then, or of a newer release.
 
     Args:
-        folders: adopted folders of agents.
         served: cache of the served model, by its folders' names.
     """
 
@@ -324,7 +310,7 @@ class QuarantinedAgents:
         self._folders = {folder.name: folder for folder in folders}
 
     def restore(self) -> None:
-        """Move sound lineages, the last used first, to where their names are free; log each. Never raises."""
+        """Move sound lineages, the last used first, to their folders if the names are free. Never raises."""
         found = [(manifest, path) for path in self._paths(".json") if (manifest := self._read(path)) is not None]
         for manifest, path in sorted(found, key=lambda each: each[0].last_used, reverse=True):
             folder = self._folders.get(manifest.model[:16])
@@ -342,7 +328,6 @@ class QuarantinedAgents:
         return None
 
     def _is_free(self, folder: Path, manifest: Manifest) -> bool:
-        """Whether neither the lineage nor a later agent of its name exists."""
         others = (Path(path) for path in self._usage.paths(folder) if path.endswith(".json"))
         for path in others:
             if agent_of(path.stem).casefold() != manifest.id.casefold():

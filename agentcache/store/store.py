@@ -8,8 +8,11 @@
 ``quarantine/``                           files that failed verification
 ``lock``                                  lock of the one process that uses the folder
 
-After a crash each agent is as of one of its saves; the next start removes leftovers. If the folder is removed while
-in use, the next write recreates it, empty.
+After a crash each agent is as of one of its saves; the next start removes leftovers. If the folder is removed while in
+use, the next write recreates it.
+
+`Store` alone deletes blocks and agents, after asking `BlockClaims`. Its parts delete what they own: `BlockFolder` block
+files, `AgentFolder` manifests and logs, `ResponseFiles` stored responses, `Quarantine` its files.
 """
 
 from __future__ import annotations
@@ -48,25 +51,24 @@ _OWN_ENTRIES = {"agents", "blocks", "lock", "quarantine"}
 
 
 def no_fault(step: str) -> None:
-    """Inject no faults."""
+    """No fault: the default of `Fault` arguments."""
 
 
 class Store:
     """Owner of one cache folder, for one model: its only writer, on one thread. Methods raise StoreError if files fail.
 
     Args:
-        names: names of the model; the current one names its agent folder.
         disk_budget: limit in bytes for all files; None for an automatic budget.
         num_token_ids: vocabulary size; None if unknown.
         blocks_only: whether manifests are in another rank's folder; then each batch of blocks is flushed.
         when_lost: called on the writer thread after files were lost; see `has`.
 
     Attributes:
-        groups: the served model's cache groups; recurrent state is last.
+        groups: cache groups; recurrent state is last.
         blocks: reads block files. Thread-safe.
-        claims: which blocks manifests name; valid after `collect_orphans`.
-        usage: file sizes and budget; callers only read.
-        responses: stored responses; for the writer thread.
+        claims: valid after `collect_orphans`.
+        usage: callers only read.
+        responses: for the writer thread.
 
     Raises CacheFolderInUse.
     """
@@ -175,10 +177,7 @@ class Store:
         self._lock.release()
 
     def read_agents(self, take: Callable[[AgentRecord], None], most: int = 2**62) -> None:
-        """Load the served model's lineages (`AgentFolder.load`, `FormerAgents.take_in`).
-
-        `take` gets each, and may release its transcript from RAM.
-        """
+        """Load the served model's lineages. `take` gets each, and may release its transcript from RAM."""
         served: list[AgentRecord] = []
 
         def take_served(agent: SavedAgent) -> None:
@@ -192,14 +191,11 @@ class Store:
 
     @property
     def unavailable(self) -> dict[str, str]:
-        """Unavailable lineages with the reason; valid after loading."""
+        """Unavailable lineages with the reason, after loading."""
         return {**self._former.unavailable, **self._agents.served.unavailable}
 
     def load_again(self, agent_id: str) -> list[AgentRecord]:
-        """Retry an agent's unavailable lineages on the writer thread; return those now available.
-
-        Lineages in former folders wait for the next start.
-        """
+        """Retry an agent's unavailable lineages, not those in former folders; return those now available."""
         names = [name for name in self._agents.served.unavailable if agent_of(name) == agent_id]
         with as_store_error(f"look for agent {agent_id}"), self.visit():
             found = self._agents.load_again(names)
@@ -234,9 +230,9 @@ class Store:
         return self._agents.served.has_agent(agent_id) or self._former.has_agent(agent_id)
 
     def delete_agent(self, name: str) -> None:
-        """Remove a lineage's manifest and log; its blocks may be shared and stay.
+        """Remove a lineage's manifest and log; with the last one, stored responses and quarantined files.
 
-        With the last lineage go the agent's stored responses and quarantined files.
+        Blocks stay, as they may be shared.
         """
         with as_store_error(f"delete agent {name}"), self.visit():
             unreadable = self._unreadable_blocks(name)
@@ -249,20 +245,19 @@ class Store:
                 self.delete_blocks(unreadable)
 
     def _unreadable_blocks(self, name: str) -> list[str]:
-        """Return blocks that only this lineage names and no server of this model reads."""
         return [
             *self._agents.unreadable_blocks(self._agents.served.find(name)),
             *self._agents.unreadable_blocks(self._former.find(name)),
         ]
 
     def has(self, block_key: str) -> bool:
-        """Whether a file exists and is not known to be unavailable; a read verifies it. Thread-safe."""
+        """Whether a file exists and is not known to be unavailable. Thread-safe."""
         return self._blocks.has(block_key)
 
     def read_blocks(
         self, headers: Sequence[BlockHeader], buffers: Sequence[Array] | None = None
     ) -> list[StoredBlock | None]:
-        """Read and verify blocks; None for each missing or wrong one, already logged and counted."""
+        """Read and verify blocks; None for each missing or wrong one."""
         places = [None] * len(headers) if buffers is None else buffers
         found: list[StoredBlock | None] = []
         for header, buffer in zip(headers, places, strict=True):
@@ -284,7 +279,7 @@ class Store:
             return self._blocks.write(blocks)
 
     def require_blocks(self, keys: Iterable[str]) -> None:
-        """Check on disk that blocks exist, before a manifest names them. Raises BlocksLost; see `has`."""
+        """Check on disk that blocks exist, before a manifest names them. Raises BlocksLost."""
         with as_store_error("look for blocks"), self.visit():
             self._files.close_replaced()
             if not self._blocks.all_there(keys):
@@ -292,17 +287,14 @@ class Store:
                 raise BlocksLost("blocks are gone from the cache folder")
 
     def delete_blocks(self, keys: Iterable[str], *, for_room: bool = False) -> int:
-        """Remove block files; return the bytes freed.
-
-        Unless `for_room`, blocks that unavailable manifests may name stay.
-        """
+        """Remove block files, unless they must stay (`BlockClaims.deletable`); return the bytes freed."""
         with as_store_error("delete blocks"), self.visit():
             return self._blocks.delete(self.claims.deletable(keys, for_room=for_room))
 
     def collect_orphans(self) -> int:
-        """Remove blocks that no manifest names, left by a crash; return their number.
+        """Remove blocks that no manifest names, left by a crash; return their number. Call before the first write.
 
-        Call before the first write. Blocks stay if an unavailable or damaged manifest or log may name them.
+        Blocks stay if an unavailable or damaged manifest or log may name them.
         """
         with as_store_error("collect orphans"):
             self._agents.load_all()
@@ -315,31 +307,23 @@ class Store:
             return self._blocks.delete_all_but(self.claims.named())
 
     def evict_unclaimed(self, in_use: Collection[str]) -> int:
-        """Empty quarantine; remove blocks that only damaged files may name. Return the bytes freed.
-
-        Args:
-            in_use: blocks that running turns need.
-        """
+        """Empty quarantine; remove unclaimed blocks (`BlockClaims.take_unclaimed`). Return the bytes freed."""
         freed = self.usage.quarantine.empty()
         unclaimed = self.claims.take_unclaimed(in_use)
         return freed + (self.delete_blocks(unclaimed, for_room=True) if unclaimed else 0)
 
     def evict_unreadable(self) -> int:
-        """Remove the least recently used lineage's blocks of another model or precision; return the bytes freed.
-
-        The transcript stays. The engine cannot reach these blocks: only this, or the lineage's next turn, frees them.
-        Call `collect_orphans` first.
-        """
+        """Remove the stalest lineage's unreadable blocks; return the bytes freed. Its transcript stays."""
         agent = self.claims.stalest_unreadable()
         return 0 if agent is None else self.delete_blocks(agent.block_keys(), for_room=True)
 
     def latest_use(self) -> float:
-        """Latest use of any lineage in Unix time, or 0; valid after `collect_orphans`."""
+        """Latest use of any lineage in Unix time, or 0."""
         return self._agents.latest_use()
 
 
 def _make_root(root: Path) -> None:
-    """Create a missing cache folder, durably. Set its mode only if it has no foreign entries."""
+    """Create a missing cache folder, durably. Set its mode, unless it has foreign entries."""
     try:
         new = make_private_folder(root)
     except FileExistsError:

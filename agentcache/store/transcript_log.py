@@ -1,8 +1,7 @@
 """The append-only transcript log of one lineage.
 
-Each line is a JSON record behind a checksum over all lines so far, which detects flipped bits, lost lines and foreign
-logs. The first record names the agent. Later ones state how much content stays and what is added: a turn appends only
-its changes.
+Each line is a JSON record behind a checksum over all lines so far. The first record names the agent. Later ones state
+how much content stays and what is added.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Content:
     """All data of a lineage that grows with its transcript.
 
     Args:
-        chains: chain keys by cache, in the order of `blocks.origin_paths.spans`; no empty entries.
+        chains: chain keys by cache, in the order of `origin_paths.spans`; no empty entries.
         system: text of the system message.
     """
 
@@ -51,8 +50,8 @@ class LogEnd:
 
     Args:
         generation: number of the log file; compaction starts a new one.
-        num_bytes: length of the valid part; later bytes are ignored.
-        checksum: of the last line, over all lines.
+        num_bytes: later bytes are ignored.
+        checksum: of the last line.
     """
 
     generation: int
@@ -61,7 +60,7 @@ class LogEnd:
 
 
 def least_bytes(content: Content) -> int:
-    """Return a lower bound of a log's length."""
+    """Lower bound of a log's length."""
     return 10 * len(content.transcript) + content.transcript.num_chars
 
 
@@ -109,11 +108,7 @@ def _parse_log(data: bytes, agent_id: str, model: str, end: LogEnd, format_versi
 
 @dataclass(frozen=True)
 class SalvagedLog:
-    """The part of a log that its checksums prove.
-
-    Args:
-        lost_bytes: bytes behind `end`.
-    """
+    """The part of a log that its checksums prove; `lost_bytes` follow it."""
 
     end: LogEnd
     content: Content
@@ -128,8 +123,6 @@ def salvage_log(data: bytes, agent_id: str, model: str, end: LogEnd | None) -> S
     Args:
         model: prefix of the fingerprint.
         end: as a manifest states; if no record ends there, the whole log is read.
-
-    Raises FileUnavailable for a newer release.
     """
     _refuse_newer(data)
     texts = _proven_texts(data[: end.num_bytes] if end is not None else data)
@@ -209,10 +202,7 @@ def _first_record(agent_id: str, model: str, generation: int, format_version: in
 
 
 def _changes(old: Content, new: Content) -> dict[str, Any]:
-    """Return the record that changes `old` to `new`.
-
-    `keep`: tokens, characters and spans that stay. Per changed cache: number of chains that stay, and added ones.
-    """
+    """Return the record that changes `old` to `new`: `keep` has the tokens, characters and spans that stay."""
     changes = _changed_words(old.transcript, new.transcript)
     changes["chains"] = dict(_changed_chains(old.chains, new.chains))
     return changes if new.system == old.system else {**changes, "system": new.system}
@@ -253,7 +243,6 @@ def _common_tokens(a: array[int], b: array[int]) -> int:
 
 
 def _common_characters(a: str, b: str) -> int:
-    """Return the common prefix's length, by bisection: slices compare as fast as memcmp."""
     if b.startswith(a):
         return len(a)
     low, high = 0, min(len(a), len(b))

@@ -101,8 +101,6 @@ def _open_lineage(files: CacheFiles, path: Path) -> None:
 
 @dataclass(frozen=True)
 class _Lineage:
-    """A valid lineage; `agent` is model and id."""
-
     agent: tuple[str, str]
     block_keys: frozenset[str]
 
@@ -135,7 +133,6 @@ def _entries(
 
 
 def _sound(paths: Iterable[Path], examine: Callable[[Path], T], findings: _Findings) -> Iterator[T]:
-    """Yield results of `examine`; failures become findings."""
     for path in paths:
         try:
             yield examine(path)

@@ -48,7 +48,7 @@ def write_all(fd: int, parts: Sequence[bytes | memoryview], offset: int) -> None
 
 
 class Replacement:
-    """An atomic replacement of `path`: `write`, `replace`, then the caller syncs the folder."""
+    """An atomic replacement of `path`: `write`, `replace`; then the caller syncs the folder."""
 
     def __init__(self, files: CacheFiles, path: Path, kind: str, fault: Fault) -> None:
         self.path = path
@@ -81,13 +81,9 @@ class Replacement:
 
 
 def replace_file(files: CacheFiles, path: Path, data: bytes, kind: str, fault: Fault, *, covered: bool = False) -> None:
-    """Replace the content of `path` atomically and durably.
+    """Replace the content of `path` atomically and durably; if `covered`, a later sync makes it durable.
 
-    Args:
-        covered: whether a later sync makes it durable (`durable.sync`).
-
-    Raises:
-        OSError: `path` has the old or the new content, complete.
+    Raises OSError: `path` has the old or the new content, complete.
     """
     replacement = Replacement(files, path, kind, fault)
     try:
@@ -102,13 +98,9 @@ def replace_file(files: CacheFiles, path: Path, data: bytes, kind: str, fault: F
 def append_file(
     files: CacheFiles, path: Path, data: bytes, offset: int, kind: str, fault: Fault, *, covered: bool = True
 ) -> None:
-    """Write `data` durably at `offset` and truncate behind it.
+    """Write `data` durably at `offset` and truncate behind it. `covered` as in `replace_file`.
 
-    Args:
-        covered: as in `replace_file`.
-
-    Raises:
-        OSError: the first `offset` bytes are unchanged.
+    Raises OSError: the first `offset` bytes are unchanged.
     """
     with files.open(path, os.O_WRONLY) as fd:
         try:
@@ -198,7 +190,7 @@ class _Job(Generic[T]):
 
 
 class Writer:
-    """Runs jobs in order on one thread.
+    """Runs jobs in order on one thread, so that a manifest never precedes its blocks.
 
     Args:
         max_bytes: bytes of queued jobs above which `submit` blocks.
@@ -243,7 +235,6 @@ class Writer:
                 self._changed.notify_all()
 
     def _died(self, error: Exception) -> None:
-        """Fail remaining jobs, so that no sender waits forever."""
         with self._changed:
             self._ended = True
             jobs, self._jobs = self._jobs, deque()
