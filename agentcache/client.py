@@ -15,12 +15,7 @@ TIMEOUT = httpx.Timeout(None, connect=10.0)
 
 
 class ServerError(AgentCacheError):
-    """The server is unreachable, refused the request, or sent an unexpected answer.
-
-    Args:
-        status: HTTP status; None without an answer.
-        code: the server's code, such as `context_length_exceeded`.
-    """
+    """No answer from the server (`status` is None), a refusal (`code`), or an unexpected answer."""
 
     def __init__(self, message: str, *, status: int | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -85,7 +80,7 @@ class Client:
         return self._stream("/v1/completions", {"prompt": prompt if isinstance(prompt, str) else list(prompt)}, options)
 
     def cache_prompt(self, prompt: Sequence[int], agent: str) -> Mapping[str, Any]:
-        """Cache a prompt for an agent without generating; return the report."""
+        """Cache a prompt without generating; return the report."""
         body = {"prompt": list(prompt), "agent": agent, "max_tokens": 0, "agentcache": {"report": True}}
         answer = self.request("POST", "/v1/completions", body)
         return _report(answer)
@@ -142,8 +137,6 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
 
 @dataclass
 class _Answer:
-    """Accumulated events of one stream; times by `time.perf_counter`."""
-
     started: float
     first: float | None = None
     last: float | None = None

@@ -41,12 +41,7 @@ class AgentCacheError(Exception):
 
 
 class RequestError(AgentCacheError):
-    """The caller's fault.
-
-    Args:
-        param: the request parameter at fault, such as ``messages[1].role``.
-        code: an identifier for programs; the class's own by default.
-    """
+    """The caller's fault. `param`: such as ``messages[1].role``; `code`: for programs."""
 
     status = 400
     code = "invalid_request"

@@ -38,9 +38,9 @@ from agentcache.gateway.operations import (
     RestoreAgent,
     ShowAgent,
 )
-from agentcache.settings.adapters import AdapterFolder
 from agentcache.settings.config import Config
 from agentcache.settings.sources import load_config
+from agentcache.settings.tables import AdapterFolder
 from agentcache.text.replies.dialects import calling_format
 from agentcache.text.replies.events import Block, Event, blocks_of
 from agentcache.text.replies.reader import read_as
@@ -52,13 +52,7 @@ __all__ = ["LLM", "Completion", "SamplingParams"]
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished completion.
-
-    Args:
-        prompt_token_ids: all prompt ids, cached ones included.
-        logprobs, prompt_logprobs: one per token if requested.
-        blocks: a chat's reply parsed into thoughts, text and calls, in order.
-    """
+    """A finished completion. `blocks`: a chat's reply as thoughts, text and calls, in order."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -71,7 +65,7 @@ class Completion:
 
 
 class RequestOptions(TypedDict, total=False):
-    """Options of `LLM.chat` and `LLM.generate`; see `agentcache.api.request.Request`."""
+    """Options of `LLM.chat` and `LLM.generate`, as in `agentcache.api.request.Request`."""
 
     agent: str | None
     lineage: str | None
@@ -163,12 +157,7 @@ class LLM:
         invocation_start: int | None = None,
         **options: Unpack[RequestOptions],
     ) -> Completion:
-        """Continue raw text or token ids, with options of `agentcache.api.request.Request`.
-
-        Raises:
-            RequestError: the request is refused or fails.
-            TypeError: an unknown option.
-        """
+        """Continue raw text or token ids. Raises RequestError, TypeError (unknown option)."""
         wrapped = TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(list(prompt))
         return self._complete(wrapped, sampling, invocation_start, options)
 
@@ -291,11 +280,7 @@ class LLM:
         return self._call(RestoreAgent(agent_id, lineage))
 
     def evict(self, agent_id: str, lineage: str | None = None, kind: str | None = None) -> AgentInfo:
-        """Free the RAM of an agent, or of a lineage; its files stay.
-
-        Args:
-            kind: `base` or `residual` KV only.
-        """
+        """Free the RAM of an agent, or of a lineage, of one `kind` (`base`, `residual`) or all. Files stay."""
         return self._call(EvictAgent(agent_id, lineage, kind))
 
     def stats(self) -> CacheStats:

@@ -32,11 +32,10 @@ class ServerNotStarted(AgentCacheError):
 
 
 class ServerProcess:
-    """One server process. As a context manager, the server runs inside and is gone afterwards.
+    """One server process; a context manager.
 
     Args:
         log: file to which its output is appended.
-        model: None for the embedded model.
         extra: further arguments.
         command: replacement of `agentcache serve`.
         ready_seconds: time limit until `/health` answers 200.
@@ -81,7 +80,7 @@ class ServerProcess:
         self.close()
 
     def start(self) -> None:
-        """Start the server, also after `kill`, at the same address. Raises ServerNotStarted."""
+        """Also after `kill`, at the same address. Raises ServerNotStarted."""
         try:
             self._start()
             self._wait_until_ready()
@@ -90,7 +89,6 @@ class ServerProcess:
             raise
 
     def kill(self) -> None:
-        """Send SIGKILL; return when the process is gone."""
         os.kill(self.pid, signal.SIGKILL)
         if self._process is not None:
             self._process.wait()

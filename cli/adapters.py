@@ -12,7 +12,7 @@ from urllib.parse import quote
 import typer
 
 from agentcache.cli.connection import ApiKey, ApiKeyFile, AsJson, Connection, Url, as_table, check_operands, connect
-from agentcache.settings.adapters import parse_adapters
+from agentcache.settings.tables import parse_adapters
 
 HEADINGS = ("adapter", "policy", "format", "rank", "MB", "running", "folder")
 

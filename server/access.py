@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentcache.errors import Overloaded, RequestError, Unauthorized
-from agentcache.settings.origins import ANY_ORIGIN, is_same_origin
+from agentcache.settings.tables import ANY_ORIGIN, is_same_origin
 
 OPEN_PATHS = ("/health", "/metrics")  # supervisors and Prometheus have no key
 

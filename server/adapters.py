@@ -16,7 +16,7 @@ from agentcache.errors import UnreadableAdapter, UnsupportedAdapter
 from agentcache.server.context import engine_of, read_call
 from agentcache.server.model_names import known_adapter
 from agentcache.server.options import read_path, read_policy, require_machine_access
-from agentcache.settings.adapters import AdapterFolder
+from agentcache.settings.tables import AdapterFolder
 
 log = logging.getLogger("agentcache.adapters")
 

@@ -45,7 +45,7 @@ from agentcache.server.metrics import LogRequests, Measure
 from agentcache.server.model_names import adapter_in
 from agentcache.server.paths import MeantPaths
 from agentcache.settings.config import Config
-from agentcache.settings.origins import hosts_of
+from agentcache.settings.tables import hosts_of
 from agentcache.system.threads import as_exception
 
 Started = Callable[[Exception | None], None]

@@ -9,7 +9,7 @@ from agentcache.api.model import AdapterInfo, ModelInfo
 from agentcache.api.report import Update
 from agentcache.api.request import Request
 from agentcache.api.start_progress import Measuring, Phase
-from agentcache.settings.adapters import AdapterFolder
+from agentcache.settings.tables import AdapterFolder
 from agentcache.system.memory import Level
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from agentcache.server.responses_reply import MAX_ECHO, MAX_OPENING, Echo, Respo
 from agentcache.server.session import read_agent
 from agentcache.server.thinking import read_thinking
 from agentcache.server.validate import Reader
-from agentcache.settings.default_agents import RESPONSES_AGENT
+from agentcache.settings.tables import RESPONSES_AGENT
 from agentcache.store.response_files import Continued, Item, StoredResponse, new_id
 
 _LOGPROBS = "message.output_text.logprobs"

@@ -10,7 +10,7 @@ from typing import Any
 from agentcache.errors import InvalidRequest
 from agentcache.server.context import Call
 from agentcache.server.validate import check_agent_id
-from agentcache.settings.default_agents import default_agent
+from agentcache.settings.tables import default_agent
 from agentcache.text.json_values import parse_json
 
 _LONGEST_JSON = 16 << 10  # characters searched

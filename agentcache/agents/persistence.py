@@ -18,7 +18,7 @@ from agentcache.blocks.origin_paths import NamedBlock
 from agentcache.blocks.transcript import Transcript, TranscriptContent
 from agentcache.errors import StoreError
 from agentcache.models.runner import ModelRunner
-from agentcache.settings.default_agents import SHARED_LINEAGES
+from agentcache.settings.tables import SHARED_LINEAGES
 from agentcache.store.archive import ArchiveRejected
 from agentcache.store.archived_agent import ArchivedAgent
 from agentcache.store.manifest import AgentRecord, agent_of

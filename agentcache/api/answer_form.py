@@ -14,12 +14,7 @@ class Notation(StrEnum):
 
 @dataclass(frozen=True)
 class TextForm:
-    """A constraint on all of the answer's text.
-
-    Args:
-        definition: a JSON schema, regular expression, or Lark grammar of llguidance.
-        param: request parameter named in errors.
-    """
+    """A constraint on all of the answer's text. `param`: request parameter named in errors."""
 
     notation: Notation
     definition: str
@@ -28,11 +23,7 @@ class TextForm:
 
 @dataclass(frozen=True)
 class CallableTool:
-    """A tool that the answer may call; `schema` is of its arguments.
-
-    Args:
-        param, name_param: request parameters of schema and name, named in errors.
-    """
+    """A tool that the answer may call; `schema` is of its arguments. Errors name `param` or `name_param`."""
 
     name: str
     schema: str

@@ -14,11 +14,10 @@ class AdapterInfo:
     """One adapter as in `GET /v1/adapters`.
 
     Args:
-        format: `mlx-lm`, `peft`, or `model` for a decoder.
-        policy: policy of requests that name none.
-        ram_bytes: bytes on the device if `resident`.
+        format: `mlx-lm`, `peft`, or `model` for a decoder, without `max_rank`.
+        policy: of requests that name none.
+        ram_bytes: on the device if `resident`.
         running: requests that use its weights now, under any name.
-        max_rank: largest rank of its matrices; None for a decoder.
         first_layer: lowest layer that it changes.
         created: load time in seconds since 1970.
     """
@@ -50,7 +49,7 @@ class CacheGroupInfo:
 
     Args:
         window: tokens attended to; None for all.
-        bytes_per_snapshot: fixed bytes of a block (recurrent state), or 0.
+        bytes_per_snapshot: of recurrent state, or 0.
         packing: KV format; empty without KV.
     """
 
@@ -86,7 +85,6 @@ class ReplyFormat:
         dialect: name in `DIALECTS`, or `HARMONY`, which includes reasoning; None for no tool calls.
         thoughts: pairs of markers around reasoning.
         thinks_first: whether replies begin with unmarked reasoning.
-        tokens: markers that are single tokens.
     """
 
     dialect: str | None = None
@@ -128,12 +126,11 @@ class ModelInfo:
     """The served model.
 
     Args:
-        kv_bits: mean bits of a cached key or value; None without a KV cache.
+        template_repairs: None if unused.
+        kv_bits: mean of a cached key or value; None without a KV cache.
         kv_precision, kv_divergence: precision by layers, and its measured error.
         ranks: processes that compute the model.
-        template_repairs: repairs for its chat template; None if unused.
         forms_refusal: why answers cannot be constrained; empty if they can.
-        sampling: defaults for requests.
     """
 
     id: str

@@ -47,9 +47,9 @@ class TokenLogprob:
 
     Args:
         data: bytes, which may be part of a character; a control token's name.
-        logprob: natural logarithm; None for a prompt's first token.
+        logprob: None for a prompt's first token.
         top: most likely tokens, best first, as (token id, bytes, logprob).
-        shown: False for generated control tokens, which are not part of the text.
+        shown: False for generated control tokens.
     """
 
     token_id: int
@@ -93,13 +93,11 @@ class Report:
     """Cost and reuse of a request; the `agentcache` object beside `usage`. Times in milliseconds.
 
     Args:
-        lineage: conversation that this turn continued or began.
         computed_tokens: prompt tokens computed (at least 1); under `residual`, with the adapter.
         base_computed_tokens: the same without an adapter; under `residual` in addition.
         lost_tokens: tokens of the conversation that RAM and disk had lost, so that they were recomputed.
         activated_at: first token on which an activated or prefill-share adapter acted.
-        requested_policy: policy before a fallback.
-        stepped_down: reason for the fallback, if any.
+        requested_policy, stepped_down: policy before a fallback, and its reason.
         divergence: relative error of base's KV against the adapter's own; None if not measured.
         saved: False if the turn could not be written, for the reason `save_error`.
         notes: changes made to the chat before its template was applied.
@@ -141,14 +139,12 @@ class Report:
 class Update:
     """One piece of a running completion.
 
-    The last update has `finish_reason` and `report`, and comes after the turn's save has succeeded or failed.
+    The first has what concerns the prompt. The last has `finish_reason` and `report`, and comes after the turn's save.
 
     Args:
-        prompt_token_ids, prompt_logprobs: in the first update, which may have no text.
-        stop_string: stop string that ended the text.
         choice: index of the answer.
         markers: control tokens that structure a reply, each with its offset in `text`.
-        prompt_end: in the first update, the last characters of a chat's prompt, as marked text.
+        prompt_end: the last characters of a chat's prompt, as marked text.
     """
 
     text: str = ""

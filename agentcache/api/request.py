@@ -15,12 +15,7 @@ from agentcache.api.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """Messages for the chat template: dicts with `role`, `content` and optional further keys.
-
-    Args:
-        param: request parameter named in errors.
-        num_bytes: length of the request body; 0 if unknown.
-    """
+    """Messages for the chat template. `param`: as errors name it; `num_bytes`: of the request body, 0 if unknown."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -56,12 +51,11 @@ class Priority(StrEnum):
 
 @dataclass(frozen=True)
 class Reading:
-    """How a reply is read (`text.replies.reader`); by default, all is text.
+    """How a reply is read (`text/replies/reader.py`); by default, all is text.
 
     Args:
-        tools: tools of the request, in OpenAI's format; None to leave calls in the text.
-        thoughts: separate reasoning from text.
-        hides_thoughts: omit reasoning from the answer.
+        tools: in OpenAI's format; None to leave calls in the text.
+        thoughts: whether to separate reasoning from text.
     """
 
     form: ReplyFormat = ReplyFormat()
@@ -81,11 +75,10 @@ class Request:
     """One completion to run.
 
     Args:
-        request_id: unique id, also in the HTTP answer.
         agent: durable agent whose memory this extends; None leaves no memory on disk.
         lineage: lineage to continue; None for the one with the longest common prefix.
         n: number of answers. The first is the agent's turn; the rest share its blocks and leave no memory.
-        salt: cache namespace; requests with different salts never share a block.
+        salt: requests with different salts never share a block.
         priority: None for background if nothing is generated (a warm-up), else interactive.
         adapter: None for the agent's own, or base.
         policy: None for the agent's or the adapter's own.

@@ -31,17 +31,14 @@ class SamplingParams:
     Args:
         max_tokens: 0 only caches the prompt; None for the rest of the context.
         temperature: 0 is greedy and deterministic.
-        top_p, top_k, min_p: truncations; 1.0, 0 (or -1) and 0.0 disable them.
+        top_p, top_k, min_p: 1.0, 0 (or -1) and 0.0 disable them.
         repetition_penalty: divides positive and multiplies negative logits of the last 64 tokens.
-        frequency_penalty: subtracted from a token's logit per occurrence in the output (as OpenAI's).
-        presence_penalty: subtracted once from the logits of all generated tokens (as OpenAI's).
-        logit_bias: values added to the logits, by token id; unknown ids are ignored.
-        seed: any integer; the same seed and logits give the same tokens.
-        min_tokens: tokens to generate before the end of sequence and `stop` apply (as vLLM's).
+        frequency_penalty, presence_penalty: as OpenAI's.
+        logit_bias: added to the logits, by token id; unknown ids are ignored.
+        min_tokens: before the end of sequence and `stop` apply (as vLLM's).
         stop: strings that end the text, without being part of it.
         logprobs: number of alternatives per token; 0 for the chosen token only, None for no logprobs.
-        prompt_logprobs: whether to report logprobs of the prompt, which computes all of it.
-        ignore_eos: whether to generate up to max_tokens.
+        prompt_logprobs: computes all of the prompt.
 
     Raises:
         InvalidRequest: a value of another type, or outside `BOUNDS`.

@@ -17,12 +17,7 @@ LOG_SECONDS = 5.0  # between lines of one phase
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of a start.
-
-    Args:
-        doing: description such as "reading the weights".
-        done, total: pieces of work; 0 if not countable.
-    """
+    """One phase of a start, such as "reading the weights"; `done` and `total` are 0 if not countable."""
 
     doing: str
     done: int = 0
@@ -34,12 +29,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Measuring:
-    """Progress of choosing the KV precision.
-
-    Args:
-        done, most: forward passes so far, and their upper bound.
-        chosen: the precision, such as "4"; None before the end.
-    """
+    """Progress of choosing the KV precision: forward passes, their upper bound, and the precision at the end."""
 
     done: int
     most: int = 0
@@ -55,7 +45,6 @@ class StartProgress:
         self._timer: threading.Timer | None = None
 
     def begin(self, doing: str) -> None:
-        """Enter a phase, logged if longer than `QUIET_SECONDS`."""
         self._enter(Phase(doing))
 
     def _enter(self, phase: Phase | None) -> None:
@@ -77,7 +66,6 @@ class StartProgress:
             self._enter(outer)
 
     def advance(self, done: int, total: int) -> None:
-        """Logged every few seconds."""
         if self.phase is None:
             return
         self.phase = Phase(self.phase.doing, done, total)

@@ -51,10 +51,9 @@ class Traffic:
 class CacheStats:
     """Counters since start, and the current state of RAM, disk and queues. `/metrics` exports the annotated fields.
 
-    The RAM budget is for `ram_bytes` and `adapter_ram_bytes`; `trunk_ram_bytes` has its own. All three are capacity;
-    `ram_accounts` has capacity and use by kind (`blocks/ledger.py`). Blocks include residual KV. `disk_bytes_by` is by
-    content (`DiskUsage.by_kind`), `evicted_blocks` by kind of cache. Seconds are device time. An `automatic`
-    `disk_budget_kind` evicts nothing, unlike `explicit`.
+    The RAM budget is for `ram_bytes` and `adapter_ram_bytes`; `trunk_ram_bytes` has its own. All three are capacity.
+    Blocks include residual KV. `disk_bytes_by` is by content (`DiskUsage.by_kind`), `evicted_blocks` by kind of cache.
+    Seconds are device time. An `automatic` `disk_budget_kind` evicts nothing.
     """
 
     ram_bytes: int
@@ -131,7 +130,7 @@ class CacheStats:
 
     @property
     def ram_used(self) -> dict[str, int | None]:
-        """Used bytes by kind of cache; None without such a cache."""
+        """Likewise, those that hold data."""
         return {
             "base": self._used_by(BASE),
             "residual": self._used_by(RESIDUAL) if self._has(RESIDUAL) else None,

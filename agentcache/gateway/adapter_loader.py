@@ -27,7 +27,7 @@ from agentcache.gateway.prompt_workers import Workers
 from agentcache.models.adapter_files import MAX_BYTES, MAX_HEADER_BYTES
 from agentcache.models.adapters import AdapterContent, producer_groups, read_adapter, read_again
 from agentcache.models.decoder import Decoder, is_decoder_folder, read_decoder, read_decoder_again
-from agentcache.settings.adapters import AdapterFolder
+from agentcache.settings.tables import AdapterFolder
 
 if TYPE_CHECKING:
     from agentcache.adapters.table import AdapterSource

@@ -30,8 +30,8 @@ from agentcache.gateway.operations import Operation
 from agentcache.gateway.prompt_workers import Workers, shutting_down
 from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.models.loader import LoadedModel
-from agentcache.settings.adapters import AdapterFolder
 from agentcache.settings.config import Config
+from agentcache.settings.tables import AdapterFolder
 from agentcache.system.malloc import keep_freed_memory
 from agentcache.system.memory import Level, PressureGauge, PressureReading, SystemMemory
 from agentcache.text.tokenizer import Tokenizer

@@ -1,4 +1,4 @@
-"""Settings and their defaults. `config_sources` reads them."""
+"""Settings and their defaults. `sources.py` reads them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 
 from agentcache.api.sampling import SamplingDefaults
 from agentcache.errors import ConfigError, InvalidRequest
-from agentcache.settings.adapters import AdapterFolder
-from agentcache.settings.default_agents import RESPONSES_AGENT
+from agentcache.settings.tables import RESPONSES_AGENT, AdapterFolder
 from agentcache.system.durable import Durability
 
 KV_CHOICES = ("auto", "4", "8", "k8v4", "16")
@@ -40,7 +39,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Flag:
-    """A setting's option of `agentcache serve`, by the setting's name if `name` is None; bare without a value."""
+    """A setting's option of `agentcache serve`; `name` if not the setting's, bare without a value."""
 
     help: str
     metavar: str | None = None
@@ -69,21 +68,16 @@ class Config:
     Args:
         api_key: None admits every local client.
         api_key_file: read into `api_key` by `load_config`.
-        cache_dir: folder of one process at a time.
-        disk_budget: None for a share of the disk that limits growth and evicts nothing.
-        durability: see `agentcache.system.durable`.
         wired_limit: 0 for none.
         trunk_budget: RAM of the hidden-state cache, allocated when an adapter can use it; 0 for none.
         state_budget: part of `ram_budget` for recurrent state and its checkpoints.
         snapshot_tokens: None for the interval at which checkpoints cost at most twice the KV.
         residual_budget: part of `ram_budget` for residual KV, used by the base cache until needed.
-        max_divergence: largest relative difference of shared base KV from the adapter's own; 0 refuses `residual`.
         rank_timeout: seconds without an answer after which a rank counts as hanging.
-        max_concurrent_requests: further requests wait, up to `max_waiting_requests` in all.
         request_timeout: seconds, waiting included.
         kv: each choice has files of its own.
         header_timeout, body_timeout: seconds for a request's headers, and then its body, to arrive.
-        write_timeout: seconds without progress until the connection of a client that does not read is closed.
+        write_timeout: seconds until the connection of a client that does not read is closed.
         prefill_chunk: most prompt tokens in one step; on a GPU up to 2,048 while no request decodes.
         max_lineages: at least `SHARED_LINEAGES` for `shared_agents`.
         aliases: further names of the model or its adapters, each with an existing name.
@@ -245,17 +239,15 @@ class Config:
 
     @property
     def shared_agents(self) -> frozenset[str]:
-        """Agents of requests that name none; several clients share them."""
+        """Agents that several clients share."""
         return frozenset({RESPONSES_AGENT, *self.default_agent.values()})
 
     @property
     def sampling(self) -> SamplingDefaults:
-        """Defaults that override the model's own."""
         return SamplingDefaults(self.temperature, self.top_p, self.top_k)
 
     @property
     def max_waiting_requests(self) -> int:
-        """Waiting and running; more are refused."""
         return self.max_concurrent_requests * QUEUE_FACTOR
 
     def __post_init__(self) -> None:

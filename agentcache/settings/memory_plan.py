@@ -20,12 +20,7 @@ NO_WIRED_LIMIT = 0
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Memory of the device, in bytes.
-
-    Args:
-        total: RAM that the process may use, or the device's own memory.
-        recommended: Metal's recommended working set; None elsewhere.
-    """
+    """Memory that the process may use, in bytes. `recommended`: Metal's working set; None elsewhere."""
 
     total: int
     recommended: int | None = None
@@ -37,7 +32,6 @@ class DeviceMemory:
 
     @property
     def usable(self) -> int:
-        """For this program, permanently."""
         free = self.total - self.reserve
         return free if self.recommended is None else min(free, self.recommended)
 
@@ -78,18 +72,14 @@ class MemoryPlan:
 
 
 def state_budget(wished: int | None, ram_budget: int) -> int:
-    """Bytes of the cache's RAM reserved for recurrent state."""
+    """Bytes of the cache's RAM for recurrent state."""
     return int(ram_budget * AUTO_STATE_SHARE) if wished is None else wished
 
 
 def plan_memory(
     device: DeviceMemory, wishes: Wishes, *, weights: int, temporaries: int, least_cache: int
 ) -> MemoryPlan:
-    """Divide the device's memory. Raises ConfigError.
-
-    Args:
-        least_cache: bytes of cache for one short sequence.
-    """
+    """Divide the device's memory; `least_cache` is for one short sequence. Raises ConfigError."""
     limit = _limit(device, wishes.memory_limit)
     beside = temporaries + (wishes.trunk_budget or 0)
     left = limit - weights - beside

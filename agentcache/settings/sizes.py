@@ -56,13 +56,7 @@ def _held_bytes(folder: Path) -> int:
 
 
 def parse_size(text: str | int, *, key: str, whole: Callable[[], int], auto: Callable[[], int]) -> int:
-    """Parse a size into bytes.
-
-    Args:
-        text: `8GB`, `512MB`, `1.5GiB`, `20%`, `auto`, or plain bytes.
-        key: setting named in errors.
-        whole, auto: functions for the bytes of 100% and of `auto`; called only when needed.
-    """
+    """Parse `8GB`, `1.5GiB`, `20%`, `auto`, or plain bytes. `whole` and `auto` return the bytes of 100% and `auto`."""
     written = str(text).strip()
     if written.lower() == "auto":
         return auto()
@@ -84,11 +78,7 @@ def parse_bytes(text: str | int, *, key: str) -> int:
 
 
 def parse_share_of_ram(text: str | int, *, key: str) -> int | None:
-    """Bytes; None for `auto`, which depends on the model (`memory_plan`).
-
-    Raises:
-        ConfigError: invalid, or more than the RAM.
-    """
+    """Bytes, at most the RAM; None for `auto` (`memory_plan`)."""
     if _is(text, "auto"):
         return None
     size, whole = parse_size(text, key=key, whole=total_ram, auto=_never), total_ram()
@@ -103,7 +93,7 @@ def parse_wired_limit(text: str | int) -> int | None:
 
 
 def parse_trunk_budget(text: str | int, ram_budget: int | None) -> int | None:
-    """As `parse_share_of_ram`, also refusing more than `ram_budget` leaves of the RAM."""
+    """As `parse_share_of_ram`, but at most what `ram_budget` leaves."""
     budget, left = parse_share_of_ram(text, key="trunk_budget"), total_ram() - (ram_budget or 0)
     if budget is not None and budget > left:
         raise ConfigError(f"trunk_budget = {text!r} is more than the {left / 1e9:.1f} GB that ram_budget leaves")
@@ -111,7 +101,7 @@ def parse_trunk_budget(text: str | int, ram_budget: int | None) -> int | None:
 
 
 def parse_part_of_budget(text: str | int, ram_budget: int | None, *, key: str) -> int | None:
-    """As `parse_share_of_ram`, also refusing more than `ram_budget`, which includes it."""
+    """As `parse_share_of_ram`, but at most `ram_budget`, which includes it."""
     budget = parse_share_of_ram(text, key=key)
     if budget is not None and ram_budget is not None and budget > ram_budget:
         raise ConfigError(f"{key} = {text!r} is more than the ram_budget of {ram_budget} bytes")
@@ -127,10 +117,7 @@ def _never() -> int:
 
 
 def parse_disk_budget(text: str | int, cache_dir: Path) -> int | None:
-    """Bytes; None for `auto`, which the store computes (`store.disk_budget`).
-
-    A percentage is of the disk's size: its free space would change with other programs.
-    """
+    """Bytes, or percent of the disk's size; None for `auto` (`store.disk_budget`)."""
     if _is(text, "auto"):
         return None
     return parse_size(text, key="disk_budget", whole=lambda: disk_room(cache_dir).size, auto=_never)

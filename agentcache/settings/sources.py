@@ -14,10 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from agentcache.errors import ConfigError
-from agentcache.settings.adapters import parse_adapters
 from agentcache.settings.config import SETTINGS, Config, Images, Kind, default_cache_dir
-from agentcache.settings.default_agents import parse_default_agents
-from agentcache.settings.origins import parse_origins
 from agentcache.settings.sizes import (
     parse_bytes,
     parse_disk_budget,
@@ -26,6 +23,7 @@ from agentcache.settings.sizes import (
     parse_trunk_budget,
     parse_wired_limit,
 )
+from agentcache.settings.tables import parse_adapters, parse_default_agents, parse_origins
 from agentcache.system.durable import Durability
 
 log = logging.getLogger("agentcache.settings.config")
@@ -55,10 +53,10 @@ def load_config(
 
     Args:
         overrides: flags by setting name; None if not given.
-        config_file: TOML file, which must exist; by default AGENTCACHE_CONFIG, or ~/.agentcache/config.toml if any.
+        config_file: by default AGENTCACHE_CONFIG, or ~/.agentcache/config.toml if any.
 
     Raises:
-        ConfigError: an unknown key, or an invalid value.
+        ConfigError: an unknown key, an invalid value, or no such file.
     """
     environ = os.environ if environ is None else environ
     raw: dict[str, Any] = {}

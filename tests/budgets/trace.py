@@ -24,8 +24,8 @@ import httpx
 from agentcache.gateway.async_engine import AsyncEngine
 from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.server.app import create_app
-from agentcache.settings.adapters import parse_adapters
 from agentcache.settings.config import Config
+from agentcache.settings.tables import parse_adapters
 from tests.adapters_factory import ATTENTION, make_adapter
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -43,7 +43,7 @@ from agentcache.gateway.operations import (
     ShowAgent,
     UseResponses,
 )
-from agentcache.settings.adapters import AdapterFolder
+from agentcache.settings.tables import AdapterFolder
 from agentcache.store.archive import ArchiveRejected
 from agentcache.store.response_files import ResponseFiles
 from agentcache.system.memory import Level

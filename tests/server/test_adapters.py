@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from agentcache.api.policy import Policy
-from agentcache.settings.adapters import AdapterFolder
 from agentcache.settings.config import Config
+from agentcache.settings.tables import AdapterFolder
 from tests.server.driver import ask, chat, complete, post, refused
 from tests.server.fake_engine import MODEL, POET, FakeEngine
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from agentcache.models.adapter_files import read_folder
-from agentcache.settings.adapters import AdapterFolder
 from agentcache.settings.config import Config
+from agentcache.settings.tables import AdapterFolder
 from agentcache.store.archive import ArchiveFile
 from tests.server.driver import post, refused
 from tests.server.fake_engine import FakeEngine

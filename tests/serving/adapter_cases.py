@@ -14,7 +14,7 @@ import numpy as np
 
 from agentcache.api.request import Request
 from agentcache.llm import LLM, Completion
-from agentcache.settings.adapters import parse_adapters
+from agentcache.settings.tables import parse_adapters
 from tests.adapters_factory import ATTENTION, make_adapter, write_mlx_lm, write_peft
 from tests.serving import inside
 from tests.serving.conversation import greedy, logprob_errors, open_llm

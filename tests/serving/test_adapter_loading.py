@@ -14,7 +14,7 @@ from agentcache.api.report import Update
 from agentcache.api.request import Request, TokenPrompt
 from agentcache.errors import Conflict, InvalidRequest, NotFound, Overloaded, UnreadableAdapter, UnsupportedAdapter
 from agentcache.llm import LLM
-from agentcache.settings.adapters import parse_adapters
+from agentcache.settings.tables import parse_adapters
 from tests.adapters_factory import make_adapter, random_matrices, write_mlx_lm, write_peft
 from tests.conftest import ModelFolder
 from tests.serving import inside

@@ -15,7 +15,7 @@ from agentcache.errors import EngineStopped, Overloaded, UnsupportedAdapter
 from agentcache.gateway.operations import ReadStats
 from agentcache.llm import LLM, Completion
 from agentcache.models.proof import STEPS
-from agentcache.settings.adapters import parse_adapters
+from agentcache.settings.tables import parse_adapters
 from tests.conftest import ModelFolder
 from tests.marks import slow
 from tests.serving import inside

@@ -23,8 +23,8 @@ from agentcache.gateway.async_engine import AsyncEngine
 from agentcache.gateway.operations import CheckIntegrity, ListAgents, ReadStats, UseResponses
 from agentcache.models import precision as precision_module
 from agentcache.models.precision import PrecisionSearch
-from agentcache.settings.adapters import AdapterFolder
 from agentcache.settings.config import Config
+from agentcache.settings.tables import AdapterFolder
 from agentcache.store.model_files import read_precision
 from tests.adapters_factory import make_adapter
 from tests.conftest import ModelFolder

@@ -19,8 +19,8 @@ from agentcache.gateway import adapter_loader, async_engine, completions, operat
 from agentcache.gateway.async_engine import AsyncEngine
 from agentcache.gateway.operations import CheckIntegrity, EvictAgent, ImportAgent, SaveAgent, ShowAgent
 from agentcache.gateway.prompt_workers import Workers
-from agentcache.settings.adapters import AdapterFolder
 from agentcache.settings.config import Config
+from agentcache.settings.tables import AdapterFolder
 from agentcache.store.block_folder import BlockFolder
 from agentcache.store.store import Store
 from agentcache.text.grammars import compiler

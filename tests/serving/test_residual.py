@@ -16,7 +16,7 @@ from agentcache.api.policy import Policy
 from agentcache.api.request import Request, TokenPrompt
 from agentcache.errors import InvalidRequest
 from agentcache.llm import LLM
-from agentcache.settings.adapters import AdapterFolder
+from agentcache.settings.tables import AdapterFolder
 from tests.adapters_factory import ATTENTION, make_adapter, random_matrices, write_mlx_lm
 from tests.conftest import ModelFolder
 from tests.marks import slow

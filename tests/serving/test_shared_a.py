@@ -14,7 +14,7 @@ from agentcache.api.policy import Policy
 from agentcache.api.request import Request, TokenPrompt
 from agentcache.errors import InvalidRequest
 from agentcache.llm import LLM, Completion
-from agentcache.settings.adapters import AdapterFolder
+from agentcache.settings.tables import AdapterFolder
 from tests.adapters_factory import ATTENTION, MLP, make_adapter
 from tests.conftest import ModelFolder
 from tests.serving import inside

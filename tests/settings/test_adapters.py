@@ -7,8 +7,8 @@ import pytest
 
 from agentcache.api.policy import Policy, parse_policy
 from agentcache.errors import ConfigError, InvalidRequest
-from agentcache.settings.adapters import AdapterFolder, parse_adapters
 from agentcache.settings.sources import load_config
+from agentcache.settings.tables import AdapterFolder, parse_adapters
 
 POET, LAWYER = AdapterFolder("poet", "/a/poet"), AdapterFolder("lawyer", "/a/lawyer", Policy.PREFILL_SHARE)
 

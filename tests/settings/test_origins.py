@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from agentcache.errors import ConfigError
-from agentcache.settings.origins import hosts_of, is_same_origin, parse_origins
 from agentcache.settings.sources import load_config
+from agentcache.settings.tables import hosts_of, is_same_origin, parse_origins
 
 
 @pytest.mark.parametrize(
