@@ -25,8 +25,7 @@ class Detokenizer:
     """Converts one reply's tokens to text.
 
     `ends[i]` is the text's length after token i. If that token ends inside a character or adds nothing, it is final
-    once a later token completes a character, or after `finish`. `control_ids` are tokens without text; an incomplete
-    character before one stays incomplete.
+    once a later token completes a character, or after `finish`. `control_ids` are tokens without text.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ class MarkedEncoder:
     """Tokenises marked text. Thread-safe.
 
     Sections (between control tokens) with marks use a copy of the tokenizer in which each control token is renamed to
-    its mark, so that its string is plain text. `saved` is the content of tokenizer.json.
+    its mark, so that its string is plain text.
     """
 
     def __init__(self, saved: str, marks: Marks, controls: Mapping[int, str]) -> None:
@@ -212,7 +212,6 @@ class TextStart:
         self._lock = threading.Lock()
 
     def prompt(self, text: str) -> str:
-        """Put BOS in front of marked text if the model uses it."""
         if not self._bos or text.startswith(self._bos):
             return text
         # Some tokenizers add a space before a text's first word, but not after BOS.

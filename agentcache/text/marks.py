@@ -122,8 +122,7 @@ class Seals:
     """Reserved characters that replace a template's own control tokens during a render.
 
     A template may join or edit a client's strings; without a seal, the result is never a control token. Two more seals
-    mark the halves of a control token that a template writes around a role. `free` is the first code point after the
-    marks. Raises UnsupportedModel for too many special tokens.
+    mark the halves of a control token that a template writes around a role.
     """
 
     def __init__(self, specials: Sequence[str], free: int) -> None:
@@ -183,7 +182,7 @@ def _halves(special: str) -> Iterator[tuple[str, str, str]]:
 
 
 class MarkOffsets:
-    """Converts plain-text offsets to marked-text offsets."""
+    """Converts plain-text offsets to marked-text offsets; inside a mark, to its end (`high`) or start (`low`)."""
 
     def __init__(self, marks: Marks, marked: str) -> None:
         self._starts: list[int] = []
@@ -201,7 +200,6 @@ class MarkOffsets:
         return self._shifted(offset, 0)
 
     def high(self, offset: int) -> int:
-        """Convert `offset`; inside a mark, to its end, `low` to its start."""
         return self._shifted(offset, 1)
 
     def _shifted(self, offset: int, side: int) -> int:
@@ -213,7 +211,7 @@ class MarkOffsets:
 
 
 class Codes:
-    """Encoder and decoder of marker tokens: `tokens` has their names, and whether clients see them in text."""
+    """Encoder and decoder of marker tokens. `tokens`: names, and whether clients see them in text."""
 
     def __init__(self, tokens: Iterable[tuple[str, bool]]) -> None:
         self._shown = dict(tokens)

@@ -1,7 +1,7 @@
 """Predicts how much of a chat's prompt the next prompt repeats.
 
 A template may end a prompt with an opened or empty thought and omit it once the reply is history. `NextPrompts`
-renders the chat's end as a prompt and with a continuation, and caches the result by the prompt's ending.
+renders the chat's end as a prompt and with a continuation.
 """
 
 from __future__ import annotations

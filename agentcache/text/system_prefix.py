@@ -2,7 +2,7 @@
 
 The system prefix is the prompt before the first user's words: system messages and tools. The prompt keeps the
 transcript's prefix; a notice before the newest message has the changed lines. Earlier notices stay in place, where
-their KV is cached. The transcript is the only state.
+their KV is cached.
 """
 
 from __future__ import annotations

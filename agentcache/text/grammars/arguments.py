@@ -1,7 +1,7 @@
 """A tool's arguments one by one, for formats with one tag or field per argument, and grammar rules for fields.
 
-Strings are text, other values JSON. With more constraints (patterns, dependent arguments), all arguments are one JSON
-object, which every dialect's parser accepts.
+Strings are text, other values JSON. With more constraints, all arguments are one JSON object, which every dialect's
+parser accepts.
 """
 
 from __future__ import annotations

@@ -36,12 +36,7 @@ log = logging.getLogger("agentcache.models")
 
 
 class Vocabulary:
-    """A tokenizer's vocabulary for llguidance.
-
-    Args:
-        size: exclusive upper bound of token ids.
-        control_ids: tokens that a grammar allows only by explicit reference.
-    """
+    """A tokenizer's vocabulary for llguidance. A grammar allows `control_ids` only by explicit reference."""
 
     bos_token_id = None
 
@@ -68,10 +63,9 @@ class Vocabulary:
 
 
 class GrammarCompiler:
-    """Compiles and caches grammars for one tokenizer. Thread-safe; calls `vocabulary` once.
+    """Compiles and caches grammars for one tokenizer. Thread-safe.
 
-    Attributes:
-        refusal: why llguidance rejects the vocabulary; empty if accepted or untried.
+    `refusal` says why llguidance rejects the vocabulary; empty if accepted or untried.
     """
 
     def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:

@@ -51,22 +51,17 @@ _NO_CHANGE = (False, EmptyContent.EMPTY, CallIds.AS_SENT, ThoughtField.USUAL)
 
 @dataclass(frozen=True)
 class Repairs:
-    """The repairs that a chat template needs.
+    """The repairs that a chat template needs; `docs/server.md` describes each.
 
     Attributes:
-        no_system_role: leading system messages as part of the first user message.
-        move_later_systems: later system messages as user text in place.
         user_first: a user message inserted before a leading assistant message, or in a chat without one.
         user_behind_result: user text after a tool result as part of it.
-        one_call_a_message: parallel calls as one message each, followed by its result.
         calls_without_words: text beside a call as a message before it.
         words_at_calls: text beside a call before it in the rendered text.
         worded_calls_as_text: calls beside text, with their results, as text.
         results_with_calls: results of unknown calls as user text.
         calls_with_results: empty results for calls without one.
-        plain_schemas: references, nullable types and constants written out.
         describe_enums: with `plain_schemas`, enumeration values in descriptions.
-        offer_variables: variables for tools, date and missing special tokens.
     """
 
     rename_developer: bool = False
@@ -157,7 +152,7 @@ _HARMONY_CALL = CallSyntax("<|channel|>commentary to=functions.NAME <|constrain|
 
 @dataclass(frozen=True)
 class CallNotation:
-    """Text form of calls, readable by the reply reader. `opening` is the marker before calls or empty."""
+    """Text form of calls, readable by the reply reader. `opening`: the marker before calls or empty."""
 
     syntax: CallSyntax
     opening: str = ""

@@ -69,7 +69,6 @@ class CallSyntax:
     Args:
         open, close: text around a call's arguments, with the placeholder `NAME`.
         begin, between, end: text around and between all calls.
-        argument, fields: syntax of the arguments; JSON without either.
         as_json: syntax of a call with JSON arguments; None if only the arguments differ.
     """
 
@@ -116,7 +115,7 @@ def as_object(before: str, after: str, between: str = "\n", arguments: str = "ar
 
 
 def as_fields(begin: str, call: str, opening: str, closing: str, end: str, fields: FieldSyntax) -> CallSyntax:
-    """Calls as a name and fields; where the fields cannot say the arguments, as JSON objects."""
+    """Calls as a name and fields, or as JSON objects where fields cannot say the arguments."""
     as_json = as_object(begin, end, "")
     return CallSyntax(f"{begin}{call}{NAME}{opening}", f"{closing}{end}", "", fields=fields, as_json=as_json)
 

@@ -139,7 +139,7 @@ USER: Mapping[str, Any] = {"role": "user", "content": "hello"}
 
 
 def call_message(num_calls: int, **more: Any) -> dict[str, Any]:
-    """Return an assistant message with sample calls; arguments are objects."""
+    """Return an assistant message with sample calls."""
     calls = [
         {"id": f"call0000{index}", "type": "function", "function": {"name": name, "arguments": arguments}}
         for index, (name, arguments) in enumerate(_ARGUMENTS[:num_calls])
@@ -148,7 +148,7 @@ def call_message(num_calls: int, **more: Any) -> dict[str, Any]:
 
 
 def with_string_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the arguments as JSON text, for templates that need it."""
+    """Write the arguments as JSON text."""
     calls = [
         call | {"function": call["function"] | {"arguments": write_json(call["function"]["arguments"])}}
         for call in message["tool_calls"]

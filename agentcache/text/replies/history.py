@@ -52,10 +52,7 @@ class ReadReply:
         return "".join(self.texts).strip()
 
     def says(self, generated: ReadReply, *, also_thinks: bool = False) -> bool:
-        """Whether text and calls are those of `generated`, as clients repeat them.
-
-        Reasoning, if there is any, must be the same; with `also_thinks`, it must not be missing.
-        """
+        """Whether text and calls are those of `generated`, as clients repeat them; reasoning, too, if `also_thinks`."""
         return any(
             (self.text, self.calls) in each.repeated
             and (self.thought in _joined(each.thoughts) if self.thought else not (also_thinks and each.thought))
@@ -145,7 +142,7 @@ class ReplyReading:
         return begin
 
     def opening_at(self, text: str, begin: int, *, first: int) -> int:
-        """Return the start, from `first` on, of control tokens and role before `begin`; else `begin`."""
+        """Return the start of control tokens and role before `begin`; else `begin`."""
         found = self._last_opening.search(text, max(first, begin - _PROMPT_END), begin)
         return begin if found is None else found.start()
 
@@ -189,7 +186,7 @@ def _opened_at(form: ReplyFormat, text: str, begin: int) -> int:
 
 
 def first_thought(transcript: Transcript, form: ReplyFormat) -> int | None:
-    """Count the tokens before a transcript's first reasoning, where templates that drop it branch; None without any."""
+    """Count the tokens before a transcript's first reasoning; None without any."""
     places = (_thought_at(transcript.text, *place, form) for place in transcript.generated_ranges())
     first = next((place for place in places if place is not None), None)
     return None if first is None else bisect_right(transcript.ends, first)
@@ -253,10 +250,7 @@ def as_generated(text: str, transcript: Words, reading: ReplyReading) -> Retold:
 def with_thoughts(
     messages: Sequence[dict[str, Any]], transcript: Words, reading: ReplyReading
 ) -> list[list[dict[str, Any]]]:
-    """Return variants of `messages` with the reasoning that the client omitted; empty if none is missing.
-
-    Of equal replies, the transcript may hold only the first or only the last ones: two variants if that matters.
-    """
+    """Return variants of `messages` with the reasoning that the client omitted; two if equal replies are ambiguous."""
     known = [reading.read_at(transcript.text, *place) for place in transcript.generated_ranges()]
     first = _thoughts_of(messages, known)
     last = _thoughts_of(messages[::-1], known[::-1])

@@ -32,10 +32,7 @@ class _InCall(Enum):
 
 
 class HeaderCall(Steps):
-    """Parses one call: a header, from which `name_of` reads the name, the arguments object, a closing marker.
-
-    `objects` parses calls without a header.
-    """
+    """Parses one call: a header, from which `name_of` reads the name, the arguments object, a closing marker."""
 
     _at: _InCall
 

@@ -39,7 +39,7 @@ class ReplyReader(Protocol):
     def thought_ends(self) -> Sequence[str] | None: ...
 
     def begin(self, prompt_end: str) -> None:
-        """Take the end of the marked prompt, which may open reasoning or calls. Call before `add`."""
+        """Take the end of the marked prompt, which may open reasoning or calls."""
 
     def add(self, text: str, placed: Sequence[Placed] = ()) -> list[Event]:
         """Parse more text; `placed` has the offset and name of each marker token in it."""
@@ -97,9 +97,9 @@ class _State(Enum):
 class MarkedReader:
     """Parser for replies with markers around reasoning and calls. Drops white space next to them.
 
-    A model may close its reasoning twice. As in chat templates, all text before the last closing marker is reasoning,
-    unless a call comes first. A stream cannot take text back: it holds `DOUBTED` characters after a closing marker
-    (`DOUBTED_UNTHOUGHT` after empty reasoning), and ignores later ones.
+    A model may close its reasoning twice: all text before the last closing marker is reasoning, unless a call comes
+    first. A stream cannot take text back: it holds `DOUBTED` characters after a closing marker (`DOUBTED_UNTHOUGHT`
+    after empty reasoning), and ignores later ones.
     """
 
     def __init__(

@@ -45,7 +45,6 @@ class StopStrings:
         return bool(self._string_at)
 
     def num_held(self, state: int) -> int:
-        """Return how many trailing characters may begin a match."""
         return self._depth[state]
 
     def feed(self, state: int, text: str) -> tuple[int, FoundStop | None]:
@@ -110,8 +109,7 @@ class StopSearch:
     """Incremental search for stop strings. Positions count from the start of the reply.
 
     A string counts only if all of it is answer text (`ReplyReader.take_zones`). The reader costs more than the
-    automaton: it runs only while a found string's zone is unknown. Reasoning is searched only for its end. Without
-    `reader`, all text counts.
+    automaton: it runs only while a found string's zone is unknown. Reasoning is searched only for its end.
     """
 
     def __init__(self, stops: StopStrings, reader: ReplyReader | None) -> None:

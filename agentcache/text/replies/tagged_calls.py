@@ -28,8 +28,8 @@ class Tags:
     """The tags of one tool-call format.
 
     Args:
-        name_end: text after the tool name; if empty, the next tag or line break ends it.
-        call_end: text after the call; empty if the closing marker of all calls ends it.
+        name_end: if empty, the next tag or line break ends the tool name.
+        call_end: if empty, the closing marker of all calls ends a call.
         on_lines: strip one line break on each side of a value; else strip white space, except from strings.
         untyped: see `converted`.
         cdata: accept values in `<![CDATA[…]]>`.
