@@ -35,7 +35,7 @@ from agentcache.client import ServerError
 from agentcache.llm import LLM
 from agentcache.models import loader
 from agentcache.models.builtin.embedded import TEXT_FILES, embedded_config, embedded_file
-from agentcache.models.device_memory import device_memory
+from agentcache.models.memory import device_memory
 from agentcache.models.runner import ModelRunner
 from agentcache.models.step import StepInputs
 from agentcache.server_process import ServerNotStarted
@@ -271,7 +271,7 @@ class Paged:
         own = -(-(context + room) // BLOCK_SIZE) - common
         for pool in self.pools:
             pool.grow(max(pool.capacity, common + rows * own))
-        self.runner.fit()
+        self.runner.base.fit()
         firsts = [common + row * own for row in range(rows)]
         ids = [[*range(common), *range(first, first + own)] for first in firsts]
         self.tables = [[BlockTable(list(each)) for _ in self.pools] for each in ids]

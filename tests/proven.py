@@ -12,7 +12,7 @@ from typing import Any
 import mlx.nn as nn
 import pytest
 
-from agentcache.models import loader, source_digest
+from agentcache.models import fingerprint, loader
 from agentcache.models.attachment import Everywhere, Hosted
 from agentcache.system.files import file_identity
 
@@ -43,7 +43,7 @@ def prove_once(patch: pytest.MonkeyPatch) -> None:
 
 def examine_once(patch: pytest.MonkeyPatch) -> None:
     """From now on `source_digest` parses each version of a module once only, also where a cache folder is new."""
-    examine, known = source_digest._examine, dict[tuple[str, str], list[str]]()
+    examine, known = fingerprint._examine, dict[tuple[str, str], list[str]]()
 
     def examine_unless_known(name: str, file: Path) -> list[str]:
         key = (name, file_identity(file))
@@ -51,7 +51,7 @@ def examine_once(patch: pytest.MonkeyPatch) -> None:
             known[key] = examine(name, file)
         return known[key]
 
-    patch.setattr(source_digest, "_examine", examine_unless_known)
+    patch.setattr(fingerprint, "_examine", examine_unless_known)
 
 
 def _state(folder: Path) -> State:

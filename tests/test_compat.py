@@ -16,7 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
 from agentcache import compat
-from agentcache.models import source_digest
+from agentcache.models import fingerprint
 from tests.conftest import ModelFolder
 from tests.versions import check_versions
 
@@ -40,7 +40,7 @@ def test_no_other_module_imports_modules_of_mlx_lm() -> None:
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if any(name.partition(".")[0] == "mlx_lm" for name in names):
                 found.add((path.name, *names))
-    assert {each for each in found if each[0] != "compat.py"} == {("source_digest.py", "mlx_lm")}
+    assert {each for each in found if each[0] != "compat.py"} == {("fingerprint.py", "mlx_lm")}
 
 
 def parameters(function: Any) -> list[str]:
@@ -83,8 +83,8 @@ def test_families_have_other_names() -> None:
 
 def test_the_definitions_that_decide_bytes_have_their_names() -> None:
     """`source_digest` reads these only: one that is renamed would no longer be part of any address."""
-    for module, names in source_digest._PARTS.items():
-        file = source_digest._file_of(module)
+    for module, names in fingerprint._COUNTED.items():
+        file = fingerprint._file_of(module)
         assert file is not None
         defined = {getattr(node, "name", None) for node in ast.parse(file.read_bytes()).body}
         assert names <= defined, f"{module} no longer defines {names - defined}"

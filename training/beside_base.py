@@ -81,7 +81,7 @@ def _original(linear: Any) -> Any:
 
 
 def squared_divergence(plain: Sequence[KeysValues], base: Sequence[KeysValues], weights: mx.array) -> mx.array:
-    """Squared divergence of the last layers' KV from base's, as in `models/residual/divergence.py`; `weights` [B, n] of
+    """Squared divergence of the last layers' KV from base's, as in `models/residual/arenas.py`; `weights` [B, n] of
     tokens.
     """
 

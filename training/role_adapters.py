@@ -19,10 +19,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optimizers
 
-from agentcache.models.adapter_config import CONFIG_FILE
-from agentcache.models.adapter_files import LowRank
-from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
-from agentcache.models.adapters import read_adapter
+from agentcache.models.adapter_files import CONFIG_FILE, LowRank
+from agentcache.models.adapters import AdapterWeights, RowAdapter, read_adapter
 from agentcache.models.step import StepInputs
 from agentcache.training.decoder_data import Example, make_examples, random_for
 from agentcache.training.decoder_files import WEIGHTS_FILE, write_adapter

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from agentcache.api.stats import BASE, STACKS
 from agentcache.blocks.ledger import Account, Ledger
-from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
+from agentcache.models.adapters import AdapterWeights, RowAdapter
 from agentcache.models.lora import Stacks, can_stack, stacked_bytes
 
 _SHARE = 0.5  # of what base's cache can spare

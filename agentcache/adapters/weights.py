@@ -8,8 +8,7 @@ from agentcache.adapters.stacks import StackLoan
 from agentcache.api.stats import ADAPTERS
 from agentcache.blocks.ledger import Ledger
 from agentcache.errors import OutOfBlocks
-from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
-from agentcache.models.adapters import AdapterContent, trunk_cut
+from agentcache.models.adapters import AdapterContent, AdapterWeights, RowAdapter, trunk_cut
 from agentcache.models.decoder import Decoder, DecoderWeights, load_decoder
 from agentcache.models.loader import LoadedModel
 from agentcache.models.runner import ModelRunner
@@ -95,7 +94,7 @@ class AdapterWeightSet:
 
     def _make_room(self, nbytes: int) -> None:
         fits = self._account.ask(nbytes)
-        self._runner.fit()  # before the weights are allocated
+        self._runner.base.fit()  # before the weights are allocated
         if not fits:
             raise OutOfBlocks(f"running requests take the RAM budget of {self._ledger.budget} bytes")
         self._account.claim(nbytes)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Arenas(Protocol):
-    """Storage of one cache's blocks in RAM; `ModelRunner` for base."""
+    """Storage of one cache's blocks in RAM; `BaseArenas` for base."""
 
     def put_blocks(self, group: int, block_ids: Sequence[int], blocks: Sequence[Array]) -> None: ...
 

@@ -17,7 +17,7 @@ from agentcache.blocks.keys import BASE_CACHE, BlockName
 from agentcache.blocks.origin_paths import NamedBlock
 from agentcache.blocks.transcript import Transcript, TranscriptContent
 from agentcache.errors import StoreError
-from agentcache.models.runner import ModelRunner
+from agentcache.models.arenas import BaseArenas
 from agentcache.settings.tables import SHARED_LINEAGES
 from agentcache.store.archive import ArchiveRejected
 from agentcache.store.archived_agent import ArchivedAgent
@@ -46,7 +46,7 @@ class Persistence:
     def __init__(
         self,
         caches: KeptCaches,
-        runner: ModelRunner,
+        base: BaseArenas,
         store: Store,
         agents: AgentTable,
         pins: Pins,
@@ -67,7 +67,7 @@ class Persistence:
         for record in set_aside:
             pins.pin_lineage(record.name)
         self._disk = Disk(store, [*agents, *set_aside], pins, caches.is_open)
-        self._snapshots = SavedSnapshots(caches, runner, self._disk.fits, first_thought)
+        self._snapshots = SavedSnapshots(caches, base, self._disk.fits, first_thought)
         self.jobs = DiskJobs(self._disk, caches, agents, post)
         self._turns = TurnWriter(self._disk, self.jobs, caches, agents, pins)
         agents.must_stay = self._snapshots.is_unsaved

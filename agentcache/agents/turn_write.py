@@ -30,7 +30,7 @@ from agentcache.blocks.transcript import Transcript
 from agentcache.store.manifest import AgentRecord, ResidualBlocks
 
 if TYPE_CHECKING:
-    from agentcache.models.runner import ModelRunner
+    from agentcache.models.arenas import BaseArenas
 
 log = logging.getLogger("agentcache.persistence")
 
@@ -294,12 +294,12 @@ class SavedSnapshots:
     def __init__(
         self,
         caches: KeptCaches,
-        runner: ModelRunner,
+        base: BaseArenas,
         fits: Callable[[AgentRecord, int], bool],
         first_thought: Callable[[Transcript], int | None],
     ) -> None:
         self._caches = caches
-        self._runner = runner
+        self._base = base
         self._fits = fits
         self._first_thought = first_thought
         self._unsaved: dict[str, _Unsaved] = {}  # oldest first
@@ -351,7 +351,7 @@ class SavedSnapshots:
         return [place for place in places if place is not None and place < record.num_saved]
 
     def _is_finite(self, node: Node) -> bool:
-        return node.state is not None and self._runner.is_finite_state(node.state)
+        return node.state is not None and self._base.is_finite_state(node.state)
 
     def is_unsaved(self, name: str) -> bool:
         return name in self._unsaved

@@ -15,9 +15,9 @@ import numpy as np
 
 from agentcache.engine.passes import Pass
 from agentcache.engine.running_request import RunningRequest
-from agentcache.models.recurrent import RowState
 from agentcache.models.runner import ModelRunner, Started
 from agentcache.models.sampler import REPETITION_CONTEXT, Row, Scores, TokenScore, choose, masked
+from agentcache.models.step import RowState
 
 
 @dataclass(frozen=True)

@@ -60,12 +60,12 @@ class BatchBuilder:
             adapters=self._adapters.rows([row.work.computes for row in made]),
             hidden_states=self._hidden_states.plan(rows, num_tokens),
             all_logits=score_prompt,
-            states=[generation.launched_state for generation in rows] if self._runner.states is not None else (),
+            states=[generation.launched_state for generation in rows] if self._runner.base.states is not None else (),
         )
         if not written:
             step = self._with_residual_kvs(step, made, residual_kvs)
         outputs = self._runner.forward(step)
-        logits, states = outputs.logits, outputs.states if self._runner.states is not None else ()
+        logits, states = outputs.logits, outputs.states if self._runner.base.states is not None else ()
         if not written:
             logits = logits[: len(rows)]
         ends = [start + num_tokens for start in starts]

@@ -10,8 +10,8 @@ from agentcache.engine.batch import Batch, BatchRow, LateToken, Result
 from agentcache.engine.batch_builder import BatchBuilder
 from agentcache.engine.guard import MemoryGuard
 from agentcache.engine.running_request import RunningRequest
-from agentcache.models.recurrent import RowState
 from agentcache.models.runner import ModelRunner
+from agentcache.models.step import RowState
 
 
 class Step(Protocol):
@@ -112,14 +112,14 @@ class MlxDevice:
         self.limit = guard.limit
         self.prepare = builder.prepare
         self.at_fault = builder.at_fault
-        self.copy_blocks = runner.copy_blocks
-        self.row_state = runner.row_state
-        self.keep_state = runner.keep_state
-        self.free_states = runner.free_states
+        self.copy_blocks = runner.base.copy_blocks
+        self.row_state = runner.base.row_state
+        self.keep_state = runner.base.keep_state
+        self.free_states = runner.base.free_states
         self.evaluate = runner.evaluate
         self.wait = runner.wait
         self.release_buffers = runner.release_buffers
-        self.move_blocks = runner.move_blocks
+        self.move_blocks = runner.base.move_blocks
         self.give_back = runner.give_back
 
     @property
@@ -128,7 +128,7 @@ class MlxDevice:
 
     @property
     def copied_blocks(self) -> int:
-        return self.runner.copied_blocks
+        return self.runner.base.copied_blocks
 
     def build(self, rows: Sequence[RunningRequest], num_tokens: int, before: Step | None, *, contended: bool) -> Batch:
         assert before is None or isinstance(before, Batch)

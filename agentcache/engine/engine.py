@@ -32,9 +32,9 @@ from agentcache.engine.scheduler import Scheduler
 from agentcache.engine.view import EngineView, ServedModel
 from agentcache.errors import AgentCacheError, Conflict, EngineStopped, InternalError, RequestCancelled
 from agentcache.kv.packing import Precision
-from agentcache.models.device_memory import Limits
 from agentcache.models.fused import counts as kernel_counts
 from agentcache.models.loader import LoadedModel
+from agentcache.models.memory import Limits
 from agentcache.models.sampler import TokenScore
 from agentcache.ranks.lost import lost_rank
 from agentcache.system.memory import Level

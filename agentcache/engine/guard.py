@@ -5,7 +5,7 @@ from collections.abc import Callable
 from agentcache.api.stats import TEMPORARIES
 from agentcache.blocks.ledger import Ledger
 from agentcache.engine.running_request import RunningRequest
-from agentcache.models.footprint import Footprint, free_memory, spare_memory
+from agentcache.models.memory import Footprint, free_memory, spare_memory
 
 # Smaller steps always fit; asking the system costs time.
 _SMALL_STEP = 64 << 20

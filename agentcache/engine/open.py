@@ -44,10 +44,17 @@ from agentcache.kv.packing import AUTO
 from agentcache.kv.spec import CacheSpec
 from agentcache.metal_kernels.kernel_text import NO_DEVICE
 from agentcache.metal_kernels.kernel_text import device as device_kind
-from agentcache.models.device_memory import Limits, device_memory, wanted_limits
-from agentcache.models.footprint import Footprint, free_memory, least_temporaries, spare_memory
 from agentcache.models.fused import memo as kernel_memo
 from agentcache.models.loader import LoadedModel, in_chosen_precision, load
+from agentcache.models.memory import (
+    Footprint,
+    Limits,
+    device_memory,
+    free_memory,
+    least_temporaries,
+    spare_memory,
+    wanted_limits,
+)
 from agentcache.models.probe import Probe
 from agentcache.models.runner import ModelRunner
 from agentcache.ranks.executors import Executor, join
@@ -185,11 +192,11 @@ def _put_together(
     pins = Pins()
     transcripts = ResidentTranscripts(ledger, transcript_budget(plan.ram_budget))
     agents = AgentTable(loaded.fingerprint, pins=pins, transcripts=transcripts)
-    caches = KeptCaches(KeptCache(BASE_CACHE, loaded.spec, cache, runner), loaded.namespace)
+    caches = KeptCaches(KeptCache(BASE_CACHE, loaded.spec, cache, runner.base), loaded.namespace)
     set_aside = load_agents(store, caches, agents, config.max_lineages)
     persistence = Persistence(
         caches,
-        runner,
+        runner.base,
         store,
         agents,
         pins,
@@ -207,7 +214,7 @@ def _put_together(
     agents.note_use(store.latest_use())
     log.log(logging.INFO if store.usage.free > 0 else logging.WARNING, "disk budget: %s", store.usage.plan)
     cache.allocator.preallocate(min(plan.ram_budget // 8, _preallocated_bytes(loaded)))
-    runner.fit()
+    runner.base.fit()
     adapters = AdapterWeightSet(loaded, runner, ledger)
     trunk_budget = 0 if loaded.spec.recurrent else plan.trunk_budget  # see `trunk_cut`
     block_bytes = loaded.hidden_states.block_bytes() if trunk_budget else 0

@@ -13,8 +13,7 @@ from agentcache.engine.output_processor import OutputProcessor
 from agentcache.engine.running_request import RunningRequest
 from agentcache.errors import UnsupportedPolicy
 from agentcache.models.adapters import Adapter
-from agentcache.models.residual.arenas import ResidualArenas
-from agentcache.models.residual.divergence import Divergence
+from agentcache.models.residual.arenas import Divergence, ResidualArenas
 from agentcache.models.residual.forms import ResidualSupport
 from agentcache.models.residual.spec import ResidualShape, residual_spec
 from agentcache.models.runner import ModelRunner

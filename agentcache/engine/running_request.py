@@ -23,8 +23,8 @@ from agentcache.store.manifest import AgentRecord
 
 if TYPE_CHECKING:
     from agentcache.engine.messages import Submit
-    from agentcache.models.recurrent import RowState
     from agentcache.models.sampler import Sampler
+    from agentcache.models.step import RowState
     from agentcache.text.grammars.compiler import GrammarMatcher
 
 Emit = Callable[[Update | BaseException], None]

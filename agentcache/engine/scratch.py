@@ -31,7 +31,7 @@ def compute(runner: ModelRunner, sequence: BlockTables, context: int, num_tokens
     """Compute tokens after `context` earlier ones, and wait."""
     tables, lengths = [sequence.tables] * rows, [context] * rows
     reads, writes = runner.reads(tables, lengths, num_tokens), runner.writes(tables, lengths, num_tokens)
-    states = (None,) * rows if runner.states is not None else ()
+    states = (None,) * rows if runner.base.states is not None else ()
     step = StepInputs(mx.zeros((rows, num_tokens), mx.int32), lengths, reads, writes, states=states)
     logits = runner.forward(step).logits
     runner.start(mx.argmax(logits[:, -1], axis=-1))

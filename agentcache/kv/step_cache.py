@@ -273,7 +273,7 @@ class PagedKV(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Handle:
-    """Stands for cached keys or values in model code; attention resolves it (`models/interception.py`).
+    """Stands for cached keys or values in model code; attention resolves it (`models/attachment.py`).
 
     Not an array: code that computes with cached keys fails instead of computing wrongly.
 

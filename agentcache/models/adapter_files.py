@@ -1,38 +1,36 @@
-"""Read adapter folders of mlx-lm or PEFT into one convention.
+"""Read adapter folders of mlx-lm or PEFT into one convention, on any thread.
 
-Plain numpy: any thread may read. Only safetensors files are opened, never pickles. Anything but plain LoRA of linear
-modules is refused by name.
+Only safetensors files are opened, never pickles. Anything but plain LoRA of linear modules is refused by name.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, deserialize
 
 from agentcache.errors import UnreadableAdapter, UnsupportedAdapter
-from agentcache.models.adapter_config import AdapterConfig, read_mlx_lm_config, read_peft_config
-from agentcache.models.plain_file import open_plain_file, read_exactly
+from agentcache.system.files import open_plain
 
 MAX_BYTES = 4 << 30
 MAX_HEADER_BYTES = 16 << 20
-_MOST_OBJECTS = 1 << 18  # of a header: three per tensor; each takes 20 times its bytes in memory
-
+_MOST_OBJECTS = 1 << 18  # of a header; each takes 20 times its bytes in memory
 Array = NDArray[np.float32]
-
 _LAYER = r"(?:(?:model|language_model)\.){0,3}layers\.(?P<layer>0|[1-9][0-9]{0,3})\.(?P<path>[A-Za-z0-9_.]{1,100})"
 _FLOATS = {"F32": "<f4", "F16": "<f2"}
 _EXPERTS = {"experts", "switch_mlp"}
-# Other tensors of trainers, by a part of the name.
+# By a part of the tensor's name.
 _OTHER_TENSORS = {
     "magnitude": "DoRA",
     "embed": "adapters of embeddings",
@@ -40,10 +38,31 @@ _OTHER_TENSORS = {
     "lora_B.bias": "biases in the adapter",
     "modules_to_save": "whole modules saved beside the adapter",
 }
+CONFIG_FILE = "adapter_config.json"
+_MAX_CONFIG_BYTES = 1 << 20
+_MAX_PATTERN = 256
+_MAX_REPEATS = 3
+_MAX_TOKEN_ID = 2**31
+_LARGEST = 1e30  # for comparisons that NaN and integers beyond float fail too
+# PEFT options that need more than x @ A @ B.
+_PEFT_EXTRAS = {
+    "use_dora": "DoRA",
+    "modules_to_save": "whole modules saved beside the adapter",
+    "fan_in_fan_out": "transposed weights",
+    "lora_bias": "biases in the adapter",
+    "trainable_token_indices": "trained token embeddings",
+    "target_parameters": "adapters of bare parameters, such as experts",
+    "layer_replication": "replicated layers",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "BD-LoRA",
+    "arrow_config": "Arrow routing",
+}
+# Other values (PiSSA, OLoRA, CorDA, LoftQ …) change the base weights before training.
+_PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 class ModuleName(NamedTuple):
-    """Such as (3, "self_attn.q_proj"); the path is inside the layer."""
+    """A module of a layer, such as (3, "self_attn.q_proj")."""
 
     layer: int
     path: str
@@ -76,8 +95,6 @@ class AdapterFiles:
 
 @dataclass(frozen=True)
 class _Format:
-    """One trainer's files: pattern of matrix names; `is_transposed` for [r, in] and [out, r]."""
-
     name: str
     file: str
     tensor: re.Pattern[str]
@@ -85,26 +102,8 @@ class _Format:
     read_config: Callable[[Path], AdapterConfig]
 
 
-_FORMATS = (
-    _Format(
-        "mlx-lm",
-        "adapters.safetensors",
-        re.compile(rf"(?P<module>{_LAYER})\.lora_(?P<side>[ab])"),
-        is_transposed=False,
-        read_config=read_mlx_lm_config,
-    ),
-    _Format(
-        "peft",
-        "adapter_model.safetensors",
-        re.compile(rf"base_model\.model\.(?P<module>{_LAYER})\.lora_(?P<side>[AB])\.weight"),
-        is_transposed=True,
-        read_config=read_peft_config,
-    ),
-)
-
-
 def read_folder(folder: Path, max_bytes: int = MAX_BYTES) -> AdapterFiles:
-    """Read a folder, with all checks that need no model. Raises UnsupportedAdapter, without the folder's name."""
+    """Read and check a folder. Raises UnsupportedAdapter, without the folder's name."""
     style = _format_of(folder)
     config = style.read_config(folder)
     tensors = _read_tensors(folder / style.file, max_bytes)
@@ -117,7 +116,7 @@ def _format_of(folder: Path) -> _Format:
         raise UnreadableAdapter("there is no such folder")
     found = [style for style in _FORMATS if os.path.isfile(folder / style.file)]
     if len(found) == 2:
-        raise UnsupportedAdapter(f"it holds {found[0].file} and {found[1].file}; which one counts?")
+        raise UnsupportedAdapter(f"it holds {found[0].file} and {found[1].file}; keep one of them")
     if not found:
         names = " or ".join(style.file for style in _FORMATS)
         raise UnreadableAdapter(f"it has no {names}; other formats, such as pickles (.bin), are never opened")
@@ -125,7 +124,7 @@ def _format_of(folder: Path) -> _Format:
 
 
 def _read_tensors(file: Path, max_bytes: int) -> dict[str, Array]:
-    """All tensors as float32, sorted by name: a broken file always gives the same error."""
+    """Sorted by name, so that a broken file always gives the same error."""
     try:
         tensors = sorted(deserialize(_read_safetensors(file, max_bytes)), key=itemgetter(0))
     except SafetensorError as error:
@@ -139,7 +138,7 @@ def _read_safetensors(file: Path, max_bytes: int) -> bytes:
         header_bytes = int.from_bytes(read_exactly(stream, min(8, size), file.name), "little")
         if header_bytes > MAX_HEADER_BYTES or 8 + header_bytes > size:
             raise UnsupportedAdapter(
-                f"{file.name} is not a safetensors file: its header would pass its end or any size"
+                f"{file.name} is not a safetensors file: its header is longer than the file, or than the limit"
             )
         stated = 8 + header_bytes + _data_bytes(read_exactly(stream, header_bytes, file.name), file.name)
         if stated != size:
@@ -199,7 +198,7 @@ def _unknown(tensor: str) -> str:
         what = "DoRA"  # mlx-lm's name
     if what is not None:
         return f"{_show(tensor)}: {what} are not supported"
-    return f"{_show(tensor)} is no LoRA matrix of a module in a layer"
+    return f"{_show(tensor)} is not a LoRA matrix of a module in a layer"
 
 
 def _pair(name: ModuleName, sides: _Sides, style: _Format, config: AdapterConfig) -> LowRank:
@@ -216,5 +215,213 @@ def _pair(name: ModuleName, sides: _Sides, style: _Format, config: AdapterConfig
     return LowRank(np.ascontiguousarray(a), np.ascontiguousarray(scaled))
 
 
-def _show(name: str) -> str:
-    return f"{name!r:.100}"
+def _show(value: object) -> str:
+    return f"{value!r:.100}"
+
+
+@dataclass(frozen=True)
+class ExplicitScale:
+    """mlx-lm's scale."""
+
+    rank: int
+    factor: float
+
+    def of(self, module: str, rank: int) -> float:
+        """Factor on x @ A @ B; raises UnsupportedAdapter if the rank is not the config's."""
+        _check_rank(module, self.rank, rank)
+        return self.factor
+
+
+@dataclass(frozen=True)
+class AlphaScale:
+    """PEFT's scale: alpha / r, or alpha / sqrt(r) if rank-stabilised (arXiv 2312.03732).
+
+    Patterns are regular expressions on a module name's end; the first match wins.
+    """
+
+    rank: int
+    alpha: float
+    stabilised: bool
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+
+    def of(self, module: str, rank: int) -> float:
+        _check_rank(module, _first_match(self.rank_pattern, module, self.rank), rank)
+        alpha = _first_match(self.alpha_pattern, module, self.alpha)
+        return alpha / (math.sqrt(rank) if self.stabilised else rank)
+
+
+def _check_rank(module: str, expected: int, rank: int) -> None:
+    if rank != expected:
+        raise UnsupportedAdapter(f"{module} has rank {rank}, but {CONFIG_FILE} says {expected}")
+
+
+def _first_match(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
+    return next((value for key, value in pattern.items() if _expression(key).match(module)), default)
+
+
+def _expression(key: str) -> re.Pattern[str]:
+    """As PEFT's `get_pattern_key`: names that end with `key`, by whole components."""
+    return re.compile(rf"(.*\.)?({key})$")
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """Settings for serving.
+
+    Args:
+        invocation_tokens: token ids from whose last occurrence the adapter acts; None if always.
+        activation_shift: offset to that start; adapters older than PEFT's rule start one later.
+    """
+
+    scale: ExplicitScale | AlphaScale
+    invocation_tokens: tuple[int, ...] | None
+    activation_shift: int
+
+
+def read_mlx_lm_config(folder: Path) -> AdapterConfig:
+    """Config of a folder of `mlx_lm.lora` (`mlx_lm/tuner/utils.py`); raises UnsupportedAdapter."""
+    config = _read(folder)
+    if (kind := config.get("fine_tune_type", "lora")) != "lora":
+        raise UnsupportedAdapter(f"fine_tune_type {_show(kind)} is not supported, only 'lora'")
+    parameters = config.get("lora_parameters")
+    if not isinstance(parameters, dict):
+        raise UnsupportedAdapter(f"{CONFIG_FILE} has no lora_parameters")
+    scale = ExplicitScale(_integer(parameters, "rank", low=1), _number(parameters, "scale"))
+    return AdapterConfig(scale, *_activation(config))
+
+
+def read_peft_config(folder: Path) -> AdapterConfig:
+    """Config of a folder of PEFT (`peft/tuners/lora/config.py`); raises UnsupportedAdapter."""
+    config = _read(folder)
+    if (kind := config.get("peft_type")) != "LORA":
+        raise UnsupportedAdapter(f"peft_type {_show(kind)} is not supported, only 'LORA'")
+    for field, what in _PEFT_EXTRAS.items():
+        if config.get(field):
+            raise UnsupportedAdapter(f"{field} is set; not supported: {what}")
+    if (bias := config.get("bias") or "none") != "none":
+        raise UnsupportedAdapter(f"bias {_show(bias)} is not supported, only 'none'")
+    if (start := config.get("init_lora_weights")) not in _PLAIN_STARTS:
+        raise UnsupportedAdapter(f"init_lora_weights {_show(start)} has changed the base weights, which are not served")
+    scale = AlphaScale(
+        rank=_integer(config, "r", low=1),
+        alpha=_number(config, "lora_alpha"),
+        stabilised=bool(config.get("use_rslora")),
+        rank_pattern=_pattern(config, "rank_pattern", _integer),
+        alpha_pattern=_pattern(config, "alpha_pattern", _number),
+    )
+    return AdapterConfig(scale, *_activation(config))
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    data = read_plain_file(folder / CONFIG_FILE, _MAX_CONFIG_BYTES)
+    try:
+        config = json.loads(data)
+    except (ValueError, RecursionError):
+        raise UnsupportedAdapter(f"{CONFIG_FILE} is not JSON") from None
+    if not isinstance(config, dict):
+        raise UnsupportedAdapter(f"{CONFIG_FILE} is not a JSON object")
+    return config
+
+
+def _activation(config: dict[str, Any]) -> tuple[tuple[int, ...] | None, int]:
+    tokens = config.get("alora_invocation_tokens")
+    if tokens is not None and not _are_token_ids(tokens):
+        raise UnsupportedAdapter("alora_invocation_tokens is not a list of token ids")
+    shift = _integer(config, "activation_shift") if "activation_shift" in config else 0
+    return None if tokens is None else tuple(tokens), shift
+
+
+def _are_token_ids(tokens: object) -> bool:
+    return isinstance(tokens, list) and bool(tokens) and all(type(t) is int and 0 <= t < _MAX_TOKEN_ID for t in tokens)
+
+
+def _integer(config: dict[str, Any], name: str, low: int | None = None) -> int:
+    value = config.get(name)
+    if type(value) is not int or (low is not None and value < low):
+        raise UnsupportedAdapter(f"{CONFIG_FILE}: {name} is {_show(value)}, not a valid integer")
+    return value
+
+
+def _number(config: dict[str, Any], name: str) -> float:
+    value = config.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < _LARGEST:
+        raise UnsupportedAdapter(f"{CONFIG_FILE}: {name} is {_show(value)}, not a number")
+    return float(value)
+
+
+def _pattern(config: dict[str, Any], name: str, read: Any) -> dict[str, Any]:
+    pattern = config.get(name) or {}
+    if not isinstance(pattern, dict):
+        raise UnsupportedAdapter(f"{CONFIG_FILE}: {name} is not an object")
+    for key in pattern:
+        _check_pattern(name, key)
+    return {key: read(pattern, key) for key in pattern}
+
+
+def _check_pattern(name: str, key: str) -> None:
+    """Refuse expressions that could match for hours."""
+    repeats = len(re.findall(r"[*+{]|(?<!\()\?", key))
+    # Each construct with several ways to match multiplies the time.
+    choices = max(key.count("("), key.count("|") // _MAX_REPEATS)
+    if len(key) > _MAX_PATTERN or max(repeats, choices) > _MAX_REPEATS or re.search(r"\)[*+{?]", key):
+        raise UnsupportedAdapter(f"{CONFIG_FILE}: a key of {name} is too complex a regular expression")
+    try:
+        _expression(key)
+    except re.error:
+        raise UnsupportedAdapter(f"{CONFIG_FILE}: {_show(key)} in {name} is not a regular expression") from None
+
+
+@contextmanager
+def open_plain_file(path: Path, max_bytes: int) -> Iterator[tuple[BinaryIO, int]]:
+    """Open a regular file, also through a link, with its size; never a device or a pipe.
+
+    Raises UnreadableAdapter, also within the context, or UnsupportedAdapter if larger than `max_bytes`.
+    """
+    try:
+        with open(_open(path), "rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            if size > max_bytes:
+                raise UnsupportedAdapter(f"{path.name} is larger than {max_bytes} bytes")
+            yield stream, size
+    except OSError as error:
+        raise UnreadableAdapter(f"{path.name} cannot be read: {error.strerror}") from None
+
+
+def _open(path: Path) -> int:
+    try:
+        return open_plain(path)
+    except ValueError:
+        raise UnreadableAdapter(f"{path.name} is not a file") from None
+
+
+def read_plain_file(path: Path, max_bytes: int) -> bytes:
+    """Read all of such a file; raises the same."""
+    with open_plain_file(path, max_bytes) as (stream, size):
+        return read_exactly(stream, size, path.name)
+
+
+def read_exactly(stream: BinaryIO, size: int, name: str) -> bytes:
+    """Raises UnreadableAdapter if there are fewer bytes."""
+    data = stream.read(size)
+    if len(data) < size:
+        raise UnreadableAdapter(f"{name} is being changed")
+    return data
+
+
+_FORMATS = (
+    _Format(
+        "mlx-lm",
+        "adapters.safetensors",
+        re.compile(rf"(?P<module>{_LAYER})\.lora_(?P<side>[ab])"),
+        is_transposed=False,
+        read_config=read_mlx_lm_config,
+    ),
+    _Format(
+        "peft",
+        "adapter_model.safetensors",
+        re.compile(rf"base_model\.model\.(?P<module>{_LAYER})\.lora_(?P<side>[AB])\.weight"),
+        is_transposed=True,
+        read_config=read_peft_config,
+    ),
+)

@@ -1,4 +1,4 @@
-"""Adapters fitted to a model: target modules, identity, and changed cache groups."""
+"""Adapters fitted to a model: target modules, identity, changed cache groups, and a step's rows."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
@@ -22,7 +23,7 @@ from agentcache.models.mla import is_expanded
 from agentcache.models.residual.spec import KEYS, VALUES, AdapterSides, Side, find_side, is_split
 
 _MAKE_KEYS = ("k_proj", "qkv_proj", "kv_a_proj_with_mqa")
-_QUERIES = {"q_proj", "q_a_proj", "q_b_proj"}  # beside one of `_MAKE_KEYS`
+_QUERIES = {"q_proj", "q_a_proj", "q_b_proj"}
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class LinearShape:
 
 @dataclass(frozen=True)
 class Target:
-    """Columns of a module's output for matrices of some name; `makes_kv` if the layer's own keys or values use them."""
+    """Columns of a module's output; `makes_kv` if the layer's own keys or values use them."""
 
     module: ModuleName
     start: int
@@ -53,7 +54,6 @@ class TargetModules:
     """Modules that adapters can act on. Plain data: any thread may read it.
 
     Args:
-        linears: modules called as linears.
         targets: by adapters' names; q, k, v (gate, up) also if fused.
         absorbed: modules that attention has absorbed, so never called.
     """
@@ -70,7 +70,7 @@ class TargetModules:
         if name.layer >= self.num_layers:
             raise UnsupportedAdapter(f"{name} is not in the model, which has {self.num_layers} layers")
         if name not in self.targets:
-            raise UnsupportedAdapter(f"{name!s:.100} is no linear module of the model")
+            raise UnsupportedAdapter(f"{name!s:.100} is not a linear module of the model")
         return self.targets[name]
 
 
@@ -89,16 +89,12 @@ def target_modules(layers: Sequence[nn.Module], inspection: Inspection) -> Targe
             if path.endswith("kv_b_proj") and is_expanded(parent):
                 absorbed.add(name)
                 continue
-            linears[name] = _shape(module)
+            linears[name] = LinearShape(in_dim(module), module.weight.shape[0], activation_dtype(module).size)
             # A module called before the layer writes its cache may make what is written, unless it makes queries.
             makes_queries = not recurrent and any(part in parent for part in _MAKE_KEYS)
             makes_kv = not inspection.linears[index, path]
             targets |= _named_targets(name, linears[name].out_dim, kv_dim, makes_kv, makes_queries)
     return TargetModules(len(layers), linears, targets, frozenset(absorbed))
-
-
-def _shape(linear: nn.Module) -> LinearShape:
-    return LinearShape(in_dim(linear), linear.weight.shape[0], activation_dtype(linear).size)
 
 
 def _named_targets(
@@ -130,9 +126,8 @@ class Adapter:
     Args:
         digest: of modules, matrices and effective scale, not of name or format; 40 hex digits.
         first_kv_layer: lowest layer whose keys or values can differ from base's; number of layers if none.
-        invocation_tokens: tokens from whose last occurrence an activated LoRA (arXiv 2504.12397) acts.
-        activation_shift: offset to that position.
-        family: digest of all A matrices, equal in a family.
+        invocation_tokens: an activated LoRA (arXiv 2504.12397) acts from their last occurrence on.
+        family: digest of all A matrices.
     """
 
     digest: str
@@ -150,17 +145,16 @@ class Adapter:
 
 @dataclass(frozen=True)
 class AdapterContent:
-    """An adapter and its float32 numpy matrices, by module of the model."""
+    """An adapter and its float32 numpy matrices."""
 
     adapter: Adapter
     matrices: Mapping[ModuleName, LowRank]
 
 
 def read_adapter(folder: Path, modules: TargetModules, max_bytes: int = MAX_BYTES) -> AdapterContent:
-    """Read an adapter's folder for a model. Any thread; takes up to four times the file's size.
+    """Read an adapter's folder, on any thread; takes up to four times the file's size.
 
-    Raises:
-        UnsupportedAdapter: broken, more than LoRA, or made for another model.
+    Raises UnsupportedAdapter: broken, more than LoRA, or made for another model.
     """
     try:
         return _read_adapter(folder, modules, max_bytes)
@@ -228,7 +222,7 @@ def _fit(
 
 
 def _join(parts: Sequence[tuple[Target, LowRank]], out_dim: int) -> LowRank:
-    """One pair for a whole module: ranks side by side, each with its own columns of b."""
+    """Ranks side by side, each with its own columns of b."""
     if len(parts) == 1 and parts[0][1].b.shape[1] == out_dim:
         return parts[0][1]
     b = np.zeros((sum(pair.rank for _, pair in parts), out_dim), np.float32)
@@ -255,7 +249,7 @@ def _fields(matrices: Mapping[ModuleName, LowRank]) -> Iterator[bytes]:
 
 
 def _family_fields(matrices: Mapping[ModuleName, LowRank], sides: AdapterSides) -> Iterator[bytes]:
-    """A matrices, and their columns that keys and values use (in a fused module B decides these)."""
+    """In a fused module B decides which columns of A keys and values use."""
     for name, pair in sorted(matrices.items()):
         yield str(name).encode()
         yield from _matrix_fields(pair.a)
@@ -288,3 +282,88 @@ def producer_groups(adapter: Adapter, spec: CacheSpec) -> frozenset[int]:
     # Recurrent layers share the last group. An adapter may change its own layer's state.
     has_own_state = any(each.index >= adapter.first_layer for each in spec.recurrent)
     return frozenset(changed | {len(spec.groups)} if has_own_state else changed)
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterWeights:
+    """An adapter's matrices on the device, in each module's type."""
+
+    adapter: Adapter
+    matrices: Mapping[ModuleName, LowRank]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(pair.a.nbytes + pair.b.nbytes for pair in self.matrices.values())
+
+
+@dataclass(frozen=True)
+class RowAdapter:
+    """A row's adapter, which acts on positions from `start`."""
+
+    weights: AdapterWeights
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class RowParts:
+    """Indices of each adapter's rows, int32; each row's index in their concatenation, int32 [B], 0 if masked."""
+
+    rows: Sequence[mx.array]
+    indices: mx.array
+
+
+class AdapterRows:
+    """Adapters of a step's rows; `lengths` are tokens before the step.
+
+    `adapters` act on at least one token.
+    """
+
+    def __init__(self, rows: Sequence[RowAdapter | None], lengths: Sequence[int], num_tokens: int) -> None:
+        self.shape = (len(lengths), num_tokens)
+        self.adapters: list[AdapterWeights] = []
+        self._users: list[int | None] = []  # index into `adapters`
+        self._firsts: list[int] = []
+        self._masks: dict[tuple[bool, ...], mx.array | None] = {}
+        self._indices: dict[tuple[int, ...], mx.array] = {}
+        self._parts: dict[tuple[bool, ...], RowParts] = {}
+        for row, length in zip(rows, lengths, strict=True):
+            self._add(row, num_tokens if row is None else max(0, row.start - length))
+
+    def _add(self, row: RowAdapter | None, first: int) -> None:
+        self._firsts.append(first)
+        if row is None or first >= self.shape[1]:
+            self._users.append(None)
+            return
+        if row.weights not in self.adapters:
+            self.adapters.append(row.weights)
+        self._users.append(self.adapters.index(row.weights))
+
+    def mask(self, present: tuple[bool, ...]) -> mx.array | None:
+        """Tokens on which adapters marked in `present` act, bool [B, n, 1]; None if all."""
+        if present not in self._masks:
+            self._masks[present] = self._mask(present)
+        return self._masks[present]
+
+    def _mask(self, present: tuple[bool, ...]) -> mx.array | None:
+        num_tokens = self.shape[1]
+        users = zip(self._users, self._firsts, strict=True)
+        firsts = [first if user is not None and present[user] else num_tokens for user, first in users]
+        if not any(firsts):
+            return None
+        return (mx.arange(num_tokens)[None] >= mx.array(firsts)[:, None])[..., None]
+
+    def index(self, in_stack: tuple[int, ...]) -> mx.array:
+        """Each row's index in a stack, int32 [B]; 0 for masked rows."""
+        if in_stack not in self._indices:
+            rows = [0 if user is None else in_stack[user] for user in self._users]
+            self._indices[in_stack] = mx.array(rows, dtype=mx.int32)
+        return self._indices[in_stack]
+
+    def parts(self, present: tuple[bool, ...]) -> RowParts:
+        if present not in self._parts:
+            marked = [user for user, is_present in enumerate(present) if is_present]
+            rows = [[row for row, user in enumerate(self._users) if user == each] for each in marked]
+            order = [row for part in rows for row in part]
+            indices = [order.index(row) if row in order else 0 for row in range(self.shape[0])]
+            self._parts[present] = RowParts([mx.array(part, mx.int32) for part in rows], mx.array(indices, mx.int32))
+        return self._parts[present]

@@ -1,32 +1,39 @@
-"""Put a model on the paged cache: inspect its caches, adapt its modules, prove the result."""
+"""Put a model on the paged cache: inspect its caches, replace its attention, prove the result."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from agentcache.kv.packing import LayerBits, Precision
 from agentcache.kv.spec import CacheSpec
-from agentcache.models import mla, softcap
+from agentcache.kv.step_cache import StepCache
+from agentcache.models import mla
+from agentcache.models.attention import AttentionOptions
 from agentcache.models.inspection import Inspection, inspect_model
-from agentcache.models.interception import intercept
+from agentcache.models.interception import attend, intercept
+from agentcache.models.layers import observe
 from agentcache.models.proof import Proof
+
+_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "rope")
+_SIZES = ("n_heads", "n_kv_heads", "scale", "attn_logit_softcapping")
 
 
 @dataclass(frozen=True)
 class Hosted:
-    """Result for a model on the paged cache."""
+    """A model on the paged cache."""
 
     inspection: Inspection
     spec: CacheSpec
 
 
-ChoosePrecision = Callable[[nn.Module, Inspection], Precision]
-"""Says in how many bits the keys and values of a model are kept that runs on the paged cache."""
+ChoosePrecision = Callable[[nn.Module, Inspection], Precision]  # of a model on the paged cache
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ def host(
     Args:
         check: whether to prove that it computes mlx-lm's numbers.
         within: context of measurement and proof, such as `in_float32`.
-        adapted: inspection of a model that runs on step caches already, and is to keep other bits.
+        adapted: inspection of a model that already runs on step caches.
 
     Raises:
         UnsupportedModel: an unknown kind of cache, or other numbers than mlx-lm's.
@@ -65,7 +72,7 @@ def host(
     seen = _adapted(model) if adapted is None else adapted
     with within(model):
         *_, hosted = _in_pieces(model, seen, model_type, config, check=check, choose=choose)
-    assert hosted is not None  # the last item
+    assert hosted is not None
     return hosted
 
 
@@ -85,7 +92,7 @@ def _adapted(model: nn.Module) -> Inspection:
     seen = inspect_model(model)
     for layer in model.layers:
         mla.adapt(layer)
-        softcap.adapt(layer)
+        _adapt_capped(layer)
     intercept(model)
     return seen
 
@@ -105,3 +112,42 @@ def _in_pieces(
         for _ in Proof(model, seen).pieces():
             yield None
     yield Hosted(seen, spec)
+
+
+def is_capped(module: nn.Module) -> bool:
+    """Whether a module is Gemma 2's attention, or has exactly its parts.
+
+    It caps scores itself, from keys as arrays, so `CappedAttention` computes its parts with a step cache.
+    """
+    has_parts = all(part in module for part in _PARTS) and set(module.children()) == set(_PARTS)
+    return has_parts and all(getattr(module, size, None) for size in _SIZES)
+
+
+@functools.cache
+def _on_step_caches(kind: Any) -> Any:
+    class CappedAttention(kind):
+        def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+            if not isinstance(cache, StepCache):
+                return observe(super().__call__(x, mask, cache))
+            options = AttentionOptions(self.scale, self.attn_logit_softcapping)
+            queries, keys, values = (
+                projected.reshape(*x.shape[:2], heads, -1).transpose(0, 2, 1, 3)
+                for projected, heads in (
+                    (self.q_proj(x), self.n_heads),
+                    (self.k_proj(x), self.n_kv_heads),
+                    (self.v_proj(x), self.n_kv_heads),
+                )
+            )
+            queries, keys = (self.rope(each, offset=cache.offset) for each in (queries, keys))
+            kv = cache.update(keys, values)
+            out = attend(queries, kv, options)
+            return observe(self.o_proj(out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1)))
+
+    return CappedAttention
+
+
+def _adapt_capped(layer: nn.Module) -> None:
+    for module in layer.modules():
+        if is_capped(module):
+            kind: Any = type(module)
+            module.__class__ = _on_step_caches(kind)

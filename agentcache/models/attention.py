@@ -1,13 +1,13 @@
 """Attention over the paged Q4 cache.
 
-It reads quantised values only, also within the prefilled chunk, so cold, warm and hot prompts read the same. (Chunk
-borders change a float's last bit, which may round a 4-bit value differently.)
+It reads quantised values only, also within the prefilled chunk, so cold, warm and hot prompts read the same.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -15,22 +15,29 @@ import mlx.nn as nn
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.arena import LayerArena, SideArena
-from agentcache.kv.packed import Packed, dequantise
+from agentcache.kv.packed import Packed, dequantise, quantise
+from agentcache.kv.packing import Packing, Plain, Quantisation
 from agentcache.kv.step_cache import PagedKV, Reads
+from agentcache.metal_kernels.kernel_text import device
 from agentcache.models import fused
-from agentcache.models.packed_product import packed_product
+from agentcache.models.fused import read_by_kernels
 
 # Up to this many query tokens, packed products are faster than unpacking (CPU and GPU).
 MAX_PACKED_QUERIES = 8
+log = logging.getLogger("agentcache.models")
+
+Product = Callable[[mx.array, Packed, Packing, bool], mx.array]
+_CHECKED_ROWS = (1, 2, 6, 16, 64)  # back ends choose kernels by the number of rows
+_TOLERANCE = 1e-3  # of the largest result; some back ends multiply in tf32
+_BLOCKS, _HEADS = 3, 2
 
 
 class AttentionOptions(NamedTuple):
     """Operations on scores.
 
     Args:
-        scale: factor on q·k.
-        softcap: c in c * tanh(scores / c), if any.
-        sinks: float [H_q], one more logit per head, with probability but no value.
+        softcap: c in c * tanh(scores / c).
+        sinks: float [H_q], one more logit per head, without a value.
     """
 
     scale: float
@@ -44,7 +51,7 @@ def reads_packed(num_tokens: int, batch_size: int, softcap: float | None = None)
 
 
 def paged_attention(queries: mx.array, kv: PagedKV, options: AttentionOptions) -> mx.array:
-    """Attention of `queries` [B, H_q, n, D_k] over the paged rows of `kv`; returns [B, H_q, n, D_v]."""
+    """Attention of `queries` [B, H_q, n, D_k] over the rows of `kv`; returns [B, H_q, n, D_v]."""
     if fused.why_none():
         return attention_by_operations(queries, kv, options)
     return fused.attention(
@@ -58,10 +65,7 @@ def paged_attention(queries: mx.array, kv: PagedKV, options: AttentionOptions) -
 
 
 def attention_by_operations(queries: mx.array, kv: PagedKV, options: AttentionOptions) -> mx.array:
-    """`paged_attention` by MLX's operations: the specification of every kernel.
-
-    Few queries multiply with packed blocks; many read unpacked blocks by flash attention.
-    """
+    """`paged_attention` by MLX's operations: the specification of every kernel."""
     keys, values, reads = kv.arena.keys, kv.arena.values, kv.reads
     assert values is not None  # MLA reads its latent itself
     if reads_packed(queries.shape[2], reads.batch_size, options.softcap):
@@ -85,7 +89,7 @@ def flash_attention(
 
 
 def unpack_for(queries: mx.array, side: SideArena, reads: Reads) -> mx.array:
-    """`unpack_row` in the type of `queries` [1, H_q, n, ·], by a kernel if usable."""
+    """`unpack_row` in the type of `queries`, by a kernel if usable."""
     if fused.why_none():
         return unpack_row(side, reads, queries.dtype)
     repeats = queries.shape[1] // side.num_heads
@@ -94,7 +98,7 @@ def unpack_for(queries: mx.array, side: SideArena, reads: Reads) -> mx.array:
 
 
 def unpack_row(side: SideArena, reads: Reads, dtype: mx.Dtype) -> mx.array:
-    """Unpack a single row's keys or values to [1, H_kv, T, D], T up to the end of the step."""
+    """Unpack one row's keys or values to [1, H_kv, T, D], T up to the end of the step."""
     blocks = dequantise(side.gather(reads.block_ids[0]), side.quantisation, dtype)
     heads, dim = blocks.shape[1], blocks.shape[3]
     return blocks.swapaxes(0, 1).reshape(1, heads, -1, dim)[:, :, : reads.num_keys]
@@ -111,13 +115,12 @@ def packed_attention(
 ) -> mx.array:
     """Attention on packed blocks; returns [B, H_q, n, D_v] in the queries' type.
 
-    Scores are computed by block; the softmax is merged over a row's blocks (as in flash-decoding). Query heads of a kv
-    head are rows of one product, so a block is read once. float32: float16 scores would be off by a percent.
+    Scores are computed by block, in float32; the softmax is merged over a row's blocks, as in flash-decoding. Query
+    heads of a kv head are rows of one product, so a block is read once.
 
     Args:
         queries: [B, H_q, n, D_k].
-        keys, values: [num_blocks, H_kv, 256, ·].
-        arena: layer whose packing they have; without values, both have that of its keys.
+        keys, values: [num_blocks, H_kv, 256, ·], packed as in `arena`; without its values, both as its keys.
         added: addition to the rows' sums of values, [B, H_kv, repeats * n, D_v], from weights [num_blocks, H_kv,
             repeats, n, 256].
     """
@@ -158,3 +161,72 @@ def activation_dtype(linear: nn.Module) -> mx.Dtype:
     """Type of a linear module's float parameters, in which it computes."""
     dtype = linear.scales.dtype if "scales" in linear else linear.weight.dtype
     return dtype if mx.issubdtype(dtype, mx.floating) else mx.bfloat16  # mxfp4's scales are uint8
+
+
+def packed_product(x: mx.array, packed: Packed, quantisation: Packing, *, transpose: bool) -> mx.array:
+    """Multiply float32 `x` with packed blocks [num_blocks, H, 256, D].
+
+    Back ends lack some kernels, or have wrong ones, so each is compared with the definition once per head shape and
+    device. CUDA never tries MLX's kernel for blocks that ours read: compiling it would block serving.
+
+    Args:
+        x: [num_blocks, H, n, D] with `transpose`, else [num_blocks, H, n, 256].
+
+    Returns:
+        [num_blocks, H, n, 256] with `transpose`, else [num_blocks, H, n, D].
+    """
+    if isinstance(quantisation, Plain) or (device() == "cuda" and read_by_kernels(quantisation)):
+        return by_definition(x, packed, quantisation, transpose)
+    dim = packed.data.shape[-1] * 32 // quantisation.bits
+    right = kernel_is_right(dim, quantisation, transpose, mx.default_device().type)
+    return (by_kernel if right else by_definition)(x, packed, quantisation, transpose)
+
+
+def by_kernel(x: mx.array, packed: Packed, quantisation: Packing, transpose: bool) -> mx.array:
+    """Product by MLX's kernel; evaluation raises RuntimeError if there is none for the shape."""
+    assert isinstance(quantisation, Quantisation)
+    packing = {"group_size": quantisation.group_size, "bits": quantisation.bits}
+    return mx.quantized_matmul(x, *packed, transpose=transpose, **packing)
+
+
+def by_definition(x: mx.array, packed: Packed, quantisation: Packing, transpose: bool) -> mx.array:
+    values = dequantise(packed, quantisation, mx.float32)
+    return x @ (values.swapaxes(-1, -2) if transpose else values)
+
+
+@cache
+def kernel_is_right(dim: int, quantisation: Quantisation, transpose: bool, device: mx.DeviceType) -> bool:
+    """Whether `by_kernel` agrees with `by_definition` for heads of `dim` values; warns if not."""
+    if agrees(by_kernel, dim, quantisation, transpose):
+        return True
+    log.warning(
+        "this device's packed product (%s, %d values a head, %s) is wrong or missing: blocks are unpacked (slower)",
+        "keys" if transpose else "values",
+        dim,
+        quantisation,
+    )
+    return False
+
+
+def agrees(product: Product, dim: int, quantisation: Quantisation, transpose: bool) -> bool:
+    """Whether a product is right on random blocks, for few and many rows."""
+    keys = mx.random.split(mx.random.key(dim), 1 + len(_CHECKED_ROWS))
+    packed = quantise(mx.random.normal((_BLOCKS, _HEADS, BLOCK_SIZE, dim), key=keys[0]), quantisation)
+    width = dim if transpose else BLOCK_SIZE
+    inputs = [
+        mx.random.normal((_BLOCKS, _HEADS, rows, width), key=key)
+        for rows, key in zip(_CHECKED_ROWS, keys[1:], strict=True)
+    ]
+    try:
+        return all(
+            _close(product(x, packed, quantisation, transpose), packed, quantisation, transpose, x) for x in inputs
+        )
+    except RuntimeError as error:
+        log.debug("no packed product: %s", error)
+        return False
+
+
+def _close(actual: mx.array, packed: Packed, quantisation: Quantisation, transpose: bool, x: mx.array) -> bool:
+    expected = by_definition(x, packed, quantisation, transpose)
+    largest = mx.abs(expected).max()
+    return bool((mx.abs(actual - expected).max() <= _TOLERANCE * largest).item())

@@ -1,6 +1,6 @@
-"""Decoders with their own weights: full fine-tunes of the base model that continue from its cache.
+"""Decoders: full fine-tunes of the base model that continue from its cache (PrefillShare, arXiv 2602.12029).
 
-PrefillShare (arXiv 2602.12029): base computes the prompt, the decoder its last token and the answer.
+Base computes the prompt, the decoder its last token and the answer.
 """
 
 from __future__ import annotations
@@ -63,10 +63,7 @@ def is_decoder_folder(folder: Path) -> bool:
 
 
 def read_decoder(folder: Path, base: Path, memo: Path | None = None) -> Decoder:
-    """Inspect the files of a decoder, a fine-tune of the model in folder `base`. Any thread.
-
-    Args:
-        memo: as in `model_fingerprints`.
+    """Inspect the files of a decoder of the model in folder `base`. Any thread.
 
     Raises:
         UnsupportedAdapter: different weight names, shapes or vocabulary.
@@ -109,8 +106,8 @@ def _check_weights(folder: Path, base: Path) -> None:
     if different:
         first = different[0]
         raise UnsupportedAdapter(
-            f"the model in {folder} is no fine-tune of the base model: {first} has shape {theirs.get(first)}, base's "
-            f"has {ours.get(first)}"
+            f"the model in {folder} is not a fine-tune of the base model: {first} has shape {theirs.get(first)}, "
+            f"base's has {ours.get(first)}"
         )
 
 
@@ -132,8 +129,7 @@ def _check_vocabulary(folder: Path, base: Path) -> None:
 def load_decoder(decoder: Decoder, base: LoadedModel) -> Iterator[DecoderWeights | None]:
     """Put a decoder on the device, in pieces, on the thread that loaded `base`; steps may run between pieces.
 
-    Yields:
-        None after each layer and each piece of `Proof.pieces`; at last the decoder.
+    Yields None after each piece, at last the decoder.
 
     Raises:
         UnsupportedAdapter: other caches than base's, or changed files.
@@ -148,7 +144,7 @@ def load_decoder(decoder: Decoder, base: LoadedModel) -> Iterator[DecoderWeights
         )
         for hosted in pieces:  # noqa: B007
             yield None
-        assert hosted is not None  # the last item
+        assert hosted is not None
         install_wanted_positions(hosted.inspection, base.current)
         changed = _identities(decoder.path) != decoder.files
     except Exception as error:  # a wrong config entry can raise anything
@@ -156,5 +152,5 @@ def load_decoder(decoder: Decoder, base: LoadedModel) -> Iterator[DecoderWeights
     if changed:
         raise UnsupportedAdapter(f"the model in {decoder.path} is being changed; load it anew")
     if replace(hosted.spec, sources=base.spec.sources) != base.spec:
-        raise UnsupportedAdapter(f"the model in {decoder.path} caches something else than base")
+        raise UnsupportedAdapter(f"the model in {decoder.path} has other caches than base")
     yield DecoderWeights(decoder, model)

@@ -1,18 +1,21 @@
 """Run attention, packing and unpacking by kernels, or by MLX's operations as the reference.
 
 A kernel runs if the device compiles kernels, the head shape is supported, and a child process has verified it
-(`metal_kernels.self_test`, once per shape and machine: `kernel_memo`). A failure logs one warning.
-`AGENTCACHE_KERNELS` is `on` (default), `off`, or `check`: compute both, count differences, use the reference's result.
+(`metal_kernels.self_test`, once per shape and machine). `AGENTCACHE_KERNELS` is `on` (default), `off`, or `check`:
+compute both, count differences, use the reference's result.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, partial
+from pathlib import Path
 from threading import Lock
 from types import MappingProxyType
 from typing import NamedTuple
@@ -25,8 +28,9 @@ from agentcache.kv.packed import LARGEST_VALUE, Packed, dequantise, quantise
 from agentcache.kv.packing import LayerPacking, Packing, Quantisation
 from agentcache.kv.spec import LayerSpec
 from agentcache.kv.step_cache import PagedKV, Put, Reads, Writes
+from agentcache.metal_kernels import kernel_text
 from agentcache.metal_kernels.append import Places, append, packed_alone
-from agentcache.metal_kernels.decode import PackedArrays, PreparedDecode, prepare
+from agentcache.metal_kernels.decode import PreparedDecode, prepare
 from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
 from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
 from agentcache.metal_kernels.latent_decode import UNIT, LatentShape, LatentTiling
@@ -34,7 +38,7 @@ from agentcache.metal_kernels.numbers import on_device
 from agentcache.metal_kernels.self_test import Verdict, try_kernels
 from agentcache.metal_kernels.tiling import NO_RESIDUALS, HeadShape, ResidualKind
 from agentcache.metal_kernels.unpack import unpack
-from agentcache.models.kernel_memo import KernelMemo
+from agentcache.system.memo import read_memo, write_memo
 from agentcache.system.threads import start_thread
 
 log = logging.getLogger("agentcache.models")
@@ -51,6 +55,37 @@ _DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 # Limits of `check`; `_TOLERANCE` is relative to the largest value. 16-bit models multiply in half precision.
 _MOST_STEPS, _MOST_MISSED = 1.05, 1.1  # appended values: in quantisation steps; mean error over MLX's
 _TOLERANCE = {mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 3e-2}
+_BEING_TRIED = Verdict(False, "they are being tested")
+_by_now: dict[HeadShape, Verdict] = {}  # verdicts of `usable_by_now`
+_one_trial = Lock()  # parallel child processes would all compile
+_DRIVER = Path("/proc/driver/nvidia/version")
+_FOUND_RIGHT = "right"
+
+
+class KernelMemo:
+    """Shapes that passed the self-test on this machine, so that later starts skip it; one per process."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, str] = {}
+        self._file: Path | None = None
+
+    def knows(self, shape: object) -> bool:
+        return _digest(shape) in self.found
+
+    def note(self, shape: object) -> None:
+        self.found[_digest(shape)] = _FOUND_RIGHT
+        if self._file is not None:
+            self.keep_in(self._file)
+
+    def recall(self, file: Path) -> None:
+        self.found |= read_memo(file)
+
+    def keep_in(self, file: Path) -> None:
+        """Write results, now and as they come."""
+        self._file = file
+        before = read_memo(file)
+        if not self.found.keys() <= before.keys():
+            write_memo(file, before | self.found)
 
 
 class Mode(StrEnum):
@@ -67,11 +102,8 @@ class Counts:
     different: int = 0
 
 
-counts = Counts()
 memo = KernelMemo()
-_BEING_TRIED = Verdict(False, "they are being tried")
-_by_now: dict[HeadShape, Verdict] = {}  # verdicts of `usable_by_now`
-_one_trial = Lock()  # parallel child processes would all compile
+counts = Counts()
 
 
 @cache
@@ -97,7 +129,7 @@ def read_by_kernels(packing: Packing) -> bool:
 
 
 class Attended(NamedTuple):
-    """Key of launch data shared by equal layers of a group; see `Reads.prepared`."""
+    """Key of launch data that a group's equal layers share in `Reads.prepared`."""
 
     shape: HeadShape
     scale: float
@@ -119,7 +151,7 @@ def attention(
     sinks: mx.array | None,
     reference: Callable[[], mx.array],
 ) -> mx.array:
-    """Attention of `queries` [B, H_q, n, D] over the rows of `kv`, by kernels if usable, else by `reference`."""
+    """Attention of `queries` [B, H_q, n, D], by kernels if usable, else by `reference`."""
     keys, values = kv.arena.keys, kv.arena.values
     if queries.shape[2] > MAX_QUERIES or values is None or not is_pair(kv.arena):
         return reference()
@@ -140,7 +172,8 @@ def unpacked(
     """Unpack one row's keys or values to [1, H_kv, T, D], T up to the end of the step."""
     if not usable(shape_of(side, side.num_heads * queries_per_head, dtype)).right:
         return reference()
-    made = unpack(_packed(side), row_ids(reads), reads.num_keys, dtype, side.written)
+    data, scales, biases = side.arrays()
+    made = unpack((data, scales, biases), row_ids(reads), reads.num_keys, dtype, side.written)
     return made if mode() is Mode.ON else checked(made, reference(), "unpack")
 
 
@@ -341,11 +374,6 @@ def _plan(shape: HeadShape, reads: Reads) -> DecodePlan:
     return plan
 
 
-def _packed(side: SideArena) -> PackedArrays:
-    data, scales, biases = side.arrays()
-    return data, scales, biases
-
-
 def checked(made: mx.array, expected: mx.array, what: str) -> mx.array:
     """Return `expected`; count whether `made` equals it within tolerance."""
     counts.checked += 1
@@ -355,3 +383,16 @@ def checked(made: mx.array, expected: mx.array, what: str) -> mx.array:
         counts.different += 1
         _warn(f"{VARIABLE}=check: {what} by a kernel is off by {difference.item():.3g}")
     return expected
+
+
+def _digest(shape: object) -> str:
+    return hashlib.blake2b(f"{_machine()} {shape!r}".encode(), digest_size=16).hexdigest()
+
+
+@cache
+def _machine() -> str:
+    info = {name: value for name, value in mx.device_info().items() if name != "free_memory"}
+    driver = _DRIVER.read_text(encoding="utf-8") if _DRIVER.is_file() else ""
+    texts = [file.read_bytes() for file in sorted(Path(kernel_text.__file__).parent.glob("*.py"))]
+    text = hashlib.blake2b(b"".join(texts)).hexdigest()
+    return repr((mx.__version__, sorted(info.items()), platform.version(), driver, text))

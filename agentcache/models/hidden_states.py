@@ -1,7 +1,4 @@
-"""Hidden-state cache: a step stores hidden states, or reads them to skip the layers below.
-
-They come from the same layers and tokens, so results do not change. Layers are wrapped on first use.
-"""
+"""Hidden-state cache: a step stores hidden states, or reads them to skip the layers below."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ class HiddenBlocks:
         return sum(block.nbytes for block in self._blocks.values())
 
     def write(self, pieces: Sequence[Piece], hidden: mx.array) -> None:
-        """Store pieces of `hidden` [1, n, hidden], lazily (see `written`)."""
+        """Store pieces of `hidden` [1, n, hidden], lazily."""
         for piece in pieces:
             if piece.slot not in self._blocks:
                 self._blocks[piece.slot] = mx.zeros((BLOCK_SIZE, hidden.shape[2]), hidden.dtype)
@@ -42,7 +39,7 @@ class HiddenBlocks:
             self._written.add(piece.slot)
 
     def read(self, pieces: Sequence[Piece]) -> mx.array:
-        """Pieces in order, [1, n, hidden]."""
+        """[1, n, hidden]."""
         parts = [self._blocks[p.slot][p.offset : p.offset + p.stop - p.start] for p in pieces]
         return mx.concatenate(parts)[None]
 
@@ -53,14 +50,14 @@ class HiddenBlocks:
         return sum(self._blocks.pop(slot).nbytes for slot in dropped)
 
     def written(self) -> list[mx.array]:
-        """Arrays to evaluate: those written since the last call."""
+        """Arrays to evaluate, written since the last call."""
         arrays = [self._blocks[slot] for slot in sorted(self._written)]
         self._written.clear()
         return arrays
 
 
 class ModelHiddenStates:
-    """Hidden-state cache of one model, and its layers' wrappers; `layer_tokens` counts tokens times computed layers."""
+    """Hidden-state cache of one model. `layer_tokens` counts tokens times computed layers."""
 
     def __init__(self, model: nn.Module, inspection: Inspection, current: CurrentStep) -> None:
         self._layers = layers_of(model)
@@ -70,7 +67,6 @@ class ModelHiddenStates:
         self.layer_tokens = 0
 
     def forget(self) -> None:
-        """Drop all hidden states."""
         self.blocks = HiddenBlocks()
 
     def prepare(self, step: StepInputs) -> None:
@@ -123,5 +119,5 @@ class SkippableLayer(Stand):
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The model's own list of layers; the first of several."""
+    """The first of the model's own lists of layers."""
     return layer_lists(model)[0]

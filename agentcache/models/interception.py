@@ -1,6 +1,7 @@
 """mlx-lm's attention on the paged cache. Modules stay; the function that they call is replaced.
 
-`StepCache.update_and_fetch` returns handles, which modules pass to `attention`.
+`StepCache.update_and_fetch` returns handles, which modules pass to `attention`. No class is defined in this file:
+`replace_attention` would replace mlx-lm's function here, too.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import mlx.nn as nn
 
 from agentcache.compat import replace_attention, scaled_dot_product_attention
 from agentcache.errors import BrokenInvariant
-from agentcache.kv.step_cache import Handle
+from agentcache.kv.step_cache import Handle, PagedKV
 from agentcache.models.attention import AttentionOptions, paged_attention
+from agentcache.models.layers import observe
 from agentcache.models.mla import latent_attention
-from agentcache.models.observation import observe
 from agentcache.models.residual.attention import overlaid_attention
 
 
@@ -39,7 +40,7 @@ def attention(
     Args:
         queries: [B, H_q, n, D_k].
         keys, values: arrays, or handles of a step's cache.
-        mask: None with handles, which have their own; for MLA see `latent_attention`.
+        mask: None with handles; for MLA see `latent_attention`.
     """
     return observe(_attention(queries, keys, values, cache, scale, mask, sinks, others))
 
@@ -56,20 +57,24 @@ def _attention(
 ) -> mx.array:
     if not isinstance(values, Handle):
         if isinstance(keys, Handle):
-            raise BrokenInvariant("cached keys with values that are not")
+            raise BrokenInvariant("cached keys with values that are not cached")
         given = {"scale": scale, "mask": mask, "sinks": sinks, **others}
         return scaled_dot_product_attention(queries, keys, values, cache=cache, **given)
     if others:
-        raise BrokenInvariant(f"paged attention knows nothing of {', '.join(others)}")
+        raise BrokenInvariant(f"paged attention does not support {', '.join(others)}")
     if values.kv.arena.values is None:
         if sinks is not None:
-            raise BrokenInvariant("latent attention knows nothing of sinks")
+            raise BrokenInvariant("latent attention does not support sinks")
         return latent_attention(queries, keys, values, scale, mask)
     if keys is not values:
         raise BrokenInvariant("keys of one layer with values of another")
     if mask is not None:
-        raise BrokenInvariant("the model masks by itself, beside what its cache says")
-    options = AttentionOptions(scale, None, sinks)
-    if values.kv.residual_kv is not None:
-        return overlaid_attention(queries, values.kv.arena, values.kv.residual_kv, options)
-    return paged_attention(queries, values.kv, options)
+        raise BrokenInvariant("the model passes a mask of its own")
+    return attend(queries, values.kv, AttentionOptions(scale, None, sinks))
+
+
+def attend(queries: mx.array, kv: PagedKV, options: AttentionOptions) -> mx.array:
+    """Attention of `queries` [B, H_q, n, D_k] over paged rows, some maybe with residuals; [B, H_q, n, D_v]."""
+    if kv.residual_kv is not None:
+        return overlaid_attention(queries, kv.arena, kv.residual_kv, options)
+    return paged_attention(queries, kv, options)

@@ -1,4 +1,4 @@
-"""Kernel or reference, and why, for each kind of layer of a model; for the doctor.
+"""Whether kernels compute each kind of layer of a model, for the doctor.
 
 Runs in a child process, because a broken back end may crash. Reads no weights.
 """
@@ -28,10 +28,10 @@ from agentcache.models.fused import layer_verdict
 from agentcache.models.inspection import Inspection, inspect_model
 from agentcache.models.loader import read_model
 from agentcache.models.residual.forms import likely_key_form
-from agentcache.models.residual.key_form import turning_of
+from agentcache.models.residual.fused import turning_of
 
 _SECONDS = 600  # three self-tests for each head shape
-_RANK = 16  # adapter rank; reports for other ranks differ in that number only
+_RANK = 16  # of adapters
 _OWN_CODE = Verdict(False, "a state is computed by mlx-lm's own operations")
 
 
@@ -40,7 +40,6 @@ class LayerKind:
     """How layers of one kind are computed, `by` "kernel" or "reference".
 
     Args:
-        window: tokens that are read; None for all.
         heads: query heads, cached heads and key size, as `8/2 x 64`; empty for a state.
         residuals: `by` and `why` for rows with residual KV; empty for a state.
     """
@@ -62,7 +61,7 @@ class LayerKind:
 
 
 def layer_kinds(folder: Path, kv: str = "4") -> list[LayerKind]:
-    """Layer kinds of the model in a folder; `kv` as in `kv.packing.BITS`. Raises UnsupportedModel."""
+    """Layer kinds of the model in a folder; `kv` as in `BITS`. Raises UnsupportedModel."""
     read = read_model(str(folder))
     seen = inspect_model(read.model)
     seen = seen.kept_in(Precision((BITS[kv],) * len(seen.layers)))

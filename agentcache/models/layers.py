@@ -1,17 +1,22 @@
-"""A model's layers, and wrappers of them."""
+"""Wrappers of a model's layers and modules."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from agentcache.compat import SwitchLinear
 from agentcache.errors import UnsupportedModel
+from agentcache.metal_kernels.kernel_text import device
+
+_observer: ContextVar[Callable[[mx.array], None] | None] = ContextVar("observer", default=None)
 
 
 class Stand(nn.Module):
@@ -30,14 +35,14 @@ class Stand(nn.Module):
 
 
 def in_dim(linear: nn.Module) -> int:
-    """Input size of a linear module, whether its weight is packed or not."""
+    """Input size of a linear module."""
     width = int(linear.weight.shape[-1])
     return width * 32 // linear.bits if "scales" in linear else width
 
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """A layer about to be computed: `function` of `args` and `kwargs`, the input [B, n, hidden] first."""
+    """A layer about to be computed; its first argument is the input [B, n, hidden]."""
 
     layer: nn.Module
     function: Callable[..., Any]
@@ -61,7 +66,7 @@ Hook = Callable[[LayerCall], Any]
 
 @functools.cache
 def _hooked(kind: Any) -> Any:
-    """Subclass that calls `_hook`: models distinguish layers by class."""
+    """A subclass, because models distinguish layers by class."""
 
     class Hooked(kind):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -71,11 +76,7 @@ def _hooked(kind: Any) -> Any:
 
 
 def layer_lists(model: nn.Module) -> list[list[nn.Module]]:
-    """The lists that a model runs through: `model.layers` may be a copy, or a concatenation.
-
-    Raises:
-        UnsupportedModel: there is none.
-    """
+    """The lists that a model runs through: `model.layers` may be a copy. Raises UnsupportedModel if there is none."""
     layers = {id(layer) for layer in getattr(model, "layers", None) or ()}
     lists = [
         value
@@ -102,3 +103,39 @@ def hooked(model: nn.Module, hook: Hook) -> Iterator[None]:
             layer.__class__ = kind
             layer.pop("_hook", None)
             layer.__dict__.pop("_hook", None)
+
+
+def observe(y: mx.array) -> mx.array:
+    """Pass an attention result to this thread's observer and return it."""
+    if (observer := _observer.get()) is not None:
+        observer(y)
+    return y
+
+
+@contextmanager
+def observing(observer: Callable[[mx.array], None]) -> Iterator[None]:
+    """Pass this thread's attention results to `observer`, for the proof at load."""
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
+
+
+class UnsortedSwitchLinear(SwitchLinear):  # type: ignore[misc]
+    """Experts that multiply row by row: right, but slow on long prompts."""
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        return super().__call__(x, indices)
+
+
+def distrust_sorted_rows(model: nn.Module) -> None:
+    """On CUDA, make a model's unquantised experts `UnsortedSwitchLinear`.
+
+    MLX 0.32.4 multiplies rows sorted by expert wrongly (`grouped_gemm_unaligned.cu`).
+    """
+    if device() != "cuda":
+        return
+    for module in model.modules():
+        if type(module) is SwitchLinear:
+            module.__class__ = UnsortedSwitchLinear

@@ -23,15 +23,13 @@ from agentcache.errors import InvalidRequest, UnsupportedModel
 from agentcache.kv.packing import AUTO, BITS, Precision
 from agentcache.kv.spec import CacheSpec
 from agentcache.models.attachment import ChoosePrecision, Everywhere, host
-from agentcache.models.experts import distrust_sorted_rows
-from agentcache.models.fingerprint import ModelFingerprints, model_fingerprints
-from agentcache.models.float32_copy import gains_by_float32, in_float32
+from agentcache.models.fingerprint import ModelFingerprints, model_fingerprints, source_digest
 from agentcache.models.hidden_states import ModelHiddenStates
 from agentcache.models.inspection import Inspection, text_config
+from agentcache.models.layers import distrust_sorted_rows
 from agentcache.models.lora import ModelAdapters
 from agentcache.models.precision import Measured, Numbers, PrecisionSearch
-from agentcache.models.sample_text import CODE, PROSE, SAMPLE
-from agentcache.models.source_digest import source_digest
+from agentcache.models.precision_runs import CODE, PROSE, SAMPLE, gains_by_float32, in_float32
 from agentcache.models.step import CurrentStep
 from agentcache.store.cache_files import whose
 from agentcache.store.model_files import ModelNames
@@ -39,7 +37,6 @@ from agentcache.system.files import make_private_folder
 from agentcache.system.memo import Memo, read_memo, write_memo
 from agentcache.text.tokenizer import Tokenizer
 
-# Names in config.json, most common first.
 _CONTEXT_FIELDS = (
     "max_position_embeddings",
     "n_positions",
@@ -51,11 +48,11 @@ _CONTEXT_FIELDS = (
 )
 _DEFAULT_CONTEXT = 8192
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_VOCABULARY_SIZES = ("vocab_size", "num_vocab")  # fields of config.json
+_VOCABULARY_SIZES = ("vocab_size", "num_vocab")
 _TEXT_SUFFIXES = (".json", ".jinja", ".txt")
 _MAX_TEXT_BYTES = 1 << 28
 _CHAT_TOKENS, _TEXT_TOKENS = 80, 56  # of each sample text; a pass reads them all
-_PROVING = "comparing what the model computes on the cache with mlx-lm"
+_PROVING = "comparing the model on the cache with mlx-lm"
 _T = TypeVar("_T")
 
 
@@ -64,11 +61,8 @@ class LoadedModel:
     """A model ready to run on the paged cache.
 
     Args:
-        current: step in progress, which modules read.
-        hidden_states: hidden-state cache.
         names: current and earlier names of the model in a cache folder.
-        max_context: context length in tokens.
-        ranks: number of processes that share the model; `model` is this one's part.
+        ranks: number of processes that share the model.
         search: unfinished choice of the precision; None if `precision` is final.
     """
 
@@ -91,7 +85,7 @@ class LoadedModel:
 
     @property
     def fingerprint(self) -> str:
-        """Content-based name of the model; part of every block key."""
+        """Name of the model; part of every block key."""
         return self.names.current
 
     @property
@@ -100,13 +94,13 @@ class LoadedModel:
 
     @cached_property
     def num_embeddings(self) -> int | None:
-        """Rows of the token embedding; larger ids read out of bounds. None if config.json lacks the size."""
+        """Rows of the token embedding; larger ids read out of bounds. None if unknown."""
         sizes = self.config | text_config(self.config)
         return next((size for name in _VOCABULARY_SIZES if isinstance(size := sizes.get(name), int)), None)
 
     @property
     def num_token_ids(self) -> int | None:
-        """Upper bound of token ids, of embedding (maybe padded) or tokenizer; None if unknown."""
+        """Upper bound of token ids, of embedding or tokenizer; None if unknown."""
         rows = self.num_embeddings
         return None if rows is None else max(rows, self.tokenizer.vocab_size)
 
@@ -122,7 +116,7 @@ class LoadedModel:
 
 
 class WantedPositions(nn.Module):
-    """Wrapper of the final norm that keeps only the positions whose logits are wanted."""
+    """Final norm of only the positions whose logits are wanted."""
 
     def __init__(self, norm: nn.Module, current: CurrentStep) -> None:
         super().__init__()
@@ -144,8 +138,8 @@ class ReadModel:
     tokenizer: Tokenizer
 
     def evaluate(self) -> None:
-        """Read the weights, after the check that they fit. Raises UnsupportedModel."""
-        # Also lazy arrays beside the parameters, such as frequencies: only the thread that made them can compute them.
+        """Read the weights. Raises UnsupportedModel."""
+        # Also lazy arrays beside the parameters: only the thread that made them can compute them.
         others = [array for module in self.model.modules() for array in module.values() if isinstance(array, mx.array)]
         _or_unsupported(self.path, "model", lambda: mx.eval(self.model.parameters(), others))
 
@@ -172,13 +166,11 @@ def load(
     Args:
         path_or_hub_id: model folder, or Hugging Face id to download once.
         memo: file of remembered weight digests.
-        max_context: upper bound on the model's own context length.
         check_weights: called with the weights' bytes before they are read; may raise.
-        kv: bits of cached keys and values: one of `BITS`, or `auto`.
+        kv: one of `BITS`, or `auto`.
         kept: with `auto`, lookup of an earlier choice by fingerprint.
         find_names: lookup of the model's names in a cache folder.
-        measured: with `auto`, file of measurements from which a search continues.
-        measure_seconds: with `auto`, time limit; see `Measured.unfinished`.
+        measured, measure_seconds: with `auto`, file of measurements, and time limit (`Measured.unfinished`).
 
     Raises:
         UnsupportedModel: no model folder, or an architecture that cannot be served exactly.
@@ -213,11 +205,7 @@ def put_on_cache(
     measure_seconds: float = math.inf,
     progress: StartProgress | None = None,
 ) -> LoadedModel:
-    """Put the result of `read_model` on the paged cache: second half of `load`, with its errors.
-
-    Args:
-        agree: as in `PrecisionSearch`.
-    """
+    """Second half of `load`, with its errors; `agree` as in `PrecisionSearch`."""
     progress = progress or StartProgress()
     model, config, tokenizer = read.model, read.config, read.tokenizer
     check_weights(weight_bytes(model))
@@ -263,12 +251,9 @@ def put_on_cache(
 
 
 def in_chosen_precision(loaded: LoadedModel, progress: StartProgress) -> LoadedModel:
-    """Return the same model with keys and values in the bits that its search chose, proved again.
+    """Return the same model in the bits that its search chose, proved again. Raises UnsupportedModel.
 
-    Weights, tokenizer and wrapped modules are shared, so `loaded` must not run any more.
-
-    Raises:
-        UnsupportedModel: the model computes other numbers in these bits.
+    `loaded` must not run any more.
     """
     assert loaded.search is not None and loaded.search.precision is not None
     model, config, precision = loaded.model, loaded.config, loaded.search.precision
@@ -284,7 +269,6 @@ def in_chosen_precision(loaded: LoadedModel, progress: StartProgress) -> LoadedM
 
 
 def _numbers_in(file: Path | None, fingerprint: str, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Options of `PrecisionSearch`: known measurements of this model and sample, and where to save new ones."""
     key = hashlib.blake2b(f"{fingerprint} {texts}".encode(), digest_size=16).hexdigest()
     try:
         entries = json.loads(read_memo(file).get(key, "{}")).items()
@@ -312,7 +296,7 @@ def sample_ids(tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
 
 
 def read_model(path_or_hub_id: str) -> ReadModel:
-    """Read a model folder: first half of `load`, with its errors."""
+    """First half of `load`, with its errors."""
     folder = _folder(path_or_hub_id)
     # Never with trust_remote_code: nothing in a model folder is executed.
     model, config = _or_unsupported(folder, "model", lambda: load_model(folder, lazy=True))
@@ -352,11 +336,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def check_files(folder: Path) -> None:
-    """Refuse files at which mlx-lm or transformers would block, such as pipes, and large text files.
-
-    Raises:
-        UnsupportedModel: the message names the file.
-    """
+    """Refuse large text files, and files at which mlx-lm would block, such as pipes. Raises UnsupportedModel."""
     for file in folder.iterdir():
         if file.is_symlink() and not file.exists() and file.suffix in (*_TEXT_SUFFIXES, ".safetensors"):
             raise UnsupportedModel(f"{file} is a link to a file that is missing")
@@ -379,7 +359,7 @@ def _or_unsupported(folder: Path, what: str, load: Callable[[], _T]) -> _T:
 
 
 def install_wanted_positions(inspection: Inspection, current: CurrentStep) -> None:
-    """Install `WantedPositions`. Without a final norm, all logits are computed."""
+    """Without a final norm, all logits are computed."""
     if inspection.final_norm is not None:
         owner, name = inspection.final_norm
         setattr(owner, name, WantedPositions(owner[name], current))

@@ -1,6 +1,6 @@
 """LoRA beside base's weights: rows of a batch use different adapters, or none, from different tokens on.
 
-An `AdaptedLinear` wraps each adapted module once. Tokens without an adapter get the original's output bit for bit.
+Tokens without an adapter get the original's output bit for bit.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import mlx.nn as nn
 
 from agentcache.errors import BrokenInvariant
 from agentcache.models.adapter_files import LowRank, ModuleName
-from agentcache.models.adapter_rows import AdapterRows, AdapterWeights
-from agentcache.models.adapters import AdapterContent, target_modules
+from agentcache.models.adapters import AdapterContent, AdapterRows, AdapterWeights, target_modules
 from agentcache.models.attention import activation_dtype
 from agentcache.models.inspection import Inspection
 from agentcache.models.layers import Stand
@@ -69,7 +68,7 @@ def _stacked_rank(pairs: Iterable[LowRank]) -> int:
 
 
 class Stacks:
-    """Stacks of a set of adapters, for steps that use a subset; made by module on first use.
+    """Stacks of a set of adapters, made by module on first use.
 
     Attributes:
         nbytes: of all stacks, made or not.
@@ -101,7 +100,7 @@ class Stacks:
 
 
 class ModelAdapters:
-    """Adapters of one model, and its modules' wrappers; `stacks` are optional copies for steps with several."""
+    """Adapters of one model; `stacks` are optional copies for steps with several."""
 
     def __init__(self, model: nn.Module, inspection: Inspection, current: CurrentStep) -> None:
         self.modules = target_modules(model.layers, inspection)

@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) on the paged cache.
 
-The cache holds the normed latent and the roped shared key part, as one pseudo head of `kv_lora_rank + qk_rope_head_dim`
+The cache holds the normed latent and the roped shared key part, as one head of `kv_lora_rank + qk_rope_head_dim`
 values. Few queries move into the latent space and read packed blocks (absorbed weights); many read one layer's
-decompressed latent. Each of mlx-lm's two forms has an adapter here.
+decompressed latent.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ import mlx.nn as nn
 from agentcache.compat import MultiLinear, QuantizedMultiLinear
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.packed import Packed
-from agentcache.kv.step_cache import Handle, PagedKV, StepCache
+from agentcache.kv.step_cache import Handle, PagedKV, Reads, StepCache
+from agentcache.metal_kernels.decode_plan import StepRows
 from agentcache.metal_kernels.kernel_text import device
-from agentcache.models import fused, fused_latent
+from agentcache.metal_kernels.latent_decode import LatentPlan, LatentShape, PreparedLatents, prepare_latents
+from agentcache.metal_kernels.unpack import unpack
+from agentcache.models import fused
 from agentcache.models.attention import (
     AttentionOptions,
     flash_attention,
@@ -30,10 +33,12 @@ from agentcache.models.attention import (
     reads_packed,
     unpack_row,
 )
+from agentcache.models.fused import PACKED_BITS, Mode, checked, latent_shape, mode, row_ids, usable
 from agentcache.models.layers import Stand, in_dim
 
 _EXPANDED = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
 _ABSORBED = ("embed_q", "unembed_out")
+MAX_LATENT_QUERIES = 8  # per row; each reads the row's latents by itself
 
 
 def is_expanded(module: nn.Module) -> bool:
@@ -43,7 +48,7 @@ def is_expanded(module: nn.Module) -> bool:
 
 
 def is_absorbed(module: nn.Module) -> bool:
-    """`mlx_lm/models/mla.py`'s form, from DeepSeek-V3 on: the module caches the latent."""
+    """The form of `mlx_lm/models/mla.py`, from DeepSeek-V3 on: the module caches the latent."""
     return all(isinstance(module.get(part), (MultiLinear, QuantizedMultiLinear)) for part in _ABSORBED)
 
 
@@ -79,7 +84,7 @@ class Projections(Protocol):
         """Size of the latent."""
 
     def absorb(self, queries: mx.array) -> mx.array:
-        """[B, H, n, nope] to [B, H, n, rank], in the latent space."""
+        """[B, H, n, nope] to [B, H, n, rank]."""
 
     def keys(self, latent: mx.array) -> mx.array:
         """[1, 1, T, rank] to [1, H, T, nope]."""
@@ -91,7 +96,7 @@ class Projections(Protocol):
 def latent_attention(
     queries: mx.array, keys: mx.array | Handle, values: Handle, scale: float, mask: mx.array | None
 ) -> mx.array:
-    """Attention over cached latents, with the arguments of mlx-lm's modules.
+    """Attention over cached latents, with the arguments of mlx-lm's modules; [B, H, n, v].
 
     Without projections in `values`, queries and result are in the latent space, [B, H, n, rank].
 
@@ -100,9 +105,6 @@ def latent_attention(
         keys: unused.
         mask: rope part of the queries times `scale`, [B, H, n, rope]: the module multiplies it with the identity that
             the cache returns as keys.
-
-    Returns:
-        [B, H, n, v].
     """
     kv, projections = values.kv, values.projections
     if projections is None:
@@ -115,7 +117,7 @@ def latent_attention(
     if reads_packed(queries.shape[2], kv.reads.batch_size):
         return projections.values(_in_latent_space(projections.absorb(q_nope), q_rope, kv, scale, queries.dtype))
     full_queries = mx.concatenate([q_nope, q_rope.plain.astype(q_nope.dtype)], axis=-1)
-    full_keys, full_values = decompress(_unpacked(queries, projections.rank, kv), projections)
+    full_keys, full_values = decompress(unpack_latents(queries, projections.rank, kv), projections)
     return flash_attention(full_queries, full_keys, full_values, kv.reads, AttentionOptions(scale))
 
 
@@ -125,14 +127,6 @@ def decompress(cached: mx.array, projections: Projections) -> tuple[mx.array, mx
     k_nope = projections.keys(latent)
     k_rope = mx.broadcast_to(k_rope, (*k_nope.shape[:3], k_rope.shape[-1]))
     return mx.concatenate([k_nope, k_rope], axis=-1), projections.values(latent)
-
-
-def _unpacked(queries: mx.array, rank: int, kv: PagedKV) -> mx.array:
-    """Latents [1, 1, T, rank + rope] of one row, for queries [1, H, n, ·]."""
-    by_operations = partial(unpack_row, kv.arena.keys, kv.reads, queries.dtype)
-    if fused.why_none():
-        return by_operations()
-    return fused_latent.unpacked(kv.arena.keys, kv.reads, rank, queries.shape[1], queries.dtype, by_operations)
 
 
 class _RopeQueries(NamedTuple):
@@ -145,14 +139,12 @@ class _RopeQueries(NamedTuple):
 
 
 def _in_latent_space(q_latent: mx.array, q_rope: _RopeQueries, kv: PagedKV, scale: float, dtype: mx.Dtype) -> mx.array:
-    """Attention in the latent space, [B, H, n, rank], by kernels if usable."""
-
     def by_operations() -> mx.array:
         return packed_latent_attention(q_latent, q_rope.plain, kv, scale).astype(dtype)
 
     if fused.why_none():
         return by_operations()
-    return fused_latent.attention(
+    return attend_latents(
         q_latent,
         q_rope.array,
         kv,
@@ -180,9 +172,72 @@ def _leading(packed: Packed, rank: int, kv: PagedKV) -> Packed:
     return Packed(*(map(mx.contiguous, leading) if device() == "cuda" else leading))
 
 
+class AttendedLatents(NamedTuple):
+    """As `fused.Attended`."""
+
+    shape: LatentShape
+    scale: float
+    rope_scale: float
+
+    def prepare(self, reads: Reads) -> PreparedLatents | None:
+        if not usable(self.shape).right:
+            return None
+        return prepare_latents(_latent_plan(reads), self.shape, self.scale, self.rope_scale)
+
+
+def attend_latents(
+    q_latent: mx.array,
+    q_rope: mx.array,
+    kv: PagedKV,
+    *,
+    scale: float,
+    rope_scale: float,
+    dtype: mx.Dtype,
+    reference: Callable[[], mx.array],
+) -> mx.array:
+    """Attention over latents in their space, [B, H, n, rank] in `dtype`, by kernels if usable.
+
+    Args:
+        q_latent: [B, H, n, rank].
+        q_rope: [B, H, n, rope], not yet multiplied with `rope_scale`.
+    """
+    if q_latent.shape[2] > MAX_LATENT_QUERIES:
+        return reference()
+    side, prepared = kv.arena.keys, kv.reads.prepared
+    shape = latent_shape(q_latent.shape[-1], side.dim, q_latent.shape[1], side.quantisation, dtype)
+    key = AttendedLatents(shape, scale, rope_scale)
+    if key not in prepared:
+        prepared[key] = key.prepare(kv.reads)
+    by_kernels: PreparedLatents | None = prepared[key]
+    if by_kernels is None:
+        return reference()
+    made = by_kernels(q_latent, q_rope, side.arrays(), side.written)
+    return made if mode() is Mode.ON else checked(made, reference(), "latent decode")
+
+
+def unpack_latents(queries: mx.array, rank: int, kv: PagedKV) -> mx.array:
+    """Latents [1, 1, T, rank + rope] of one row for queries [1, H, n, ·], T up to the end of the step."""
+    side, reads, dtype = kv.arena.keys, kv.reads, queries.dtype
+    reference = partial(unpack_row, side, reads, dtype)
+    if fused.why_none():
+        return reference()
+    shape = latent_shape(rank, side.dim, queries.shape[1], side.quantisation, dtype)
+    if shape.bits != PACKED_BITS or not usable(shape).right:
+        return reference()
+    data, scales, biases = side.arrays()
+    made = unpack((data, scales, biases), row_ids(reads), reads.num_keys, dtype, side.written)
+    return made if mode() is Mode.ON else checked(made, reference(), "unpack")
+
+
+def _latent_plan(reads: Reads) -> LatentPlan:
+    if "latents" not in reads.prepared:
+        ids, bases, lengths = zip(*((tuple(row.block_ids), row.base, row.length) for row in reads.rows), strict=True)
+        reads.prepared["latents"] = LatentPlan(StepRows(ids, bases, lengths, reads.num_tokens, reads.window))
+    plan: LatentPlan = reads.prepared["latents"]
+    return plan
+
+
 # -- the form of mlx_lm/models/mla.py ----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class _AbsorbedProjections:
     embed_q: nn.Module
@@ -232,8 +287,6 @@ def _adapt_absorbed(module: nn.Module) -> None:
 
 
 # -- DeepSeek-V2's form ------------------------------------------------------------------------------------------------
-
-
 def dense_weight(linear: nn.Module) -> mx.array:
     """[out, in], dequantised if needed."""
     if "scales" not in linear:

@@ -1,44 +1,41 @@
-"""Passes of a model over a sample, with keys and values in given bits, for the search of a precision."""
+"""Passes of a model over a sample, with keys and values in given bits."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockTable
 from agentcache.kv.arena import LayerArena
 from agentcache.kv.packing import UNQUANTISED_BITS, LayerBits, Precision
 from agentcache.kv.step_cache import Reads, StepCache, Writes
-from agentcache.models.float32_copy import gains_by_float32, in_float32, is_float32
 from agentcache.models.inspection import Inspection
 from agentcache.models.layers import LayerCall, hooked
-from agentcache.models.recurrent import make_caches
-from agentcache.models.step import CurrentStep, StepInputs
+from agentcache.models.step import CurrentStep, StepInputs, make_caches
+from agentcache.system.memory import SystemMemory
 
 _COMPARED_AT_ONCE = 32  # a vocabulary may have a quarter of a million entries
 _FAMILIAR = 0.5  # share of a uniform guess's loss; above it, the model does not know the language
 _UNQUANTISED = LayerBits(UNQUANTISED_BITS, UNQUANTISED_BITS)
-
 Texts = Sequence[Sequence[int]]
+_COPY_SHARE = 4  # the copy takes at most this fraction (1/n) of available memory
+_PLAIN: dict[type[nn.Module], type[nn.Module]] = {nn.QuantizedLinear: nn.Linear, nn.QuantizedEmbedding: nn.Embedding}
 
 
 @dataclass
 class Reference:
-    """A model's results for each text that counts, with unquantised KV.
+    """A model's results with unquantised KV; `logprobs` are [tokens, vocabulary] per text.
 
-    Args:
-        is_float32: whether the results are those of float32 weights.
-        logprobs: [tokens, vocabulary] per text.
-        shortest: the shortest text.
-        inputs, outputs: those of each layer call, for the shortest text.
+    `inputs` and `outputs` are those of each layer call, for the shortest text.
     """
 
     is_float32: bool = False
@@ -52,8 +49,7 @@ class Reference:
 class PrecisionRuns:
     """Runs a model on the paged cache, as serving does, on the model's thread.
 
-    Args:
-        texts: token ids of each text. Texts in languages that the model does not know count only if all are.
+    Texts in languages that the model does not know count only if all are.
     """
 
     def __init__(self, model: nn.Module, inspection: Inspection, texts: Texts, current: CurrentStep) -> None:
@@ -84,8 +80,8 @@ class PrecisionRuns:
         """Mean divergence over all positions, in nats; infinite if a logit is NaN.
 
         Args:
-            hopeless: bound; once the mean must be above it, the mean of the texts read so far is returned.
-            agree: function from a number to the value that all ranks use, so that all stop at the same text.
+            hopeless: once the mean must be above it, the mean of the texts read so far is returned.
+            agree: as in `PrecisionSearch`, so that all ranks stop at the same text.
         """
         reference = self._reference
         assert reference is not None
@@ -102,8 +98,7 @@ class PrecisionRuns:
     def errors(self, bits: LayerBits) -> list[float]:
         """Mean squared change of each layer's output, relative to the output, for the shortest text.
 
-        A layer gets its input of the reference run, so errors of lower layers do not count. One text ranks the layers
-        as well as all texts do.
+        A layer gets its input of the reference run, so errors of lower layers do not count.
         """
         reference, count = self._reference, len(self._inspection.layers)
         assert reference is not None
@@ -118,11 +113,7 @@ class PrecisionRuns:
         return [errors[layer.index] / shared.count(layer.index) for layer in self._inspection.layers]
 
     def compute_reference(self, agree: Callable[[float], float] = lambda number: number) -> None:
-        """Run the texts unquantised.
-
-        Args:
-            agree: function from a number to the value that all ranks use, so that all compute in the same dtype.
-        """
+        """Run the texts unquantised; `agree` so that all ranks compute in the same dtype."""
         faster = is_float32(self._model) or gains_by_float32(self._model)
         made = Reference(is_float32=bool(agree(float(faster))))
         runs = []
@@ -148,7 +139,6 @@ class PrecisionRuns:
         return logprobs
 
     def _run(self, text: Sequence[int], layers: Sequence[LayerBits]) -> mx.array:
-        """Logits [tokens, vocabulary], evaluated."""
         logits: mx.array = mx.contiguous(self._forward(text, layers)[0])
         mx.eval(logits)
         return logits
@@ -167,11 +157,7 @@ class PrecisionRuns:
 
 
 class _Trace:
-    """Inputs and outputs of layer calls, in order.
-
-    Args:
-        given: inputs that replace those from lower layers.
-    """
+    """Inputs and outputs of layer calls; `given` inputs replace those from lower layers."""
 
     def __init__(self, given: Sequence[mx.array | None] | None = None) -> None:
         self.inputs: list[mx.array | None] = []
@@ -194,7 +180,6 @@ def _change(expected: mx.array, actual: mx.array) -> mx.array:
 
 
 def _loss(text: Sequence[int], logprobs: mx.array) -> float:
-    """Mean loss in nats per token."""
     chosen = mx.take_along_axis(logprobs[:-1], mx.array(text[1:])[:, None], axis=-1)
     return -float(chosen.mean().item())
 
@@ -224,3 +209,100 @@ def divergences_of(theirs: mx.array, logits: mx.array) -> np.ndarray:
 def _log_softmax(logits: mx.array) -> mx.array:
     logits = logits.astype(mx.float32)
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+@contextmanager
+def in_float32(model: nn.Module) -> Iterator[None]:
+    """Within the context, the model computes in float32, on a copy of its weights."""
+    quantised = [(path, module) for path, module in model.named_modules() if type(module) in _PLAIN]
+    model.update_modules(tree_unflatten([(path, _plain(module)) for path, module in quantised]))
+    before = model.parameters()
+    try:
+        model.update(tree_map(_as_float32, before))
+        mx.eval(model.parameters())
+        yield
+    finally:
+        model.update(before)
+        model.update_modules(tree_unflatten(quantised))
+        mx.clear_cache()
+
+
+def is_float32(model: nn.Module) -> bool:
+    """Whether `in_float32` changes nothing."""
+    dtypes = {array.dtype for _, array in tree_flatten(model.parameters()) if mx.issubdtype(array.dtype, mx.floating)}
+    return dtypes <= {mx.float32} and not any(type(module) in _PLAIN for module in model.modules())
+
+
+def gains_by_float32(model: nn.Module) -> bool:
+    """Whether the model computes faster in float32, as on a CPU, and memory holds the copy."""
+    if mx.default_device() != mx.Device(mx.cpu) or is_float32(model):
+        return False
+    arrays = [array for _, array in tree_flatten(model.parameters())]
+    packed = {id(module.weight): 32 // module.bits for module in model.modules() if type(module) in _PLAIN}
+    available = SystemMemory().available()
+    values = sum(array.size * packed.get(id(array), 1) for array in arrays)
+    return available is not None and 4 * values <= available // _COPY_SHARE
+
+
+def _plain(module: nn.Module) -> nn.Module:
+    weight = mx.dequantize(
+        module.weight, module.scales, module.get("biases"), module.group_size, module.bits, mode=module.mode
+    )
+    made = _PLAIN[type(module)](1, 1)
+    if "bias" in made:
+        del made["bias"]
+    made.weight = weight.astype(mx.float32)
+    if "bias" in module:
+        made.bias = module.bias
+    return made
+
+
+def _as_float32(array: mx.array) -> mx.array:
+    return array.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else array
+
+
+# Texts for measuring: a coarse cache first spoils answers that depend on single distant words; prose and code depend on
+# all earlier text.
+_FACTS = (
+    "Marc lives in Cairo. Marc wears a silver coat. Alan works at the windmill. Dora has a friend called Nadia. "
+    "The ladder is in the barn. Ines likes nuts best. Nadia likes figs best. The watch is in the red box.",
+)
+_QUESTIONS = (
+    ("Where does Marc live?", "Marc lives in Cairo."),
+    ("What does Nadia like best?", "Nadia likes figs best."),
+    ("Where is the ladder?", "The ladder is in the barn."),
+    ("What colour of coat does Marc wear?", "Marc wears a silver coat."),
+    ("Where does Alan work?", "Alan works at the windmill."),
+    ("Where is the watch?", "The watch is in the red box."),
+)
+SAMPLE = tuple(
+    message
+    for said, answer in (*((fact, "Noted.") for fact in _FACTS), *_QUESTIONS)
+    for message in ({"role": "user", "content": said}, {"role": "assistant", "content": answer})
+)
+PROSE = """The ferry leaves the harbour at seven, before the fog has lifted, and the first passengers are nearly always
+the same: two teachers who work on the island, a woman with a crate of bread, and the man who repairs the
+clocks. Nobody talks much until the engine settles into its rhythm. Then the bread is passed around, still
+warm, and somebody asks how the winter has treated the roof of the school. By the time the lighthouse comes
+into view, the fog has turned into a thin white line above the water, and the conversation has moved on to the
+price of fish.
+"""
+CODE = '''import re
+from collections import Counter
+
+
+def count_words(path, ignore=("the", "a", "an")):
+    """Return how often each word occurs in a text file."""
+    counts = Counter()
+    with open(path, encoding="utf-8") as lines:
+        for line in lines:
+            for word in re.findall(r"[a-z]+", line.lower()):
+                if word not in ignore:
+                    counts[word] += 1
+    return counts
+
+
+def print_report(counts, limit=10):
+    for word, count in counts.most_common(limit):
+        print(f"{word:<20} {count:>6}")
+'''

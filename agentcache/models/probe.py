@@ -1,7 +1,7 @@
-"""Measure the temporary memory of a few steps at start, before the cache gets its share, like vLLM's profiling run.
+"""Measure the temporary memory of a few steps at start, before the cache gets its share, as vLLM does.
 
-Probe steps go through the real paged attention over a few slots: all blocks of a row's context are one slot, as memory
-depends on shapes only.
+Probe steps go through the real paged attention. All blocks of a row's context are one slot: memory depends on shapes
+only.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ import mlx.core as mx
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockPool, BlockTable
 from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
-from agentcache.models.footprint import USUAL_CONTEXT, USUAL_ROWS, Footprint, ProbedStep, StepNeeds
 from agentcache.models.fused import mode
 from agentcache.models.loader import LoadedModel
-from agentcache.models.recurrent import RowState
+from agentcache.models.memory import USUAL_CONTEXT, USUAL_ROWS, Footprint, ProbedStep, StepNeeds
 from agentcache.models.runner import ModelRunner
-from agentcache.models.step import StepInputs
+from agentcache.models.step import RowState, StepInputs
 from agentcache.system.memo import read_memo, write_memo
 
 log = logging.getLogger("agentcache.engine")
@@ -41,10 +40,9 @@ _LARGEST = 2**62
 
 
 class Probe:
-    """Measured steps of one model and its settings. A file keeps them, and thus the memory plan, for later starts.
+    """Measured steps of one model and its settings, kept in a file for later starts.
 
-    Args:
-        chunk: tokens of a chunk; at least 256 are measured, as some recurrent layers compute 256 at once.
+    At least 256 tokens of a chunk are measured: some recurrent layers compute 256 at once.
     """
 
     def __init__(self, file: Path, loaded: LoadedModel, chunk: int) -> None:
@@ -82,8 +80,7 @@ def measure_steps(
     """Compute decode steps and chunks of `num_tokens`, without context and then deep in one.
 
     Args:
-        footprint: the estimate; a step above free memory is not computed.
-        free: source of bytes that a step can allocate.
+        footprint: the estimate; a step above `free` bytes is not computed.
         depth: tokens up to the end of deep steps; by default 8K, or none on a CPU, where they take seconds.
         seconds: time limit of a chunk; by default 2 on a CPU, and none elsewhere.
 
@@ -119,12 +116,11 @@ class _Slots:
         self._own = -(-num_tokens // BLOCK_SIZE) + 1
         self._pools = [BlockPool(1 + max(USUAL_ROWS, self._own)) for _ in loaded.spec.groups]
         self._runner = ModelRunner(loaded, self._pools)
-        self._runner.fit()
+        self._runner.base.fit()
         self._has_states = bool(loaded.spec.recurrent)
         self._states: Sequence[RowState] = ()  # after the last step
 
     def predict_seconds(self, num_tokens: int) -> float:
-        """Time of a chunk, from shorter steps: those may be enough."""
         seconds = 0.0
         for count, faster in _PREDICTED_FROM:
             began = time.perf_counter()
@@ -139,7 +135,7 @@ class _Slots:
         return max(self._peak(rows, num_tokens, context) for _ in range(_DECODE_RUNS if num_tokens == 1 else 1))
 
     def _peak(self, rows: int, num_tokens: int, context: int) -> int:
-        """Bytes beyond those held before, in one step, or in two where the device gets the next one early."""
+        """In one step, or in two where the device gets the next one early."""
         runner, lengths = self._runner, [context] * rows
         tables = [[self._table(row, num_tokens, context)] * len(self._pools) for row in range(rows)]
         runner.evaluate()
@@ -177,11 +173,10 @@ def compare(needs: StepNeeds, footprint: Footprint) -> None:
         if not estimate / _FAR_BELOW <= step.num_bytes <= estimate
     ]
     if off:
-        log.info("steps of this model take other memory than its config.json tells: %s", "; ".join(off))
+        log.info("steps of this model do not take the memory that its config.json suggests: %s", "; ".join(off))
 
 
 def _as_needs(written: str | None) -> StepNeeds | None:
-    """None for anything but what `Probe.keep` writes."""
     with suppress(TypeError, ValueError, RecursionError):
         steps = tuple(ProbedStep(*map(index, step)) for step in json.loads(written or ""))
         sizes = [size for step in steps for size in (step.rows, step.num_tokens, step.num_bytes)]

@@ -5,10 +5,9 @@ The model runs twice on the same tokens, in steps that cover every path of atten
 1. on caches that quantise keys and values and return them as arrays, as mlx-lm's would;
 2. on step caches, each layer with its input of the first run, so that its error shows in that layer only.
 
-Attention's results and, in float32, layers' outputs are compared. (In half precision a last-bit difference may change
-a router's choice.) On a CPU, a half-precision model is proved in float32 if memory holds the copy. Products round by
-their number of rows, so a single row runs as a batch of copies, as large as the other run's. Windows are cut short, so
-that tokens leave them.
+Attention's results and, in float32, layers' outputs are compared: in half precision a last bit may change a router's
+choice. Products round by their number of rows, so a single row runs as a batch of copies, as large as the other run's.
+Windows are cut short, so that tokens leave them.
 """
 
 from __future__ import annotations
@@ -32,10 +31,9 @@ from agentcache.kv.packing import LayerPacking, Packing
 from agentcache.kv.spec import LayerSpec
 from agentcache.kv.step_cache import Reads, StepCache, Writes
 from agentcache.models.inspection import Inspection
-from agentcache.models.layers import LayerCall, hooked
+from agentcache.models.layers import LayerCall, hooked, observing
 from agentcache.models.mla import rounded_latents
-from agentcache.models.observation import observing
-from agentcache.models.recurrent import RowState, join, make_caches, state_of
+from agentcache.models.step import RowState, join, make_caches, state_of
 
 _WINDOW = 7
 _TOKEN_IDS = 16  # in every vocabulary
@@ -164,8 +162,6 @@ def round_trip(x: mx.array, packing: Packing) -> mx.array:
 
 
 class _ShortCache(StepCache):
-    """Step cache with a shorter window than the model's."""
-
     def __init__(self, window: int | None, *args: Any) -> None:
         super().__init__(*args)
         self._window = window
@@ -325,4 +321,4 @@ def _differences(where: str, theirs: _Layer, ours: _Layer) -> Iterator[_Differen
     for one, other in zip(theirs.attended, ours.attended, strict=True):
         yield _Difference.of(where, "attention", one, other)
     if theirs.out.dtype == mx.float32:
-        yield _Difference.of(where, "what it gives", theirs.out, ours.out)
+        yield _Difference.of(where, "its output", theirs.out, ours.out)

@@ -3,45 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
+from weakref import proxy
 
 import mlx.core as mx
 
-from agentcache.blocks.pool import BlockPool, BlockTable, Copy
+from agentcache.blocks.pool import BlockPool, BlockTable
 from agentcache.blocks.snapshots import Snapshots
-from agentcache.errors import BrokenInvariant
-from agentcache.kv.arena import GroupArena, TensorArena, has_due, make_arenas, take_due
-from agentcache.kv.backing import note_resized
-from agentcache.kv.block_layout import Array, GroupMemory
-from agentcache.kv.measures import Extras, TokenMeasures
+from agentcache.kv.arena import TensorArena, has_due, take_due
 from agentcache.kv.spec import CacheSpec
-from agentcache.kv.states import StateArena
 from agentcache.kv.step_cache import Reads, StepCache, Writes
+from agentcache.models.arenas import BaseArenas, Slots
 from agentcache.models.fused import Mode, mode, why_none, writer
 from agentcache.models.loader import LoadedModel
-from agentcache.models.recurrent import RowState, join, make_caches, state_of
-from agentcache.models.residual.arenas import ResidualArenas
-from agentcache.models.residual.divergence import StepMeasures
+from agentcache.models.residual.arenas import ResidualArenas, StepMeasures
 from agentcache.models.residual.rows import ResidualRow, ResidualRows, make_step_caches
-from agentcache.models.step import StepInputs, StepOutputs
+from agentcache.models.step import StepInputs, StepOutputs, join, make_caches, state_of
 from agentcache.models.step_traces import StepTraces
 from agentcache.system.malloc import give_back_freed
 
 _LONG_STEP = 512  # tokens; the device then takes longer than Python's layout
 
 Tables = Sequence[Sequence[BlockTable]]  # [row][cache group]
-
-
-class Slots(Protocol):
-    """A cache group's slots; a `BlockPool` in the process that allocates blocks."""
-
-    @property
-    def capacity(self) -> int: ...
-
-    def take_moves(self) -> list[tuple[int, int]]: ...
 
 
 @dataclass(eq=False)
@@ -59,22 +44,19 @@ class Started:
 
 
 class ModelRunner:
-    """Owner of the arenas and of all calls into the model, on the thread that loaded the model.
+    """Owner of all calls into the model, on the thread that loaded it; `base` and `residuals` are its arenas.
 
     Up to two steps are in flight. The device works in order, and a step that writes with kernels
     (`metal_kernels/append.py`) touches only its own tokens' places, so it can start behind another.
 
     - A slot of an ended request is reused at once. A step in flight may still write there: later steps write after it,
       and a row reads only places that its request has written.
-    - MLX assigns to a part of an arena (slice, scatter, block copy) in place only if no step in flight reads it, and
-      else copies all of it. So assignments start while the device is idle.
-    - Host access to arenas (files, growing, shrinking) waits until nothing is in flight.
-    - Row states and hidden states are values and stay valid.
+    - MLX assigns to a part of an arena in place only if no step in flight reads it, and else copies all of it. So
+      assignments start while the device is idle.
 
     Args:
         snapshots: checkpoints of recurrent state.
-        room: maximum bytes of a cache group, to which arenas grow without a copy if the device allows it.
-        measures: whether to measure the error of sharing base's KV (`models/residual/divergence.py`).
+        room, measures: as in `BaseArenas`.
     """
 
     def __init__(
@@ -85,29 +67,29 @@ class ModelRunner:
         *,
         room: int = 0,
         measures: bool = False,
+        make_base: Callable[..., BaseArenas] = BaseArenas,
     ) -> None:
         self._loaded = loaded
-        self._pools = pools
         self._room = room
-        self.arenas: list[GroupArena] = make_arenas(loaded.spec, room)
+        own = proxy(self)  # a dropped runner's memory is free at once
+        self.base = make_base(
+            loaded.spec, pools, lambda: own.wait(), lambda: own.evaluate(), snapshots, room=room, measures=measures
+        )
         self._layer_ends = [max(layer.index for layer in group.layers) + 1 for group in loaded.spec.groups]
-        owners = {layer.layer: (group, layer) for group, arena in enumerate(self.arenas) for layer in arena.layers}
+        owners = {layer.layer: (group, layer) for group, arena in enumerate(self.base.groups) for layer in arena.layers}
         self._layers = [owners[layer] for layer in loaded.inspection.layers]  # (group, arena), in the model's order
         pairs = zip(loaded.inspection.layers, loaded.inspection.latents, strict=True)
         ranks = {layer: latent.rank for layer, latent in pairs if latent is not None}
         self._put = writer(loaded.spec.num_attention_heads, ranks)
         self._recurrent = loaded.spec.recurrent
         self._states: list[mx.array] = []  # new states that `start` has yet to evaluate
-        self.states = None if snapshots is None else StateArena(loaded.spec, snapshots)
         self.residuals: list[ResidualArenas] = []
         are_traced = not (why_none() or measures) and mode() is Mode.ON and loaded.ranks == 1
         self._traces = StepTraces(loaded, self._layers, self._put) if are_traced else None
         self._saturated_before = 0
-        self._energies = [TokenMeasures("energy", 2) for _ in self.arenas] if measures else []
         self._under_way: list[Started] = []
         self._writes_by_kernels = False  # whether the last `start` wrote by kernels only
         self.forward_tokens = 0
-        self.copied_blocks = 0
 
     def reads(self, tables: Tables, lengths: Sequence[int], num_tokens: int, cut: int = 0) -> list[Reads | None]:
         """Block reads of a step of `num_tokens` tokens per row, by cache group; None for groups below layer `cut`.
@@ -118,7 +100,7 @@ class ModelRunner:
         """
         return [
             Reads([row[index] for row in tables], lengths, num_tokens, arena.spec.window) if end > cut else None
-            for index, (arena, end) in enumerate(zip(self.arenas, self._layer_ends, strict=True))
+            for index, (arena, end) in enumerate(zip(self.base.groups, self._layer_ends, strict=True))
         ]
 
     def writes(self, tables: Tables, lengths: Sequence[int], num_tokens: int, cut: int = 0) -> list[Writes | None]:
@@ -130,7 +112,7 @@ class ModelRunner:
 
     def open_residual(self, spec: CacheSpec, pools: Sequence[BlockPool], *, is_family: bool = False) -> ResidualArenas:
         """Open residual KV of an adapter or a family; it follows `pools` until `close_residual`."""
-        measures = bool(self._energies)
+        measures = bool(self.base.measures)
         arenas = ResidualArenas(
             spec, pools, self.wait, self.evaluate, room=self._room, measures=measures, is_family=is_family
         )
@@ -157,12 +139,12 @@ class ModelRunner:
 
     def forward(self, step: StepInputs) -> StepOutputs:
         """Lay out a step and its KV writes, lazily; the next `start` evaluates writes and states."""
-        self.fit()
+        self.base.fit()
         self.forward_tokens += step.token_ids.size
         self._loaded.hidden_states.prepare(step)
         model = self._loaded.model if step.model is None else step.model
         states = make_caches(join(step.states, self._recurrent), self._recurrent)
-        measures = StepMeasures(self._energies) if self._energies else None
+        measures = StepMeasures(self.base.measures) if self.base.measures else None
         if self._can_begin_early(step):
             for reads in step.reads:
                 if reads is not None:
@@ -182,7 +164,7 @@ class ModelRunner:
         return StepOutputs(logits if step.all_logits else logits[:, -1:], after.rows())
 
     def _can_begin_early(self, step: StepInputs) -> bool:
-        is_assigned = bool(self._energies) or step.residual is not None or not self._writes_by_kernels
+        is_assigned = bool(self.base.measures) or step.residual is not None or not self._writes_by_kernels
         return step.token_ids.size >= _LONG_STEP and not is_assigned and not has_due(self._tensors())
 
     def reset_counters(self) -> None:
@@ -198,45 +180,17 @@ class ModelRunner:
             for group, layer in self._layers
         ]
 
-    def fit(self) -> None:
-        """Follow the pools: move blocks, free dropped slots, then add slots."""
-        self._follow_moves()
-        if all(arena.capacity == pool.capacity for arena, pool in zip(self.arenas, self._pools, strict=True)):
-            return
-        self.wait()  # work in flight holds the old arrays
-        for arena, pool in zip(self.arenas, self._pools, strict=True):
-            arena.shrink(pool.capacity)
-        for arena, pool in zip(self.arenas, self._pools, strict=True):
-            arena.grow(pool.capacity)
-        for energies, pool in zip(self._energies, self._pools, strict=False):
-            energies.fit(pool.capacity)
-        note_resized()
-
-    def _follow_moves(self) -> None:
-        pairs = enumerate(zip(self._pools, self.arenas, strict=True))
-        moves = [
-            Copy(group, source, target)
-            for group, (pool, arena) in pairs
-            for source, target in pool.take_moves()
-            if source < arena.capacity  # the rest have never had memory
-        ]
-        if moves:
-            self.move_blocks(moves)
-
     @property
     def starts_alone(self) -> bool:
         """Whether the next `start` waits until the device is idle."""
         return has_due(self._tensors())
 
     def start(self, *outputs: mx.array) -> Started:
-        """Start `outputs` and all due arena writes on the device, without waiting for them.
-
-        Assignments to a part of an arena wait for earlier work: MLX copies an array that is still read.
-        """
+        """Start `outputs` and all due arena writes on the device, without waiting for them."""
         assigned = take_due(self._tensors())
         if assigned:
             self.wait()
-        written = [array for arena in self.arenas for array in arena.take_written()]
+        written = [array for arena in self.base.groups for array in arena.take_written()]
         self._writes_by_kernels = bool(written) and not assigned
         states, self._states = self._states, []
         saturated = [arenas.saturated for arenas in self.residuals]
@@ -245,13 +199,9 @@ class ModelRunner:
         mx.async_eval(*outputs, *written, *assigned, *saturated, *states, *self._loaded.hidden_states.blocks.written())
         return started
 
-    def _tensors(self) -> Iterable[TensorArena]:
-        for arena in self.arenas:
-            yield from arena.tensors
-        for residual in self.residuals:
-            yield from residual.tensors
-        for energies in self._energies:
-            yield energies.tokens
+    def _tensors(self) -> Iterator[TensorArena]:
+        for arenas in (self.base, *self.residuals):
+            yield from arenas.tensors
 
     def follow(self, *outputs: mx.array) -> None:
         """Start `outputs`, which write to no arena, behind the last started work."""
@@ -295,83 +245,8 @@ class ModelRunner:
         if mx.default_device() == mx.gpu and mx.metal.is_available():
             mx.clear_cache()
 
-    def copy_blocks(self, copies: Iterable[Copy]) -> None:
-        """Copy-on-write, in order with the steps around it."""
-        self.fit()
-        for copy in copies:
-            self._copy(copy)
-            self.copied_blocks += 1
-
-    def move_blocks(self, moves: Iterable[Copy]) -> None:
-        self._follow_moves()  # earlier moves
-        for move in moves:
-            self._copy(move)
-
-    def _copy(self, copy: Copy) -> None:
-        self.wait()
-        self.arenas[copy.group].copy(copy.source, copy.target)
-        if self._energies:
-            self._energies[copy.group].copy(copy.source, copy.target)
-
     def give_back(self) -> None:
-        self.fit()
+        """Fit memory to the cache's slots, and return the rest to the system."""
+        self.base.fit()
         mx.clear_cache()
         give_back_freed()
-
-    def put_blocks(self, group: int, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
-        """Write blocks from files, uint8 [n] each; these may change after this returns."""
-        if group == len(self.arenas):
-            for slot, data in zip(block_ids, blocks, strict=True):
-                self._state_arena.put_bytes(slot, data)
-            return
-        self.fit()
-        self.wait()  # a step in flight may still write to slots of ended requests
-        self.arenas[group].put(block_ids, blocks)
-
-    def memory(self, group: int) -> GroupMemory | None:
-        """Memory of a group's slots, to read files into; None for recurrent state. Compute nothing while it is used."""
-        if group == len(self.arenas):
-            return None
-        self.fit()
-        self.wait()
-        return self.arenas[group].memory()
-
-    def snapshot(self, group: int, block_id: int, num_tokens: int) -> Array:
-        """A copy of a block's bytes, uint8 [n]."""
-        self.fit()
-        self.wait()
-        if group == len(self.arenas):
-            return self._state_arena.snapshot(block_id)
-        return self.arenas[group].snapshot(block_id, num_tokens)
-
-    def block_extras(self, group: int, block_id: int, num_tokens: int) -> Extras:
-        if not self._energies or group == len(self.arenas):
-            return {}
-        self.wait()
-        return self._energies[group].extras(block_id, num_tokens)
-
-    def put_extras(self, group: int, block_id: int, num_tokens: int, extras: Extras) -> None:
-        if self._energies and group < len(self.arenas):
-            self._energies[group].put(block_id, num_tokens, extras)
-
-    # -- recurrent state ----------------------------------------------------------------------------------------------
-
-    @property
-    def _state_arena(self) -> StateArena:
-        if self.states is None:
-            raise BrokenInvariant("this model has no recurrent state")
-        return self.states
-
-    def keep_state(self, slot: int, state: RowState) -> None:
-        """Store a checkpoint, lazily."""
-        self._state_arena.put(slot, state.batch.arrays, state.index)
-
-    def row_state(self, slot: int) -> RowState:
-        return RowState.of(self._state_arena.arrays(slot))
-
-    def is_finite_state(self, slot: int) -> bool:
-        return self._state_arena.is_finite(slot)
-
-    def free_states(self) -> None:
-        if self.states is not None:
-            self.states.sweep()

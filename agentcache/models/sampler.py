@@ -1,4 +1,4 @@
-"""Sample tokens and compute log probabilities for a batch, each row with its own settings. Results are lazy.
+"""Sample tokens and compute log probabilities for a batch, lazily.
 
 A row's token depends only on its logits, settings and position, not on other rows or discarded steps.
 """
@@ -17,15 +17,15 @@ import numpy as np
 
 from agentcache.api.sampling import SamplingParams
 
-REPETITION_CONTEXT = 64  # covered by a repetition penalty
+REPETITION_CONTEXT = 64  # tokens
 _SMALLEST_TEMPERATURE = 1e-5  # below it, scaled log probabilities leave float32
 _SMALLEST_TOP_P = 1e-6  # keeps the best token
-_BITS = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32))  # of a word
+_BITS = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32))
 _NO_TOP_P = 2.0  # above any rounded sum of probabilities
 
 
 class Tally:
-    """Counts of generated tokens, updated as the text grows."""
+    """Counts of generated tokens."""
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
@@ -115,7 +115,7 @@ class Row:
 
 
 def choose(rows: Sequence[Row], logits: mx.array, last: mx.array) -> mx.array:
-    """Choose a token for each row, int32 [B], from logits [B, vocabulary] after tokens `last`, int32 [B]."""
+    """Choose tokens, int32 [B], from logits [B, vocabulary] after tokens `last`, int32 [B]."""
     logits = _counted(rows, _penalised(rows, logits.astype(mx.float32), last), last)
     logits = _kept_going(rows, _biased(rows, logits))
     kinds: tuple[tuple[Callable[[Sampler], bool], _Choose], ...] = (
@@ -149,7 +149,7 @@ def masked(logits: mx.array, masks: Mapping[int, np.ndarray]) -> mx.array:
     bits = mx.bitwise_and(mx.array(words)[:, :, None], mx.array(_BITS)).reshape(len(masks), -1)
     allowed = bits[:, :size] != 0
     logits = logits.astype(mx.float32)
-    if len(masks) == len(logits):  # one per row, in order
+    if len(masks) == len(logits):
         return mx.where(allowed, logits, -mx.inf)
     rows = mx.array(list(masks))
     return _replaced(logits, rows, mx.where(allowed, logits[rows], -mx.inf))
@@ -244,13 +244,13 @@ def _kept_going(rows: Sequence[Row], logits: mx.array) -> mx.array:
     if not banned:
         return logits
     indices, tokens = zip(*banned, strict=True)
-    logits = mx.array(logits)  # do not change the caller's array
+    logits = mx.array(logits)
     logits[mx.array(indices), mx.array(tokens)] = -mx.inf
     return logits
 
 
 def _replaced(logits: mx.array, index: mx.array, rows: mx.array) -> mx.array:
-    logits = mx.array(logits)  # do not change the caller's array
+    logits = mx.array(logits)
     logits[index] = rows
     return logits
 
@@ -289,7 +289,6 @@ class Scores:
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        """To evaluate before `read`."""
         return (self._logprobs, self._top, self._top_logprobs) if self._count else (self._logprobs,)
 
     def read(self) -> list[TokenScore]:

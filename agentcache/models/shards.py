@@ -1,6 +1,6 @@
-"""One rank's part of a model that mlx-lm's `shard` has split over several processes.
+"""One rank's part of a model that mlx-lm's `shard` has split: its own heads and parts of matrices.
 
-Each rank has its own heads and part of other matrices, and the full activations between layers.
+Each rank has the full activations between layers.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from agentcache.compat import MultiLinear, QuantizedMultiLinear
 from agentcache.errors import UnsupportedModel
 from agentcache.kv.spec import CacheSpec
 from agentcache.models.adapter_files import LowRank, ModuleName
-from agentcache.models.adapter_rows import AdapterRows
-from agentcache.models.adapters import LinearShape, TargetModules
+from agentcache.models.adapters import AdapterRows, LinearShape, TargetModules
 from agentcache.models.inspection import Inspection
 from agentcache.models.layers import in_dim
 from agentcache.models.lora import ModelAdapters
@@ -87,7 +86,7 @@ class Shards:
 
     def whole(self, modules: TargetModules) -> TargetModules:
         """Adapter targets in the whole model's sizes, without fused modules."""
-        kept = [name for name in modules.linears if name in self._whole and _leaf(name) not in _FUSED]
+        kept = [name for name in modules.linears if name in self._whole and name.path.rpartition(".")[2] not in _FUSED]
         linears = {
             name: LinearShape(self._whole[name].in_dim, self._whole[name].out_dim, modules.linears[name].item_bytes)
             for name in kept
@@ -110,10 +109,6 @@ class Shards:
         return LowRank(a, b)
 
 
-def _leaf(name: ModuleName) -> str:
-    return name.path.rpartition(".")[2]
-
-
 class ShardedAdapters(ModelAdapters):
     """Adapters with matrices cut like the modules."""
 
@@ -126,9 +121,8 @@ class ShardedAdapters(ModelAdapters):
         return super()._put(name, self._shards.cut(name, pair, self._wrap(name).original))
 
     def _delta(self, rows: AdapterRows, name: ModuleName, x: mx.array, pairs: Sequence[LowRank | None]) -> mx.array:
-        """Sum the delta over ranks if the module sums its own output.
-
-        Otherwise it is this rank's columns, or a part of a sum that the surrounding module computes.
+        """Summed over ranks if the module sums its own output; else this rank's columns, or a part of the surrounding
+        module's sum.
         """
         delta = super()._delta(rows, name, x, pairs)
         if isinstance(self._wrap(name).original, _ADDS_UP):

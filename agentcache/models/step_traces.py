@@ -1,11 +1,8 @@
 """Traced decode steps: later steps of a kind reuse the graph of an earlier one.
 
-On a fast device, steps wait for Python to lay out the layers. So the graph of a plain decode step is traced
-(`mx.compile`), with all that changes between steps as inputs; the key has the rest: number of rows, launch layout,
-array shapes.
-
-A traced step is by base alone, without reused hidden states, recurrent state, residuals or measurements, and all its
-attention goes by kernels, which write into arenas themselves (`metal_kernels/append.py`).
+On a fast device, steps wait for Python to lay out the layers. So a plain decode step is traced (`mx.compile`), with all
+that changes between steps as inputs. A traced step is by base alone, without reused hidden states, recurrent state,
+residuals or measurements, and all its attention goes by kernels, which write into arenas themselves.
 """
 
 from __future__ import annotations
@@ -29,8 +26,8 @@ from agentcache.metal_kernels.kernel_text import NO_DEVICE, device
 from agentcache.metal_kernels.latent_decode import PreparedLatents
 from agentcache.metal_kernels.numbers import on_device
 from agentcache.models.fused import Attended
-from agentcache.models.fused_latent import AttendedLatents
 from agentcache.models.loader import LoadedModel
+from agentcache.models.mla import AttendedLatents
 from agentcache.models.step import StepInputs
 
 log = logging.getLogger("agentcache.models")
@@ -139,7 +136,6 @@ class StepTraces:
         return [logits, *(layer.keys.written for _, layer in layers)]
 
     def _prove(self, replayed: mx.array, expected: mx.array, is_batch: bool) -> mx.array:
-        """Return `expected`; disable traces if `replayed` differs."""
         difference = mx.abs(replayed.astype(mx.float32) - expected.astype(mx.float32)).max()
         largest = mx.abs(expected.astype(mx.float32)).max()
         if (difference <= _TOLERANCE[expected.dtype] * largest).item():
@@ -151,7 +147,7 @@ class StepTraces:
     def _give_up(self, why: str) -> None:
         self._is_off = True
         self._traces.clear()
-        log.warning("decode steps are laid out one by one (slower): a traced step fails: %s", why)
+        log.warning("decode steps are laid out one by one (slower): a traced step failed: %s", why)
 
 
 def _is_plain(step: StepInputs) -> bool:
@@ -167,7 +163,6 @@ def _is_plain(step: StepInputs) -> bool:
 
 
 def _kinds_of(step: StepInputs) -> list[_Kinds]:
-    """Attention kinds of a step, by group; empty unless all went by kernels."""
     kinds = []
     for reads, writes in zip(step.reads, step.writes, strict=True):
         if reads is None or writes is None:

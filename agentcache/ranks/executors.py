@@ -16,8 +16,8 @@ from agentcache.blocks.pool import BlockPool
 from agentcache.blocks.snapshots import Snapshots
 from agentcache.errors import BrokenInvariant, ConfigError, RankLost, UnsupportedModel
 from agentcache.kv.packing import Precision
-from agentcache.models.device_memory import device_memory
 from agentcache.models.loader import LoadedModel, load, put_on_cache, read_model
+from agentcache.models.memory import device_memory
 from agentcache.models.runner import ModelRunner
 from agentcache.models.shards import ShardedAdapters, Shards
 from agentcache.ranks.commands import decode, decoder_of, encode

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -14,8 +15,8 @@ import numpy as np
 from agentcache.blocks.pool import BlockPool, Copy
 from agentcache.errors import BlocksLost, BrokenInvariant, RankLost, StoreError
 from agentcache.kv.block_layout import Array
-from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
-from agentcache.models.adapters import AdapterContent
+from agentcache.models.adapters import AdapterContent, AdapterWeights, RowAdapter
+from agentcache.models.arenas import BaseArenas
 from agentcache.models.inspection import Inspection
 from agentcache.models.loader import LoadedModel
 from agentcache.models.runner import ModelRunner, Started
@@ -74,6 +75,52 @@ class RankZeroAdapters(ShardedAdapters):
         return self._numbers[weights]
 
 
+class RankZeroArenas(BaseArenas):
+    """Rank 0's `BaseArenas`, which also sends its operations to workers."""
+
+    def __init__(self, link: WorkerLink, handles: RemoteHandles, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._link = link
+        self._handles = handles
+
+    def fit(self) -> None:
+        self._follow_moves()
+        capacities = [pool.capacity for pool in self._pools]
+        if capacities != [arena.capacity for arena in self.groups]:
+            self._link.tell(Fit(capacities))
+        super().fit()
+
+    def copy_blocks(self, copies: Iterable[Copy]) -> None:
+        copies = list(copies)
+        self.fit()
+        self._tell_of(copies)
+        super().copy_blocks(copies)
+
+    def move_blocks(self, moves: Iterable[Copy]) -> None:
+        moves = list(moves)
+        self._follow_moves()
+        self._tell_of(moves)
+        super().move_blocks(moves)
+
+    def _tell_of(self, copies: Sequence[Copy]) -> None:
+        if copies:
+            self._link.tell(CopyBlocks(copies))
+
+    def put_blocks(self, group: int, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
+        self.fit()
+        self._link.tell(PutBytes(group, list(block_ids), [self._handles.of(block) for block in blocks]))
+        super().put_blocks(group, block_ids, blocks)
+
+    def memory(self, group: int) -> None:
+        """A block that is invalid on another rank must not be in its slot here."""
+        return None
+
+    def snapshot(self, group: int, block_id: int, num_tokens: int) -> Array:
+        data = super().snapshot(group, block_id, num_tokens)
+        self._handles.keep(data, lambda handle: TakeBytes(handle, group, block_id, num_tokens))
+        return data
+
+
 class RankZeroRunner(ModelRunner):
     """Rank 0's `ModelRunner`, which also sends its operations to workers."""
 
@@ -86,14 +133,13 @@ class RankZeroRunner(ModelRunner):
         handles: RemoteHandles,
         room: int,
     ) -> None:
-        super().__init__(loaded, pools, room=room)
+        super().__init__(loaded, pools, room=room, make_base=partial(RankZeroArenas, link, handles))
         self._adapters = adapters
         self._link = link
-        self._handles = handles
         link.is_computing = lambda: self.is_busy
 
     def forward(self, step: StepInputs) -> StepOutputs:
-        self.fit()
+        self.base.fit()
         self._link.tell(Forward.of(step, [self._use(row) for row in step.adapters]))
         return super().forward(step)
 
@@ -122,46 +168,9 @@ class RankZeroRunner(ModelRunner):
                 super().wait()
             self._link.go_on()
 
-    def fit(self) -> None:
-        self._follow_moves()
-        capacities = [pool.capacity for pool in self._pools]
-        if capacities != [arena.capacity for arena in self.arenas]:
-            self._link.tell(Fit(capacities))
-        super().fit()
-
-    def copy_blocks(self, copies: Iterable[Copy]) -> None:
-        copies = list(copies)
-        self.fit()
-        self._tell_of(copies)
-        super().copy_blocks(copies)
-
-    def move_blocks(self, moves: Iterable[Copy]) -> None:
-        moves = list(moves)
-        self._follow_moves()
-        self._tell_of(moves)
-        super().move_blocks(moves)
-
-    def _tell_of(self, copies: Sequence[Copy]) -> None:
-        if copies:
-            self._link.tell(CopyBlocks(copies))
-
     def give_back(self) -> None:
         super().give_back()
         self._link.tell(GiveBack())
-
-    def put_blocks(self, group: int, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
-        self.fit()
-        self._link.tell(PutBytes(group, list(block_ids), [self._handles.of(block) for block in blocks]))
-        super().put_blocks(group, block_ids, blocks)
-
-    def memory(self, group: int) -> None:
-        """A block that is invalid on another rank must not be in its slot here."""
-        return None
-
-    def snapshot(self, group: int, block_id: int, num_tokens: int) -> Array:
-        data = super().snapshot(group, block_id, num_tokens)
-        self._handles.keep(data, lambda handle: TakeBytes(handle, group, block_id, num_tokens))
-        return data
 
 
 class RankZeroStore(Store):

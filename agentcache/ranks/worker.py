@@ -13,8 +13,7 @@ import numpy as np
 from agentcache.errors import BlocksLost, RankLost, StoreError
 from agentcache.kv.block_layout import Array
 from agentcache.kv.step_cache import Reads, Writes
-from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
-from agentcache.models.adapters import Adapter, AdapterContent
+from agentcache.models.adapters import Adapter, AdapterContent, AdapterWeights, RowAdapter
 from agentcache.models.loader import LoadedModel
 from agentcache.models.runner import ModelRunner, Started
 from agentcache.models.step import StepInputs
@@ -109,17 +108,17 @@ class Worker:
             case commands.Fit(capacities):
                 for slots, capacity in zip(self._slots, capacities, strict=True):
                     slots.capacity = capacity
-                self._runner.fit()
+                self._runner.base.fit()
             case commands.CopyBlocks(copies):
-                self._runner.move_blocks(copies)
+                self._runner.base.move_blocks(copies)
             case commands.TakeBytes(handle, group, slot, num_tokens):
-                self._held[handle] = self._runner.snapshot(group, slot, num_tokens)
+                self._held[handle] = self._runner.base.snapshot(group, slot, num_tokens)
             case commands.BringBytes(handle, parts):
                 self._held[handle] = self._own(parts)
             case commands.BringZeros(handle, name):
                 self._held[handle] = np.zeros(self._loaded.spec.group(name).bytes_per_block, np.uint8)
             case commands.PutBytes(group, slots, handles):
-                self._runner.put_blocks(group, slots, [self._held[handle] for handle in handles])
+                self._runner.base.put_blocks(group, slots, [self._held[handle] for handle in handles])
             case commands.Forget(handles):
                 for handle in handles:
                     self._held.pop(handle, None)
@@ -149,7 +148,7 @@ class Worker:
 
     def _forward(self, step: commands.Forward) -> mx.array:
         num_tokens = step.token_ids.shape[1]
-        windows = [arena.spec.window for arena in self._runner.arenas]
+        windows = [arena.spec.window for arena in self._runner.base.groups]
         inputs = StepInputs(
             step.token_ids,
             step.lengths,

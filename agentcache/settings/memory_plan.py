@@ -2,7 +2,7 @@
 
     limit = weights + ram_budget (cache and adapters) + trunk_budget + temporaries + rest
 
-`models/device_memory.py` measures the device and configures MLX.
+`models/memory.py` measures the device and configures MLX.
 """
 
 from __future__ import annotations

@@ -21,8 +21,7 @@ import mlx.optimizers as optimizers
 from mlx.utils import tree_flatten, tree_map_with_path
 
 from agentcache.models.adapter_files import LowRank, ModuleName
-from agentcache.models.adapter_rows import AdapterWeights
-from agentcache.models.adapters import read_adapter
+from agentcache.models.adapters import AdapterWeights, read_adapter
 from agentcache.training.decoder_cache import PromptCache
 from agentcache.training.decoder_data import Batches, DecoderBatch, Example
 from agentcache.training.decoder_files import Checkpoint, read_checkpoint, write_adapter

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from agentcache.errors import ConfigError
-from agentcache.models.adapter_config import CONFIG_FILE
+from agentcache.models.adapter_files import CONFIG_FILE
 from agentcache.system.durable import sync_path
 
 WEIGHTS_FILE, CHECKPOINT_FILE = "adapters.safetensors", "checkpoint.safetensors"

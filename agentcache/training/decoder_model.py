@@ -14,7 +14,7 @@ import mlx.core as mx
 from agentcache.errors import UnsupportedModel
 from agentcache.kv.packing import Quantisation
 from agentcache.kv.spec import CacheSpec
-from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
+from agentcache.models.adapters import AdapterWeights, RowAdapter
 from agentcache.models.attachment import host
 from agentcache.models.fingerprint import first_fingerprint
 from agentcache.models.inspection import Paged

@@ -15,7 +15,7 @@ from mlx_lm.utils import load_model
 
 from agentcache.api.policy import Policy
 from agentcache.bench.ttft import WORDS
-from agentcache.models.adapter_config import CONFIG_FILE
+from agentcache.models.adapter_files import CONFIG_FILE
 from agentcache.models.adapters import target_modules
 from agentcache.models.inspection import inspect_model
 from agentcache.text.tokenizer import Tokenizer

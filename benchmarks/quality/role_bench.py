@@ -14,8 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from agentcache.api.sampling import SamplingParams
-from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
-from agentcache.models.adapters import read_adapter
+from agentcache.models.adapters import AdapterWeights, RowAdapter, read_adapter
 from agentcache.models.builtin.embedded import DATA
 from agentcache.models.step import StepInputs
 from agentcache.training.decoder_model import FrozenBase, load_base

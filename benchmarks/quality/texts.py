@@ -19,10 +19,9 @@ from agentcache.errors import ConfigError
 from agentcache.kv.packing import AUTO, BITS, Precision
 from agentcache.models.attachment import host
 from agentcache.models.builtin.embedded import embedded_model_path
-from agentcache.models.float32_copy import gains_by_float32, in_float32
 from agentcache.models.loader import read_model, sample_ids
 from agentcache.models.precision import Measured
-from agentcache.models.precision_runs import PrecisionRuns, divergences_of
+from agentcache.models.precision_runs import PrecisionRuns, divergences_of, gains_by_float32, in_float32
 from agentcache.models.step import CurrentStep
 from benchmarks.quality.plan import Part, QualityPlan, ResultTable
 from benchmarks.workload import Progress

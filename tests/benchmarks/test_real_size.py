@@ -70,5 +70,7 @@ def test_its_steps_are_the_engines(tmp_path: Path) -> None:
         assert len({table.block_ids[0] for [table, *_] in paged.tables}) == (1 if shared else 3)
         for _ in paged.steps(4):
             pass
-    written = np.array(mx.abs(paged.runner.arenas[0].layers[0].keys.parts["scales"].array[1, :, 44:48]).sum(axis=-1))
+    written = np.array(
+        mx.abs(paged.runner.base.groups[0].layers[0].keys.parts["scales"].array[1, :, 44:48]).sum(axis=-1)
+    )
     assert (written > 0).all()

@@ -10,11 +10,10 @@ import numpy as np
 
 from agentcache.blocks.hidden_states import HiddenStatePlan
 from agentcache.blocks.pool import BlockPool, BlockTable
-from agentcache.models.adapter_rows import RowAdapter
+from agentcache.models.adapters import RowAdapter
 from agentcache.models.loader import LoadedModel
-from agentcache.models.recurrent import RowState
 from agentcache.models.runner import ModelRunner
-from agentcache.models.step import StepInputs
+from agentcache.models.step import RowState, StepInputs
 
 
 @dataclass

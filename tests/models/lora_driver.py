@@ -8,8 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
-from agentcache.models.adapters import read_adapter
+from agentcache.models.adapters import AdapterWeights, RowAdapter, read_adapter
 from agentcache.models.loader import LoadedModel
 from agentcache.models.step import StepInputs
 from tests.models.driver import Driver

@@ -158,7 +158,7 @@ BOTH: dict[str, tuple[Change, str]] = {
     "no token ids": (in_config(alora_invocation_tokens=[]), "alora_invocation_tokens is not a list of token ids"),
     "text for tokens": (in_config(alora_invocation_tokens="[INST]"), "alora_invocation_tokens is not a list"),
     "a negative token": (in_config(alora_invocation_tokens=[3, -1]), "alora_invocation_tokens is not a list"),
-    "half a shift": (in_config(activation_shift=0.5), "activation_shift is 0.5, not a whole number"),
+    "half a shift": (in_config(activation_shift=0.5), "activation_shift is 0.5, not a valid integer"),
 }
 MLX_LM: dict[str, tuple[Change, str]] = {
     "DoRA": (in_config(fine_tune_type="dora"), "fine_tune_type 'dora' is not supported, only 'lora'"),
@@ -177,19 +177,22 @@ MLX_LM: dict[str, tuple[Change, str]] = {
     ),
     "scale is endless": (in_parameters(scale=10**400), "scale is 1000.*, not a number"),
     "another rank": (in_parameters(rank=8), "self_attn.q_proj has rank 3, but adapter_config.json says 8"),
-    "rank zero": (in_parameters(rank=0), "rank is 0, not a whole number"),
-    "rank true": (in_parameters(rank=True), "rank is True, not a whole number"),
+    "rank zero": (in_parameters(rank=0), "rank is 0, not a valid integer"),
+    "rank true": (in_parameters(rank=True), "rank is True, not a valid integer"),
     "experts": (with_tensor(f"model.{EXPERT}.lora_a", 4, 3, 12), f"{EXPERT}: adapters of experts are not supported"),
     "switch layers": (with_tensor("model.layers.0.mlp.switch_mlp.up_proj.lora_a", 4, 3, 12), "adapters of experts"),
     "embeddings": (with_tensor("model.embed_tokens.lora_a", 9, 3), "embed_tokens.lora_a': adapters of embeddings"),
     "the head": (with_tensor("lm_head.lora_b", 3, 9), "lm_head.lora_b': adapters of the output head"),
-    "a weight": (with_tensor("model.norm.weight", 9), "'model.norm.weight' is no LoRA matrix of a module in a layer"),
-    "another convention": (with_tensor("model.layers.0.mlp.up_proj.lora_A", 9, 3), "is no LoRA matrix of a module"),
-    "a part of an image model": (with_tensor("vision_tower.layers.0.mlp.up_proj.lora_a", 9, 3), "is no LoRA matrix"),
+    "a weight": (
+        with_tensor("model.norm.weight", 9),
+        "'model.norm.weight' is not a LoRA matrix of a module in a layer",
+    ),
+    "another convention": (with_tensor("model.layers.0.mlp.up_proj.lora_A", 9, 3), "is not a LoRA matrix of a module"),
+    "a part of an image model": (with_tensor("vision_tower.layers.0.mlp.up_proj.lora_a", 9, 3), "is not a LoRA matrix"),
     "twice the same": (with_tensor("layers.1.self_attn.q_proj.lora_a", IN, 3), "would be the same module"),
-    "a strange layer": (with_tensor("model.layers.01.self_attn.q_proj.lora_a", IN, 3), "is no LoRA matrix"),
-    "a long name": (with_tensor(f"model.layers.1.{'q' * 200}.lora_a", IN, 3), "is no LoRA matrix"),
-    "a path": (with_tensor("model.layers.1.../../x.lora_a", IN, 3), "is no LoRA matrix"),
+    "a strange layer": (with_tensor("model.layers.01.self_attn.q_proj.lora_a", IN, 3), "is not a LoRA matrix"),
+    "a long name": (with_tensor(f"model.layers.1.{'q' * 200}.lora_a", IN, 3), "is not a LoRA matrix"),
+    "a path": (with_tensor("model.layers.1.../../x.lora_a", IN, 3), "is not a LoRA matrix"),
 }
 PEFT: dict[str, tuple[Change, str]] = {
     "another method": (in_config(peft_type="IA3"), "peft_type 'IA3' is not supported, only 'LORA'"),
@@ -203,18 +206,18 @@ PEFT: dict[str, tuple[Change, str]] = {
     "bare parameters": (in_config(target_parameters=["mlp.experts.up_proj"]), "target_parameters is set"),
     "replicated layers": (in_config(layer_replication=[[0, 2]]), "layer_replication is set"),
     "changed base": (in_config(init_lora_weights="pissa_niter_4"), "'pissa_niter_4' has changed the base weights"),
-    "no rank": (in_config(r=None), "r is None, not a whole number"),
+    "no rank": (in_config(r=None), "r is None, not a valid integer"),
     "another rank": (in_config(r=8), "model.layers.1.self_attn.q_proj has rank 3, but adapter_config.json says 8"),
     "another rank by pattern": (in_config(rank_pattern={"up_proj": 4}), "up_proj has rank 3, but .* says 4"),
     "alpha is text": (in_config(lora_alpha="16"), "lora_alpha is '16', not a number"),
     "patterns are a list": (in_config(alpha_pattern=["q_proj"]), "alpha_pattern is not an object"),
     "a broken pattern": (in_config(alpha_pattern={"(q_proj": 8}), "'\\(q_proj' in alpha_pattern is not a regular"),
     "a pattern with flags": (in_config(alpha_pattern={"(?i)q_proj": 8}), "is not a regular expression"),
-    "an endless pattern": (in_config(alpha_pattern={"(a+)+$": 8}), "too intricate a regular expression"),
-    "a slow pattern": (in_config(rank_pattern={".*.*.*.*.*x": 3}), "too intricate a regular expression"),
-    "a pattern of optional parts": (in_config(rank_pattern={".?" * 28 + "x": 3}), "too intricate a regular expression"),
-    "a pattern of choices": (in_config(rank_pattern={"(.|.)" * 28 + "x": 3}), "too intricate a regular expression"),
-    "a long pattern": (in_config(rank_pattern={"q" * 300: 3}), "too intricate a regular expression"),
+    "an endless pattern": (in_config(alpha_pattern={"(a+)+$": 8}), "too complex a regular expression"),
+    "a slow pattern": (in_config(rank_pattern={".*.*.*.*.*x": 3}), "too complex a regular expression"),
+    "a pattern of optional parts": (in_config(rank_pattern={".?" * 28 + "x": 3}), "too complex a regular expression"),
+    "a pattern of choices": (in_config(rank_pattern={"(.|.)" * 28 + "x": 3}), "too complex a regular expression"),
+    "a long pattern": (in_config(rank_pattern={"q" * 300: 3}), "too complex a regular expression"),
     "a magnitude": (
         with_tensor("base_model.model.model.layers.1.self_attn.q_proj.lora_magnitude_vector", OUT),
         "lora_magnitude_vector': DoRA",
@@ -226,7 +229,7 @@ PEFT: dict[str, tuple[Change, str]] = {
         with_tensor("base_model.model.model.layers.0.mlp.experts.3.up_proj.lora_A.weight", 3, 9),
         "layers.0.mlp.experts.3.up_proj: adapters of experts are not supported",
     ),
-    "no prefix": (with_tensor("model.layers.1.self_attn.k_proj.lora_A.weight", 3, 9), "is no LoRA matrix"),
+    "no prefix": (with_tensor("model.layers.1.self_attn.k_proj.lora_A.weight", 3, 9), "is not a LoRA matrix"),
 }
 
 
@@ -272,7 +275,9 @@ def test_large_files_are_refused(folder: Path) -> None:
 def test_two_formats_at_once_are_refused(tmp_path: Path) -> None:
     write_mlx_lm(tmp_path, pairs())
     check(
-        write_peft(tmp_path, pairs()), lambda folder: None, "adapters.safetensors and adapter_model.safetensors; which"
+        write_peft(tmp_path, pairs()),
+        lambda folder: None,
+        "adapters.safetensors and adapter_model.safetensors; keep one",
     )
 
 

@@ -76,10 +76,10 @@ def test_sizes_are_those_of_dense_weights(model_folder: ModelFolder) -> None:
 REFUSED = [
     ("deepseek_v2", "model.layers.1.self_attn.kv_b_proj", "kv_b_proj cannot be adapted: attention has absorbed"),
     ("llama", "model.layers.4.self_attn.q_proj", "layers.4.self_attn.q_proj is not in the model, which has 4 layers"),
-    ("llama", "model.layers.1.self_attn.qkv_proj", "layers.1.self_attn.qkv_proj is no linear module of the model"),
-    ("llama", "model.layers.1.input_layernorm", "layers.1.input_layernorm is no linear module of the model"),
-    ("llama", "model.layers.1.self_attn", "layers.1.self_attn is no linear module of the model"),
-    ("deepseek_v2", "model.layers.1.mlp.gate", "layers.1.mlp.gate is no linear module of the model"),
+    ("llama", "model.layers.1.self_attn.qkv_proj", "layers.1.self_attn.qkv_proj is not a linear module of the model"),
+    ("llama", "model.layers.1.input_layernorm", "layers.1.input_layernorm is not a linear module of the model"),
+    ("llama", "model.layers.1.self_attn", "layers.1.self_attn is not a linear module of the model"),
+    ("deepseek_v2", "model.layers.1.mlp.gate", "layers.1.mlp.gate is not a linear module of the model"),
     ("gpt_oss", "model.layers.1.mlp.experts.up_proj", "mlp.experts.up_proj: adapters of experts are not supported"),
 ]
 

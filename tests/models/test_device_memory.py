@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from agentcache.models.device_memory import CACHE, MEMORY, WIRED, Limits, Setter, device_memory, wanted_limits
+from agentcache.models.memory import CACHE, MEMORY, WIRED, Limits, Setter, device_memory, wanted_limits
 from agentcache.settings.memory_plan import MemoryPlan
 from agentcache.system.memory import SystemMemory
 
@@ -85,7 +85,7 @@ def test_limits_are_restored_when_the_process_ends(end: str, tmp_path: Path) -> 
     script = f"""
         import os, signal, sys
         from pathlib import Path
-        from agentcache.models.device_memory import Limits, Setter
+        from agentcache.models.memory import Limits, Setter
         file = Path({str(tmp_path / "limit")!r})
         file.write_text("7")
         def set(value):

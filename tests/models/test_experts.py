@@ -7,7 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from agentcache.models import experts, loader
+from agentcache.models import layers, loader
 from tests.conftest import ModelFolder
 from tests.models.saved_model import quantised
 
@@ -36,11 +36,11 @@ def test_on_cuda_mlx_is_not_told_that_rows_are_sorted(
     architecture: str, model_folder: ModelFolder, orders: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = str(model_folder(architecture))
-    monkeypatch.setattr(experts, "device", lambda: "metal")
+    monkeypatch.setattr(layers, "device", lambda: "metal")
     expected = loader.read_model(folder).model(LONG)
     assert orders and all(orders), "the prompt is long enough to be sorted"
     orders.clear()
-    monkeypatch.setattr(experts, "device", lambda: "cuda")
+    monkeypatch.setattr(layers, "device", lambda: "cuda")
     actual = loader.read_model(folder).model(LONG)
     assert orders and not any(orders)
     if mx.default_device() == mx.cpu:  # on CUDA what was expected may be what is wrong
@@ -50,6 +50,6 @@ def test_on_cuda_mlx_is_not_told_that_rows_are_sorted(
 def test_quantised_experts_stay_as_they_are(
     model_folder: ModelFolder, tmp_path: Path, orders: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(experts, "device", lambda: "cuda")
+    monkeypatch.setattr(layers, "device", lambda: "cuda")
     mx.eval(loader.read_model(str(quantised(model_folder("gpt_oss"), tmp_path / "model"))).model(LONG))
     assert orders and all(orders)

@@ -16,8 +16,7 @@ from agentcache.errors import BrokenInvariant
 from agentcache.kv.packing import Quantisation
 from agentcache.kv.spec import CacheSpec, LayerSpec, make_groups
 from agentcache.models import loader
-from agentcache.models.adapter_rows import RowAdapter
-from agentcache.models.adapters import Adapter, producer_groups, trunk_cut
+from agentcache.models.adapters import Adapter, RowAdapter, producer_groups, trunk_cut
 from agentcache.models.hidden_states import HiddenBlocks, SkippableLayer
 from agentcache.models.loader import LoadedModel
 from agentcache.models.step import StepInputs

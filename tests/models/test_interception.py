@@ -18,7 +18,7 @@ from agentcache.kv.packing import Quantisation
 from agentcache.kv.spec import LayerSpec
 from agentcache.kv.step_cache import Reads, StepCache, Writes
 from agentcache.models.interception import attention, intercept
-from agentcache.models.observation import observe, observing
+from agentcache.models.layers import observe, observing
 from tests.models import zoo
 from tests.models.model_files import MODEL_FILES
 
@@ -81,9 +81,9 @@ def test_handles_are_no_arrays() -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"mask": mx.ones((3, 3), mx.bool_)}, "the model masks by itself"),
-        ({"dropout": 0.1}, "paged attention knows nothing of dropout"),
-        ({"values": mx.zeros((1, 2, 3, 32))}, "cached keys with values that are not"),
+        ({"mask": mx.ones((3, 3), mx.bool_)}, "the model passes a mask of its own"),
+        ({"dropout": 0.1}, "paged attention does not support dropout"),
+        ({"values": mx.zeros((1, 2, 3, 32))}, "cached keys with values that are not cached"),
         ({"keys": mx.zeros((1, 2, 3, 32))}, "keys of one layer with values of another"),
     ],
 )

@@ -10,8 +10,8 @@ import pytest
 
 from agentcache.metal_kernels.self_test import Verdict
 from agentcache.metal_kernels.tiling import HeadShape
-from agentcache.models import fused, kernel_memo
-from agentcache.models.kernel_memo import KernelMemo
+from agentcache.models import fused
+from agentcache.models.fused import KernelMemo
 
 SHAPE = HeadShape(64, 2, 2, 32, mx.float32)
 OTHER = HeadShape(128, 2, 2, 32, mx.float32)
@@ -39,7 +39,7 @@ def restart(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "memo", KernelMemo())
     fused.memo.recall(file)
     fused._tried.cache_clear()
-    kernel_memo._machine.cache_clear()
+    fused._machine.cache_clear()
 
 
 def test_what_was_right_is_known_at_the_next_start(
@@ -81,13 +81,13 @@ def test_anything_else_is_tried_anew(
         monkeypatch.setattr(mx, "__version__", "0.0.1")
     elif what == "another text":
         (tmp_path / "kernel_text.py").write_text("")
-        monkeypatch.setattr(kernel_memo.kernel_text, "__file__", str(tmp_path / "kernel_text.py"))
+        monkeypatch.setattr(fused.kernel_text, "__file__", str(tmp_path / "kernel_text.py"))
     else:
         (tmp_path / "kernels.json").write_text("[nonsense")
         restart(tmp_path / "nothing.json", monkeypatch)
         fused.memo.found.clear()
         fused.memo.recall(tmp_path / "kernels.json")
-    kernel_memo._machine.cache_clear()
+    fused._machine.cache_clear()
     assert fused._tried(SHAPE, "here").right
-    kernel_memo._machine.cache_clear()
+    fused._machine.cache_clear()
     assert tried == [SHAPE, SHAPE]

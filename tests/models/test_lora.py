@@ -15,8 +15,7 @@ from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
 
 from agentcache.models import loader
-from agentcache.models.adapter_rows import RowAdapter
-from agentcache.models.adapters import read_adapter
+from agentcache.models.adapters import RowAdapter, read_adapter
 from agentcache.models.attachment import host
 from agentcache.models.lora import ModelAdapters
 from agentcache.models.step import CurrentStep

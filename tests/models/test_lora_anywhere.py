@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from agentcache.models.adapter_files import LowRank, ModuleName
-from agentcache.models.adapter_rows import RowAdapter
-from agentcache.models.adapters import Adapter, AdapterContent
+from agentcache.models.adapters import Adapter, AdapterContent, RowAdapter
 from agentcache.models.loader import LoadedModel
 from tests.marks import slow
 from tests.models import zoo
@@ -77,7 +76,7 @@ def cached(loaded: LoadedModel, layer: int, adapter: RowAdapter | None) -> list[
     driver.logits(random_ids(26), CHUNKS, row, adapter)
     arrays = [
         np.array(array)
-        for arena in driver.runner.arenas
+        for arena in driver.runner.base.groups
         for each in arena.layers
         if each.layer.index == layer
         for _, side in each.sides

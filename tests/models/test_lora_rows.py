@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 
 from agentcache.errors import BrokenInvariant
 from agentcache.models import loader
-from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
+from agentcache.models.adapters import AdapterWeights, RowAdapter
 from agentcache.models.loader import LoadedModel
 from agentcache.models.lora import AdaptedLinear, Stacks
 from tests.adapters_factory import ATTENTION, MLP, make_adapter
@@ -59,7 +59,7 @@ def both_ways(request: pytest.FixtureRequest, loaded: LoadedModel, several: list
 def contents(driver: Driver, row: Row, num_tokens: int) -> list[np.ndarray]:
     """What the cache holds of a row's first tokens, in all groups and layers."""
     return [
-        driver.runner.snapshot(group, table.block_id(position), min(256, num_tokens - position * 256))
+        driver.runner.base.snapshot(group, table.block_id(position), min(256, num_tokens - position * 256))
         for group, table in enumerate(row.tables)
         for position in range(-(-num_tokens // 256))
     ]

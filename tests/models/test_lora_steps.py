@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentcache.models.adapter_files import LowRank, ModuleName
-from agentcache.models.adapter_rows import AdapterRows, AdapterWeights, RowAdapter
-from agentcache.models.adapters import Adapter
+from agentcache.models.adapters import Adapter, AdapterRows, AdapterWeights, RowAdapter
 from agentcache.models.lora import Stack, Stacks
 
 NAME = ModuleName(0, "mlp.up_proj")

@@ -28,9 +28,9 @@ def test_a_token_costs_the_latent_and_its_rope_part(
     assert loaded.spec.bytes_per_token == values // 2 + values // group_size * 4
     driver = Driver(loaded)
     driver.logits(random_ids(loaded, 300), [300])
-    sides = [side for arena in driver.runner.arenas for layer in arena.layers for side in layer.sides]
+    sides = [side for arena in driver.runner.base.groups for layer in arena.layers for side in layer.sides]
     assert [(name, side.num_heads, side.dim) for name, side in sides] == [("key_cache", 1, rank + rope)] * 4
-    held = sum(tensor.array.nbytes for arena in driver.runner.arenas for tensor in arena.tensors)
+    held = sum(tensor.array.nbytes for arena in driver.runner.base.groups for tensor in arena.tensors)
     assert held == driver.pools[0].capacity * 256 * loaded.spec.bytes_per_token
 
 

@@ -11,9 +11,9 @@ import pytest
 from agentcache.kv.packed import Packed, dequantise, quantise
 from agentcache.kv.packing import Quantisation
 from agentcache.metal_kernels.kernel_text import NO_DEVICE
+from agentcache.models import attention as module
 from agentcache.models import fused
-from agentcache.models import packed_product as module
-from agentcache.models.packed_product import agrees, by_definition, by_kernel, packed_product
+from agentcache.models.attention import agrees, by_definition, by_kernel, packed_product
 
 G64, G32 = Quantisation(4, 64), Quantisation(4, 32)
 SHAPES = [(32, G32), (64, G64), (96, G32), (128, G64), (256, G64), (576, G64)]

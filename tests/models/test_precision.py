@@ -20,12 +20,10 @@ from agentcache.kv.packing import BITS, LayerBits, Precision
 from agentcache.models import loader
 from agentcache.models.attachment import Everywhere, Hosted, host
 from agentcache.models.builtin.embedded import embedded_model_path
-from agentcache.models.find_precision import Measurements
-from agentcache.models.find_precision import find_precision as search
-from agentcache.models.float32_copy import in_float32, is_float32
 from agentcache.models.loader import read_model, sample_ids
-from agentcache.models.precision import MAX_DIVERGENCE, Measured, PrecisionSearch
-from agentcache.models.precision_runs import PrecisionRuns, mean_divergence
+from agentcache.models.precision import MAX_DIVERGENCE, Measured, Measurements, PrecisionSearch
+from agentcache.models.precision import find_precision as search
+from agentcache.models.precision_runs import PrecisionRuns, in_float32, is_float32, mean_divergence
 from agentcache.models.proof import Proof
 from agentcache.models.step import CurrentStep
 from benchmarks.quality.precision import add_key_biases, add_outliers

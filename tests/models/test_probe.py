@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentcache.models import loader, probe
-from agentcache.models.footprint import USUAL_ROWS, Footprint, ProbedStep, StepNeeds
 from agentcache.models.loader import LoadedModel
+from agentcache.models.memory import USUAL_ROWS, Footprint, ProbedStep, StepNeeds
 from agentcache.models.probe import Probe, compare, measure_steps
 from agentcache.models.runner import ModelRunner
 from tests.conftest import ModelFolder

@@ -18,7 +18,7 @@ from mlx_lm.utils import load_model
 from agentcache import compat
 from agentcache.errors import UnsupportedModel
 from agentcache.kv.step_cache import PagedKV, Reads, StepCache
-from agentcache.models import fused_latent, interception, mla, proof, softcap
+from agentcache.models import attachment, interception, mla, proof
 from agentcache.models.attachment import host, host_in_pieces
 from agentcache.models.attention import AttentionOptions
 from tests.conftest import ModelFolder
@@ -27,7 +27,7 @@ from tests.models import zoo
 from tests.models.model_files import MODEL_FILES
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
-DIFFERS = r"layer \d+: (attention|what it gives) on the paged cache differs from mlx-lm's"
+DIFFERS = r"layer \d+: (attention|its output) on the paged cache differs from mlx-lm's"
 
 
 def wrong_scale(patch: pytest.MonkeyPatch) -> None:
@@ -40,7 +40,7 @@ def without_sinks(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_softcap(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(softcap, "AttentionOptions", lambda scale, cap: AttentionOptions(scale))
+    patch.setattr(attachment, "AttentionOptions", lambda scale, cap: AttentionOptions(scale))
 
 
 def swapped_heads(patch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def latent_without_rope(patch: pytest.MonkeyPatch) -> None:
         return lambda latent, rope, *rest, **named: attention(latent, rope * 0, *rest, **named)
 
     patch.setattr(mla, "packed_latent_attention", without(mla.packed_latent_attention))
-    patch.setattr(fused_latent, "attention", without(fused_latent.attention))
+    patch.setattr(mla, "attend_latents", without(mla.attend_latents))
 
 
 def decompressed_without_rope(patch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def test_weights_that_are_no_numbers_are_refused(name: str) -> None:
     """Both sides give NaN for all there is."""
     model = zoo.build(name, MODEL_FILES[name].config)
     model.layers[1].self_attn.o_proj.weight *= float("nan")
-    with pytest.raises(UnsupportedModel, match=r"layer 1: what it gives on the paged .* mlx-lm's by nan"):
+    with pytest.raises(UnsupportedModel, match=r"layer 1: its output on the paged .* mlx-lm's by nan"):
         host(model, name, MODEL_FILES[name].config)
 
 
@@ -261,7 +261,7 @@ def test_a_model_that_masks_by_itself_is_refused(monkeypatch: pytest.MonkeyPatch
     from mlx_lm.models import llama
 
     monkeypatch.setattr(llama, "create_attention_mask", lambda h, *rest, **kwargs: mx.ones((h.shape[1], 1), mx.bool_))
-    with pytest.raises(UnsupportedModel, match="the model masks by itself"):
+    with pytest.raises(UnsupportedModel, match="the model passes a mask of its own"):
         zoo.load("llama", MODEL_FILES["llama"].config)
 
 

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 
-from agentcache.models.builtin import new_folder, random_model
+from agentcache.models.builtin import embedded, random_model
 from agentcache.models.builtin.embedded import embedded_config
 from agentcache.models.builtin.random_model import random_model_path
 
@@ -72,7 +72,7 @@ def test_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Monke
     def full(path: Path, content: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(new_folder, "_write", full)
+    monkeypatch.setattr(embedded, "_write", full)
     with pytest.raises(OSError, match="No space left"):
         random_model_path(tmp_path)
     assert list((tmp_path / "models").iterdir()) == []

@@ -10,7 +10,7 @@ from mlx_lm.models.cache import ArraysCache
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.spec import RecurrentSpec, StateTensor
 from agentcache.models.loader import LoadedModel
-from agentcache.models.recurrent import BatchState, RowState, join, make_caches, state_of
+from agentcache.models.step import BatchState, RowState, join, make_caches, state_of
 from tests.marks import slow
 from tests.models import zoo
 from tests.models.driver import Driver

@@ -57,14 +57,14 @@ def test_arenas_follow_the_pools_and_keep_their_content(loaded: LoadedModel) -> 
     driver = Driver(loaded)
     row = driver.row()
     driver.step([row], random_ids(loaded, (1, 300)))
-    before = driver.runner.snapshot(0, row.tables[0].block_ids[0], 256)
+    before = driver.runner.base.snapshot(0, row.tables[0].block_ids[0], 256)
     capacities = [pool.capacity for pool in driver.pools]
     for pool in driver.pools:
         pool.grow(pool.capacity + 5)
-    driver.runner.fit()
-    layers = [(group, layer) for group, arena in enumerate(driver.runner.arenas) for layer in arena.layers]
+    driver.runner.base.fit()
+    layers = [(group, layer) for group, arena in enumerate(driver.runner.base.groups) for layer in arena.layers]
     assert all(side.capacity == capacities[group] + 5 for group, layer in layers for _, side in layer.sides)
-    after = driver.runner.snapshot(0, row.tables[0].block_ids[0], 256)
+    after = driver.runner.base.snapshot(0, row.tables[0].block_ids[0], 256)
     assert np.array_equal(before, after)
 
 
@@ -101,7 +101,7 @@ def copy_of(driver: Driver, row: Row) -> Row:
         pool.grow(pool.capacity + len(table.block_ids))
         twin.tables[group].block_ids = [pool.allocate() for _ in table.block_ids]
         pairs = zip(table.block_ids, twin.tables[group].block_ids, strict=True)
-        driver.runner.copy_blocks(Copy(group, source, target) for source, target in pairs)
+        driver.runner.base.copy_blocks(Copy(group, source, target) for source, target in pairs)
     twin.length = row.length
     return twin
 
@@ -111,7 +111,7 @@ def test_copied_blocks_are_rows_of_their_own(loaded: LoadedModel) -> None:
     row = driver.row()
     driver.step([row], random_ids(loaded, (1, 300)))
     twin = copy_of(driver, row)
-    assert driver.runner.copied_blocks == 2 * len(driver.pools)
+    assert driver.runner.base.copied_blocks == 2 * len(driver.pools)
     ids = random_ids(loaded, (1, 4), seed=1)
     driver.step([row], random_ids(loaded, (1, 4), seed=2))
     row.length -= 4
@@ -125,9 +125,9 @@ def test_blocks_written_out_and_read_back_go_on_bit_for_bit(loaded: LoadedModel)
     restored.length = 300
     for group, table in enumerate(row.tables):
         other.pools[group].grow(5)
-        blocks = [driver.runner.snapshot(group, table.block_id(p), 256 if p == 0 else 44) for p in (0, 1)]
+        blocks = [driver.runner.base.snapshot(group, table.block_id(p), 256 if p == 0 else 44) for p in (0, 1)]
         restored.tables[group].block_ids = [other.pools[group].allocate() for _ in blocks]
-        other.runner.put_blocks(group, restored.tables[group].block_ids, blocks)
+        other.runner.base.put_blocks(group, restored.tables[group].block_ids, blocks)
     ids = random_ids(loaded, (1, 4), seed=1)
     assert mx.array_equal(driver.step([row], ids), other.step([restored], ids))
 
@@ -159,7 +159,7 @@ def test_a_step_makes_no_mask_for_the_model(loaded: LoadedModel, monkeypatch: py
 
 
 def test_a_model_with_another_window_is_found_out(loaded: LoadedModel) -> None:
-    arenas = ModelRunner(loaded, Driver(loaded).pools).arenas
+    arenas = ModelRunner(loaded, Driver(loaded).pools).base.groups
     for arena in (layer for group in arenas for layer in group.layers):
         cache = StepCache(arena, Reads([], [], 1, arena.layer.window), Writes([], [], 1), 0)
         assert cache.make_mask(1, window_size=arena.layer.window) is None
@@ -191,7 +191,7 @@ def test_what_is_assigned_waits_for_what_was_started(loaded: LoadedModel, monkey
     runner.wait_for(first)
     assert (first.done_at is None, second.done_at is None, runner.is_busy) == (False, True, True)
     assert second.began_at == first.done_at
-    tensor = next(iter(runner.arenas[0].tensors))
+    tensor = next(iter(runner.base.groups[0].tensors))
     tensor.assign(1, mx.ones(tensor.array.shape[1:], tensor.array.dtype))
     third = runner.start()
     assert second.done_at is not None

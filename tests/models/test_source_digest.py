@@ -9,9 +9,8 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.utils import load_model
 
-from agentcache.models import source_digest as sources
-from agentcache.models.first_sources import FIRST_SOURCES
-from agentcache.models.source_digest import source_digest
+from agentcache.models import fingerprint as sources
+from agentcache.models.fingerprint import FIRST_SOURCES, source_digest
 from agentcache.system.memo import Memo
 from tests.conftest import ModelFolder
 from tests.models.other_sources import changed_source

@@ -27,7 +27,7 @@ def loaded(model_folder: ModelFolder) -> LoadedModel:
 def bytes_of(driver: Driver, row: Row) -> list[bytes]:
     """Every byte of a row's blocks."""
     blocks = [(group, block_id) for group, table in enumerate(row.tables) for block_id in table.block_ids]
-    snapshots = [driver.runner.snapshot(group, block_id, 256) for group, block_id in blocks]
+    snapshots = [driver.runner.base.snapshot(group, block_id, 256) for group, block_id in blocks]
     return [snapshot.tobytes() for snapshot in snapshots]
 
 
@@ -53,8 +53,8 @@ def test_a_step_can_write_elsewhere_than_where_it_reads(loaded: LoadedModel) -> 
     assert bytes_of(driver, shared) == before
     for group, (table, other) in enumerate(zip(own.tables, shared.tables, strict=True)):
         spec = loaded.spec.groups[group]
-        written = named_tensors(spec, runner.snapshot(group, table.block_ids[0], 256), 256)
-        for name, array in named_tensors(spec, runner.snapshot(group, other.block_id(1), 256), 256).items():
+        written = named_tensors(spec, runner.base.snapshot(group, table.block_ids[0], 256), 256)
+        for name, array in named_tensors(spec, runner.base.snapshot(group, other.block_id(1), 256), 256).items():
             np.testing.assert_array_equal(written[name][:, 44:49], array[:, 44:49])
 
 

@@ -23,8 +23,8 @@ from agentcache.metal_kernels import numbers
 from agentcache.metal_kernels.self_test import Verdict
 from agentcache.models import fused
 from agentcache.models.attachment import host
+from agentcache.models.fused import KernelMemo
 from agentcache.models.hidden_states import ModelHiddenStates
-from agentcache.models.kernel_memo import KernelMemo
 from agentcache.models.runner import ModelRunner
 from agentcache.models.step import CurrentStep, StepInputs
 from benchmarks.real_size import SHAPE

@@ -70,7 +70,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from agentcache.kv.backing import Reserved
     from agentcache.metal_kernels.self_test import Verdict  # imports mlx; plain-Python tests stay quick without it
     from agentcache.models import fused
-    from agentcache.models.kernel_memo import KernelMemo
+    from agentcache.models.fused import KernelMemo
     from tests.metal_kernels.conftest import KERNELS, emulated
     from tests.metal_kernels.emulator.build import clang
     from tests.metal_kernels.emulator.run import Schedule

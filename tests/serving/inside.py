@@ -39,8 +39,8 @@ from agentcache.gateway.async_engine import AsyncEngine
 from agentcache.llm import LLM, Completion
 from agentcache.models.adapters import AdapterContent
 from agentcache.models.decoder import Decoder
-from agentcache.models.footprint import Footprint
 from agentcache.models.loader import LoadedModel
+from agentcache.models.memory import Footprint
 from agentcache.ranks.rank_zero import RankZeroRunner
 from agentcache.store.lineage_files import LineageReader
 from agentcache.store.manifest import AgentRecord, Manifest
@@ -301,7 +301,7 @@ def slots_per_group(engine: Engine) -> list[int]:
 
 def array_bytes(engine: Engine) -> list[int]:
     """Bytes of what the blocks lie in, of every array, as far as there are slots."""
-    tensors = [tensor for arena in _device(engine).runner.arenas for tensor in arena.tensors]
+    tensors = [tensor for arena in _device(engine).runner.base.groups for tensor in arena.tensors]
     return [tensor.array.nbytes // tensor.array.shape[0] * tensor.capacity for tensor in tensors]
 
 
@@ -318,12 +318,12 @@ def residual_arrays(engine: Engine) -> int:
 
 def block_bytes(engine: Engine, group: int, slot: int, num_tokens: int) -> np.ndarray:
     """The first tokens of what lies in a slot, as the bytes of a block."""
-    return _device(engine).runner.snapshot(group, slot, num_tokens)
+    return _device(engine).runner.base.snapshot(group, slot, num_tokens)
 
 
 def mean_slots(engine: Engine) -> float:
     """How many blocks a group's arrays have room for, on average."""
-    arenas = _device(engine).runner.arenas
+    arenas = _device(engine).runner.base.groups
     return sum(arena.layers[0].keys.capacity for arena in arenas) / len(arenas)
 
 
@@ -344,7 +344,7 @@ def cached_bytes(engine: Engine, ids: Sequence[int], num_tokens: int) -> list[np
     for index in range(len(engine.cache.groups)):
         for node in prefix.path(index).all_nodes:
             length = min(node.num_tokens, num_tokens - node.position * BLOCK_SIZE)
-            arrays.append(_device(engine).runner.snapshot(index, node.block_ids[index], length))
+            arrays.append(_device(engine).runner.base.snapshot(index, node.block_ids[index], length))
     return arrays
 
 
@@ -354,7 +354,7 @@ def change_blocks(engine: Engine) -> None:
         for group, slot in node.block_ids.items():
             data = block_bytes(engine, group, slot, node.num_tokens)
             data[0] ^= 1
-            _device(engine).runner.put_blocks(group, [slot], [data])
+            _device(engine).runner.base.put_blocks(group, [slot], [data])
 
 
 # -- agents -----------------------------------------------------------------------------------------------------------
@@ -546,7 +546,7 @@ def snapshot_bytes(engine: Engine) -> int:
 
 def state_arrays(engine: Engine) -> int:
     """Snapshots whose arrays are in memory."""
-    arena = _device(engine).runner.states
+    arena = _device(engine).runner.base.states
     assert arena is not None
     return len(arena._slots)
 

@@ -86,10 +86,10 @@ class Desk:
         base = self._cache(BASE_CACHE, SPEC)
         self.caches = KeptCaches(base, lambda salt: Namespace(MODEL, SPEC.digest, salt))
         load_agents(self.store, self.caches, self.agents, 8)
-        runner: Any = base.arenas  # asked about recurrent state only
+        arenas: Any = base.arenas  # asked about recurrent state only
         self.persistence = Persistence(
             self.caches,
-            runner,
+            arenas,
             self.store,
             self.agents,
             self.pins,

@@ -31,7 +31,7 @@ from agentcache.engine.running_request import Emit, RunningRequest
 from agentcache.engine.scheduler import Scheduler
 from agentcache.engine.token_budget import TokenBudget, idle_chunk
 from agentcache.errors import AgentCacheError, RequestCancelled
-from agentcache.models.device_memory import Limits
+from agentcache.models.memory import Limits
 from agentcache.text.detokenizer import Detokenizer
 from agentcache.text.marks import MarkedEnds
 

@@ -25,8 +25,7 @@ from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.llm import LLM, Completion
 from agentcache.models.adapter_files import LowRank, ModuleName
-from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
-from agentcache.models.adapters import Adapter
+from agentcache.models.adapters import Adapter, AdapterWeights, RowAdapter
 from agentcache.models.lora import Stacks
 from tests.adapters_factory import ATTENTION, MLP, make_adapter
 from tests.blocks.cache_model import FakeGroup

@@ -18,9 +18,9 @@ from agentcache.engine import guard as guard_module
 from agentcache.engine.guard import MemoryGuard
 from agentcache.errors import Overloaded
 from agentcache.metal_kernels import kernel_text
-from agentcache.models import footprint, loader
+from agentcache.models import loader, memory
 from agentcache.models.builtin.random_model import random_model_path
-from agentcache.models.footprint import Footprint, free_memory
+from agentcache.models.memory import Footprint, free_memory
 from agentcache.models.probe import measure_steps
 from tests.conftest import ModelFolder
 from tests.device_marks import cpu_memory
@@ -249,7 +249,7 @@ def test_scores_of_a_chunk_count_where_there_is_no_flash_attention(
 ) -> None:
     loaded = loader.load(str(model_folder("qwen3", head_dim=head_dim, num_hidden_layers=1)))
     of_a_gpu = replace(Footprint.of(loaded), fused=True, is_half=is_half)
-    monkeypatch.setattr(footprint, "device", lambda: device)
+    monkeypatch.setattr(memory, "device", lambda: device)
     longer, shorter = (of_a_gpu.step_bytes([context], 2048) for context in (16_384, 8192))
     scores = 8192 * 2048 * loaded.spec.num_attention_heads * 4
     assert (longer - shorter > scores) is not flash
@@ -266,4 +266,4 @@ def test_which_chunks_have_flash_attention_is_what_mlx_says() -> None:
         except ValueError:
             has_kernel = False
         is_half = dtype != mx.float32
-        assert footprint.has_flash_kernel("cuda", key_dim, value_dim, is_half) is has_kernel, (key_dim, dtype)
+        assert memory.has_flash_kernel("cuda", key_dim, value_dim, is_half) is has_kernel, (key_dim, dtype)

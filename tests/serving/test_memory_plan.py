@@ -12,7 +12,7 @@ from agentcache.engine import open as opening
 from agentcache.errors import AgentCacheError, ConfigError, StoreError
 from agentcache.kv.backing import allocated_bytes
 from agentcache.models import loader, probe
-from agentcache.models.device_memory import MEMORY, Setter
+from agentcache.models.memory import MEMORY, Setter
 from agentcache.settings.memory_plan import DeviceMemory
 from tests.conftest import ModelFolder
 from tests.device_marks import cpu_chunks

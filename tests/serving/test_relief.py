@@ -18,7 +18,7 @@ from agentcache.errors import Overloaded
 from agentcache.gateway.async_engine import AsyncEngine, never_failing, watch_pressure
 from agentcache.gateway.operations import ReadStats
 from agentcache.llm import LLM
-from agentcache.models.footprint import free_memory
+from agentcache.models.memory import free_memory
 from agentcache.settings.config import Config
 from agentcache.system.memory import (
     MACOS_CRITICAL,

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from agentcache.api.sampling import SamplingParams
 from agentcache.errors import ConfigError
 from agentcache.llm import LLM
-from agentcache.models.adapter_rows import RowAdapter
+from agentcache.models.adapters import RowAdapter
 from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.models.loader import load
 from agentcache.training.__main__ import app

@@ -1,15 +1,17 @@
-"""The model that serves when none is named: small, trained, and in the package, so that everything works offline.
+"""The model that serves when none is named, contained in the package.
 
-A Qwen3 of 4.7 million parameters (8 layers, 4 heads of 64 over 2 key-value heads, norms on queries and keys, tied
-embeddings) that has learnt one thing: to read what it was told and say it again when asked. `training/` in the
-repository made it, and says on what. The package holds its weights as float16; on first use they are written out as
-float32, which is what CPUs compute fastest.
+A Qwen3 of 4.7 million parameters, made by `training/`, that repeats facts of its prompt when asked. The package has
+float16 weights; first use writes float32, which CPUs compute fastest.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,9 @@ import numpy as np
 from safetensors.numpy import load, save
 
 from agentcache.errors import StoreError
-from agentcache.models.builtin.new_folder import make_folder
 from agentcache.store.cache_files import whose
+from agentcache.system.durable import sync, sync_path
+from agentcache.system.files import give_to_owner, make_private_folder
 
 DATA = Path(__file__).parent / "embedded_model"
 TEXT_FILES = ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json")
@@ -37,10 +40,9 @@ def embedded_config() -> dict[str, Any]:
 
 
 def embedded_model_path(home: Path) -> Path:
-    """Folder of the embedded model under `home`, made on first use (19 MB, a few tenths of a second).
+    """Folder of the embedded model under `home`, made on first use (19 MB).
 
-    The folder's name holds a digest of the packaged files, so a newer agentcache makes a new folder. It appears in one
-    rename, mode 0700: processes that start at once do not see half a model.
+    Its name has a digest of the packaged files, so a newer agentcache makes a new folder.
 
     Raises:
         StoreError: `home` cannot be read or written.
@@ -61,3 +63,37 @@ def _digest(files: dict[str, bytes]) -> str:
     for name, content in files.items():
         state.update(f"{name} {len(content)} ".encode() + content)
     return state.hexdigest()
+
+
+def make_folder(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write `files` beside `folder` and rename them into place; a second writer keeps the first one's.
+
+    Folders have mode 0700, files 0600. What root makes belongs to the owner of the folder above.
+
+    Raises:
+        OSError: the disk is full or may not be written; nothing is left behind.
+    """
+    for parent in (folder.parent.parent, folder.parent):
+        make_private_folder(parent)
+    building = folder.with_name(f".{folder.name}-{secrets.token_hex(6)}")
+    try:
+        make_private_folder(building)
+        for name, content in files.items():
+            _write(building / name, content)
+        sync_path(building)
+        os.rename(building, folder)
+        sync_path(folder.parent)
+    except OSError:
+        if not folder.is_dir():
+            raise
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def _write(path: Path, content: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        give_to_owner(descriptor, path.parent)
+        file.write(content)
+        file.flush()
+        sync(file.fileno(), covered=True)

@@ -1,7 +1,7 @@
-"""Models of random weights, of any size: for benchmarks, whose times do not depend on what a model has learnt.
+"""Models of random weights, of any size, for benchmarks.
 
-A Qwen3 in the embedded model's shape (grouped heads, norms on queries and keys, tied embeddings), with its tokenizer.
-What it writes is word salad, but the same salad for the same prompt, and every token of the prompt counts.
+A Qwen3 in the embedded model's shape, with its tokenizer. The same prompt always gets the same random text, and every
+token of the prompt counts.
 """
 
 from __future__ import annotations
@@ -15,24 +15,22 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
-from agentcache.models.builtin.embedded import TEXT_FILES, embedded_config, embedded_file
-from agentcache.models.builtin.new_folder import make_folder
+from agentcache.models.builtin.embedded import TEXT_FILES, embedded_config, embedded_file, make_folder
 
 _RECIPE = 2  # raise it whenever the weights of the same config change
 _SEED = 1
 _NORM_SPREAD = 0.3
-_EMBEDDING_SIZE = 0.1  # beside 1.0 for what a layer adds: text depends on context, not on the last token only
+_EMBEDDING_SIZE = 0.1  # layers add 1.0: text depends on context, not on the last token only
 _HEAD_NORM = 1.6  # sharp attention: a token of a long context still matters
-_QUIET = 0.02  # embeddings of tokens that should hardly ever be generated
+_QUIET = 0.02  # embeddings of tokens to avoid
 
 
 def random_model_path(home: Path, **shape: int) -> Path:
     """Folder of such a model under `home`, made on first use.
 
-    The folder's name holds a digest of the recipe, so another shape or a newer agentcache makes a new folder.
+    Its name has a digest of the recipe, so another shape or a newer agentcache makes a new folder.
 
     Args:
-        home: where models are kept.
         shape: entries of the embedded model's config to change, such as `num_hidden_layers`.
 
     Raises:
@@ -56,7 +54,6 @@ def _digest(config: dict[str, Any]) -> str:
 
 
 def _weights(config: dict[str, Any]) -> dict[str, np.ndarray]:
-    """All parameters as float32, by mlx-lm's names."""
     bits = np.random.PCG64(_SEED)
     weights = {name: _draw(bits, name, shape) for name, shape in _shapes(config)}
     embeddings = weights["model.embed_tokens.weight"]
@@ -65,7 +62,6 @@ def _weights(config: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of each parameter; projections are [out, in]."""
     hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
     yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
@@ -97,17 +93,13 @@ def _draw(bits: np.random.PCG64, name: str, shape: tuple[int, ...]) -> np.ndarra
 
 
 def _noise(bits: np.random.PCG64, shape: tuple[int, ...]) -> np.ndarray:
-    """Uniform float32 of variance 1, the same on every machine.
-
-    From raw bits, because numpy promises that stream only: its distributions may change between versions.
-    """
+    """Uniform float32 of variance 1, from raw bits: numpy's distributions may change between versions."""
     raw = bits.random_raw(int(np.prod(shape))) >> np.uint64(40)
     uniform = raw.astype(np.float32) * np.float32(2.0**-23) - np.float32(1)
     return (uniform * np.float32(3**0.5)).reshape(shape)
 
 
 def _quiet_ids(vocab_size: int) -> list[int]:
-    """Control tokens, control characters and pieces of multi-byte characters: ids that would spoil random text."""
     tokenizer = json.loads(embedded_file("tokenizer.json"))
     special = {token["id"] for token in tokenizer["added_tokens"]}
     single = {index for piece, index in tokenizer["model"]["vocab"].items() if len(piece) == 1 and not piece.isascii()}

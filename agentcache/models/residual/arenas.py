@@ -1,34 +1,36 @@
-"""RAM for the residual KV of an adapter or adapter family, with `ModelRunner`'s interface for blocks."""
+"""RAM for the residual KV of an adapter or family, and measurements of how far base's KV is from its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
-from agentcache.blocks.pool import BlockPool, BlockTable, Copy
-from agentcache.kv.arena import GroupArena, TensorArena, make_arenas
-from agentcache.kv.backing import note_resized
-from agentcache.kv.block_layout import Array, GroupMemory
+from agentcache.blocks.keys import BLOCK_SIZE
+from agentcache.blocks.pool import BlockPool, BlockTable
+from agentcache.kv.arena import LayerArena, SideArena, TensorArena
 from agentcache.kv.measures import Extras, TokenMeasures
+from agentcache.kv.packed import dequantise, quantise
 from agentcache.kv.spec import CacheSpec
+from agentcache.kv.step_cache import Reads, Writes
+from agentcache.models.arenas import CacheArenas
 
 LARGEST_FLOAT16 = 65504.0
 
 
-class ResidualArenas:
-    """Arenas of one residual KV cache, for the thread that runs the model.
+class ResidualArenas(CacheArenas):
+    """Arenas of one residual KV cache.
 
     Args:
-        wait: waits until the device has finished the last step.
-        evaluate: finishes all pending writes, including these arenas'.
-        room: expected maximum bytes per group.
         measures: whether to record how far each token's own KV is from base's.
         is_family: whether a family shares the cache. Measures then depend on the reading adapter and are not saved.
 
     Attributes:
-        measures: of the group `measured`.
+        measured: group of the measures, which are sums over the whole model.
         saturated: int32 [], number of NaNs and values too large for float16.
     """
 
@@ -43,110 +45,139 @@ class ResidualArenas:
         measures: bool = False,
         is_family: bool = False,
     ) -> None:
-        self.spec = spec
+        super().__init__(spec, pools, wait, evaluate, room=room)
         self.is_family = is_family
-        self.evaluate = evaluate
         self.saturated = mx.array(0, mx.int32)
-        # One group holds sums over the whole model; one without a window keeps all blocks.
+        # A group without a window keeps all blocks.
         self.measured = next((index for index, group in enumerate(spec.groups) if group.window is None), 0)
-        self.measures = TokenMeasures("divergence", 4) if measures else None
-        self._pools = pools
-        self._wait = wait
-        self._arenas: list[GroupArena] = make_arenas(spec, room)
-        self._tensors = {
-            tensor.spec.name: (group, tensor) for group, arena in enumerate(self._arenas) for tensor in arena.tensors
-        }
+        if measures:
+            self.measures[self.measured] = TokenMeasures("divergence", 4)
+        self._named = {tensor.spec.name: (i, tensor) for i, group in enumerate(self.groups) for tensor in group.tensors}
 
     def tensor(self, name: str) -> tuple[int, TensorArena]:
         """Return (group index, tensor); raises KeyError."""
-        return self._tensors[name]
+        return self._named[name]
 
     def has(self, name: str) -> bool:
-        return name in self._tensors
+        return name in self._named
 
     def saturate(self, x: mx.array) -> mx.array:
         """Float32 as float16: NaN becomes 0, large values saturate; both count."""
         self.saturated = self.saturated + mx.logical_not(mx.abs(x) <= LARGEST_FLOAT16).sum()
         return mx.clip(mx.where(mx.isnan(x), 0, x), -LARGEST_FLOAT16, LARGEST_FLOAT16).astype(mx.float16)
 
-    def fit(self) -> None:
-        """Follow the pools: move blocks, free dropped slots, then add slots."""
-        pairs = list(zip(self._arenas, self._pools, strict=True))
-        self._follow_moves()
-        if all(arena.capacity == pool.capacity for arena, pool in pairs):
-            return
-        self._wait()  # the running step holds the old arrays
-        for arena, pool in pairs:
-            arena.shrink(pool.capacity)
-        for arena, pool in pairs:
-            arena.grow(pool.capacity)
-        if self.measures is not None:
-            self.measures.fit(self._pools[self.measured].capacity)
-        note_resized()
-
-    def _follow_moves(self) -> None:
-        for group, (arena, pool) in enumerate(zip(self._arenas, self._pools, strict=True)):
-            moves = pool.take_moves()
-            # Slots behind the arena's end never had memory.
-            self._copy(Copy(group, source, target) for source, target in moves if source < arena.capacity)
-
-    def copy_blocks(self, copies: Iterable[Copy]) -> None:
-        """Copy-on-write, in order with the surrounding steps."""
-        self.fit()
-        self._copy(copies)
-
-    def move_blocks(self, moves: Iterable[Copy]) -> None:
-        """Copy blocks to their new slots, before `fit` follows the pools."""
-        self._follow_moves()
-        self._copy(moves)
-
-    def _copy(self, copies: Iterable[Copy]) -> None:
-        for copy in copies:
-            self._wait()
-            self._arenas[copy.group].copy(copy.source, copy.target)
-            if self.measures is not None and copy.group == self.measured:
-                self.measures.copy(copy.source, copy.target)
-
-    def put_blocks(self, group: int, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
-        """Write blocks from files, uint8 [n] each; they may change after the call."""
-        self.fit()
-        self._wait()  # the running step may still write there for a finished request
-        self._arenas[group].put(block_ids, blocks)
-
-    def memory(self, group: int) -> GroupMemory | None:
-        """See `GroupArena.memory`. Compute nothing while it is in use."""
-        self.fit()
-        self._wait()
-        return self._arenas[group].memory()
-
-    def snapshot(self, group: int, block_id: int, num_tokens: int) -> Array:
-        """A block's bytes for the writer, uint8 [n]."""
-        self.fit()
-        self._wait()
-        return self._arenas[group].snapshot(block_id, num_tokens)
-
     def block_extras(self, group: int, block_id: int, num_tokens: int) -> Extras:
-        if self.measures is None or group != self.measured or self.is_family:
-            return {}
-        self._wait()
-        return self.measures.extras(block_id, num_tokens)
+        return {} if self.is_family else super().block_extras(group, block_id, num_tokens)
 
     def put_extras(self, group: int, block_id: int, num_tokens: int, extras: Extras) -> None:
-        if self.measures is not None and group == self.measured and not self.is_family:
-            self.measures.put(block_id, num_tokens, extras)
+        if not self.is_family:
+            super().put_extras(group, block_id, num_tokens, extras)
 
     def measured_of(self, tables: Sequence[BlockTable], num_tokens: int) -> tuple[np.ndarray, int]:
         """Sums over a prompt's known tokens, float64 [4], and their number.
 
         For a family only the last token counts, which the reading adapter has computed.
         """
-        if self.measures is None:
+        if not self.measures:
             return np.zeros(4), 0
         self.fit()
         self.evaluate()
-        return self.measures.sums(tables[self.measured], num_tokens, num_tokens - 1 if self.is_family else 0)
+        tokens = self.measures[self.measured]
+        return tokens.sums(tables[self.measured], num_tokens, num_tokens - 1 if self.is_family else 0)
 
-    @property
-    def tensors(self) -> list[TensorArena]:
-        measures = [] if self.measures is None else [self.measures.tokens]
-        return [*measures, *(tensor for _, tensor in self._tensors.values())]
+
+@dataclass(frozen=True)
+class Divergence:
+    """Divergence over some tokens, relative to their own KV."""
+
+    value: float
+    num_tokens: int
+
+    @classmethod
+    def of(cls, sums: np.ndarray, num_tokens: int) -> Divergence | None:
+        """From sums over tokens: difference and own energy of keys, then of values."""
+        if not num_tokens:
+            return None
+        keys, own_keys, values, own_values = sums
+        ratios = [part / whole for part, whole in ((keys, own_keys), (values, own_values)) if whole > 0]
+        return cls(math.sqrt(max(0.0, sum(ratios) / max(1, len(ratios)))), num_tokens)
+
+
+class StepMeasures:
+    """Measurements of one step; `energies` are base's rounding energy per token, by cache group.
+
+    Residual rows' own KV is base's weights times the row's own input. The cache's rounding is subtracted:
+
+        divergence² = (|own - cached|² - |base - cached|²) / |own|²
+
+    over all tokens and layers, as the mean of keys' and values'.
+    """
+
+    def __init__(self, energies: Mapping[int, TokenMeasures]) -> None:
+        self._energies = energies
+        self._rounding: dict[int, list[mx.array]] = defaultdict(list)  # by group, [W, n, 2] per layer
+        self._own: dict[int, list[mx.array]] = defaultdict(list)  # by group, [R, n, 6] per layer
+        self._places: dict[int, tuple[mx.array, mx.array]] = {}
+
+    def note_written(self, group: int, arena: LayerArena, keys: mx.array, values: mx.array | None) -> None:
+        """Note base's keys [W, H_kv, n, D_k] and values, as written in a layer."""
+        sides = zip(arena.sides, (keys, values), strict=False)
+        errors = [_rounding(side, new) for (_, side), new in sides if new is not None]
+        self._rounding[group].append(mx.stack([errors[0], errors[-1] if len(errors) > 1 else 0 * errors[0]], axis=-1))
+
+    def note_own(self, group: int, arena: LayerArena, reads: Sequence[Reads], keys: mx.array, values: mx.array) -> None:
+        """Note residual rows' keys [R, H_kv, n, D_k] and values, made by base's weights from their own input.
+
+        Args:
+            reads: reads of base's blocks, already written.
+        """
+        if group not in self._places:
+            self._places[group] = _places(reads)
+        ids, offsets = self._places[group]
+        numbers = []
+        for (_, side), own in zip(arena.sides, (keys, values), strict=True):
+            there = dequantise(side.gather_tokens(ids, offsets), side.quantisation, mx.float32)
+            there = there.reshape(own.shape[0], own.shape[2], own.shape[1], -1).swapaxes(1, 2)
+            own = own.astype(mx.float32)
+            numbers += [_energy(own - there), _energy(own), _rounding(side, own)]
+        self._own[group].append(mx.stack(numbers, axis=-1))
+
+    def finish(self, writes: Sequence[Writes | None]) -> mx.array | None:
+        """Write base's energies; return residual rows' measurements, float32 [R, n, 4], as for `Divergence.of`."""
+        for group, errors in self._rounding.items():
+            target = writes[group]
+            if target is not None:
+                target.put_tokens(self._energies[group].tokens, sum(errors[1:], errors[0]))
+        measures: mx.array | None = None
+        for group, layers in self._own.items():
+            numbers, (ids, offsets) = sum(layers[1:], layers[0]), self._places[group]
+            rounding = self._energies[group].tokens.array[ids, offsets].reshape(*numbers.shape[:2], 2)
+            # Blocks older than measurements have none: the row's own, nearly equal rounding stands in.
+            rounding = mx.where(mx.isnan(rounding), numbers[..., 2::3], rounding)
+            keys, values = rounding[..., 0], rounding[..., 1]
+            of_group = mx.stack(
+                [numbers[..., 0] - keys, numbers[..., 1], numbers[..., 3] - values, numbers[..., 4]], axis=-1
+            )
+            measures = of_group if measures is None else measures + of_group
+        return measures
+
+
+def _energy(x: mx.array) -> mx.array:
+    return mx.square(x).sum(axis=(1, 3))
+
+
+def _rounding(side: SideArena, x: mx.array) -> mx.array:
+    rounded = dequantise(quantise(x, side.quantisation), side.quantisation, mx.float32)
+    return _energy(rounded - x.astype(mx.float32))
+
+
+def _places(reads: Sequence[Reads]) -> tuple[mx.array, mx.array]:
+    """Slots of the step's tokens, and places in them, row after row."""
+    ids, offsets = list[int](), list[int]()
+    for each in reads:
+        (row,) = each.rows
+        begin = row.length - row.base
+        tokens = range(begin, begin + each.num_tokens)
+        ids += [row.block_ids[token // BLOCK_SIZE] for token in tokens]
+        offsets += [token % BLOCK_SIZE for token in tokens]
+    return mx.array(ids, mx.int32), mx.array(offsets, mx.int32)

@@ -1,11 +1,10 @@
 """Attention of residual rows (ForkKV, arXiv 2604.06370) by MLX's operations: the specification of every kernel.
 
-A key is base's cached key plus R(x·A·B), where R is the layer's own rope (`forms`). Queries multiply with both
-separately; one softmax runs over the sums. Base's and low-rank values are summed separately, so that B is multiplied
-once: out = P·V + (P·x·A)·B.
+A key is base's cached key plus R(x·A·B), where R is the layer's own rope. Queries multiply with both separately; one
+softmax runs over the sums. Low-rank values are summed separately: out = P·V + (P·x·A)·B.
 
-Rows run one by one, a few blocks at a time: one piece of one layer's keys is in memory. The softmax is merged over
-pieces (Milakov and Gimelshein, arXiv 1805.02867).
+Rows run one by one, a few blocks at a time. The softmax is merged over pieces (Milakov and Gimelshein, arXiv
+1805.02867).
 """
 
 from __future__ import annotations
@@ -13,19 +12,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import mlx.core as mx
 
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.arena import LayerArena, SideArena
 from agentcache.kv.packed import dequantise
-from agentcache.kv.step_cache import PagedKV
-from agentcache.models.attention import MAX_PACKED_QUERIES, AttentionOptions, paged_attention
-from agentcache.models.packed_product import by_definition, packed_product
-from agentcache.models.residual import fused, values
-from agentcache.models.residual.key_form import SMALLEST_FACTOR
-from agentcache.models.residual.kv import LayerResidualKV, RowResidualKV, piece_blocks
+from agentcache.kv.step_cache import PagedKV, Reads
+from agentcache.models import fused
+from agentcache.models.attention import (
+    MAX_PACKED_QUERIES,
+    AttentionOptions,
+    by_definition,
+    flash_attention,
+    packed_attention,
+    packed_product,
+    paged_attention,
+    unpack_row,
+)
+from agentcache.models.residual.fused import attention_by_kernels
+from agentcache.models.residual.kv import SMALLEST_FACTOR, LayerResidualKV, RowResidualKV, piece_blocks
 
 _MASKED = -1e30  # finite, as a whole piece may be masked
 
@@ -34,15 +41,15 @@ def overlaid_attention(
     queries: mx.array, arena: LayerArena, residual_kv: LayerResidualKV, options: AttentionOptions
 ) -> mx.array:
     """Attention of `queries` [B, H_q, n, D_k], some rows with residuals; [B, H_q, n, D_v]."""
-    if values.serves(queries.shape[2], residual_kv, options):
-        return values.attention(queries, arena, residual_kv, options)
+    if acts_on_values(queries.shape[2], residual_kv, options):
+        return attention_on_values(queries, arena, residual_kv, options)
     done = []
     if residual_kv.plain_reads is not None:
         done.append(paged_attention(queries[residual_kv.plain], PagedKV(arena, residual_kv.plain_reads), options))
     for _, rows in groupby(residual_kv.rows, lambda row: id(row.matrices)):
         alike = list(rows)
         reference = partial(_by_operations, queries, arena, alike, options, done[-1:])
-        done.append(fused.attention(queries, arena, alike, options, reference))
+        done.append(attention_by_kernels(queries, arena, alike, options, reference))
     return mx.concatenate(done)[residual_kv.order]
 
 
@@ -171,3 +178,71 @@ def _factor(
 def _product(x: mx.array, side: SideArena, ids: mx.array, num_tokens: int, *, transpose: bool) -> mx.array:
     product = packed_product if num_tokens <= MAX_PACKED_QUERIES else by_definition
     return product(x, side.gather(ids), side.quantisation, transpose=transpose)
+
+
+def acts_on_values(num_tokens: int, residual_kv: LayerResidualKV, options: AttentionOptions) -> bool:
+    """Whether all rows can run together, on a CPU: no adapter acts on keys.
+
+    The pieces above are slow on a CPU, where each operation costs as much as a small product.
+    """
+    if mx.default_device() != mx.cpu or not fused.why_none():
+        return False
+    if num_tokens > MAX_PACKED_QUERIES and options.softcap is not None:
+        return False  # flash attention has no softcap
+    return all(row.key_a is None and row.key_norms is None for row in residual_kv.rows)
+
+
+def attention_on_values(
+    queries: mx.array, arena: LayerArena, residual_kv: LayerResidualKV, options: AttentionOptions
+) -> mx.array:
+    """`overlaid_attention` of such rows, [B, H_q, n, D]. A chunk reads values with residuals already added."""
+    if queries.shape[2] <= MAX_PACKED_QUERIES:
+        return _of_few_tokens(queries, arena, residual_kv, options)
+    done = []
+    if residual_kv.plain_reads is not None:
+        done.append(paged_attention(queries[residual_kv.plain], PagedKV(arena, residual_kv.plain_reads), options))
+    for row in residual_kv.rows:
+        own = queries[row.row : row.row + 1]
+        # Rows depend on each other: one row's memory is free before the next begins.
+        done.append(_of_a_chunk(mx.depends([own], [done[-1]])[0] if done else own, arena, row, options))
+    return mx.concatenate(done)[residual_kv.order]
+
+
+def _of_few_tokens(
+    queries: mx.array, arena: LayerArena, residual_kv: LayerResidualKV, options: AttentionOptions
+) -> mx.array:
+    assert arena.values is not None  # MLA has no residuals
+    reads = residual_kv.reads
+    keys, values = arena.keys.gather(reads.blocks.ids), arena.values.gather(reads.blocks.ids)
+    return packed_attention(queries, keys, values, reads, options, arena, partial(_added, residual_kv, reads))
+
+
+def _added(residual_kv: LayerResidualKV, reads: Reads, weights: mx.array) -> mx.array:
+    """Residuals' part of each row's sums of values, float32 [B, H_kv, g * n, D], from weights [num_blocks, H_kv, g, n,
+    256].
+    """
+    _, heads, shared_by, num_tokens, _ = weights.shape
+    ends = [0, *accumulate(len(row.block_ids) for row in reads.rows)]
+    of_rows = {row.row: row for row in residual_kv.rows}
+    made: list[mx.array | None] = []
+    for place in range(reads.batch_size):
+        row = of_rows.get(place)
+        if row is None or row.value_a is None or row.matrices.value_b is None:
+            made.append(None)
+            continue
+        low_rank = row.value_a.array[row.residual_ids].astype(mx.float32)
+        own = weights[ends[place] : ends[place + 1]].moveaxis(0, 3).reshape(heads * shared_by * num_tokens, -1)
+        sums = (own @ low_rank.reshape(own.shape[1], -1)).reshape(heads, shared_by * num_tokens, -1)
+        made.append(sums @ row.matrices.value_b)
+    nothing = mx.zeros_like(next(each for each in made if each is not None))
+    return mx.stack([nothing if each is None else each for each in made])
+
+
+def _of_a_chunk(queries: mx.array, arena: LayerArena, row: RowResidualKV, options: AttentionOptions) -> mx.array:
+    assert arena.values is not None  # MLA has no residuals
+    keys, values = unpack_row(arena.keys, row.reads, queries.dtype), unpack_row(arena.values, row.reads, mx.float32)
+    if row.value_a is not None and row.matrices.value_b is not None:
+        low_rank = row.value_a.array[row.residual_ids]
+        low_rank = low_rank.reshape(-1, low_rank.shape[-1])[: row.reads.num_keys].astype(mx.float32)
+        values = values + low_rank @ row.matrices.value_b
+    return flash_attention(queries, keys, values.astype(queries.dtype), row.reads, options)

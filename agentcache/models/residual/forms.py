@@ -28,9 +28,9 @@ from agentcache.models.adapters import Adapter, Target, TargetModules
 from agentcache.models.attention import activation_dtype
 from agentcache.models.inspection import Inspection
 from agentcache.models.layers import Stand
-from agentcache.models.recurrent import make_caches
-from agentcache.models.residual.key_form import KeyForm, KeyNorm, Rope
+from agentcache.models.residual.kv import KeyForm, KeyNorm, Rope
 from agentcache.models.residual.spec import KEYS, VALUES, ResidualLayer, ResidualShape
+from agentcache.models.step import make_caches
 
 _NUM_TOKENS, _OFFSET, _TOKEN_IDS = 8, 37, 16
 _TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 6e-2}
@@ -40,7 +40,7 @@ _ROPES = ("rope", "rotary_emb", "rotary")
 
 @dataclass(frozen=True, eq=False)
 class LayerForm:
-    """How one layer makes its keys and values: parts of modules, and the form of keys."""
+    """How one layer makes its keys and values."""
 
     layer: LayerSpec
     keys: Target
@@ -150,12 +150,12 @@ def _parts_of(layer: nn.Module, spec: LayerSpec, modules: TargetModules) -> _Par
     found = [modules.targets.get(ModuleName(spec.index, f"{path}.{leaf}")) for path in paths for leaf in (KEYS, VALUES)]
     places = [place for place in found if place is not None]
     if len(places) != 2 or len(paths) != 1:
-        raise _Unfit(f"layer {spec.index} makes its keys and values otherwise than by k_proj and v_proj")
+        raise _Unfit(f"layer {spec.index} does not make its keys and values by k_proj and v_proj")
     keys, values = places
     attention = dict(layer.named_modules())[paths[0]]
     widths = spec.num_kv_heads * spec.key_dim, spec.num_kv_heads * spec.value_dim
     if (keys.stop - keys.start, values.stop - values.start) != widths:
-        raise _Unfit(f"layer {spec.index} caches something else than what k_proj and v_proj make")
+        raise _Unfit(f"layer {spec.index} does not cache what k_proj and v_proj make")
     children = attention.children()
     norms = [_key_norm(children[name], spec) for name in _NORMS if name in children]
     ropes = [children[name] for name in _ROPES if name in children]

@@ -7,21 +7,30 @@ attention.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
+import numpy as np
 
 from agentcache.kv.arena import LayerArena, SideArena
 from agentcache.metal_kernels.decode import KeyResiduals, PreparedDecode, Residuals, ValueResiduals, prepare
 from agentcache.metal_kernels.decode_plan import DecodePlan, StepRows
+from agentcache.metal_kernels.rope_tables import NEAR, STEP, RopeTables, laid_out, no_rope
 from agentcache.metal_kernels.tiling import HeadShape, ResidualKind
 from agentcache.metal_kernels.unpack import LowRankSide, unpack_residual
 from agentcache.models import fused
 from agentcache.models.attention import AttentionOptions, flash_attention, unpack_for
-from agentcache.models.residual.key_form import turning_of
-from agentcache.models.residual.kv import RowResidualKV
+from agentcache.models.residual.kv import KeyForm, Rope, RowResidualKV
+
+_TRIED_AT = 31  # here no angle is 0 or a whole turn, except constant ones
+_CHECKED_AT = (3, 50, 1021, 8191)
+_SMALLEST = 1e-6
+# Of an angle: position times frequency is rounded in float32, here and in the rope.
+_TOLERANCE, _TOLERANCE_A_POSITION = 2e-5, 5e-7
+_LEAST_POSITIONS = 4096
 
 
-def attention(
+def attention_by_kernels(
     queries: mx.array,
     arena: LayerArena,
     rows: Sequence[RowResidualKV],
@@ -36,9 +45,10 @@ def attention(
     if is_chunk and options.softcap is not None:
         return reference()
     # Kept in the first row's reads, for all layers of a group.
-    shape = _shape_of(first, arena, queries.shape[1], queries.dtype)
-    if shape is None:
+    kind = _kind(first, arena)
+    if kind is None:
         return reference()
+    shape = kind.on(fused.shape_of(arena.keys, queries.shape[1], queries.dtype))
     key = "residual", tuple(row.row for row in rows), shape, *options[:2], options.sinks is None
     prepared = first.reads.prepared
     if key not in prepared:
@@ -53,11 +63,6 @@ def attention(
     else:
         made, what = _flash(queries, arena, rows, options), "unpack with residuals"
     return made if fused.mode() is fused.Mode.ON else fused.checked(made, reference(), what)
-
-
-def _shape_of(row: RowResidualKV, arena: LayerArena, num_heads: int, dtype: mx.Dtype) -> HeadShape | None:
-    kind = _kind(row, arena)
-    return None if kind is None else kind.on(fused.shape_of(arena.keys, num_heads, dtype))
 
 
 def _kind(row: RowResidualKV, arena: LayerArena) -> ResidualKind | None:
@@ -151,3 +156,107 @@ def _plan(shape: HeadShape, rows: Sequence[RowResidualKV]) -> DecodePlan:
             [tuple(row.residual_slots) for row in rows],
         ),
     )
+
+
+class Turning:
+    """Tables of one rope for kernels, for keys of `dim` values, found by running the rope.
+
+    Kernels rotate a key by its place in a tile, then by the tile's position; whether the rope allows that is checked.
+
+    Attributes:
+        pairs: number of rotated pairs.
+        interleaved: whether pairs are neighbours, not half of the rotated values apart.
+        why_not: why kernels cannot rotate so; empty if they can.
+    """
+
+    def __init__(self, rope: Rope, dim: int) -> None:
+        self._rope, self._dim = rope, dim
+        self._tables: dict[mx.Dtype, RopeTables] = {}
+        self._capacity = 0
+        self.pairs, self.interleaved = self._structure()
+        self._near = self._angles(range(NEAR))
+        self._gain = np.hypot(*(side[0] for side in self._near))
+        self.why_not = self._refusal()
+
+    def turns(self, num_positions: int, dtype: mx.Dtype) -> RopeTables:
+        """Tables for positions below `num_positions`."""
+        if not self.pairs:
+            return no_rope(dtype)
+        if num_positions > self._capacity:
+            self._capacity = max(_LEAST_POSITIONS, 1 << (num_positions - 1).bit_length())
+            self._tables.clear()
+        if dtype not in self._tables:
+            cosines, sines = self._angles(range(0, self._capacity + STEP, STEP))
+            far = laid_out(mx.array(cosines / self._gain), mx.array(sines / self._gain), dtype)
+            near = laid_out(mx.array(self._near[0]), mx.array(self._near[1]), dtype)
+            mx.eval(near, far)
+            self._tables[dtype] = RopeTables(near, far, self.interleaved)
+        return self._tables[dtype]
+
+    def _turned(self, x: np.ndarray, positions: Sequence[int]) -> np.ndarray:
+        out = self._rope(mx.array(x.astype(np.float32))[:, None, None], offset=mx.array(list(positions), mx.int32))
+        return np.array(out.astype(mx.float32))[:, 0, 0]
+
+    def _structure(self) -> tuple[int, bool]:
+        moved = np.abs(self._turned(np.eye(self._dim), [_TRIED_AT] * self._dim)) > _SMALLEST
+        np.fill_diagonal(moved, False)
+        sources = np.flatnonzero(moved.any(axis=1))
+        if not sources.size:
+            return 0, False
+        partner = int(np.flatnonzero(moved[sources[0]])[0] - sources[0])
+        if partner == 1:
+            # Unrotated pairs may count as rotated by 0.
+            return min(self._dim // 2, -(-(int(sources[-1]) + 1) // 16) * 8), True
+        return partner, False
+
+    def _angles(self, positions: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Cosines and sines of all pairs, times the gain, [N, pairs]."""
+        firsts, seconds = self._sides()
+        ones = np.zeros((len(positions), self._dim))
+        ones[:, firsts] = 1.0
+        turned = self._turned(ones, positions)
+        return turned[:, firsts], turned[:, seconds]
+
+    def _sides(self) -> tuple[slice, slice]:
+        end = 2 * self.pairs
+        return (
+            (slice(0, end, 2), slice(1, end, 2)) if self.interleaved else (slice(0, self.pairs), slice(self.pairs, end))
+        )
+
+    def _refusal(self) -> str:
+        if self.pairs % 8 or 2 * self.pairs > self._dim:
+            return f"no kernel for a rope of {self.pairs} pairs in {self._dim} values"
+        x = np.random.default_rng(0).standard_normal((len(_CHECKED_AT), self._dim))
+        own, made = self._turned(x, _CHECKED_AT), self._as_kernels_do(x, _CHECKED_AT)
+        limits = _TOLERANCE + _TOLERANCE_A_POSITION * np.array(_CHECKED_AT)[:, None]
+        is_so = np.all(np.abs(own - made) <= limits * np.abs(own).max())
+        return "" if is_so else "no kernel for a rope whose angles are no multiples of the position"
+
+    def _as_kernels_do(self, x: np.ndarray, positions: Sequence[int]) -> np.ndarray:
+        firsts, seconds = self._sides()
+        made = x.copy()
+        if not self.pairs:
+            return made
+        far = [side / self._gain for side in self._angles([position // STEP * STEP for position in positions])]
+        near = [side[[position % STEP for position in positions]] for side in self._near]
+        for cosines, sines in (near, far):
+            one, two = made[:, firsts].copy(), made[:, seconds].copy()
+            made[:, firsts], made[:, seconds] = one * cosines - two * sines, two * cosines + one * sines
+        return made
+
+    def same_as(self, other: Turning) -> bool:
+        alike = (self._dim, self.pairs, self.interleaved, self.why_not)
+        return alike == (other._dim, other.pairs, other.interleaved, other.why_not) and all(
+            np.array_equal(mine, theirs) for mine, theirs in zip(self._near, other._near, strict=True)
+        )
+
+
+_of_forms: WeakKeyDictionary[KeyForm, Turning] = WeakKeyDictionary()
+
+
+def turning_of(form: KeyForm, dim: int) -> Turning:
+    """Rotation of a layer's keys; equal ones are shared."""
+    if form not in _of_forms:
+        found = Turning(form.rope, dim)
+        _of_forms[form] = next((known for known in _of_forms.values() if known.same_as(found)), found)
+    return _of_forms[form]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import mlx.core as mx
 
@@ -11,8 +12,10 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.kv.arena import TensorArena
 from agentcache.kv.step_cache import Reads
 from agentcache.metal_kernels.rope_tables import RopeTables, packed_b
-from agentcache.models.residual.key_form import KeyForm
 
+Rope = Callable[..., mx.array]
+
+SMALLEST_FACTOR = 6e-8  # above 0, in float16
 _MOST_SCORES, _LEAST_BLOCKS, _MOST_BLOCKS = 1 << 24, 2, 16  # limits of a piece
 # Copies of one piece's KV must take less than the keys of the whole row.
 _PIECES = 4
@@ -25,14 +28,69 @@ def piece_blocks(num_blocks: int, num_queries: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class LayerMatrices:
-    """An adapter's matrices for one layer's keys and values, float32; None for none.
+class KeyNorm:
+    """Norm of each head's keys: ρ(k) * k * weight with ρ(k) = 1 / sqrt(mean(k²) + eps); float32 weight [D]."""
 
-    Args:
-        key_a, value_a: [in, r].
-        key_b: [r, H_kv * D_k].
-        value_b: [H_kv, r, D_v].
-    """
+    weight: mx.array
+    eps: float
+
+    def factor(self, keys: mx.array) -> mx.array:
+        """ρ, float32 [...], of float32 keys [..., D]."""
+        return mx.rsqrt(mx.square(keys).mean(axis=-1) + self.eps)
+
+
+@dataclass(frozen=True, eq=False)
+class KeyForm:
+    """Operations on keys before they are cached; `rope` rotates keys [N, H_kv, n, D] from `offset` on."""
+
+    rope: Rope
+    norm: KeyNorm | None
+
+    def rotated(self, delta: mx.array, factor: mx.array | None, starts: mx.array) -> mx.array:
+        """Adapter's addition to base's cached keys, float32 [N, H_kv, n, D].
+
+        Args:
+            delta: x·A·B, float32 [N, n, H_kv, D].
+            factor: ρ with the adapter, [N, n, H_kv]; None without a norm.
+            starts: position of the first token, int32 [N].
+        """
+        if self.norm is not None and factor is not None:
+            delta = delta * self.norm.weight * factor[..., None]
+        rotated: mx.array = self.rope(delta.swapaxes(1, 2), offset=starts)
+        return rotated
+
+    def agent_factor(self, base: mx.array, without: mx.array, delta: mx.array, starts: mx.array) -> mx.array:
+        """ρ of keys with an adapter, [N, n, H_kv], from cached keys without it, for a family.
+
+        With key k without the adapter and its addition d, 1/ρ² = mean(k²) + 2 mean(k·d) + mean(d²) + eps; `without`
+        gives mean(k²) + eps. Cached keys are ρ_base * R(γk). R is a rotation up to its gain, so R(γk) · R(d / (γ
+        gain²)) = k · d.
+
+        Args:
+            base: cached keys, float32 [N, H_kv, n, D].
+            without: ρ of these, [N, n, H_kv].
+        """
+        assert self.norm is not None
+        rotated = self.rope((delta * self._inverse).swapaxes(1, 2), offset=starts)
+        without = mx.maximum(without, SMALLEST_FACTOR)
+        cross = (base * rotated).mean(axis=-1).swapaxes(1, 2) / without
+        energy: mx.array = 1 / mx.square(without) + 2 * cross + mx.square(delta).mean(axis=-1)
+        return mx.rsqrt(mx.maximum(energy, self.norm.eps))
+
+    @cached_property
+    def _inverse(self) -> mx.array:
+        """1 / (γ gain²), float32 [D]; 0 where γ is 0, as no cache has that part of k."""
+        assert self.norm is not None
+        weight = self.norm.weight
+        unit = mx.eye(weight.shape[0])[None, :, None]  # one value per head
+        gain = mx.square(self.rope(unit, offset=mx.array([0], mx.int32))).sum(axis=(0, 2, 3))
+        known = mx.abs(weight) > SMALLEST_FACTOR
+        return mx.where(known, 1 / (mx.where(known, weight, 1) * gain), 0)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerMatrices:
+    """An adapter's matrices for one layer, float32: A [in, r], key_b [r, H_kv * D_k], value_b [H_kv, r, D_v]."""
 
     key_a: mx.array | None
     key_b: mx.array | None
@@ -45,7 +103,7 @@ class LayerMatrices:
 class KernelMatrices:
     """B matrices of one layer in the kernels' layout, float32 [H_kv, r, D], kept while the adapter is on the device.
 
-    `key_b` includes the key norm's weights, if any.
+    `key_b` includes the key norm's weights.
     """
 
     key_b: mx.array | None
@@ -66,7 +124,7 @@ class RowResidualKV:
     Args:
         reads: base blocks that it reads.
         residual_slots, residual_ids: slots for these blocks; as int32 [num_blocks].
-        key_a, key_norms, value_a: arenas; a family's norms are those without adapter (`KeyForm.agent_factor`).
+        key_a, key_norms, value_a: arenas; a family's norms are those without adapter.
     """
 
     row: int
@@ -86,7 +144,7 @@ class LayerResidualKV:
 
     Args:
         plain: indices of plain rows, int32.
-        rows: rows with residuals; those of one adapter are neighbours with the same `matrices`.
+        rows: those of one adapter are neighbours with the same `matrices`.
         order: index of each row in plain rows followed by `rows`; int32 [B].
         reads: base blocks of all rows, in step order.
     """

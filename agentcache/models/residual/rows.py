@@ -1,8 +1,7 @@
 """Residual rows of a step: they read base's KV plus the residual KV of their adapter.
 
 A residual row writes no KV. For its tokens, modules that make keys and values return base's weights times the row's
-input; the adapter's addition is kept apart, as x·A. In a family (equal A matrices), base rows make x·A, whether or
-not a member reads it.
+input; the adapter's addition is kept apart, as x·A. In a family (equal A matrices), base rows make x·A.
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ from agentcache.errors import BrokenInvariant
 from agentcache.kv.arena import LayerArena
 from agentcache.kv.step_cache import PagedKV, Put, Reads, StepCache, Writes
 from agentcache.models.adapter_files import ModuleName
-from agentcache.models.adapter_rows import AdapterWeights
-from agentcache.models.residual.arenas import LARGEST_FLOAT16, ResidualArenas
-from agentcache.models.residual.divergence import StepMeasures
+from agentcache.models.adapters import AdapterWeights
+from agentcache.models.residual.arenas import LARGEST_FLOAT16, ResidualArenas, StepMeasures
 from agentcache.models.residual.forms import LayerForm, ResidualForms
 from agentcache.models.residual.kv import KernelMatrices, LayerMatrices, LayerResidualKV, RowResidualKV
 from agentcache.models.residual.spec import Side, key_a_name, key_norms_name, value_a_name
@@ -35,7 +33,6 @@ class ResidualRow:
     Args:
         row: index in the step.
         tables: block table for each group of `arenas`, with the step's tokens reserved.
-        length: tokens before the step.
         source: row whose x makes x·A: base's for a family; None for the row itself.
     """
 
@@ -133,8 +130,6 @@ class ResidualRows:
         self._places = [[Writes([table], [row.length], num_tokens) for table in row.tables] for row in rows]
         self._reads: dict[tuple[int, int], tuple[Sequence[int], mx.array]] = {}
 
-    # -- output of the modules that make keys and values -------------------------------------------------------------
-
     def take(self, name: ModuleName, x: mx.array, y: mx.array, adapted: mx.array) -> mx.array:
         """Keep a module's residuals; return the output to continue with.
 
@@ -167,7 +162,7 @@ class ResidualRows:
         return self._matrices[key]
 
     def _norms(self, form: LayerForm, given: mx.array, delta: mx.array | None) -> mx.array:
-        """ρ (1 / rms) of keys [1, n, H_kv * D], without and with `delta`: float16 [1, n, H_kv, 1 or 2]."""
+        """ρ of keys [1, n, H_kv * D], without and with `delta`: float16 [1, n, H_kv, 1 or 2]."""
         assert form.key_form.norm is not None
         heads = (1, self._num_tokens, form.layer.num_kv_heads, form.layer.key_dim)
         both = (given,) if delta is None else (given, given + delta)
@@ -195,8 +190,6 @@ class ResidualRows:
         places = {row.row for row in self.readers}
         return mx.array([place in places for place in range(self._batch_size)])
 
-    # -- writes and reads of a layer -----------------------------------------------------------------------------------
-
     def write(self, layer: int) -> None:
         for place, row in enumerate(self.rows):
             captured = self._captured.pop((place, layer), None)
@@ -212,7 +205,7 @@ class ResidualRows:
                     raise BrokenInvariant(f"nothing was computed for {name}")
 
     def overlaid(self, arena: LayerArena, group: int, reads: Reads) -> PagedKV:
-        """KV of a layer as the step's rows read it; `group` is the layer's in base's spec, `reads` are all rows'."""
+        """KV of a layer as the step's rows read it; `group` is in base's spec, `reads` are all rows'."""
         layer = arena.layer.index
         rows = [
             residual_kv
@@ -252,9 +245,9 @@ class ResidualRows:
     def keep_measures(self, measures: mx.array) -> None:
         """Store measurements of the readers' tokens, float32 [R, n, 4], lazily."""
         for index, row in enumerate(self.readers):
-            if row.arenas.measures is not None:
+            if row.arenas.measures:
                 writes = self._places[self.rows.index(row)][row.arenas.measured]
-                writes.put_tokens(row.arenas.measures.tokens, measures[index : index + 1])
+                writes.put_tokens(row.arenas.measures[row.arenas.measured].tokens, measures[index : index + 1])
 
     def _residual_ids(self, place: int, group: int, reads: Reads) -> tuple[Sequence[int], mx.array]:
         if (place, group) not in self._reads:
@@ -299,7 +292,7 @@ class OverlaidStepCache(StepCache):
         self._measures = measures
 
     def update(self, keys: mx.array, values: mx.array | None) -> PagedKV:
-        """Write keys [B, H_kv, n, D_k] and values [B, H_kv, n, D_v] of the writing rows, and all residuals."""
+        """Write keys [B, H_kv, n, D_k] and values of the writing rows, and all residuals."""
         if self._rows is None:
             kv = super().update(keys, values)
             if self._measures is not None:

@@ -1,8 +1,7 @@
 """Parts of an adapter that act on keys and values, and the layout of residual KV: what they add to base's.
 
-Adapters with equal As can share it, as a family (LRAgent, arXiv 2602.01053). Each token, layer and side has x·A, the
-low-rank half of x·A·B: float16, one copy for all heads, before rope. For models that norm each head's keys, the norm
-factors without and with the adapter are added.
+Adapters with equal As can share it, as a family (LRAgent, arXiv 2602.01053). Each token, layer and side has x·A:
+float16, one copy for all heads, before rope. For models that norm each head's keys, the norm factors are added.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ _SPLIT = (KEYS, VALUES, "qkv_proj")
 
 @dataclass(frozen=True)
 class Side:
-    """Columns `begin` to `end` of a module's output that are one layer's keys, or values, and the components of its
-    rank that act on them.
+    """Columns of a module's output that are one layer's keys, or values, and the components of its rank that act on
+    them.
     """
 
     module: ModuleName
@@ -42,7 +41,7 @@ class AdapterSides:
 
     Args:
         keys, values: without unchanged layers.
-        unsplit: adapted module that makes keys or values otherwise; None without.
+        unsplit: adapted module that makes keys or values otherwise.
     """
 
     keys: Mapping[int, Side] = field(default_factory=dict)
@@ -68,12 +67,7 @@ def is_split(name: ModuleName) -> bool:
 
 @dataclass(frozen=True)
 class ResidualLayer:
-    """Residual KV of one layer.
-
-    Args:
-        key_rank, value_rank: rank of x·A; 0 if the adapter leaves that side unchanged.
-        normed: whether the model norms each head's keys.
-    """
+    """Residual KV of one layer: ranks of x·A, 0 for an unchanged side; whether the model norms each head's keys."""
 
     index: int
     key_rank: int
@@ -88,7 +82,7 @@ class ResidualShape:
     Args:
         layers: in order of depth; at least one.
         dtype: the model's compute dtype, in MLX's terms.
-        is_family: whether adapters with equal As share it; x is then base's.
+        is_family: whether x is base's.
     """
 
     layers: tuple[ResidualLayer, ...]
@@ -115,10 +109,7 @@ def key_norms_name(layer: int) -> str:
 
 
 def residual_spec(base: CacheSpec, shape: ResidualShape) -> CacheSpec:
-    """Return the residual spec beside `base`, with its names and windows.
-
-    The digest covers base's spec, the dtype of x, and whether x is base's.
-    """
+    """Return the residual spec beside `base`, with its names and windows."""
     touched = {layer.index: layer for layer in shape.layers}
     groups = []
     for group in base.groups:

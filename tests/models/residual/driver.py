@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from agentcache.blocks.pool import BlockPool, BlockTable
-from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
+from agentcache.models.adapters import AdapterWeights, RowAdapter
 from agentcache.models.loader import LoadedModel
 from agentcache.models.residual.arenas import ResidualArenas
 from agentcache.models.residual.rows import ResidualRow

@@ -13,8 +13,7 @@ import numpy as np
 
 from agentcache.kv.arena import LayerArena, TensorArena
 from agentcache.kv.packed import dequantise
-from agentcache.models.adapter_rows import AdapterWeights
-from agentcache.models.adapters import read_adapter
+from agentcache.models.adapters import AdapterWeights, read_adapter
 from agentcache.models.attention import AttentionOptions
 from agentcache.models.loader import LoadedModel
 from agentcache.models.residual.kv import RowResidualKV

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -15,9 +14,8 @@ import pytest
 
 from agentcache.models import fused, interception
 from agentcache.models.loader import LoadedModel
-from agentcache.models.residual import attention, values
-from agentcache.models.residual.key_form import KeyForm
-from agentcache.models.residual.values import serves
+from agentcache.models.residual import attention
+from agentcache.models.residual.kv import KeyForm
 from tests.marks import slow
 from tests.models.residual.driver import ResidualDriver
 from tests.models.residual.oracle import HEADS, Seen, adapter, expected, float64, small_model
@@ -98,16 +96,16 @@ def test_residuals_of_values_alone_are_what_numpy_computes(
     model: str, dtype: mx.Dtype, watch: list[Seen], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A CPU computes them with the rows beside them, and not piece by piece."""
-    served = list[int]()
+    served, on_values = list[int](), attention.attention_on_values
 
     def counted(queries: mx.array, *others: Any) -> mx.array:
         served.append(queries.shape[2])
-        return values.attention(queries, *others)
+        return on_values(queries, *others)
 
     loaded = small_model(model, 4, dtype)
     weights = adapter(loaded, tmp_path, 8, targets=("self_attn.q_proj", "self_attn.v_proj"))
     assert not loaded.adapters.residual_forms.support.refusal
-    monkeypatch.setattr(attention, "values", SimpleNamespace(serves=serves, attention=counted))
+    monkeypatch.setattr(attention, "attention_on_values", counted)
     assert worst(loaded, weights, watch) < TOLERANCE[dtype]
     if mx.default_device() == mx.cpu and fused.why_none():
         assert {1, 20} < set(served), "decoded rows, and chunks"

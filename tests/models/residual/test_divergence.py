@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from agentcache.models.loader import LoadedModel
-from agentcache.models.residual.divergence import Divergence, StepMeasures
+from agentcache.models.residual.arenas import Divergence, StepMeasures
 from tests.models.residual.driver import ResidualDriver, ResidualKV
 from tests.models.residual.oracle import adapter, small_model
 
@@ -36,7 +36,7 @@ def divergence(row: ResidualKV, num_tokens: int = len(IDS)) -> Divergence:
 def without_energy(driver: ResidualDriver, row: ResidualKV) -> float:
     """What would be said if the rounding were not taken off."""
     sums, count = row.cache.arenas.measured_of(row.tables, len(IDS))
-    for group, energies in enumerate(driver.runner._energies):
+    for group, energies in driver.runner.base.measures.items():
         rounding, _ = energies.sums(row.base.tables[group], len(IDS))
         sums[[0, 2]] += rounding
     whole = Divergence.of(sums, count)
@@ -90,10 +90,10 @@ def test_it_comes_back_from_what_goes_with_files(tmp_path: Path) -> None:
             arenas.put_extras(group, block_id, count, kept)
     assert divergence(row).value == pytest.approx(before.value, rel=1e-3)
     (first, *_) = row.base.tables[0].block_ids
-    kept = runner.block_extras(0, first, 256)
+    kept = runner.base.block_extras(0, first, 256)
     assert kept["energy"].shape == (2,)
-    runner.put_extras(0, first, 256, kept)
-    again = runner.block_extras(0, first, 256)
+    runner.base.put_extras(0, first, 256, kept)
+    again = runner.base.block_extras(0, first, 256)
     np.testing.assert_array_equal(again["energy"], kept["energy"])
 
 
@@ -110,8 +110,8 @@ def test_by_default_nothing_is_measured(tmp_path: Path) -> None:
     driver = ResidualDriver(small_model("llama"))
     row = driver.residual_kv(driver.row(), adapter(driver.loaded, tmp_path, 3))
     driver.read(row, IDS[:40])
-    assert row.cache.arenas.measures is None
-    assert driver.runner.block_extras(0, 0, 40) == {} == row.cache.arenas.block_extras(0, 0, 40)
+    assert row.cache.arenas.measures == {}
+    assert driver.runner.base.block_extras(0, 0, 40) == {} == row.cache.arenas.block_extras(0, 0, 40)
     assert Divergence.of(*row.cache.arenas.measured_of(row.tables, 40)) is None
 
 
@@ -126,7 +126,7 @@ def test_base_that_nobody_has_measured_is_told_from_its_own_rounding(
     driver.mixed([row.base], IDS[None])
     for group, table in enumerate(row.base.tables):
         for block_id in table.block_ids:
-            driver.runner.put_extras(group, block_id, 256, {})
+            driver.runner.base.put_extras(group, block_id, 256, {})
     for begin in range(0, len(IDS), 150):
         driver.mixed([row], IDS[None, begin : begin + 150])
     assert known_energies(driver, row) == 0
@@ -137,7 +137,7 @@ def test_base_that_nobody_has_measured_is_told_from_its_own_rounding(
 def known_energies(driver: ResidualDriver, row: ResidualKV) -> int:
     """Of how many of base's tokens the rounding is known."""
     return sum(
-        energies.sums(row.base.tables[group], len(IDS))[1] for group, energies in enumerate(driver.runner._energies)
+        energies.sums(row.base.tables[group], len(IDS))[1] for group, energies in driver.runner.base.measures.items()
     )
 
 

@@ -39,7 +39,7 @@ REFUSED = {
     "qwen3_next": "recurrent",
     "hunyuan_v1_dense": "does more to its keys",  # a norm behind rope
     "gemma4_text": "does more to its values",
-    "gpt2": "otherwise than by k_proj and v_proj",
+    "gpt2": "does not make its keys and values by k_proj and v_proj",
     "iquestloopcoder": "one cache of keys and values each",  # runs through its layers twice
 }
 

@@ -20,10 +20,11 @@ from agentcache.llm import Completion
 from agentcache.metal_kernels.self_test import Verdict
 from agentcache.metal_kernels.tiling import HeadShape
 from agentcache.models import fused
-from agentcache.models.adapter_rows import AdapterWeights
+from agentcache.models.adapters import AdapterWeights
 from agentcache.models.loader import LoadedModel
-from agentcache.models.residual import key_form, rows
-from agentcache.models.residual.key_form import Turning
+from agentcache.models.residual import fused as residual_fused
+from agentcache.models.residual import rows
+from agentcache.models.residual.fused import Turning
 from agentcache.models.residual.rows import layer_matrices
 from tests.conftest import ModelFolder
 from tests.device_marks import steady_sums
@@ -144,7 +145,7 @@ def test_a_rope_that_no_kernel_turns_is_left_to_the_reference(
 ) -> None:
     weights = adapter(loaded, tmp_path, 3, targets=KEYS_AND_VALUES)
     monkeypatch.setattr(Turning, "_refusal", lambda turning: "no kernel for this rope")
-    monkeypatch.setattr(key_form, "_of_forms", WeakKeyDictionary())
+    monkeypatch.setattr(residual_fused, "_of_forms", WeakKeyDictionary())
     by_kernels = decoded([weights], log)
     assert log and not read(log), "base's row goes by kernels"
     assert close(by_kernels, decoded([weights], log, "off"), 1e-4)

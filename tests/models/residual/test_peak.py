@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from agentcache.models.footprint import Footprint
+from agentcache.models.memory import Footprint
 from agentcache.models.residual import attention
 from tests.device_marks import cpu_memory
 from tests.held_memory import held_bytes

@@ -14,7 +14,7 @@ import pytest
 from agentcache.blocks.pool import BlockTable
 from agentcache.errors import BrokenInvariant
 from agentcache.kv.step_cache import Reads
-from agentcache.models.adapter_rows import AdapterWeights, RowAdapter
+from agentcache.models.adapters import AdapterWeights, RowAdapter
 from agentcache.models.loader import LoadedModel
 from agentcache.models.residual.rows import ResidualRow, ResidualRows
 from agentcache.models.step import StepInputs, StepOutputs
@@ -165,7 +165,7 @@ def test_rows_of_all_kinds_are_in_a_batch_what_they_are_alone(
 
 def contents(driver: Driver, row: Row, num_tokens: int) -> list[bytes]:
     return [
-        bytes(driver.runner.snapshot(group, block_id, min(256, num_tokens - 256 * position)))
+        bytes(driver.runner.base.snapshot(group, block_id, min(256, num_tokens - 256 * position)))
         for group, table in enumerate(row.tables)
         for position, block_id in enumerate(table.block_ids)
     ]
@@ -306,7 +306,7 @@ def test_residuals_of_a_window_are_those_of_the_same_tokens() -> None:
 def test_a_reader_is_measured_where_its_own_residuals_lie() -> None:
     written: list[int] = []
     tokens = SimpleNamespace(assign=lambda index, new: written.append(index[0]))
-    arenas = SimpleNamespace(measures=SimpleNamespace(tokens=tokens), measured=0)
+    arenas = SimpleNamespace(measures={0: SimpleNamespace(tokens=tokens)}, measured=0)
     writer, reader = (
         row_alone(place, BlockTable([slot]), 9, arenas, is_read=place > 0) for place, slot in ((0, 3), (1, 5))
     )

@@ -11,7 +11,8 @@ import pytest
 from mlx_lm.models.rope_utils import initialize_rope
 
 from agentcache.metal_kernels.rope_tables import NEAR, STEP
-from agentcache.models.residual.key_form import KeyForm, Turning, turning_of
+from agentcache.models.residual.fused import Turning, turning_of
+from agentcache.models.residual.kv import KeyForm
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 8192}

@@ -1,15 +1,15 @@
-"""Memory that a step needs beside weights and cache, and available memory.
+"""Memory: what a step needs beside weights and cache, what is available, and MLX's limits.
 
-On a Mac, a command buffer without enough memory ends the process: such a step must not start.
-
-Probe steps (`models/probe.py`) measure what the model takes. Attention beyond the probed depth follows from the cache's
-layout. Without a probe, sizes in config.json stand for the model.
+On a Mac, a command buffer without enough memory ends the process: such a step must not start. `Probe` measures steps;
+attention beyond the probed depth follows from the cache's layout, and without a probe config.json stands for the model.
 """
 
 from __future__ import annotations
 
+import atexit
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -18,23 +18,22 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.kv.backing import allocated_bytes
+from agentcache.kv.backing import allocated_bytes, set_memory_limit
 from agentcache.kv.packing import LayerPacking, Packing, Quantisation
 from agentcache.kv.spec import DTYPES, CacheSpec, LayerSpec, RecurrentSpec
 from agentcache.metal_kernels.decode_plan import MAX_SPLITS
 from agentcache.metal_kernels.kernel_text import device
 from agentcache.metal_kernels.latent_decode import THREADGROUPS, partial_bytes
-from agentcache.models.attention import MAX_PACKED_QUERIES, reads_packed
-from agentcache.models.device_memory import device_memory
+from agentcache.models.attention import MAX_PACKED_QUERIES, kernel_is_right, reads_packed
 from agentcache.models.fused import MAX_QUERIES, MAX_RANK, read_by_kernels
 from agentcache.models.inspection import text_config
 from agentcache.models.loader import LoadedModel
-from agentcache.models.packed_product import kernel_is_right
 from agentcache.models.residual.kv import piece_blocks
+from agentcache.settings.memory_plan import DeviceMemory, MemoryPlan
 from agentcache.system.memory import SystemMemory, free_heap
 
 _FLOAT = 4  # bytes; half precision takes less
-# Copies alive at a time, on the CPU back end, which runs up to ten operations behind its allocations.
+# Copies alive at a time on the CPU back end, which allocates up to ten operations ahead.
 _HIDDEN_COPIES = 8  # hidden state: residual, norm, projections
 _QUERY_COPIES = 4  # queries: projected, normed, rotated, attended
 _INNER_COPIES = 4  # feed-forward: gate, its sigmoid, up, product
@@ -49,13 +48,15 @@ _CHANNEL_COPIES = 8  # projected, before and after the convolution, gated
 _LEAST_TEMPORARIES = 64 << 20
 _SMALL_ARRAYS = 16 << 10  # positions, tables, scalars
 USUAL_CONTEXT, USUAL_ROWS = 8192, 8
-# Of a measured peak: for arrays that adapters add, and because equal steps differ by how fast the device frees. Under
-# load, a short step on a CPU took 1.6 times the peak of three others.
+# Of a measured peak: for arrays that adapters add, and because equal steps differ by how fast the device frees.
 _MARGIN = 1.5
+log = logging.getLogger("agentcache.engine")
+
+_LEAST_CACHE_LIMIT = 256 << 20
 
 
 class ProbedStep(NamedTuple):
-    """A step of `rows` rows of `num_tokens` tokens after `context` tokens each, and its measured temporary bytes."""
+    """A step after `context` tokens of each row, and its measured temporary bytes."""
 
     rows: int
     num_tokens: int
@@ -65,7 +66,7 @@ class ProbedStep(NamedTuple):
 
 @dataclass(frozen=True)
 class StepNeeds:
-    """Bounds for other steps, from probed ones, margin included. Logits of sampling come on top.
+    """Bounds for other steps, from probed ones, margin included, without logits of sampling.
 
     Args:
         steps: at least a decode step and a chunk without context.
@@ -74,17 +75,17 @@ class StepNeeds:
     steps: tuple[ProbedStep, ...]
 
     def without_reads(self, rows: int, num_tokens: int) -> int:
-        """Bound for a step whose attention to the cache is counted apart."""
+        """Bound for a step without its attention to the cache."""
         shallow = [step for step in self.steps if not step.context]
         decode = max(step.num_bytes * max(1, rows / step.rows) for step in shallow if step.num_tokens == 1)
         if num_tokens == 1:
             return int(_MARGIN * decode)
-        # Any part grows at most linearly with tokens, or not at all: then a decode step has it too.
+        # Parts that do not grow with tokens are in a decode step, too.
         chunk = max(rows * step.num_bytes * num_tokens / step.num_tokens for step in shallow if step.num_tokens > 1)
         return int(_MARGIN * (decode + chunk))
 
     def of_larger(self, contexts: Sequence[int], num_tokens: int) -> int | None:
-        """Peak of the least probed step that computes the same way and is at least as large; None if none is."""
+        """Peak of the least probed step that computes the same way and is as large; None if none is."""
         larger = [
             step.num_bytes
             for step in self.steps
@@ -100,10 +101,8 @@ class Footprint:
 
     Args:
         query_dim: values per head in a chunk's queries.
-        unpacked_dim: values per token decompressed from latents in a chunk; 0 without latents.
+        unpacked_dim: values per token decompressed from latents in a chunk.
         fused: whether kernels exist.
-        is_half: whether the model computes in 16 bits.
-        has_sinks: whether attention has sinks.
         needs: measured steps; None without a probe.
     """
 
@@ -151,7 +150,7 @@ class Footprint:
         all_logits: bool = False,
         residual: Sequence[int] = (),
     ) -> int:
-        """Bytes for a step of `num_tokens` tokens per row, behind `contexts` (plain rows) and `residual` tokens."""
+        """Bytes for `num_tokens` tokens per row, after `contexts` (plain rows) and `residual` tokens."""
         rows = len(contexts) + len(residual)
         logits = rows * (num_tokens if all_logits else 1) * self.vocab * _LOGIT_COPIES * _FLOAT + _SMALL_ARRAYS
         reads = self._read_bytes(contexts, num_tokens, residual)
@@ -162,7 +161,7 @@ class Footprint:
         return (bound if larger is None else min(bound, larger)) + logits
 
     def _model_bytes(self, rows: int, num_tokens: int) -> int:
-        """By sizes in config.json; of recurrent layers, as if they kept a state for each token."""
+        """By config.json; recurrent layers as if they kept a state for each token."""
         queries = self.spec.num_attention_heads * self.query_dim
         width = _HIDDEN_COPIES * self.hidden + _QUERY_COPIES * queries + _INNER_COPIES * self.intermediate
         states = 0 if self.spec.state_group is None else 2 * self.spec.state_group.bytes_per_block
@@ -171,7 +170,6 @@ class Footprint:
         return rows * (num_tokens * width * _FLOAT + states + max(scans, default=0))
 
     def _read_bytes(self, contexts: Sequence[int], num_tokens: int, residual: Sequence[int]) -> int:
-        """Of attention to the cache."""
         packed = reads_packed(num_tokens, len(contexts), self.softcap)
         attention = self._packed_bytes if packed else self._unpacked_bytes
         reads = max((attention(kind, contexts, num_tokens) for kind in self._kinds), default=0) if contexts else 0
@@ -208,14 +206,14 @@ class Footprint:
         scores = num_blocks * BLOCK_SIZE * queries
         # Each block has a copy of its row's queries, and own sums, sorted before they are added up.
         sums = queries * (num_blocks * (kind.key_dim + kind.value_dim) + 2 * padded * kind.value_dim)
-        mask = num_blocks * BLOCK_SIZE * num_tokens * (1 + _FLOAT)  # and the float array added to scores
+        mask = num_blocks * BLOCK_SIZE * num_tokens * (1 + _FLOAT)
         # A GPU frees memory at a command buffer's end, and several are in flight. Not measured.
         ahead = 2 * (keys + values) if self.fused else keys
         by_operations = keys + values + mask + max(ahead + 2 * scores, 3 * scores + sums)
         return max(by_operations, self._latent_bytes(kind, len(contexts) * num_tokens))
 
     def _latent_bytes(self, kind: _LayerKind, num_queries: int) -> int:
-        """Partial sums of the latent kernel, which exceed MLX's temporaries for short contexts."""
+        """The latent kernel's partial sums, which exceed MLX's temporaries for short contexts."""
         if not self.fused or not kind.is_latent:
             return 0
         return partial_bytes(num_queries, self.spec.num_attention_heads, kind.key_dim, THREADGROUPS)
@@ -230,14 +228,13 @@ class Footprint:
         return values * _FLOAT + mask
 
     def _summed_bytes(self, num_rows: int, num_tokens: int) -> int:
-        """Kernels' partial sums for residual rows, assuming that all have a kernel."""
         if not self.fused or num_tokens > MAX_QUERIES:
             return 0
         width = max(kind.value_dim for kind in self._kinds) + MAX_RANK + 2
         return num_rows * self.spec.num_attention_heads * num_tokens * MAX_SPLITS * width * _FLOAT
 
     def _added_bytes(self, kind: _LayerKind, contexts: Sequence[int], num_tokens: int) -> int:
-        """Attention on a CPU of rows with value residuals only (`models/residual/values.py`)."""
+        """Attention on a CPU of rows with value residuals only."""
         if self.fused:
             return 0
         if num_tokens <= MAX_PACKED_QUERIES:
@@ -263,7 +260,7 @@ class Footprint:
 def has_flash_kernel(device: str, key_dim: int, value_dim: int, is_half: bool) -> bool:
     """Whether MLX computes a chunk's attention without all scores in memory.
 
-    See `use_fallback` in `mlx/backend/{metal,cuda}/scaled_dot_product_attention.cpp` (0.32).
+    See `use_fallback` in `scaled_dot_product_attention.cpp` (0.32).
     """
     if device == "metal":  # it has kernels for 192 and 256, but takes the faster way
         return key_dim == value_dim and key_dim in (64, 72, 80, 96, 128)
@@ -282,12 +279,7 @@ def _int(value: Any) -> int:
 
 @dataclass(frozen=True)
 class _LayerKind:
-    """Sizes of a layer's cache: bytes of a gathered block, values per head.
-
-    Args:
-        cached_dim: values per token over all heads.
-        is_latent: whether values are in the keys.
-    """
+    """Sizes of a layer's cache: bytes of a gathered block, values per head; `cached_dim` over all heads."""
 
     window: int | None
     key_bytes: int
@@ -333,10 +325,7 @@ class _Scan:
 
 
 def _packed_size(dim: int, packing: Packing, *, transpose: bool) -> int:
-    """Bytes of a head in a gathered block, with unpacked values if MLX has no right kernel for packed ones.
-
-    MLX's is not tried if ours read this packing: CUDA takes long to compile it.
-    """
+    """Bytes of a head in a gathered block, with unpacked values if MLX has no right kernel for packed ones."""
     packed = sum(width * DTYPES[dtype].itemsize for dtype, width in packing.parts(dim).values())
     if read_by_kernels(packing) or not isinstance(packing, Quantisation):
         return packed + dim * _FLOAT
@@ -366,3 +355,69 @@ def least_temporaries(footprint: Footprint, num_tokens: int, max_context: int) -
     end = min(USUAL_CONTEXT, max_context)
     chunk = footprint.step_bytes([max(0, end - num_tokens)], num_tokens)
     return max(_LEAST_TEMPORARIES, chunk, footprint.step_bytes([end - 1] * USUAL_ROWS, 1))
+
+
+def device_memory() -> DeviceMemory:
+    """Memory of the default device."""
+    total = SystemMemory().total()
+    if mx.default_device() != mx.gpu:
+        return DeviceMemory(total)
+    info = mx.device_info()
+    recommended = info.get("max_recommended_working_set_size")
+    if recommended is not None:
+        return DeviceMemory(total, int(recommended))
+    return DeviceMemory(int(info.get("total_memory") or total))
+
+
+@dataclass(frozen=True)
+class Setter:
+    """One of MLX's limits."""
+
+    name: str
+    set: Callable[[int], int]
+
+
+WIRED = Setter("wired", mx.set_wired_limit)
+
+
+MEMORY = Setter("memory", set_memory_limit)
+
+
+CACHE = Setter("cache", mx.set_cache_limit)
+
+
+def wanted_limits(plan: MemoryPlan, device_type: Any = None) -> list[tuple[Setter, int]]:
+    """MLX's limits for the default device.
+
+    - Memory: above it, evaluation waits for running work.
+    - Cache of freed buffers: a step's temporaries. MLX's default on a GPU starves other programs. On CUDA, where
+      allocation is slow, at least an eighth of the limit; none on a CPU, where malloc reuses memory better.
+    - Wired memory: Metal only.
+    """
+    on_gpu = (device_type or mx.default_device()) == mx.gpu
+    kept = max(plan.temporaries, _LEAST_CACHE_LIMIT, plan.limit // 8 if mx.cuda.is_available() else 0)
+    limits = [(MEMORY, plan.limit), (CACHE, kept if on_gpu else 0)]
+    if plan.wired is not None:
+        limits.append((WIRED, plan.wired))
+    return limits
+
+
+class Limits:
+    """MLX's limits, set until `restore` or the end of the process."""
+
+    def __init__(self, limits: list[tuple[Setter, int]]) -> None:
+        self._before: list[tuple[Setter, int]] = []
+        atexit.register(self.restore)
+        try:
+            for setter, limit in limits:
+                self._before.append((setter, setter.set(limit)))
+        except BaseException:
+            self.restore()
+            raise
+
+    def restore(self) -> None:
+        atexit.unregister(self.restore)
+        while self._before:
+            setter, limit = self._before.pop()
+            setter.set(limit)
+            log.debug("the %s limit is %d bytes again", setter.name, limit)
