@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
@@ -86,7 +86,9 @@ class AdapterLoader:
             async with self._loading:
                 content = await self._read(_path(folder))
                 adapter = self._serve(name, folder, _source(content))
-                await self._put_if_there_is_room(content)
+                if self._make_room(adapter.source):
+                    with suppress(OutOfBlocks):
+                        await self._put(content)
                 self._table.put(adapter)
         finally:
             self._drop_orphans()
@@ -132,13 +134,6 @@ class AdapterLoader:
         except UnsupportedPolicy as error:
             return error.message
         return ""
-
-    async def _put_if_there_is_room(self, content: Content) -> None:
-        if self._make_room(_source(content)):
-            try:
-                await self._put(content)
-            except OutOfBlocks:
-                return
 
     def unload(self, name: str) -> None:
         """Refuse new requests for the adapter; its weights go after the last running one. Raises NotFound."""
@@ -199,7 +194,10 @@ class AdapterLoader:
                 return False
             if self._make_room(adapter.source):
                 if not self._table.is_resident(adapter.digest):
-                    await self._read_again(adapter)
+                    try:
+                        await self._put(await self._content_again(adapter.source))
+                    except OutOfBlocks as error:
+                        raise Overloaded(str(error), code="insufficient_memory") from error
                 return True
         await released.wait()  # adapters in use leave no room
         return False
@@ -208,12 +206,6 @@ class AdapterLoader:
         overdue = (other for other in self._waits if other.passed_over >= _MOST_TIMES_PASSED_OVER)
         first = next(overdue, None)
         return first is not None and first.digest != wait.digest
-
-    async def _read_again(self, adapter: ServedAdapter) -> None:
-        try:
-            await self._put(await self._content_again(adapter.source))
-        except OutOfBlocks as error:
-            raise Overloaded(str(error), code="insufficient_memory") from error
 
     async def _content_again(self, source: AdapterSource) -> Content:
         if isinstance(source, Decoder):

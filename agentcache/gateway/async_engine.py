@@ -49,12 +49,9 @@ MEASURE_SECONDS = 4.0  # limit at start; beyond it, serve in safe bits and measu
 class AsyncEngine:
     """The engine for asyncio: `start` it, then `generate` and `call`. Belongs to one event loop.
 
-    With `kv` "auto", the first start with a model measures the bits for keys and values. With `warm_up`, a measurement
-    of more than a few seconds is postponed: the engine serves in 8 bits, measures while no request runs, and is then
-    replaced by one on the same model. Calls wait during that. Agents stay; their KV in 8 bits is computed again.
-
-    Args:
-        warm_up: whether to start more slowly for a fast first request.
+    With `kv` "auto", the first start with a model measures the bits for keys and values. With `warm_up`, which makes
+    the first request fast, a long measurement is postponed: the engine serves in 8 bits, measures while no request
+    runs, and is then replaced by one on the same model. Calls wait during that. KV in 8 bits is computed again.
     """
 
     def __init__(self, config: Config, *, warm_up: bool = False, system: SystemMemory | None = None) -> None:
@@ -85,7 +82,7 @@ class AsyncEngine:
     async def generate(self, request: Request, take: Callable[[Update], None]) -> None:
         """Run a request and call `take` with each of its updates. Cancelling this cancels the request.
 
-        With `Request.n` > 1, each answer ends with a report. All but the first begin once the prompt is computed.
+        With `Request.n` > 1, each answer ends with a report.
 
         Raises:
             RequestError: the request cannot run; before any update.

@@ -29,10 +29,7 @@ _LOOK_SECONDS = 0.005
 
 
 class EngineThread:
-    """Runs an engine's steps. Belongs to one event loop, unless noted.
-
-    Args:
-        open_engine: opens the engine of this thread, on it.
+    """Runs an engine's steps. Belongs to one event loop, unless noted. `open_engine` runs on the thread.
 
     Attributes:
         failure: error that ended the engine or prevented its start.

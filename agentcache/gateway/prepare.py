@@ -83,12 +83,7 @@ def _num_chars(value: Any) -> int:
 
 
 def read_prompt(prompt: Prompt, system: str | None, tokenizer: Tokenizer, limit: WorkLimit = UNLIMITED) -> PlainPrompt:
-    """The prompt as marked text, or as its token ids.
-
-    Raises:
-        InvalidRequest: the messages do not fit the chat template, or the text or token ids are invalid.
-        ContextLengthExceeded, InvalidRequest: from `limit`.
-    """
+    """The prompt as marked text, or as its token ids. Raises InvalidRequest, ContextLengthExceeded."""
     check_size(prompt, tokenizer, limit)
     if isinstance(prompt, TokenPrompt):
         _check_ids(prompt.token_ids, tokenizer.vocab_size)
@@ -192,8 +187,7 @@ def prepare_request(
         found: lineage that it extends, if any.
         has_state: whether the model has recurrent layers.
 
-    Raises:
-        InvalidRequest: the prompt does not suit the adapter, or no answer can have the required form.
+    Raises InvalidRequest: the prompt does not suit the adapter, or no answer can have the required form.
     """
     matched = match(prompt, held_by(request, found), tokenizer, limit)
     _check_embeddings(matched.transcript.ids, num_embeddings)
@@ -254,6 +248,9 @@ def choose_lineage(request: Request, prompt: PlainPrompt, agents: Agents) -> Age
         [record] = agents.lineages(request.agent or "", request.lineage)
         return record if record.salt == request.salt or not record.transcript else None
     return choose(agents.known(request.agent), prompt, request.salt)
+
+
+# -- in the words of a transcript -------------------------------------------------------------------------------------
 
 
 def read_conversation(

@@ -135,7 +135,7 @@ class Workers:
         self._closed: AgentCacheError | None = None
 
     async def run(self, size: int, work: Callable[[HasEnded], T]) -> T:
-        """Run `work` on a thread; its argument tells whether the result is still needed. Raises Overloaded.
+        """Run `work` on a thread; its argument returns True once the result is not needed. Raises Overloaded.
 
         Args:
             size: characters or token ids.
