@@ -167,14 +167,10 @@ class HiddenStateWriter:
 
     def pieces(self, start: int, stop: int) -> list[Piece]:
         """Return where a step's tokens go. Blocks without their first tokens are not stored."""
-        if start != self._end:
-            self._drop(self._end // BLOCK_SIZE)
+        if start != self._end and (unfinished := self._slots.pop(self._end // BLOCK_SIZE, None)) is not None:
+            self._cache.release([unfinished])
         self._end = stop
         return [piece for block in _blocks(start, stop) if (piece := self._piece(block)) is not None]
-
-    def _drop(self, position: int) -> None:
-        if position in self._slots:
-            self._cache.release([self._slots.pop(position)])
 
     def _piece(self, block: _Block) -> Piece | None:
         if block.offset == 0 and (slot := self._cache.allocate(self._path)) is not None:

@@ -30,9 +30,9 @@ class PrefixCache:
     """All cached blocks of one model, or of one residual cache.
 
     Args:
-        state: group of recurrent state, if any.
-        state_budget: bytes for recurrent state of rows and checkpoints.
-        headroom: function that returns the machine's free bytes.
+        state: group of recurrent state.
+        state_budget: bytes for recurrent state.
+        headroom: returns the machine's free bytes.
     """
 
     def __init__(
@@ -158,10 +158,9 @@ class PrefixCache:
             self.tree.touch(path.nodes)
 
     def advance(self, sequence: BlockTables, token_ids: Sequence[int]) -> list[PathBlock]:
-        """Record computed tokens; publish and return the blocks that they fill, path by path.
+        """Record computed tokens; publish and return the blocks that they fill, path by path, and a base tail.
 
-        An adapter's first token also publishes the base tail. Slots outside a window stay until `leave_window`, to be
-        saved.
+        Slots outside a window stay until `leave_window`, to be saved.
         """
         was_hidden = has_base_tail(sequence.producer, sequence.num_tokens)
         sequence.token_ids.extend(token_ids)
@@ -181,8 +180,7 @@ class PrefixCache:
         """Drop slots that no later token reads; from the tree too, if no request reads them.
 
         Args:
-            read_from: first token still to compute, for base's tables of a residual request. The tree then keeps its
-                slots: adapters start reading anywhere.
+            read_from: first token still to compute, for base's tables of a residual request. The tree keeps its slots.
         """
         for path in sequence.paths if self._windowed else ():
             for index in self._windowed.intersection(path.groups):
@@ -296,8 +294,8 @@ class Checkpoints:
         None if one exists or there is no room. RAM keeps a request's last two longest.
 
         Args:
-            lasts: whether other conversations start there: then it is kept as long.
-            starts_next: whether the next prompt probably starts there: then it is one of the two.
+            lasts: other conversations start there: keep it as long.
+            starts_next: the next prompt probably starts there: keep it as one of the two.
         """
         snapshots = self._snapshots
         if snapshots is None or not num_tokens:

@@ -1,8 +1,8 @@
 """Search for the longest cached prefix of a prompt.
 
 A finder answers for one kind of cached data with an upper bound, at most `limit`, on the tokens that it can serve. If
-the answer is `limit`, it can serve them. A search asks its finders until none lowers the limit. It changes nothing;
-finders and answers are valid until a cache changes.
+the answer is `limit`, it can serve them. A search asks its finders until none lowers the limit. Finders and answers are
+valid until a cache changes.
 """
 
 from __future__ import annotations
@@ -95,10 +95,10 @@ class Cached:
     """Result of a search: a prefix that is equally long on all origin paths.
 
     Args:
-        snapshot: node at its end with a checkpoint, if the model has recurrent state.
-        known_tokens: tokens with cached KV, even if a checkpoint or base's KV is missing; 0 if unknown.
-        hidden_states: hidden states after the prefix; base's path extends to their end.
-        residuals: prefix of an adapter's residual KV, at most as long; base is read from its end on.
+        snapshot: node at its end with a checkpoint.
+        known_tokens: tokens with cached KV, even without a checkpoint or base's KV; 0 if unknown.
+        hidden_states: after the prefix; base's path extends to their end.
+        residuals: residual KV, at most as long; base is read from its end on.
     """
 
     producer: KVOrigin | None

@@ -4,8 +4,7 @@ A checkpoint is the state of all recurrent layers after one token, and belongs t
 node has one reference to its slot. A request has one to the slot that it starts from, until copied to its row.
 
 A checkpoint is as large as the KV of thousands of tokens, so there are few: at an interval, where prompts probably
-branch (as in Marconi, arXiv 2411.19379), and at a turn's end. At block borders, recurrent layers give the same bits for
-a prompt in pieces as for the whole.
+branch (Marconi, arXiv 2411.19379), and at a turn's end. Cut at block borders, a prompt gives the same bits as uncut.
 """
 
 from __future__ import annotations
@@ -257,9 +256,8 @@ def choose_saved(
     Args:
         found, saved: in RAM or on disk; on disk.
         lasting: position after the system prompt; 0 for none.
-        every: tokens that may be recomputed after a crash.
+        every: tokens that may be recomputed after a crash; none if `final`.
         returns: other positions where the next prompt may leave the lineage.
-        final: whether to avoid any recomputation: the agent is idle, or the server closes.
     """
     found = sorted(found)
     ends = sorted({*returns, num_tokens})

@@ -85,11 +85,7 @@ class GroupArena:
         return GroupMemory([(each.memory(), each.spec.slot_bytes) for each in self._tensors.values()], num_integers)
 
     def put(self, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
-        """Write blocks into slots, between steps.
-
-        Args:
-            blocks: uint8 [n] each as in `block_layout`, at most 256 tokens; may change after the call.
-        """
+        """Write blocks, uint8 [n] each as in `block_layout`, between steps. They may change afterwards."""
         if shares_memory():
             self._put_in_place(block_ids, blocks)
             return
@@ -127,7 +123,7 @@ class GroupArena:
 
 
 def _joined(blocks: Sequence[Array]) -> Array:
-    """[n, bytes]; a view if the blocks are adjacent, as a reader's are."""
+    """[n, bytes]; a view if the blocks are adjacent."""
     first, size = blocks[0].ctypes.data, blocks[0].nbytes
     if all(block.ctypes.data == first + index * size for index, block in enumerate(blocks)):
         return np.lib.stride_tricks.as_strided(blocks[0], (len(blocks), size), (size, 1))
@@ -135,7 +131,7 @@ def _joined(blocks: Sequence[Array]) -> Array:
 
 
 def make_arenas(spec: CacheSpec, room: int = 0) -> list[GroupArena]:
-    """One empty arena per group, each for `room` bytes."""
+    """One arena per group."""
     return [GroupArena(group, room) for group in spec.groups]
 
 
@@ -237,7 +233,7 @@ class SideArena:
         resize(self._arenas, capacity)
 
     def write_slots(self, packed: Packed, slots: Sequence[Slot], head: int = 0) -> None:
-        """Write one row's tokens of `packed` [1, at least `head` + H, n, ·] run by run: faster if runs are long."""
+        """Write one row's tokens of `packed` [1, at least `head` + H, n, ·] run by run."""
         heads = slice(head, head + self.num_heads)
         for part, new in zip(self._arenas, packed.parts, strict=True):
             for slot in slots:
@@ -245,7 +241,7 @@ class SideArena:
                 part.assign((slot.block_id, _ALL, slice(slot.offset, end)), new[0, heads, slot.start : slot.stop])
 
     def write_scattered(self, packed: Packed, block_ids: mx.array, offsets: mx.array, head: int = 0) -> None:
-        """Write tokens of `packed` [B, at least `head` + H, n, ·] to `block_ids` and `offsets`, both [B*n]."""
+        """Write tokens of `packed` [B, at least `head` + H, n, ·]; slots and offsets [B*n]."""
         heads = slice(head, head + self.num_heads)
         for part, new in zip(self._arenas, packed.parts, strict=True):
             tokens = new[:, heads].swapaxes(1, 2).reshape(-1, self.num_heads, new.shape[-1])
@@ -262,7 +258,7 @@ class SideArena:
         return Packed(*[part.array[block_ids, :, offsets] for part in self._arenas])
 
     def _behind_writes(self, block_ids: mx.array) -> mx.array:
-        """Make the device read `block_ids` only after the last in-place write."""
+        """Make reads wait for the last in-place write."""
         return block_ids if self.written is None else block_ids + self.written
 
     def copy(self, source: int, target: int) -> None:
@@ -314,10 +310,7 @@ class TensorArena:
         return memoryview(self.array).cast("B")
 
     def upload(self, block_ids: Sequence[int], blocks: mx.array) -> None:
-        """Write whole blocks [n, ...], padded with zeros to 256 tokens. Lazy.
-
-        Adjacent slots use slices: on CUDA, the first scatter compiles for seconds, during a request.
-        """
+        """Write whole blocks [n, ...], padded with zeros to 256 tokens. Lazy. No scatter: that compiles for seconds."""
         axis = self.spec.token_axis
         if axis is not None and blocks.shape[axis + 1] < BLOCK_SIZE:
             missing = BLOCK_SIZE - blocks.shape[axis + 1]
@@ -330,7 +323,7 @@ class TensorArena:
 
 
 def resize(tensors: Iterable[TensorArena], capacity: int) -> None:
-    """Resize tensors between steps. Copies are evaluated in batches: a wait for each is slow on a GPU."""
+    """Resize tensors between steps, evaluating copies in batches."""
     resized, num_bytes = list[mx.array](), 0
     for tensor in tensors:
         tensor.resize(capacity)
@@ -343,7 +336,7 @@ def resize(tensors: Iterable[TensorArena], capacity: int) -> None:
 
 
 def copy_block(tensors: Iterable[TensorArena], source: int, target: int) -> None:
-    """Copy a block of some tensors of one group, between steps. Reads at once, writes lazily."""
+    """Copy a block between steps. Reads at once, writes lazily."""
     tensors = list(tensors)
     blocks = [mx.contiguous(tensor.array[source : source + 1]) for tensor in tensors]
     mx.eval(blocks)

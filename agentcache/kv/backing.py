@@ -104,9 +104,6 @@ class Adopted:
         self._pages = pages
         if not capacity:
             return mx.zeros((0, *array.shape[1:]), array.dtype)
-        return self._front(capacity)
-
-    def _front(self, capacity: int) -> mx.array:
         num_bytes = to_page_end(capacity * self._spec.slot_bytes)
         return as_blocks(self._adopt(self._pages[:num_bytes].view(self._spec.numpy_dtype)), self._spec, capacity)
 

@@ -1,7 +1,7 @@
 """One step's reads and writes, and the cache of one layer as a model sees it during the step.
 
-`Reads` and `Writes` resolve block tables to slots, offsets and masks, once for all layers of a group. They copy what
-they need from tables, which may change while the device computes. A step may read blocks that it does not write.
+`Reads` and `Writes` resolve block tables to slots, offsets and masks, once for all layers of a group. They copy from
+tables, which may change while the device computes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,7 @@ _MAX_SLICES = 16  # with more runs, one scatter is cheaper than slice assignment
 
 
 class RaggedBlocks:
-    """Concatenated blocks of several non-empty rows, with per-row reductions.
-
-    Args:
-        ids: slots of each row.
-        starts: position of each block's first token.
-    """
+    """Concatenated blocks of several non-empty rows, with per-row reductions. `starts`: each block's first position."""
 
     def __init__(self, ids: Sequence[Sequence[int]], starts: Sequence[int]) -> None:
         self.ids = mx.array([block_id for row in ids for block_id in row], dtype=mx.int32)
@@ -38,7 +33,7 @@ class RaggedBlocks:
 
     @cached_property
     def _indices(self) -> mx.array:
-        """Indices of each row's blocks, int32 [B, longest row], padded with its first."""
+        """Indices of blocks, int32 [B, longest row], padded with the row's first."""
         most, begin, indices = max(self._counts), 0, []
         for count in self._counts:
             indices.append([*range(begin, begin + count), *[begin] * (most - count)])
@@ -50,7 +45,7 @@ class RaggedBlocks:
         return mx.arange(max(self._counts))[None] < mx.array(self._counts)[:, None]
 
     def spread(self, x: mx.array) -> mx.array:
-        """Each row's value for each of its blocks: [B, ...] to [num_blocks, ...]."""
+        """Repeat each row's value for its blocks: [B, ...] to [num_blocks, ...]."""
         return mx.broadcast_to(x, (self.rows.size, *x.shape[1:])) if len(self._counts) == 1 else x[self.rows]
 
     def max(self, x: mx.array) -> mx.array:
@@ -67,7 +62,7 @@ class RaggedBlocks:
 
 @dataclass(frozen=True)
 class RowReads:
-    """Reads of one row: `base` is the position of the first token read, `length` the row's tokens before the step."""
+    """One row's reads: position `base` of the first token read, `length` of the row before the step."""
 
     block_ids: Sequence[int]
     base: int
@@ -78,12 +73,12 @@ class Reads:
     """Blocks of one group that each row reads, including those of the step's own tokens.
 
     Args:
-        tables: block tables with room for the step.
+        tables: with room for the step.
         lengths: tokens in each row before the step.
         num_tokens: tokens added to every row.
 
     Attributes:
-        begins_early: whether the device may start before the step is fully built; not if the step assigns to an arena.
+        begins_early: whether the device may start before the step is built; not if the step assigns to an arena.
     """
 
     def __init__(
@@ -126,7 +121,6 @@ class Reads:
 
     @cached_property
     def num_blocks(self) -> int:
-        """Most blocks of a row; shorter rows get masked padding."""
         return max(len(ids) for ids in self._ids)
 
     @cached_property
@@ -157,12 +151,12 @@ class Reads:
 
     @property
     def key_start(self) -> int:
-        """Position of the first key read; single row only."""
+        """Position of the first key read, of a single row."""
         return self._firsts[0] * BLOCK_SIZE
 
     @property
     def num_keys(self) -> int:
-        """Keys from `key_start` to the end of the step; single row only."""
+        """Keys of a single row, from `key_start` on."""
         return self._lengths[0] + self.num_tokens - self.key_start
 
     @cached_property
@@ -208,7 +202,7 @@ class Writes:
 
     @cached_property
     def slots_and_offsets(self) -> tuple[mx.array, mx.array]:
-        """Slot and offset of every token, int32 [B * num_tokens] each."""
+        """Slots and offsets of all tokens, int32 [B * num_tokens] each."""
         ends = [
             (ids, range(offset, offset + self.num_tokens)) for ids, offset in zip(self._ids, self._offsets, strict=True)
         ]
@@ -219,7 +213,7 @@ class Writes:
 
     @cached_property
     def places(self) -> mx.array:
-        """slot * 256 + offset of every token, int32 [B * num_tokens]."""
+        """slot * 256 + offset, int32 [B * num_tokens]."""
         if self.num_tokens == 1:  # every decode step
             rows = zip(self._ids, self._offsets, strict=True)
             return mx.array([ids[0] * BLOCK_SIZE + offset for ids, offset in rows], mx.int32)
@@ -275,10 +269,9 @@ class PagedKV(NamedTuple):
 class Handle:
     """Stands for cached keys or values in model code; attention resolves it (`models/attachment.py`).
 
-    Not an array: code that computes with cached keys fails instead of computing wrongly.
+    Not an array: code that computes with it fails instead of computing wrongly.
 
     Args:
-        dtype: of the model's keys.
         projections: for MLA, from latent to keys and values.
     """
 
@@ -291,11 +284,11 @@ class Handle:
 
 
 class StepCache:
-    """One layer's cache in one step. Allocates nothing: the step's builder owns rows and blocks.
+    """One layer's cache in one step. Allocates nothing.
 
     Args:
         reads, writes: None if the step skips the layer.
-        offset: position of each row's first new token: int for one row, else int32 [B].
+        offset: first new position: int for one row, else int32 [B].
     """
 
     def __init__(
@@ -333,7 +326,7 @@ class StepCache:
         return self._written
 
     def keys_and_values(self) -> tuple[Any, Any]:
-        """Return the last update's result, for layers that share this KV."""
+        """Result of the last update, for layers that share this KV."""
         if self._written is None:
             raise BrokenInvariant(f"layer {self.arena.layer.index} is read before it is written")
         return self._written

@@ -149,9 +149,7 @@ class AgentFolder:
 
     def _note_unavailable(self, name: str, reason: str) -> None:
         self._unavailable[name] = reason
-        logger.warning(
-            "agent %s (%s) is unavailable, and its files stay as they are: %s", name, self._folder.name, reason
-        )
+        logger.warning("agent %s (%s) is unavailable, its files are unchanged: %s", name, self._folder.name, reason)
 
     def _rebuild(self, name: str, served: ServedCache, reason: str) -> None:
         """Rebuild a lineage as far as it is proven, else quarantine it. Raises FileUnavailable."""

@@ -152,10 +152,10 @@ class ArchiveFile:
         index_bytes = int.from_bytes(length, "little")
         end = size - _TAIL_BYTES - index_bytes
         if len(tail) < _TAIL_BYTES or index_bytes > _MAX_INDEX_BYTES or end < len(_MAGIC):
-            raise ArchiveRejected("it is damaged: the length of its index makes no sense", param="path")
+            raise ArchiveRejected("it is damaged: the length of its index is impossible", param="path")
         index = self._pread(index_bytes, end)
         if _digest_of_index(index, length) != digest:
-            raise ArchiveRejected("it is damaged: its index is not the one that was written", param="path")
+            raise ArchiveRejected("it is damaged: the checksum of its index does not match", param="path")
         return index, end
 
     def _pread(self, num_bytes: int, offset: int) -> bytes:
@@ -168,10 +168,10 @@ class ArchiveFile:
     def read(self, content: ArchivedContent, max_bytes: int) -> bytes:
         """Raises ArchiveRejected for too many or damaged bytes."""
         if content.num_bytes > max_bytes:
-            raise ArchiveRejected(f"a {content.kind} of {content.num_bytes} bytes makes no sense", param="path")
+            raise ArchiveRejected(f"a {content.kind} of {content.num_bytes} bytes is too long", param="path")
         data = self._pread(content.num_bytes, content.begin)
         if hashlib.sha256(data).hexdigest() != content.sha256:
-            raise ArchiveRejected(f"it is damaged: a {content.kind} is not the one that was written", param="path")
+            raise ArchiveRejected(f"it is damaged: a {content.kind} does not match its checksum", param="path")
         return data
 
 
@@ -323,5 +323,5 @@ def _path(files: CacheFiles, key: str) -> Path:
 def _block(files: CacheFiles, key: str) -> bytes:
     data = files.read(_path(files, key), MAX_BLOCK_BYTES)
     if examine_block(data) != key:
-        raise BlockRejected(f"block {key} is damaged; agentcache doctor --check tells more")
+        raise BlockRejected(f"block {key} is damaged; see agentcache doctor --check")
     return data

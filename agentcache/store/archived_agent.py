@@ -177,8 +177,9 @@ def _verified(file: ArchiveFile, served: ServedCache, model: str, agent_id: str)
         for key in by_rank[0]
         if key in targets
     ]
-    now = as_time(time.time())
-    records = [_renamed(lineage.record(spec.digest), agent_id, now) for lineage in here.values()]
+    now, saved = as_time(time.time()), [lineage.record(spec.digest) for lineage in here.values()]
+    # Another machine's clock may be ahead.
+    records = [replace(record, id=agent_id, created=min(record.created, now)) for record in saved]
     return ArchivedAgent(file, spec, agent_id, records, blocks)
 
 
@@ -201,10 +202,6 @@ def _pairs(archived: SavedAgent, here: SavedAgent) -> Iterator[tuple[str, _Expec
     for block in _expected(archived):
         if block.header.cache in caches:
             yield block.header.block_key, next(of_here)
-
-
-def _renamed(record: AgentRecord, agent_id: str, now: float) -> AgentRecord:
-    return replace(record, id=agent_id, created=min(record.created, now))  # another clock may be ahead
 
 
 def _check_residuals_agree(manifests: Sequence[Manifest]) -> None:

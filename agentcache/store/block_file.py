@@ -80,7 +80,7 @@ def decode_extras(text: str) -> dict[str, Extra]:
             return extras
     except (StoreError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise BlockRejected(f"the block's extras are unreadable: {error!r:.100}") from None
-    raise BlockRejected("the block's extras are not as they were written")
+    raise BlockRejected("the block's extras have changed since they were written")
 
 
 def _encode_extra(name: str, value: Extra) -> Any:
@@ -246,7 +246,9 @@ def _examine_head(spec: CacheSpec, header: BlockHeader, head: bytes) -> tuple[by
     stated = _stated_metadata(head[HEAD_BEGIN:])
     refuse_newer(stated.get("format_version"))
     packed, checksum, extras = (stated.get(name, "") for name in ("token_ids", "checksum", "extras"))
-    _check_metadata(_metadata(spec, header, packed, checksum, extras), stated)
+    for name, value in _metadata(spec, header, packed, checksum, extras).items():
+        if stated.get(name) != value:
+            raise BlockRejected(f"{name} is {stated.get(name)!r:.80}, expected {value!r:.80}")
     _check_token_ids(header.token_ids, packed)
     size = len(head)
     if _head(spec, header, _metadata(spec, header, packed, checksum, extras), size) != head:
@@ -372,12 +374,6 @@ def refuse_newer(version: object) -> None:
     """Raise FileUnavailable for a newer version."""
     if isinstance(version, str) and version.isascii() and version.isdigit() and int(version[:6]) > FORMAT_VERSION:
         raise FileUnavailable(f"a newer release wrote it: format version {version:.6}, and {FORMAT_VERSION} is known")
-
-
-def _check_metadata(expected: Mapping[str, str], stated: Mapping[str, str]) -> None:
-    for name, value in expected.items():
-        if stated.get(name) != value:
-            raise BlockRejected(f"{name} is {stated.get(name)!r:.80}, expected {value!r:.80}")
 
 
 def _check_token_ids(expected: Sequence[int], packed: str) -> None:

@@ -50,10 +50,6 @@ class BlockWrite:
     others: Sequence[Array] = ()
 
 
-def _kind_of(header: BlockHeader) -> str:
-    return STATE if header.group == STATE_GROUP else kind_of(header.cache)
-
-
 @dataclass(frozen=True)
 class BlockCopy:
     """A block's file from an archive, accepted by `verify.examine_block`."""
@@ -147,7 +143,7 @@ class BlockReader:
             extras = verify_block(spec, header, bytes(head), integers, rest)
         except FileNotFoundError:
             self._usage.forget(Path(name))
-            raise BlockMissing(f"there is no file for block {header.block_key}") from None
+            raise BlockMissing(f"no file for block {header.block_key}") from None
         except (IsLink, BlockRejected) as error:
             self._usage.quarantine.add(str(error), Path(name))
             raise BlockRejected(f"block {header.block_key}: {error}") from error
@@ -166,7 +162,7 @@ class BlockReader:
     def _note_unavailable(self, key: str, error: FileUnavailable | OSError | MemoryError) -> None:
         if not self._unavailable:  # later ones usually have the same reason
             reason = str(error) if isinstance(error, FileUnavailable) else CacheFiles.describe(self._path(key), error)
-            log.warning("block files cannot be read, stay as they are, and are computed again: %s", reason)
+            log.warning("block files cannot be read; they are kept, and their blocks computed again: %s", reason)
         self._unavailable.add(key)
 
     def decode_zeros(self, header: BlockHeader, buffer: Array) -> Array:
@@ -193,7 +189,7 @@ class BlockReader:
 
     def _checked_name(self, key: str) -> str:
         if not _BLOCK_KEY.fullmatch(key):
-            raise BrokenInvariant(f"{key!r:.80} is no block key")
+            raise BrokenInvariant(f"{key!r:.80} is not a block key")
         return self._name(key)
 
 
@@ -245,7 +241,8 @@ class BlockFolder(BlockReader):
             raise
         for key, size in sizes.items():
             self._unavailable.discard(key)
-            self.classify([key], _kind_of(new[key].header))
+            header = new[key].header
+            self.classify([key], STATE if header.group == STATE_GROUP else kind_of(header.cache))
             self._usage.record_written(files[key].path, size, size)
         return sum(sizes.values())
 

@@ -355,7 +355,7 @@ class CacheFiles:
             if not stat.S_ISREG(status.st_mode):
                 raise NotAFile("it is not a regular file")
             if status.st_size > max_bytes:
-                raise WrongFile(f"it has {status.st_size} bytes, at most {max_bytes} make sense")
+                raise WrongFile(f"it has {status.st_size} bytes, more than the {max_bytes} allowed")
         except BaseException:
             os.close(fd)
             raise

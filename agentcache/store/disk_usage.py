@@ -47,7 +47,6 @@ class DiskBudget:
 
 
 def explicit_budget(num_bytes: int) -> DiskBudget:
-    """The user's budget."""
     return DiskBudget(num_bytes, False, "disk_budget is set; the stalest agents' blocks are evicted to keep it")
 
 
@@ -56,7 +55,7 @@ def automatic_budget(free: int, held: int) -> DiskBudget:
     share = min(int((free + held) * AUTO_SHARE), AUTO_CEILING)
     measured = f"{free / 1e9:.1f} GB are free and {held / 1e9:.1f} GB held"
     if share <= held:
-        return DiskBudget(held, True, f"what is held already, for {measured}; nothing is evicted, nothing can be added")
+        return DiskBudget(held, True, f"the bytes in use, as {measured}; nothing is evicted, nothing can be added")
     limit = f"{AUTO_CEILING / 1e9:.0f} GB at most" if share == AUTO_CEILING else f"{AUTO_SHARE:.0%} of both"
     return DiskBudget(share, True, f"{limit}, for {measured}; it limits growth and evicts nothing")
 
@@ -123,11 +122,9 @@ class DiskUsage:
 
     @property
     def free(self) -> int:
-        """Bytes left; negative after the user has lowered the budget."""
         return self.budget - self.total
 
     def measure(self) -> DiskBudget:
-        """Recompute an automatic budget."""
         if self._explicit is None:
             self._measured = automatic_budget(self._files.free_bytes(), self.total)
         return self.plan
@@ -140,7 +137,7 @@ class DiskUsage:
         return num_bytes <= self.free
 
     def refusal(self, num_bytes: int) -> str:
-        message = f"{num_bytes} bytes more would pass the disk budget: {self.total} of {self.budget} are in use"
+        message = f"{num_bytes} bytes more would exceed the disk budget: {self.total} of {self.budget} are in use"
         return message if self.evicts else f"{message}. The budget is automatic ({self.plan.reason}): {HINT}"
 
     @property
@@ -207,7 +204,6 @@ class DiskUsage:
             raise DiskBudgetExceeded(self.refusal(num_bytes), num_bytes)
 
     def record(self, path: str, size: int) -> None:
-        """Record a file's size."""
         with self._lock:
             grown = size - self._sizes.get(path, 0)
             self.total += grown

@@ -177,7 +177,6 @@ class LineageReader:
             raise StoreError(f"the transcript of agent {manifest.name} cannot be read: {error}") from error
 
     def _stated_manifest(self, name: str) -> tuple[Manifest | None, bool]:
-        """The manifest, or what a damaged one says, and whether it is sound."""
         try:
             return self._read_manifest(name), True
         except (BlockRejected, FileNotFoundError):
@@ -223,11 +222,13 @@ def check_lineage(manifest: Manifest, content: Content, served: ServedCache | No
         _check_cache(cache, content)
     for cache in manifest.caches[1:]:
         if kind_of(cache.name) == BASE_CACHE or cache.producer is not None or cache.has_state or not cache.groups:
-            raise BlockRejected(f"the cache {cache.name!r:.80} is none that may stand beside base's")
+            raise BlockRejected(f"the cache {cache.name!r:.80} is not one that may stand beside base's")
     if strange := content.chains.keys() - {cache.name for cache in manifest.caches}:
         raise BlockRejected(f"the log has blocks of caches that the manifest does not name: {sorted(strange)!r:.100}")
-    if served is not None and manifest.base.spec == served.spec.digest:
-        _check_groups(manifest, served.spec)
+    fits = served is not None and manifest.base.spec == served.spec.digest
+    # Later code identifies groups by index.
+    if served is not None and fits and manifest.base.groups != tuple(group.name for group in served.spec.all_groups):
+        raise BlockRejected("its cache groups are not those of its cache")
 
 
 def _check_transcript(transcript: Transcript, num_token_ids: int | None) -> None:
@@ -242,7 +243,7 @@ def _check_transcript(transcript: Transcript, num_token_ids: int | None) -> None
     if not all(kind in _KINDS and count > 0 for kind, count in transcript.spans):
         raise BlockRejected("a span of tokens is empty, or of an unknown kind")
     if (total := sum(count for _, count in transcript.spans)) != ids.size:
-        raise BlockRejected(f"spans of {total} tokens, of which there are {ids.size}")
+        raise BlockRejected(f"spans of {total} tokens, but {ids.size} token ids")
     try:
         transcript.text.encode()
     except UnicodeEncodeError:
@@ -262,12 +263,7 @@ def _check_cache(cache: SavedCache, content: Content) -> None:
     if not all(0 < each.num_tokens <= cache.num_saved for each in cache.snapshots):
         raise BlockRejected("it names snapshots of tokens that are not saved")
     if not all(map(_CHAIN.fullmatch, (*chains, *(each.chain for each in cache.snapshots)))):
-        raise BlockRejected("a chain key is none")
-
-
-def _check_groups(manifest: Manifest, spec: CacheSpec) -> None:
-    if manifest.base.groups != tuple(group.name for group in spec.all_groups):
-        raise BlockRejected("its cache groups are not those of its cache")
+        raise BlockRejected("a chain key is invalid")
 
 
 @dataclass(frozen=True)

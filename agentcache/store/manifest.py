@@ -378,7 +378,7 @@ def _check_log(log: LogEnd) -> None:
 
 def _cache_from(fields: Mapping[str, Any]) -> SavedCache:
     if not isinstance(fields, dict):
-        raise TypeError("the cache is none")
+        raise TypeError("a cache is not an object")
     producer = _producer_from(fields["producer"]) if "producer" in fields else None
     snapshots = tuple(map(_snapshot_from, fields.get("snapshots", ())))
     cache = SavedCache(**{**fields, "groups": tuple(fields["groups"]), "producer": producer, "snapshots": snapshots})
@@ -434,9 +434,6 @@ def _is_time(value: object) -> bool:
 
 
 def _signed(fields: Mapping[str, Any]) -> bytes:
-    unsigned = _dump({name: value for name, value in fields.items() if name != "checksum"})
+    rest = {name: value for name, value in fields.items() if name != "checksum"}
+    unsigned = json.dumps(rest, indent=1).encode() + b"\n"
     return f'{{\n "checksum": "{xxhash.xxh3_128_hexdigest(unsigned)}",'.encode() + unsigned[1:]
-
-
-def _dump(fields: Mapping[str, Any]) -> bytes:
-    return json.dumps(fields, indent=1).encode() + b"\n"

@@ -30,7 +30,7 @@ class SavedAgents:
     needed or their lineage is saved again or deleted.
 
     Args:
-        folders: by the first 16 letters of the model's fingerprint.
+        folders: by `model[:16]`.
         model, spec: fingerprint of the served model; digest of its cache spec.
     """
 
@@ -102,7 +102,6 @@ class SavedAgents:
         return min(with_blocks, key=lambda agent: agent.manifest.last_used, default=None)
 
     def latest_use(self) -> float:
-        """Latest use of any lineage in Unix time, or 0."""
         return max((agent.manifest.last_used for agent in self), default=0.0)
 
     def _unreadable(self) -> Iterator[SavedAgent]:
@@ -184,8 +183,8 @@ def _leave_ram(agent: SavedAgent) -> None:
 class FormerAgents:
     """The lineages in folders with former names of the served model, renamed if the served folder has the name.
 
-    Their transcripts are used; addresses of their blocks contain the former name. A lineage stays in its folder until
-    it is saved in the served folder, or deleted.
+    Their blocks, whose addresses contain the former name, are not used. A lineage stays in its folder until it is saved
+    in the served folder, or deleted.
 
     Args:
         folders: by former name; earlier ones take precedence.
@@ -253,7 +252,6 @@ class FormerAgents:
 
     @property
     def unavailable(self) -> dict[str, str]:
-        """Unavailable lineages with the reason, after `take_in`."""
         return {name: reason for folder in self._folders.values() for name, reason in folder.unavailable.items()}
 
     def keep(self, before: FormerAgents) -> None:
@@ -363,6 +361,6 @@ class QuarantinedAgents:
             self._usage.move(path, folder / f"{manifest.name}.json")
             self._files.sync_folder(folder)
         except OSError as error:
-            log.warning("agent %s stays in quarantine, though it is sound: %s", manifest.name, error)
+            log.warning("agent %s is sound, but stays in quarantine: %s", manifest.name, error)
         else:
             log.warning("agent %s (%s) is sound: restored from quarantine", manifest.name, folder.name)

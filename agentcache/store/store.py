@@ -191,7 +191,6 @@ class Store:
 
     @property
     def unavailable(self) -> dict[str, str]:
-        """Unavailable lineages with the reason, after loading."""
         return {**self._former.unavailable, **self._agents.served.unavailable}
 
     def load_again(self, agent_id: str) -> list[AgentRecord]:

@@ -329,12 +329,12 @@ def _kept(count: int, items: Sequence[Any]) -> int:
 
 def _string(value: str) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r:.40} is no text")
+        raise TypeError(f"{value!r:.40} is not a text")
     return value
 
 
 def _span(value: Sequence[Any]) -> tuple[str, int]:
     kind, count = value
     if type(count) is not int:
-        raise TypeError(f"{value!r:.40} is no span of tokens")
+        raise TypeError(f"{value!r:.40} is not a span of tokens")
     return _string(kind), count

@@ -220,7 +220,7 @@ def _check_entries(entries: Iterable[Mapping[str, Any]]) -> int:
 
 def _num_items(shape: Sequence[int]) -> int:
     if len(shape) > _MOST_AXES or not all(type(size) is int and 0 <= size < 1 << 32 for size in shape):
-        raise ValueError(f"{shape!r:.40} is no shape")
+        raise ValueError(f"{shape!r:.40} is not a shape")
     return math.prod(shape)
 
 

@@ -186,7 +186,7 @@ class _Job(Generic[T]):
         try:
             self.done(outcome)
         except BaseException:
-            log.exception("the outcome of a write was not taken")
+            log.exception("the callback of a write has failed")
 
 
 class Writer:
