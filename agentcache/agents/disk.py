@@ -91,9 +91,9 @@ def when_all(count: int, done: Callable[[Saved], None]) -> Callable[[Saved], Non
 
 
 class Disk:
-    """Tracks durable lineages and their files, and makes room for new ones.
+    """Writes and deletes the files of agents, by jobs.
 
-    Writer thread only, except `files`, `needs` and `fits`.
+    Writer thread only, except `files`, `room.needs` and `room.fits`.
 
     Args:
         is_open: whether a cache is in RAM; files of closed caches are unusable now.
@@ -103,43 +103,17 @@ class Disk:
         self, store: Store, records: Iterable[AgentRecord], pins: Pins, is_open: Callable[[str], bool]
     ) -> None:
         self._store = store
-        self.files = BlockFiles(store)
         self._pins = pins
-        self._lineages = DurableLineages(pins, is_open)
+        self.files = BlockFiles(store)
+        self.room = DiskRoom(store, self.files, pins, is_open)
         self._superseded: list[BlockName] = []  # deleted in `clean_up`
-        self._behind: set[str] = set()  # lineages whose manifests may name blocks deleted for room
         for record in records:
-            self._put(record)
-
-    def needs(self, name: BlockName) -> bool:
-        """Whether a durable lineage names the block or an unsaved turn pins it. Any thread."""
-        return self._lineages.is_named(name) or self._pins.has_block(name)
-
-    def fits(self, record: AgentRecord, num_tokens: int) -> bool:
-        """Whether the budget can hold the lineage after every permitted eviction. Any thread."""
-        usage = self._store.usage
-        if not usage.evicts:
-            return usage.has_room(self._bytes_added(record, num_tokens))
-        return self._bytes_with(record, num_tokens) <= usage.budget
-
-    def _bytes_with(self, record: AgentRecord, num_tokens: int) -> int:
-        """Upper bound, with all transcripts, which always stay."""
-        log_bytes = self._log_bytes(record, num_tokens)
-        return self._store.usage.bytes_of(AGENTS) + self.files.estimate(record, num_tokens) + log_bytes
-
-    def _bytes_added(self, record: AgentRecord, num_tokens: int) -> int:
-        missing = self.files.estimate(record, num_tokens) - self.files.bytes_of(record.block_names)
-        return max(0, missing) + self._log_bytes(record, num_tokens)
-
-    def _log_bytes(self, record: AgentRecord, num_tokens: int) -> int:
-        known = self._lineages.find(record.name)
-        logged = 0 if known is None else len(known.transcript)
-        return max(0, num_tokens - logged) * _LOG_BYTES_PER_TOKEN + _MANIFEST_BYTES
+            self.room.put(record)
 
     def tidy(self) -> Committed:
         def work(done: Committed) -> None:
             self._store.collect_orphans()
-            while self._store.usage.free < 0 and self._make_room(done):
+            while self._store.usage.free < 0 and self.room.make(done):
                 continue
 
         return self._run(work)
@@ -156,11 +130,11 @@ class Disk:
         """Make a turn durable: its blocks, then the manifest that names them. A failed turn leaves no file."""
 
         def work(done: Committed) -> None:
-            self._require_budget(turn)
+            self.room.require_budget(turn)
             self._write_blocks(turn.writes, done)
             self._require_blocks(turn.needed)
-            done.num_bytes += self._with_room(lambda: self._store.save_agent(turn.record), done)
-            self._superseded = [name for name in self._put(turn.record) if not self.needs(name)]
+            done.num_bytes += self.room.write(lambda: self._store.save_agent(turn.record), done)
+            self._superseded = [name for name in self.room.put(turn.record) if not self.room.needs(name)]
             done.deleted += self._superseded
 
         return self._run(work, held=turn.held)
@@ -171,7 +145,7 @@ class Disk:
         usage = self._store.usage
 
         def work(done: Committed) -> None:
-            if not self._could_hold(archive.num_bytes):  # before evicting other lineages
+            if not self.room.could_hold(archive.num_bytes):  # before evicting other lineages
                 message = f"the agent takes {archive.num_bytes} bytes, more than the disk budget can hold"
                 raise StoreError(message if usage.evicts else usage.refusal(archive.num_bytes))
             saved: list[AgentRecord] = []
@@ -180,8 +154,8 @@ class Disk:
                     self._write_blocks(writes, done)
                 for record in archive.records:
                     saved.append(record)
-                    done.num_bytes += self._with_room(partial(self._store.save_agent, record), done)
-                    self._put(record)
+                    done.num_bytes += self.room.write(partial(self._store.save_agent, record), done)
+                    self.room.put(record)
             except AgentCacheError:
                 for record in saved:
                     self._take_back(record, done)
@@ -195,7 +169,7 @@ class Disk:
         def work(done: Committed) -> None:
             for record in self._store.load_again(agent_id):
                 self._pins.pin_lineage(record.name)
-                self._put(record)
+                self.room.put(record)
                 found.append(record)
 
         return self._run(work)
@@ -203,7 +177,7 @@ class Disk:
     def _take_back(self, record: AgentRecord, done: Committed) -> None:
         """An error is logged, so that the next ones are removed too."""
         try:
-            self._remove(record, done)
+            self.room.remove(record, done)
         except StoreError as error:
             log.error("lineage %s of an import that failed stays: %s", record.name, error)
 
@@ -214,13 +188,13 @@ class Disk:
             with as_store_error("read or write stored responses"):
                 work(self._store.responses)
 
-        return self._run(lambda done: self._with_room(use, done))
+        return self._run(lambda done: self.room.write(use, done))
 
     def clean_up(self) -> None:
         """Delete superseded blocks, after the outcome is posted: no request waits for it."""
         names, self._superseded = self._superseded, []
         try:
-            self._delete(names, Committed())
+            self.room.delete(names, Committed())
         except StoreError as error:
             log.error("unused files stay: %s", error)
 
@@ -231,13 +205,13 @@ class Disk:
         """
 
         def work(done: Committed) -> None:
-            self._delete(self._put(record), done)
+            self.room.delete(self.room.put(record), done)
             self._store.save_agent(record)
 
         return self._run(work)
 
     def delete(self, record: AgentRecord) -> Committed:
-        return self._run(lambda done: self._remove(record, done))
+        return self._run(lambda done: self.room.remove(record, done))
 
     def sweep(self, names: Sequence[BlockName]) -> Committed:
         """Delete unneeded blocks of a dropped turn."""
@@ -266,13 +240,49 @@ class Disk:
             done.error = f"{type(error).__name__}: {error}"
         self._pins.let_blocks_go(held)
         try:
-            self._delete({*held, *written}, done)
-            self._catch_up()
+            self.room.delete({*held, *written}, done)
+            self.room.catch_up()
         except StoreError as error:  # the next start repairs it
             log.error("the cache folder is not tidy: %s", error)
         return done
 
-    def _require_budget(self, turn: SavedTurn) -> None:
+    def _write_blocks(
+        self,
+        blocks: Sequence[BlockWrite | BlockCopy],
+        done: Committed,
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
+        done.num_bytes += self.room.write(lambda: self._store.write_blocks(blocks), done, is_wanted) if blocks else 0
+        done.written = True
+
+    def _require_blocks(self, names: Sequence[BlockName]) -> None:
+        if not all(map(self.files.has, names)):
+            raise BlocksLost("an earlier block is gone from the cache folder")
+        self._store.require_blocks(map(self.files.key, names))
+
+
+class DiskRoom:
+    """Durable lineages, and the room that they leave: evicts files for new ones. Writer thread only."""
+
+    def __init__(self, store: Store, files: BlockFiles, pins: Pins, is_open: Callable[[str], bool]) -> None:
+        self._store = store
+        self._files = files
+        self._pins = pins
+        self._lineages = DurableLineages(pins, is_open)
+        self._behind: set[str] = set()  # lineages whose manifests may name blocks deleted for room
+
+    def needs(self, name: BlockName) -> bool:
+        """Whether a durable lineage names the block or an unsaved turn pins it. Any thread."""
+        return self._lineages.is_named(name) or self._pins.has_block(name)
+
+    def fits(self, record: AgentRecord, num_tokens: int) -> bool:
+        """Whether the budget can hold the lineage after every permitted eviction. Any thread."""
+        usage = self._store.usage
+        if not usage.evicts:
+            return usage.has_room(self._bytes_added(record, num_tokens))
+        return self._bytes_with(record, num_tokens) <= usage.budget
+
+    def require_budget(self, turn: SavedTurn) -> None:
         """Raise StoreError before evicting other lineages for a turn that cannot fit."""
         record, usage = turn.record, self._store.usage
         if not turn.writes or self.fits(record, record.num_saved):
@@ -283,36 +293,24 @@ class Disk:
         reason = f"with it and all transcripts there would be {num_bytes} bytes on disk"
         raise StoreError(f"{reason}, over the budget of {usage.budget}")
 
-    def _write_blocks(
-        self,
-        blocks: Sequence[BlockWrite | BlockCopy],
-        done: Committed,
-        is_wanted: Callable[[], bool] = lambda: True,
-    ) -> None:
-        done.num_bytes += self._with_room(lambda: self._store.write_blocks(blocks), done, is_wanted) if blocks else 0
-        done.written = True
-
-    def _require_blocks(self, names: Sequence[BlockName]) -> None:
-        if not all(map(self.files.has, names)):
-            raise BlocksLost("an earlier block is gone from the cache folder")
-        self._store.require_blocks(map(self.files.key, names))
-
-    def _with_room(self, write: Callable[[], T], done: Committed, is_wanted: Callable[[], bool] = lambda: True) -> T:
+    def write(self, write: Callable[[], T], done: Committed, is_wanted: Callable[[], bool] = lambda: True) -> T:
+        """Call `write`, evicting while it needs room and `is_wanted`. Raises DiskBudgetExceeded."""
         while True:
             try:
                 return write()
             except DiskBudgetExceeded as error:
-                if not (is_wanted() and self._could_hold(error.num_bytes) and self._make_room(done)):
+                if not (is_wanted() and self.could_hold(error.num_bytes) and self.make(done)):
                     raise
 
-    def _could_hold(self, num_bytes: int) -> bool:
+    def could_hold(self, num_bytes: int) -> bool:
+        """Whether the budget can hold that much more after every permitted eviction."""
         if not self._store.usage.evicts:
             return self._store.usage.has_room(num_bytes)
-        blocks = self.files.bytes_of(self._lineages.protected_blocks())
+        blocks = self._files.bytes_of(self._lineages.protected_blocks())
         kept = self._store.usage.bytes_of(AGENTS) + blocks + self._store.claims.unclaimed_bytes
         return kept + num_bytes <= self._store.usage.budget
 
-    def _make_room(self, done: Committed) -> bool:
+    def make(self, done: Committed) -> bool:
         """Evict once and update manifests; False if nothing may be evicted, as with an automatic budget."""
         if not (self._store.usage.evicts and self._drop_stalest(done)):
             return False
@@ -320,10 +318,42 @@ class Disk:
             continue
         return True
 
+    def put(self, record: AgentRecord) -> list[BlockName]:
+        """Add or replace a durable lineage; returns the blocks that only the old version named."""
+        self._files.learn_names(record)
+        return self._lineages.put(record)
+
+    def remove(self, record: AgentRecord, done: Committed, *, for_room: bool = False) -> None:
+        """Delete a lineage's manifest, then the unneeded blocks that it named."""
+        self._store.delete_agent(record.name)
+        if for_room:
+            done.removed.append(record)
+        self.delete(self._lineages.remove(record.name), done, for_room=for_room)
+
+    def delete(self, names: Iterable[BlockName], done: Committed, *, for_room: bool = False) -> None:
+        """Delete the files of unneeded blocks."""
+        unneeded = [name for name in names if not self.needs(name)]
+        if unneeded:
+            self._store.delete_blocks(map(self._files.key, unneeded), for_room=for_room)
+            done.deleted += unneeded
+
+    def catch_up(self) -> None:
+        """Write manifests that still name evicted blocks. Raises StoreError after the last."""
+        failed: StoreError | None = None
+        for name in sorted(self._behind):
+            try:
+                if (record := self._lineages.find(name)) is not None:
+                    self._store.save_agent(record)
+                self._behind.discard(name)
+            except StoreError as error:
+                failed = error
+        if failed is not None:
+            raise failed
+
     def _have_room_to_catch_up(self) -> bool:
         """Write outdated manifests before other data takes the room; False if the budget is exhausted."""
         try:
-            self._catch_up()
+            self.catch_up()
         except DiskBudgetExceeded:
             return False
         except StoreError:  # the job's end retries and logs it
@@ -336,7 +366,7 @@ class Disk:
         Order: blocks that only damaged files name, residuals of unloaded adapters, then a lineage of any model. An
         agent's longest lineage, and unreadable ones, keep their transcripts.
         """
-        if self._store.evict_unclaimed({self.files.key(name) for name in self._pins.blocks()}):
+        if self._store.evict_unclaimed({self._files.key(name) for name in self._pins.blocks()}):
             return True
         if (reduced := self._lineages.first_with_orphans()) is not None:
             name = reduced.before.name
@@ -354,38 +384,24 @@ class Disk:
         if self._lineages.is_longest(victim):
             self._reduce(Reduced(victim, victim.without_blocks()), done)
         else:
-            self._remove(victim, done, for_room=True)
+            self.remove(victim, done, for_room=True)
         return True
 
     def _reduce(self, reduced: Reduced, done: Committed) -> None:
         done.reduced.append(reduced)
         self._behind.add(reduced.after.name)
-        self._delete(self._put(reduced.after), done, for_room=True)
+        self.delete(self.put(reduced.after), done, for_room=True)
 
-    def _catch_up(self) -> None:
-        failed: StoreError | None = None
-        for name in sorted(self._behind):
-            try:
-                if (record := self._lineages.find(name)) is not None:
-                    self._store.save_agent(record)
-                self._behind.discard(name)
-            except StoreError as error:
-                failed = error
-        if failed is not None:
-            raise failed
+    def _bytes_with(self, record: AgentRecord, num_tokens: int) -> int:
+        """Upper bound, with all transcripts, which always stay."""
+        log_bytes = self._log_bytes(record, num_tokens)
+        return self._store.usage.bytes_of(AGENTS) + self._files.estimate(record, num_tokens) + log_bytes
 
-    def _remove(self, record: AgentRecord, done: Committed, *, for_room: bool = False) -> None:
-        self._store.delete_agent(record.name)
-        if for_room:
-            done.removed.append(record)
-        self._delete(self._lineages.remove(record.name), done, for_room=for_room)
+    def _bytes_added(self, record: AgentRecord, num_tokens: int) -> int:
+        missing = self._files.estimate(record, num_tokens) - self._files.bytes_of(record.block_names)
+        return max(0, missing) + self._log_bytes(record, num_tokens)
 
-    def _put(self, record: AgentRecord) -> list[BlockName]:
-        self.files.learn_names(record)
-        return self._lineages.put(record)
-
-    def _delete(self, names: Iterable[BlockName], done: Committed, *, for_room: bool = False) -> None:
-        unneeded = [name for name in names if not self.needs(name)]
-        if unneeded:
-            self._store.delete_blocks(map(self.files.key, unneeded), for_room=for_room)
-            done.deleted += unneeded
+    def _log_bytes(self, record: AgentRecord, num_tokens: int) -> int:
+        known = self._lineages.find(record.name)
+        logged = 0 if known is None else len(known.transcript)
+        return max(0, num_tokens - logged) * _LOG_BYTES_PER_TOKEN + _MANIFEST_BYTES

@@ -109,7 +109,7 @@ class AgentOperations:
         self._persistence.save_record(replace(record, adapter=adapter), done)
 
     def look_again(self, agent_id: str, done: Callable[[None], None]) -> None:
-        self._persistence.look_again(agent_id, lambda: done(None))
+        self._persistence.unavailable.look_again(agent_id, lambda: done(None))
 
     def bring_in(self, archive: ArchivedAgent, done: Callable[[Saved], None]) -> None:
         """Import an agent, durably. Raises Conflict, ArchiveRejected."""

@@ -57,24 +57,20 @@ class Persistence:
         shared: Collection[str] = (),
     ) -> None:
         self._caches = caches
-        self._store = store
+        self.store = store
         self._agents = agents
         self._pins = pins
         self._max_lineages, self._shared = max_lineages, shared
-        self._set_aside = list(set_aside)
-        self._looked_at: dict[str, float] = {}  # when an unavailable agent's files were last read
-        self._looking: dict[str, list[Callable[[], None]]] = {}  # callbacks waiting for such a read, by agent
-        for record in set_aside:
-            pins.pin_lineage(record.name)
         self._disk = Disk(store, [*agents, *set_aside], pins, caches.is_open)
-        self._snapshots = SavedSnapshots(caches, base, self._disk.fits, first_thought)
+        self._snapshots = SavedSnapshots(caches, base, self._disk.room.fits, first_thought)
         self.jobs = DiskJobs(self._disk, caches, agents, post)
-        self._turns = TurnWriter(self._disk, self.jobs, caches, agents, pins)
+        self.turns = TurnWriter(self._disk, self.jobs, caches, agents, pins)
+        self.unavailable = UnavailableAgents(caches, store, agents, pins, self._disk, self.jobs, set_aside)
         agents.must_stay = self._snapshots.is_unsaved
 
     def close(self) -> None:
         self.jobs.close()
-        self._store.close()
+        self.store.close()
 
     def tidy(self) -> None:
         """Delete surplus lineages and orphaned files; evict down to the disk budget."""
@@ -98,10 +94,10 @@ class Persistence:
         return lay_out(self._caches, self._caches.base, record, num_tokens)
 
     def fits(self, record: AgentRecord, num_tokens: int) -> bool:
-        return self._disk.fits(record, num_tokens)
+        return self._disk.room.fits(record, num_tokens)
 
     def needs(self, name: BlockName) -> bool:
-        return self._disk.needs(name)
+        return self._disk.room.needs(name)
 
     def save_blocks(
         self,
@@ -128,7 +124,7 @@ class Persistence:
 
     def release(self, blocks: Iterable[PathBlock], cache: str = BASE_CACHE) -> None:
         """Undo `save_blocks` for a dropped turn."""
-        self._turns.release(_names(blocks, cache))
+        self.turns.release(_names(blocks, cache))
 
     def commit(
         self,
@@ -148,12 +144,7 @@ class Persistence:
             lasting, repeated, final: as in `SavedSnapshots.choose`.
         """
         record = self._snapshots.choose(record, lasting, repeated, final=final)
-        self._turns.write(cut_residuals(record, self._caches.namespace), turns, done)
-
-    @property
-    def save_failures(self) -> int:
-        """Turns that could not be written."""
-        return self._turns.failures
+        self.turns.write(cut_residuals(record, self._caches.namespace), turns, done)
 
     def save_snapshots(self, now: float, idle: float = 0.0) -> None:
         """Write the last checkpoints of lineages unused for `idle` seconds. `now`: `time.monotonic()`."""
@@ -197,6 +188,108 @@ class Persistence:
 
         self.jobs.submit(read, finish=finish)
 
+    def use_responses(self, work: Callable[[ResponseFiles], T], done: Callable[[T | StoreError], None]) -> None:
+        results: list[T] = []
+
+        def finish(outcome: Committed) -> None:
+            done(results[-1] if outcome.error is None else StoreError(outcome.error))
+
+        self.jobs.submit(partial(self._disk.use_responses, lambda files: results.append(work(files))), finish=finish)
+
+    def save_record(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
+        """Write only manifest and transcript (new agent, fork)."""
+        self.turns.write_record(record, done)
+
+    def bring_in(self, archive: ArchivedAgent, done: Callable[[Saved], None]) -> None:
+        """Save an imported agent with an unused id, then add it to the table.
+
+        Raises ArchiveRejected: its residuals have other cache groups than here.
+        """
+        if any(map(self._disk.files.disagrees_with, archive.records)):
+            raise ArchiveRejected("it has other groups of residuals than the adapter has here", param="path")
+        archive.records = tuple(self._agents.as_used_now(archive.records))
+
+        def finish(outcome: Committed) -> None:
+            for record in archive.records:
+                self._pins.let_lineage_go(record.name)
+                if outcome.error is None:
+                    self._agents.put(record)
+                    index_lineage(self._caches, record, self._disk.files.has)
+            if outcome.error is None:
+                self.keep_bound(max(archive.records, key=lambda record: record.last_used))
+            done(Saved(outcome.num_bytes, outcome.error))
+
+        with self._pins.holding([record.name for record in archive.records], archive.names):
+            for record in archive.records:
+                self._disk.files.learn_names(record)
+            self.jobs.submit(partial(self._disk.bring_in, archive), finish=finish)
+
+    def keep_bound(self, latest: AgentRecord) -> None:
+        """Delete idle lineages while the agent has too many.
+
+        `latest` was used last. It stays, or if unsaved, is deleted instead of a saved one.
+        """
+        bound = self._max_lineages
+        if latest.id in self._shared:
+            bound = max(bound, SHARED_LINEAGES)
+        if not self.store.has_agent(latest.name):
+            known = self._agents.find(latest.name)
+            if known is not None and self._agents.count(latest.id) > bound:
+                self.delete_lineage(known, partial(_note_removal, known))
+            return
+        while (surplus := self._agents.surplus(latest.id, bound)) is not None:
+            log.info("dropping a lineage of agent %s, which has more than %d", surplus.id, bound)
+            self.delete_lineage(surplus, partial(_note_removal, surplus))
+
+    def empty_lineage(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
+        """Replace a lineage by one without blocks. RAM keeps the old ones."""
+        known = self._agents.find(record.name) or record
+        self._agents.put(record)
+        self.jobs.submit(partial(self._disk.empty, record), finish=partial(self._removed, known, done))
+
+    def delete_lineage(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
+        """Delete a lineage, except blocks that another one names."""
+        self._agents.remove(record)
+
+        self.jobs.submit(partial(self._disk.delete, record), finish=partial(self._removed, record, done))
+
+    def _removed(self, record: AgentRecord, done: Callable[[Saved], None], outcome: Committed) -> None:
+        self.jobs.evict(record, outcome)
+        done(Saved(error=outcome.error))
+
+    def file_bytes(self, block: NamedBlock) -> int:
+        return self._disk.files.bytes_of(block.names)
+
+
+class UnavailableAgents:
+    """Agents with unreadable files: looks at them again when asked for. Engine thread only.
+
+    Args:
+        set_aside: their readable lineages, pinned here and left unchanged.
+    """
+
+    def __init__(
+        self,
+        caches: KeptCaches,
+        store: Store,
+        agents: AgentTable,
+        pins: Pins,
+        disk: Disk,
+        jobs: DiskJobs,
+        set_aside: Sequence[AgentRecord],
+    ) -> None:
+        self._caches = caches
+        self._store = store
+        self._agents = agents
+        self._pins = pins
+        self._disk = disk
+        self._jobs = jobs
+        self._set_aside = list(set_aside)
+        self._looked_at: dict[str, float] = {}  # when an agent's files were last read
+        self._looking: dict[str, list[Callable[[], None]]] = {}  # callbacks waiting for such a read, by agent
+        for record in set_aside:
+            pins.pin_lineage(record.name)
+
     def look_again(self, agent_id: str, done: Callable[[], None]) -> None:
         """Retry an unavailable agent's files, at most every `LOOK_AGAIN_SECONDS`, then call `done`.
 
@@ -233,7 +326,7 @@ class Persistence:
             for each in self._looking.pop(agent_id):
                 each()
 
-        self.jobs.submit(read, finish=finish)
+        self._jobs.submit(read, finish=finish)
         self._looking[agent_id] = [done]
 
     def _take_in(self, records: Sequence[AgentRecord]) -> None:
@@ -242,90 +335,6 @@ class Persistence:
             index_lineage(self._caches, record, self._disk.files.has)
             self._agents.put(record)
             self._pins.let_lineage_go(record.name)
-
-    def use_responses(self, work: Callable[[ResponseFiles], T], done: Callable[[T | StoreError], None]) -> None:
-        results: list[T] = []
-
-        def finish(outcome: Committed) -> None:
-            done(results[-1] if outcome.error is None else StoreError(outcome.error))
-
-        self.jobs.submit(partial(self._disk.use_responses, lambda files: results.append(work(files))), finish=finish)
-
-    def save_record(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
-        """Write only manifest and transcript (new agent, fork)."""
-        self._turns.write_record(record, done)
-
-    def bring_in(self, archive: ArchivedAgent, done: Callable[[Saved], None]) -> None:
-        """Save an imported agent with an unused id, then add it to the table.
-
-        Raises ArchiveRejected: its residuals have other cache groups than here.
-        """
-        if any(map(self._disk.files.disagrees_with, archive.records)):
-            raise ArchiveRejected("it has other groups of residuals than the adapter has here", param="path")
-        archive.records = tuple(self._agents.as_used_now(archive.records))
-
-        def finish(outcome: Committed) -> None:
-            for record in archive.records:
-                self._pins.let_lineage_go(record.name)
-                if outcome.error is None:
-                    self._agents.put(record)
-                    index_lineage(self._caches, record, self._disk.files.has)
-            if outcome.error is None:
-                self.keep_bound(max(archive.records, key=lambda record: record.last_used))
-            done(Saved(outcome.num_bytes, outcome.error))
-
-        with self._pins.holding([record.name for record in archive.records], archive.names):
-            for record in archive.records:
-                self._disk.files.learn_names(record)
-            self.jobs.submit(partial(self._disk.bring_in, archive), finish=finish)
-
-    def keep_bound(self, latest: AgentRecord) -> None:
-        """Delete idle lineages while the agent has too many.
-
-        `latest` was used last. It stays, or if unsaved, is deleted instead of a saved one.
-        """
-        if not self._store.has_agent(latest.name):
-            self._give_up_unsaved(latest)
-            return
-        bound = self._bound(latest.id)
-        while (surplus := self._agents.surplus(latest.id, bound)) is not None:
-            log.info("dropping a lineage of agent %s, which has more than %d", surplus.id, bound)
-            self.delete_lineage(surplus, partial(_note_removal, surplus))
-
-    def _bound(self, agent_id: str) -> int:
-        return max(self._max_lineages, SHARED_LINEAGES) if agent_id in self._shared else self._max_lineages
-
-    def _give_up_unsaved(self, record: AgentRecord) -> None:
-        known = self._agents.find(record.name)
-        if known is not None and self._agents.count(record.id) > self._bound(record.id):
-            self.delete_lineage(known, partial(_note_removal, known))
-
-    def empty_lineage(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
-        """Replace a lineage by one without blocks. RAM keeps the old ones."""
-        known = self._agents.find(record.name) or record
-        self._agents.put(record)
-        self.jobs.submit(partial(self._disk.empty, record), finish=partial(self._removed, known, done))
-
-    def delete_lineage(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
-        """Delete a lineage, except blocks that another one names."""
-        self._agents.remove(record)
-
-        self.jobs.submit(partial(self._disk.delete, record), finish=partial(self._removed, record, done))
-
-    def _removed(self, record: AgentRecord, done: Callable[[Saved], None], outcome: Committed) -> None:
-        self.jobs.evict(record, outcome)
-        done(Saved(error=outcome.error))
-
-    def file_bytes(self, block: NamedBlock) -> int:
-        return self._disk.files.bytes_of(block.names)
-
-    @property
-    def evicted_blocks(self) -> dict[str, int]:
-        return self._caches.evicted_blocks
-
-    @property
-    def store(self) -> Store:
-        return self._store
 
 
 def _note_removal(record: AgentRecord, saved: Saved) -> None:

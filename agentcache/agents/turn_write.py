@@ -188,7 +188,7 @@ class TurnWriter:
         parts, early = [CachePart(self._caches.base, base.blocks, record.num_saved)], base.early_names
         for turn in residuals:
             with_residual = self._with_residual(record, turn)
-            if turn.num_tokens and self._disk.fits(with_residual, record.num_saved):
+            if turn.num_tokens and self._disk.room.fits(with_residual, record.num_saved):
                 record = with_residual
                 early += turn.early_names
                 parts.append(CachePart(self._caches.get(turn.cache), turn.blocks, turn.num_tokens))

@@ -15,7 +15,7 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.prefix_cache import PrefixCache
 from agentcache.engine.scratch import compute, scratch_sequence
 from agentcache.models.runner import ModelRunner
-from agentcache.system.memo import read_memo, write_memo
+from agentcache.system.files import read_memo, write_memo
 
 _MOST_RUNS, _SECONDS = 5, 0.5  # best of these runs, or of fewer within the time
 

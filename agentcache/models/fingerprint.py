@@ -44,8 +44,7 @@ import mlx.nn as nn
 import mlx_lm
 import xxhash
 
-from agentcache.system.files import file_identity
-from agentcache.system.memo import Memo
+from agentcache.system.files import Memo, file_identity
 from agentcache.text.model_folder import token_rules, tokenizer_files
 
 _CHUNK_BYTES = 4 << 20

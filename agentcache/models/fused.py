@@ -38,7 +38,7 @@ from agentcache.metal_kernels.numbers import on_device
 from agentcache.metal_kernels.self_test import Verdict, try_kernels
 from agentcache.metal_kernels.tiling import NO_RESIDUALS, HeadShape, ResidualKind
 from agentcache.metal_kernels.unpack import unpack
-from agentcache.system.memo import read_memo, write_memo
+from agentcache.system.files import read_memo, write_memo
 from agentcache.system.threads import start_thread
 
 log = logging.getLogger("agentcache.models")

@@ -33,8 +33,7 @@ from agentcache.models.precision_runs import CODE, PROSE, SAMPLE, gains_by_float
 from agentcache.models.step import CurrentStep
 from agentcache.store.cache_files import whose
 from agentcache.store.model_files import ModelNames
-from agentcache.system.files import make_private_folder
-from agentcache.system.memo import Memo, read_memo, write_memo
+from agentcache.system.files import Memo, make_private_folder, read_memo, write_memo
 from agentcache.text.tokenizer import Tokenizer
 
 _CONTEXT_FIELDS = (

@@ -25,7 +25,7 @@ from agentcache.models.loader import LoadedModel
 from agentcache.models.memory import USUAL_CONTEXT, USUAL_ROWS, Footprint, ProbedStep, StepNeeds
 from agentcache.models.runner import ModelRunner
 from agentcache.models.step import RowState, StepInputs
-from agentcache.system.memo import read_memo, write_memo
+from agentcache.system.files import read_memo, write_memo
 
 log = logging.getLogger("agentcache.engine")
 

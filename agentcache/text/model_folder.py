@@ -13,8 +13,7 @@ from typing import Any
 from agentcache.api.sampling import SamplingDefaults
 from agentcache.compat import TokenizerWrapper, load_tokenizer, set_template, template_data
 from agentcache.errors import InvalidRequest, UnsupportedModel
-from agentcache.system.files import file_identity
-from agentcache.system.memo import Memo
+from agentcache.system.files import Memo, file_identity
 
 _FILE, _MODEL_FILE = "generation_config.json", "config.json"
 _MAX_BYTES = 16 << 20

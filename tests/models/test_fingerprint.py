@@ -14,7 +14,7 @@ import pytest
 
 from agentcache.models import fingerprint
 from agentcache.models.fingerprint import HARMLESS, ModelFingerprints, first_fingerprint, model_fingerprints
-from agentcache.system.memo import Memo
+from agentcache.system.files import Memo
 from agentcache.text import model_folder
 from tests.conftest import ModelFolder
 

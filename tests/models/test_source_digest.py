@@ -11,7 +11,7 @@ from mlx_lm.utils import load_model
 
 from agentcache.models import fingerprint as sources
 from agentcache.models.fingerprint import FIRST_SOURCES, source_digest
-from agentcache.system.memo import Memo
+from agentcache.system.files import Memo
 from tests.conftest import ModelFolder
 from tests.models.other_sources import changed_source
 

@@ -79,7 +79,7 @@ def test_evictions_of_one_kind_leave_the_other(kind: str | None, ram_path: Path)
         assert left.residual_bytes == (hot.residual_bytes if kind == "base" else 0)
         assert left.ram_bytes - left.residual_bytes == (of_base if kind == "residual" else 0)
         assert left.cache_state == "warm" and left.disk_bytes == hot.disk_bytes
-        evicted = made.persistence.evicted_blocks
+        evicted = made.caches.evicted_blocks
         assert (evicted["base"] > 0, evicted["residual"] > 0) == (kind != "residual", kind != "base")
         check_all_there(made)
 

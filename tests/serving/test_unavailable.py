@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from agentcache.agents import persistence
 from agentcache.agents.block_files import Pins
 from agentcache.agents.disk import Disk, SavedTurn
-from agentcache.agents.persistence import Persistence
+from agentcache.agents.persistence import UnavailableAgents
 from agentcache.errors import AgentUnavailable, DiskBudgetExceeded, FileUnavailable, StoreError
 from agentcache.models.builtin.embedded import embedded_model_path
 from agentcache.store.cache_files import CacheFiles
@@ -544,9 +544,9 @@ def test_an_unavailable_agent_is_not_looked_at_with_every_request(
 def test_a_look_that_takes_long_is_shared(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     talk = two_lineages(model, tmp_path)
     monkeypatch.setattr(persistence, "LOOK_AGAIN_SECONDS", 0.0)
-    asked, both, look, ask = list[str](), threading.Event(), Store.load_again, Persistence.look_again
+    asked, both, look, ask = list[str](), threading.Event(), Store.load_again, UnavailableAgents.look_again
 
-    def asking(self: Persistence, agent_id: str, done: Callable[[], None]) -> None:
+    def asking(self: UnavailableAgents, agent_id: str, done: Callable[[], None]) -> None:
         ask(self, agent_id, done)
         asked.append(agent_id)
         if len(asked) == 2:
@@ -560,7 +560,7 @@ def test_a_look_that_takes_long_is_shared(model: Path, tmp_path: Path, monkeypat
     causes: dict[Path, Cause] = {file: errno.EIO}
     with unreadable(causes), open_llm(model, tmp_path) as llm, ThreadPoolExecutor(2) as threads:
         causes.clear()
-        monkeypatch.setattr(Persistence, "look_again", asking)
+        monkeypatch.setattr(UnavailableAgents, "look_again", asking)
         monkeypatch.setattr(Store, "load_again", slow)
         found = [threads.submit(llm.agent, "alice") for _ in range(2)]
         assert [len(each.result().lineages) for each in found] == [2, 2]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentcache.system.memo import _MAX_BYTES, read_memo, write_memo
+from agentcache.system.files import _MAX_BYTES, read_memo, write_memo
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
