@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from agentcache.errors import Conflict, NotFound
-from agentcache.store.archive import manifests_of
 
 RANK_FOLDER = re.compile(r"rank-\d+-of-\d+")
 
@@ -41,6 +40,8 @@ def folders_of_agent(cache_dir: Path, agent_id: str, size: int | None = None) ->
         NotFound: the agent, or another rank's folder, is not here.
         Conflict: agents of this name exist for several numbers of ranks.
     """
+    from agentcache.store.archive import manifests_of  # not for every command: it imports numpy
+
     worlds = [each for each in _worlds(cache_dir) if size in (None, len(each)) and manifests_of(each[0], agent_id)]
     if not worlds:
         raise NotFound(f"there is no agent {agent_id!r:.80} in {cache_dir}", param="agent", code="agent_not_found")
