@@ -246,6 +246,7 @@ class AlphaScale:
     alpha_pattern: Mapping[str, float]
 
     def of(self, module: str, rank: int) -> float:
+        """As `ExplicitScale.of`, by the trainer's name."""
         _check_rank(module, _first_match(self.rank_pattern, module, self.rank), rank)
         alpha = _first_match(self.alpha_pattern, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.stabilised else rank)

@@ -122,12 +122,13 @@ class CacheArenas:
         return self.groups[group].memory()
 
     def snapshot(self, group: int, block_id: int, num_tokens: int) -> Array:
-        """A copy of a block's bytes, uint8 [n]."""
+        """A block's bytes, uint8 [n]."""
         self.fit()
         self._wait()
         return self.groups[group].snapshot(block_id, num_tokens)
 
     def block_extras(self, group: int, block_id: int, num_tokens: int) -> Extras:
+        """Measurements for a block's file."""
         if group not in self.measures:
             return {}
         self._wait()

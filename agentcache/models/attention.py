@@ -115,8 +115,8 @@ def packed_attention(
 ) -> mx.array:
     """Attention on packed blocks; returns [B, H_q, n, D_v] in the queries' type.
 
-    Scores are computed by block, in float32; the softmax is merged over a row's blocks, as in flash-decoding. Query
-    heads of a kv head are rows of one product, so a block is read once.
+    The softmax is merged over a row's blocks, as in flash-decoding, in float32. Query heads of a kv head are rows of
+    one product, so a block is read once.
 
     Args:
         queries: [B, H_q, n, D_k].
@@ -166,8 +166,8 @@ def activation_dtype(linear: nn.Module) -> mx.Dtype:
 def packed_product(x: mx.array, packed: Packed, quantisation: Packing, *, transpose: bool) -> mx.array:
     """Multiply float32 `x` with packed blocks [num_blocks, H, 256, D].
 
-    Back ends lack some kernels, or have wrong ones, so each is compared with the definition once per head shape and
-    device. CUDA never tries MLX's kernel for blocks that ours read: compiling it would block serving.
+    Back ends lack some kernels, or have wrong ones, so each is compared with the definition once. CUDA never tries
+    MLX's kernel for blocks that ours read: compiling it would block serving.
 
     Args:
         x: [num_blocks, H, n, D] with `transpose`, else [num_blocks, H, n, 256].
@@ -209,7 +209,7 @@ def kernel_is_right(dim: int, quantisation: Quantisation, transpose: bool, devic
 
 
 def agrees(product: Product, dim: int, quantisation: Quantisation, transpose: bool) -> bool:
-    """Whether a product is right on random blocks, for few and many rows."""
+    """Whether a product is right on random blocks."""
     keys = mx.random.split(mx.random.key(dim), 1 + len(_CHECKED_ROWS))
     packed = quantise(mx.random.normal((_BLOCKS, _HEADS, BLOCK_SIZE, dim), key=keys[0]), quantisation)
     width = dim if transpose else BLOCK_SIZE

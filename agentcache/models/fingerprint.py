@@ -97,7 +97,7 @@ class ModelFingerprints:
 
 
 def model_fingerprints(folder: Path, memo: Path | None = None) -> ModelFingerprints:
-    """Names of the model in a folder; file `memo` keeps large files' digests for a restart."""
+    """Names of the model in a folder; file `memo` keeps large files' digests."""
     known = Memo(memo)
     identity, first = _both_names(folder, known)
     names = [first]
@@ -211,7 +211,6 @@ def _is_theirs(name: str) -> bool:
 
 
 def _read(name: str, memo: Memo) -> list[str]:
-    """Digest of a module's source, then the names that it imports."""
     file = _file_of(name)
     if file is None:  # installed without sources
         return [_short_digest(f"{name} {mlx_lm.__version__}")]

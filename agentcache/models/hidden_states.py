@@ -67,6 +67,7 @@ class ModelHiddenStates:
         self.layer_tokens = 0
 
     def forget(self) -> None:
+        """Drop all hidden states."""
         self.blocks = HiddenBlocks()
 
     def prepare(self, step: StepInputs) -> None:
@@ -82,7 +83,7 @@ class ModelHiddenStates:
                 self._layers[index] = SkippableLayer(self._layers[index], index, self)
 
     def block_bytes(self) -> int:
-        """Size of a block; 0 if layers cannot be skipped."""
+        """0 if layers cannot be skipped."""
         return BLOCK_SIZE * self._inspection.hidden_bytes
 
     @property

@@ -255,6 +255,7 @@ class Run:
         return len(self.calls)
 
     def resolve(self, is_behind: Callable[[int], bool]) -> None:
+        """Judge linears in `called` by the number of writes before them."""
         for name, num_writes in self.called.items():
             self.behind[name] = self.behind.get(name, True) and is_behind(num_writes)
         self.called.clear()

@@ -109,7 +109,7 @@ class LoadedModel:
 
     @property
     def is_half(self) -> bool:
-        """Whether the model computes in 16 bits, by its largest array of weights or scales."""
+        """Whether the model computes in 16 bits, by its largest array."""
         floats = [x for _, x in tree_flatten(self.model.parameters()) if mx.issubdtype(x.dtype, mx.floating)]
         return max(floats, key=lambda x: x.size).dtype.size == 2
 
@@ -137,8 +137,8 @@ class ReadModel:
     tokenizer: Tokenizer
 
     def evaluate(self) -> None:
-        """Read the weights. Raises UnsupportedModel."""
         # Also lazy arrays beside the parameters: only the thread that made them can compute them.
+        """Read the weights. Raises UnsupportedModel."""
         others = [array for module in self.model.modules() for array in module.values() if isinstance(array, mx.array)]
         _or_unsupported(self.path, "model", lambda: mx.eval(self.model.parameters(), others))
 
@@ -285,7 +285,7 @@ def _numbers_in(file: Path | None, fingerprint: str, texts: Sequence[Sequence[in
 
 
 def sample_ids(tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Token ids of the texts for measuring precision: starts of a chat, of prose, of code."""
+    """Token ids of the texts for measuring precision."""
     try:
         chat = tokenizer.chats.text(SAMPLE, add_generation_prompt=False)
     except InvalidRequest:
@@ -358,7 +358,7 @@ def _or_unsupported(folder: Path, what: str, load: Callable[[], _T]) -> _T:
 
 
 def install_wanted_positions(inspection: Inspection, current: CurrentStep) -> None:
-    """Without a final norm, all logits are computed."""
+    """Install `WantedPositions`, if there is a final norm."""
     if inspection.final_norm is not None:
         owner, name = inspection.final_norm
         setattr(owner, name, WantedPositions(owner[name], current))

@@ -68,12 +68,7 @@ def _stacked_rank(pairs: Iterable[LowRank]) -> int:
 
 
 class Stacks:
-    """Stacks of a set of adapters, made by module on first use.
-
-    Attributes:
-        nbytes: of all stacks, made or not.
-        built: number of sets so far.
-    """
+    """Stacks of a set of adapters, made by module on first use; `nbytes` counts all, made or not."""
 
     def __init__(self) -> None:
         self.built = 0
@@ -116,7 +111,7 @@ class ModelAdapters:
         return find_forms(self._model, self._inspection, self.modules)
 
     def load(self, content: AdapterContent) -> AdapterWeights:
-        """Put an adapter on the device, and wrap its modules if needed."""
+        """Put an adapter on the device."""
         matrices = {name: self._put(name, pair) for name, pair in content.matrices.items()}
         weights = AdapterWeights(content.adapter, matrices)
         mx.eval([(pair.a, pair.b) for pair in matrices.values()])
@@ -167,7 +162,7 @@ class ModelAdapters:
 
 
 class AdaptedLinear(Stand):
-    """`adapt` makes the output from the input and the original's output."""
+    """A linear module whose output `adapt` makes from the input and the original's output."""
 
     def __init__(self, original: nn.Module, adapt: partial[mx.array]) -> None:
         super().__init__(original)

@@ -204,7 +204,7 @@ class Footprint:
         keys, values = num_blocks * kind.key_bytes, num_blocks * kind.value_bytes
         queries = self.spec.num_attention_heads * num_tokens * _FLOAT
         scores = num_blocks * BLOCK_SIZE * queries
-        # Each block has a copy of its row's queries, and own sums, sorted before they are added up.
+        # Each block has a copy of its row's queries, and own sums.
         sums = queries * (num_blocks * (kind.key_dim + kind.value_dim) + 2 * padded * kind.value_dim)
         mask = num_blocks * BLOCK_SIZE * num_tokens * (1 + _FLOAT)
         # A GPU frees memory at a command buffer's end, and several are in flight. Not measured.
@@ -309,7 +309,7 @@ class _LayerKind:
 
 @dataclass(frozen=True)
 class _Scan:
-    """Sizes of a recurrent layer's state: channels of convolutions and heads; bytes without convolutions."""
+    """Sizes of a recurrent layer's state: channels; bytes without convolutions."""
 
     width: int
     state_bytes: int
@@ -390,8 +390,8 @@ def wanted_limits(plan: MemoryPlan, device_type: Any = None) -> list[tuple[Sette
     """MLX's limits for the default device.
 
     - Memory: above it, evaluation waits for running work.
-    - Cache of freed buffers: a step's temporaries. MLX's default on a GPU starves other programs. On CUDA, where
-      allocation is slow, at least an eighth of the limit; none on a CPU, where malloc reuses memory better.
+    - Cache of freed buffers: a step's temporaries; MLX's default on a GPU starves other programs. On CUDA, where
+      allocation is slow, at least an eighth of the limit; none on a CPU.
     - Wired memory: Metal only.
     """
     on_gpu = (device_type or mx.default_device()) == mx.gpu

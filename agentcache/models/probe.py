@@ -56,14 +56,14 @@ class Probe:
         self.needs = _as_needs(self._known.get(self._key))
 
     def measure(self, footprint: Footprint, free: Callable[[], int]) -> None:
-        """Measure unless the file has the result. Several ranks keep the estimate, as they must measure together."""
+        """Measure unless the file has the result, or several ranks must measure together."""
         if self.needs is None and self._loaded.ranks == 1 and self._num_tokens > 1:
             self.needs = measure_steps(self._loaded, footprint, self._num_tokens, free)
             if self.needs is not None:
                 compare(self.needs, footprint)
 
     def keep(self) -> None:
-        """Write a new result to the file. The caller holds the folder's lock."""
+        """Write a new result. The caller holds the folder's lock."""
         if self.needs is not None and self._key not in self._known:
             write_memo(self._file, self._known | {self._key: json.dumps(self.needs.steps)})
 

@@ -127,7 +127,7 @@ class ModelRunner:
 
     @property
     def saturated_residuals(self) -> int:
-        """Residual values that were NaN or beyond float16, closed arenas included."""
+        """Number of residual values that were NaN or beyond float16."""
         return self._saturated_before + sum(int(arenas.saturated.item()) for arenas in self.residuals)
 
     def residual_rows(self, rows: Sequence[ResidualRow], batch_size: int, num_tokens: int) -> ResidualRows | None:
@@ -204,7 +204,7 @@ class ModelRunner:
             yield from arenas.tensors
 
     def follow(self, *outputs: mx.array) -> None:
-        """Start `outputs`, which write to no arena, behind the last started work."""
+        """Start `outputs`, which write to no arena."""
         mx.async_eval(*outputs)
 
     @property

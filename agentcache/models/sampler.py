@@ -289,6 +289,7 @@ class Scores:
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
+        """To evaluate before `read`."""
         return (self._logprobs, self._top, self._top_logprobs) if self._count else (self._logprobs,)
 
     def read(self) -> list[TokenScore]:

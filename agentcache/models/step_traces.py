@@ -1,8 +1,8 @@
 """Traced decode steps: later steps of a kind reuse the graph of an earlier one.
 
 On a fast device, steps wait for Python to lay out the layers. So a plain decode step is traced (`mx.compile`), with all
-that changes between steps as inputs. A traced step is by base alone, without reused hidden states, recurrent state,
-residuals or measurements, and all its attention goes by kernels, which write into arenas themselves.
+that changes between steps as inputs. It is by base alone, without reused hidden states, recurrent state, residuals or
+measurements, and all its attention goes by kernels, which write into arenas themselves.
 """
 
 from __future__ import annotations

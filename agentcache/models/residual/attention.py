@@ -105,7 +105,6 @@ def _row_attention(
 
 
 def _nothing(grouped: mx.array, value_dim: int, row: RowResidualKV, options: AttentionOptions) -> _Sums:
-    """A sink is an initial score without a value."""
     shape = grouped.shape[:3]
     peak, total = mx.full((*shape, 1), _MASKED), mx.zeros((*shape, 1))
     if options.sinks is not None:

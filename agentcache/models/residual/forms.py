@@ -103,7 +103,7 @@ class ResidualForms:
 
 
 class _Unfit(Exception):
-    """Reason why a model cannot have residuals."""
+    pass
 
 
 def find_forms(model: nn.Module, inspection: Inspection, modules: TargetModules) -> ResidualForms:
@@ -131,8 +131,6 @@ def _check_caches(inspection: Inspection, num_layers: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Parts:
-    """Candidate parts of a layer's attention."""
-
     layer: LayerSpec
     keys: Target
     values: Target

@@ -66,7 +66,6 @@ def attention_by_kernels(
 
 
 def _kind(row: RowResidualKV, arena: LayerArena) -> ResidualKind | None:
-    """None if no kernel can compute the residuals."""
     value_rank = 0 if row.value_a is None else row.value_a.array.shape[2]
     if row.key_a is None:
         return ResidualKind(value_rank)
