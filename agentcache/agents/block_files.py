@@ -20,8 +20,7 @@ T = TypeVar("T")
 class Pins:
     """Thread-safe pins that keep files of lineages in use, and blocks of unsaved turns, on disk.
 
-    The engine thread pins and unpins. The writer thread reads pins, unpins a finished job's blocks, and pins lineages
-    that it has read again.
+    The engine thread pins. The writer thread unpins a finished job's blocks, and pins lineages read again.
     """
 
     def __init__(self) -> None:
@@ -30,7 +29,6 @@ class Pins:
         self._lock = threading.Lock()
 
     def pin_lineage(self, name: str) -> None:
-        """Pin a lineage, which need not exist yet."""
         with self._lock:
             self._lineages[name] += 1
 
@@ -78,7 +76,7 @@ class Pins:
 
 
 def subtract(counts: Counter[T], names: Iterable[T]) -> None:
-    """Subtract one from each count; drop counts of 0."""
+    """Subtract one from each count; drop zeros."""
     for name in names:
         counts[name] -= 1
         if counts[name] <= 0:
@@ -127,7 +125,7 @@ class BlockFiles:
         return sum(self._store.blocks.size_of(self.key(name)) for name in names)
 
     def estimate(self, record: AgentRecord, num_tokens: int) -> int:
-        """Slightly overestimate the bytes of a lineage with `num_tokens` tokens saved."""
+        """Slightly overestimate the bytes of a lineage with that many tokens saved."""
         blocks = _bytes_of((group for group in self._store.groups if not group.is_state), num_tokens)
         snapshots = sum(self._store.groups[each.group].bytes_per_block + _HEADER_BYTES for each in record.snapshots)
         return blocks + snapshots + sum(map(self._residual_bytes, record.residuals))

@@ -38,7 +38,6 @@ class SavedTurn:
 
     Args:
         needed: blocks that must be on disk before the manifest.
-        writes: blocks known to be missing, with data.
         held: pinned blocks, unpinned after the job.
     """
 
@@ -54,10 +53,9 @@ class Committed:
 
     Attributes:
         written: whether the job's blocks were written; some may be in `deleted`.
-        lost: whether named blocks are gone and nothing was saved; a retry may succeed.
+        lost: named blocks are gone and nothing was saved; a retry may succeed.
         deleted: unneeded blocks; their files are gone after `clean_up`.
-        reduced: lineages that lost only blocks for room.
-        removed: lineages deleted for room.
+        reduced, removed: lineages that lost blocks, or were deleted, for room.
     """
 
     written: bool = False
@@ -175,7 +173,6 @@ class Disk:
         return self._run(work)
 
     def _take_back(self, record: AgentRecord, done: Committed) -> None:
-        """An error is logged, so that the next ones are removed too."""
         try:
             self.room.remove(record, done)
         except StoreError as error:
@@ -220,12 +217,7 @@ class Disk:
     def _run(
         self, work: Callable[[Committed], None], *, held: Sequence[BlockName] = (), written: Sequence[BlockName] = ()
     ) -> Committed:
-        """Run a job; exceptions become part of the outcome.
-
-        Args:
-            held: blocks to unpin at the end.
-            written: blocks to delete at the end if unneeded.
-        """
+        """Run a job; exceptions become part of the outcome. `written` is deleted if unneeded."""
         done = Committed()
         try:
             with self._store.visit():
@@ -351,7 +343,6 @@ class DiskRoom:
             raise failed
 
     def _have_room_to_catch_up(self) -> bool:
-        """Write outdated manifests before other data takes the room; False if the budget is exhausted."""
         try:
             self.catch_up()
         except DiskBudgetExceeded:
@@ -393,7 +384,6 @@ class DiskRoom:
         self.delete(self.put(reduced.after), done, for_room=True)
 
     def _bytes_with(self, record: AgentRecord, num_tokens: int) -> int:
-        """Upper bound, with all transcripts, which always stay."""
         log_bytes = self._log_bytes(record, num_tokens)
         return self._store.usage.bytes_of(AGENTS) + self._files.estimate(record, num_tokens) + log_bytes
 

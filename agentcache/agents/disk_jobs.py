@@ -58,12 +58,9 @@ def is_wanted(node: Node, index: int) -> bool:
 
 
 class DiskJobs:
-    """Queues jobs for the writer thread, and applies their outcomes to the prefix trees and the agent table.
+    """Queues jobs for the writer thread, and applies their outcomes to the trees and the agent table.
 
-    Engine thread only.
-
-    Args:
-        post: schedules a callback on the engine thread; callable from any thread.
+    Engine thread only; `post`, which may be called from any thread, brings outcomes back to it.
     """
 
     def __init__(
@@ -132,7 +129,6 @@ class DiskJobs:
         finished.result()
 
     def apply(self, outcome: Committed, targets: Sequence[BlockToWrite] = ()) -> None:
-        """Apply a job's writes, evictions and deletions in RAM."""
         for target in targets:
             if outcome.written:
                 target.cache.prefix.mark_stored(target.node, target.group)
@@ -153,7 +149,6 @@ class DiskJobs:
         return known if known is not None and known.held == dropped.held else None
 
     def evict(self, record: AgentRecord, outcome: Committed) -> None:
-        """Free the RAM of a removed lineage's deleted blocks."""
         deleted = set(outcome.deleted)
         for cache in self._caches:
             named = (block for block in record.held if block.cache == cache.name)

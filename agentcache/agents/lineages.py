@@ -58,8 +58,6 @@ class PlainPrompt:
     Args:
         content: marked text, or token ids.
         retells: transcripts that it continues, perhaps reworded.
-        volatile: changed lines of the system prefix.
-        notes: adaptations of the chat for its template.
         read: compared transcripts, kept in RAM.
     """
 
@@ -162,7 +160,6 @@ def is_twin(found: AgentRecord, lineages: Iterable[AgentRecord], prompt: PlainPr
 
 
 def _shared_blocks(one: AgentRecord, other: AgentRecord) -> int:
-    """Binary search, as a block's chain covers all before it."""
     pairs = range(min(len(one.blocks), len(other.blocks)))
     return bisect_left(pairs, True, key=lambda index: one.blocks[index].chain != other.blocks[index].chain)
 

@@ -86,7 +86,6 @@ class AgentOperations:
         )
 
     def _disk_bytes(self, block: NamedBlock) -> int:
-        """Bytes of files that the manifest names; the tree may know longer tails."""
         cache = self._caches.find(block.cache)
         if cache is None:
             return self._persistence.file_bytes(block)
@@ -203,7 +202,6 @@ class AgentOperations:
             self._cache.slots.prune(block.node)  # remove empty nodes that `blocks_of` inserted
 
     def _residual_turn(self, record: AgentRecord, cache: KeptCache) -> CacheTurn | None:
-        """Return a lineage's residuals; None unless more are computed than saved."""
         prefix, saved = self._caches.prefix_of(record, cache), record.residual_of(cache.name)
         num_tokens = prefix.num_tokens
         if not all(path.ends_with_a_block for path in prefix.paths):
@@ -217,10 +215,7 @@ class AgentOperations:
     def restore(
         self, agent_id: str, done: Callable[[RestoreReport | AgentCacheError], None], lineage: str | None = None
     ) -> None:
-        """Load an agent's (or one lineage's) blocks into RAM, skipping unreadable ones. Raises NotFound.
-
-        The longest lineage comes last, so that shorter ones are evicted first.
-        """
+        """Load an agent's or lineage's blocks into RAM, the longest lineage last. Raises NotFound."""
         started, restored_bytes = time.perf_counter(), 0
         lineages = sorted(
             self._agents.lineages(agent_id, lineage), key=lambda record: len(record.transcript), reverse=True
@@ -318,12 +313,9 @@ class Eviction:
     def evict(
         self, agent_id: str, done: Callable[[None], None], lineage: str | None = None, kind: str | None = None
     ) -> None:
-        """Free an agent's or lineage's RAM, except unsaved blocks and those being read. Raises NotFound.
+        """Free an agent's or lineage's RAM of one `kind` (None for all), except unsaved blocks and those being read.
 
-        Includes unneeded tails after its blocks, which would keep those in RAM.
-
-        Args:
-            kind: `base`, `residual`, or None for both.
+        Includes unneeded tails after its blocks, which would keep those in RAM. Raises NotFound.
         """
         known = self._agents.lineages(agent_id, lineage)
         blocks = blocks_of(known)

@@ -37,10 +37,9 @@ class Persistence:
 
     Args:
         post: schedules a callback on the engine thread; callable from any thread.
-        max_lineages: limit per agent; surplus ones are deleted.
-        shared: agents with at least `SHARED_LINEAGES`.
+        max_lineages: limit per agent; those in `shared` have at least `SHARED_LINEAGES`.
         first_thought: as in `SavedSnapshots`.
-        set_aside: readable lineages of unavailable agents, left unchanged.
+        set_aside: as in `UnavailableAgents`.
     """
 
     def __init__(
@@ -136,12 +135,9 @@ class Persistence:
         repeated: int = 0,
         final: bool = False,
     ) -> None:
-        """Make a turn durable (`TurnWriter.write`), with the checkpoints that are worth it.
+        """Make a turn durable (`TurnWriter.write`), with the checkpoints that `SavedSnapshots.choose` selects.
 
-        Args:
-            record: lineage after the turn.
-            turns: base's, then adapters'.
-            lasting, repeated, final: as in `SavedSnapshots.choose`.
+        `record` is the lineage after the turn; `turns` are base's, then adapters'.
         """
         record = self._snapshots.choose(record, lasting, repeated, final=final)
         self.turns.write(cut_residuals(record, self._caches.namespace), turns, done)

@@ -54,12 +54,7 @@ _LEAST_AT_ONCE = 0.02
 
 @dataclass(frozen=True)
 class Restored:
-    """Outcome of a restore.
-
-    Args:
-        num_bytes: bytes of keys and values read.
-        complete: whether all files were valid; damaged ones are in quarantine.
-    """
+    """Outcome of a restore; incomplete if damaged files were quarantined."""
 
     num_bytes: int
     seconds: float
@@ -68,12 +63,7 @@ class Restored:
 
 @dataclass(frozen=True)
 class Read:
-    """Result of reading one file.
-
-    Args:
-        extras: None if the file was missing or damaged.
-        data: the stored block; None if already in its slot.
-    """
+    """Result of reading one file: `extras` is None if it was damaged; `data` if it is already in its slot."""
 
     load: Load
     extras: Extras | None
@@ -132,11 +122,7 @@ class _Batch:
 class BufferedReads:
     """Reads blocks into a fixed set of buffers while the engine computes, and copies them to slots between steps.
 
-    Engine thread only, unless noted.
-
-    Args:
-        base: cache that sets the buffer size.
-        post: schedules a callback on the engine thread; callable from any thread.
+    Engine thread only, unless noted. `base` sets the buffer size.
     """
 
     def __init__(
@@ -352,7 +338,6 @@ class Restorer:
     """Carries out the `loads` of block tables. Engine thread only.
 
     Args:
-        post: schedules a callback on the engine thread; callable from any thread.
         is_idle: whether no request computes.
         is_awaited: whether the engine thread has messages.
     """

@@ -73,7 +73,7 @@ class ResidentTranscripts:
 
 
 def time_now() -> float:
-    """System time in seconds since 1970, within a manifest's limits."""
+    """System time within a manifest's limits."""
     return as_time(time.time())
 
 
@@ -90,10 +90,7 @@ def shown_time(last_used: float) -> float:
 class Agents:
     """All lineages of the served model's agents at one moment.
 
-    A lineage has its own name (`manifest.lineage_name`) and repeats its agent's settings.
-
-    Args:
-        unavailable: reasons by agent id; these agents have no lineages here.
+    A lineage repeats its agent's settings. Unavailable agents, with reasons by id, have no lineages here.
     """
 
     def __init__(
@@ -251,7 +248,6 @@ class AgentTable(Lineages):
         return self._latest_use
 
     def as_used_now(self, records: Sequence[AgentRecord]) -> list[AgentRecord]:
-        """Shift the times so that the latest is now."""
         now, latest = self.time_of_use(), max(record.last_used for record in records)
         # Subtract first: adding a distant year would lose microseconds.
         return [replace(record, last_used=as_time(now - (latest - record.last_used))) for record in records]
@@ -371,7 +367,6 @@ class DurableLineages:
         return self._recount(record.id, set(known.held) if known else set(), set(record.held))
 
     def remove(self, name: str) -> list[BlockName]:
-        """Remove a lineage; returns the blocks that it named."""
         known = self._lineages.find(name)
         if known is None:
             return []
@@ -404,7 +399,6 @@ class DurableLineages:
         return eviction_priority(record, self._unshared[record.id], now)
 
     def is_longest(self, record: AgentRecord) -> bool:
-        """Whether its agent has no longer lineage; then its transcript stays."""
         return record is self._lineages.get(record.id)
 
     def first_with_orphans(self) -> Reduced | None:
@@ -437,5 +431,4 @@ def emptied(record: AgentRecord) -> AgentRecord:
 
 
 def blocks_of(records: Sequence[AgentRecord]) -> set[NamedBlock]:
-    """All blocks that these lineages name, including checkpoints."""
     return {block for record in records for block in record.held}

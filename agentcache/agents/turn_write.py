@@ -42,8 +42,6 @@ class CacheTurn:
     """A turn's blocks in one cache: base's, or the residuals of one adapter.
 
     Args:
-        cache: its name (`keys.residual_cache` of an adapter).
-        num_tokens: tokens to save.
         blocks: all of the lineage's, in the order of `spans`.
         early: blocks passed to `Persistence.save_blocks`, perhaps including surplus ones.
     """
@@ -91,7 +89,7 @@ class CachePart:
 
 
 class WriteState(Enum):
-    """States of a `TurnWrite`; the module describes the transitions."""
+    """States of a `TurnWrite`."""
 
     WRITE = "write"
     RETRY = "retry"
@@ -105,15 +103,10 @@ class TurnWrite:
     """A turn being saved. Only `take` and `begin` change its state. Engine thread only.
 
     Attributes:
-        record: lineage after the turn.
         parts: base's, then one per adapter with residuals.
         before: lineage in the table before the turn, if any.
-        counted_on: pinned blocks that the turn adds to the lineage.
-        held: all pinned blocks: those, and the early ones.
-        done: callback for the result.
-        tries: jobs submitted.
-        num_bytes: written by all of them.
-        error: why it failed.
+        counted_on: pinned blocks that the turn adds to the lineage; `held` has the early ones, too.
+        num_bytes: written by all tries.
     """
 
     record: AgentRecord
@@ -142,7 +135,6 @@ class TurnWrite:
         self.tries += 1
 
     def take(self, outcome: Committed) -> None:
-        """Move to the state that follows a job's outcome."""
         self.num_bytes += outcome.num_bytes
         if not outcome.lost:
             self.state = WriteState.DONE if outcome.error is None else WriteState.FAILED
@@ -161,11 +153,7 @@ class TurnWrite:
 
 
 class TurnWriter:
-    """Saves turns by jobs of the writer thread. Engine thread only.
-
-    Attributes:
-        failures: turns that were not saved.
-    """
+    """Saves turns by jobs of the writer thread, and counts failures. Engine thread only."""
 
     def __init__(self, disk: Disk, jobs: DiskJobs, caches: KeptCaches, agents: AgentTable, pins: Pins) -> None:
         self._disk = disk
@@ -178,11 +166,7 @@ class TurnWriter:
     def write(self, record: AgentRecord, turns: Sequence[CacheTurn], done: Callable[[Saved], None]) -> None:
         """Make a turn durable: its blocks, then the manifest. A failed turn leaves no file.
 
-        Residuals that do not fit, or are lost, are left out: they can be computed again.
-
-        Args:
-            record: lineage after the turn; residuals of adapters without a turn stay.
-            turns: base's, then adapters'.
+        Residuals that do not fit, or are lost, are left out. Those of adapters without a turn stay.
         """
         base, *residuals = turns
         parts, early = [CachePart(self._caches.base, base.blocks, record.num_saved)], base.early_names
@@ -250,7 +234,7 @@ class TurnWriter:
         self._end(write.record, write.done, Saved(write.num_bytes, write.error))
 
     def write_record(self, record: AgentRecord, done: Callable[[Saved], None]) -> None:
-        """Write only manifest and transcript (new agent, fork). The lineage stays pinned until that is done."""
+        """Write only manifest and transcript (new agent, fork), with the lineage pinned."""
         with self._pins.holding([record.name]):
             self._jobs.submit(
                 partial(self._disk.commit, SavedTurn(record)),
@@ -345,7 +329,6 @@ class SavedSnapshots:
         return replace(record, snapshots=tuple(each for each in named if each.num_tokens in saved))
 
     def _returns(self, record: AgentRecord, repeated: int) -> list[int]:
-        """Positions before the end where a continuing prompt may branch."""
         start = None if record.producer is None else record.producer.start
         places = [self._first_thought(record.transcript), start, repeated or None]
         return [place for place in places if place is not None and place < record.num_saved]

@@ -425,8 +425,8 @@ def flush(engine: Engine) -> None:
 def make_room(engine: Engine, num_bytes: int) -> bool:
     """Have it forget agents until so much more fits into the disk budget; whether it then does."""
     engine.persistence.jobs.flush()
-    disk, outcome = engine.persistence._disk, Committed()
-    made = disk._could_hold(num_bytes) and disk._drop_stalest(outcome)
+    room, outcome = engine.persistence._disk.room, Committed()
+    made = room.could_hold(num_bytes) and room._drop_stalest(outcome)
     engine.persistence.jobs.apply(outcome)
     return made
 
