@@ -213,7 +213,7 @@ def as_key_residuals(residuals: LowRankKeys, case: Case) -> KeyResiduals:
 
 
 def turns_of(angles: np.ndarray, num_positions: int, dtype: mx.Dtype, interleaved: bool = False) -> RopeTables:
-    """Return tables of a rope with plain angles."""
+    """Tables of a rope with plain angles."""
     near, far = np.arange(NEAR)[:, None] * angles, np.arange(0, num_positions + STEP, STEP)[:, None] * angles
     tables = [laid_out(mx.array(np.cos(at)), mx.array(np.sin(at)), dtype) for at in (near, far)]
     return RopeTables(tables[0], tables[1], interleaved)
@@ -264,7 +264,6 @@ class _Beside:
 
 
 def _packed(case: Case, used: np.ndarray, random: np.random.Generator) -> PackedNumpy:
-    """Roughly normal values; NaN in scales and biases of unused places."""
     slots = used.shape[0]
     shape = (slots, case.kv_heads, BLOCK_SIZE)
     data = random.integers(0, 2**32, (*shape, case.dim // 8), dtype=np.uint32)
@@ -281,11 +280,7 @@ _ROPE_SCALE = 0.5  # arbitrary
 
 @dataclass(frozen=True)
 class LatentCase:
-    """A step. Further fields as in `StepRows` and `LatentShape`.
-
-    Args:
-        group: quantisation group size; None for the largest that divides both sizes.
-    """
+    """As `Case`; fields as in `StepRows` and `LatentShape`."""
 
     rank: int = 64
     rope: int = 32
@@ -373,7 +368,6 @@ class Latents:
 
 
 def _packed_latents(shape: LatentShape, used: np.ndarray, random: np.random.Generator) -> PackedNumpy:
-    """NaN in scales and biases of unused places."""
     sizes = (used.shape[0], 1, BLOCK_SIZE)
     most = 2**shape.bits - 1
     data = random.integers(0, 2**32, (*sizes, shape.dim * shape.bits // 32), dtype=np.uint32)

@@ -41,7 +41,7 @@ class CompiledKernels:
         self._folder = folder if _is_private(folder) else None
 
     def get(self, text: str) -> bytes:
-        """Return the cubin of a text, cached or compiled. Raises DoesNotCompile, with the compiler's log."""
+        """Return the cubin of a text, cached or compiled. Raises DoesNotCompile."""
         if self._folder is None:
             return self._compiler.compile(text)
         compiler = self._compiler
@@ -90,7 +90,6 @@ def _tell(why: str) -> None:
 
 
 def _is_private(folder: Path) -> bool:
-    """Create the folder; return whether it belongs to the user and no other user can write to it."""
     try:
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -175,7 +174,7 @@ class Compiler:
 
 
 def loaded_library() -> Path:
-    """The NVRTC library loaded in this process. Raises NoCompiler."""
+    """The library that this process has loaded. Raises NoCompiler."""
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     except OSError as error:

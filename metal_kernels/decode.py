@@ -84,12 +84,7 @@ class StepKind(NamedTuple):
 
 
 class ValueResiduals(NamedTuple):
-    """Residuals of values.
-
-    Args:
-        low_rank: x·A, float16 [slots, 256, r], in slots of its own.
-        b: float32 [H_kv, r, D].
-    """
+    """Residuals of values: x·A, float16 [slots, 256, r], and B, float32 [H_kv, r, D]."""
 
     low_rank: mx.array
     b: mx.array
@@ -111,7 +106,7 @@ class KeyResiduals(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """Residual KV of a step's rows, of one adapter; keys and values use the same slots."""
+    """Residual KV of one adapter for a step's rows; keys and values use the same slots."""
 
     keys: KeyResiduals | None = None
     values: ValueResiduals | None = None

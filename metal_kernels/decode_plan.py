@@ -74,13 +74,11 @@ class Groups:
 
 @dataclass(frozen=True)
 class StepRows:
-    """Block tables and queries of a step's rows.
+    """Block tables and queries of a step's rows; the queries are their last `num_tokens` tokens.
 
     Args:
-        block_ids: slots of each row.
         bases: position of each row's first token in its first block.
         lengths: tokens of each row before the step.
-        num_tokens: queries per row, which are its last tokens.
         window: most recent tokens attended to; None for all.
         residual_ids: slots of the residuals of the same blocks; empty without.
     """
@@ -100,12 +98,11 @@ class DecodePlan:
     """Reads of a step's queries, for all layers of one cache group. Built once per step.
 
     Args:
-        shape: head shape; also valid for shapes with the same `Tiling`s.
+        shape: also valid for shapes with the same `Tiling`s.
         least_saved: fewest tokens saved by a shared prefix that justify its launch.
 
     Attributes:
         beside: `own` with slots of residuals; None without.
-        launches: steps prepared by `decode`.
     """
 
     def __init__(self, shape: HeadShape, rows: StepRows, least_saved: int = 2048) -> None:

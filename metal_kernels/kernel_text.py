@@ -50,7 +50,7 @@ NO_DEVICE = "none"
 
 
 def device() -> str:
-    """The default device's back end: "metal", "cuda", or `NO_DEVICE`."""
+    """The default device's back end."""
     if mx.default_device() != mx.gpu:
         return NO_DEVICE
     return "metal" if mx.metal.is_available() else "cuda" if mx.cuda.is_available() else NO_DEVICE
@@ -64,7 +64,7 @@ def cuda_source(body: str) -> str:
 
 @lru_cache(maxsize=512)
 def traced(compute: Callable[..., mx.array], kind: Hashable) -> Callable[..., mx.array]:
-    """Trace `compute(kind, *arrays)`, as MLX otherwise builds the kernel's text in each call, which takes long."""
+    """Trace `compute(kind, *arrays)`: MLX otherwise builds the kernel's text in each call."""
     of_kind = partial(compute, kind)
     return of_kind if device() == NO_DEVICE else mx.compile(of_kind)
 
@@ -103,9 +103,7 @@ class KernelText:
     def cuda_text(self, inputs: Sequence[mx.Dtype], outputs: Sequence[mx.Dtype], constants: Mapping[str, Any]) -> str:
         """Complete CUDA source for arrays of these dtypes, similar to that of `mx.fast.cuda_kernel`.
 
-        Args:
-            inputs, outputs: float32, float16, bfloat16, int32 or uint32; else KeyError.
-            constants: dtypes, integers and booleans by name.
+        Raises KeyError for dtypes but float32, float16, bfloat16, int32 and uint32.
         """
         taken = [f"const {_CUDA_TYPES[dtype]}* {name}" for name, dtype in zip(self.inputs, inputs, strict=True)]
         made = [f"{_CUDA_TYPES[dtype]}* {name}" for name, dtype in zip(self.outputs, outputs, strict=True)]

@@ -34,12 +34,7 @@ UNIT = 32  # values that a thread unpacks at a time
 class LatentShape:
     """A layer's latents: keys of `rank + rope` values for all query heads; the first `rank` are also the values.
 
-    Args:
-        rank, rope: multiples of 32.
-        heads: query heads.
-        group_size: quantisation group size; divides `rank` and `rank + rope`.
-        dtype: dtype of results.
-        bits: 4 or 8.
+    `rank` and `rope` are multiples of 32; `group_size` divides `rank` and `rank + rope`; `bits` is 4 or 8.
     """
 
     rank: int
@@ -167,7 +162,6 @@ def latent_decode(
     Args:
         queries: [B, H, n, rank], in the latent space.
         rope_queries: [B, H, n, rope], for the latents' last values; multiplied by `rope_scale`.
-        scale: factor of scores.
         written: result of `append` for these latents in the same graph.
         threadgroups: number that fills the device.
     """

@@ -44,7 +44,7 @@ def one_a_thread(make: Make) -> Make:
 
 @one_a_thread
 def ints(values: tuple[Any, ...]) -> mx.array:
-    """An int32 array, cached by its values: few change from step to step or between layers."""
+    """An int32 array on the device, cached by its values."""
     return on_device(mx.array(values, mx.int32))
 
 

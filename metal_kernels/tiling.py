@@ -17,10 +17,9 @@ class HeadShape:
     """Head shape for which a kernel is compiled.
 
     Args:
-        dim: head dimension, a multiple of 32.
+        dim: a multiple of 32.
         queries_per_head: query heads per kv head.
-        group_size, bits: quantisation group size, and bits of a key or value.
-        dtype: dtype of queries and results.
+        dtype: of queries and results.
         value_rank, key_rank: ranks of residuals; 0 for none.
         pairs: pairs of a key's values that rope rotates, a multiple of 8; only with key residuals.
         interleaved: whether a pair's values are neighbours, not half of the rotated values apart.

@@ -29,6 +29,7 @@ class Pins:
         self._lock = threading.Lock()
 
     def pin_lineage(self, name: str) -> None:
+        """Pin a lineage, which need not exist yet."""
         with self._lock:
             self._lineages[name] += 1
 

@@ -129,6 +129,7 @@ class DiskJobs:
         finished.result()
 
     def apply(self, outcome: Committed, targets: Sequence[BlockToWrite] = ()) -> None:
+        """Apply a job's writes, evictions and deletions in RAM."""
         for target in targets:
             if outcome.written:
                 target.cache.prefix.mark_stored(target.node, target.group)
@@ -149,6 +150,7 @@ class DiskJobs:
         return known if known is not None and known.held == dropped.held else None
 
     def evict(self, record: AgentRecord, outcome: Committed) -> None:
+        """Free the RAM of a removed lineage's deleted blocks."""
         deleted = set(outcome.deleted)
         for cache in self._caches:
             named = (block for block in record.held if block.cache == cache.name)

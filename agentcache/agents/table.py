@@ -248,6 +248,7 @@ class AgentTable(Lineages):
         return self._latest_use
 
     def as_used_now(self, records: Sequence[AgentRecord]) -> list[AgentRecord]:
+        """Shift the times so that the latest is now."""
         now, latest = self.time_of_use(), max(record.last_used for record in records)
         # Subtract first: adding a distant year would lose microseconds.
         return [replace(record, last_used=as_time(now - (latest - record.last_used))) for record in records]
@@ -367,6 +368,7 @@ class DurableLineages:
         return self._recount(record.id, set(known.held) if known else set(), set(record.held))
 
     def remove(self, name: str) -> list[BlockName]:
+        """Remove a lineage; returns the blocks that it named."""
         known = self._lineages.find(name)
         if known is None:
             return []
@@ -399,6 +401,7 @@ class DurableLineages:
         return eviction_priority(record, self._unshared[record.id], now)
 
     def is_longest(self, record: AgentRecord) -> bool:
+        """Whether its agent has no longer lineage; then its transcript stays."""
         return record is self._lineages.get(record.id)
 
     def first_with_orphans(self) -> Reduced | None:
@@ -431,4 +434,5 @@ def emptied(record: AgentRecord) -> AgentRecord:
 
 
 def blocks_of(records: Sequence[AgentRecord]) -> set[NamedBlock]:
+    """All blocks that these lineages name, including checkpoints."""
     return {block for record in records for block in record.held}

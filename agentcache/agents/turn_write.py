@@ -135,6 +135,7 @@ class TurnWrite:
         self.tries += 1
 
     def take(self, outcome: Committed) -> None:
+        """Move to the state that follows a job's outcome."""
         self.num_bytes += outcome.num_bytes
         if not outcome.lost:
             self.state = WriteState.DONE if outcome.error is None else WriteState.FAILED

@@ -52,7 +52,7 @@ class Rows(_Part, frozen=True):
 
 
 class RowUse(_Part, frozen=True):
-    """A row's adapter, by number, and the token from which it applies."""
+    """A row's adapter, and the token from which it applies."""
 
     adapter: int
     start: int
@@ -75,7 +75,7 @@ class Forward(_Command, frozen=True):
 
     @classmethod
     def of(cls, step: StepInputs, uses: Sequence[RowUse | None]) -> Forward:
-        """The command for a step without a decoder, hidden states, recurrent states and residuals."""
+        """The command for a step of what ranks support."""
         has_hidden_states = step.hidden_states.cut or step.hidden_states.writes
         if step.model is not None or has_hidden_states or step.states or step.residual is not None:
             raise BrokenInvariant("a step with what only one process has")
@@ -150,7 +150,7 @@ class GiveBack(_Command, frozen=True):
 
 
 class Fit(_Command, frozen=True):
-    """Resize to these numbers of slots, by group."""
+    """Resize groups to these numbers of slots."""
 
     capacities: Sequence[int]
 
@@ -304,7 +304,7 @@ ANSWERS: Decoder[dict[int, bytes]] = decoder_of(dict[int, bytes])  # by question
 
 
 def decode(message: bytes, decoder: Decoder[T]) -> T:
-    """Inverse of `encode`. Raises RankLost: ranks that do not understand each other cannot go on."""
+    """Inverse of `encode`. Raises RankLost."""
     try:
         return decoder.decode(message)
     except (msgspec.MsgspecError, ValueError, BrokenInvariant) as error:  # ValueError: text that is not UTF-8

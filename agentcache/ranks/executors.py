@@ -50,7 +50,7 @@ class Executor:
         return config
 
     def load(self, path_or_hub_id: str, **options: Any) -> LoadedModel:
-        """See `loader.load`."""
+        """As `loader.load`."""
         return load(path_or_hub_id, **options)
 
     def runner(
@@ -148,11 +148,7 @@ def load_part(
 ) -> LoadedModel:
     """Load and prove one rank's part of a model, like `loader.load`. All ranks must call it.
 
-    Rank 0 decides the precision of KV: by its setting, saved choice or measurement.
-
-    Raises:
-        UnsupportedModel: the model, or this number of ranks, is not supported.
-        RankLost: another rank is gone.
+    Rank 0 decides the precision of KV. Raises UnsupportedModel, also for this number of ranks, and RankLost.
     """
     read = read_model(path_or_hub_id)
     shards.spread(read.model)
@@ -170,9 +166,9 @@ def load_part(
 
 
 class PrecisionOfRank0:
-    """Rank 0's choice of precision. All ranks call the methods in the same order.
+    """Rank 0's choice of precision: sums may differ between ranks in their last bits.
 
-    Rank 0's measurement counts, because sums may differ between ranks in their last bits.
+    All ranks call the methods in the same order.
     """
 
     def __init__(self, wire: Wire) -> None:
@@ -203,10 +199,7 @@ def agree(wire: Wire, loaded: LoadedModel) -> None:
 
 
 def follow(config: Config, model_path: str) -> None:
-    """Run as a worker. Raises RankLost.
-
-    Raises UnsupportedModel, CacheFolderInUse, ConfigError or StoreError if it cannot start.
-    """
+    """Run as a worker. Raises RankLost, or an error of the start."""
     group = join_group()
     seconds, connections = config.rank_timeout * _FOLLOWERS_PATIENCE, ring_connections()
     with Watchdog(seconds, connections):

@@ -31,10 +31,7 @@ def rank_folders(cache_dir: Path) -> list[Path]:
 
 
 def folders_of_agent(cache_dir: Path, agent_id: str, size: int | None = None) -> list[Path]:
-    """Return the folders with the agent's blocks: the cache folder itself, or each rank's.
-
-    Args:
-        size: number of ranks, 1 for a single process; None for any.
+    """Return the folders with the agent's blocks, of `size` ranks: the cache folder itself, or each rank's.
 
     Raises:
         NotFound: the agent, or another rank's folder, is not here.

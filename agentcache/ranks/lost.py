@@ -21,10 +21,7 @@ _BACK_ENDS: Sequence[str] = ("ring", "jaccl", "nccl", "mpi")
 
 
 def lost_rank(error: BaseException) -> RankLost | None:
-    """Return the `RankLost` behind `error`.
-
-    Connection errors of `mx.distributed` back ends count, also inside an UnsupportedModel from a model's proof.
-    """
+    """Return the `RankLost` behind `error`; connection errors of `mx.distributed` back ends count."""
     due, seen = [error], set[int]()
     while due:
         link = due.pop()
@@ -43,7 +40,7 @@ def lost_rank(error: BaseException) -> RankLost | None:
 
 @contextmanager
 def naming_the_lost() -> Iterator[None]:
-    """Turn connection errors inside into `RankLost` (`lost_rank`)."""
+    """Turn connection errors inside into `RankLost`."""
     try:
         yield
     except (RuntimeError, UnsupportedModel) as error:

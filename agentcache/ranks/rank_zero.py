@@ -174,10 +174,9 @@ class RankZeroRunner(ModelRunner):
 
 
 class RankZeroStore(Store):
-    """Store of rank 0's folder and, through `link`, of the workers'. Other arguments as in `Store`.
+    """Store of rank 0's folder and, through `link`, of the workers'. Only rank 0 has manifests and transcripts.
 
-    Writes count once all ranks have finished; a block that is missing or invalid on one rank is missing. Only rank 0
-    has manifests and transcripts.
+    Writes count once all ranks have finished; a block that is missing or invalid on one rank is missing.
     """
 
     def __init__(self, *args: Any, link: WorkerLink, handles: RemoteHandles, **options: Any) -> None:
@@ -267,7 +266,6 @@ class RankZeroStore(Store):
 
 
 def _with_data(blocks: Sequence[BlockWrite | BlockCopy]) -> list[BlockWrite]:
-    """Raises StoreError for residuals, which ranks do not support."""
     if not all(isinstance(block, BlockWrite) for block in blocks):
         raise StoreError("residuals of adapters cannot be imported where several ranks share the model")
     return [block for block in blocks if isinstance(block, BlockWrite)]

@@ -59,5 +59,4 @@ class Wire:
 
 
 def _row_bytes(num_bytes: int) -> int:
-    """A power of two, so that slightly longer messages fit."""
     return max(_LEAST_BYTES, 1 << (_LENGTH_BYTES + num_bytes - 1).bit_length())

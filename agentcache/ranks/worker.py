@@ -45,7 +45,7 @@ class Slots:
 
 
 class Held(dict[int, T]):
-    """What a worker keeps under rank 0's numbers. Raises RankLost for a missing one. Thread-safe."""
+    """What a worker keeps under rank 0's numbers; a missing one raises RankLost. Thread-safe."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Held(dict[int, T]):
 
 
 class Worker:
-    """A worker: executes rank 0's commands on its own model, arenas and files, for the thread that computes."""
+    """Executes rank 0's commands on this rank's model, arenas and files, for the thread that computes."""
 
     def __init__(
         self, wire: Wire, loaded: LoadedModel, runner: ModelRunner, slots: Sequence[Slots], store: Store
@@ -78,10 +78,7 @@ class Worker:
         self._is_over = False
 
     def run(self, heard: Callable[[], None] = lambda: None) -> None:
-        """Execute commands until `Stop`, calling `heard` for each message.
-
-        Raises RankLost, also for a message that cannot be read and a handle or adapter that is not here.
-        """
+        """Execute commands until `Stop`, calling `heard` for each message. Raises RankLost."""
         while not self._is_over:
             answers = self._files.answers(0.0 if self._has_started else _ANSWER_SECONDS)
             message, *_ = self._wire.exchange(encode(answers))

@@ -44,7 +44,7 @@ class WorkerLink:
     Args:
         post: schedules a function on the engine thread. Thread-safe.
         give_up: called on another thread when a rank is lost. The engine thread is then stuck in MLX.
-        patience: seconds of silence after which a rank is lost.
+        patience: longest silence of a rank, in seconds.
     """
 
     def __init__(

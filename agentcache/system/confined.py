@@ -51,9 +51,7 @@ def _always() -> None:
 class ConfinedWork:
     """A pool of child processes, one request at a time each. Any thread may use it.
 
-    Args:
-        module: module whose `main` gets `arguments`.
-        seconds_per_byte: as the module passes to `confined_child.serve`.
+    `module`'s `main` gets `arguments`, and passes `seconds_per_byte` to `confined_child.serve`.
     """
 
     def __init__(self, module: str, *arguments: str, seconds_per_byte: float = 0.0) -> None:
@@ -79,11 +77,7 @@ class ConfinedWork:
             max_bytes: largest content.
             go_on: called periodically; raises if the reply is not needed any more.
 
-        Raises:
-            OverLimit: too much time or memory.
-            ReplyTooLong: content above `max_bytes`.
-            ChildBroke: the process ended.
-            Overloaded: no other process can be started.
+        Raises OverLimit, ReplyTooLong, ChildBroke, or Overloaded if no process can be started.
         """
         process = self._idle_process() or _Process(self._program)
         try:
@@ -193,7 +187,6 @@ class _Watch:
             raise _too_much_memory()
 
     def _resident_bytes(self) -> int:
-        """For systems that do not enforce RLIMIT_AS."""
         told = subprocess.run(["ps", "-o", "rss=", "-p", str(self._pid)], capture_output=True, text=True)
         return int(told.stdout.strip() or 0) * 1024
 

@@ -32,9 +32,7 @@ def cpu_seconds(num_bytes: int, seconds_per_byte: float) -> float:
 def serve(answer: Answer, seconds_per_byte: float = 0.0) -> None:
     """Answer requests until the parent closes the pipe.
 
-    Args:
-        answer: gives a reply's kind and content; gets the request in a list, so that it can free it.
-        seconds_per_byte: see `cpu_seconds`.
+    `answer` gives a reply's kind and content. It gets the request in a list, so that it can free it.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the parent's exit ends the loop below
@@ -74,7 +72,6 @@ def _limits(address_space: int, seconds: float) -> Iterator[None]:
 
 
 def _address_space() -> int:
-    """Bytes of this process's address space; 0 if unknown."""
     try:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[0]) * resource.getpagesize()

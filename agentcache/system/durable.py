@@ -55,16 +55,13 @@ def commands(durability: Durability, *, covered: bool) -> dict[str, int]:
 
 
 def sync(fd: int, durability: Durability = Durability.FULL, *, covered: bool = False) -> None:
-    """Sync the open file or folder `fd`. Use the descriptor that wrote, before it is closed.
+    """Sync the open file or folder `fd`. Use the descriptor that wrote, before it is closed. Raises OSError.
 
     Without `covered`, earlier syncs on that drive are durable on return, too. If the file system refuses a kind of
     sync, the next weaker one is used.
 
     Args:
         covered: whether an uncovered sync follows before anything is acknowledged; then only order is ensured.
-
-    Raises:
-        OSError: the data could not be written.
     """
     for name, command in commands(durability, covered=covered).items():
         try:

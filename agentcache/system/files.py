@@ -15,11 +15,7 @@ from typing import Any
 def open_plain(path: Path) -> int:
     """Open a regular file for reading, following links; return the descriptor.
 
-    Never blocks on a pipe or opens a device: that can have side effects.
-
-    Raises:
-        OSError: the file cannot be opened.
-        ValueError: not a regular file, or an invalid path.
+    Never blocks on a pipe or opens a device: that can have side effects. Raises OSError, or ValueError.
     """
     _require_regular(os.stat(path))
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
@@ -58,12 +54,9 @@ def give_to_owner(fd: int, folder: Path) -> None:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Replace the file at `path` by `data`, readable by its owner only.
+    """Replace the file at `path` by `data`, readable by its owner only. Raises OSError, the old file then unchanged.
 
     Not synced: a power loss may leave a torn file, so readers must check the content.
-
-    Raises:
-        OSError: the old file is unchanged.
     """
     temporary = path.with_suffix(f".{secrets.token_hex(6)}.tmp")
     try:
@@ -104,7 +97,7 @@ class Memo:
 
 
 def read_memo(memo: Path | None) -> dict[str, str]:
-    """Contents of a memo file; empty if missing or unreadable."""
+    """Contents of a memo file; empty if unreadable."""
     try:
         known: Any = json.loads(_read(memo)) if memo else {}
     except (OSError, ValueError, RecursionError):
@@ -118,6 +111,6 @@ def _read(memo: Path) -> bytes:
 
 
 def write_memo(memo: Path, known: dict[str, str]) -> None:
-    """Write a memo file, best effort: without it the next start computes again."""
+    """Write a memo file, best effort."""
     with suppress(OSError):
         write_private(memo, json.dumps(known).encode())

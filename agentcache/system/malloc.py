@@ -17,13 +17,11 @@ _NEVER = 2**31 - 1
 
 
 def keep_freed_memory() -> None:
-    """Make malloc keep freed memory for the next step, instead of returning it and faulting it in again.
+    """Make malloc keep freed memory for the next step, instead of returning it and faulting it in again. glibc only.
 
-    Linux with glibc only, where the default slows CPU steps and CUDA uploads.
-
-    Call it before starting threads. All later threads share one arena: free memory at the end of other arenas cannot be
-    returned, and each thread that reads a large request would keep as much. Existing threads have arenas of their own,
-    which later threads may share: 64 MB heaps, returned despite the threshold unless the pad is as large.
+    Call it before starting threads. All later threads share one arena: memory at the end of other arenas cannot be
+    returned. Existing threads have arenas of their own, which later ones may share: 64 MB heaps, returned despite the
+    threshold unless the pad is as large.
     """
     import ctypes
 

@@ -43,7 +43,6 @@ class PressureReading:
     """Memory pressure; None for values that the system does not report.
 
     Args:
-        macos_level: `MACOS_NORMAL`, `MACOS_WARNING` or `MACOS_CRITICAL`.
         some, full: percent of the last ten seconds in which some or all tasks waited for memory (Linux); the maximum
             of the machine and the process's own cgroup.
         used_share: used share of the nearest cgroup limit, without droppable file cache.
@@ -91,7 +90,7 @@ class SystemMemory:
                 yield Bound(int(limit), max(0, int(used) - _file_cache(folder)))
 
     def _own_cgroups(self) -> list[Path]:
-        """This process's cgroups, innermost first; all limits apply."""
+        """Innermost first; all limits apply."""
         lines = _read(self.proc / "self" / "cgroup").splitlines()
         own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
         if own is None:
@@ -120,7 +119,6 @@ class SystemMemory:
 
 
 def _read(path: Path) -> str:
-    """The file's text; empty if unreadable, as in kernels without the feature."""
     try:
         return path.read_text(encoding="ascii")
     except OSError:
@@ -128,7 +126,6 @@ def _read(path: Path) -> str:
 
 
 def _file_cache(cgroup: Path) -> int:
-    """Bytes of droppable file cache, including files being written."""
     entries = dict(line.split() for line in _read(cgroup / "memory.stat").splitlines())
     return int(entries.get("inactive_file", 0)) + int(entries.get("active_file", 0))
 
@@ -230,7 +227,7 @@ class PressureGauge:
         self._highest = Level.NORMAL  # of the readings since `_calmer_since`
 
     def update(self, reading: PressureReading, now: float) -> Level:
-        """Add a reading taken at `now` (seconds of a monotonic clock); return the level."""
+        """Add a reading taken at `now`, of a monotonic clock; return the level."""
         found = level_of(reading, self.level)
         if found >= self.level:
             self.level, self._calmer_since = found, None

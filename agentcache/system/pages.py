@@ -16,10 +16,7 @@ _MADV_DONTNEED, _MADV_NOHUGEPAGE, _MADV_POPULATE_WRITE = 4, 15, 23
 
 @cache
 def addresses_are_free() -> bool:
-    """Whether reserving addresses costs nothing: on Linux, without resource limits or strict overcommit.
-
-    With either, later allocations could fail.
-    """
+    """Whether reserving addresses costs nothing: on Linux, without resource limits or strict overcommit."""
     if sys.platform != "linux":
         return False
     limits = (resource.RLIMIT_AS, resource.RLIMIT_DATA)

@@ -33,11 +33,7 @@ def as_exception(error: BaseException) -> Exception:
 
 
 def start_thread(name: str, run: Callable[[], None], died: Callable[[Exception], None]) -> threading.Thread:
-    """Start a daemon thread.
-
-    Args:
-        died: called on that thread with an exception of `run`, once logged.
-    """
+    """Start a daemon thread. `died` gets an exception of `run`, once logged, on that thread."""
 
     def top() -> None:
         try:
@@ -52,10 +48,7 @@ def start_thread(name: str, run: Callable[[], None], died: Callable[[Exception],
 
 
 class DaemonPool(Executor):
-    """An executor on daemon threads, which do not delay the end of the process, unlike `ThreadPoolExecutor`'s.
-
-    At most `most` threads start on demand, and end with the pool.
-    """
+    """An executor on daemon threads, which do not delay the end of the process. At most `most` start, on demand."""
 
     def __init__(self, most: int, name: str) -> None:
         self._most = most
