@@ -52,8 +52,8 @@ class TranscriptContent:
 class Transcript:
     """Text and exact tokens of an agent's context. Immutable.
 
-    Once a log has the content, it can leave RAM (`store_in`, `leave_ram`). Attributes then read the log, in the calling
-    thread. A reference to `content()` keeps it in RAM.
+    Once a log has the content, it can leave RAM (`store_in`, `leave_ram`); attributes then read the log. A reference to
+    `content()` keeps it in RAM.
 
     Args:
         text: marked text (`text/marks.py`).

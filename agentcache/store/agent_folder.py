@@ -104,13 +104,10 @@ class AgentFolder:
         return agent_id in self._names or any(agent_of(name) == agent_id for name in self._names)
 
     def load(self, take: Callable[[SavedAgent], None] = lambda agent: None) -> None:
-        """Read all lineages, once. Unavailable files stay.
+        """Read all lineages, once. `take` gets each, and may release its transcript from RAM.
 
-        Damaged lineages of the served model are rebuilt or, if nothing is provable, quarantined. Logs whose manifest is
-        neither here nor in quarantine are removed.
-
-        Args:
-            take: callback for each lineage; may release its transcript from RAM.
+        Unavailable files stay. Damaged lineages of the served model are rebuilt or, if nothing is provable,
+        quarantined. Logs whose manifest is neither here nor in quarantine are removed.
         """
         if self._loaded:
             return

@@ -117,11 +117,7 @@ class ArchivedAgent:
 def read_archive(
     path: Path, spec: CacheSpec, names: ModelNames | str, agent_id: str, num_token_ids: int | None = None
 ) -> ArchivedAgent:
-    """Read an agent from an archive and verify everything. Writes nothing.
-
-    Args:
-        spec, names: cache and names of the served model.
-        agent_id: name of the agent here.
+    """Read an agent from an archive, verified, as `agent_id` of the served model. Writes nothing.
 
     Raises:
         ArchiveRejected: damaged, not an archive, another model or number of ranks, or a newer format.
@@ -184,10 +180,7 @@ def _verified(file: ArchiveFile, served: ServedCache, model: str, agent_id: str)
 
 
 def _addressed(lineage: SavedAgent, model: str) -> SavedAgent:
-    """Return the lineage under another name of its model, without residual KV.
-
-    Residual files can be rewritten only while their adapter is loaded.
-    """
+    """The lineage under another name of its model, without residual KV: only a loaded adapter can rewrite it."""
     manifest = replace(lineage.manifest, model=model, caches=lineage.manifest.caches[:1])
     base, ids = manifest.base, lineage.content.transcript.ids
     chains = tuple(chain_keys(manifest.root_of(base), ids, base.spans()))

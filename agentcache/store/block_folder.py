@@ -42,7 +42,7 @@ _MAX_FILE_BYTES = 1 << 62
 
 @dataclass(frozen=True)
 class BlockWrite:
-    """A block to write; `data` as in `StoredBlock`, `others` for ranks 1, 2, … unless they have it."""
+    """A block to write; `data` as in `StoredBlock`, `others` for further ranks that lack it."""
 
     header: BlockHeader
     data: Array
@@ -63,8 +63,8 @@ class BlockReader:
 
     Args:
         folder: adopted by `usage`.
-        specs: by cache name; may grow.
-        unavailable: keys of unavailable files, to be rewritten.
+        specs: by cache name.
+        unavailable: keys of unavailable files.
     """
 
     def __init__(

@@ -203,11 +203,9 @@ class Store:
             return [agent.record(self._spec.digest) for agent in found]
 
     def save_agent(self, record: AgentRecord) -> int:
-        """Make a lineage durable; its blocks must be. Return the bytes written, O(changes).
+        """Make a lineage durable; its blocks must be. Return the bytes written. Raises as `AgentFolder.save`.
 
-        Raises:
-            InvalidRequest, Conflict, DiskBudgetExceeded, FileUnavailable: as `AgentFolder.save`.
-            StoreError: the lineage on disk is the previous one or `record`, complete.
+        After a StoreError, the lineage on disk is the previous one or `record`, complete.
         """
         if record.model != self._model:
             raise BrokenInvariant(f"agent {record.id} is of model {record.model}, not of {self._model}")
@@ -229,10 +227,7 @@ class Store:
         return self._agents.served.has_agent(agent_id) or self._former.has_agent(agent_id)
 
     def delete_agent(self, name: str) -> None:
-        """Remove a lineage's manifest and log; with the last one, stored responses and quarantined files.
-
-        Blocks stay, as they may be shared.
-        """
+        """Remove a lineage's manifest and log, not blocks; with the last one, responses and quarantined files."""
         with as_store_error(f"delete agent {name}"), self.visit():
             unreadable = self._unreadable_blocks(name)
             self._former.remove(name)

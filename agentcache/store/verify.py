@@ -1,7 +1,6 @@
 """Verify all files in a cache folder. Read-only; needs no model; may run beside a server.
 
-Deliberately an independent reader: it recomputes keys and checksums from content, for any model. Format version 1 is
-valid, though the next start removes its blocks.
+An independent reader: it recomputes keys and checksums from content, for any model and format version 1.
 """
 
 from __future__ import annotations
@@ -48,9 +47,8 @@ class FolderReport:
     Args:
         blocks, agents: number of valid ones.
         missing_blocks: evicted blocks that agents name; 0 if a block folder is unavailable.
-        unnamed_blocks: blocks without an agent, left by a crash; the next start removes them.
-        problems: one sentence per damaged file.
-        unavailable: one per unavailable file or folder.
+        unnamed_blocks: blocks without an agent; the next start removes them.
+        problems, unavailable: one sentence per damaged file, and per unavailable file or folder.
     """
 
     blocks: int
@@ -83,7 +81,7 @@ def verify_folder(cache_dir: Path) -> FolderReport:
 
 
 def find_unavailable(cache_dir: Path) -> list[str]:
-    """Return a sentence per unavailable folder, manifest or log. Reads no blocks, and one byte of each log."""
+    """Return a sentence per unavailable folder, manifest or log. Reads no blocks."""
     findings = _Findings([], [])
     files = CacheFiles(cache_dir.resolve())
     _list(files, "blocks", ".safetensors", findings)
