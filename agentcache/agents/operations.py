@@ -221,7 +221,12 @@ class AgentOperations:
             self._agents.lineages(agent_id, lineage), key=lambda record: len(record.transcript), reverse=True
         )
         num_tokens = len(lineages[0].transcript)
-        due = [(record, cache) for record in lineages for cache in self._caches if _is_used(cache, record)]
+        due = [
+            (record, cache)
+            for record in lineages
+            for cache in self._caches
+            if cache.name == BASE_CACHE or record.residual_of(cache.name) is not None
+        ]
 
         def attempt() -> None:
             record, cache = due[-1]
@@ -276,10 +281,6 @@ def _unavailable_info(agent_id: str, reason: str) -> AgentInfo:
         last_used=0.0,
         unavailable=reason,
     )
-
-
-def _is_used(cache: KeptCache, record: AgentRecord) -> bool:
-    return cache.name == BASE_CACHE or record.residual_of(cache.name) is not None
 
 
 def _set_to(record: AgentRecord, adapter: str | None, policy: str | None) -> AgentRecord:

@@ -44,10 +44,6 @@ class ChildBroke(Exception):
     """The process ended before it replied."""
 
 
-def _always() -> None:
-    return None
-
-
 class ConfinedWork:
     """A pool of child processes, one request at a time each. Any thread may use it.
 
@@ -68,7 +64,7 @@ class ConfinedWork:
         _close_all(self._idle)
 
     def ask(
-        self, request: list[bytes], *, max_bytes: int | None = None, go_on: Callable[[], None] = _always
+        self, request: list[bytes], *, max_bytes: int | None = None, go_on: Callable[[], None] = lambda: None
     ) -> tuple[bytes, bytearray]:
         """Return the kind and content of a request's reply.
 

@@ -13,6 +13,7 @@ import os
 import stat
 import sys
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 
 log = logging.getLogger("agentcache.store")
@@ -33,17 +34,9 @@ class Durability(StrEnum):
     FSYNC = "fsync"  # the drive may reorder writes: a power loss may damage files, which readers detect
 
 
-class _Notes:
-    def __init__(self) -> None:
-        self._given: set[str] = set()
-
-    def give(self, text: str) -> None:
-        if text not in self._given:
-            self._given.add(text)
-            log.warning("%s", text)
-
-
-_notes = _Notes()
+@cache
+def _warn_once(text: str) -> None:
+    log.warning("%s", text)
 
 
 def commands(durability: Durability, *, covered: bool) -> dict[str, int]:
@@ -69,7 +62,7 @@ def sync(fd: int, durability: Durability = Durability.FULL, *, covered: bool = F
         except OSError as error:
             if error.errno not in _REFUSALS:
                 raise
-            _notes.give(f"the file system refuses {name} ({error.strerror}): a loss of power may take the last turns")
+            _warn_once(f"the file system refuses {name} ({error.strerror}): a loss of power may take the last turns")
         else:
             return
     try:
@@ -77,7 +70,7 @@ def sync(fd: int, durability: Durability = Durability.FULL, *, covered: bool = F
     except OSError as error:
         if error.errno not in _REFUSALS or not stat.S_ISDIR(os.fstat(fd).st_mode):
             raise
-        _notes.give(f"the file system refuses to sync folders ({error.strerror}): a loss of power may take new files")
+        _warn_once(f"the file system refuses to sync folders ({error.strerror}): a loss of power may take new files")
 
 
 def sync_path(path: Path) -> None:

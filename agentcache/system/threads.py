@@ -64,7 +64,7 @@ class DaemonPool(Executor):
         future: Future[T] = Future()
         with self._lock:
             if not self._idle.acquire(blocking=False) and self._threads < self._most:
-                start_thread(self._name, partial(_run_jobs, self._jobs, self._idle), _ignore)
+                start_thread(self._name, partial(_run_jobs, self._jobs, self._idle), lambda error: None)
                 self._threads += 1
         self._jobs.put(partial(_run_job, future, partial(fn, *args, **kwargs)))
         return future
@@ -87,7 +87,3 @@ def _run_job(future: Future[Any], run: Callable[[], Any]) -> None:
         future.set_exception(as_exception(error))
     else:
         future.set_result(result)
-
-
-def _ignore(error: Exception) -> None:
-    """A job's error is in its future."""

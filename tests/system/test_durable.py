@@ -81,7 +81,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     if not Path("/proc/self/fd").is_dir():
         pytest.skip("the paths of descriptors are told on Linux only")
     calls = Calls()
-    monkeypatch.setattr(durable, "_notes", durable._Notes())
+    durable._warn_once.cache_clear()
     calls.install(monkeypatch)
     yield calls
     monkeypatch.undo()
