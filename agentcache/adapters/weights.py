@@ -13,6 +13,8 @@ from agentcache.models.decoder import Decoder, DecoderWeights, load_decoder
 from agentcache.models.loader import LoadedModel
 from agentcache.models.runner import ModelRunner
 
+Content = AdapterContent | Decoder
+
 _SHARE = 0.5  # of the budget above all floors
 
 
@@ -58,7 +60,7 @@ class AdapterWeightSet:
         held: list[AdapterWeights | DecoderWeights | _Arrival] = [*self._weights.values(), *self._decoders.values()]
         return sum(each.nbytes for each in (*held, *self._arrivals.values()))
 
-    def load(self, content: AdapterContent | Decoder) -> bool:
+    def load(self, content: Content) -> bool:
         """Load an adapter, or a decoder's next piece; True when complete.
 
         Raises:

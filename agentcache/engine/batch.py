@@ -13,25 +13,25 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from agentcache.engine.passes import Pass
 from agentcache.engine.running_request import RunningRequest
 from agentcache.models.runner import ModelRunner, Started
 from agentcache.models.sampler import REPETITION_CONTEXT, Row, Scores, TokenScore, choose, masked
 from agentcache.models.step import RowState
+from agentcache.plans.plan import Pass
 
 
 @dataclass(frozen=True)
 class BatchRow:
     """One row of a batch. `is_complete`: it computes the last known token, so that the next one is chosen."""
 
-    generation: RunningRequest
+    running: RunningRequest
     work: Pass
     is_complete: bool
 
     @classmethod
-    def of(cls, generation: RunningRequest, left: int, num_tokens: int) -> BatchRow:
-        work = generation.current
-        return cls(generation, work, work.end is None and left <= num_tokens)
+    def of(cls, running: RunningRequest, left: int, num_tokens: int) -> BatchRow:
+        work = running.current
+        return cls(running, work, work.end is None and left <= num_tokens)
 
     @property
     def is_void(self) -> bool:
@@ -39,15 +39,13 @@ class BatchRow:
         return self.work.writes.closed
 
     def sampler_row(self, end: int) -> Row:
-        generation, sampler = self.generation, self.generation.sampler
+        running, sampler = self.running, self.running.progress.sampler
         assert sampler is not None  # made by `prepare`
-        recent = generation.token_ids[max(0, end - REPETITION_CONTEXT) : end - 1] if sampler.penalty != 1.0 else ()
-        position = end - generation.num_prompt_tokens
+        recent = running.token_ids[max(0, end - REPETITION_CONTEXT) : end - 1] if sampler.penalty != 1.0 else ()
+        position = end - running.num_prompt_tokens
         if not sampler.counts_tokens:
             return Row(sampler, recent, position)
-        return Row(
-            sampler, recent, position, sampler.tally.of(generation.token_ids, generation.num_prompt_tokens, end - 1)
-        )
+        return Row(sampler, recent, position, sampler.tally.of(running.token_ids, running.num_prompt_tokens, end - 1))
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ class Choice:
         """Wait up to `seconds` for all masks. Returns the rows whose mask is not ready."""
         until, late = time.perf_counter() + seconds, list[int]()
         for place, row in enumerate(self.rows):
-            following = row.generation.following
+            following = row.running.output.matcher
             if following is None or row.is_void or following.is_ready:
                 continue
             if not following.wait(max(0.0, until - time.perf_counter())):
@@ -122,7 +120,7 @@ class Choice:
         self.tokens = choose(rows, masked(self._logits, masks) if masks else self._logits, self._last)
         if self.scored:
             index = mx.array(list(self.scored))
-            count = max(self.rows[i].generation.request.sampling.logprobs or 0 for i in self.scored)
+            count = max(self.rows[i].running.request.sampling.logprobs or 0 for i in self.scored)
             self.scores = Scores(self._logits[index], self.tokens[index], count)
         self._logits = None  # lets MLX reuse its memory
 
@@ -130,7 +128,7 @@ class Choice:
         """Return masks by row. A finished grammar has none, as its token is not used."""
         masks: dict[int, np.ndarray] = {}
         for place, row in enumerate(self.rows):
-            following = row.generation.following
+            following = row.running.output.matcher
             if following is not None and row.is_complete and not row.is_void:
                 mask = following.mask()
                 if not following.is_over and following.failure is None:
@@ -143,7 +141,7 @@ class Choice:
             return {}
         tokens: list[int] = self.tokens.tolist()
         scores = dict(zip(self.scored, self.scores.read(), strict=True)) if self.scores is not None else {}
-        return {row.generation: (tokens[i], scores.get(i)) for i, row in enumerate(self.rows)}
+        return {row.running: (tokens[i], scores.get(i)) for i, row in enumerate(self.rows)}
 
 
 class LateToken:
@@ -153,11 +151,11 @@ class LateToken:
         self._runner = runner
         self._choice = choice
         [self.row] = choice.rows
-        self.row.generation.is_late = True
+        self.row.running.progress.note_late(is_late=True)
 
     @property
     def is_ready(self) -> bool:
-        following = self.row.generation.following
+        following = self.row.running.output.matcher
         return following is None or self.row.is_void or following.is_ready
 
     def wait(self, seconds: float) -> None:
@@ -169,7 +167,7 @@ class LateToken:
 
     def result(self) -> Result:
         """Wait for the device; return the token."""
-        token, score = self._choice.read()[self.row.generation]
+        token, score = self._choice.read()[self.row.running]
         return Result(self.row, token, score, [])
 
 
@@ -260,5 +258,5 @@ class Batch:
         for i, row in enumerate(self.rows):
             if not row.is_void:
                 state = self._states[i] if self._states else None
-                token, score = chosen.get(row.generation, (None, None)) if row.is_complete else (None, None)
+                token, score = chosen.get(row.running, (None, None)) if row.is_complete else (None, None)
                 yield Result(row, token, score, prompt_scores, state)

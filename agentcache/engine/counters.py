@@ -6,7 +6,7 @@ from agentcache.agents.caches import KeptCaches
 from agentcache.agents.persistence import Persistence
 from agentcache.api.stats import CacheStats
 from agentcache.engine.device import Device, Step
-from agentcache.engine.requests import Requests
+from agentcache.engine.running_request import Requests
 from agentcache.engine.scheduler import Scheduler
 
 

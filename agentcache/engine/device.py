@@ -65,7 +65,7 @@ class Device(Protocol):
     def limit(self, plan: dict[RunningRequest, int]) -> dict[RunningRequest, int]:
         """Return the part of a plan (tokens by request) that fits in memory."""
 
-    def prepare(self, generation: RunningRequest) -> None:
+    def prepare(self, running: RunningRequest) -> None:
         """Prepare to choose a request's tokens."""
 
     def build(self, rows: Sequence[RunningRequest], num_tokens: int, before: Step | None, *, contended: bool) -> Step:

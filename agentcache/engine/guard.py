@@ -6,6 +6,7 @@ from agentcache.api.stats import TEMPORARIES
 from agentcache.blocks.ledger import Ledger
 from agentcache.engine.running_request import RunningRequest
 from agentcache.models.memory import Footprint, free_memory, spare_memory
+from agentcache.plans.step_inputs import step_bytes
 
 # Smaller steps always fit; asking the system costs time.
 _SMALL_STEP = 64 << 20
@@ -59,21 +60,8 @@ class MemoryGuard:
     def _bytes(self, plan: dict[RunningRequest, int]) -> int:
         first, num_tokens = next(iter(plan.items()))
         all_logits = num_tokens > 1 and first.wants_prompt_logprobs
-        contexts = [generation.num_launched for generation in plan]
-        if any(generation.residual_kv is not None for generation in plan):
-            return self._bytes_with_residuals(plan, num_tokens, all_logits=all_logits)
-        return self._footprint.step_bytes(contexts, num_tokens, all_logits=all_logits)
-
-    def _bytes_with_residuals(self, plan: dict[RunningRequest, int], num_tokens: int, *, all_logits: bool) -> int:
-        residual = [each for each in plan if each.current.residual_kv is not None and each.current.computes is not None]
-        plain = [each for each in plan if each not in residual]
-        paired = [each for each in residual if each.residual_kv and each.residual_kv.is_paired(each.num_launched)]
-        return self._footprint.step_bytes(
-            [each.num_launched for each in (*plain, *paired)],
-            num_tokens,
-            all_logits=all_logits,
-            residual=[each.num_launched for each in residual],
-        )
+        plans, starts = [each.open_plan for each in plan], [each.num_launched for each in plan]
+        return step_bytes(self._footprint, plans, starts, num_tokens, all_logits=all_logits)
 
     def _fits(self, num_bytes: int) -> bool:
         return num_bytes < _SMALL_STEP or num_bytes <= _SHARE * self.free()

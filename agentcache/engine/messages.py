@@ -10,24 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from agentcache.adapters.activation import AdapterUse
-from agentcache.api.report import PROMPT_END, StepDown, Update
-from agentcache.api.request import ChatPrompt, Request
+from agentcache.adapters.weights import Content
+from agentcache.api.report import PROMPT_END, Update
 from agentcache.api.start_progress import Measuring
-from agentcache.blocks.prefix_match import PromptMatch
-from agentcache.blocks.transcript import TranscriptContent
 from agentcache.engine.output import Output
-from agentcache.engine.running_request import RunningRequest
+from agentcache.engine.running_request import RunningRequest, TurnOutput
 from agentcache.errors import AgentCacheError, BrokenInvariant, EngineStopped
-from agentcache.models.adapters import AdapterContent
-from agentcache.models.decoder import Decoder
+from agentcache.plans.submitted import SubmittedRequest
 from agentcache.ranks.lost import lost_rank
-from agentcache.store.manifest import AgentRecord
 from agentcache.system.memory import Level
 from agentcache.system.threads import as_exception
-from agentcache.text.grammars.compiler import Grammar
 from agentcache.text.replies.reader import read_as
-from agentcache.text.replies.stop_strings import NO_STOPS, StopSearch, StopStrings
+from agentcache.text.replies.stop_strings import StopSearch
 from agentcache.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -57,33 +51,8 @@ def dispatch(engine: Engine, message: Message[T], reply: Reply[T]) -> None:
             engine.fail((), error)
 
 
-@dataclass(frozen=True, eq=False)
-class Submit(Message[Update]):
-    """A tokenized request. The last reply has a report.
-
-    Args:
-        match: prompt tokens, and their relation to `found`.
-        found: matched lineage; None for a new one.
-        held: transcript content of `found`, kept in RAM until the request ends.
-        goes_on: whether the turn replaces `found`, which it extends or equals (`is_twin`).
-        submitted_at: time by `time.perf_counter`.
-        system_tokens: tokens of the system prompt and tools, as far as known.
-        repeated_tokens: prompt tokens that the next prompt repeats, if it does not repeat the reply; else 0. For models
-            with recurrent layers.
-    """
-
-    request: Request
-    match: PromptMatch
-    max_tokens: int
-    submitted_at: float
-    found: AgentRecord | None = None
-    held: TranscriptContent | None = None
-    goes_on: bool = False
-    adapter: AdapterUse | None = None
-    system_tokens: int = 0
-    repeated_tokens: int = 0
-    grammar: Grammar | None = None
-    stops: StopStrings = NO_STOPS
+class Submit(SubmittedRequest, Message[Update]):
+    """Compute a request. The last reply has a report."""
 
     def handle(self, engine: Engine, reply: Reply[Update]) -> None:
         engine.add(_running_request(self, engine.served.tokenizer, reply))
@@ -122,15 +91,12 @@ class LookAgain(Message[None]):
 
 @dataclass(frozen=True)
 class PutAdapter(Message[bool]):
-    """Load an adapter, or a decoder's next piece; the reply says whether it is complete."""
+    """Load an adapter, or its next piece; the reply says whether it is complete."""
 
-    content: AdapterContent | Decoder
+    content: Content
 
     def handle(self, engine: Engine, reply: Reply[bool]) -> None:
-        is_complete = engine.adapters.load(self.content)
-        if isinstance(self.content, AdapterContent):
-            engine.residuals.open_for(self.content.adapter)
-        reply(is_complete)
+        reply(engine.planner.load(self.content))
 
 
 @dataclass(frozen=True)
@@ -140,8 +106,7 @@ class DropAdapter(Message[None]):
     digest: str
 
     def handle(self, engine: Engine, reply: Reply[None]) -> None:
-        engine.adapters.drop(self.digest)
-        engine.residuals.close_for(self.digest)
+        engine.planner.drop(self.digest)
         reply(None)
 
 
@@ -156,7 +121,7 @@ class RelieveMemory(Message[None]):
         reply(None)
 
 
-def _stop_search(submitted: Submit) -> StopSearch | None:
+def _stop_search(submitted: SubmittedRequest) -> StopSearch | None:
     if not submitted.stops:
         return None
     reading = submitted.request.reading
@@ -167,28 +132,9 @@ def _stop_search(submitted: Submit) -> StopSearch | None:
     return StopSearch(submitted.stops, reader)
 
 
-def _running_request(submitted: Submit, tokenizer: Tokenizer, emit: Reply[Update]) -> RunningRequest:
-    use, sampling = submitted.adapter, submitted.request.sampling
+def _running_request(submitted: SubmittedRequest, tokenizer: Tokenizer, emit: Reply[Update]) -> RunningRequest:
     detokenizer = tokenizer.detokenizer(after=submitted.match.transcript.ids[-1])
-    return RunningRequest(
-        request=submitted.request,
-        match=submitted.match,
-        max_tokens=submitted.max_tokens,
-        output=Output(
-            detokenizer,
-            _stop_search(submitted),
-            tokenizer.markers if isinstance(submitted.request.prompt, ChatPrompt) else {},
-            sampling.min_tokens,
-        ),
-        emit=emit,
-        submitted=submitted,
-        submitted_at=submitted.submitted_at,
-        found=submitted.found,
-        system_tokens=submitted.system_tokens,
-        repeated_tokens=submitted.repeated_tokens,
-        goes_on=submitted.goes_on,
-        following=None if submitted.grammar is None else submitted.grammar.follow(),
-        adapter=use,
-        producer=None if use is None else use.producer,
-        stepped_down=StepDown.FAMILY if use is not None and use.stepped_from else None,
-    )
+    markers = tokenizer.markers if submitted.is_chat else {}
+    text = Output(detokenizer, _stop_search(submitted), markers, submitted.request.sampling.min_tokens)
+    matcher = None if submitted.grammar is None else submitted.grammar.follow()
+    return RunningRequest(submitted, TurnOutput(text, emit, matcher))

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from agentcache.adapters.weights import AdapterWeightSet
 from agentcache.agents.block_files import Pins
 from agentcache.agents.caches import KeptCache, KeptCaches, load_agents
 from agentcache.agents.operations import AgentOperations, Eviction
@@ -18,7 +17,7 @@ from agentcache.agents.restore import Restorer
 from agentcache.agents.table import AgentTable, ResidentTranscripts, transcript_budget
 from agentcache.api.model import ModelInfo
 from agentcache.api.start_progress import StartProgress
-from agentcache.api.stats import RESIDUAL, WEIGHTS
+from agentcache.api.stats import WEIGHTS
 from agentcache.blocks.allocator import least_bytes, windows_bytes
 from agentcache.blocks.keys import BASE_CACHE, BLOCK_SIZE
 from agentcache.blocks.ledger import Ledger
@@ -28,15 +27,12 @@ from agentcache.engine.batch_builder import BatchBuilder
 from agentcache.engine.device import MlxDevice
 from agentcache.engine.engine import Engine, Parts
 from agentcache.engine.guard import MemoryGuard
-from agentcache.engine.hidden_states import HiddenStatePlanner
 from agentcache.engine.output_processor import OutputProcessor
-from agentcache.engine.prefill_rate import agreed_token_seconds
-from agentcache.engine.requests import Requests
-from agentcache.engine.residuals import Residuals
+from agentcache.engine.running_request import Requests
 from agentcache.engine.scheduler import Scheduler
 from agentcache.engine.token_budget import TokenBudget, idle_chunk
 from agentcache.engine.view import ServedModel
-from agentcache.engine.warm_up import warm_up
+from agentcache.engine.warm_up import agreed_token_seconds, warm_up
 from agentcache.errors import ConfigError, RankLost
 from agentcache.kv.backing import wait_for_pages
 from agentcache.kv.group_info import describe_group
@@ -57,6 +53,7 @@ from agentcache.models.memory import (
 )
 from agentcache.models.probe import Probe
 from agentcache.models.runner import ModelRunner
+from agentcache.plans.planner import open_planner, reserved_bytes
 from agentcache.ranks.executors import Executor, join
 from agentcache.settings.config import Config
 from agentcache.settings.memory_plan import MemoryPlan, Wishes, plan_memory, state_budget
@@ -68,7 +65,6 @@ log = logging.getLogger("agentcache.engine")
 
 # Slots allocated at start, as new pages are slower than file reads: many for a small model, a first turn's for a large.
 _PREALLOCATED_BYTES, _PREALLOCATED_TOKENS, _MOST_PREALLOCATED_BYTES = 32 << 20, 8192, 256 << 20
-_RESIDUAL_SHARE = 4  # divisor of the RAM budget: residuals
 _WINDOWS_SHARE = 8  # divisor of the RAM budget: a chunk's window blocks
 _KERNELS_FOUND, _PREFILL_RATES = "kernels.json", "prefill.json"
 STEPS_PROBED = "steps.json"
@@ -82,12 +78,12 @@ def open_engine(
     post: Callable[[Callable[[], None]], None],
     *,
     is_awaited: Callable[[], bool] = lambda: True,
-    hand_over: Callable[[], None] = lambda: None,
     warm: bool = False,
     give_up: Callable[[RankLost], None] = lambda lost: None,
     measure_seconds: float = math.inf,
     progress: StartProgress | None = None,
     served: LoadedModel | None = None,
+    hand_over: Callable[[], None] = lambda: None,
 ) -> Engine:
     """Load the model and open the cache folder, on the engine thread.
 
@@ -95,10 +91,10 @@ def open_engine(
         model_path: folder or hub id.
         post: function, for any thread, that runs a callable on this thread soon.
         is_awaited: check for pending posted functions; true if unknown.
-        hand_over: delivers replies during a step whose start takes long.
         give_up: callback, on its own thread, when a rank is lost.
         measure_seconds: time limit of the precision search.
         served: model of a closed engine whose precision search has ended; it is not loaded again.
+        hand_over: delivers replies, before a batch whose start takes long.
 
     Raises:
         UnsupportedModel, CacheFolderInUse, ConfigError, StoreError, RankLost: the engine cannot start.
@@ -108,7 +104,7 @@ def open_engine(
     memo = config.cache_dir / "weights.json" if os.path.isdir(config.cache_dir) else None
     world = join(config, post, give_up)
     config = world.settings(config)
-    wishes = wishes_of(config)
+    wishes = Wishes.of(config)
     loaded = (
         _load(config, world, model_path, wishes, memo, measure_seconds, progress)
         if served is None
@@ -123,7 +119,7 @@ def open_engine(
     limits = Limits(wanted_limits(plan))
     try:
         return _put_together(
-            config, world, loaded, footprint, plan, limits, post, is_awaited, hand_over, probe.keep, warm=warm
+            config, world, loaded, footprint, plan, limits, post, is_awaited, probe.keep, hand_over, warm=warm
         )
     except BaseException:
         limits.restore()
@@ -162,13 +158,12 @@ def _put_together(
     limits: Limits,
     post: Callable[[Callable[[], None]], None],
     is_awaited: Callable[[], bool],
-    hand_over: Callable[[], None],
     keep_probe: Callable[[], None],
+    hand_over: Callable[[], None],
     *,
     warm: bool,
 ) -> Engine:
-    residual_budget = plan.ram_budget // _RESIDUAL_SHARE if config.residual_budget is None else config.residual_budget
-    ledger = Ledger(plan.ram_budget, {RESIDUAL: residual_budget} if config.max_divergence else {})
+    ledger = Ledger(plan.ram_budget, reserved_bytes(config, plan.ram_budget))
     ledger.open(WEIGHTS, apart=plan.weights).claim(plan.weights)
     guard = MemoryGuard(
         footprint, ledger, partial(free_memory, plan.limit), partial(spare_memory, plan.limit), plan.temporaries
@@ -215,16 +210,11 @@ def _put_together(
     log.log(logging.INFO if store.usage.free > 0 else logging.WARNING, "disk budget: %s", store.usage.plan)
     cache.allocator.preallocate(min(plan.ram_budget // 8, _preallocated_bytes(loaded)))
     runner.base.fit()
-    adapters = AdapterWeightSet(loaded, runner, ledger)
-    trunk_budget = 0 if loaded.spec.recurrent else plan.trunk_budget  # see `trunk_cut`
-    block_bytes = loaded.hidden_states.block_bytes() if trunk_budget else 0
-    hidden_states = HiddenStatePlanner(ledger, adapters, trunk_budget // block_bytes if block_bytes else 0, block_bytes)
     token_seconds = warm_up(cache, runner, restorer, loaded.max_context) if warm else math.inf
     token_budget = _token_budget(config, loaded, cache, runner, plan.ram_budget, token_seconds)
+    planner = open_planner(config, plan, loaded, runner, ledger, caches, persistence, token_budget.largest_chunk)
     wait_for_pages()  # so that the first turn need not
-    # slow, and needed only for lossy policies
-    support = loaded.adapters.residual_forms.support if config.max_divergence else None
-    device = MlxDevice(runner, BatchBuilder(runner, adapters, hidden_states, loaded.tokenizer.eos_ids), guard)
+    device = MlxDevice(runner, BatchBuilder(runner, planner.adapters, loaded.tokenizer.eos_ids), guard)
     turns = OutputProcessor(cache, loaded.tokenizer, agents, persistence, pins, requests, device)
     return Engine(
         Parts(
@@ -239,9 +229,7 @@ def _put_together(
             eviction=Eviction(caches, agents, persistence),
             persistence=persistence,
             restorer=restorer,
-            adapters=adapters,
-            hidden_states=hidden_states,
-            residuals=Residuals(caches, persistence, turns, runner, ledger, support, config.max_divergence),
+            planner=planner,
             served=ServedModel(
                 path=loaded.path,
                 names=loaded.names,
@@ -252,9 +240,9 @@ def _put_together(
                 num_token_ids=loaded.num_token_ids,
                 num_embeddings=loaded.num_embeddings,
                 modules=loaded.adapters.modules,
-                adapter_budget=adapters.budget,
+                adapter_budget=planner.adapters.budget,
                 plan=plan,
-                residuals=support,
+                check_lossy=planner.check_lossy,
                 ranks=loaded.ranks,
                 is_provisional=loaded.search is not None,
             ),
@@ -265,10 +253,6 @@ def _put_together(
             hand_over=hand_over,
         )
     )
-
-
-def wishes_of(config: Config) -> Wishes:
-    return Wishes(config.memory_limit, config.ram_budget, config.trunk_budget, config.wired_limit)
 
 
 def check_weights(wishes: Wishes, weights: int) -> None:
@@ -369,7 +353,7 @@ def inspect_model(config: Config, model_path: str) -> InspectedModel:
         UnsupportedModel: it cannot be served.
         ConfigError: it does not fit.
     """
-    wishes = wishes_of(config)
+    wishes = Wishes.of(config)
     loaded = load(
         model_path,
         max_context=config.max_context,

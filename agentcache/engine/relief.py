@@ -10,9 +10,8 @@ import logging
 from agentcache.agents.caches import KeptCaches
 from agentcache.agents.operations import Eviction
 from agentcache.engine.device import Device
-from agentcache.engine.hidden_states import HiddenStatePlanner
 from agentcache.engine.scheduler import Scheduler
-from agentcache.models.loader import LoadedModel
+from agentcache.plans.planner import Planner
 from agentcache.system.memory import Level
 
 log = logging.getLogger("agentcache.engine")
@@ -29,8 +28,7 @@ class MemoryRelief:
         device: Device,
         scheduler: Scheduler,
         eviction: Eviction,
-        hidden_states: HiddenStatePlanner,
-        loaded: LoadedModel,
+        planner: Planner,
     ) -> None:
         self.level = Level.NORMAL
         self.evicted_blocks = 0
@@ -40,8 +38,7 @@ class MemoryRelief:
         self._device = device
         self._scheduler = scheduler
         self._eviction = eviction
-        self._hidden_states = hidden_states
-        self._loaded = loaded
+        self._planner = planner
 
     def relieve(self, level: Level) -> bool:
         """Free memory for a level, on change and while it lasts.
@@ -58,9 +55,8 @@ class MemoryRelief:
         self._device.move_blocks(self._cache.allocator.gather())
         for cache in self._caches.further:
             cache.arenas.move_blocks(cache.prefix.allocator.gather())
-        self._hidden_states.sweep()
         freed = sum(cache.prefix.allocator.give_back() for cache in self._caches)
-        freed += self._loaded.hidden_states.blocks.keep_first(self._hidden_states.blocks.give_back())
+        freed += self._planner.give_back()
         if (snapshots := self._cache.snapshots) is not None:
             evicted_snapshots = self._eviction.evict_snapshots(_SHARES[level])
             evicted, freed = evicted + evicted_snapshots, freed + evicted_snapshots * snapshots.group.bytes_per_block

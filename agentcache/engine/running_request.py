@@ -1,30 +1,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from agentcache.adapters.activation import AdapterUse
 from agentcache.agents.disk import Saved
 from agentcache.api.policy import Policy
-from agentcache.api.report import CachedTokens, CacheState, FinishReason, Report, StepDown, TokenLogprob, Update
-from agentcache.api.request import ChatPrompt, Request
-from agentcache.blocks.block_tables import BlockTables, PathBlock
-from agentcache.blocks.keys import KVOrigin
-from agentcache.blocks.prefix_match import PromptMatch
-from agentcache.blocks.snapshots import SnapshotPlan
+from agentcache.api.report import CacheState, FinishReason, Report, TokenLogprob, Update
+from agentcache.api.request import Request
+from agentcache.blocks.block_tables import PathBlock
 from agentcache.engine.output import Output
-from agentcache.engine.passes import Pass, ResidualKV
-from agentcache.engine.plans import RequestPlan
 from agentcache.errors import AgentCacheError, BrokenInvariant
+from agentcache.plans.submitted import SubmittedRequest
 from agentcache.store.manifest import AgentRecord
 
 if TYPE_CHECKING:
-    from agentcache.engine.messages import Submit
     from agentcache.models.sampler import Sampler
     from agentcache.models.step import RowState
+    from agentcache.plans.plan import Pass, RequestPlan
     from agentcache.text.grammars.compiler import GrammarMatcher
 
 Emit = Callable[[Update | BaseException], None]
@@ -52,125 +47,133 @@ LIVE = frozenset({State.WAITING, State.LOADING, State.RUNNING})
 
 
 @dataclass(eq=False)
-class RunningRequest:
-    """One running request.
-
-    Tokens are known first and computed later, in pieces of any size: progress is `num_computed` of `len(token_ids)`.
-    Preemption and failed restores lose block tables and counters, but no tokens. `num_launched` includes tokens on the
-    device; only the next launch may rely on it.
+class Progress:
+    """What is computed and under way. Its methods write it, other modules only where said.
 
     Attributes:
-        emit: callback for updates, on the engine thread; the last one has a report or is an error.
-        token_ids: prompt, then generated tokens.
-        plan: block tables and passes; None while waiting.
-        stepped_down: reason for the fallback from `residual`.
-        divergence: relative error of base's KV against the adapter's own; None if not measured.
-        saved_early: blocks sent to disk before the turn's end, by cache.
         in_flight: tokens on the device.
-        background: whether other requests go first.
-        passed_over: number of times that another request went first.
-        decoded_at: number of its last decode step.
-        found: lineage that the prompt was matched with.
-        goes_on, repeated_tokens: as in `Submit`.
-        record: lineage of this turn, before the turn.
-        producer: KV origin; None for base.
-        computed_base_tokens: prompt tokens that base computes.
-        own_tokens: prompt tokens that `found` contains.
-        expected_tokens: those of them with KV after the last turn.
-        lost_tokens: those of them neither in RAM nor on disk.
-        system_tokens: prompt tokens that other conversations may share.
+        is_late: whether the next token awaits its grammar mask.
         row_state, launched_state: recurrent state after `num_computed`, `num_launched` tokens.
         shown_state: last recurrent state whose text is sent and thus final, with its token count.
-        shown_tokens: number of tokens whose text is sent.
-        following: grammar matcher.
-        is_late: whether the next token awaits its grammar mask.
-        leader: source request, which computes its next block (`PrefixSharing`).
+        background: whether other requests go first (scheduler).
+        passed_over: number of times that another request went first (scheduler).
+        decoded_at: number of its last decode step (scheduler).
+        source: request that computes its next block (prefix sharing).
+        sampler: chooses its tokens (batch builder).
+        restored_bytes, restore_seconds: read from disk (admission).
     """
 
-    request: Request
-    match: PromptMatch
-    max_tokens: int
-    output: Output
-    emit: Emit
-    submitted: Submit | None = None
-    state: State = State.NEW
-    sampler: Sampler | None = None
-    token_ids: list[int] = field(default_factory=list)
-    plan: RequestPlan | None = None
-    stepped_down: StepDown | None = None
-    divergence: float | None = None
-    finish_reason: FinishReason | None = None
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    cached: CachedTokens = field(default_factory=CachedTokens)
-    computed_prompt_tokens: int = 0
-    computed_base_tokens: int = 0
-    restored_bytes: int = 0
-    restore_seconds: float = 0.0
-    submitted_at: float = field(default_factory=time.perf_counter)
-    first_token_at: float | None = None
-    own_tokens: int = 0
-    expected_tokens: int = 0
-    lost_tokens: int = 0
-    written_bytes: int = 0
-    saved_early: dict[str, list[PathBlock]] = field(default_factory=dict)
-    found: AgentRecord | None = None
-    goes_on: bool = False
-    record: AgentRecord | None = None
-    producer: KVOrigin | None = None
-    adapter: AdapterUse | None = None
     in_flight: int = 0
-    passed_over: int = 0
-    decoded_at: int = 0
-    system_tokens: int = 0
-    repeated_tokens: int = 0
-    snapshots: SnapshotPlan | None = None
+    is_late: bool = False
     row_state: RowState | None = None
     launched_state: RowState | None = None
     shown_state: tuple[int, RowState] | None = None
+    background: bool = False
+    passed_over: int = 0
+    decoded_at: int = 0
+    source: RunningRequest | None = None
+    sampler: Sampler | None = None
+    restored_bytes: int = 0
+    restore_seconds: float = 0.0
+
+    def launch(self, num_tokens: int, state: RowState | None = None) -> None:
+        """Count tokens of a step that is built; `state` follows them."""
+        self.in_flight += num_tokens
+        self.launched_state = state
+
+    def land(self, num_tokens: int) -> None:
+        """Count tokens of a step that is done."""
+        self.in_flight -= num_tokens
+
+    def begin(self, state: RowState) -> None:
+        self.row_state = self.launched_state = state
+
+    def note_late(self, *, is_late: bool) -> None:
+        self.is_late = is_late
+
+    def reset(self) -> None:
+        """Forget what the closed plan has computed. Results on the device are void."""
+        self.in_flight, self.is_late = 0, False
+        self.row_state = self.launched_state = self.shown_state = None
+
+
+@dataclass(eq=False)
+class TurnOutput:
+    """What leaves the engine. Only the output processor writes it.
+
+    Attributes:
+        text: text of the generated tokens.
+        emit: callback for updates, on the engine thread; the last one has a report or is an error.
+        matcher: grammar matcher.
+        shown_tokens: number of tokens whose text is sent.
+        record: lineage of this turn, before the turn.
+        saved_early: blocks sent to disk before the turn's end, by cache.
+    """
+
+    text: Output
+    emit: Emit
+    matcher: GrammarMatcher | None = None
     shown_tokens: int = 0
-    following: GrammarMatcher | None = None
-    is_late: bool = False
-    leader: RunningRequest | None = None
+    first_token_at: float | None = None
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    record: AgentRecord | None = None
+    saved_early: dict[str, list[PathBlock]] = field(default_factory=dict)
+    written_bytes: int = 0
+
+
+@dataclass(eq=False)
+class RunningRequest:
+    """One running request: what was submitted, its plan, its progress, its output.
+
+    Tokens are known first and computed later, in pieces of any size: progress is `num_computed` of `len(token_ids)`.
+    Preemption and failed restores close the plan and lose progress, but no tokens. `num_launched` includes tokens on
+    the device; only the next launch may rely on it.
+
+    Attributes:
+        submitted: the facts, which never change.
+        plan: how it is computed (admission); None before it is queued.
+        token_ids: prompt, then generated tokens (output processor).
+        state: written by `Requests.move`.
+    """
+
+    submitted: SubmittedRequest
+    output: TurnOutput
+    progress: Progress = field(default_factory=Progress)
+    plan: RequestPlan | None = None
+    state: State = State.NEW
 
     def __post_init__(self) -> None:
-        self.token_ids = list(self.match.transcript.ids)
-        self.num_prompt_tokens = self.shown_tokens = len(self.token_ids)
-        self.background = self.request.is_background
+        self.token_ids = list(self.submitted.match.transcript.ids)
+        self.num_prompt_tokens = self.output.shown_tokens = len(self.token_ids)
+        self.progress.background = self.request.is_background
+
+    @property
+    def request(self) -> Request:
+        return self.submitted.request
 
     @property
     def open_plan(self) -> RequestPlan:
-        if self.plan is None:
-            raise BrokenInvariant(f"request {self.request.request_id} has no sequence in the cache")
+        """The plan, of an admitted request."""
+        if self.plan is None or not self.plan.passes:
+            raise BrokenInvariant(f"request {self.request.request_id} has no place in the cache")
         return self.plan
-
-    @property
-    def open_sequence(self) -> BlockTables:
-        return self.open_plan.sequence
 
     @property
     def current(self) -> Pass:
         return self.open_plan.passes[0]
 
     @property
-    def residual_kv(self) -> ResidualKV | None:
-        return None if self.plan is None else self.plan.residual_kv
-
-    @property
-    def last_for_adapter(self) -> int:
-        """First token whose logits the adapter must compute."""
-        return 0 if self.wants_prompt_logprobs else len(self.token_ids) - 1
-
-    @property
     def num_computed(self) -> int:
-        return 0 if self.plan is None else self.plan.passes[0].writes.num_tokens
+        return self.plan.passes[0].writes.num_tokens if self.plan is not None and self.plan.passes else 0
 
     @property
     def num_launched(self) -> int:
-        return self.num_computed + self.in_flight
+        return self.num_computed + self.progress.in_flight
 
     @property
     def num_to_launch(self) -> int:
-        return len(self.token_ids) - self.num_computed - self.in_flight
+        return len(self.token_ids) - self.num_computed - self.progress.in_flight
 
     @property
     def num_to_prefill(self) -> int:
@@ -181,8 +184,8 @@ class RunningRequest:
     @property
     def can_prefill(self) -> bool:
         """Whether a chunk can start: one at a time, to bound its window slots."""
-        led = self.leader is not None and self.leader.in_flight
-        return not self.in_flight and not led and self.num_to_launch > 1
+        source = self.progress.source
+        return not self.progress.in_flight and not (source and source.progress.in_flight) and self.num_to_launch > 1
 
     @property
     def can_decode(self) -> bool:
@@ -190,67 +193,30 @@ class RunningRequest:
 
         The first token is awaited, to be sent at once; the last one too, as none follows.
         """
-        if not self.in_flight:
+        if not self.progress.in_flight:
             return self.num_to_launch == 1
-        if self.is_late or self.num_to_launch or not 0 < self.num_generated < self.max_tokens - 1:
+        if self.progress.is_late or self.num_to_launch or not 0 < self.num_generated < self.submitted.max_tokens - 1:
             return False
         return self.current.end is None  # such a pass chooses no token
 
     @property
     def will_decode(self) -> bool:
-        return bool(self.in_flight) and self.num_to_launch == 0 and self.num_generated < self.max_tokens - 1
-
-    def note_caught_up(self, begin: int, end: int) -> None:
-        """Count prompt tokens that another request has computed."""
-        if self.num_generated:
-            return
-        num_tokens, cached = end - begin, self.cached
-        if self.residual_kv is None:
-            start = self.num_prompt_tokens if self.producer is None else self.producer.start
-            self.computed_base_tokens -= max(0, min(end, start) - begin)
-        elif self.current.computes is None:
-            self.computed_base_tokens -= num_tokens
-        if self.residual_kv is None or self.current.residual_kv is not None:
-            residual = None if cached.residual is None else cached.residual + num_tokens
-            self.cached = CachedTokens(cached.own, cached.shared + num_tokens, residual)
-            if self.residual_kv is None or self.current.computes is not None:
-                self.computed_prompt_tokens -= num_tokens
-
-    def begin_state(self, state: RowState) -> None:
-        self.row_state = self.launched_state = state
+        return (
+            bool(self.progress.in_flight)
+            and self.num_to_launch == 0
+            and self.num_generated < self.submitted.max_tokens - 1
+        )
 
     def apply_state(self, state: RowState) -> None:
-        self.row_state = state
-        if self.num_computed <= self.shown_tokens:
-            self.shown_state = self.num_computed, state
-
-    def lose_plan(self) -> None:
-        """Forget the plan, whose block tables are closed. Results on the device become void."""
-        self.plan = None
-        self.in_flight = 0
-        self.is_late = False
-        self.leader = None
-        self.snapshots = self.row_state = self.launched_state = self.shown_state = None
-
-    @property
-    def is_residual(self) -> bool:
-        return self.adapter is not None and self.adapter.is_residual
-
-    @property
-    def saved_residual_tokens(self) -> int:
-        if self.found is None or self.adapter is None:
-            return 0
-        residual = self.found.residual_of(self.adapter.residual_cache)
-        return 0 if residual is None else residual.num_saved
-
-    @property
-    def is_chat(self) -> bool:
-        return isinstance(self.request.prompt, ChatPrompt)
+        """Take the recurrent state after the computed tokens."""
+        self.progress.row_state = state
+        if self.num_computed <= self.output.shown_tokens:
+            self.progress.shown_state = self.num_computed, state
 
     @property
     def ignores_eos(self) -> bool:
         """Whether end tokens are ignored. With a grammar they are not."""
-        return self.request.sampling.ignore_eos and self.following is None
+        return self.request.sampling.ignore_eos and self.output.matcher is None
 
     @property
     def num_generated(self) -> int:
@@ -265,37 +231,83 @@ class RunningRequest:
         """Whether the current pass yields prompt logprobs."""
         return self.wants_prompt_logprobs and self.open_plan.scores_prompt
 
-    def note_written(self, num_bytes: int) -> None:
-        self.written_bytes += num_bytes
+
+_NEXT = {
+    State.NEW: (State.WAITING, State.FAILED),
+    State.WAITING: (State.LOADING, State.RUNNING, State.FAILED),
+    State.LOADING: (State.RUNNING, State.WAITING, State.FAILED),
+    State.RUNNING: (State.WAITING, State.SAVING, State.FAILED),
+    State.SAVING: (State.DONE, State.FAILED),
+    State.DONE: (),
+    State.FAILED: (),
+}
 
 
-def make_report(generation: RunningRequest, saved: Saved | None) -> Report:
+class Requests:
+    """Lists of requests by state.
+
+    Attributes:
+        waiting: in order of arrival; preempted ones last.
+        loading: admitted requests whose blocks are being read from disk.
+        saving: complete requests whose turns are being written.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: list[RunningRequest] = []
+        self.loading: list[RunningRequest] = []
+        self.running: list[RunningRequest] = []
+        self.saving: list[RunningRequest] = []
+        self._lists = {
+            State.WAITING: self.waiting,
+            State.LOADING: self.loading,
+            State.RUNNING: self.running,
+            State.SAVING: self.saving,
+        }
+
+    def __iter__(self) -> Iterator[RunningRequest]:
+        """Requests that can still be ended."""
+        yield from (*self.running, *self.loading, *self.waiting)
+
+    def move(self, running: RunningRequest, state: State) -> None:
+        """Change a state. Raises BrokenInvariant for an invalid transition."""
+        if state not in _NEXT[running.state]:
+            raise BrokenInvariant(f"request {running.request.request_id}: {running.state} before {state}")
+        if running.state in self._lists:
+            self._lists[running.state].remove(running)
+        if state in self._lists:
+            self._lists[state].append(running)
+        running.state = state
+
+
+def make_report(running: RunningRequest, saved: Saved | None) -> Report:
     """Return the report; `saved` is None without an agent."""
-    cached, adapter, now = generation.cached, generation.adapter, time.perf_counter()
+    submitted, plan, now = running.submitted, running.plan, time.perf_counter()
+    assert plan is not None  # since it was queued
+    cached, adapter = plan.cached, plan.use
     policy = Policy.EXACT if adapter is None else adapter.policy
-    found = CacheState.WARM if generation.restored_bytes else CacheState.HOT
+    found = CacheState.WARM if running.progress.restored_bytes else CacheState.HOT
     return Report(
-        agent=generation.request.agent,
-        lineage=None if generation.record is None else generation.record.lineage,
-        lost_tokens=generation.lost_tokens,
+        agent=running.request.agent,
+        lineage=None if running.output.record is None else running.output.record.lineage,
+        lost_tokens=plan.lost_tokens,
         cache_state=found if cached.own + cached.shared else CacheState.COLD,
-        match=generation.match.match,
-        prompt_tokens=generation.num_prompt_tokens,
-        completion_tokens=generation.num_generated,
+        match=submitted.match.match,
+        prompt_tokens=running.num_prompt_tokens,
+        completion_tokens=running.num_generated,
         cached_tokens=cached,
-        computed_tokens=generation.computed_prompt_tokens,
-        time_to_first_token_ms=((generation.first_token_at or now) - generation.submitted_at) * 1e3,
-        restore_ms=generation.restore_seconds * 1e3,
-        restored_bytes=generation.restored_bytes,
-        total_ms=(now - generation.submitted_at) * 1e3,
+        computed_tokens=plan.computed_prompt_tokens,
+        time_to_first_token_ms=((running.output.first_token_at or now) - submitted.submitted_at) * 1e3,
+        restore_ms=running.progress.restore_seconds * 1e3,
+        restored_bytes=running.progress.restored_bytes,
+        total_ms=(now - submitted.submitted_at) * 1e3,
         saved=None if saved is None else saved.error is None,
         save_error=None if saved is None else saved.error,
         policy=policy,
         requested_policy=policy if adapter is None else adapter.requested_policy,
-        stepped_down=generation.stepped_down,
-        divergence=generation.divergence,
-        base_computed_tokens=generation.computed_base_tokens,
+        stepped_down=plan.stepped_down,
+        divergence=plan.divergence,
+        base_computed_tokens=plan.computed_base_tokens,
         adapter=None if adapter is None else adapter.name,
         activated_at=None if adapter is None else adapter.activated_at,
-        written_bytes=generation.written_bytes + (saved.written_bytes if saved else 0),
+        written_bytes=running.output.written_bytes + (saved.written_bytes if saved else 0),
     )

@@ -3,8 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from agentcache.blocks.keys import BLOCK_SIZE
-from agentcache.engine.requests import Requests
-from agentcache.engine.running_request import RunningRequest, State
+from agentcache.engine.running_request import Requests, RunningRequest, State
 from agentcache.engine.token_budget import TokenBudget
 
 # The shortest prompt goes first, unless another was passed over this often.
@@ -61,14 +60,14 @@ class Scheduler:
             return None
         most = 1 if self.one_at_a_time else self._max_running
         free = most - len(self.running) - len(self.loading)
-        kept_free = 1 if first.background and most > 1 else 0
+        kept_free = 1 if first.progress.background and most > 1 else 0
         return first if free > kept_free else None
 
-    def admit(self, generation: RunningRequest, *, loading: bool) -> None:
+    def admit(self, running: RunningRequest, *, loading: bool) -> None:
         """Mark a request as admitted. Earlier requests that still wait are passed over."""
-        self._requests.move(generation, State.LOADING if loading else State.RUNNING)
-        _pass_over(other for other in self.waiting if other.submitted_at < generation.submitted_at)
-        generation.passed_over = 0
+        self._requests.move(running, State.LOADING if loading else State.RUNNING)
+        _pass_over(other for other in self.waiting if other.submitted.submitted_at < running.submitted.submitted_at)
+        running.progress.passed_over = 0
         self.stalled = False
 
     def victim(self, *, beyond_base: bool = False) -> RunningRequest | None:
@@ -76,13 +75,13 @@ class Scheduler:
 
         `beyond_base`: whether it must have blocks in another cache than base's.
         """
-        running = [each for each in self.running if len(each.open_plan.tables) > 1] if beyond_base else self.running
-        return max(running, key=_rank) if len(running) > 1 else None
+        among = [each for each in self.running if len(each.open_plan.tables) > 1] if beyond_base else self.running
+        return max(among, key=_rank) if len(among) > 1 else None
 
-    def preempt(self, generation: RunningRequest) -> None:
+    def preempt(self, running: RunningRequest) -> None:
         """Queue a request again, no longer as background."""
-        self._requests.move(generation, State.WAITING)
-        generation.background = False
+        self._requests.move(running, State.WAITING)
+        running.progress.background = False
         self.preemptions += 1
 
     def schedule(self) -> dict[RunningRequest, int]:
@@ -93,8 +92,8 @@ class Scheduler:
         a long chunk also waits for the first token that is being computed.
         Rows of different models decode in different steps. A source request takes its prompt's turn.
         """
-        decoding = [generation for generation in self.running if generation.can_decode]
-        prompts = [generation for generation in self.running if generation.can_prefill]
+        decoding = [running for running in self.running if running.can_decode]
+        prompts = [running for running in self.running if running.can_prefill]
         prompt = min(prompts, key=_prompt_rank, default=None)
         if prompt is None and not self._chunk_under_way:
             self.token_budget.reset()
@@ -105,10 +104,10 @@ class Scheduler:
         if self._awaits_first_token(prompts):
             return {}
         self._chunk_under_way = True
-        self.contended = any(generation.can_decode or generation.will_decode for generation in self.running)
-        chunk = prompt if prompt.leader is None else prompt.leader
+        self.contended = any(running.can_decode or running.will_decode for running in self.running)
+        chunk = prompt if prompt.progress.source is None else prompt.progress.source
         _pass_over(other for other in prompts if other not in (prompt, chunk))
-        prompt.passed_over = chunk.passed_over = 0
+        prompt.progress.passed_over = chunk.progress.passed_over = 0
         return {chunk: self._chunk_for(chunk, contended=self.contended)}
 
     def _decoding_goes_first(
@@ -121,33 +120,31 @@ class Scheduler:
         if self.token_budget.decoding_is_due:
             return True
         self.contended = self.token_budget.may_defer_decodes and any(
-            self._goes_before(generation, prompts) for generation in decoding
+            self._goes_before(running, prompts) for running in decoding
         )
         return self.contended
 
-    def _goes_before(self, generation: RunningRequest, prompts: Sequence[RunningRequest]) -> bool:
+    def _goes_before(self, running: RunningRequest, prompts: Sequence[RunningRequest]) -> bool:
         """Whether a new answer's first tokens take less time than each waiting prompt.
 
         A short prompt may wait behind an overdue long one, so all prompts count.
         """
-        first = _FIRST_TOKENS - generation.num_generated
-        if first <= 0 or generation.background:
+        first = _FIRST_TOKENS - running.num_generated
+        if first <= 0 or running.progress.background:
             return False
-        awaited = (prompt for prompt in prompts if not prompt.background)
+        awaited = (prompt for prompt in prompts if not prompt.progress.background)
         return all(self.token_budget.is_sooner_done(first, each.num_to_launch, each.num_launched) for each in awaited)
 
     def _awaits_first_token(self, prompts: Sequence[RunningRequest]) -> bool:
         """Whether the step under way chooses a first token whose successors go before each waiting prompt."""
         first = (each for each in self.running if each.will_decode and not each.num_generated)
-        return self.token_budget.may_defer_decodes and any(
-            self._goes_before(generation, prompts) for generation in first
-        )
+        return self.token_budget.may_defer_decodes and any(self._goes_before(running, prompts) for running in first)
 
     def _may_prefill_more(self, prompt: RunningRequest) -> bool:
         left = prompt.num_to_launch
-        whole = max(prompt.computed_prompt_tokens, left)
+        whole = max(prompt.open_plan.computed_prompt_tokens, left)
         return (
-            not prompt.background
+            not prompt.progress.background
             and self.token_budget.is_short(whole)
             and self.token_budget.may_prefill_more(left, prompt.num_launched)
         )
@@ -155,19 +152,19 @@ class Scheduler:
     def _next_to_decode(self, decoding: Sequence[RunningRequest]) -> list[RunningRequest]:
         if not decoding:
             return []
-        decoder = min(decoding, key=lambda generation: generation.decoded_at).current.decoder
-        together = [generation for generation in decoding if generation.current.decoder == decoder]
+        model = min(decoding, key=lambda running: running.progress.decoded_at).current.model
+        together = [running for running in decoding if running.current.model == model]
         self._decode_steps += 1
-        for generation in together:
-            generation.decoded_at = self._decode_steps
+        for running in together:
+            running.progress.decoded_at = self._decode_steps
         return together
 
     def _chunk_for(self, prompt: RunningRequest, *, contended: bool) -> int:
         """A chunk that crosses a block boundary ends on one, or with the prompt; also at the next checkpoint."""
         largest = self.token_budget.chunk_tokens(prompt.num_launched, contended=contended)
         left, to_boundary = prompt.num_to_prefill, BLOCK_SIZE - prompt.num_launched % BLOCK_SIZE
-        if prompt.snapshots is not None:
-            left = min(left, prompt.snapshots.next_after(prompt.num_launched) - prompt.num_launched)
+        if (snapshots := prompt.open_plan.snapshots) is not None:
+            left = min(left, snapshots.next_after(prompt.num_launched) - prompt.num_launched)
         if left <= largest:
             return left
         if largest < to_boundary:
@@ -181,17 +178,21 @@ def _equal_part(num_tokens: int, largest: int) -> int:
     return -(-num_tokens // parts)
 
 
-def _rank(generation: RunningRequest) -> tuple[bool, float]:
-    return generation.background, generation.submitted_at
+def _rank(running: RunningRequest) -> tuple[bool, float]:
+    return running.progress.background, running.submitted.submitted_at
 
 
 def _prompt_rank(prompt: RunningRequest) -> tuple[int, bool, int, float]:
     """Order of prompts: overdue, interactive, shortest."""
-    overdue = prompt.passed_over if prompt.passed_over >= _MOST_TIMES_PASSED_OVER and not prompt.background else 0
-    return -overdue, prompt.background, prompt.num_to_launch, prompt.submitted_at
+    overdue = (
+        prompt.progress.passed_over
+        if prompt.progress.passed_over >= _MOST_TIMES_PASSED_OVER and not prompt.progress.background
+        else 0
+    )
+    return -overdue, prompt.progress.background, prompt.num_to_launch, prompt.submitted.submitted_at
 
 
-def _pass_over(generations: Iterable[RunningRequest]) -> None:
-    for generation in generations:
-        generation.passed_over += 1
-        generation.background &= generation.passed_over < _BACKGROUND_PATIENCE
+def _pass_over(requests: Iterable[RunningRequest]) -> None:
+    for running in requests:
+        running.progress.passed_over += 1
+        running.progress.background &= running.progress.passed_over < _BACKGROUND_PATIENCE

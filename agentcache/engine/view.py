@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,8 +8,7 @@ from agentcache.agents.table import Agents
 from agentcache.errors import ContextLengthExceeded, InvalidRequest
 from agentcache.kv.packing import Precision
 from agentcache.kv.spec import CacheSpec
-from agentcache.models.adapters import TargetModules
-from agentcache.models.residual.forms import ResidualSupport
+from agentcache.models.adapters import Adapter, TargetModules
 from agentcache.settings.memory_plan import MemoryPlan
 from agentcache.store.model_files import ModelNames
 from agentcache.system.memory import Level
@@ -26,7 +26,7 @@ class ServedModel:
         num_embeddings: None if unknown.
         modules: modules that adapters can change.
         adapter_budget: bytes for all adapters' weights.
-        residuals: adapters that can have residuals; None without lossy policies.
+        check_lossy: raises UnsupportedPolicy for an adapter that lossy policies cannot use; None without such policies.
         ranks: number of processes.
         is_provisional: whether the precision search is unfinished.
     """
@@ -42,7 +42,7 @@ class ServedModel:
     plan: MemoryPlan
     num_token_ids: int | None = None
     num_embeddings: int | None = None
-    residuals: ResidualSupport | None = None
+    check_lossy: Callable[[Adapter], object] | None = None
     ranks: int = 1
     is_provisional: bool = False
 

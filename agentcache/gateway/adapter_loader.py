@@ -127,10 +127,10 @@ class AdapterLoader:
         return ServedAdapter(name, source, policy, frozenset(changed), refusal, may_share)
 
     def _residual_refusal(self, source: AdapterSource) -> str:
-        if self._model.residuals is None or isinstance(source, Decoder):
+        if self._model.check_lossy is None or isinstance(source, Decoder):
             return RESIDUAL_IS_OFF
         try:
-            self._model.residuals.shape_of(source)
+            self._model.check_lossy(source)
         except UnsupportedPolicy as error:
             return error.message
         return ""

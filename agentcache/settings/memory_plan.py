@@ -8,8 +8,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from agentcache.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentcache.settings.config import Config
 
 GIB = 1 << 30
 AUTO_RAM_SHARE = 0.25  # of the RAM
@@ -51,6 +55,10 @@ class Wishes:
     ram_budget: int | None = None
     trunk_budget: int | None = None
     wired_limit: int | None = None
+
+    @classmethod
+    def of(cls, config: Config) -> Wishes:
+        return cls(config.memory_limit, config.ram_budget, config.trunk_budget, config.wired_limit)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from agentcache.blocks.block_tables import BlockTables
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.engine.room import has_room
 from agentcache.errors import OutOfBlocks
+from agentcache.plans.room import has_room
 from tests.blocks.borrower import Borrower, leave
 from tests.blocks.cache_model import FakeGroup
 from tests.blocks.test_resize import GROUPS, ROOT, run

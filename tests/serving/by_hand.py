@@ -19,8 +19,9 @@ from agentcache.blocks.keys import KVOrigin
 from agentcache.engine.engine import Engine
 from agentcache.engine.open import open_engine
 from agentcache.engine.output import Output
-from agentcache.engine.running_request import RunningRequest
+from agentcache.engine.running_request import RunningRequest, TurnOutput
 from agentcache.gateway.prepare import choose_lineage, held_by, make_grammar, match, read_prompt
+from agentcache.plans.submitted import SubmittedRequest
 from agentcache.settings.config import Config
 from agentcache.store.manifest import AgentRecord
 from agentcache.store.verify import verify_folder
@@ -82,19 +83,25 @@ class ByHand:
         search = StopSearch(stop_strings(sampling.stop), None) if sampling.stop else None
         receiver = Receiver(
             RunningRequest(
-                request=request,
-                match=matched,
-                following=None if grammar is None else grammar.follow(),
-                found=found,
-                goes_on=found is not None and prompt.goes_on_from(found.transcript),
-                max_tokens=sampling.max_tokens or 0,
-                output=Output(tokenizer.detokenizer(after=ids[-1]), search),
-                emit=lambda update: receiver.updates.append(update),
-                producer=adapter.producer if adapter else producer,
-                adapter=adapter,
+                SubmittedRequest(
+                    request=request,
+                    match=matched,
+                    max_tokens=sampling.max_tokens or 0,
+                    found=found,
+                    goes_on=found is not None and prompt.goes_on_from(found.transcript),
+                    adapter=adapter,
+                ),
+                TurnOutput(
+                    Output(tokenizer.detokenizer(after=ids[-1]), search),
+                    lambda update: receiver.updates.append(update),
+                    None if grammar is None else grammar.follow(),
+                ),
             )
         )
         engine.add(receiver.generation)
+        if producer is not None and (plan := receiver.generation.plan) is not None:
+            plan.origin = producer  # without an adapter that computes it
+            plan._note_own()
         return receiver
 
     def step(self) -> None:

@@ -182,6 +182,7 @@ def preempt(engine: Engine, generation: RunningRequest) -> None:
 def set_chunk(engine: Engine, num_tokens: int) -> None:
     """Chunks that large, whoever else is there."""
     engine.scheduler.token_budget._chunk = engine.scheduler.token_budget._idle_chunk = num_tokens
+    engine.planner._resources.largest_chunk = num_tokens
 
 
 def largest_chunk(engine: Engine) -> int:
@@ -466,12 +467,12 @@ def finish_reading(engine: Engine) -> None:
 
 def load_weights(engine: Engine, content: AdapterContent | Decoder) -> bool:
     """Put an adapter on the device, or its next piece; True when everything is there."""
-    return engine.adapters.load(content)
+    return engine.planner.adapters.load(content)
 
 
 def drop_weights(engine: Engine, digest: str) -> None:
     """Take an adapter off the device, behind the back of the table of adapters."""
-    engine.adapters.drop(digest)
+    engine.planner.adapters.drop(digest)
 
 
 def note_dropped(llm: LLM, digest: str) -> None:
@@ -486,19 +487,19 @@ def resident_bytes(llm: LLM) -> int:
 
 def after_each_piece(engine: Engine, look: Callable[[], None]) -> None:
     """Have `look` called on the engine's thread when a piece of an adapter has been loaded, from now on."""
-    load = engine.adapters.load
+    load = engine.planner.adapters.load
 
     def load_and_look(content: AdapterContent | Decoder) -> bool:
         done = load(content)
         look()
         return done
 
-    engine.adapters.load = load_and_look  # type: ignore[method-assign]
+    engine.planner.adapters.load = load_and_look  # type: ignore[method-assign]
 
 
 def adapter_bytes(engine: Engine) -> int:
     """Bytes on the device, with those of adapters that are still being loaded."""
-    return engine.adapters.nbytes
+    return engine.planner.adapters.nbytes
 
 
 def copied_adapter_bytes(engine: Engine) -> int:
@@ -515,18 +516,17 @@ def copies_built(engine: Engine) -> int:
 
 
 def trunk_readers(engine: Engine) -> int:
-    """How many sequences are read from the trunk, or written into it."""
-    return len(engine.hidden_states._runs)
+    """How many open plans are read from the trunk, or written into it."""
+    return sum(bool(plan.hidden_states.slots) for plan in engine.planner.open_plans)
 
 
-def sweep_trunk(engine: Engine) -> None:
-    """Have the trunk forget those that have ended, as each step does; then nobody may hold a block of it."""
-    engine.hidden_states.sweep()
-    engine.hidden_states.blocks.check_integrity([])
+def check_trunk(engine: Engine) -> None:
+    """Nobody may hold a block of it."""
+    engine.planner.hidden_states.check_integrity([])
 
 
 def hidden_state_blocks(engine: Engine) -> int:
-    return len(engine.hidden_states.blocks)
+    return len(engine.planner.hidden_states)
 
 
 # -- recurrent state --------------------------------------------------------------------------------------------------

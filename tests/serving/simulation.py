@@ -8,11 +8,13 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
+from agentcache.adapters.activation import AdapterUse
 from agentcache.agents.block_files import Pins
 from agentcache.agents.caches import KeptCache, KeptCaches
-from agentcache.api.report import Match, Update
+from agentcache.api.report import CachedTokens, Match, Update
 from agentcache.api.request import Priority, Request, TokenPrompt
 from agentcache.blocks.block_tables import BlockTables
+from agentcache.blocks.hidden_states import HiddenStateCache
 from agentcache.blocks.keys import BASE_CACHE
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.pool import Copy
@@ -21,17 +23,18 @@ from agentcache.blocks.prefix_match import PromptMatch
 from agentcache.blocks.transcript import Transcript
 from agentcache.engine.batch import BatchRow, Result
 from agentcache.engine.engine import Engine, Parts
-from agentcache.engine.hidden_states import HiddenStatePlanner
 from agentcache.engine.output import Output
 from agentcache.engine.output_processor import OutputProcessor
-from agentcache.engine.passes import ResidualKV
-from agentcache.engine.plans import ExactPlan, ResidualPlan
-from agentcache.engine.requests import Requests
-from agentcache.engine.running_request import Emit, RunningRequest
+from agentcache.engine.running_request import Emit, Requests, RunningRequest, TurnOutput
 from agentcache.engine.scheduler import Scheduler
 from agentcache.engine.token_budget import TokenBudget, idle_chunk
 from agentcache.errors import AgentCacheError, RequestCancelled
 from agentcache.models.memory import Limits
+from agentcache.plans.exact import ExactPlan, exact_passes
+from agentcache.plans.plan import PlanResources, RequestPlan
+from agentcache.plans.planner import Planner
+from agentcache.plans.residual import ResidualKV, ResidualPlan, residual_passes
+from agentcache.plans.submitted import SubmittedRequest
 from agentcache.text.detokenizer import Detokenizer
 from agentcache.text.marks import MarkedEnds
 
@@ -90,27 +93,46 @@ def make_generation(
     wanted: int = 1,
     priority: Priority | None = None,
     emit: Emit = lambda update: None,
+    adapter: AdapterUse | None = None,
+    system_tokens: int = 0,
 ) -> RunningRequest:
     """A request for `wanted` tokens behind a prompt of `num_tokens` equal ones."""
     ids = array("I", [token] * num_tokens)
     transcript = Transcript("a" * num_tokens, ids, array("I", range(1, num_tokens + 1)), (("prompt", num_tokens),))
-    return RunningRequest(
+    submitted = SubmittedRequest(
         request=Request("r", TokenPrompt(list(ids)), priority=priority or Priority.INTERACTIVE),
         match=PromptMatch(Match.NEW, transcript, 0),
         max_tokens=wanted,
-        output=Output(Detokenizer(lambda token: b"", set())),
-        emit=emit,
         submitted_at=submitted_at,
+        adapter=adapter,
+        system_tokens=system_tokens,
     )
+    return RunningRequest(submitted, TurnOutput(Output(Detokenizer(lambda token: b"", set())), emit))
+
+
+def cached_of(generation: RunningRequest) -> CachedTokens:
+    """What its plan found cached."""
+    assert generation.plan is not None
+    return generation.plan.cached
 
 
 def take_plan(generation: RunningRequest, sequence: BlockTables, residual_kv: ResidualKV | None = None) -> None:
     """A plan over block tables without a cache."""
     none: Any = None
+    resources: Any = SimpleNamespace(
+        caches=SimpleNamespace(base=none), hidden_states=HiddenStateCache(0, 0, Ledger(0)), adapters=none, open_plans=[]
+    )
+    submitted, token_ids = generation.submitted, generation.token_ids
     if residual_kv is None:
-        generation.plan = ExactPlan.of(none, sequence, generation.adapter)
+        plan: RequestPlan = ExactPlan(resources, submitted, token_ids, submitted.adapter)
+        plan.tables = [(none, sequence)]
+        plan._begin(sequence, exact_passes(submitted.adapter, sequence))
     else:
-        generation.plan = ResidualPlan.of(none, residual_kv, generation.adapter, generation.last_for_adapter)
+        assert submitted.adapter is not None
+        plan = residual = ResidualPlan(resources, none, submitted, token_ids, submitted.adapter)
+        residual.residual_kv = residual_kv
+        plan._begin(sequence, residual_passes(submitted.adapter, residual_kv, len(token_ids) - 1))
+    generation.plan = plan
 
 
 class Computed:
@@ -122,7 +144,7 @@ class Computed:
         self.rows = rows
         self.states = states
         self.num_tokens = num_tokens
-        self.context = rows[0].generation.num_launched
+        self.context = rows[0].running.num_launched
         self.contended = contended
         self.is_chunk = num_tokens > 1
         self.starts_alone = simulation.starts_alone
@@ -142,8 +164,8 @@ class Computed:
     def results(self) -> Iterator[Result]:
         for row, state in zip(self.rows, self.states, strict=True):
             if not row.is_void:
-                self._simulation.note_progress(row.generation, self.num_tokens)
-                yield Result(row, row.generation.token_ids[0] if row.is_complete else None, None, [], state)
+                self._simulation.note_progress(row.running, self.num_tokens)
+                yield Result(row, row.running.token_ids[0] if row.is_complete else None, None, [], state)
 
 
 class FormulaDevice:
@@ -173,20 +195,19 @@ class FormulaDevice:
 
     def build(self, rows: Sequence[RunningRequest], num_tokens: int, before: object, *, contended: bool) -> Computed:
         assert num_tokens == 1 or len(rows) == 1
-        self._simulation.lookahead_rows += sum(generation.in_flight for generation in rows)
+        self._simulation.lookahead_rows += sum(generation.progress.in_flight for generation in rows)
         made = [BatchRow.of(g, g.num_to_launch, num_tokens) for g in rows]
         states = [self._state_after(generation, num_tokens) for generation in rows]
         step = Computed(self._simulation, made, num_tokens, states, contended=contended)
         for generation, state in zip(rows, states, strict=True):
-            generation.in_flight += num_tokens
-            generation.launched_state = state
+            generation.progress.launch(num_tokens, state)
         return step
 
     def _state_after(self, generation: RunningRequest, num_tokens: int) -> Any:
         if self._simulation.cache.snapshots is None:
             return None
         before, token = generation.num_launched, generation.token_ids[0]
-        assert generation.launched_state == ((token, before) if before else None)
+        assert generation.progress.launched_state == ((token, before) if before else None)
         return token, before + num_tokens
 
     def row_state(self, slot: int) -> Any:
@@ -230,9 +251,13 @@ def _parts(device: FormulaDevice, cache: PrefixCache, max_running: int, token_bu
     adapters: Any = SimpleNamespace(cut=lambda use: 0, cuts=[])
     loaded: Any = SimpleNamespace(namespace=lambda salt: SimpleNamespace(root="root"))
     none: Any = None
+    arenas: Any = device
+    caches = KeptCaches(KeptCache(BASE_CACHE, none, cache, arenas), loaded.namespace)
+    hidden_states = HiddenStateCache(0, 0, cache.ledger)
+    resources = PlanResources(caches, adapters, hidden_states, token_budget.largest_chunk)
     return Parts(
         loaded=loaded,
-        caches=KeptCaches(KeptCache(BASE_CACHE, none, cache, none), loaded.namespace),
+        caches=caches,
         device=device,
         requests=requests,
         scheduler=Scheduler(requests, max_running=max_running, token_budget=token_budget),
@@ -242,9 +267,7 @@ def _parts(device: FormulaDevice, cache: PrefixCache, max_running: int, token_bu
         eviction=none,
         persistence=persistence,
         restorer=SimpleNamespace(restore=_restore),  # type: ignore[arg-type]
-        adapters=adapters,
-        hidden_states=HiddenStatePlanner(cache.ledger, adapters),
-        residuals=SimpleNamespace(cache_of=none),  # type: ignore[arg-type]
+        planner=Planner(resources, none, none),
         served=none,
         limits=Limits([]),
         idle_seconds=60.0,
@@ -321,8 +344,8 @@ class Simulation:
             wanted=wanted,
             priority=priority,
             emit=lambda update: self._take(client, update),
+            system_tokens=system_tokens,
         )
-        generation.system_tokens = system_tokens
         client = self.clients[generation] = Client(generation, wanted, self.now)
         self.engine.add(generation)
         return client

@@ -48,7 +48,7 @@ def loading(hand: ByHand) -> Receiver:
 
 def prefilling(hand: ByHand) -> Receiver:
     receiver = hand.submit(make_ids(3000, seed=4), greedy(9), "alice")
-    while not (receiver.generation.num_computed and receiver.generation.in_flight > 1):
+    while not (receiver.generation.num_computed and receiver.generation.progress.in_flight > 1):
         hand.step()
     return receiver
 
@@ -57,7 +57,7 @@ def decoding(hand: ByHand) -> Receiver:
     receiver = hand.submit(make_ids(CONTEXT + 9), greedy(30), "alice")
     while len(receiver.token_ids) < 4:
         hand.step()
-    assert receiver.generation.in_flight == 1
+    assert receiver.generation.progress.in_flight == 1
     return receiver
 
 
@@ -158,13 +158,13 @@ def test_a_read_that_comes_late_changes_nothing(in_time: int, model: Path, tmp_p
 
 def slots_of(receiver: Receiver) -> set[tuple[int, int]]:
     """Every slot of a request: its cache group and its number."""
-    tables = receiver.generation.open_sequence.tables
+    tables = receiver.generation.open_plan.sequence.tables
     return {(group, block_id) for group, table in enumerate(tables) for block_id in table.block_ids}
 
 
 def bytes_of(hand: ByHand, receiver: Receiver) -> list[int]:
     """Hashes of the keys and values of all that a request has computed."""
-    place = receiver.generation.open_sequence
+    place = receiver.generation.open_plan.sequence
     hashes = []
     for group, table in enumerate(place.tables):
         for position, block_id in enumerate(table.block_ids, table.first_block):

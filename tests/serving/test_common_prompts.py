@@ -134,7 +134,7 @@ def test_one_that_is_followed_may_leave(llm: LLM) -> None:
     def step_and_cancel() -> None:
         step()
         for generation in inside.running(engine):
-            if generation.request.request_id == "0" and generation.in_flight > 1 and generation.num_computed:
+            if generation.request.request_id == "0" and generation.progress.in_flight > 1 and generation.num_computed:
                 engine.step = step  # type: ignore[method-assign]
                 engine.cancel(generation)
                 return

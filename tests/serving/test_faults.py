@@ -22,15 +22,15 @@ from agentcache.engine import output_processor
 from agentcache.engine.admission import Admission
 from agentcache.engine.batch import Batch, BatchRow
 from agentcache.engine.batch_builder import BatchBuilder
-from agentcache.engine.engine import Engine
-from agentcache.engine.hidden_states import HiddenStatePlanner
 from agentcache.engine.output import Output
 from agentcache.engine.output_processor import OutputProcessor
 from agentcache.engine.prefix_sharing import PrefixSharing
 from agentcache.engine.running_request import RunningRequest
 from agentcache.engine.scheduler import Scheduler
+from agentcache.engine.stepper import Stepper
 from agentcache.errors import BrokenInvariant, EngineStopped, InternalError
 from agentcache.models.runner import ModelRunner
+from agentcache.plans.hidden_states import HiddenStateUse
 from agentcache.store.writing import Writer
 from tests.serving import inside
 from tests.serving.by_hand import ByHand, Receiver, by_hand
@@ -98,8 +98,8 @@ STEPS = [
     Fault(Batch, "results", told=False),
     Fault(Scheduler, "schedule", told=False),
     Fault(PrefixSharing, "look", told=False),
-    Fault(HiddenStatePlanner, "sweep", told=False),
-    Fault(Engine, "_note_time", told=False),
+    Fault(HiddenStateUse, "plan", told=False),
+    Fault(Stepper, "_note_time", told=False),
 ]
 
 
@@ -136,13 +136,17 @@ class Trap:
 
     def _is_own(self, arg: Any) -> bool:
         if isinstance(arg, (RunningRequest, BatchRow)):
-            return (arg if isinstance(arg, RunningRequest) else arg.generation).request.agent == self._agent
+            return (arg if isinstance(arg, RunningRequest) else arg.running).request.agent == self._agent
         if getattr(getattr(arg, "record", arg), "id", None) == self._agent:
             return True
         own = self.generation
         if own is None or arg is None:
             return False
-        return arg is own.output or arg is own.plan or (own.plan is not None and arg is own.plan.sequence)
+        return (
+            arg is own.output.text
+            or arg is own.plan
+            or (own.plan is not None and own.plan.is_open and arg is own.plan.sequence)
+        )
 
 
 def first_turn(hand: ByHand, number: int) -> Any:

@@ -187,7 +187,7 @@ def test_who_is_late_and_leaves(ends: str, model: Path, tmp_path: Path, monkeypa
         while len(formed.token_ids) < 5:
             hand.step()
         held.holds = True
-        while not formed.generation.is_late or formed.generation.in_flight:
+        while not formed.generation.progress.is_late or formed.generation.progress.in_flight:
             hand.step()
         if ends == "is cancelled":
             hand.engine.cancel(formed.generation)
@@ -216,7 +216,7 @@ def test_a_row_whose_mask_was_late_once_keeps_pace_again(
         while len(formed.token_ids) < 3:
             hand.step()
         held.holds = True
-        while not formed.generation.is_late or formed.generation.in_flight:
+        while not formed.generation.progress.is_late or formed.generation.progress.in_flight:
             hand.step()
         held.let_go()
         hand.step()

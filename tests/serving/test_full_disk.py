@@ -11,7 +11,8 @@ import pytest
 
 from agentcache.errors import DiskBudgetExceeded, StoreError
 from agentcache.llm import LLM
-from agentcache.store.store import BlockWrite, Store
+from agentcache.store.block_folder import BlockWrite
+from agentcache.store.store import Store
 from agentcache.store.verify import verify_folder
 from tests.device_marks import cpu_chunks
 from tests.marks import slow
@@ -99,7 +100,7 @@ def test_a_turn_of_which_only_the_first_write_fails(failures: int, is_known: boo
         before = hand.engine.agents.get("alice").transcript.ids
         disk = BadBlocks(inside.store(hand.engine), failures)
         turn = hand.submit([*before, *prompt], greedy(3), "alice")
-        while not turn.generation.saved_early:
+        while not turn.generation.output.saved_early:
             hand.step()
         if is_known:
             disk.opened.set()
@@ -231,7 +232,7 @@ def test_a_turn_that_goes_while_it_waits_for_room(is_made: bool, model: Path, tm
 
         store.write_blocks = once_full  # type: ignore[method-assign]
         late = hand.submit(make_ids(700, seed=2), greedy(9), "late")
-        while not late.generation.saved_early:
+        while not late.generation.output.saved_early:
             hand.step()
         if is_made:
             opened.set()
@@ -299,7 +300,7 @@ def test_blocks_under_way_to_disk_that_are_wanted_again_stay(model: Path, tmp_pa
 
         store.write_blocks = slowly  # type: ignore[method-assign]
         left = hand.submit(prompt, greedy(9), "alice")
-        while not left.generation.saved_early:
+        while not left.generation.output.saved_early:
             hand.step()
         hand.engine.cancel(left.generation)
         again = hand.submit(prompt, greedy(1), "alice")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -13,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from agentcache.blocks.block_tables import BlockTables
 from agentcache.blocks.ledger import Ledger
 from agentcache.engine import guard as guard_module
 from agentcache.engine.guard import MemoryGuard
@@ -31,7 +33,7 @@ from tests.models.model_files import MODEL_FILES
 from tests.rounds import check_bound, in_rounds
 from tests.serving import inside
 from tests.serving.conversation import TokenTalk, cold_ids, greedy, make_ids, open_llm
-from tests.serving.simulation import make_generation
+from tests.serving.simulation import make_generation, take_plan
 
 
 @pytest.fixture
@@ -187,6 +189,8 @@ def test_more_of_anything_takes_more(guard: MemoryGuard) -> None:
 
 def test_chunks_and_batches_are_cut_to_what_fits(guard: MemoryGuard) -> None:
     prompt, rows = make_generation(5000), [make_generation(10) for _ in range(4)]
+    for each in (prompt, *rows):
+        take_plan(each, BlockTables("root", None, array("I"), [], []))
     take = guard._footprint.step_bytes
     guard.free = lambda: int(take([0], 300) / 0.9)
     assert guard.limit({prompt: 2048}) == {prompt: 256}

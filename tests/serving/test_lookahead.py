@@ -26,7 +26,7 @@ from tests.serving.simulation import make_generation, take_plan
 def test_a_penalty_counts_each_token_once() -> None:
     """The step itself adds the last token, which may not be known when the row is made."""
     generation = make_generation(5, wanted=9)
-    generation.sampler = Sampler(SamplingParams(frequency_penalty=1.0))
+    generation.progress.sampler = Sampler(SamplingParams(frequency_penalty=1.0))
     take_plan(generation, BlockTables("root", None, array("I", generation.token_ids), [], []))
     for token, counts in ((7, {}), (7, {7: 1}), (8, {7: 2}), (7, {7: 2, 8: 1})):
         generation.token_ids.append(token)
@@ -38,7 +38,9 @@ def test_a_penalty_counts_each_token_once() -> None:
 def waiting_for_every_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No row goes on from a token that is not known yet."""
     with monkeypatch.context() as patch:
-        patch.setattr(RunningRequest, "can_decode", property(lambda g: not g.in_flight and g.num_to_launch == 1))
+        patch.setattr(
+            RunningRequest, "can_decode", property(lambda g: not g.progress.in_flight and g.num_to_launch == 1)
+        )
         yield
 
 

@@ -16,6 +16,7 @@ from tests.marks import slow
 from tests.serving import inside
 from tests.serving.by_hand import ByHand, Receiver, by_hand
 from tests.serving.conversation import greedy, make_ids
+from tests.serving.simulation import cached_of
 from tests.tiny import ARCHITECTURES
 
 TOKENS = 6
@@ -90,8 +91,8 @@ def test_cold_warm_and_hot_rows_and_forks(architecture: str, model_folder: Model
         hand.run(*receivers)
         stats = hand.engine.stats()
         assert stats.decode_rows >= 2 * stats.decode_steps
-        assert receivers[2].generation.restored_bytes > 0
-        assert receivers[5].generation.cached.own > 256
+        assert receivers[2].generation.progress.restored_bytes > 0
+        assert cached_of(receivers[5].generation).own > 256
     for receiver, reference in zip(receivers, expected, strict=True):
         assert receiver.token_ids == reference.token_ids
     mine = [logprob for receiver in receivers for logprob in logprobs_of(receiver)]

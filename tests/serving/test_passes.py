@@ -14,8 +14,10 @@ from agentcache.blocks.block_tables import BlockTables
 from agentcache.blocks.hidden_states import HiddenStateKey
 from agentcache.blocks.search import CachedHiddenStates
 from agentcache.engine.batch import BatchRow
-from agentcache.engine.passes import Pass, ResidualKV, plan_passes
 from agentcache.engine.running_request import RunningRequest
+from agentcache.plans.exact import exact_passes
+from agentcache.plans.plan import Pass
+from agentcache.plans.residual import ResidualKV, residual_passes
 from tests.serving.simulation import make_generation, take_plan
 
 LORA = AdapterUse("poet", "lora", Policy.EXACT, 0, frozenset([1]))
@@ -45,32 +47,31 @@ def test_the_passes_of_a_request(
     use: AdapterUse | None, ahead: CachedHiddenStates | None, expected: list[tuple[AdapterUse | None, int | None, int]]
 ) -> None:
     sequence = sequence_of(256)
-    passes = plan_passes(use, sequence, ahead)
+    passes = exact_passes(use, sequence, ahead)
     assert [(each.computes, each.end, each.cut) for each in passes] == expected
     assert {each.writes for each in passes} == {sequence}
-    assert [each.decoder for each in passes] == [
+    assert [each.model for each in passes] == [
         "decoder" if computes is DECODER else None for computes, _, _ in expected
     ]
 
 
 def compute(generation: RunningRequest, num_tokens: int) -> None:
     """As the engine does: launch, then settle."""
-    generation.in_flight += num_tokens
+    generation.progress.in_flight += num_tokens
     generation.current.writes.token_ids.extend([1] * num_tokens)
-    generation.in_flight -= num_tokens
+    generation.progress.in_flight -= num_tokens
     generation.open_plan.drop_passes()
 
 
 def test_one_pass_after_the_other() -> None:
-    generation = make_generation(1000, wanted=2)
-    generation.adapter = DECODER
+    generation = make_generation(1000, wanted=2, adapter=DECODER)
     take_plan(generation, sequence_of(256))
     base, decoder = generation.open_plan.passes
     assert generation.current is base and generation.num_to_prefill == 999 - 256
     assert not BatchRow.of(generation, generation.num_to_launch, 743).is_complete
-    generation.in_flight = 743
+    generation.progress.in_flight = 743
     assert generation.current is base and generation.num_to_prefill == 0, "what is under way is not done"
-    generation.in_flight = 0
+    generation.progress.in_flight = 0
     compute(generation, 743)
     assert generation.current is decoder and generation.num_to_prefill == generation.num_to_launch == 1
     assert BatchRow.of(generation, generation.num_to_launch, 1).is_complete
@@ -104,8 +105,7 @@ def residual_kv_of(base: int, residuals: int, known: int, window: int | None = N
 
 @pytest.mark.parametrize(("base", "residuals"), [(0, 0), (600, 100), (999, 0), (256, 256)])
 def test_the_passes_of_a_residual_request(base: int, residuals: int) -> None:
-    generation = make_generation(1000, wanted=3)
-    generation.adapter = RESIDUAL
+    generation = make_generation(1000, wanted=3, adapter=RESIDUAL)
     residual_kv = residual_kv_of(base, residuals, 1000)
     take_plan(generation, residual_kv.base, residual_kv)
     assert generation.current.computes is None and generation.num_to_prefill == 1000 - base
@@ -118,7 +118,7 @@ def test_the_passes_of_a_residual_request(base: int, residuals: int) -> None:
 
 def test_base_is_not_far_ahead_where_windows_are_read() -> None:
     residual_kv = residual_kv_of(300, 100, 5000, window=512)
-    passes = plan_passes(RESIDUAL, residual_kv.base, None, residual_kv, at_once=2000)
+    passes = residual_passes(RESIDUAL, residual_kv, at_once=2000)
     assert [(each.computes, each.end) for each in passes] == [
         (None, 2048),
         (RESIDUAL, 2048),
@@ -127,27 +127,25 @@ def test_base_is_not_far_ahead_where_windows_are_read() -> None:
         (None, 5000),
         (RESIDUAL, None),
     ]
-    assert len(plan_passes(RESIDUAL, residual_kv.base, None, residual_kv_of(300, 100, 5000))) == 2
+    assert len(residual_passes(RESIDUAL, residual_kv_of(300, 100, 5000))) == 2
 
 
 def test_nobody_decodes_on_what_base_alone_computes() -> None:
     """After a preemption: tokens that have been generated are known, and base computes them first."""
-    generation = make_generation(10, wanted=8)
-    generation.adapter = RESIDUAL
+    generation = make_generation(10, wanted=8, adapter=RESIDUAL)
     generation.token_ids += [5, 6]
     residual_kv = residual_kv_of(8, 8, 12)
     take_plan(generation, residual_kv.base, residual_kv)
-    generation.in_flight = 4
+    generation.progress.in_flight = 4
     assert generation.num_to_launch == 0 and not generation.can_decode, "no token is about to be chosen"
-    generation.in_flight = 0
+    generation.progress.in_flight = 0
     compute(generation, 4)
-    generation.in_flight = 4
+    generation.progress.in_flight = 4
     assert generation.can_decode
 
 
 def test_a_pass_that_the_cache_has_done_is_not_at_work() -> None:
-    generation = make_generation(1000, wanted=2)
-    generation.adapter = DECODER
+    generation = make_generation(1000, wanted=2, adapter=DECODER)
     take_plan(generation, sequence_of(999))
     assert generation.current.computes is DECODER
 
@@ -156,6 +154,9 @@ def test_without_a_place_nothing_is_computed() -> None:
     generation = make_generation(10)
     assert generation.num_computed == 0
     take_plan(generation, sequence_of(4))
-    generation.in_flight = 2
-    generation.lose_plan()
-    assert (generation.plan, generation.num_computed, generation.in_flight) == (None, 0, 0)
+    generation.progress.in_flight = 2
+    generation.open_plan.tables = ()  # they are in no cache
+    generation.open_plan.abandon()
+    generation.progress.reset()
+    assert generation.plan is not None and not generation.plan.is_open
+    assert (generation.num_computed, generation.progress.in_flight) == (0, 0)

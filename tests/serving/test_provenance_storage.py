@@ -202,7 +202,7 @@ def test_a_turn_that_is_cancelled_leaves_no_file(model: Path, tmp_path: Path) ->
         receiver = hand.submit(PROMPT + make_ids(900, seed=2), greedy(9), "a", A)
         while receiver.generation.num_computed < 1200:
             hand.step()
-        assert receiver.generation.saved_early
+        assert receiver.generation.output.saved_early
         hand.engine.cancel(receiver.generation)
         hand.finish_writing()
         assert files(tmp_path) == before

@@ -6,8 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from agentcache.engine.requests import Requests
-from agentcache.engine.running_request import LIVE, RunningRequest, State
+from agentcache.engine.running_request import LIVE, Requests, RunningRequest, State
 from agentcache.errors import BrokenInvariant
 from tests.serving.simulation import make_generation
 

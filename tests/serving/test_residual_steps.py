@@ -106,7 +106,7 @@ def test_who_leaves_at_any_step_leaves_nothing_behind(hand: Hand, steps: int) ->
         hand.hand.step()
         assert hand.engine.stats().blocks_live == sum(hand.live)
     hand.engine.cancel(left.generation)
-    assert left.generation.residual_kv is None
+    assert left.generation.plan is not None and not left.generation.plan.is_open
     hand.engine.check_integrity()
     hand.run(other)
     assert hand.live == [0, 0, 0]
@@ -203,7 +203,7 @@ def test_pressure_on_residuals_makes_only_residual_requests_wait(
         long = [hand.say("ann", make_ids(300, seed=i), 12) for i in range(3)]
         while not base.is_done:
             hand.hand.step()
-            assert base.generation.passed_over >= 0 and base.generation.state.value != "waiting"
+            assert base.generation.progress.passed_over >= 0 and base.generation.state.value != "waiting"
             hand.engine.check_integrity()
         hand.run(*long)
         assert all(receiver.report.policy == "residual" for receiver in long)
@@ -256,7 +256,7 @@ def test_who_leaves_lets_go_once_of_residuals_that_it_wrote_early(
     """Another turn, still to be saved, counts on the same files."""
     with opened(small, tmp_path / "cache", two, max_divergence=1e-3 if steps_down else UNLIMITED) as hand:
         left = hand.say("ann", PROMPT, 6, agent="alice")
-        saved = left.generation.saved_early
+        saved = left.generation.output.saved_early
         while not saved.keys() - {BASE_CACHE}:
             hand.hand.step()
         (cache,) = saved.keys() - {BASE_CACHE}
@@ -264,7 +264,7 @@ def test_who_leaves_lets_go_once_of_residuals_that_it_wrote_early(
         names = [name for block in blocks for name in block.named_in(cache).names]
         pins = hand.engine.persistence._pins
         pins.hold_blocks(names)
-        while steps_down and left.generation.stepped_down is None:
+        while steps_down and (plan := left.generation.plan) is not None and plan.stepped_down is None:
             hand.hand.step()
         hand.engine.cancel(left.generation)
         assert names and all(map(pins.has_block, names))

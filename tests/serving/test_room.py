@@ -11,7 +11,7 @@ from agentcache.blocks.block_tables import BlockTables
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.engine.room import Growth, has_room
+from agentcache.plans.room import Growth, has_room
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ import pytest
 from agentcache.api.request import Priority, Request, TokenPrompt
 from agentcache.api.sampling import SamplingParams
 from agentcache.blocks.block_tables import BlockTables
-from agentcache.engine.requests import Requests
-from agentcache.engine.running_request import RunningRequest, State
+from agentcache.engine.running_request import Requests, RunningRequest, State
 from agentcache.engine.scheduler import Scheduler
 from agentcache.engine.token_budget import SMALLEST_CHUNK, TokenBudget
 from tests.serving.simulation import MAX_STALL, make_generation, take_plan
@@ -78,7 +77,7 @@ def test_a_chunk_behind_the_end_of_a_prompt_waits_for_its_second_token(
     kind = None if priority is None else Priority(priority)
     short = admit(scheduler, make_generation(64, wanted=wanted, priority=kind))
     assert scheduler.schedule() == {short: 64}
-    short.in_flight = 64
+    short.progress.in_flight = 64
     long = admit(scheduler, make_generation(20_000, priority=kind))
     assert scheduler.schedule() == ({long: expected} if expected else {})
 
@@ -88,7 +87,7 @@ def test_a_short_prompt_does_not_wait_for_the_second_token_of_another() -> None:
     scheduler.token_budget.step_took(0.01)
     first, second = (admit(scheduler, make_generation(64, wanted=2)) for _ in range(2))
     assert scheduler.schedule() == {first: 64}
-    first.in_flight = 64
+    first.progress.in_flight = 64
     assert scheduler.schedule() == {second: 64}
 
 
@@ -104,7 +103,7 @@ def test_a_step_is_a_decode_batch_or_one_chunk() -> None:
 def test_rows_go_on_from_the_token_under_way() -> None:
     scheduler = make_scheduler()
     row = decoding(scheduler)
-    row.in_flight = 1
+    row.progress.in_flight = 1
     assert scheduler.schedule() == {row: 1}
 
 
@@ -113,20 +112,20 @@ def test_nobody_goes_on_from_the_first_or_behind_the_last_token() -> None:
     scheduler = make_scheduler()
     first = admit(scheduler, make_generation(10, wanted=5), cached=9)
     assert scheduler.schedule() == {first: 1}
-    first.in_flight = 1
+    first.progress.in_flight = 1
     assert scheduler.schedule() == {}
     last = make_generation(10, wanted=2)
     last.token_ids.append(1)
     admit(scheduler, last, cached=10)
     assert scheduler.schedule() == {last: 1}
-    last.in_flight = 1
+    last.progress.in_flight = 1
     assert scheduler.schedule() == {}
 
 
 def test_a_prompt_waits_for_its_chunk_under_way() -> None:
     scheduler = make_scheduler()
     prompt, other = (admit(scheduler, make_generation(2000)) for _ in range(2))
-    prompt.in_flight = 256
+    prompt.progress.in_flight = 256
     assert list(scheduler.schedule()) == [other]
 
 
@@ -137,7 +136,7 @@ def test_first_tokens_go_before_a_long_prompt_but_not_where_a_short_one_waits_be
     beginner.token_ids.append(1)
     admit(scheduler, beginner, cached=10)
     long = admit(scheduler, make_generation(2000))
-    long.passed_over = 3  # it is next, whoever else comes
+    long.progress.passed_over = 3  # it is next, whoever else comes
     assert scheduler.schedule() == {beginner: 1}
     assert scheduler.contended
     warm = admit(scheduler, make_generation(64, priority=BACKGROUND))
@@ -219,8 +218,10 @@ def test_a_preempted_request_does_not_wait_for_what_the_device_computed_for_it()
     """That result is void: the request is computed again as soon as it is admitted."""
     scheduler = make_scheduler()
     row = decoding(scheduler)
-    row.in_flight = 1
-    row.lose_plan()
+    row.progress.in_flight = 1
+    row.open_plan.tables = ()  # they are in no cache
+    row.open_plan.abandon()
+    row.progress.reset()
     scheduler.preempt(row)
     take_plan(row, BlockTables("root", None, array("I", row.token_ids[:50]), [], []))
     scheduler.admit(row, loading=False)
@@ -229,5 +230,5 @@ def test_a_preempted_request_does_not_wait_for_what_the_device_computed_for_it()
 
 def test_who_is_admitted_has_been_passed_over_by_nobody() -> None:
     waiting = make_generation(10)
-    waiting.passed_over = 99
-    assert admit(make_scheduler(), waiting).passed_over == 0
+    waiting.progress.passed_over = 99
+    assert admit(make_scheduler(), waiting).progress.passed_over == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -15,7 +16,7 @@ from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.snapshots import ROW_STATES
 from agentcache.engine.token_budget import PATIENCE, SMALLEST_CHUNK
 from tests.examples import examples
-from tests.serving.simulation import MAX_STALL, Client, Costs, Simulation
+from tests.serving.simulation import MAX_STALL, Client, Costs, Simulation, cached_of
 
 INTERACTIVE, BACKGROUND = Priority.INTERACTIVE, Priority.BACKGROUND
 
@@ -309,7 +310,8 @@ def test_in_any_traffic_everybody_gets_done_and_no_block_is_lost(
     def arrive(number: int) -> None:
         prompt, wanted, priority, token, _, _ = requests[number]
         client = simulation.submit(prompt, wanted, priority, token)
-        client.generation.submitted_at += number * 1e-9
+        submitted = client.generation.submitted
+        client.generation.submitted = replace(submitted, submitted_at=submitted.submitted_at + number * 1e-9)
         clients[number] = client
 
     def cancel(number: int) -> None:
@@ -344,7 +346,7 @@ def test_a_snapshot_makes_room_as_soon_as_the_request_that_began_from_it_runs() 
     simulation.run()
     first, second = simulation.submit(513, 200, token=1), simulation.submit(300, 2, token=2)
     simulation.run()
-    assert first.generation.cached.shared == 512
+    assert cached_of(first.generation).shared == 512
     assert second.done_at is not None and first.done_at is not None and second.done_at < first.done_at
 
 
@@ -355,7 +357,7 @@ def test_the_state_behind_a_system_prompt_outlives_those_within_a_conversation()
     simulation.run()
     other = simulation.submit(600, 1, token=1)
     simulation.run()
-    assert other.generation.cached.shared == 512
+    assert cached_of(other.generation).shared == 512
 
 
 @pytest.mark.parametrize("num_running", [2, 3, 4])
@@ -363,7 +365,7 @@ def test_prompts_that_do_not_fit_together_get_done_one_after_the_other(num_runni
     simulation = Simulation(num_blocks=10, max_running=num_running)
     clients = [simulation.submit(8 * BLOCK_SIZE, 1) for _ in range(4)]
     for number, client in enumerate(clients):
-        client.generation.submitted_at = number
+        client.generation.submitted = replace(client.generation.submitted, submitted_at=number)
     simulation.run()
     assert sorted(clients, key=lambda client: client.done_at or 0) == clients
     assert simulation.scheduler.preemptions == 0, "they are admitted when there is room"

@@ -2,16 +2,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from agentcache.agents.caches import KeptCache, KeptCaches
+from agentcache.agents.caches import KeptCache
 from agentcache.api.stats import RESIDUAL
 from agentcache.blocks.allocator import BlockAllocator, min_blocks
 from agentcache.blocks.keys import BLOCK_SIZE
 from agentcache.blocks.pool import BlockTable, Group
 from agentcache.blocks.search import Cached
-from agentcache.engine.requests import Requests
-from agentcache.engine.running_request import RunningRequest
 from agentcache.errors import OutOfBlocks
+
+if TYPE_CHECKING:
+    from agentcache.plans.plan import PlanResources
 
 
 @dataclass(frozen=True)
@@ -95,15 +97,15 @@ def _most_blocks(group: Group, num_tokens: int) -> int:
 
 
 class Room:
-    """Room for one more request in the pools of all caches, beside the admitted requests. Engine thread only.
+    """Room for one more request in the pools of all caches, beside the open plans. Engine thread only.
 
     Pools can grow within the budget. Residual caches share one part of it.
     """
 
-    def __init__(self, requests: Requests, caches: KeptCaches) -> None:
-        self._requests = requests
-        self._caches = caches
-        self._base = caches.base.prefix
+    def __init__(self, resources: PlanResources) -> None:
+        self._caches = resources.caches
+        self._plans = resources.open_plans
+        self._base = resources.caches.base.prefix
 
     def check(self, prefix: Cached, num_tokens: int, beside: int | None = None) -> None:
         """Raise OutOfBlocks unless a request of `num_tokens` tokens with cached `prefix` fits.
@@ -112,14 +114,16 @@ class Room:
         """
         if beside is None:
             beside = self._lacking()[0]
-        if not has_room(self._base.allocator, self._growth(), prefix, num_tokens, beside=beside):
+        if not has_room(self._base.allocator, self._growth(self._caches.base), prefix, num_tokens, beside=beside):
             raise OutOfBlocks("running requests need all the blocks there are")
 
     def fits_beside_cached(self, prefix: Cached, num_tokens: int) -> bool:
         """Whether it fits without an eviction."""
         # Residuals cannot evict blocks that are read, so their free share stays free.
         kept = self._base.ledger.share_left(RESIDUAL)
-        return has_room(self._base.allocator, self._growth(), prefix, num_tokens, evicts=False, beside=kept)
+        return has_room(
+            self._base.allocator, self._growth(self._caches.base), prefix, num_tokens, evicts=False, beside=kept
+        )
 
     def check_residuals(self, cache: KeptCache, cached: Cached, num_tokens: int) -> None:
         """Raise OutOfBlocks unless a request with residuals in `cache` fits, base's blocks included."""
@@ -131,7 +135,7 @@ class Room:
 
     def make(self, cache: KeptCache, prefix: Cached, num_tokens: int) -> bool:
         """Grow a residual cache for a request; False if running requests hold the memory."""
-        allocator, running = cache.prefix.allocator, self._growth_in(cache)
+        allocator, running = cache.prefix.allocator, self._growth(cache)
         for index in range(len(allocator.slots.groups)):
             if not allocator.grow_to(index, slots_needed(allocator, index, running, prefix, num_tokens)):
                 return False
@@ -139,18 +143,12 @@ class Room:
         lacking, spare = self._lacking(cache, prefix, num_tokens)
         return lacking <= spare + self._base.ledger.room
 
-    @property
-    def _admitted(self) -> Sequence[RunningRequest]:
-        return (*self._requests.running, *self._requests.loading)
-
-    def _growth(self) -> list[Growth]:
-        return [Growth(each.open_sequence.tables, len(each.token_ids) + 1) for each in self._admitted]
-
-    def _growth_in(self, cache: KeptCache) -> list[Growth]:
+    def _growth(self, cache: KeptCache) -> list[Growth]:
         return [
-            Growth(each.residual_kv.residuals.tables, len(each.token_ids) + 1)
-            for each in self._admitted
-            if each.residual_kv is not None and each.residual_kv.cache is cache
+            Growth(tables.tables, len(plan.token_ids) + 1)
+            for plan in self._plans
+            for kept, tables in plan.tables
+            if kept is cache
         ]
 
     def _lacking(
@@ -162,7 +160,7 @@ class Room:
         """
         lacking = spare = 0
         for cache in self._caches.further:
-            allocator, running = cache.prefix.allocator, self._growth_in(cache)
+            allocator, running = cache.prefix.allocator, self._growth(cache)
             new = (prefix, num_tokens) if cache is joins else (None, 0)
             for index, group in enumerate(allocator.slots.groups):
                 short = slots_needed(allocator, index, running, *new) - allocator.slots.pools[index].capacity

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from agentcache.adapters.activation import AdapterUse
 from agentcache.agents.caches import KeptCache, KeptCaches
@@ -9,20 +9,21 @@ from agentcache.agents.persistence import Persistence
 from agentcache.blocks.keys import BLOCK_SIZE, pack_token_ids, residual_cache
 from agentcache.blocks.ledger import Ledger
 from agentcache.blocks.prefix_cache import PrefixCache
-from agentcache.engine.output_processor import OutputProcessor
-from agentcache.engine.running_request import RunningRequest
 from agentcache.errors import UnsupportedPolicy
 from agentcache.models.adapters import Adapter
-from agentcache.models.residual.arenas import Divergence, ResidualArenas
+from agentcache.models.residual.arenas import ResidualArenas
 from agentcache.models.residual.forms import ResidualSupport
 from agentcache.models.residual.spec import ResidualShape, residual_spec
 from agentcache.models.runner import ModelRunner
 
+if TYPE_CHECKING:
+    from agentcache.plans.residual import ResidualPlan
+
 _MOST_REMEMBERED = 256
 
 
-class Residuals:
-    """Opens and closes residual caches with the adapters' weights, and knows which requests must not use them.
+class ResidualCaches:
+    """The residual caches, open while their adapters' weights are on the device, and prompts that must not use them.
 
     Args:
         support: adapters that can have residuals; None without lossy policies.
@@ -33,7 +34,6 @@ class Residuals:
         self,
         caches: KeptCaches,
         persistence: Persistence,
-        turns: OutputProcessor,
         runner: ModelRunner,
         ledger: Ledger,
         support: ResidualSupport | None,
@@ -41,10 +41,9 @@ class Residuals:
     ) -> None:
         self._caches = caches
         self._persistence = persistence
-        self._turns = turns
         self._runner = runner
         self._ledger = ledger
-        self._support = support
+        self.support = support
         self._max_divergence = max_divergence
         # Loaded adapters by family and digest.
         self._members: dict[str, dict[str, Adapter]] = {}
@@ -53,10 +52,10 @@ class Residuals:
 
     def open_for(self, adapter: Adapter) -> None:
         """Open the residual cache of a loaded adapter. A family's second member also opens the family's."""
-        if self._support is None:
+        if self.support is None:
             return
         try:
-            self._open(residual_cache(adapter.digest), self._support.shape_of(adapter))
+            self._open(residual_cache(adapter.digest), self.support.shape_of(adapter))
         except UnsupportedPolicy:
             return  # its requests were refused earlier
         members = self._members.setdefault(adapter.family, {})
@@ -71,8 +70,8 @@ class Residuals:
         return self._caches.get(use.residual_cache)
 
     def _open_family(self, member: Adapter) -> None:
-        assert self._support is not None
-        self._open(residual_cache(member.family), self._support.shape_of(member, is_family=True))
+        assert self.support is not None
+        self._open(residual_cache(member.family), self.support.shape_of(member, is_family=True))
 
     def _open(self, name: str, shape: ResidualShape) -> None:
         if self._caches.is_open(name):
@@ -107,35 +106,25 @@ class Residuals:
     def saturated(self) -> int:
         return self._runner.saturated_residuals
 
-    def known_divergence(self, generation: RunningRequest, use: AdapterUse) -> float | None:
-        cached_as = _cached_as(generation, use)
-        packed = pack_token_ids(generation.token_ids[:BLOCK_SIZE])
+    def known_divergence(self, plan: ResidualPlan) -> float | None:
+        """Return a divergence above the limit that was measured for the prompt's first tokens."""
+        cached_as, packed = _cached_as(plan), pack_token_ids(plan.token_ids[:BLOCK_SIZE])
         for key in self._too_far:
             if key[:3] == cached_as and packed.startswith(key[3]):
                 self._too_far.move_to_end(key)
                 return self._too_far[key]
         return None
 
-    def is_too_far(self, generation: RunningRequest) -> bool:
-        """Measure a computed prompt. Records and reports a divergence above the limit."""
-        residual_kv, use = generation.residual_kv, generation.adapter
-        assert residual_kv is not None and use is not None
-        measured = Divergence.of(
-            *residual_kv.arenas.measured_of(residual_kv.residuals.tables, generation.num_prompt_tokens)
-        )
-        generation.divergence = None if measured is None else measured.value
-        if generation.divergence is None or generation.divergence <= self._max_divergence:
+    def is_too_far(self, plan: ResidualPlan) -> bool:
+        """Whether a measured divergence is above the limit; such prompts are remembered."""
+        if plan.divergence is None or plan.divergence <= self._max_divergence:
             return False
-        key = (*_cached_as(generation, use), pack_token_ids(_beginning(generation)))
-        self._too_far[key] = generation.divergence
+        first = plan.token_ids[: min(BLOCK_SIZE, plan.num_prompt_tokens)]
+        self._too_far[(*_cached_as(plan), pack_token_ids(first))] = plan.divergence
         if len(self._too_far) > _MOST_REMEMBERED:
             self._too_far.popitem(last=False)
         return True
 
 
-def _cached_as(generation: RunningRequest, use: AdapterUse) -> tuple[str, str, str]:
-    return use.digest, use.residual_cache, generation.request.salt
-
-
-def _beginning(generation: RunningRequest) -> Sequence[int]:
-    return generation.token_ids[: min(BLOCK_SIZE, generation.num_prompt_tokens)]
+def _cached_as(plan: ResidualPlan) -> tuple[str, str, str]:
+    return plan.use.digest, plan.use.residual_cache, plan.submitted.request.salt

@@ -1,0 +1,1 @@
+"""The ways to compute a request: a plan for each."""

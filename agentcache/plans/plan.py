@@ -1,0 +1,306 @@
+"""A request's plan: the caches, blocks and passes that compute it.
+
+The engine asks each plan the same questions. What is special about a way to compute is said in its plan only.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from agentcache.adapters.activation import AdapterUse
+from agentcache.agents.caches import KeptCache, KeptCaches
+from agentcache.agents.turn_write import CacheTurn
+from agentcache.api.report import CachedTokens, StepDown
+from agentcache.blocks.block_tables import BlockTables, PathBlock
+from agentcache.blocks.hidden_states import HiddenStateCache
+from agentcache.blocks.keys import KVOrigin
+from agentcache.blocks.origin_paths import agreed_tokens
+from agentcache.blocks.prefix_match import len_common_prefix
+from agentcache.blocks.search import Cached
+from agentcache.blocks.snapshots import SnapshotPlan
+from agentcache.plans.hidden_states import HiddenStateUse
+from agentcache.plans.submitted import SubmittedRequest
+
+if TYPE_CHECKING:
+    from agentcache.adapters.weights import AdapterWeightSet
+    from agentcache.models.runner import ModelRunner
+    from agentcache.models.step import StepInputs
+
+    ExtendStep = Callable[[StepInputs, Sequence["RequestPlan"], ModelRunner, AdapterWeightSet], StepInputs]
+
+CacheTables = tuple[KeptCache, BlockTables]
+Save = Callable[[str, BlockTables, Sequence[PathBlock]], None]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A range of tokens, computed by the same layers of one model.
+
+    It starts where its block tables end, so it needs no counter. Passes with different block tables may compute the
+    same tokens.
+
+    Args:
+        computes: adapter use, active from its start; None for base.
+        end: token count at which the pass is done; None for the last pass.
+        writes: block tables that it fills.
+        cut: first layer to compute; KV and hidden states below it are cached.
+    """
+
+    computes: AdapterUse | None
+    end: int | None
+    writes: BlockTables
+    cut: int = 0
+
+    @property
+    def model(self) -> str | None:
+        """Digest of the model that replaces base; None for base, with or without a LoRA."""
+        return self.computes.digest if self.computes is not None and self.computes.is_decoder else None
+
+    @property
+    def is_done(self) -> bool:
+        return self.end is not None and self.writes.num_tokens >= self.end
+
+
+@dataclass(eq=False)
+class PlanResources:
+    """What all plans share.
+
+    Attributes:
+        largest_chunk: most tokens of a prompt in one step.
+        open_plans: plans of admitted requests.
+    """
+
+    caches: KeptCaches
+    adapters: AdapterWeightSet
+    hidden_states: HiddenStateCache
+    largest_chunk: int
+    open_plans: list[RequestPlan] = field(default_factory=list)
+
+
+class RequestPlan(ABC):
+    """The way one request is computed. Engine thread only.
+
+    It is opened when the request is admitted, and again after a preemption. While it is open, its position only grows.
+    Only the plan's own module writes its fields.
+
+    Attributes:
+        use: use of the adapter; None for base.
+        origin: KV origin of what it computes; None for base.
+        stepped_down: reason why the requested policy is not used; None if it is.
+        divergence: relative error of base's KV against the adapter's own; None if not measured.
+        own_tokens: prompt tokens that the matched lineage contains.
+        expected_tokens: those of them with KV after the last turn.
+        lost_tokens: those of them neither in RAM nor on disk.
+        cached: prompt tokens that were not computed.
+        computed_base_tokens: prompt tokens that base computes.
+        snapshots: where checkpoints of recurrent state are kept; None without such state.
+        tables: block tables in all caches, base's first; empty while not open.
+        sequence: block tables in base's cache; valid while open.
+        passes: remaining passes, the current one first; empty while not open.
+    """
+
+    sequence: BlockTables
+    hidden_states: HiddenStateUse
+
+    def __init__(
+        self,
+        resources: PlanResources,
+        submitted: SubmittedRequest,
+        token_ids: Sequence[int],
+        use: AdapterUse | None = None,
+        stepped_down: StepDown | None = None,
+        divergence: float | None = None,
+    ) -> None:
+        """`token_ids`: the request's prompt and generated tokens, which grow."""
+        self._resources = resources
+        self._base = resources.caches.base
+        self.submitted = submitted
+        self.token_ids = token_ids
+        self.num_prompt_tokens = submitted.num_prompt_tokens
+        self.use = use
+        self.origin: KVOrigin | None = None if use is None else use.producer
+        self.stepped_down = stepped_down
+        self.divergence = divergence
+        self.own_tokens = self.expected_tokens = self.lost_tokens = 0
+        self.cached = CachedTokens()
+        self.computed_prompt_tokens = self.computed_base_tokens = 0
+        self.snapshots: SnapshotPlan | None = None
+        self.tables: Sequence[CacheTables] = ()
+        self.passes: list[Pass] = []
+        self._note_own()
+
+    def _note_own(self) -> None:
+        found = self.submitted.found
+        if self.submitted.request.agent is not None and found is not None and found.transcript:
+            common = len_common_prefix(found.transcript.ids, self.submitted.match.transcript.ids)
+            self.own_tokens = agreed_tokens(found.producer, self.origin, common)
+            # The last generated token was never computed; the last prompt token always is.
+            computed = len(found.transcript) - (found.transcript.spans[-1][0] == "generated")
+            self.expected_tokens = min(self.own_tokens, computed, self.num_prompt_tokens - 1)
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self.passes)
+
+    @property
+    def current(self) -> Pass:
+        return self.passes[0]
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def _wants_prompt_logprobs(self) -> bool:
+        return self.submitted.request.sampling.prompt_logprobs and not self.num_generated
+
+    @property
+    def _root(self) -> str:
+        return self._resources.caches.root(self._base, self.submitted.request.salt)
+
+    @property
+    def _most_cached(self) -> int:
+        """Leave tokens to compute for logits: the last one, or all for prompt logprobs."""
+        if self._wants_prompt_logprobs:
+            return 0
+        return len(self.token_ids) - 1
+
+    # -- admission ----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def match(self) -> Cached:
+        """Return the longest prefix that the plan can continue. Changes nothing."""
+
+    def open(self, cached: Cached, *, busy: bool) -> None:
+        """Take the blocks of all caches, or none, and copy those that are due. `loads` of the tables stay due.
+
+        Args:
+            cached: answer of `match`.
+            busy: whether other plans are open, which must keep what they need.
+
+        Raises:
+            OutOfBlocks: there is no room beside them.
+        """
+        try:
+            self._open(cached, busy=busy)
+        except BaseException:
+            self.abandon()
+            raise
+
+    @abstractmethod
+    def _open(self, cached: Cached, *, busy: bool) -> None: ...
+
+    def _take(self, cache: KeptCache, root: str, cached: Cached) -> BlockTables:
+        tables = cache.prefix.open(root, cached)
+        self.tables = [*self.tables, (cache, tables)]
+        cache.arenas.copy_blocks(tables.copies)  # the next `open` can move its slots
+        return tables
+
+    def _begin(self, sequence: BlockTables, passes: list[Pass]) -> None:
+        self.sequence, self.passes = sequence, passes
+        self.hidden_states = HiddenStateUse(self._resources.hidden_states, self._resources.adapters)
+        self._resources.open_plans.append(self)
+        self.drop_passes()
+
+    def fallback(self, why: StepDown) -> RequestPlan | None:
+        """Return the plan to use instead, before any output; None if there is no other way."""
+        return None
+
+    def verdict(self) -> StepDown | None:
+        """Judge the computed prompt. Returns why its result must not be used; None if it may."""
+        return None
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def drop_passes(self) -> None:
+        """Drop the passes that are done."""
+        while len(self.passes) > 1 and self.passes[0].is_done:
+            del self.passes[0]
+
+    @property
+    def written(self) -> Sequence[CacheTables]:
+        """Block tables that the current pass fills with its next token."""
+        return self.tables
+
+    @property
+    def written_until(self) -> int | None:
+        """Number of tokens up to which `written` stays the same; None for all that the pass computes."""
+        return None
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the current pass computes logits of the prompt that count."""
+        return True
+
+    @abstractmethod
+    def needs(self, in_flight: int, num_tokens: int) -> Sequence[tuple[KeptCache, BlockTables, int]]:
+        """Tokens to reserve in each cache for the next `num_tokens` tokens."""
+
+    @property
+    def extend_step(self) -> ExtendStep | None:
+        """How the plan changes a step of plain rows, which read and write `sequence`; None for a plain row."""
+        return None
+
+    def contexts(self, start: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Tokens before a step of its plain rows, and of rows that add an adapter's part to base's KV."""
+        return (start,), ()
+
+    def advance(self, token_ids: Sequence[int], save: Save) -> bool:
+        """Publish computed tokens. `save` gets the blocks that they fill; returns whether there are any."""
+        has_filled = False
+        for cache, tables in self.written:
+            if published := cache.prefix.advance(tables, token_ids):
+                save(cache.name, tables, published)
+                has_filled = True
+        self.drop_passes()
+        self.hidden_states.advance(self.sequence)
+        return has_filled
+
+    @abstractmethod
+    def leave_windows(self) -> None:
+        """Give up blocks that no later token reads."""
+
+    def catch_up(self, begin: int, end: int) -> None:
+        """Take published blocks of tokens `begin … end - 1`, in all caches that the current pass writes."""
+        if not self.num_generated:
+            self._note_caught_up(begin, end)
+        for cache, tables in self.written:
+            cache.prefix.catch_up(tables, self.token_ids, end)
+        self.drop_passes()
+        self.leave_windows()
+
+    @abstractmethod
+    def _note_caught_up(self, begin: int, end: int) -> None:
+        """Count prompt tokens that another request has computed."""
+
+    def share_tail(self, num_tokens: int) -> None:
+        """Publish the partly filled block after `num_tokens` tokens."""
+        for cache, tables in self.tables:
+            cache.prefix.share_tail(tables, num_tokens)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def close(self, num_tokens: int, early: Mapping[str, Sequence[PathBlock]]) -> list[CacheTurn]:
+        """Keep the blocks of the first tokens, and close. Returns what to save, cache by cache, base's first.
+
+        Args:
+            early: blocks saved before the turn's end, by cache.
+        """
+        turns = []
+        for cache, tables in self.tables:
+            keep = min(tables.num_tokens, num_tokens)
+            turns.append(CacheTurn(cache.name, keep, cache.prefix.close(tables, keep), early.get(cache.name, ())))
+        self.abandon()
+        return turns
+
+    def abandon(self) -> None:
+        """Give up all blocks that are held. Steps under way become void."""
+        for cache, tables in reversed(self.tables):
+            cache.prefix.abandon(tables)
+        if self.passes:
+            self.hidden_states.release()
+            self._resources.open_plans.remove(self)
+        self.tables, self.passes, self.snapshots = (), [], None
