@@ -41,7 +41,7 @@ class HiddenStateUse:
 
     def plan(self, plan: RequestPlan, start: int, num_tokens: int) -> HiddenStatePlan:
         """Return reads and writes of a step of `plan` after `start` tokens. Only chunks of plain rows have any."""
-        cut = plan.current.cut
+        cut = plan.passes[0].cut
         reads: Sequence[Piece] = ()
         if cut:
             assert self._reader is not None  # kept until the pass with the cut ends

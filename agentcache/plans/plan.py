@@ -117,6 +117,7 @@ class RequestPlan(ABC):
         """`token_ids`: the request's prompt and generated tokens, which grow."""
         self._resources = resources
         self._base = resources.caches.base
+        self._root = resources.caches.root(self._base, submitted.request.salt)
         self.submitted = submitted
         self.token_ids = token_ids
         self.num_prompt_tokens = submitted.num_prompt_tokens
@@ -142,29 +143,13 @@ class RequestPlan(ABC):
             self.expected_tokens = min(self.own_tokens, computed, self.num_prompt_tokens - 1)
 
     @property
-    def is_open(self) -> bool:
-        return bool(self.passes)
-
-    @property
-    def current(self) -> Pass:
-        return self.passes[0]
-
-    @property
     def num_generated(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def _wants_prompt_logprobs(self) -> bool:
-        return self.submitted.request.sampling.prompt_logprobs and not self.num_generated
-
-    @property
-    def _root(self) -> str:
-        return self._resources.caches.root(self._base, self.submitted.request.salt)
-
-    @property
     def _most_cached(self) -> int:
         """Leave tokens to compute for logits: the last one, or all for prompt logprobs."""
-        if self._wants_prompt_logprobs:
+        if self.submitted.request.sampling.prompt_logprobs and not self.num_generated:
             return 0
         return len(self.token_ids) - 1
 

@@ -111,16 +111,9 @@ class ResidualPlan(RequestPlan):
         assert isinstance(cache.arenas, ResidualArenas)
         paired_from = cached.num_tokens if self.use.is_family else len(self.token_ids)
         self.residual_kv = ResidualKV(cache, cache.arenas, residuals, base, paired_from, self.use.is_family)
-        self._begin(
-            base, residual_passes(self.use, self.residual_kv, self._last_for_adapter, self._resources.largest_chunk)
-        )
+        self._begin(base, residual_passes(self.use, self.residual_kv, self._most_cached, self._resources.largest_chunk))
         if not self.num_generated:
             self._note(cached)
-
-    @property
-    def _last_for_adapter(self) -> int:
-        """First token whose logits the adapter must compute."""
-        return 0 if self._wants_prompt_logprobs else len(self.token_ids) - 1
 
     def _note(self, cached: Cached) -> None:
         prefix, num_prompt_tokens = cached.own, self.num_prompt_tokens
@@ -134,7 +127,7 @@ class ResidualPlan(RequestPlan):
         if self.use.is_family:
             # Base also computes the family's residuals.
             self.computed_base_tokens = self.computed_prompt_tokens
-            self.computed_prompt_tokens = num_prompt_tokens - max(prefix.num_tokens, self._last_for_adapter)
+            self.computed_prompt_tokens = num_prompt_tokens - max(prefix.num_tokens, self._most_cached)
 
     @property
     def _saved_residual_tokens(self) -> int:
@@ -163,7 +156,7 @@ class ResidualPlan(RequestPlan):
 
     @property
     def writes_residuals(self) -> bool:
-        return self.current.writes is self.residual_kv.residuals
+        return self.passes[0].writes is self.residual_kv.residuals
 
     @property
     def written(self) -> Sequence[CacheTables]:
@@ -181,7 +174,7 @@ class ResidualPlan(RequestPlan):
 
     @property
     def scores_prompt(self) -> bool:
-        return self.current.computes is not None
+        return self.passes[0].computes is not None
 
     def needs(self, in_flight: int, num_tokens: int) -> Sequence[tuple[KeptCache, BlockTables, int]]:
         if not self.writes_residuals:
@@ -200,17 +193,17 @@ class ResidualPlan(RequestPlan):
 
     def _note_caught_up(self, begin: int, end: int) -> None:
         num_tokens, cached = end - begin, self.cached
-        if self.current.computes is None:
+        if self.passes[0].computes is None:
             self.computed_base_tokens -= num_tokens
         if self.writes_residuals:
             residual = None if cached.residual is None else cached.residual + num_tokens
             self.cached = CachedTokens(cached.own, cached.shared + num_tokens, residual)
-            if self.current.computes is not None:
+            if self.passes[0].computes is not None:
                 self.computed_prompt_tokens -= num_tokens
 
     @property
     def reads_residuals(self) -> bool:
-        return self.writes_residuals and self.current.computes is not None
+        return self.writes_residuals and self.passes[0].computes is not None
 
     def has_base_row(self, start: int) -> bool:
         """Whether base computes the same tokens in a row beside the adapter's, in a step after `start` tokens."""

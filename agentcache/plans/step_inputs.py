@@ -35,7 +35,7 @@ class StepMaker:
             token_ids: int32 [B, n]; may be lazy.
             starts: tokens of each plan before the step.
         """
-        num_tokens, works = token_ids.shape[1], [plan.current for plan in plans]
+        num_tokens, works = token_ids.shape[1], [plan.passes[0] for plan in plans]
         model, cut = self._adapters.decoder(works[0].model), works[0].cut
         extend = next((found for plan in plans if (found := plan.extend_step) is not None), None)
         step = StepInputs(
@@ -57,7 +57,7 @@ class StepMaker:
 
     def check(self, plan: RequestPlan, start: int, num_tokens: int) -> None:
         """Raise if the plan's row alone cannot be made."""
-        work = plan.current
+        work = plan.passes[0]
         self._adapters.decoder(work.model)
         self._adapters.rows([work.computes])
         self._runner.reads([plan.sequence.tables], [start], num_tokens, work.cut)

@@ -120,7 +120,10 @@ def take_plan(generation: RunningRequest, sequence: BlockTables, residual_kv: Re
     """A plan over block tables without a cache."""
     none: Any = None
     resources: Any = SimpleNamespace(
-        caches=SimpleNamespace(base=none), hidden_states=HiddenStateCache(0, 0, Ledger(0)), adapters=none, open_plans=[]
+        caches=SimpleNamespace(base=none, root=lambda cache, salt: ""),
+        hidden_states=HiddenStateCache(0, 0, Ledger(0)),
+        adapters=none,
+        open_plans=[],
     )
     submitted, token_ids = generation.submitted, generation.token_ids
     if residual_kv is None:

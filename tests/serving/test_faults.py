@@ -145,7 +145,7 @@ class Trap:
         return (
             arg is own.output.text
             or arg is own.plan
-            or (own.plan is not None and own.plan.is_open and arg is own.plan.sequence)
+            or (own.plan is not None and own.plan.passes and arg is own.plan.sequence)
         )
 
 

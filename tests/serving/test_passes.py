@@ -158,5 +158,5 @@ def test_without_a_place_nothing_is_computed() -> None:
     generation.open_plan.tables = ()  # they are in no cache
     generation.open_plan.abandon()
     generation.progress.reset()
-    assert generation.plan is not None and not generation.plan.is_open
+    assert generation.plan is not None and not generation.plan.passes
     assert (generation.num_computed, generation.progress.in_flight) == (0, 0)

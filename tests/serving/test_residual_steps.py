@@ -106,7 +106,7 @@ def test_who_leaves_at_any_step_leaves_nothing_behind(hand: Hand, steps: int) ->
         hand.hand.step()
         assert hand.engine.stats().blocks_live == sum(hand.live)
     hand.engine.cancel(left.generation)
-    assert left.generation.plan is not None and not left.generation.plan.is_open
+    assert left.generation.plan is not None and not left.generation.plan.passes
     hand.engine.check_integrity()
     hand.run(other)
     assert hand.live == [0, 0, 0]
