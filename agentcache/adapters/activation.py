@@ -27,7 +27,6 @@ class AdapterUse:
         start: first position it acts on; None if it does not act.
         groups: cache groups that it changes, by index.
         is_decoder: whether it is a whole model.
-        family: digest of its A matrices.
         stepped_from: requested policy, if another one is used.
         may_share: whether it may become `residual` when memory is scarce.
     """
@@ -77,11 +76,7 @@ class AdapterUse:
 def use_adapter(
     adapter: ServedAdapter, policy: Policy | None, request: Request, token_ids: Sequence[int]
 ) -> AdapterUse:
-    """Return how `request`, with prompt `token_ids`, uses the adapter.
-
-    Raises:
-        InvalidRequest: the prompt does not invoke the adapter, or the request contradicts itself.
-    """
+    """Return how `request` uses the adapter. Raises InvalidRequest."""
     is_open = adapter.may_share if policy is None else policy is Policy.AUTO and not adapter.residual_refusal
     policy = resolve_policy(policy or adapter.policy, adapter.source, adapter.residual_refusal, param=_POLICY_PARAM)
     if request.invocation_start is not None and policy is not Policy.ACTIVATED:

@@ -28,7 +28,6 @@ class ServedAdapter:
     """Meaning of an adapter's name.
 
     Args:
-        source: identity by content, and location of the weights.
         policy: default policy; never `auto`.
         groups: cache groups whose KV can differ from base's, by index.
         residual_refusal: why its requests cannot be `residual`, or empty.

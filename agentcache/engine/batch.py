@@ -50,12 +50,7 @@ class BatchRow:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one row.
-
-    Args:
-        token: chosen token; None if the row is not complete.
-        prompt_scores: scores of the prompt tokens after the computed ones.
-    """
+    """The result of one row. `token` is None if the row is not complete; `prompt_scores` follow computed tokens."""
 
     row: BatchRow
     token: int | None
@@ -71,13 +66,12 @@ class Choice:
 
     Args:
         ends: tokens of each row, including the batch.
-        logits: [B, vocabulary], after each row's last token.
+        logits: [B, vocabulary].
         last: int32 [B], the last tokens.
         scored: rows that want scores.
 
     Attributes:
-        tokens: int32 [B]; None before `make`.
-        scores: of the `scored` rows; None before `make`.
+        tokens, scores: int32 [B], and those of `scored` rows; None before `make`.
     """
 
     def __init__(
@@ -110,7 +104,7 @@ class Choice:
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        """Arrays to evaluate: tokens and scores, or the logits before `make`."""
+        """Arrays to evaluate."""
         if self.tokens is None:
             return (self._logits,)
         return (self.tokens, *self.scores.arrays) if self.scores is not None else (self.tokens,)
@@ -136,7 +130,7 @@ class Choice:
         return masks
 
     def read(self) -> dict[RunningRequest, tuple[int, TokenScore | None]]:
-        """Wait for the device; return tokens and scores by request."""
+        """Wait for the device."""
         if self.tokens is None:
             return {}
         tokens: list[int] = self.tokens.tolist()
@@ -166,7 +160,7 @@ class LateToken:
         self._runner.follow(*self._choice.arrays)
 
     def result(self) -> Result:
-        """Wait for the device; return the token."""
+        """Wait for the device."""
         token, score = self._choice.read()[self.row.running]
         return Result(self.row, token, score, [])
 
@@ -174,12 +168,8 @@ class LateToken:
 class Batch:
     """A batch, started or not.
 
-    Args:
-        context: computed tokens of the first row.
-        prompt_scores: of the only row.
-        states: recurrent state of each row after the batch.
-
     Attributes:
+        context: computed tokens of the first row.
         choice: choice without late tokens; None if no row is complete.
         awaits_choice: whether `choose` must be called, after `start` and the previous batch's results.
     """
@@ -248,7 +238,6 @@ class Batch:
         return tokens
 
     def wait(self) -> None:
-        """Wait until the batch is done; the device may compute the next one."""
         assert self._started is not None
         self._runner.wait_for(self._started)
 

@@ -66,7 +66,7 @@ class Device(Protocol):
         """Return the part of a plan (tokens by request) that fits in memory."""
 
     def prepare(self, running: RunningRequest) -> None:
-        """Prepare to choose a request's tokens."""
+        """Make its sampler."""
 
     def build(self, rows: Sequence[RunningRequest], num_tokens: int, before: Step | None, *, contended: bool) -> Step:
         """Build, but do not start, the step after `before`."""
@@ -78,10 +78,10 @@ class Device(Protocol):
         """Copy before any later step reads the blocks."""
 
     def row_state(self, slot: int) -> RowState:
-        """Return the recurrent state of a checkpoint."""
+        """Return a checkpoint."""
 
     def keep_state(self, slot: int, state: RowState) -> None:
-        """Store a recurrent state as a checkpoint."""
+        """Store a checkpoint."""
 
     def free_states(self) -> None:
         """Free unreferenced checkpoints."""

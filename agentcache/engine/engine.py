@@ -201,7 +201,7 @@ class Engine:
             self.end(running, error)
 
     def fail_all(self, error: AgentCacheError) -> None:
-        """Send an error to all incomplete requests and change nothing else."""
+        """Send an error to all requests and change nothing else."""
         for running in list(self.requests):
             running.output.emit(error)
 
@@ -253,12 +253,7 @@ class Engine:
             self.preempt(victim)
 
     def measure_precision(self) -> Measuring:
-        """Compute one forward pass of the precision search. Its result applies from the next start.
-
-        Raises:
-            Conflict: the precision is final.
-            StoreError, FileUnavailable: the result could not be written.
-        """
+        """Compute one forward pass of the precision search. Raises Conflict, StoreError, FileUnavailable."""
         search = self.loaded.search
         if search is None:
             raise Conflict("the precision of keys and values is chosen")

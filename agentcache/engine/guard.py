@@ -20,9 +20,8 @@ class MemoryGuard:
     """Limits steps to free memory, by their estimated memory.
 
     Args:
-        ledger: ledger whose `temporaries` are the last estimate.
-        free: source of bytes that a step can allocate.
-        spare: source of bytes that can be taken permanently.
+        free: bytes that a step can allocate.
+        spare: bytes that can be taken permanently.
         reserve: bytes kept free for steps.
     """
 

@@ -89,10 +89,9 @@ def open_engine(
 
     Args:
         model_path: folder or hub id.
-        post: function, for any thread, that runs a callable on this thread soon.
-        is_awaited: check for pending posted functions; true if unknown.
+        post: runs a callable on this thread soon; for any thread.
+        is_awaited: whether posted functions are pending; true if unknown.
         give_up: callback, on its own thread, when a rank is lost.
-        measure_seconds: time limit of the precision search.
         served: model of a closed engine whose precision search has ended; it is not loaded again.
         hand_over: delivers replies, before a batch whose start takes long.
 
@@ -261,7 +260,7 @@ def check_weights(wishes: Wishes, weights: int) -> None:
 
 
 def plan_for(wishes: Wishes, loaded: LoadedModel, footprint: Footprint, chunk: int) -> MemoryPlan:
-    """Return the memory plan. Raises ConfigError if the model does not fit."""
+    """Raise ConfigError if the model does not fit."""
     return plan_memory(
         device_memory(),
         wishes,

@@ -26,7 +26,7 @@ class Detokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Shown:
-    """Text to send, with marker positions (`report.Update`)."""
+    """Text to send, with marker positions."""
 
     text: str
     markers: tuple[tuple[int, str], ...] = ()
@@ -42,12 +42,7 @@ class Generated:
 
 
 class Output:
-    """The text of one running request, at constant cost per token.
-
-    Args:
-        stops: search for stop strings, which are not sent.
-        min_tokens: number of first tokens that are not searched.
-    """
+    """The text of one running request, at constant cost per token. Stops in the first `min_tokens` do not count."""
 
     def __init__(
         self,
@@ -77,7 +72,6 @@ class Output:
         return bool(self._held)
 
     def add(self, token_id: int) -> Shown:
-        """Return the text to send after a token."""
         self._ids.append(token_id)
         new_text = self._detokenizer.add(token_id)
         self._length += len(new_text)

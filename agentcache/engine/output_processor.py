@@ -27,7 +27,7 @@ log = logging.getLogger("agentcache.engine")
 
 
 class OutputProcessor:
-    """The output processor: from chosen tokens to updates and saved turns, with or without an agent."""
+    """From chosen tokens to updates and saved turns."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class OutputProcessor:
         self._persistence.save_blocks(sequence, published, partial(_note_written, running.output), cache)
 
     def drop(self, running: RunningRequest) -> None:
-        """Discard a turn and its early writes. The agent is unchanged."""
+        """Discard a turn and its early writes."""
         self._let_lineage_go(running)
         self.release_further(running)
         self._persistence.release(running.output.saved_early.pop(BASE_CACHE, ()))

@@ -26,10 +26,7 @@ Emit = Callable[[Update | BaseException], None]
 
 
 class State(Enum):
-    """The states in order; a request that loses its block tables returns to WAITING.
-
-    Only `Requests.move` changes a state. All but DONE can end in FAILED.
-    """
+    """The states in order. Only `Requests.move` changes them."""
 
     NEW = "new"
     WAITING = "waiting"
@@ -77,12 +74,11 @@ class Progress:
     restore_seconds: float = 0.0
 
     def launch(self, num_tokens: int, state: RowState | None = None) -> None:
-        """Count tokens of a step that is built; `state` follows them."""
+        """Count tokens of a step that is built."""
         self.in_flight += num_tokens
         self.launched_state = state
 
     def land(self, num_tokens: int) -> None:
-        """Count tokens of a step that is done."""
         self.in_flight -= num_tokens
 
     def begin(self, state: RowState) -> None:
@@ -126,12 +122,10 @@ class TurnOutput:
 class RunningRequest:
     """One running request: what was submitted, its plan, its progress, its output.
 
-    Tokens are known first and computed later, in pieces of any size: progress is `num_computed` of `len(token_ids)`.
-    Preemption and failed restores close the plan and lose progress, but no tokens. `num_launched` includes tokens on
-    the device; only the next launch may rely on it.
+    Tokens are known first and computed later: progress is `num_computed` of `len(token_ids)`. Preemption and failed
+    restores close the plan and lose progress, but no tokens. `num_launched` includes tokens on the device.
 
     Attributes:
-        submitted: the facts, which never change.
         plan: how it is computed (admission); None before it is queued.
         token_ids: prompt, then generated tokens (output processor).
         state: written by `Requests.move`.
@@ -177,7 +171,6 @@ class RunningRequest:
 
     @property
     def num_to_prefill(self) -> int:
-        """Known tokens that the current pass must launch."""
         end = self.current.end
         return self.num_to_launch if end is None else min(self.num_to_launch, end - self.num_launched)
 
@@ -208,14 +201,12 @@ class RunningRequest:
         )
 
     def apply_state(self, state: RowState) -> None:
-        """Take the recurrent state after the computed tokens."""
         self.progress.row_state = state
         if self.num_computed <= self.output.shown_tokens:
             self.progress.shown_state = self.num_computed, state
 
     @property
     def ignores_eos(self) -> bool:
-        """Whether end tokens are ignored. With a grammar they are not."""
         return self.request.sampling.ignore_eos and self.output.matcher is None
 
     @property
@@ -228,7 +219,6 @@ class RunningRequest:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the current pass yields prompt logprobs."""
         return self.wants_prompt_logprobs and self.open_plan.scores_prompt
 
 
@@ -244,13 +234,7 @@ _NEXT = {
 
 
 class Requests:
-    """Lists of requests by state.
-
-    Attributes:
-        waiting: in order of arrival; preempted ones last.
-        loading: admitted requests whose blocks are being read from disk.
-        saving: complete requests whose turns are being written.
-    """
+    """Requests by state. `waiting` is in order of arrival, preempted ones last."""
 
     def __init__(self) -> None:
         self.waiting: list[RunningRequest] = []
@@ -269,7 +253,7 @@ class Requests:
         yield from (*self.running, *self.loading, *self.waiting)
 
     def move(self, running: RunningRequest, state: State) -> None:
-        """Change a state. Raises BrokenInvariant for an invalid transition."""
+        """Change a state. Raises BrokenInvariant."""
         if state not in _NEXT[running.state]:
             raise BrokenInvariant(f"request {running.request.request_id}: {running.state} before {state}")
         if running.state in self._lists:
@@ -280,7 +264,7 @@ class Requests:
 
 
 def make_report(running: RunningRequest, saved: Saved | None) -> Report:
-    """Return the report; `saved` is None without an agent."""
+    """`saved` is None without an agent."""
     submitted, plan, now = running.submitted, running.plan, time.perf_counter()
     assert plan is not None  # since it was queued
     cached, adapter = plan.cached, plan.use

@@ -20,7 +20,6 @@ class Scheduler:
     Attributes:
         stalled: whether the next request waits for blocks of running ones.
         contended: whether the last plan delays decoding or a due chunk.
-        one_at_a_time: whether memory allows only one admitted request.
     """
 
     def __init__(self, requests: Requests, *, max_running: int, token_budget: TokenBudget) -> None:
@@ -64,7 +63,6 @@ class Scheduler:
         return first if free > kept_free else None
 
     def admit(self, running: RunningRequest, *, loading: bool) -> None:
-        """Mark a request as admitted. Earlier requests that still wait are passed over."""
         self._requests.move(running, State.LOADING if loading else State.RUNNING)
         _pass_over(other for other in self.waiting if other.submitted.submitted_at < running.submitted.submitted_at)
         running.progress.passed_over = 0
@@ -79,7 +77,6 @@ class Scheduler:
         return max(among, key=_rank) if len(among) > 1 else None
 
     def preempt(self, running: RunningRequest) -> None:
-        """Queue a request again, no longer as background."""
         self._requests.move(running, State.WAITING)
         running.progress.background = False
         self.preemptions += 1
@@ -87,10 +84,9 @@ class Scheduler:
     def schedule(self) -> dict[RunningRequest, int]:
         """Return tokens per request for the next step; empty if all wait for the step under way.
 
-        A step is one token of each decoding request, or one chunk. While requests decode, a chunk follows a decode
-        step, once decoding has had its share. Short prompts and first tokens of answers may go early, balanced later:
-        a long chunk also waits for the first token that is being computed.
-        Rows of different models decode in different steps. A source request takes its prompt's turn.
+        A step is one token of each decoding request of one model, or one chunk. While requests decode, a chunk follows
+        a decode step, once decoding has had its share. Short prompts and first tokens of answers may go early, balanced
+        later. A source request takes its prompt's turn.
         """
         decoding = [running for running in self.running if running.can_decode]
         prompts = [running for running in self.running if running.can_prefill]
@@ -125,10 +121,7 @@ class Scheduler:
         return self.contended
 
     def _goes_before(self, running: RunningRequest, prompts: Sequence[RunningRequest]) -> bool:
-        """Whether a new answer's first tokens take less time than each waiting prompt.
-
-        A short prompt may wait behind an overdue long one, so all prompts count.
-        """
+        """Whether a new answer's first tokens take less time than each waiting prompt."""
         first = _FIRST_TOKENS - running.num_generated
         if first <= 0 or running.progress.background:
             return False

@@ -45,9 +45,7 @@ class TokenBudget:
 
     Args:
         max_stall: longest chunk, in seconds, while requests decode.
-        decode_share: share of time for decoding.
-        chunk: largest chunk, in tokens, while requests decode.
-        idle_chunk: largest chunk otherwise.
+        chunk, idle_chunk: largest chunk, in tokens, while requests decode, and otherwise.
         token_seconds: assumed rate before a measurement; inf if unknown.
     """
 
@@ -109,12 +107,7 @@ class TokenBudget:
         return self._rates[max(shallower) if shallower else min(self._rates)].at(context)
 
     def chunk_took(self, seconds: float, num_tokens: int, context: int, *, contended: bool, whole: bool = True) -> None:
-        """Record a chunk.
-
-        Args:
-            contended: whether it delayed decoding; if not, it only reduces decoding's lead.
-            whole: whether it ran all layers, so that its rate counts.
-        """
+        """Record a chunk: `contended` if it delayed decoding, `whole` if it ran all layers, so that its rate counts."""
         if whole:
             self._note_rate(seconds, num_tokens, context)
         deficit = self._deficit + seconds * self._ratio

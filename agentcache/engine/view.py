@@ -20,14 +20,9 @@ class ServedModel:
     """Constants of the served model, for any thread.
 
     Args:
-        names: fingerprint and accepted names.
-        max_context: context length in tokens.
         num_token_ids: bound of the token ids; None if unknown.
-        num_embeddings: None if unknown.
         modules: modules that adapters can change.
-        adapter_budget: bytes for all adapters' weights.
         check_lossy: raises UnsupportedPolicy for an adapter that lossy policies cannot use; None without such policies.
-        ranks: number of processes.
         is_provisional: whether the precision search is unfinished.
     """
 
@@ -53,11 +48,7 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class EngineView:
-    """The engine's state between two steps, immutable, for any thread.
-
-    Args:
-        max_cached_tokens: longest context that fits in RAM.
-    """
+    """The engine's state between two steps, immutable, for any thread."""
 
     model: ServedModel
     agents: Agents
@@ -70,11 +61,7 @@ class EngineView:
         return min(self.model.max_context, self.max_cached_tokens) - 1
 
     def check(self, num_prompt_tokens: int, param: str = "prompt", *, counted: bool = True) -> None:
-        """Raise if a prompt cannot run.
-
-        Args:
-            param: name of the prompt on the wire.
-            counted: whether the number is exact; else a lower bound.
+        """Raise if a prompt cannot run. Without `counted`, its number of tokens is a lower bound.
 
         Raises:
             InvalidRequest: the prompt is empty or does not fit in RAM.

@@ -31,7 +31,6 @@ class HiddenStateUse:
 
     @property
     def slots(self) -> list[int]:
-        """Slots that it pins."""
         read = [] if self._reader is None else self._reader.slots
         return [*read, *(slot for writer in self._writers.values() for slot in writer.slots)]
 

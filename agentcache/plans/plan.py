@@ -70,7 +70,6 @@ class PlanResources:
 
     Attributes:
         largest_chunk: most tokens of a prompt in one step.
-        open_plans: plans of admitted requests.
     """
 
     caches: KeptCaches
@@ -87,15 +86,13 @@ class RequestPlan(ABC):
     Only the plan's own module writes its fields.
 
     Attributes:
-        use: use of the adapter; None for base.
-        origin: KV origin of what it computes; None for base.
-        stepped_down: reason why the requested policy is not used; None if it is.
+        use, origin: adapter and KV origin of what it computes; None for base.
+        stepped_down: reason why the requested policy is not used.
         divergence: relative error of base's KV against the adapter's own; None if not measured.
         own_tokens: prompt tokens that the matched lineage contains.
         expected_tokens: those of them with KV after the last turn.
         lost_tokens: those of them neither in RAM nor on disk.
         cached: prompt tokens that were not computed.
-        computed_base_tokens: prompt tokens that base computes.
         snapshots: where checkpoints of recurrent state are kept; None without such state.
         tables: block tables in all caches, base's first; empty while not open.
         sequence: block tables in base's cache; valid while open.

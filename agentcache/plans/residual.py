@@ -141,7 +141,6 @@ class ResidualPlan(RequestPlan):
         return self.divergence is not None
 
     def fallback(self, why: StepDown) -> RequestPlan:
-        """Compute it exactly."""
         use = self.use.stepped_down()
         return ExactPlan(self._resources, self.submitted, self.token_ids, use, why, self.divergence)
 
