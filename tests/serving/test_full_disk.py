@@ -11,8 +11,7 @@ import pytest
 
 from agentcache.errors import DiskBudgetExceeded, StoreError
 from agentcache.llm import LLM
-from agentcache.store.block_folder import BlockWrite
-from agentcache.store.store import Store
+from agentcache.store.store import BlockWrite, Store
 from agentcache.store.verify import verify_folder
 from tests.device_marks import cpu_chunks
 from tests.marks import slow
