@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from agentcache.gateway.operations import ImportAgent, Operation
 from agentcache.models.adapter_files import read_folder
 from agentcache.settings.config import Config
 from agentcache.settings.tables import AdapterFolder
@@ -26,13 +27,14 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     """It opens what it is told to, as the real one does."""
     engine = FakeEngine()
 
-    async def import_agent(agent_id: str, path: str) -> Any:
-        ArchiveFile(Path(path))
+    async def call(operation: Operation[Any]) -> Any:
+        assert isinstance(operation, ImportAgent)
+        ArchiveFile(Path(operation.path))
 
     async def load_adapter(folder: AdapterFolder) -> Any:
         read_folder(Path(folder.path))
 
-    monkeypatch.setattr(engine, "import_agent", import_agent)
+    monkeypatch.setattr(engine, "call", call)
     monkeypatch.setattr(engine, "load_adapter", load_adapter)
     return engine
 
