@@ -56,13 +56,10 @@ def measured(measure: Callable[[PlanT, Callable[[str], None]], ResultT], plan: P
 def parse_sizes(text: str) -> tuple[int, ...]:
     """Parse `1K,2048` as token counts (K is 1024). Raises ConfigError."""
     try:
-        sizes = [_parse_size(part.strip()) for part in text.split(",")]
+        parts = [part.strip().upper() for part in text.split(",")]
+        sizes = [int(part[:-1]) * 1024 if part.endswith("K") else int(part) for part in parts]
     except ValueError as error:
         raise ConfigError(f'sizes must look like "1K,4K,16384", not "{text}"') from error
     if min(sizes) < 1 or len(set(sizes)) < len(sizes):
         raise ConfigError(f'sizes must be positive and different, not "{text}"')
     return tuple(sizes)
-
-
-def _parse_size(text: str) -> int:
-    return int(text[:-1]) * 1024 if text.upper().endswith("K") else int(text)

@@ -33,8 +33,7 @@ class Value:
     """One setting.
 
     Args:
-        path: keys, outermost first.
-        adds: whether `value` is a list of items for the user's list.
+        adds: whether `value` has items for the user's list.
         is_default: whether the user's value has precedence.
         ignores: keys in `value` that the program changes itself.
     """
@@ -65,13 +64,10 @@ class Change:
 
 
 def put_in(file: Path, values: Sequence[Value], note: Mapping[str, Any] | None) -> Change:
-    """Plan to set `values` and to revert other values of `note`.
-
-    Raises UnreadableSettings, also if the note is of another file.
-    """
+    """Plan to set `values` and to revert other values of `note`. Raises UnreadableSettings."""
     file = file.resolve()
     if note is not None and note["file"] != str(file):
-        raise UnreadableSettings(f"{note['file']} was changed before: take that back first, with --undo")
+        raise UnreadableSettings(f"{note['file']} was changed before: revert that first, with --undo")
     before = _read(file)
     document = _parsed(file, before)
     known, wanted = _noted(note), {each.path for each in values}
@@ -192,7 +188,7 @@ def _parsed(file: Path, text: str | None) -> MutableMapping[str, Any]:
     except (TOMLKitError, ValueError, RecursionError) as error:
         raise UnreadableSettings(f"{file} cannot be parsed: {error}") from error
     if not isinstance(document, MutableMapping):
-        raise UnreadableSettings(f"{file} holds no table of settings")
+        raise UnreadableSettings(f"{file} is not a table of settings")
     return document
 
 
@@ -234,7 +230,7 @@ def _num_tables(document: Any, path: Path_) -> int:
 
 
 def _remove(document: MutableMapping[str, Any], path: Path_, num_tables: int) -> None:
-    """Delete the setting, and empty tables but the outermost `num_tables`."""
+    """Delete the setting, and empty tables below the outermost `num_tables`."""
     if len(path) > 1:
         inner = document[path[0]]
         _remove(inner, path[1:], num_tables - 1)

@@ -62,14 +62,6 @@ class Served:
         return {SESSION_HEADER: self.session}
 
 
-def _no_values(served: Served) -> list[Value]:
-    return []
-
-
-def _no_environment(served: Served) -> dict[str, str]:
-    return {}
-
-
 @dataclass(frozen=True)
 class Program:
     """A coding agent.
@@ -84,15 +76,15 @@ class Program:
 
     command: tuple[str, ...]
     file: Callable[[], Path] | None = None
-    values: Callable[[Served], list[Value]] = _no_values
-    environment: Callable[[Served], dict[str, str]] = _no_environment
+    values: Callable[[Served], list[Value]] = lambda served: []
+    environment: Callable[[Served], dict[str, str]] = lambda served: {}
     key: str = KEY_VARIABLE
     names_session: bool = True
     is_per_folder: bool = False
 
 
 def folder_session(agent: str, folder: Path) -> str:
-    """Session name for an agent in a folder, valid as an agent id."""
+    """Session name of an agent in a folder, valid as agent id."""
     path = str(folder.resolve())
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name)[:_LONGEST_NAME] or "root"
     return f"{agent}-{name}-{hashlib.sha256(path.encode('utf-8', 'surrogateescape')).hexdigest()[:8]}"
@@ -223,10 +215,6 @@ def _continue(served: Served) -> list[Value]:
     return [Value((name,), value) for name, value in config.items()]
 
 
-def _session_variable(served: Served) -> dict[str, str]:
-    return {SESSION_VARIABLE: served.session}
-
-
 def _crush(served: Served) -> list[Value]:
     model = {"id": served.model, "name": served.model, "context_window": served.context}
     provider = {
@@ -311,7 +299,7 @@ PROGRAMS = {
         ("crush",),
         lambda: _home("XDG_CONFIG_HOME", ".config") / "crush" / "crush.json",
         _crush,
-        _session_variable,
+        lambda served: {SESSION_VARIABLE: served.session},
         names_session=False,
     ),
     CodingAgent.COPILOT: Program(

@@ -24,9 +24,9 @@ PROBE_SECONDS = 1.0
 
 Url = Annotated[
     str | None,
-    typer.Option(envvar="AGENTCACHE_URL", help="A running server; else one on the configured port, or the folder."),
+    typer.Option(envvar="AGENTCACHE_URL", help="A running server. Default: on the configured port, else the folder."),
 ]
-ApiKey = Annotated[str | None, typer.Option(help="The server's API key; others can see it in the list of processes.")]
+ApiKey = Annotated[str | None, typer.Option(help="The server's API key, visible in the list of processes.")]
 ApiKeyFile = Annotated[Path | None, typer.Option(help="File that holds the API key.")]
 Model = Annotated[str | None, typer.Option(help="Without a server: folder or hub id of the model.")]
 CacheDir = Annotated[Path | None, typer.Option(help="Without a server: the cache folder.")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,7 +33,7 @@ from agentcache.workflow.transcript import (
 SCRIPT = "prisoners_dilemma"
 RUNS = {
     "hot": "all phases without interruption, the reference",
-    "warm": "SIGKILL at every phase border, a new server goes on from disk",
+    "warm": "SIGKILL between phases, a new server continues from disk",
     "cold": "the same text to a server that may use nothing it has seen before",
 }
 
@@ -131,22 +131,19 @@ def build_demo_report(runs: Mapping[str, WorkflowTranscript]) -> dict[str, Any]:
         "tokens_said": sum(record.completion_tokens for record in hot.turns),
         "seed": hot.seed,
         "values": dict(hot.values),
-        "rows": _rows(runs),
+        "rows": list(_rows(runs)),
         "total": {run: summarise(runs[run].turns) for run in SHOWN},
         "recall": score_json(score(warm)),
         **describe_run("demo"),
     }
 
 
-def _rows(runs: Mapping[str, WorkflowTranscript]) -> list[dict[str, Any]]:
-    names = {record.phase: record.phase_name for record in runs["hot"].turns}
-    return [{"phase": phase, "phase_name": name, **_row(runs, phase)} for phase, name in names.items()]
-
-
-def _row(runs: Mapping[str, WorkflowTranscript], phase: int) -> dict[str, Any]:
-    turns = {run: [record for record in runs[run].turns if record.phase == phase] for run in SHOWN}
-    context = max(record.prompt_tokens for record in turns["hot"])
-    return {"context_tokens": context, **{run: summarise(turns[run]) for run in SHOWN}}
+def _rows(runs: Mapping[str, WorkflowTranscript]) -> Iterator[dict[str, Any]]:
+    for phase, name in {record.phase: record.phase_name for record in runs["hot"].turns}.items():
+        turns = {run: [record for record in runs[run].turns if record.phase == phase] for run in SHOWN}
+        context = max(record.prompt_tokens for record in turns["hot"])
+        costs = {run: summarise(turns[run]) for run in SHOWN}
+        yield {"phase": phase, "phase_name": name, "context_tokens": context, **costs}
 
 
 def demo_table(report: dict[str, Any]) -> Table:

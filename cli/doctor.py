@@ -66,9 +66,7 @@ def doctor(
     """Check the installation, the cache folder, and what is served of a model; or, with --url, a running server."""
     if url is not None:
         if files or any(option is not None for option in (model, cache_dir, kv)):
-            raise ConfigError(
-                "--model, --cache-dir, --kv and --check are about this machine: leave them out with --url"
-            )
+            raise ConfigError("--model, --cache-dir, --kv and --check examine this machine: leave them out with --url")
         config = load_config({"api_key": api_key, "api_key_file": api_key_file})
         _tell(examine_server(root_of(url), config.api_key), as_json=as_json)
         return
@@ -94,7 +92,7 @@ def _tell(checks: Iterable[Check], *, as_json: bool) -> None:
 
 
 def examine(config: Config, model: str | None = None) -> Iterator[Check]:
-    """All checks but of files' content; `model` replaces a running server's."""
+    """All checks but of files' content; `model` instead of a running server's."""
     yield from check_installation()
     ops = check_ops()
     yield ops
@@ -159,7 +157,7 @@ def check_kernels(config: Config) -> Check:
     with tempfile.TemporaryDirectory(prefix="agentcache-doctor-") as home:
         folder = _model_folder(config, Path(home))
         if folder is None:
-            return Check("kernels", True, f"{config.model} is not a folder here, so none are tried")
+            return Check("kernels", True, f"not tried: {config.model} is not a folder here")
         try:
             from agentcache.kv.packing import AUTO, LayerBits
             from agentcache.models.kernel_report import in_child
@@ -224,12 +222,12 @@ def verify(cache_dir: Path) -> Iterator[Check]:
 
     found = verify_folder(cache_dir)
     of_rank = f"{cache_dir.name}: " if RANK_FOLDER.fullmatch(cache_dir.name) else ""
-    detail = f"{of_rank}{found.agents} agents, {found.blocks} blocks; {found.missing_blocks} gone to make room"
+    detail = f"{of_rank}{found.agents} agents, {found.blocks} blocks; {found.missing_blocks} evicted"
     yield Check("content", not found.problems, f"{detail}; {len(found.problems)} bad files")
     for problem in found.problems[:MAX_PROBLEMS]:
         yield Check("bad file", False, problem)
     for unavailable in found.unavailable[:MAX_PROBLEMS]:
-        yield Check("unavailable", False, f"{unavailable} (not known to be damaged; it stays as it is)")
+        yield Check("unavailable", False, f"{unavailable} (not known to be damaged; left alone)")
 
 
 def check_quarantine(cache_dir: Path) -> Check:
@@ -262,7 +260,7 @@ def examine_model(config: Config, url: str | None) -> list[Finding]:
             models, stats = client.request("GET", "/v1/models"), client.request("GET", "/v1/cache/stats")
         return list(_served(models["data"][0], stats))
     if config.model is not None and local_folder(config.model) is None:
-        return [Finding("model", f"{config.model} is not on this machine yet; `agentcache serve` fetches it")]
+        return [Finding("model", f"{config.model} is not on this machine; `agentcache serve` downloads it")]
     with tempfile.TemporaryDirectory(prefix="agentcache-doctor-") as home:
         return list(_loaded(config, Path(home)))
 
@@ -304,7 +302,7 @@ def _loaded(config: Config, home: Path) -> Iterator[Finding]:
 
 
 def local_folder(model: str) -> Path | None:
-    """Folder of a model; None if it must be downloaded."""
+    """None if the model must be downloaded."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -337,21 +335,21 @@ def _model(
 
 def _sampling(known: Mapping[str, Any]) -> Finding:
     values = ", ".join(f"{name} {value:g}" for name, value in known.items()) or "temperature 1"
-    return Finding("sampling", f"{values}, where a request says nothing else", dict(known))
+    return Finding("sampling", f"{values}, unless a request sets others", dict(known))
 
 
 def _forms(refusal: str | None) -> Finding:
-    detail = f"off: {refusal}" if refusal else "schemas, grammars and demanded tool calls are kept to"
+    detail = f"off: {refusal}" if refusal else "schemas, grammars and demanded tool calls are enforced"
     return Finding("forms", detail, {"structured_output": not refusal, "refusal": refusal or None})
 
 
 def _template(repairs: Sequence[str] | None) -> Finding:
     if repairs is None:
-        detail = "not used: the model has none, or one that refuses every chat; messages are lines with their roles"
+        detail = "not used: the model has none, or it refuses every chat; messages become lines with roles"
     elif repairs:
-        detail = f"chats are told to it in another way where it refuses or drops something: {', '.join(repairs)}"
+        detail = f"chats are changed where the template refuses or drops something: {', '.join(repairs)}"
     else:
-        detail = "takes every chat as it is"
+        detail = "accepts every chat unchanged"
     return Finding("template", detail, {"used": repairs is not None, "repairs": list(repairs or ())})
 
 

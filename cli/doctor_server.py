@@ -51,7 +51,7 @@ def root_of(url: str) -> str:
     except ValueError:
         known = False
     if not known:
-        raise ConfigError(f"--url {url!r} is no address of a server, such as http://127.0.0.1:8000")
+        raise ConfigError(f"--url {url!r} is not a server's URL, such as http://127.0.0.1:8000")
     path = parts.path.rstrip("/")
     return f"{parts.scheme}://{parts.netloc}{path.removesuffix('/v1')}"
 
@@ -105,7 +105,7 @@ def _unreached(error: httpx.HTTPError) -> str:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ssl.SSLError):
-            return f"no TLS connection ({error}); the server speaks http:// unless a proxy stands in front of it"
+            return f"no TLS connection ({error}); the server uses http:// unless a proxy is in front of it"
         cause = cause.__cause__ or cause.__context__
     if isinstance(error, httpx.ConnectTimeout | httpx.PoolTimeout):
         return "no connection within 10 s; a firewall or a wrong address?"

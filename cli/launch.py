@@ -31,10 +31,10 @@ class NoProgram(AgentCacheError):
 
 def launch(
     agent: Annotated[CodingAgent, typer.Argument(help="The coding agent.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="Behind --: what it is started with.")] = None,
-    start: Annotated[bool, typer.Option("--start", help="Start it then, in this folder.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be changed.")] = False,
-    undo: Annotated[bool, typer.Option("--undo", help="Take back what was changed.")] = False,
+    arguments: Annotated[list[str] | None, typer.Argument(help="After --: arguments of the coding agent.")] = None,
+    start: Annotated[bool, typer.Option("--start", help="Then start it in this folder.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the changes.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Revert the changes.")] = False,
     url: Url = None,
     api_key: ApiKey = None,
     api_key_file: ApiKeyFile = None,
@@ -112,7 +112,7 @@ def _put_in(file: Path, values: list[Value], note: dict[str, Any] | None, *, dry
         return put_in(file, values, note)
     except UnreadableSettings as error:
         typer.echo(f"error: {error}", err=True)
-        typer.echo(f"put this into it: {json.dumps({'.'.join(v.path): v.value for v in values}, indent=1)}", err=True)
+        typer.echo(f"add this to it: {json.dumps({'.'.join(v.path): v.value for v in values}, indent=1)}", err=True)
         if dry_run:
             raise typer.Exit(1) from error
         spare = file.with_name(f"{file.name}.bak")
@@ -158,4 +158,4 @@ def _read_note(note_file: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise StoreError(f"{note_file} does not say what was changed: {error}") from error
+        raise StoreError(f"{note_file} does not record a change: {error}") from error

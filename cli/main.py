@@ -92,7 +92,7 @@ def report(error: AgentCacheError) -> None:
 
 def hint_for(error: AgentCacheError) -> str | None:
     if isinstance(error, CacheFolderInUse):
-        return "talk to the server that uses it with --url, or name another folder with --cache-dir"
+        return "name its server with --url, or another folder with --cache-dir"
     if getattr(error, "status", None) == 401:
         return "give the server's key with --api-key-file, AGENTCACHE_API_KEY or --api-key"
     return None

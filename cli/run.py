@@ -52,10 +52,8 @@ def run(
         int | None, typer.Option(help="Draws the script's facts and seeds sampled turns. Default: the script's seed.")
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Overrides the script's max_tokens.")] = None,
-    only_phases: Annotated[str | None, typer.Option(help='Stop and go on in parts: "3" or "1-3".')] = None,
-    resume: Annotated[
-        Path | None, typer.Option(help="Go on at the first turn that is not in this transcript.json.")
-    ] = None,
+    only_phases: Annotated[str | None, typer.Option(help='Run only these phases: "3" or "1-3".')] = None,
+    resume: Annotated[Path | None, typer.Option(help="Continue after the last turn in this transcript.json.")] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -64,13 +62,14 @@ def run(
         ),
     ] = None,
     sequential: Annotated[
-        bool, typer.Option("--sequential", help="One turn after the other, also where turns do not hear each other.")
+        bool, typer.Option("--sequential", help="Run one turn at a time, also independent ones.")
     ] = False,
     prefetch: Annotated[
-        bool, typer.Option("--prefetch/--no-prefetch", help="Restore the next speakers from disk while others speak.")
+        bool, typer.Option("--prefetch/--no-prefetch", help="Restore the next speakers from disk in advance.")
     ] = True,
     min_recall: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="Exit with 1 if less of what the script expects was said.")
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="Exit with 1 if a smaller share of the expected words was said."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -97,7 +96,7 @@ def run(
 def _read(script: str, seed: int | None, before: WorkflowTranscript | None, min_recall: float | None) -> Script:
     parsed = read_script(script, before.seed if before and seed is None else seed)
     if min_recall is not None and not any(step.turn.expect or step.turn.expect_calls for step in steps_of(parsed)):
-        raise ConfigError("--min-recall needs a script with `expect`; this one expects nothing")
+        raise ConfigError("--min-recall needs a script with `expect`")
     return parsed
 
 

@@ -75,9 +75,7 @@ def _option_name(key: str, flag: Flag) -> str:
 def _signature() -> inspect.Signature:
     parameters = [_parameter(key, SETTINGS[key].kind, flag) for key, flag in FLAGS.items()]
     as_json = Annotated[bool, typer.Option("--json", help="Print the URL and model as JSON when ready.")]
-    hosts = Annotated[
-        Path | None, typer.Option(help="Spread the model over these hosts: a file as mlx.launch reads it.")
-    ]
+    hosts = Annotated[Path | None, typer.Option(help="Spread the model over these hosts: a hosts file of mlx.launch.")]
     keyword_only = inspect.Parameter.KEYWORD_ONLY
     parameters.append(inspect.Parameter("as_json", keyword_only, default=False, annotation=as_json))
     parameters.append(inspect.Parameter("hosts", keyword_only, default=None, annotation=hosts))
@@ -99,7 +97,7 @@ serve.__annotations__ = {name: parameter.annotation for name, parameter in _sign
 
 
 def follow_rank_0(config: Config) -> None:
-    """Run as a further rank until rank 0 ends, which handles signals."""
+    """Run as a further rank until rank 0, which handles signals, ends."""
     from agentcache.models.builtin.embedded import embedded_model_path
     from agentcache.ranks.executors import follow
 
@@ -135,7 +133,7 @@ def warn_if_open(config: Config) -> None:
 
 
 def tell_of_slow_blas() -> None:
-    """Warn on a Linux CPU without a fast BLAS: prompts take minutes."""
+    """Warn on a Linux CPU without a fast BLAS."""
     import mlx.core as mx
 
     from agentcache.system.machine import describe_blas, fast_blas
@@ -177,7 +175,7 @@ def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:
 
 
 def leave_if_lost(failure: Exception | None) -> None:
-    """If another rank is lost, end this process at once: MLX's normal exit would wait for that rank."""
+    """If another rank is lost, end this process: MLX's normal exit would wait for it."""
     lost = None if failure is None else lost_rank(failure)
     if lost is not None:
         log.error("%s", lost)

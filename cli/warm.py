@@ -41,7 +41,7 @@ INSTEAD = {
 
 
 def warm(
-    agent: Annotated[str, typer.Argument(help="The agent; made if it is not there.")],
+    agent: Annotated[str, typer.Argument(help="The agent; created if needed.")],
     prompt_file: Annotated[
         str | None, typer.Option(help="File of text that chats begin with; - for stdin. See --role.")
     ] = None,
@@ -56,7 +56,7 @@ def warm(
             "with, or raw text for /v1/completions."
         ),
     ] = None,
-    adapter: Annotated[str | None, typer.Option(help="Adapter of the agent, if it is made now.")] = None,
+    adapter: Annotated[str | None, typer.Option(help="Adapter of a new agent.")] = None,
     url: Url = None,
     api_key: ApiKey = None,
     api_key_file: ApiKeyFile = None,

@@ -257,6 +257,7 @@ def _offered(body: Reader, tools: Tools, schema: str, strict: Collection[str]) -
 
 
 def _callable_tools(body: Reader, tools: Tools, schema: str) -> tuple[CallableTool, ...]:
+    name_field = schema.rpartition(".")[0] + ".name" if "." in schema else "name"
     places = {_name_of(tool): index for index, tool in enumerate(body.get("tools") or ())}
     made = []
     for tool in tools:
@@ -265,7 +266,7 @@ def _callable_tools(body: Reader, tools: Tools, schema: str) -> tuple[CallableTo
         param = "tools" if place is None else body.param(f"tools[{place}]")  # added in the conversation
         arguments = function.get("parameters")
         arguments = _ANY_OBJECT if arguments is None else write_json(arguments)
-        made.append(CallableTool(function["name"], arguments, f"{param}.{schema}", f"{param}.{_name_field(schema)}"))
+        made.append(CallableTool(function["name"], arguments, f"{param}.{schema}", f"{param}.{name_field}"))
     return tuple(made)
 
 
@@ -273,7 +274,3 @@ def _name_of(tool: Mapping[str, Any]) -> str | None:
     function = tool.get("function")
     name = (function if isinstance(function, Mapping) else tool).get("name")
     return name if isinstance(name, str) else None
-
-
-def _name_field(schema: str) -> str:
-    return schema.rpartition(".")[0] + ".name" if "." in schema else "name"

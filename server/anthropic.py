@@ -153,7 +153,8 @@ def _read_assistant(message: Reader, call: Call) -> dict[str, Any]:
         if isinstance(block, str):
             texts.append(block)
         elif (kind := block.string("type")) == "tool_use":
-            calls.append(_read_call(block))
+            function = {"name": block.required_string("name"), "arguments": read_arguments(block, "input")}
+            calls.append({"id": block.required_string("id"), "type": "function", "function": function})
         elif kind == "thinking":
             thoughts.append(block.string("thinking") or "")
         elif kind != "redacted_thinking":
@@ -172,11 +173,6 @@ def _blocks(message: Reader) -> Iterator[str | Reader]:
 
 def _joined(texts: list[str]) -> str:
     return _BETWEEN_BLOCKS.join(filter(None, texts))
-
-
-def _read_call(block: Reader) -> dict[str, Any]:
-    function = {"name": block.required_string("name"), "arguments": read_arguments(block, "input")}
-    return {"id": block.required_string("id"), "type": "function", "function": function}
 
 
 def _read_user(message: Reader, call: Call) -> list[dict[str, Any]]:

@@ -41,7 +41,7 @@ from agentcache.server.completion import KEEP_ALIVE_SECONDS
 from agentcache.server.context import SERVER_NAME, Context, context_of, engine_of
 from agentcache.server.engine import Engine
 from agentcache.server.errors import ErrorResponses, http_error
-from agentcache.server.metrics import LogRequests, Measure
+from agentcache.server.metrics import Observe
 from agentcache.server.model_names import adapter_in
 from agentcache.server.paths import MeantPaths
 from agentcache.settings.config import Config
@@ -120,10 +120,9 @@ def _by_method(**handlers: Callable[[Request], Any]) -> Callable[[Request], Any]
 def _middleware(context: Context) -> list[Middleware]:
     config = context.config
     local = is_loopback(config.host)
-    layers = [Middleware(LogRequests)] if config.log_requests else []
-    layers += [
+    layers = [
         Middleware(LargeBodies, workers=context.workers),
-        Middleware(Measure, metrics=context.metrics),
+        Middleware(Observe, metrics=context.metrics, logs=config.log_requests),
         Middleware(AgentHeader),
         Middleware(ErrorResponses),
         Middleware(OriginGuard, allowed=config.cors_origins, local=local),

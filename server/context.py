@@ -43,7 +43,7 @@ _MOST_LINE_CHARS = 80  # of a quoted line
 _WHY = {
     Match.NEW: "no conversation of the agent began like this prompt",
     Match.PARTIAL: "the prompt changes the end of the conversation",
-    Match.DIVERGE: "the prompt says something else than the conversation, from an early point on",
+    Match.DIVERGE: "the prompt differs from the conversation at an early point",
 }
 
 T = TypeVar("T")
@@ -135,10 +135,10 @@ class LastTurns:
 def why(report: Report) -> str | None:
     """Reason why reuse was limited; None if it was complete."""
     if report.lost_tokens:
-        return f"{report.lost_tokens} tokens of the conversation were neither in RAM nor on disk any more"
+        return f"{report.lost_tokens} tokens of the conversation were neither in RAM nor on disk"
     if report.volatile is not None and not report.volatile.moved:
         line = shorten(report.volatile.lines[0], _MOST_LINE_CHARS, placeholder=" …")
-        return f"a line in front is another one than before: {line!r} (with --stable-prefix it is told behind)"
+        return f"a line in front has changed: {line!r} (--stable-prefix moves it behind the conversation)"
     return _WHY.get(report.match)
 
 

@@ -54,10 +54,10 @@ def _engine_metrics(stats: CacheStats | None) -> Iterator[Metric]:
         return
     for field, (metric, family) in _FAMILIES.items():
         yield family(f"agentcache_{metric.name}", metric.help, value=getattr(stats, field))
-    yield _labelled("ram_bytes", "RAM the cache takes, in use or not", "cache", stats.ram_capacity)
-    yield _labelled("ram_used_bytes", "What of it holds something", "cache", stats.ram_used)
+    yield _labelled("ram_bytes", "RAM of the cache", "cache", stats.ram_capacity)
+    yield _labelled("ram_used_bytes", "RAM of the cache in use", "cache", stats.ram_used)
     yield _ram_accounts(stats)
-    yield _labelled("disk_kind_bytes", "Bytes of files, by what they hold", "kind", stats.disk_bytes_by)
+    yield _labelled("disk_kind_bytes", "Bytes of files by content", "kind", stats.disk_bytes_by)
     evicted = CounterMetricFamily("agentcache_evicted_blocks", "Blocks that left RAM, by cache", labels=("cache",))
     for kind, number in stats.evicted_blocks.items():
         evicted.add_metric((kind,), number)
@@ -67,7 +67,7 @@ def _engine_metrics(stats: CacheStats | None) -> Iterator[Metric]:
 
 
 def _ram_accounts(stats: CacheStats) -> Metric:
-    what = "RAM by account: taken, what of it holds something, what is kept for it"
+    what = "RAM by account: capacity, used, reserved floor"
     gauge = GaugeMetricFamily("agentcache_ram_account_bytes", what, labels=("account", "state"))
     sums: collections.Counter[tuple[str, str]] = collections.Counter()
     for each in stats.ram_accounts:
@@ -102,7 +102,7 @@ class ServerMetrics:
         tasks = Gauge("agentcache_asyncio_tasks", "Tasks of the event loop", registry=registry)
         tasks.set_function(lambda: len(asyncio.all_tasks()))
         self.in_flight = Gauge("agentcache_http_requests_in_flight", "Requests being answered", registry=registry)
-        self.http_seconds = Histogram(
+        self._http_seconds = Histogram(
             "agentcache_http_request_duration_seconds",
             "Time from a request's head to its answer's end; status 499: the client left before",
             ("method", "route", "status"),
@@ -123,7 +123,7 @@ class ServerMetrics:
         )
         self._policies = Counter(
             "agentcache_request_policy",
-            "Finished completions by the policy that they were answered by, and why not by the one asked for",
+            "Finished completions by effective policy, and reason for a fallback",
             ("policy", "stepped_down"),
             registry=registry,
         )
@@ -131,7 +131,7 @@ class ServerMetrics:
             "agentcache_prompt_tokens", "Prompt tokens of finished completions", registry=registry
         )
         self._cached_tokens = Counter(
-            "agentcache_prompt_tokens_cached", "Those that were not computed", ("kind",), registry=registry
+            "agentcache_prompt_tokens_cached", "Prompt tokens not computed", ("kind",), registry=registry
         )
 
     def measured(self, take: Callable[[Update], None]) -> Callable[[Update], None]:
@@ -152,6 +152,10 @@ class ServerMetrics:
             take(update)
 
         return measure
+
+    def note_http(self, method: str, route: str, status: str, seconds: float) -> None:
+        is_known = method in _METHODS and status != _NOT_ALLOWED
+        self._http_seconds.labels(method if is_known else _OTHER_METHOD, route, status).observe(seconds)
 
     async def render(self, stats: CacheStats | None) -> bytes:
         """Render the exposition, yielding to the event loop. `stats` is None if the engine does not answer."""
@@ -220,22 +224,34 @@ def _text_of(metric: Metric, *samples: Sample) -> str:
     return generate_latest(_Only(part)).decode()
 
 
-class Measure:
-    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
+class Observe:
+    """Middleware: measures and, if `logs`, logs each request, also after an error or a disconnect."""
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics, logs: bool) -> None:
         self.app = app
         self._metrics = metrics
+        self._logs = logs
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        with self._metrics.in_flight.track_inprogress():
-            await answer_then(self._note, self.app, scope, receive, send)
+        status, begun = _CLIENT_LEFT, time.perf_counter()
 
-    def _note(self, answered: Answered) -> None:
-        is_known = answered.method in _METHODS and answered.status != _NOT_ALLOWED
-        method = answered.method if is_known else _OTHER_METHOD
-        labels = method, answered.route, answered.status
-        self._metrics.http_seconds.labels(*labels).observe(answered.seconds)
+        async def watched_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = str(message["status"])
+            await send(message)
+
+        try:
+            with self._metrics.in_flight.track_inprogress():
+                await self.app(scope, receive, watched_send)
+        finally:
+            seconds = time.perf_counter() - begun
+            route = getattr(scope.get("route"), "path", "unknown")  # the pattern: clients may invent paths
+            self._metrics.note_http(scope["method"], route, status, seconds)
+            if self._logs:
+                _log(f"{log_word(scope['method'])} {route} {status}", seconds, scope.get("state", {}))
 
 
 def note_model(request: Request, model: str) -> None:
@@ -252,57 +268,10 @@ def note_usage(request: Request, completions: Sequence[Completion], n: int = 1) 
     )
 
 
-@dataclass(frozen=True)
-class Answered:
-    """A request's outcome.
-
-    Args:
-        route: pattern.
-        status: 499 if the client left.
-        seconds: until the answer's end.
-    """
-
-    method: str
-    route: str
-    status: str
-    seconds: float
-
-
-async def answer_then(
-    note: Callable[[Answered], None], app: ASGIApp, scope: Scope, receive: Receive, send: Send
-) -> None:
-    """Run `app`, then `note`, even after an error or a disconnect."""
-    status, begun = _CLIENT_LEFT, time.perf_counter()
-
-    async def watched_send(message: Message) -> None:
-        nonlocal status
-        if message["type"] == "http.response.start":
-            status = str(message["status"])
-        await send(message)
-
-    try:
-        await app(scope, receive, watched_send)
-    finally:
-        route = getattr(scope.get("route"), "path", "unknown")
-        note(Answered(scope["method"], route, status, time.perf_counter() - begun))
-
-
-class LogRequests:
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        await answer_then(lambda answered: _log(answered, scope.get("state", {})), self.app, scope, receive, send)
-
-
-def _log(answered: Answered, state: Mapping[str, Any]) -> None:
+def _log(answered: str, seconds: float, state: Mapping[str, Any]) -> None:
     prompt, generated, cached = state.get("usage", ("-", "-", "-"))
-    what = f"{log_word(answered.method)} {answered.route} {answered.status}"
     who = f"agent={log_word(state.get('agent'))} model={log_word(state.get('model'))}"
-    cost = f"in={prompt} out={generated} cached={cached} ms={answered.seconds * 1e3:.0f}"
-    log.info("%s", f"{what} {who} {cost}")
+    log.info("%s", f"{answered} {who} in={prompt} out={generated} cached={cached} ms={seconds * 1e3:.0f}")
 
 
 def log_word(value: str | None) -> str:

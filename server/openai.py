@@ -247,18 +247,13 @@ class TextShape:
     reading = Reading()
 
     def choice(self, index: int, completion: Completion) -> tuple[dict[str, Any], int]:
-        echoed = self._echo(index, completion) if self.echo else ""
-        prompt = completion.prompt_logprobs if self.echo else ()
+        prompt, echoed = (completion.prompt_logprobs, self.prompts[index]) if self.echo else ((), "")
+        if echoed is None:
+            echoed = b"".join(token.data for token in prompt).decode(errors="replace")
         offsets = TextOffsets.of_prompt(prompt, len(echoed)) + TextOffsets(len(echoed)).of(completion.logprobs)
         shown = text_logprobs([*prompt, *completion.logprobs], offsets) if self.logprobs else None
         text = echoed + completion.text
         return {"index": index, "text": text, "logprobs": shown, "finish_reason": completion.finish_reason}, 0
-
-    def _echo(self, index: int, completion: Completion) -> str:
-        text = self.prompts[index]
-        if text is None:
-            return b"".join(token.data for token in completion.prompt_logprobs).decode(errors="replace")
-        return text
 
     def first(self) -> dict[str, Any]:
         return self.piece("", ())
@@ -315,11 +310,6 @@ class OpenAIReply:
     def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
-    def chunk(self, choice: dict[str, Any], index: int) -> bytes:
-        choice = choice | {"index": index}
-        chunk = self.envelope(self.shape.chunk_object, [choice])
-        return event(chunk | {"usage": None} if self.usage else chunk)
-
 
 class StreamWriter:
     """Writes the stream of one or more choices."""
@@ -365,7 +355,8 @@ class ChunkWriter:
         self._waiting: list[TokenLogprob] = []  # tokens without output text so far
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
-        return self._reply.chunk(choice, self._index)
+        chunk = self._reply.envelope(self._shape.chunk_object, [choice | {"index": self._index}])
+        return event(chunk | {"usage": None} if self._reply.usage else chunk)
 
     def begin(self) -> bytes:
         return self._chunk(self._shape.first())

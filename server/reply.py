@@ -161,12 +161,12 @@ class ReplyReader:
 
 
 def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
-    return {"content": [_chat_token(token) for token in logprobs], "refusal": None}
-
-
-def _chat_token(token: TokenLogprob) -> dict[str, Any]:
-    top = [_chat_logprob(data, logprob) for _, data, logprob in token.top]
-    return _chat_logprob(token.data, token.logprob) | {"top_logprobs": top}
+    content = [
+        _chat_logprob(token.data, token.logprob)
+        | {"top_logprobs": [_chat_logprob(data, logprob) for _, data, logprob in token.top]}
+        for token in logprobs
+    ]
+    return {"content": content, "refusal": None}
 
 
 def _chat_logprob(data: bytes, logprob: float | None) -> dict[str, Any]:
@@ -181,13 +181,12 @@ class TextOffsets:
         self._decoder = getincrementaldecoder("utf-8")("replace")
 
     def of(self, tokens: Iterable[TokenLogprob]) -> list[int]:
-        return [self._add(token) for token in tokens]
-
-    def _add(self, token: TokenLogprob) -> int:
-        offset = self._end
-        if token.shown:
-            self._end += len(self._decoder.decode(token.data))
-        return offset
+        offsets = []
+        for token in tokens:
+            offsets.append(self._end)
+            if token.shown:
+                self._end += len(self._decoder.decode(token.data))
+        return offsets
 
     @classmethod
     def of_prompt(cls, tokens: Sequence[TokenLogprob], end: int) -> list[int]:

@@ -63,21 +63,18 @@ def read_response(call: Call) -> Job:
     body, model = call.body, call.model
     stores = body.boolean("store", True)
     call = replace(call, fallback_agent=RESPONSES_AGENT) if stores else call
-    check_model(call)
-    if body.get("conversation") is not None:
-        body.fail("conversation", "is not supported; name a response with previous_response_id, or send all of it")
-    check_fields(call, Dialect.RESPONSES)
-    check_chat(model, "input")
+    _check(call)
     messages, tools = read_items(call), read_response_tools(call)
     thinking = read_thinking(call)
     prompt = ChatPrompt(messages, tools.shown, thinking.template_kwargs, param="input", num_bytes=call.num_bytes)
     if body.string("truncation") == "auto":
         call.notes.add("truncation: nothing is left out of a prompt that is too long; it is refused")
+    top = body.integer("top_logprobs", minimum=0, maximum=MAX_LOGPROBS) or 0
     sampling = read_sampling(
         body,
         model,
         max_tokens=read_max_tokens(body, "max_output_tokens", default=None),
-        logprobs=_read_logprobs(body),
+        logprobs=top if _LOGPROBS in _read_include(body) else None,
     )
     options = read_options(call, read_agent(call))
     text = read_text_form(body, (body.object("text"), "format"))
@@ -106,6 +103,15 @@ def read_response(call: Call) -> Job:
     return Job([request], reply, body.boolean("stream"), options.timeout, keep)
 
 
+def _check(call: Call) -> None:
+    check_model(call)
+    if call.body.get("conversation") is not None:
+        advice = "name a response with previous_response_id, or send all of it"
+        call.body.fail("conversation", f"is not supported; {advice}")
+    check_fields(call, Dialect.RESPONSES)
+    check_chat(call.model, "input")
+
+
 def _read_include(body: Reader) -> list[str]:
     """Most values concern tools that this server lacks."""
     include = body.get("include")
@@ -114,11 +120,6 @@ def _read_include(body: Reader) -> list[str]:
     if not isinstance(include, list) or not all(isinstance(name, str) for name in include):
         body.fail("include", "must be a list of strings")
     return include
-
-
-def _read_logprobs(body: Reader) -> int | None:
-    top = body.integer("top_logprobs", minimum=0, maximum=MAX_LOGPROBS) or 0
-    return top if _LOGPROBS in _read_include(body) else None
 
 
 def _asked(body: Reader, sampling: SamplingParams) -> dict[str, Any]:

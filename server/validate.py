@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from agentcache.api.names import is_name
@@ -223,7 +223,8 @@ class Reader:
     def only(self, *known: str) -> None:
         for name in self.value:
             if name not in known:
-                self.refuse(name, _hint(name, known))
+                near = [] if len(name) > _LONGEST_HINT else difflib.get_close_matches(name, known, n=1)
+                self.refuse(name, f"did you mean {near[0]!r}?" if near else "")
 
     def refuse(self, name: str, hint: str = "") -> NoReturn:
         param = self.param(name)
@@ -235,11 +236,6 @@ def _range(value: float, minimum: float, maximum: float) -> str:
     if maximum < MAX_INTEGER:
         return f"between {minimum} and {maximum}"
     return f"at least {minimum}" if value < minimum else f"at most {maximum}"
-
-
-def _hint(name: str, known: Iterable[str]) -> str:
-    near = [] if len(name) > _LONGEST_HINT else difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else ""
 
 
 def never() -> bool:

@@ -244,7 +244,7 @@ def test_a_long_page_lets_others_go_between() -> None:
     """Of each of its pieces, and says the same as a short one."""
     metrics = ServerMetrics()
     for number in range(100):
-        metrics.http_seconds.labels("POST", f"/v1/{number}", "200").observe(0.1)
+        metrics._http_seconds.labels("POST", f"/v1/{number}", "200").observe(0.1)
 
     async def run() -> tuple[bytes, list[Metric], int]:
         turns = 0
@@ -272,7 +272,7 @@ def test_a_page_says_what_the_library_says_and_renders_labels_once(monkeypatch: 
 
     def change(step: int) -> None:
         for number, label in enumerate(("POST", 'a"b', "a\\b", "a\nb", "é")):
-            server.http_seconds.labels(label, "/v1", "200").observe(0.1 * number * step)
+            server._http_seconds.labels(label, "/v1", "200").observe(0.1 * number * step)
         server._finished.labels("stop", "warm").inc(10**step)
         server.in_flight.set(float("inf") if step > 1 else 0.5)
 
