@@ -247,9 +247,8 @@ def _restore(sequence: object, done: object) -> None:
 def _parts(device: FormulaDevice, cache: PrefixCache, max_running: int, token_budget: TokenBudget) -> Parts:
     """An engine's, without a model, adapters or a disk."""
     requests = Requests()
-    tokenizer: Any = SimpleNamespace(
-        eos_ids=frozenset(), control_ids=frozenset(), marked_ends=lambda text, ends: MarkedEnds(text, list(ends))
-    )
+    marks = SimpleNamespace(marked_ends=lambda text, ends: MarkedEnds(text, list(ends)))
+    tokenizer: Any = SimpleNamespace(eos_ids=frozenset(), control_ids=frozenset(), marks=marks)
     persistence: Any = SimpleNamespace(release=lambda blocks: None)
     adapters: Any = SimpleNamespace(cut=lambda use: 0, cuts=[])
     loaded: Any = SimpleNamespace(namespace=lambda salt: SimpleNamespace(root="root"))
