@@ -11,7 +11,7 @@ from agentcache.agents.caches import KeptCache, KeptCaches, index_lineage, index
 from agentcache.agents.disk import Committed, Disk, Saved
 from agentcache.agents.disk_jobs import BlockToWrite, DiskJobs, cut_residuals, is_wanted
 from agentcache.agents.table import AgentTable
-from agentcache.agents.turn_write import CacheTurn, SavedSnapshots, TurnWriter
+from agentcache.agents.turn_write import CacheTurn, SavedSnapshots, TurnWriter, UnsavedCheckpoint
 from agentcache.blocks.block_tables import BlockTables, PathBlock
 from agentcache.blocks.keys import BASE_CACHE, BlockName
 from agentcache.blocks.origin_paths import NamedBlock
@@ -38,7 +38,7 @@ class Persistence:
     Args:
         post: schedules a callback on the engine thread; callable from any thread.
         max_lineages: limit per agent; those in `shared` have at least `SHARED_LINEAGES`.
-        first_thought: as in `SavedSnapshots`.
+        first_thought, unsaved: as in `SavedSnapshots`.
         set_aside: as in `UnavailableAgents`.
     """
 
@@ -52,6 +52,7 @@ class Persistence:
         post: Callable[[Callable[[], None]], None],
         max_lineages: int,
         first_thought: Callable[[Transcript], int | None],
+        unsaved: dict[str, UnsavedCheckpoint],
         set_aside: Sequence[AgentRecord] = (),
         shared: Collection[str] = (),
     ) -> None:
@@ -61,11 +62,11 @@ class Persistence:
         self._pins = pins
         self._max_lineages, self._shared = max_lineages, shared
         self._disk = Disk(store, [*agents, *set_aside], pins, caches.is_open)
-        self._snapshots = SavedSnapshots(caches, base, self._disk.room.fits, first_thought)
+        self._unsaved = unsaved
+        self._snapshots = SavedSnapshots(caches, base, self._disk.room.fits, first_thought, unsaved)
         self.jobs = DiskJobs(self._disk, caches, agents, post)
         self.turns = TurnWriter(self._disk, self.jobs, caches, agents, pins)
         self.unavailable = UnavailableAgents(caches, store, agents, pins, self._disk, self.jobs, set_aside)
-        agents.must_stay = self._snapshots.is_unsaved
 
     def close(self) -> None:
         self.jobs.close()
@@ -151,7 +152,7 @@ class Persistence:
 
     def save_snapshot(self, record: AgentRecord) -> None:
         """Write the last checkpoint if it is not on disk and the lineage is not pinned."""
-        if self._snapshots.is_unsaved(record.name) and not self._pins.has_lineage(record.name):
+        if record.name in self._unsaved and not self._pins.has_lineage(record.name):
             blocks = self.blocks_of(record, record.num_saved)
             turn = CacheTurn(BASE_CACHE, record.num_saved, blocks)
             self.commit(record, [turn], lambda saved: None, final=True)  # on failure it is computed again

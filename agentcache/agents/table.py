@@ -6,7 +6,7 @@ import math
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -183,9 +183,7 @@ class AgentTable(Lineages):
 
     Args:
         transcripts: None keeps all in RAM.
-
-    Attributes:
-        must_stay: whether the engine thread needs a lineage's transcript, by name.
+        must_stay: names of lineages whose transcript the engine thread needs.
     """
 
     def __init__(
@@ -194,13 +192,14 @@ class AgentTable(Lineages):
         records: Iterable[AgentRecord] = (),
         pins: Pins | None = None,
         transcripts: ResidentTranscripts | None = None,
+        must_stay: Container[str] = (),
     ) -> None:
         self._model = model
         self._view: Agents | None = None
         self._pins = pins or Pins()
         self._transcripts = transcripts
         self._latest_use = 0.0
-        self.must_stay: Callable[[str], bool] = lambda name: False
+        self._must_stay = must_stay
         super().__init__(records)
 
     def put(self, record: AgentRecord) -> None:
@@ -232,7 +231,7 @@ class AgentTable(Lineages):
         self._view = None
 
     def _is_needed(self, name: str) -> bool:
-        return self._pins.has_lineage(name) or self.must_stay(name)
+        return self._pins.has_lineage(name) or name in self._must_stay
 
     def view(self) -> Agents:
         if self._view is None:

@@ -261,7 +261,7 @@ class TurnWriter:
 
 
 @dataclass(frozen=True)
-class _Unsaved:
+class UnsavedCheckpoint:
     """A lineage whose last checkpoint is only in RAM; `since` by `time.monotonic`."""
 
     since: float
@@ -272,8 +272,9 @@ class SavedSnapshots:
     """Selects checkpoints to save, and tracks lineages whose last one is only in RAM. Engine thread only.
 
     Args:
-        fits: as `Disk.fits`.
+        fits: as `DiskRoom.fits`.
         first_thought: tokens before the first thought, which a chat template may omit later.
+        unsaved: checkpoints by lineage, oldest first. Written here only.
     """
 
     def __init__(
@@ -282,12 +283,13 @@ class SavedSnapshots:
         base: BaseArenas,
         fits: Callable[[AgentRecord, int], bool],
         first_thought: Callable[[Transcript], int | None],
+        unsaved: dict[str, UnsavedCheckpoint],
     ) -> None:
         self._caches = caches
         self._base = base
         self._fits = fits
         self._first_thought = first_thought
-        self._unsaved: dict[str, _Unsaved] = {}  # oldest first
+        self._unsaved = unsaved
 
     def choose(self, record: AgentRecord, lasting: int, repeated: int, *, final: bool) -> AgentRecord:
         """Return the record with the checkpoints to save; without new ones if the disk budget cannot hold them.
@@ -323,7 +325,7 @@ class SavedSnapshots:
         named = tuple(NamedSnapshot(end, found[end].chain, snapshots.index) for end in sound)
         self._unsaved.pop(record.name, None)
         if not final and not {each.num_tokens for each in named}.issuperset(choose(final=True)):
-            self._unsaved[record.name] = _Unsaved(time.monotonic(), repeated)
+            self._unsaved[record.name] = UnsavedCheckpoint(time.monotonic(), repeated)
         with_all = replace(record, snapshots=named)
         if self._fits(with_all, record.num_saved):
             return with_all
@@ -336,9 +338,6 @@ class SavedSnapshots:
 
     def _is_finite(self, node: Node) -> bool:
         return node.state is not None and self._base.is_finite_state(node.state)
-
-    def is_unsaved(self, name: str) -> bool:
-        return name in self._unsaved
 
     def forget(self, name: str) -> None:
         self._unsaved.pop(name, None)

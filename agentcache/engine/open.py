@@ -15,6 +15,7 @@ from agentcache.agents.operations import AgentOperations, Eviction
 from agentcache.agents.persistence import Persistence
 from agentcache.agents.restore import Restorer
 from agentcache.agents.table import AgentTable, ResidentTranscripts, transcript_budget
+from agentcache.agents.turn_write import UnsavedCheckpoint
 from agentcache.api.model import ModelInfo
 from agentcache.api.start_progress import StartProgress
 from agentcache.api.stats import WEIGHTS
@@ -185,7 +186,8 @@ def _put_together(
         write_precision(config.cache_dir, loaded.fingerprint, loaded.precision)
     pins = Pins()
     transcripts = ResidentTranscripts(ledger, transcript_budget(plan.ram_budget))
-    agents = AgentTable(loaded.fingerprint, pins=pins, transcripts=transcripts)
+    unsaved: dict[str, UnsavedCheckpoint] = {}
+    agents = AgentTable(loaded.fingerprint, (), pins, transcripts, must_stay=unsaved)
     caches = KeptCaches(KeptCache(BASE_CACHE, loaded.spec, cache, runner.base), loaded.namespace)
     set_aside = load_agents(store, caches, agents, config.max_lineages)
     persistence = Persistence(
@@ -197,6 +199,7 @@ def _put_together(
         post,
         config.max_lineages,
         partial(first_thought, form=loaded.tokenizer.reply_format),
+        unsaved,
         set_aside,
         config.shared_agents,
     )

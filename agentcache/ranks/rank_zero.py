@@ -136,7 +136,6 @@ class RankZeroRunner(ModelRunner):
         super().__init__(loaded, pools, room=room, make_base=partial(RankZeroArenas, link, handles))
         self._adapters = adapters
         self._link = link
-        link.is_computing = lambda: self.is_busy
 
     def forward(self, step: StepInputs) -> StepOutputs:
         self.base.fit()
@@ -155,6 +154,7 @@ class RankZeroRunner(ModelRunner):
         self.wait()  # this message contains the previous step's tokens
         self._link.tell(Start(whole=bool(outputs)))
         self._link.exchange()
+        self._link.step_begins()
         with self._link.waiting():  # MLX limits how far it runs ahead
             return super().start(*outputs)
 
@@ -166,7 +166,7 @@ class RankZeroRunner(ModelRunner):
         if self.is_busy:
             with self._link.waiting():
                 super().wait()
-            self._link.go_on()
+            self._link.step_ended()
 
     def give_back(self) -> None:
         super().give_back()

@@ -70,7 +70,7 @@ class WorkerLink:
         self._waits_for = patience
         self._heard_at = time.monotonic()
         self._ended = threading.Event()
-        self.is_computing: Callable[[], bool] = lambda: False
+        self._is_computing = False  # engine thread only
         self._watch = start_thread("agentcache-ranks", self._look, self._died)
 
     def tell(self, command: Command) -> None:
@@ -127,9 +127,17 @@ class WorkerLink:
     def _out_of_turn(self) -> None:
         with self._lock:
             self._is_posted = False
-        if self._lost is None and not self.is_computing():  # else the message would wait for the step
+        if self._lost is None and not self._is_computing:  # else the message would wait for the step
             self.exchange()
             self.go_on()
+
+    def step_begins(self) -> None:
+        """Send no extra messages from now on: workers would read them after the step only."""
+        self._is_computing = True
+
+    def step_ended(self) -> None:
+        self._is_computing = False
+        self.go_on()
 
     def go_on(self) -> None:
         """Schedule extra messages while answers are due; the device must be idle."""

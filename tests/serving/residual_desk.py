@@ -96,6 +96,7 @@ class Desk:
             self.posted.put,
             max_lineages=8,
             first_thought=lambda transcript: None,
+            unsaved={},
         )
         self.restorer = Restorer(
             self.caches, self.store, self.posted.put, lambda: self.is_idle, lambda: self.is_awaited
