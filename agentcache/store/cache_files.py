@@ -183,7 +183,7 @@ class CacheFiles:
     def keep_open(self) -> Iterator[bool]:
         """Resolve each folder once within the block. Yields whether it is the outermost one. One thread at a time.
 
-        A replaced folder goes unnoticed.
+        A replaced folder goes unnoticed until a file in it is missing.
         """
         if self._keeper == threading.get_ident():
             yield False
@@ -198,13 +198,14 @@ class CacheFiles:
             self.close(set(self._kept).difference(self.lasting))
             self._keeper = None
 
-    def close_replaced(self) -> None:
-        """Within `keep_open`: close replaced folders and those below."""
+    def close_replaced(self) -> bool:
+        """Within `keep_open`: close replaced folders and those below; returns whether there were any."""
         replaced: set[str] = set()
         for path in sorted(self._kept):  # parents first
             if os.path.dirname(path) in replaced or not self._is_in_place(path):
                 replaced.add(path)
         self.close(replaced)
+        return bool(replaced)
 
     def _is_in_place(self, path: str) -> bool:
         above, name = os.path.split(path)
@@ -345,7 +346,7 @@ class CacheFiles:
     def open_regular(self, path: Path | str, max_bytes: int) -> RegularFile:
         """Open a regular file. Raises like `read`."""
         try:
-            fd = self.open(path, os.O_RDONLY).fd
+            fd = self._open_to_read(path)
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
@@ -360,6 +361,14 @@ class CacheFiles:
             os.close(fd)
             raise
         return RegularFile(fd, status.st_size)
+
+    def _open_to_read(self, path: Path | str) -> int:
+        try:
+            return self.open(path, os.O_RDONLY).fd
+        except FileNotFoundError:  # in a kept folder that another program may have replaced
+            if self._keeper != threading.get_ident() or not self.close_replaced():
+                raise
+            return self.open(path, os.O_RDONLY).fd
 
     def is_companion(self, path: Path | str) -> bool:
         """Whether the file is AppleDouble (metadata of macOS), by its content: an agent's id may start with `._`."""

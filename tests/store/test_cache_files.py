@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from contextlib import closing, nullcontext
 from pathlib import Path
 
@@ -82,6 +83,19 @@ def test_a_file_that_gets_shorter_while_it_is_read(tmp_path: Path, monkeypatch: 
         with pytest.raises(BlockRejected, match="the file ends before"):
             store.blocks.read(block.header)
         assert store.usage.quarantine.count == 1
+
+
+def test_a_file_in_a_folder_that_was_replaced_is_found(tmp_path: Path) -> None:
+    name, files = tmp_path / "ab" / "file", CacheFiles(tmp_path)
+    with files.keep_open():
+        for content in (b"old", b"new"):
+            shutil.rmtree(name.parent, ignore_errors=True)
+            name.parent.mkdir()
+            name.write_bytes(content)
+            assert files.read(name, 99) == content
+        shutil.rmtree(name.parent)
+        with pytest.raises(FileNotFoundError):
+            files.read(name, 99)
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["each walks", "kept open"])
