@@ -176,7 +176,12 @@ def test_what_is_no_fine_tune_is_refused(
     if what == "nothing":
         (folder / "model.safetensors").write_bytes(b"nothing")
     policy = "exact" if what == "policy" else "auto"
-    error = {"shape": "not a fine-tune", "vocabulary": "another vocabulary", "policy": "cannot be", "nothing": "be read"}
+    error = {
+        "shape": "not a fine-tune",
+        "vocabulary": "another vocabulary",
+        "policy": "cannot be",
+        "nothing": "be read",
+    }
     with open_adapters(base, tmp_path / "cache", {}) as llm:
         with pytest.raises(RequestError, match=error[what]):
             llm.load_adapter("decoder", folder, policy)
