@@ -90,7 +90,7 @@ class Progress:
     def reset(self) -> None:
         """Forget what the closed plan has computed. Results on the device are void."""
         self.in_flight, self.is_late = 0, False
-        self.row_state = self.launched_state = self.shown_state = None
+        self.row_state = self.launched_state = self.shown_state = self.source = None
 
 
 @dataclass(eq=False)

@@ -59,3 +59,10 @@ def test_a_step_that_no_request_takes_is_a_bug(before: State, after: State) -> N
     with pytest.raises(BrokenInvariant):
         requests.move(generation, after)
     assert generation.state is before
+
+
+def test_a_preempted_request_waits_for_no_other() -> None:
+    preempted, other = make_generation(10), make_generation(10)
+    preempted.progress.source = other
+    preempted.progress.reset()
+    assert preempted.progress.source is None
