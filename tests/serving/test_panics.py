@@ -21,7 +21,7 @@ from agentcache.gateway.operations import CheckIntegrity, EvictAgent, ImportAgen
 from agentcache.gateway.prompt_workers import Workers
 from agentcache.settings.config import Config
 from agentcache.settings.tables import AdapterFolder
-from agentcache.store.block_folder import BlockFolder
+from agentcache.store.block_folder import BlockReader
 from agentcache.store.store import Store
 from agentcache.text.grammars import compiler
 from agentcache.text.tokenizer import Tokenizer
@@ -213,7 +213,7 @@ def test_reading_blocks(
         expected = await complete(engine, "alice")
         await engine.call(EvictAgent("alice"))
         with monkeypatch.context() as patch:
-            patch.setattr(BlockFolder if place == "read_apart" else Store, place, throwing(kind))
+            patch.setattr(Store if place == "read_blocks" else BlockReader, place, throwing(kind))
             if place == "read_blocks":
                 patch.setattr("agentcache.agents.restore.Restorer._read_in_place", lambda self: False)
             assert await complete(engine, "alice") == expected

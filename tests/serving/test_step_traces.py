@@ -68,4 +68,4 @@ def test_traces_that_fail_are_done_with(
     monkeypatch.setattr(StepTraces, "_lay_out", failing)
     with caplog.at_level(logging.WARNING):
         assert answers(folder, tmp_path / "failing")[0] == expected
-    assert sum("a traced step fails" in record.message for record in caplog.records) == 1
+    assert sum("a traced step failed" in record.message for record in caplog.records) == 1
