@@ -113,7 +113,9 @@ class _StepBench:
     async def run(self) -> StepCost:
         await self._spend(_SHORT_TOKENS)
         gc.collect()
+        gc.freeze()  # as the server does
         costs = [await self._cost_of_a_step() for _ in range(self._plan.rounds)]
+        gc.unfreeze()
         return medians(costs)
 
     async def _cost_of_a_step(self) -> StepCost:

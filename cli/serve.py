@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
 import logging
@@ -156,6 +157,8 @@ def serve_on(listener: socket.socket, config: Config, *, as_json: bool) -> None:
 
     def on_start(failure: Exception | None) -> None:
         if failure is None:
+            gc.collect()
+            gc.freeze()
             announce(listener, config, engine.model.id, as_json=as_json)
         else:
             failures.append(failure)

@@ -288,6 +288,8 @@ class AsyncEngine:
         self._model = replace(self.model, adapters=self.adapters.list())
         await self._stop_engine(shutting_down())
         self._thread = self._make_thread(served)
+        # The server froze start-up objects, which include the old engine with its cache.
+        gc.unfreeze()
         self._adapters = self._completions = None
         gc.collect()
         mx.clear_cache()
@@ -299,6 +301,9 @@ class AsyncEngine:
                 await self.adapters.load(folder)
             except AgentCacheError as error:
                 log.warning("adapter %r is not served any more: %s", folder.name, error)
+        if self._warm_up:
+            gc.collect()
+            gc.freeze()
 
 
 class Gate:

@@ -187,7 +187,7 @@ def test_adapters_are_served_on(model: Path, tmp_path: Path, caplog: pytest.LogC
 
 
 def test_the_old_engine_leaves_memory(model: Path, tmp_path: Path) -> None:
-    """The model and its tokenizer go on; neither is read again."""
+    """Though a server freezes what start-up has made. The model and its tokenizer go on; neither is read again."""
 
     async def serve() -> None:
         engine = open_on(model, tmp_path)
@@ -197,6 +197,7 @@ def test_the_old_engine_leaves_memory(model: Path, tmp_path: Path) -> None:
             engine, lambda opened: (weakref.ref(opened.loaded.model), opened.loaded.tokenizer)
         )
         gc.collect()
+        gc.freeze()
         await until_chosen(engine)
         assert old() is None and cache() is None
         now = await inside.on_thread(engine, lambda opened: (opened.loaded.model, opened.loaded.tokenizer))
