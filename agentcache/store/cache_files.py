@@ -346,7 +346,12 @@ class CacheFiles:
     def open_regular(self, path: Path | str, max_bytes: int) -> RegularFile:
         """Open a regular file. Raises like `read`."""
         try:
-            fd = self._open_to_read(path)
+            try:
+                fd = self.open(path, os.O_RDONLY).fd
+            except FileNotFoundError:  # in a kept folder that another program may have replaced
+                if self._keeper != threading.get_ident() or not self.close_replaced():
+                    raise
+                fd = self.open(path, os.O_RDONLY).fd
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
@@ -361,14 +366,6 @@ class CacheFiles:
             os.close(fd)
             raise
         return RegularFile(fd, status.st_size)
-
-    def _open_to_read(self, path: Path | str) -> int:
-        try:
-            return self.open(path, os.O_RDONLY).fd
-        except FileNotFoundError:  # in a kept folder that another program may have replaced
-            if self._keeper != threading.get_ident() or not self.close_replaced():
-                raise
-            return self.open(path, os.O_RDONLY).fd
 
     def is_companion(self, path: Path | str) -> bool:
         """Whether the file is AppleDouble (metadata of macOS), by its content: an agent's id may start with `._`."""
