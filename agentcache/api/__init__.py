@@ -1,1 +1,1 @@
-"""Values that cross wings: what is asked of the engine, and what it answers."""
+"""Values that cross wings: requests, sampling, reports, statistics."""

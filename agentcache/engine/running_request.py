@@ -45,7 +45,7 @@ LIVE = frozenset({State.WAITING, State.LOADING, State.RUNNING})
 
 @dataclass(eq=False)
 class Progress:
-    """What is computed and under way. Its methods write it, other modules only where said.
+    """A request's tokens on the device and its scheduling. Its methods write it; other modules only where named.
 
     Attributes:
         in_flight: tokens on the device.
@@ -88,7 +88,7 @@ class Progress:
         self.is_late = is_late
 
     def reset(self) -> None:
-        """Forget what the closed plan has computed. Results on the device are void."""
+        """Reset for another plan. Results on the device become void."""
         self.in_flight, self.is_late = 0, False
         self.row_state = self.launched_state = self.shown_state = self.source = None
 
@@ -120,7 +120,7 @@ class TurnOutput:
 
 @dataclass(eq=False)
 class RunningRequest:
-    """One running request: what was submitted, its plan, its progress, its output.
+    """One running request: submission, plan, progress, output.
 
     Tokens are known first and computed later: progress is `num_computed` of `len(token_ids)`. Preemption and failed
     restores close the plan and lose progress, but no tokens. `num_launched` includes tokens on the device.

@@ -28,7 +28,7 @@ class Stepper:
     """The steps of the device: built, started, awaited and applied, one ahead of the device.
 
     Args:
-        end: ends a request, with what it has or an error.
+        end: callback that ends a request with a finish reason or an error.
         fail: fails requests after an unforeseen exception.
         hand_over: delivers replies, before a batch whose start takes long.
     """

@@ -102,7 +102,7 @@ class AsyncEngine:
             return await completions.count_tokens(request)
 
     async def call(self, operation: Operation[T]) -> T:
-        """Run an operation of `gateway/operations.py`; its class says what it raises.
+        """Run an operation of `gateway/operations.py`; its class lists the errors.
 
         Its agents stay locked until it is done, even if the caller is cancelled.
         """

@@ -1,4 +1,4 @@
-"""Memory: what a step needs beside weights and cache, what is available, and MLX's limits.
+"""Memory: estimated use of a step beside weights and cache, available bytes, MLX's limits.
 
 On a Mac, a command buffer without enough memory ends the process: such a step must not start. `Probe` measures steps;
 attention beyond the probed depth follows from the cache's layout, and without a probe config.json stands for the model.

@@ -1,6 +1,6 @@
 """A request's plan: the caches, blocks and passes that compute it.
 
-The engine asks each plan the same questions. What is special about a way to compute is said in its plan only.
+The engine calls all plans alike. Only a plan's own module knows its way to compute.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class RequestPlan(ABC):
     Only the plan's own module writes its fields.
 
     Attributes:
-        use, origin: adapter and KV origin of what it computes; None for base.
+        use, origin: adapter, and origin of the computed KV; None for base.
         stepped_down: reason why the requested policy is not used.
         divergence: relative error of base's KV against the adapter's own; None if not measured.
         own_tokens: prompt tokens that the matched lineage contains.

@@ -1,4 +1,4 @@
-"""Parts of an adapter that act on keys and values, and the layout of residual KV: what they add to base's.
+"""Parts of an adapter that act on keys and values, and the layout of their residual KV.
 
 Adapters with equal As can share it, as a family (LRAgent, arXiv 2602.01053). Each token, layer and side has x·A:
 float16, one copy for all heads, before rope. For models that norm each head's keys, the norm factors are added.
