@@ -16,12 +16,7 @@ from agentcache.plans.planner import Planner
 
 
 class Admission:
-    """Admits requests to the cache: opens plans, restores blocks, preempts.
-
-    Args:
-        end: callback that ends a request.
-        fail: callback that fails requests after an unforeseen exception.
-    """
+    """Admits requests to the cache: opens plans, restores blocks, preempts."""
 
     def __init__(
         self,
@@ -47,7 +42,6 @@ class Admission:
         self._fail = fail
 
     def plan(self, running: RunningRequest) -> None:
-        """Choose how a new request is computed."""
         running.plan = self._planner.plan(running.submitted, running.token_ids)
 
     def admit(self) -> None:
@@ -80,7 +74,7 @@ class Admission:
             self._begin_state(running)
 
     def _begin_state(self, running: RunningRequest) -> None:
-        """Arrays are values, so the checkpoint's slot is free once loaded."""
+        """Arrays are values: once loaded, the checkpoint's slot is free."""
         sequence = running.open_plan.sequence
         if sequence.state is not None:
             running.progress.begin(self._device.row_state(sequence.state))
@@ -116,10 +110,7 @@ class Admission:
         self._requests.move(running, State.RUNNING if restored.complete else State.WAITING)
 
     def reserve(self, running: RunningRequest, num_tokens: int) -> int:
-        """Reserve blocks for the next tokens, halving a chunk until it fits.
-
-        Returns the number of tokens; 0 if the request must wait or has ended.
-        """
+        """Reserve blocks, halving a chunk until it fits. Returns the tokens; 0 if the request must wait or ended."""
         while running.state is State.RUNNING:
             cache = self._base
             try:
@@ -146,7 +137,7 @@ class Admission:
             self._end_with_what_there_is(running, _too_large(running, error))
 
     def fall_back(self, running: RunningRequest, why: StepDown) -> bool:
-        """Queue a request without output again, with its plan's fallback. False if it has none."""
+        """Queue a request without output again, with its plan's fallback; false if it has none."""
         plan = None if running.num_generated or running.plan is None else running.plan.fallback(why)
         if plan is None:
             return False
@@ -158,7 +149,6 @@ class Admission:
         return True
 
     def give_up(self, running: RunningRequest) -> None:
-        """End a request if memory does not suffice for one more token."""
         text = f"the machine has not enough free memory to go on behind {running.num_launched} tokens"
         self._end_with_what_there_is(running, Overloaded(text, code="insufficient_memory"))
 
@@ -166,7 +156,7 @@ class Admission:
         self._end(running, FinishReason.LENGTH if running.num_generated else error)
 
     def preempt(self, running: RunningRequest) -> None:
-        """Queue a running request again. Tokens without cached blocks are recomputed."""
+        """Queue a running request again; tokens without cached blocks are recomputed."""
         self.abandon_sequence(running)
         self._scheduler.preempt(running)
 

@@ -1,8 +1,4 @@
-"""A batch: the device's work for one step.
-
-It is built and started while the device computes the previous one, whose tokens may be its inputs. Batches that write
-by kernels queue on the device; otherwise `ModelRunner.start` waits.
-"""
+"""Batches: the device's work for one step, built and started while it computes the previous one."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ from agentcache.plans.plan import Pass
 
 @dataclass(frozen=True)
 class BatchRow:
-    """One row of a batch. `is_complete`: it computes the last known token, so that the next one is chosen."""
+    """One row of a batch. `is_complete`: it computes the last known token, so the next is chosen."""
 
     running: RunningRequest
     work: Pass
@@ -50,7 +46,7 @@ class BatchRow:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one row. `token` is None if the row is not complete; `prompt_scores` follow computed tokens."""
+    """One row's result. `token` is None if it is not complete; `prompt_scores` follow computed tokens."""
 
     row: BatchRow
     token: int | None
@@ -60,18 +56,10 @@ class Result:
 
 
 class Choice:
-    """The choice of a batch's next tokens.
+    """The choice of a batch's next tokens: with a grammar, made while the device computes the logits.
 
-    Grammar masks depend on the previous tokens. So with a grammar, it is made while the device computes the logits.
-
-    Args:
-        ends: tokens of each row, including the batch.
-        logits: [B, vocabulary].
-        last: int32 [B], the last tokens.
-        scored: rows that want scores.
-
-    Attributes:
-        tokens, scores: int32 [B], and those of `scored` rows; None before `make`.
+    `ends`: tokens of each row, including the batch. `logits`: [B, vocabulary]. `last`: last tokens, int32 [B].
+    `tokens` (int32 [B]) and `scores` (of `scored` rows) are None before `make`.
     """
 
     def __init__(
@@ -92,7 +80,7 @@ class Choice:
         return Choice(rows, ends, self._logits[index], self._last[index], scored)
 
     def late(self, seconds: float) -> list[int]:
-        """Wait up to `seconds` for all masks. Returns the rows whose mask is not ready."""
+        """Wait up to `seconds` for all masks. Returns the rows without one."""
         until, late = time.perf_counter() + seconds, list[int]()
         for place, row in enumerate(self.rows):
             following = row.running.output.matcher
@@ -104,7 +92,6 @@ class Choice:
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        """Arrays to evaluate."""
         if self.tokens is None:
             return (self._logits,)
         return (self.tokens, *self.scores.arrays) if self.scores is not None else (self.tokens,)
@@ -119,7 +106,7 @@ class Choice:
         self._logits = None  # lets MLX reuse its memory
 
     def masks(self) -> dict[int, np.ndarray]:
-        """Return masks by row. A finished grammar has none, as its token is not used."""
+        """Masks by row; none for a finished grammar, whose token is not used."""
         masks: dict[int, np.ndarray] = {}
         for place, row in enumerate(self.rows):
             following = row.running.output.matcher
@@ -168,10 +155,8 @@ class LateToken:
 class Batch:
     """A batch, started or not.
 
-    Attributes:
-        context: computed tokens of the first row.
-        choice: choice without late tokens; None if no row is complete.
-        awaits_choice: whether `choose` must be called, after `start` and the previous batch's results.
+    `context`: computed tokens of the first row. `choice`: without late tokens; None if no row is complete.
+    `awaits_choice`: call `choose`, after `start` and the previous batch's results.
     """
 
     def __init__(
@@ -224,7 +209,7 @@ class Batch:
         return self._started.done_at - self._started.began_at
 
     def choose(self, seconds: float) -> list[LateToken]:
-        """Choose tokens with a grammar. Returns those whose mask is not ready in `seconds`."""
+        """Choose tokens by grammars. Returns those whose mask is not ready in `seconds`."""
         assert self.choice is not None
         self.awaits_choice, choice = False, self.choice
         late = choice.late(seconds)

@@ -1,5 +1,3 @@
-"""Builds batches from the scheduler's plans: each row's inputs, reads and writes."""
-
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
@@ -16,7 +14,7 @@ from agentcache.plans.step_inputs import StepMaker
 
 
 class BatchBuilder:
-    """Builds the device's batches."""
+    """Builds batches from the scheduler's plans: each row's inputs, reads and writes."""
 
     def __init__(self, runner: ModelRunner, adapters: AdapterWeightSet, eos_ids: Collection[int]) -> None:
         self._runner = runner
@@ -27,10 +25,7 @@ class BatchBuilder:
         running.progress.sampler = Sampler(running.request.sampling, self._eos_ids)
 
     def build(self, rows: Sequence[RunningRequest], num_tokens: int, before: Batch | None, *, contended: bool) -> Batch:
-        """Build, but do not start, a batch of rows whose blocks are reserved. Advances their `in_flight`.
-
-        `before`: batch under way, whose tokens may be inputs.
-        """
+        """Build a batch of rows whose blocks are reserved. Advances `in_flight`; tokens of `before` may be inputs."""
         starts = [running.num_launched for running in rows]
         left = [running.num_to_launch for running in rows]
         inputs = self._inputs(rows, left, num_tokens, before)
@@ -83,11 +78,11 @@ class BatchBuilder:
     def _inputs(
         self, rows: Sequence[RunningRequest], left: Sequence[int], num_tokens: int, before: Batch | None
     ) -> mx.array:
-        """Return ids [B, num_tokens]. Rows with nothing `left` take the token that `before` chooses."""
+        """Ids [B, num_tokens]. Rows with nothing `left` take the token that `before` chooses."""
         if all(left):
             return mx.array([g.token_ids[g.num_launched : g.num_launched + num_tokens] for g in rows], mx.int32)
         choice = None if before is None else before.choice
-        assert choice is not None and choice.tokens is not None  # unknown tokens come from `before`
+        assert choice is not None and choice.tokens is not None
         indices = {row.running: index for index, row in enumerate(choice.rows)}
         known = [running.token_ids[-1] for running, count in zip(rows, left, strict=True) if count]
         if not known and [indices[running] for running in rows] == list(range(len(indices))):
@@ -97,7 +92,6 @@ class BatchBuilder:
         return mx.concatenate([choice.tokens, mx.array(known, mx.int32)])[mx.array(order)][:, None]
 
     def _choose(self, rows: Sequence[BatchRow], ends: Sequence[int], logits: mx.array, last: mx.array) -> Choice:
-        """Choose tokens now, or later if a row has a grammar."""
         scored = [
             i for i, row in enumerate(rows) if row.is_complete and row.running.request.sampling.logprobs is not None
         ]

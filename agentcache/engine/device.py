@@ -1,5 +1,3 @@
-"""The interface between the engine and the device."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -63,7 +61,7 @@ class Device(Protocol):
     def copied_blocks(self) -> int: ...
 
     def limit(self, plan: dict[RunningRequest, int]) -> dict[RunningRequest, int]:
-        """Return the part of a plan (tokens by request) that fits in memory."""
+        """The part of a plan (tokens by request) that fits in memory."""
 
     def prepare(self, running: RunningRequest) -> None:
         """Make its sampler."""
@@ -72,7 +70,7 @@ class Device(Protocol):
         """Build, but do not start, the step after `before`."""
 
     def at_fault(self, rows: Sequence[RunningRequest], num_tokens: int) -> Sequence[RunningRequest]:
-        """Return the rows of a failed build that fail alone too."""
+        """The rows of a failed build that fail alone too."""
 
     def copy_blocks(self, copies: Iterable[Copy]) -> None:
         """Copy before any later step reads the blocks."""
@@ -99,7 +97,7 @@ class Device(Protocol):
         """Move blocks before any later step reads them, and before `give_back`."""
 
     def give_back(self) -> None:
-        """Fit memory to the cache's slots, and return the rest to the system."""
+        """Fit memory to the cache's slots; return the rest to the system."""
 
 
 class MlxDevice:

@@ -109,10 +109,7 @@ class Engine:
         self._keep_precision = parts.keep_precision
 
     def close(self) -> None:
-        """Finish queued writes and release the cache folder.
-
-        First run posted functions until nothing `is_writing`: later outcomes have no effect.
-        """
+        """Finish queued writes, release the cache folder. Run posted functions first, until nothing `is_writing`."""
         try:
             self.device.wait()
         finally:  # also if the device has failed
@@ -121,7 +118,7 @@ class Engine:
             self.persistence.close()
 
     def add(self, running: RunningRequest) -> None:
-        """Queue a request's turn. Errors go to the request."""
+        """Queue a request. Errors go to it."""
         try:
             self._add(running)
         except EngineStopped:
@@ -139,10 +136,7 @@ class Engine:
         self.requests.move(running, State.WAITING)
 
     def end(self, running: RunningRequest, outcome: Outcome) -> None:
-        """Complete or fail a live request.
-
-        `outcome`: a reason keeps its results; an error leaves its agent unchanged.
-        """
+        """End a live request."""
         if running.state not in LIVE:
             return
         self.scheduler.stalled = False  # its blocks are free, or will be
@@ -159,11 +153,7 @@ class Engine:
             running.output.emit(outcome)
 
     def fail(self, requests: Collection[RunningRequest], error: BaseException) -> None:
-        """Fail requests after an unforeseen exception. Other requests continue.
-
-        Raises:
-            EngineStopped: the cache is not sound, the device has failed, or a rank is lost.
-        """
+        """Fail requests after an unforeseen exception. Raises EngineStopped if cache, device or ranks are unsound."""
         if isinstance(error, EngineStopped) or lost_rank(error) is not None:
             stop("a rank is lost", error)
         names = ", ".join(each.request.request_id for each in requests)
@@ -188,7 +178,6 @@ class Engine:
             self.end(running, failure)
 
     def cancel(self, running: RunningRequest) -> None:
-        """Cancel a request. Its agent is unchanged."""
         if running.state in LIVE:
             self.counters.cancelled += 1
             self.end(running, RequestCancelled("the request was cancelled"))
@@ -214,11 +203,7 @@ class Engine:
         return self.stepper.is_busy or self.scheduler.has_work
 
     def step(self) -> None:
-        """Run one step (`Stepper.step`).
-
-        An exception fails the request or the step that raised it, else all requests. Raises EngineStopped if that does
-        not suffice (`fail`).
-        """
+        """Run one step. An exception fails the request or the step that raised it, else all requests (`fail`)."""
         try:
             self.stepper.step()
         except BaseException as error:
@@ -248,7 +233,7 @@ class Engine:
                 self.cache.snapshots.evict(node)
 
     def relieve(self, level: Level) -> None:
-        """Free memory. If nothing is left to free, preempt a request."""
+        """Free memory, or else preempt a request."""
         if self.relief.relieve(level) and (victim := self.scheduler.victim()) is not None:
             self.preempt(victim)
 

@@ -8,7 +8,7 @@ from agentcache.engine.running_request import RunningRequest
 from agentcache.models.memory import Footprint, free_memory, spare_memory
 from agentcache.plans.step_inputs import step_bytes
 
-# Smaller steps always fit; asking the system costs time.
+# Always fits: asking the system costs time.
 _SMALL_STEP = 64 << 20
 _SHARE = 0.9  # of free memory; the rest covers errors of the estimate
 
@@ -19,10 +19,7 @@ _UNBOUNDED = 2**62
 class MemoryGuard:
     """Limits steps to free memory, by their estimated memory.
 
-    Args:
-        free: bytes that a step can allocate.
-        spare: bytes that can be taken permanently.
-        reserve: bytes kept free for steps.
+    In bytes, `free`: a step can allocate; `spare`: can be taken permanently; `reserve`: kept free for steps.
     """
 
     def __init__(
@@ -44,7 +41,7 @@ class MemoryGuard:
         return int(_SHARE * self.spare()) - self._reserve
 
     def limit(self, plan: dict[RunningRequest, int]) -> dict[RunningRequest, int]:
-        """Return the part of a plan that fits: fewer decode rows or a smaller chunk; empty if nothing fits."""
+        """The part of a plan that fits: fewer decode rows or a smaller chunk; empty if nothing fits."""
         while plan and not self._fits(needed := self._bytes(plan)):
             last, num_tokens = next(reversed(plan.items()))
             plan = dict(plan)

@@ -1,7 +1,4 @@
-"""Messages to the engine, with what each does there.
-
-The gateway sends them to the engine thread, which calls `dispatch`.
-"""
+"""Messages to the engine thread, with what each does there."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ Reply = Callable[[T | BaseException], None]
 
 
 class Message(ABC, Generic[T_co]):
-    """A message; a reply is of type T_co or an error. Created on the event loop, handled on the engine thread."""
+    """A message from the event loop, handled on the engine thread. A reply is a T_co or an error."""
 
     @abstractmethod
     def handle(self, engine: Engine, reply: Reply[T_co]) -> None:
@@ -41,7 +38,7 @@ class Message(ABC, Generic[T_co]):
 
 
 def dispatch(engine: Engine, message: Message[T], reply: Reply[T]) -> None:
-    """Handle a message on the engine thread. `reply` gets the result or an error, now or later."""
+    """Handle a message on the engine thread."""
     try:
         message.handle(engine, reply)
     except BaseException as error:

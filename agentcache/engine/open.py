@@ -64,7 +64,7 @@ from agentcache.text.replies.history import first_thought
 
 log = logging.getLogger("agentcache.engine")
 
-# Slots allocated at start, as new pages are slower than file reads: many for a small model, a first turn's for a large.
+# Allocated at start, as new pages are slower than file reads.
 _PREALLOCATED_BYTES, _PREALLOCATED_TOKENS, _MOST_PREALLOCATED_BYTES = 32 << 20, 8192, 256 << 20
 _WINDOWS_SHARE = 8  # divisor of the RAM budget: a chunk's window blocks
 _KERNELS_FOUND, _PREFILL_RATES = "kernels.json", "prefill.json"
@@ -88,16 +88,10 @@ def open_engine(
 ) -> Engine:
     """Load the model and open the cache folder, on the engine thread.
 
-    Args:
-        model_path: folder or hub id.
-        post: runs a callable on this thread soon; for any thread.
-        is_awaited: whether posted functions are pending; true if unknown.
-        give_up: callback, on its own thread, when a rank is lost.
-        served: model of a closed engine whose precision search has ended; it is not loaded again.
-        hand_over: delivers replies, before a batch whose start takes long.
-
-    Raises:
-        UnsupportedModel, CacheFolderInUse, ConfigError, StoreError, RankLost: the engine cannot start.
+    `model_path`: folder or hub id. `post`: runs a callable on this thread soon; for any thread. `is_awaited`: whether
+    posted functions are pending. `give_up`: called on its own thread when a rank is lost. `served`: model of a closed
+    engine whose precision search has ended, not loaded again. `hand_over`: delivers replies before a slow start of a
+    batch. Raises UnsupportedModel, CacheFolderInUse, ConfigError, StoreError, RankLost.
     """
     progress = progress or StartProgress()
     kernel_memo.recall(config.cache_dir / _KERNELS_FOUND)
@@ -349,11 +343,9 @@ class InspectedModel:
 
 
 def inspect_model(config: Config, model_path: str) -> InspectedModel:
-    """Load and verify a model as a server does. Precision measurements stay for later starts.
+    """Load and verify a model as a server does. Its precision measurements are kept for later starts.
 
-    Raises:
-        UnsupportedModel: it cannot be served.
-        ConfigError: it does not fit.
+    Raises UnsupportedModel, or ConfigError if it does not fit.
     """
     wishes = Wishes.of(config)
     loaded = load(

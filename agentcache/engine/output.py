@@ -130,7 +130,7 @@ class Output:
         return tuple(shown)
 
     def generated(self) -> Generated:
-        """Return text and tokens for the transcript: none that reach into a stop string."""
+        """Text and tokens for the transcript: none that reach into a stop string."""
         text, ends = self._detokenizer.text, self._detokenizer.ends
         if self._end is None:
             return Generated(text, self._ids, ends)

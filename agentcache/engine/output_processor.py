@@ -62,10 +62,7 @@ class OutputProcessor:
             self._persistence.release(running.output.saved_early.pop(cache), cache)
 
     def _extended(self, running: RunningRequest) -> AgentRecord | None:
-        """Return the lineage that the turn replaces, if unchanged since the match.
-
-        An edit becomes a new lineage, so that the old one stays available.
-        """
+        """The lineage that the turn replaces, if unchanged since the match. An edit becomes a new lineage."""
         found = running.submitted.found
         if found is None or not running.submitted.goes_on or self._pins.has_lineage(found.name):
             return None
@@ -159,7 +156,7 @@ class OutputProcessor:
             self._commit(running, transcript, repeated)
 
     def _repeated_tokens(self, running: RunningRequest, transcript: Transcript) -> int:
-        """Return tokens at which the next prompt probably starts anew: none if the reply has no thought to drop."""
+        """Tokens at which the next prompt probably starts anew: none if the reply has no thought to drop."""
         repeated = running.submitted.repeated_tokens
         if repeated == running.num_prompt_tokens and not ends_with_thought(transcript, self._tokenizer.reply_format):
             self._cache.checkpoints.expect_no_start(running.open_plan.sequence)

@@ -1,9 +1,3 @@
-"""In-flight prefix sharing: concurrent prompts compute a common prefix once.
-
-A running prompt takes blocks that other requests publish. It waits while its source request computes the block that it
-needs next. If its turn comes first, the source request runs instead.
-"""
-
 from __future__ import annotations
 
 from agentcache.agents.caches import KeptCache
@@ -13,7 +7,10 @@ from agentcache.engine.running_request import Requests, RunningRequest
 
 
 class PrefixSharing:
-    """Shares blocks between running prompts."""
+    """In-flight prefix sharing: running prompts take blocks that other requests publish.
+
+    A prompt waits while its source request computes its next block. If its turn comes, the source runs instead.
+    """
 
     def __init__(self, requests: Requests, base: KeptCache) -> None:
         self._requests = requests

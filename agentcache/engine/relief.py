@@ -1,8 +1,3 @@
-"""Frees memory under pressure: agents leave RAM before requests are refused.
-
-Only saved blocks leave, so agents stay warm. Unsaved checkpoints are written first and evicted at the next call.
-"""
-
 from __future__ import annotations
 
 import logging
@@ -20,7 +15,10 @@ _SHARES = {Level.WARNING: 0.5, Level.CRITICAL: 1.0}  # of unread blocks and chec
 
 
 class MemoryRelief:
-    """The memory pressure level, and frees memory for it."""
+    """Frees memory under pressure: saved blocks leave RAM before requests are refused.
+
+    Unsaved checkpoints are written first and evicted at the next call.
+    """
 
     def __init__(
         self,
@@ -41,10 +39,7 @@ class MemoryRelief:
         self._planner = planner
 
     def relieve(self, level: Level) -> bool:
-        """Free memory for a level, on change and while it lasts.
-
-        Returns whether only running requests hold more.
-        """
+        """Free memory, on change of level and while it lasts. Returns whether only running requests hold more."""
         self._enter(level)
         if level is Level.NORMAL:
             return False

@@ -37,7 +37,7 @@ class State(Enum):
     FAILED = "failed"
 
 
-# A finish reason keeps what was computed; an error leaves no trace.
+# A finish reason keeps what was computed; an error leaves the agent unchanged.
 Outcome = FinishReason | AgentCacheError
 
 LIVE = frozenset({State.WAITING, State.LOADING, State.RUNNING})
@@ -45,18 +45,17 @@ LIVE = frozenset({State.WAITING, State.LOADING, State.RUNNING})
 
 @dataclass(eq=False)
 class Progress:
-    """A request's tokens on the device and its scheduling. Its methods write it; other modules only where named.
+    """A request's tokens on the device and its scheduling; modules in brackets write the field.
 
     Attributes:
-        in_flight: tokens on the device.
         is_late: whether the next token awaits its grammar mask.
         row_state, launched_state: recurrent state after `num_computed`, `num_launched` tokens.
         shown_state: last recurrent state whose text is sent and thus final, with its token count.
         background: whether other requests go first (scheduler).
-        passed_over: number of times that another request went first (scheduler).
+        passed_over: times that another request went first (scheduler).
         decoded_at: number of its last decode step (scheduler).
         source: request that computes its next block (prefix sharing).
-        sampler: chooses its tokens (batch builder).
+        sampler: (batch builder).
         restored_bytes, restore_seconds: read from disk (admission).
     """
 
@@ -74,7 +73,7 @@ class Progress:
     restore_seconds: float = 0.0
 
     def launch(self, num_tokens: int, state: RowState | None = None) -> None:
-        """Count tokens of a step that is built."""
+        """Count tokens of a built step."""
         self.in_flight += num_tokens
         self.launched_state = state
 
@@ -95,15 +94,10 @@ class Progress:
 
 @dataclass(eq=False)
 class TurnOutput:
-    """What leaves the engine. Only the output processor writes it.
+    """What leaves the engine, written by the output processor.
 
-    Attributes:
-        text: text of the generated tokens.
-        emit: callback for updates, on the engine thread; the last one has a report or is an error.
-        matcher: grammar matcher.
-        shown_tokens: number of tokens whose text is sent.
-        record: lineage of this turn, before the turn.
-        saved_early: blocks sent to disk before the turn's end, by cache.
+    `emit`: called on the engine thread; the last update has a report or is an error. `shown_tokens`: number of tokens
+    whose text is sent. `record`: lineage before the turn. `saved_early`: blocks on their way to disk, by cache.
     """
 
     text: Output
@@ -120,15 +114,10 @@ class TurnOutput:
 
 @dataclass(eq=False)
 class RunningRequest:
-    """One running request: submission, plan, progress, output.
+    """One running request. Its progress is `num_computed` of `len(token_ids)`; generated tokens are appended.
 
-    Tokens are known first and computed later: progress is `num_computed` of `len(token_ids)`. Preemption and failed
-    restores close the plan and lose progress, but no tokens. `num_launched` includes tokens on the device.
-
-    Attributes:
-        plan: how it is computed (admission); None before it is queued.
-        token_ids: prompt, then generated tokens (output processor).
-        state: written by `Requests.move`.
+    Preemption and failed restores close the plan and lose progress, but no tokens. `num_launched` includes tokens on
+    the device. `plan`: None before it is queued.
     """
 
     submitted: SubmittedRequest
@@ -182,10 +171,7 @@ class RunningRequest:
 
     @property
     def can_decode(self) -> bool:
-        """Whether it can join the next decode step, perhaps with the token being chosen.
-
-        The first token is awaited, to be sent at once; the last one too, as none follows.
-        """
+        """Whether it can join the next decode step. The first and the last token are awaited, to be sent at once."""
         if not self.progress.in_flight:
             return self.num_to_launch == 1
         if self.progress.is_late or self.num_to_launch or not 0 < self.num_generated < self.submitted.max_tokens - 1:

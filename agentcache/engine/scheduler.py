@@ -17,9 +17,8 @@ _BACKGROUND_PATIENCE = 8
 class Scheduler:
     """Chooses the next request to admit, and the tokens of the next step.
 
-    Attributes:
-        stalled: whether the next request waits for blocks of running ones.
-        contended: whether the last plan delays decoding or a due chunk.
+    `stalled`: the next request waits for blocks of running ones. `contended`: the last plan delays decoding or a due
+    chunk.
     """
 
     def __init__(self, requests: Requests, *, max_running: int, token_budget: TokenBudget) -> None:
@@ -50,10 +49,7 @@ class Scheduler:
         return bool(self.running or (self.next_to_admit() and not (self.stalled and self.loading)))
 
     def next_to_admit(self) -> RunningRequest | None:
-        """Return the next request to admit, if the batch has room.
-
-        Background requests leave one place free for interactive ones.
-        """
+        """The next request to admit, if there is room; background requests leave one place for interactive ones."""
         first = min(self.waiting, key=_rank, default=None)
         if first is None:
             return None
@@ -69,9 +65,9 @@ class Scheduler:
         self.stalled = False
 
     def victim(self, *, beyond_base: bool = False) -> RunningRequest | None:
-        """Return the request to preempt: background first, then the youngest. The oldest always completes.
+        """The request to preempt: background first, then the youngest, so that the oldest completes.
 
-        `beyond_base`: whether it must have blocks in another cache than base's.
+        `beyond_base`: only those with blocks in another cache than base's.
         """
         among = [each for each in self.running if len(each.open_plan.tables) > 1] if beyond_base else self.running
         return max(among, key=_rank) if len(among) > 1 else None
@@ -82,11 +78,10 @@ class Scheduler:
         self.preemptions += 1
 
     def schedule(self) -> dict[RunningRequest, int]:
-        """Return tokens per request for the next step; empty if all wait for the step under way.
+        """Tokens per request for the next step; empty if all wait for the step under way.
 
         A step is one token of each decoding request of one model, or one chunk. While requests decode, a chunk follows
-        a decode step, once decoding has had its share. Short prompts and first tokens of answers may go early, balanced
-        later. A source request takes its prompt's turn.
+        decode steps; `TokenBudget` balances what goes early. A source request takes its prompt's turn.
         """
         decoding = [running for running in self.running if running.can_decode]
         prompts = [running for running in self.running if running.can_prefill]

@@ -25,13 +25,7 @@ _NOTHING_ELSE = 0.05  # seconds to wait for a mask if idle, before reading messa
 
 
 class Stepper:
-    """The steps of the device: built, started, awaited and applied, one ahead of the device.
-
-    Args:
-        end: callback that ends a request with a finish reason or an error.
-        fail: fails requests after an unforeseen exception.
-        hand_over: delivers replies, before a batch whose start takes long.
-    """
+    """The steps of the device: built, started, awaited and applied, one ahead of the device."""
 
     def __init__(
         self,
@@ -69,8 +63,8 @@ class Stepper:
     def step(self) -> None:
         """Build and start the next batch, then await the previous one and apply its results.
 
-        So the device stays busy. Results may void rows of the next batch (`BatchRow.is_void`; see `ModelRunner`). With
-        a grammar, its tokens are chosen after the previous ones; a row whose mask is late skips steps.
+        Results may void rows of the next batch (`BatchRow.is_void`; see `ModelRunner`). With a grammar, its tokens are
+        chosen after the previous ones; a row whose mask is late skips steps.
         """
         self._admission.admit()
         self._sharing.look()
@@ -99,7 +93,6 @@ class Stepper:
             self._late[0].wait(_NOTHING_ELSE)
 
     def _complete(self, done: Step, following: Step | None) -> None:
-        """Await a batch and apply its results."""
         try:
             done.wait()
             self._note_time(done)

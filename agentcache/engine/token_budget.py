@@ -1,8 +1,7 @@
-"""The token budget: divides device time between decoding and prefill.
+"""Divides device time between decoding and prefill.
 
-It counts time, not tokens, as a chunk can cost a hundred decode steps. While requests decode, a chunk takes at most
-`max_stall`, and decoding then gets its share. Short prompts and first tokens of answers may go early; the decode
-deficit balances that later.
+While requests decode, a chunk takes at most `max_stall`, and decoding then gets its share. Short prompts and first
+tokens of answers may go early; the decode deficit, in seconds, balances that later.
 
 Without decoding, no current measurement counts: where a prompt is cut decides the last bits of its KV, which must not
 depend on load.
@@ -43,10 +42,8 @@ def idle_chunk(chunk: int, *, max_stall: float, token_seconds: float) -> int:
 class TokenBudget:
     """Measured rates and the decode deficit.
 
-    Args:
-        max_stall: longest chunk, in seconds, while requests decode.
-        chunk, idle_chunk: largest chunk, in tokens, while requests decode, and otherwise.
-        token_seconds: assumed rate before a measurement; inf if unknown.
+    `max_stall`: longest chunk, in seconds, while requests decode. `chunk`, `idle_chunk`: largest, in tokens, while
+    requests decode, and otherwise. `token_seconds`: rate before a measurement; inf if unknown.
     """
 
     def __init__(
@@ -60,7 +57,7 @@ class TokenBudget:
         self._rates: dict[int, _Rate] = {}  # by depth, a power of two
         self._step_seconds = 0.0
         self._patience = min(PATIENCE * max_stall, _MOST_PATIENCE)
-        self._deficit = 0.0  # decode deficit in seconds; negative if decoding is ahead
+        self._deficit = 0.0  # negative if decoding is ahead
 
     @property
     def largest_chunk(self) -> int:

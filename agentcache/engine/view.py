@@ -19,11 +19,8 @@ from agentcache.text.tokenizer import Tokenizer
 class ServedModel:
     """Constants of the served model, for any thread.
 
-    Args:
-        num_token_ids: bound of the token ids; None if unknown.
-        modules: modules that adapters can change.
-        check_lossy: raises UnsupportedPolicy for an adapter that lossy policies cannot use; None without such policies.
-        is_provisional: whether the precision search is unfinished.
+    `num_token_ids`: their bound; None if unknown. `check_lossy`: raises UnsupportedPolicy for an adapter that lossy
+    policies cannot use; None without such policies. `is_provisional`: the precision search is unfinished.
     """
 
     path: Path
@@ -61,11 +58,9 @@ class EngineView:
         return min(self.model.max_context, self.max_cached_tokens) - 1
 
     def check(self, num_prompt_tokens: int, param: str = "prompt", *, counted: bool = True) -> None:
-        """Raise if a prompt cannot run. Without `counted`, its number of tokens is a lower bound.
+        """Raise InvalidRequest or ContextLengthExceeded if a prompt cannot run.
 
-        Raises:
-            InvalidRequest: the prompt is empty or does not fit in RAM.
-            ContextLengthExceeded: the prompt exceeds the model's context.
+        Without `counted`, its number of tokens is a lower bound.
         """
         how_many = f"the prompt has {'' if counted else 'at least '}{num_prompt_tokens} tokens"
         if num_prompt_tokens == 0:

@@ -1,7 +1,7 @@
 """Steps on dummy tokens at start: to warm up, and to measure the seconds per prompt token.
 
-That rate is measured once per model, device and MLX version. It decides where prompts are cut, and thus the last bits
-of their KV. So it must not vary with load.
+That rate decides where prompts are cut, and thus the last bits of their KV, so it must not vary with load: it is
+measured once per model, device and MLX version.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ _STEPS_OF_CUDA = (*_STEPS, (2, 1), (1, 256))
 
 
 def warm_up(cache: PrefixCache, runner: ModelRunner, restorer: Restorer, max_context: int) -> float:
-    """Restore blocks of zeros and compute steps after them, in existing slots, up to 16K tokens.
+    """Restore blocks of zeros and compute steps after them, or the first long turn pays for page faults.
 
-    Otherwise the first long turn pays for page faults. Returns seconds per token of a short turn; inf if not
-    measured.
+    Returns seconds per token of a short turn; inf if not measured.
     """
     capacity = BLOCK_SIZE * min((pool.capacity for pool in cache.slots.pools), default=1)
     num_tokens = min(_MOST_TOKENS, capacity, max_context)
