@@ -1,9 +1,4 @@
-"""Quantise a step's new keys and values to 4 bits, and write them into the arenas: one launch per layer.
-
-The launch writes into its inputs, without MLX's knowledge. Every reader of these arrays in the same graph must take the
-output `written` (a zero) as an input, so that the device orders them. Slice updates would take six launches per layer,
-and launches dominate small steps.
-"""
+"""Quantise a step's keys and values to 4 bits into the arenas, in one launch per layer."""
 
 from __future__ import annotations
 
@@ -21,8 +16,7 @@ from agentcache.metal_kernels.kernel_text import NO_DEVICE, KernelText, device
 _THREADS = 256
 _MOST_TRACED = 32  # tokens per row; longer chunks vary in length and are rare
 
-# One thread per word of eight values. The threads of a quantisation group are neighbours in a simdgroup and compute the
-# group's range together. The arithmetic is mx.quantize's in float32.
+# One thread per word of eight values. Threads of a quantisation group share its range.
 _BODY = """
     const int i = int(thread_position_in_grid.x);
     const int lane = int(thread_index_in_simdgroup);
@@ -88,9 +82,7 @@ APPEND = KernelText(
 class Places(NamedTuple):
     """Slots of a step's tokens, for all layers of a group.
 
-    Args:
-        places: slot * 256 + offset of each token, int32 [B * n], row by row.
-        counts: B * n and n, int32 [2].
+    `places`: slot * 256 + offset, int32 [B * n], row by row. `counts`: B * n and n, int32 [2].
     """
 
     places: mx.array
@@ -106,22 +98,20 @@ def append(
 ) -> mx.array:
     """Quantise a step's keys and values as `mx.quantize` in float32, and write them into the arenas.
 
-    NaN becomes 0, and values saturate at 30,000.
+    NaN becomes 0, and values saturate at 30,000. MLX does not know that the launch writes into `arenas`: readers in the
+    same graph must take the result, a zero int32 [1], as an input, so that the device orders them.
 
     Args:
         sides: keys, and values if any, [B, H_kv, n, D].
         arenas: data, scales and biases of each side, [slots, H_kv, 256, ·]; modified in place.
         before: result of the last call for these arrays, which may still be running.
-
-    Returns:
-        int32 [1], a zero. Readers of `arenas` in the same graph must take it as an input.
     """
     before = nothing_written() if before is None else before
     return _appending(len(sides), group_size, sides[0].shape[2] <= _MOST_TRACED)(*sides, *places, before, *arenas)
 
 
 def packed_alone(x: mx.array, group_size: int) -> PackedArrays:
-    """Pack x [B, H, n, D] into new, evaluated arrays: data, scales, biases [B, H, n, ·]."""
+    """Pack x [B, H, n, D] into evaluated data, scales, biases [B, H, n, ·]."""
     batch, heads, num_tokens, dim = x.shape
     count = batch * num_tokens
     slots = -(-count // BLOCK_SIZE)
@@ -137,7 +127,6 @@ def packed_alone(x: mx.array, group_size: int) -> PackedArrays:
 
 @cache
 def _appending(num_sides: int, group_size: int, is_traced: bool) -> Callable[..., mx.array]:
-    """Traced for few tokens, since MLX otherwise builds the kernel's text in each call."""
     write = partial(_append, num_sides, group_size)
     return mx.compile(write) if is_traced and device() != NO_DEVICE else write
 

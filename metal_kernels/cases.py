@@ -23,11 +23,10 @@ TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}
 
 @dataclass(frozen=True)
 class Case:
-    """A step. Further fields as in `StepRows` and `HeadShape`.
+    """A step. Other fields are as in `StepRows` and `HeadShape`.
 
-    Args:
-        prefix: leading blocks shared by all rows that are long enough.
-        group: quantisation group size; None for the largest that divides `dim`.
+    `prefix`: leading blocks shared by all rows that are long enough. `group`: quantisation group size; None for the
+    largest that divides `dim`.
     """
 
     dim: int = 128
@@ -64,7 +63,7 @@ class Case:
 
 @dataclass
 class Arenas:
-    """A case's arrays in numpy."""
+    """Arrays of a `Case` in numpy."""
 
     case: Case
     block_ids: list[list[int]]
@@ -132,7 +131,7 @@ class Arenas:
         return mx.array(self.queries.astype(np.float32)).astype(self.case.dtype)
 
     def holding(self, place: int, new: mx.array, group_size: int) -> Arenas:
-        """A copy with one more token [keys and values, 1, H_kv, 1, D] at slot * 256 + offset."""
+        """A copy with token `new` [keys and values, 1, H_kv, 1, D] at slot * 256 + offset."""
         sides = []
         for side, x in zip((self.keys, self.values), new, strict=True):
             parts = [part.copy() for part in side]
@@ -213,7 +212,6 @@ def as_key_residuals(residuals: LowRankKeys, case: Case) -> KeyResiduals:
 
 
 def turns_of(angles: np.ndarray, num_positions: int, dtype: mx.Dtype, interleaved: bool = False) -> RopeTables:
-    """Tables of a rope with plain angles."""
     near, far = np.arange(NEAR)[:, None] * angles, np.arange(0, num_positions + STEP, STEP)[:, None] * angles
     tables = [laid_out(mx.array(np.cos(at)), mx.array(np.sin(at)), dtype) for at in (near, far)]
     return RopeTables(tables[0], tables[1], interleaved)
@@ -227,7 +225,7 @@ def error(actual: mx.array, expected: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class _Beside:
-    """Residual slots of a case, with NaN in unread places; `used` [slots, 256] are read."""
+    """Residual slots; NaN except in `used` [slots, 256]."""
 
     case: Case
     random: np.random.Generator
@@ -247,7 +245,6 @@ class _Beside:
         return cls(case, random, ids, used)
 
     def low_rank(self, rank: int, size: float = 0.3) -> LowRank:
-        """Return residuals whose products with B are about `size`."""
         low_rank = np.full((*self.used.shape, rank), np.nan, np.float16)
         low_rank[self.used] = self.random.standard_normal((self.used.sum(), rank))
         matrix = self.random.standard_normal((self.case.kv_heads, rank, self.case.dim)) * size * rank**-0.5
@@ -275,12 +272,12 @@ def _packed(case: Case, used: np.ndarray, random: np.random.Generator) -> Packed
     return data, scales, biases
 
 
-_ROPE_SCALE = 0.5  # arbitrary
+_ROPE_SCALE = 0.5
 
 
 @dataclass(frozen=True)
 class LatentCase:
-    """As `Case`; fields as in `StepRows` and `LatentShape`."""
+    """A step over latents. Fields are as in `StepRows` and `LatentShape`."""
 
     rank: int = 64
     rope: int = 32
@@ -304,7 +301,7 @@ class LatentCase:
 
 @dataclass
 class Latents:
-    """A case's arrays in numpy."""
+    """Arrays of a `LatentCase` in numpy."""
 
     case: LatentCase
     block_ids: list[list[int]]

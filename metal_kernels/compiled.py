@@ -1,8 +1,7 @@
-"""Compile kernels for CUDA, and cache the results across processes.
+"""Compile kernels for CUDA and cache them on disk: `mx.fast.cuda_kernel` takes seconds in each process.
 
-`mx.fast.cuda_kernel` compiles every kernel again in each process, behind large headers, which takes seconds. The cached
-code is executed. So it has a folder of its own, apart from models and agents' files, which may come from elsewhere. A
-file is used only if no other user can write to the folder and its checksum is right.
+Cached code is executed. So it has a folder apart from models and agents' files, which may come from elsewhere; no other
+user may write there, and a file's checksum must be right.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def default_folder() -> Path:
 
 
 class CompiledKernels:
-    """A file is a checksum and a cubin. Its name is a hash of everything that the cubin depends on."""
+    """Cubins, each in a file behind its checksum, named by a hash of all that it depends on."""
 
     def __init__(self, folder: Path, compiler: Compiler) -> None:
         self._compiler = compiler
@@ -149,7 +148,7 @@ class Compiler:
         return major.value, minor.value
 
     def compile(self, text: str) -> bytes:
-        """Compile to a cubin. Raises DoesNotCompile, with the compiler's log."""
+        """Compile to a cubin. Raises DoesNotCompile."""
         program = ctypes.c_void_p()
         self._call("nvrtcCreateProgram", ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None)
         try:
@@ -174,7 +173,7 @@ class Compiler:
 
 
 def loaded_library() -> Path:
-    """The library that this process has loaded. Raises NoCompiler."""
+    """The NVRTC that this process has loaded. Raises NoCompiler."""
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     except OSError as error:

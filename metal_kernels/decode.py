@@ -1,16 +1,13 @@
-"""Attention of few queries over packed blocks, in place.
+"""Attention of few queries over packed blocks in place (flash-decoding, arXiv 2311.01282).
 
-A **group** is a set of queries that read the same tokens of one block table: queries of one row, or of several rows
-with the same first blocks. A threadgroup computes one split of a group's tokens for one kv head and all its query
-heads, so that every packed byte is read once per group (flash-decoding, arXiv 2311.01282; shared prefixes as in
-Hydragen, arXiv 2402.05099). `merge` merges the splits of up to two sets of groups, and adds the sinks. Sums are in
-float; 16-bit models multiply in half, whatever their dtype.
+A threadgroup computes one split of a group's tokens (`Span`) for one kv head and all its query heads, so that every
+packed byte is read once per group (shared prefixes: Hydragen, arXiv 2402.05099). `merge` merges the splits of up to two
+sets of groups. Sums are in float; 16-bit models multiply in half.
 
-**Residuals.** Rows of an adapter that shares base's KV add (x·A)·B to it (ForkKV, arXiv 2604.06370). A token's x·A is
-staged behind its value, so that one product with the weights sums both; the merge multiplies the second sum with B: out
-= P·V + (P·x·A)·B. A key's residual R(x·A·B) is rebuilt where it is multiplied, for all query heads of a kv head at once
-(`rope_tables`). For normed keys, base's scores are divided by the norm factor without the adapter before that, and the
-sum is multiplied by the one with it.
+Rows with residuals (ForkKV, arXiv 2604.06370) add (x·A)·B to base's KV: out = P·V + (P·x·A)·B. A token's x·A is staged
+behind its value, so that one product with P sums both; `merge` multiplies with B. A key's residual R(x·A·B) is rebuilt
+where it is multiplied, for all query heads at once. For normed keys, base's scores are first divided by the norm factor
+without the adapter, and the sum is multiplied by the one with it.
 """
 
 from __future__ import annotations
@@ -91,12 +88,9 @@ class ValueResiduals(NamedTuple):
 
 
 class KeyResiduals(NamedTuple):
-    """Residuals of keys.
+    """Residuals of keys: x·A, float16 [slots, 256, r], and B of `packed_b`.
 
-    Args:
-        low_rank: x·A, float16 [slots, 256, r].
-        norms: factors of each head's norm without and with the adapter, float16 [slots, 256, H_kv, 2], or None.
-        b: result of `packed_b`.
+    `norms`: factors of each head's norm without and with the adapter, float16 [slots, 256, H_kv, 2], or None.
     """
 
     low_rank: mx.array
@@ -106,7 +100,7 @@ class KeyResiduals(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """Residual KV of one adapter for a step's rows; keys and values use the same slots."""
+    """Residual KV of one adapter; keys and values use the same slots."""
 
     keys: KeyResiduals | None = None
     values: ValueResiduals | None = None
@@ -120,7 +114,6 @@ class Residuals(NamedTuple):
         return ResidualKind(value_rank, low_rank.shape[2], turns.pairs, turns.interleaved, norms is not None)
 
     def arrays(self, shape: HeadShape) -> Sequence[mx.array]:
-        """Inputs of `_compute`; placeholders stand for missing arrays."""
         none, nothing = no_residuals(shape.staged), no_residuals(mx.float16)
         values = (nothing, no_residuals(mx.float32)) if self.values is None else self.values
         if self.keys is None:
@@ -146,9 +139,9 @@ def decode(
 
     Args:
         softcap: scores become softcap * tanh(scores / softcap).
-        sinks: [H_q], one additional logit per head.
+        sinks: additional logits [H_q].
         written: result of `append` for these keys and values in the same graph.
-        residuals: residual KV, in the plan's `residual_ids`.
+        residuals: in the plan's `residual_ids`.
         threadgroups: number that fills the device.
     """
     kv_heads, dim = keys[0].shape[1], queries.shape[3]
@@ -162,7 +155,7 @@ def decode(
 
 
 class PreparedDecode(NamedTuple):
-    """A traced step for all layers of a group, with the arrays of its plan."""
+    """A traced step for all layers of a cache group."""
 
     compute: Callable[..., mx.array]
     shape: HeadShape
@@ -251,10 +244,9 @@ def _compute(kind: StepKind, queries: mx.array, *given: mx.array) -> mx.array:
 
 _THREADS = 512
 
-# For a short step this kernel is bound by memory latency. So PARTS sets of threads (a power of two) divide the splits,
-# every thread issues all its loads at once, and every simdgroup computes all weights itself: lane s has those of splits
-# s and s + 32. A thread of a set sums one value; those behind the first D are residuals, and a set's last threads may
-# have none. There are two sets of groups: places[2 * query] and the next give group and member, -1 for none.
+# Memory latency bounds short steps. So PARTS sets of threads (a power of two) divide the splits, every thread issues
+# all its loads at once, and every simdgroup computes all weights: lane s has those of splits s and s + 32. A thread
+# sums one value; values behind the first D are residuals, and a set's last threads may have none.
 _BODY = """
     const int at = int(threadgroup_position_in_grid.x);
     const int tid = int(thread_index_in_threadgroup);
@@ -347,13 +339,13 @@ def merge(
     shared_members: int = 1,
     has_sinks: bool = False,
 ) -> mx.array:
-    """Attention [B, H_q, n, D] (`out_shape`), from up to two sets of groups.
+    """Merge the splits of up to two sets of groups into attention [B, H_q, n, D] (`out_shape`).
 
     Args:
-        sums: own_sums, own_tops, shared_sums, shared_tops. For each split and query: weighted sums of values, float32
-            [rows, splits, D]; largest exponent and sum of weights, float32 [rows, splits, 2].
+        sums: own_sums, own_tops, shared_sums, shared_tops: weighted sums of values, float32 [rows, splits, D]; largest
+            exponent and sum of weights, float32 [rows, splits, 2].
         given: value_b, places, sinks, params.
-        own_members, shared_members: queries of a group in each set.
+        own_members, shared_members: queries per group.
     """
     batch, heads, num_tokens, _ = out_shape
     width = -(-shape.value_width // 32) * 32

@@ -21,9 +21,9 @@ _WIDTHS = 16
 
 @dataclass(frozen=True)
 class Span:
-    """A group: queries that read tokens `begin … end-1` of a table whose first block starts at position `base`.
+    """A group: queries (row * num_tokens + token) that read the same tokens, `begin … end-1`, of one block table.
 
-    `members`: query numbers, row * num_tokens + token.
+    `base`: position of the table's first block.
     """
 
     block_ids: tuple[int, ...]
@@ -34,7 +34,7 @@ class Span:
 
 
 class Groups:
-    """Groups of one launch as arrays, padded to `size` members."""
+    """Groups of one launch, padded to `size` members."""
 
     def __init__(self, spans: Sequence[Span], size: int) -> None:
         self.spans = tuple(spans)
@@ -59,7 +59,7 @@ class Groups:
         return ints(tuple(span.members + (-1,) * (self.size - len(span.members)) for span in self.spans))
 
     def places(self, num_queries: int) -> list[int]:
-        """group * size + member of each query; -1 for queries without a group."""
+        """group * size + member of each query; -1 without a group."""
         places = [-1] * num_queries
         for index, span in enumerate(self.spans):
             for member, query in enumerate(span.members):
@@ -67,7 +67,7 @@ class Groups:
         return places
 
     def splits(self, kv_heads: int, tokens_a_round: int, threadgroups: int) -> int:
-        """Number of splits of the tokens: enough to fill the device, each of a minimum size."""
+        """Number of splits that fills the device, unless they become too short."""
         wanted = -(-threadgroups // (len(self.spans) * kv_heads))
         return max(1, min(wanted, MAX_SPLITS, -(-self.longest // tokens_a_round)))
 
@@ -77,10 +77,10 @@ class StepRows:
     """Block tables and queries of a step's rows; the queries are their last `num_tokens` tokens.
 
     Args:
-        bases: position of each row's first token in its first block.
+        bases: position of each row's first block.
         lengths: tokens of each row before the step.
         window: most recent tokens attended to; None for all.
-        residual_ids: slots of the residuals of the same blocks; empty without.
+        residual_ids: slots of the same blocks' residuals, if any.
     """
 
     block_ids: Sequence[Sequence[int]]
@@ -95,14 +95,9 @@ class StepRows:
 
 
 class DecodePlan:
-    """Reads of a step's queries, for all layers of one cache group. Built once per step.
+    """Reads of a step's queries, for all layers of one cache group and all shapes with the same `Tiling`s.
 
-    Args:
-        shape: also valid for shapes with the same `Tiling`s.
-        least_saved: fewest tokens saved by a shared prefix that justify its launch.
-
-    Attributes:
-        beside: `own` with slots of residuals; None without.
+    `least_saved`: tokens that a shared prefix must save to justify its launch. `beside`: `own` with residuals' slots.
     """
 
     def __init__(self, shape: HeadShape, rows: StepRows, least_saved: int = 2048) -> None:
@@ -120,12 +115,12 @@ class DecodePlan:
 
     @cached_property
     def positions(self) -> mx.array:
-        """Position of each query, int32 [rows * num_tokens]."""
+        """Positions of the queries, int32 [rows * num_tokens]."""
         return ints(tuple(length + token for length in self.rows.lengths for token in range(self.rows.num_tokens)))
 
     @cached_property
     def places(self) -> mx.array:
-        """Places in `own` and `shared`, int32 [rows * num_tokens, 2]."""
+        """`Groups.places` in `own` and `shared`, int32 [rows * num_tokens, 2]."""
         count = len(self.rows.lengths) * self.rows.num_tokens
         shared = [-1] * count if self.shared is None else self.shared.places(count)
         return ints(tuple(zip(self.own.places(count), shared, strict=True)))
@@ -133,13 +128,13 @@ class DecodePlan:
 
 @one_a_thread
 def no_sinks() -> mx.array:
-    """Placeholder input for missing sinks."""
+    """Placeholder for missing sinks."""
     return mx.zeros(1)
 
 
 @one_a_thread
 def nothing_written() -> mx.array:
-    """Placeholder input if no `append` is in the same graph."""
+    """Placeholder if no `append` is in the same graph."""
     return mx.zeros(1, mx.int32)
 
 
@@ -154,10 +149,7 @@ class Prefix:
 
 
 def shared_prefixes(rows: StepRows, least_saved: int) -> list[Prefix]:
-    """Sets of rows with the same first slots, each with its common prefix.
-
-    The prefix excludes every row's last block, so that each row has tokens of its own.
-    """
+    """Common prefixes of rows, without a row's last block: each row needs tokens of its own."""
     by_first: dict[int, list[int]] = {}
     for row, (ids, base, length) in enumerate(zip(rows.block_ids, rows.bases, rows.lengths, strict=True)):
         if base == 0 and length >= BLOCK_SIZE:
@@ -189,7 +181,7 @@ def shared_spans(rows: StepRows, prefixes: Sequence[Prefix], size: int) -> tuple
 
 
 def own_spans(rows: StepRows, prefixes: Sequence[Prefix], size: int) -> tuple[list[Span], int]:
-    """Groups of at most `size` queries of one row, over the tokens outside shared prefixes; and `size`."""
+    """Groups of at most `size` queries of one row, over tokens outside shared prefixes; and `size`."""
     read = {row: prefix.num_tokens for prefix in prefixes for row in prefix.rows}
     spans = []
     for row, (ids, base, length) in enumerate(zip(rows.block_ids, rows.bases, rows.lengths, strict=True)):

@@ -138,7 +138,7 @@ METAL_FUNC void add_keys(thread Sums<Q>* scores, thread Left<S, Q>* queries, SHA
 """
 
 # Query rows in a tile: member * GQA + head within the kv head. COOPERATIVE: each simdgroup has its own queries, and all
-# unpack tokens for each other. Otherwise each has its own tokens, and all have the same queries.
+# unpack tokens for each other. Otherwise each has its own tokens, and all the same queries.
 _BODY = """
     const int lane = int(thread_index_in_simdgroup);
     const int sg = int(simdgroup_index_in_threadgroup);

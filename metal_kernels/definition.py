@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from agentcache.blocks.keys import BLOCK_SIZE
 
 Array = NDArray[np.float64]
-# data uint32 [slots, H_kv, 256, D/8], scales and biases float16 [slots, H_kv, 256, D/group_size]
+# As `decode.PackedArrays`.
 PackedNumpy = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def unpacked(packed: PackedNumpy, bits: int = 4) -> Array:
-    """Unpack to [..., D]: value = q * scale + bias, lowest bits first."""
+    """Unpack to [..., D]: q * scale + bias, lowest bits first."""
     data, scales, biases = packed
     codes = (data[..., None] >> np.arange(0, 32, bits, dtype=np.uint32)) & (2**bits - 1)
     values = codes.reshape(*data.shape[:-1], scales.shape[-1], -1).astype(np.float64)
@@ -25,10 +25,7 @@ def unpacked(packed: PackedNumpy, bits: int = 4) -> Array:
 
 
 def packed(x: Array, group_size: int) -> tuple[NDArray[np.uint32], Array, Array]:
-    """Pack [..., D] to 4 bits as `mx.quantize`: data [..., D/8], scales and biases [..., D/group_size], not rounded.
-
-    A group's value farthest from zero is exact if a whole number of steps fits between it and zero.
-    """
+    """Pack [..., D] to 4 bits as `mx.quantize`: data [..., D/8], scales and biases [..., D/group_size], not rounded."""
     groups = np.clip(np.nan_to_num(x, nan=0.0), -30000, 30000).reshape(*x.shape[:-1], -1, group_size)
     low, high = groups.min(axis=-1), groups.max(axis=-1)
     width = np.maximum((high - low) / 15, 1e-7)
@@ -98,10 +95,10 @@ class LowRankKeys:
     """Residuals of keys.
 
     Args:
-        added: x·A·B before rope, with the norm's weights γ if keys are normed.
-        norms: factors ρ of keys without and with the adapter, [slots, 256, H_kv, 2]; None without norm.
-        angles: rotation of each pair per position, [pairs].
-        interleaved: whether a pair's values are neighbours, not half of the rotated values apart.
+        added: x·A·B before rope, times the norm's weights if keys are normed.
+        norms: norm factors of keys without and with the adapter, [slots, 256, H_kv, 2]; None without norm.
+        angles: rotation per position, [pairs].
+        interleaved: as in `HeadShape`.
     """
 
     added: LowRank
@@ -110,7 +107,7 @@ class LowRankKeys:
     interleaved: bool
 
     def of_row(self, row: int, keys: Array, base: int) -> Array:
-        """Keys [H_kv, num_tokens, D] with residuals; the first is at position `base`."""
+        """Add residuals to keys [H_kv, num_tokens, D]; the first is at position `base`."""
         count = keys.shape[1]
         added = self.turned(self.added.of_row(row, count), base)
         if self.norms is None:
@@ -145,10 +142,7 @@ def latent_attention(
     scale: float,
     bits: int = 4,
 ) -> Array:
-    """Attention of the queries [B, H, n, rank + rope] over latents, one head of keys; [B, H, n, rank].
-
-    Values are the first `rank` values of a latent.
-    """
+    """Attention of the queries [B, H, n, rank + rope] over latents; [B, H, n, rank]."""
     rows = []
     for query, ids, length in zip(queries, block_ids, lengths, strict=True):
         keys = row_of(latents, ids, length + query.shape[1], bits)

@@ -1,18 +1,18 @@
 """Kernel sources for two compilers, and their launches.
 
-A kernel's body uses the common subset of Metal and CUDA. A prelude for each supplies the rest: on CUDA names of types
-and address spaces, on both the tile primitive, products of small matrices by a whole simdgroup.
+A kernel's body uses the common subset of Metal and CUDA. A prelude for each supplies the rest: names, and products of
+small matrices by a whole simdgroup.
 
-**Tiles.** `Sums<Q>` holds 8Q x 8 float sums, `Left<S, Q>` an 8Q x 16 left operand of type S (half or float); rows are
-queries. A lane has two neighbouring elements of a row: row `tile_row(lane)` of each eight, columns `tile_column(lane)`
-and the next. `simd_shuffle_xor` with `ROW_PEER_1` and `ROW_PEER_2` reaches a row's four lanes. `add_product_rows`
-multiplies with 8 rows of 16 values in threadgroup memory (keys), transposed; `add_product_columns` with K rows of 8
-(values). K is 16; in float it may be 8, which uses the left operand's first 8 columns. Metal has `simdgroup_matrix`;
-CUDA has `mma.m16n8k16` for half, and plain sums for float, since its matrix units round float to 10 bits.
+**Tiles.** `Sums<Q>` holds 8Q x 8 float sums, `Left<S, Q>` an 8Q x 16 left operand of half or float; rows are queries.
+A lane has two elements of a row: row `tile_row(lane)` of each eight, columns `tile_column(lane)` and the next.
+`simd_shuffle_xor` with `ROW_PEER_1` and `ROW_PEER_2` reaches a row's four lanes. `add_product_rows` multiplies with 8
+rows of 16 values in threadgroup memory (keys), transposed; `add_product_columns` with K rows of 8 (values). K is 16; in
+float it may be 8, which uses the left operand's first 8 columns. On CUDA, sums in float are plain: matrix units round
+float to 10 bits.
 
-**Keys made on chip.** `rebuild` computes 8 values of 16 keys from 16 low-rank ones; `turn` and `keep` convert them to a
-right operand in registers. On CUDA a lane has two neighbouring values of a token; on Metal, one value of two
-neighbouring tokens. A row of a rope table has, for every two neighbouring pairs, their two cosines and two sines.
+**Keys made on chip.** `rebuild` computes 8 values of 16 keys from 16 low-rank ones; `turn` and `keep` make a right
+operand of them in registers. On CUDA a lane has two neighbouring values of a token; on Metal, one value of two
+neighbouring tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import mlx.core as mx
 from agentcache.metal_kernels.compiled import cubin_of
 from agentcache.metal_kernels.prelude import CUDA, METAL
 
-# CUDA equivalents of Metal's thread attributes; threadgroups are one-dimensional.
+# Metal's thread attributes on CUDA; threadgroups are one-dimensional.
 _ATTRIBUTES = {
     "threadgroup_position_in_grid": "const uint3 {} = make_uint3(blockIdx.x, blockIdx.y, blockIdx.z);",
     "thread_position_in_grid": "const uint3 {} = make_uint3(blockIdx.x * blockDim.x + threadIdx.x, 0, 0);",
@@ -50,14 +50,14 @@ NO_DEVICE = "none"
 
 
 def device() -> str:
-    """The default device's back end."""
+    """The default device's back end: metal, cuda or `NO_DEVICE`."""
     if mx.default_device() != mx.gpu:
         return NO_DEVICE
     return "metal" if mx.metal.is_available() else "cuda" if mx.cuda.is_available() else NO_DEVICE
 
 
 def cuda_source(body: str) -> str:
-    """A body for `mx.fast.cuda_kernel`, with definitions of the attributes that it uses."""
+    """A body for CUDA, with definitions of the attributes that it uses."""
     named = [line.format(name) for name, line in _ATTRIBUTES.items() if re.search(rf"\b{name}\b", body)]
     return "\n".join([*named, body])
 
@@ -101,10 +101,7 @@ class KernelText:
         )
 
     def cuda_text(self, inputs: Sequence[mx.Dtype], outputs: Sequence[mx.Dtype], constants: Mapping[str, Any]) -> str:
-        """Complete CUDA source for arrays of these dtypes, similar to that of `mx.fast.cuda_kernel`.
-
-        Raises KeyError for dtypes but float32, float16, bfloat16, int32 and uint32.
-        """
+        """Complete CUDA source for arrays of these dtypes. Raises KeyError for dtypes outside `_CUDA_TYPES`."""
         taken = [f"const {_CUDA_TYPES[dtype]}* {name}" for name, dtype in zip(self.inputs, inputs, strict=True)]
         made = [f"{_CUDA_TYPES[dtype]}* {name}" for name, dtype in zip(self.outputs, outputs, strict=True)]
         known = "\n".join(_cuda_constant(name, value) for name, value in constants.items())
@@ -123,12 +120,9 @@ class KernelText:
         threads: int,
         outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]],
     ) -> list[mx.array]:
-        """Launch the kernel.
+        """Launch the kernel with `threads`, a multiple of 32, per threadgroup.
 
-        Args:
-            constants: compile-time constants by name; each combination is compiled once and, on CUDA, cached on disk.
-            threads: threads per threadgroup, a multiple of 32.
-            outputs: shape and dtype of each output.
+        Each combination of the compile-time `constants` is compiled once and, on CUDA, cached on disk.
         """
         is_cuda = device() == "cuda"
         given: dict[str, Any] = {

@@ -1,10 +1,8 @@
 """Multi-head latent attention of few queries over packed latents, in place (DeepSeek-V2, arXiv 2405.04434).
 
-A latent is key and value of all query heads: scores use its `rank + rope` values, results its first `rank`. It is
-unpacked once for both. A threadgroup computes a split of one query's tokens for up to 16 heads; its neighbours in the
-grid have the other heads, and read the same bytes from the device's cache. Simdgroups divide the latents' columns: each
-multiplies its own, all sum the scores together, and each sums the values of its columns. `merge` merges the splits.
-Sums are in float; 16-bit models multiply in half.
+A threadgroup computes a split of one query's tokens for up to 16 heads; its neighbours in the grid have the other
+heads, and read the same bytes from the device's cache. Simdgroups divide the latents' columns: each multiplies its own,
+all sum the scores together, and each sums the values of its columns. Dtypes are as in `decode`.
 """
 
 from __future__ import annotations
@@ -54,16 +52,15 @@ class LatentShape:
 
     @property
     def row_width(self) -> int:
-        """Row stride in threadgroup memory, padded so that rows start in different banks."""
+        """Row stride in threadgroup memory: rows start in different banks."""
         return self.dim + (4 if self.staged == mx.float32 else 8)
 
 
 @dataclass(frozen=True)
 class LatentTiling:
-    """Layout of a threadgroup, which computes up to 16 query heads of one query.
+    """Layout of a threadgroup.
 
-    A simdgroup multiplies 64 columns of the latents and sums 64 values, so that a thread's registers do not depend on
-    the latent's size.
+    A simdgroup multiplies 64 columns of the latents and sums 64 values: registers do not depend on the latent's size.
     """
 
     shape: LatentShape
@@ -75,7 +72,7 @@ class LatentTiling:
 
     @cached_property
     def head_groups(self) -> int:
-        """Threadgroups for different heads of the same latents."""
+        """Threadgroups per split, for different heads."""
         return -(-self.shape.heads // (8 * self.tiles))
 
     @cached_property
@@ -89,12 +86,12 @@ class LatentTiling:
 
     @property
     def fits(self) -> bool:
-        """Whether threadgroup memory suffices; in half, `tokens` must be 16 for CUDA."""
+        """Whether threadgroup memory suffices; half on CUDA needs 16 `tokens`."""
         return self._bytes(self.tokens) <= _THREADGROUP_BYTES and (self.tokens == 16 or self.shape.staged == mx.float32)
 
     @property
     def pool_size(self) -> int:
-        """Threadgroup memory in float4, for alignment: unpacked tokens, or first a part of the queries."""
+        """Threadgroup memory in float4, for alignment: first a part of the queries, then unpacked tokens."""
         return self._pool_bytes(self.tokens) // 16
 
     def _pool_bytes(self, tokens: int) -> int:
@@ -108,22 +105,20 @@ class LatentTiling:
 
 
 def partial_bytes(num_queries: int, heads: int, dim: int, threadgroups: int) -> int:
-    """Upper bound of a launch's partial results, for any context: 16 heads' sums per threadgroup.
-
-    A launch has at least one threadgroup per query and group of heads.
-    """
+    """Upper bound of a launch's partial results, for any context."""
+    # At least one threadgroup per query and group of heads.
     launched = threadgroups + num_queries * -(-heads // _MAX_HEADS)
     return launched * _MAX_HEADS * (dim + 2) * 4
 
 
 # Two per multiprocessor of an H100; not measured.
 THREADGROUPS = 264
-_LEAST_TOKENS = 64  # per split, which writes `rank` floats per head
+_LEAST_TOKENS = 64  # per split
 _LOG2_E = math.log2(math.e)
 
 
 class LatentPlan:
-    """Reads of a step's queries, for all layers of one cache group: a row's tokens up to each query."""
+    """Reads of a step's queries, for all layers of one cache group."""
 
     def __init__(self, rows: StepRows) -> None:
         self.rows = rows
@@ -132,7 +127,7 @@ class LatentPlan:
 
     @cached_property
     def places(self) -> mx.array:
-        """Input of `MERGE`, int32 [rows * num_tokens, 2]: each query is a group, without shared prefix."""
+        """Input of `MERGE`, int32 [rows * num_tokens, 2]."""
         return ints(tuple((query, -1) for query in range(len(self.groups.spans))))
 
 
@@ -161,9 +156,8 @@ def latent_decode(
 
     Args:
         queries: [B, H, n, rank], in the latent space.
-        rope_queries: [B, H, n, rope], for the latents' last values; multiplied by `rope_scale`.
-        written: result of `append` for these latents in the same graph.
-        threadgroups: number that fills the device.
+        rope_queries: [B, H, n, rope]; multiplied by `rope_scale`.
+        written, threadgroups: as in `decode`.
     """
     key = (shape, scale, rope_scale, threadgroups)
     if key not in plan.launches:
@@ -172,7 +166,7 @@ def latent_decode(
 
 
 class PreparedLatents(NamedTuple):
-    """A traced step for all layers of a group, with the arrays of its plan."""
+    """A traced step for all layers of a cache group."""
 
     compute: Callable[..., mx.array]
     arrays: Sequence[mx.array]

@@ -1,7 +1,6 @@
-"""Small arrays of plain numbers in device memory.
+"""Small arrays in device memory.
 
-On CUDA, MLX keeps small arrays made from Python in host memory, which each threadgroup would read over the bus. So they
-are copied once, into an array too large to reuse such a buffer.
+On CUDA, MLX keeps small arrays made from Python in host memory, which each threadgroup would read over the bus.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ import mlx.core as mx
 from agentcache.metal_kernels.kernel_text import device
 
 Make = Callable[..., mx.array]
-_BEHIND = 12288  # values (48 KB): allocations of this size never reuse a host buffer
+_BEHIND = 12288  # values (48 KB): arrays of this size never reuse a host buffer
 
 
 def on_device(x: mx.array) -> mx.array:
-    """Copy to the device's own memory; returns `x` itself on unified memory. Lazy."""
+    """Copy to the device's own memory, lazily; `x` itself except on CUDA."""
     if device() != "cuda":
         return x
     return mx.pad(x.flatten(), (0, _BEHIND))[: x.size].reshape(x.shape)
@@ -32,7 +31,7 @@ class _Made(threading.local):
 
 
 def one_a_thread(make: Make) -> Make:
-    """Cache results by thread and arguments: only the thread that made an unevaluated array can compute it."""
+    """Cache results by thread and arguments: only the thread that made a lazy array can compute it."""
     made = _Made(make)
 
     @wraps(make)
@@ -44,11 +43,11 @@ def one_a_thread(make: Make) -> Make:
 
 @one_a_thread
 def ints(values: tuple[Any, ...]) -> mx.array:
-    """An int32 array on the device, cached by its values."""
+    """An int32 array on the device."""
     return on_device(mx.array(values, mx.int32))
 
 
 @one_a_thread
 def floats(*values: float) -> mx.array:
-    """A float32 array on the device, cached by its values."""
+    """A float32 array on the device."""
     return on_device(mx.array(values, mx.float32))

@@ -1,8 +1,4 @@
-"""Rope tables for kernels, which compute no sines or cosines themselves.
-
-A key is rotated by its tile's first position, a multiple of 16, and by the offset behind it, so two small tables cover
-all positions.
-"""
+"""Rope tables for kernels, which compute no sines or cosines."""
 
 from __future__ import annotations
 
@@ -10,18 +6,17 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-# Positions between two rows of `far`; rows of `near`, which cover a tile that begins between two rows of `far`.
+# Positions between rows of `far`; rows of `near`, which cover a tile that begins between two rows of `far`.
 STEP, NEAR = 16, 32
 
 
 class RopeTables(NamedTuple):
-    """Rope tables of a layer.
+    """Rope tables of a layer: `far` rotates by a tile's first position, `near` by the offset behind it.
 
     Args:
-        near: positions 0 … 31, [32, 2 * pairs] in the layout of `laid_out` and the dtype of products, with rope's scale
-            factor.
+        near: positions 0 … 31, [32, 2 * pairs] as of `laid_out`, in the dtype of products, with rope's scale factor.
         far: every sixteenth position, [n, 2 * pairs], without that factor.
-        interleaved: whether a pair's values are neighbours.
+        interleaved: as in `HeadShape`.
     """
 
     near: mx.array
@@ -41,15 +36,12 @@ def laid_out(cosines: mx.array, sines: mx.array, dtype: mx.Dtype) -> mx.array:
 
 
 def no_rope(dtype: mx.Dtype) -> RopeTables:
-    """Placeholder tables for keys without rope."""
+    """Placeholders for keys without rope."""
     return RopeTables(mx.zeros(8, dtype), mx.zeros(8, dtype), False)
 
 
 def packed_b(b: mx.array, turns: RopeTables, dtype: mx.Dtype) -> mx.array:
-    """B of keys, float [H_kv, r, D], in the decode kernel's layout [H_kv, D, r'].
-
-    Transposed, the rank padded to a multiple of 16, first values of pairs before second ones.
-    """
+    """B of keys, float [H_kv, r, D], as [H_kv, D, r'], r' a multiple of 16; pairs' first values come first."""
     heads, rank, dim = b.shape
     if turns.interleaved:
         width = 2 * turns.pairs

@@ -1,7 +1,6 @@
-"""Check the kernels on this device in a child process before they are used.
+"""Compare the kernels with their definition in a child process, which a faulty kernel can end.
 
-A kernel that does not compile, or reads out of bounds, can end the process. The child computes steps of a shape and
-compares them with their definition. Run as a program, the module reads a shape from stdin and prints one line.
+As a program, the module reads a shape from stdin and prints one line.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from agentcache.metal_kernels.tiling import HeadShape, ResidualKind
 from agentcache.metal_kernels.unpack import unpack
 
 _COMMAND = (sys.executable, "-m", "agentcache.metal_kernels.self_test")
-_SECONDS = 180  # the first compilation on a Mac can be slow
+_SECONDS = 180  # a Mac's first compilation can be slow
 _APPENDED_BITS = 4
 _SCALE_ROUNDING = 1e-2  # for values of about 1: scales and biases are float16
 _DTYPES = {str(dtype): dtype for dtype in TOLERANCE}
@@ -36,7 +35,7 @@ _SHAPES: dict[str, type[Shape]] = {kind.__name__: kind for kind in (HeadShape, L
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether kernels may be used, or the reason why not."""
+    """Whether kernels are right, or the reason why not."""
 
     right: bool
     reason: str = ""
@@ -88,7 +87,7 @@ def _of_heads(shape: HeadShape) -> Iterator[tuple[str, float]]:
 
 
 def _pack_error(shape: HeadShape) -> float:
-    """Largest difference, except for ties between two codes."""
+    """Largest difference, without ties between two codes."""
     x = as_computed(np.random.default_rng(0).standard_normal((2, shape.kv_heads, 5, shape.dim)), shape.dtype)
     made = packed_alone(mx.array(x.astype(np.float32)).astype(shape.dtype), shape.group_size)
     words, *factors = (np.array(part) for part in made)
@@ -146,7 +145,7 @@ def _of_latents(shape: LatentShape) -> Iterator[tuple[str, float]]:
 
 
 def latent_steps(shape: LatentShape) -> dict[str, LatentCase]:
-    """The first compiles all kernels; the second has another grid."""
+    """Steps of this shape: the first compiles all kernels; the second has another grid."""
     return {
         "latent decode": _latent_case(shape, lengths=(300, 17)),
         "latent decode of several tokens": _latent_case(shape, lengths=(40,), num_tokens=3),

@@ -1,4 +1,4 @@
-"""Shapes for which the decode kernel is compiled, and its threadgroups."""
+"""Shapes and threadgroups of the decode kernel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class HeadShape:
         queries_per_head: query heads per kv head.
         dtype: of queries and results.
         value_rank, key_rank: ranks of residuals; 0 for none.
-        pairs: pairs of a key's values that rope rotates, a multiple of 8; only with key residuals.
+        pairs: pairs of a key's values that rope rotates, a multiple of 8; 0 without key residuals.
         interleaved: whether a pair's values are neighbours, not half of the rotated values apart.
     """
 
@@ -44,12 +44,12 @@ class HeadShape:
 
     @property
     def value_width(self) -> int:
-        """Summed values of a token: its value and its residual, padded to a multiple of 8."""
+        """A token's value and its residual, padded to a multiple of 8."""
         return self.dim + -(-self.value_rank // 8) * 8
 
     @property
     def row_width(self) -> int:
-        """Row stride in threadgroup memory, padded so that rows start in different banks."""
+        """Row stride in threadgroup memory: rows start in different banks."""
         width = max(self.value_width, self.dim + self.padded_key_rank)
         return width + (4 if self.staged == mx.float32 else 8)
 
@@ -78,12 +78,9 @@ NO_RESIDUALS = ResidualKind()
 
 @dataclass(frozen=True)
 class Tiling:
-    """Layout of a threadgroup.
+    """Layout of a threadgroup: `members` queries per group, `tiles` of eight query rows per simdgroup.
 
-    Args:
-        members: queries of a group.
-        tiles: tiles of eight query rows per simdgroup.
-        cooperative: whether every simdgroup has queries of its own.
+    `cooperative`: whether every simdgroup has queries of its own.
     """
 
     members: int
@@ -92,7 +89,7 @@ class Tiling:
     cooperative: bool
 
     def pool_size(self, shape: HeadShape) -> int:
-        """Threadgroup memory in float4, for alignment: unpacked tokens; first queries, last sums."""
+        """Threadgroup memory in float4, for alignment: queries, then unpacked tokens, last sums."""
         rows = self.tiles * 8 * (self.simdgroups if self.cooperative else 1)
         queries = rows * shape.row_width * shape.staged.size
         sums = 0 if self.cooperative else rows * shape.value_width * 4
@@ -101,7 +98,7 @@ class Tiling:
 
 @cache
 def own_tiling(shape: HeadShape, num_tokens: int) -> Tiling:
-    """For groups of one row's queries."""
+    """Layout for groups of one row's queries."""
     members = max(1, min(num_tokens, 16 // shape.queries_per_head))
     tiles = 1 if members * shape.queries_per_head <= 8 else 2
     return Tiling(members, tiles, _simdgroups(shape, tiles), cooperative=False)
@@ -109,7 +106,7 @@ def own_tiling(shape: HeadShape, num_tokens: int) -> Tiling:
 
 @cache
 def shared_tiling(shape: HeadShape) -> Tiling:
-    """For groups of queries of several rows."""
+    """Layout for groups of several rows' queries."""
     simdgroups = _simdgroups(shape, 2)
     return Tiling(max(1, simdgroups * 16 // shape.queries_per_head), 2, simdgroups, cooperative=True)
 

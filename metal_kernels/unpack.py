@@ -1,4 +1,4 @@
-"""Unpack one row's blocks, with or without residual KV, into contiguous keys or values, for flash attention."""
+"""Unpack one row's blocks, with or without residual KV, into contiguous keys or values for flash attention."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentcache.metal_kernels.rope_tables import STEP, RopeTables, no_rope
 
 _THREADS = 256
 
-# One thread per word of eight values. The thread of a group's first word loads its scale and bias.
+# One thread per word. The thread of a group's first word loads its scale and bias.
 _BODY = """
     const int i = int(thread_position_in_grid.x);
     const int lane = int(thread_index_in_simdgroup);
@@ -48,10 +48,9 @@ UNPACK = KernelText("agentcache_unpack", ("data", "scales", "biases", "table", "
 def unpack(
     packed: PackedArrays, block_ids: mx.array, num_tokens: int, dtype: mx.Dtype, written: mx.array | None = None
 ) -> mx.array:
-    """The first `num_tokens` tokens of the blocks `block_ids`, int32 [n], as [1, H_kv, num_tokens, D].
+    """Unpack the first tokens of the blocks `block_ids`, int32 [n], to [1, H_kv, num_tokens, D].
 
-    Args:
-        written: result of `append` for these arrays in the same graph.
+    `written`: result of `append` for these arrays in the same graph.
     """
     kv_heads, dim = packed[0].shape[1], packed[0].shape[3] * 8
     words = kv_heads * num_tokens * dim // 8
@@ -66,7 +65,7 @@ def unpack(
     return out
 
 
-_TOKENS = 4  # per thread, which loads a row of B once for all
+_TOKENS = 4  # per thread: a row of B is loaded once for all
 
 # One thread per two words of some tokens: words whose values rope pairs, or neighbours.
 _FUNCTIONS = """
@@ -191,7 +190,7 @@ class LowRankSide(NamedTuple):
         b: float32 [H_kv, r, D]; of normed keys, with the norm's weights.
         block_ids: slots of the residuals, int32 [n].
         norms: float16 [slots, 256, H_kv, 2]; None without norm.
-        turns: float32 rope tables; None without rope.
+        turns: float32; None without rope.
     """
 
     low_rank: mx.array
