@@ -39,7 +39,7 @@ class RenderedChat:
 class ChatRenderer:
     """Renders chats with a model's template. Thread-safe.
 
-    The first chat finds the template's repairs. They never change, so a conversation's prefix stays the same.
+    The template's repairs never change, so a conversation's prefix stays the same.
     """
 
     def __init__(
@@ -55,19 +55,15 @@ class ChatRenderer:
 
     @property
     def has_template(self) -> bool:
-        """Whether a chat template exists, even unused."""
         return self._template.exists
 
     @property
     def uses_template(self) -> bool:
-        """False without a template, and once it has refused every chat."""
+        """False, too, once the template has refused every chat."""
         return self._repairs is not NO_TEMPLATE
 
     def repairs(self) -> tuple[str, ...] | None:
-        """Return the template's `Repairs` by name; None if it is unused. The first call renders many probes.
-
-        Raises UnsupportedModel for a syntax error in the template.
-        """
+        """Return the template's repairs by name; None if unused. Raises UnsupportedModel for a syntax error in it."""
         found = self._find_repairs(UNLIMITED)
         return None if found is NO_TEMPLATE else found.names
 
@@ -98,9 +94,8 @@ class ChatRenderer:
     ) -> RenderedChat:
         """Render a chat as marked text. Special-token strings in it stay text.
 
-        Raises:
-            InvalidRequest: refused by the template, time or memory limit, reserved `template_kwargs`, deep nesting.
-            ContextLengthExceeded: the text is too long.
+        Raises InvalidRequest (refused by the template, time or memory limit, reserved `template_kwargs`, deep nesting)
+        and ContextLengthExceeded.
         """
         check_kwargs(template_kwargs or {})
         notes: list[str] = []
@@ -178,7 +173,6 @@ class ChatRenderer:
             return self._repairs
 
     def _probe(self, limit: WorkLimit, messages: Any, tools: Any, variables: Mapping[str, Any]) -> str:
-        # A probe ignores the request's token limit.
         work = WorkLimit(has_ended=limit.has_ended)
         if self._template.is_greedy(tools, work):
             raise InvalidRequest(
@@ -217,7 +211,7 @@ def _unseen_tools(text: str, tools: Sequence[Message] | None) -> Iterator[str]:
     functions = [tool.get("function", tool) for tool in tools or () if isinstance(tool, Mapping)]
     unseen, at = list[str](), 0
     for name in (str(each.get("name")) for each in functions if isinstance(each, Mapping)):
-        # Templates keep the order of tools: one pass finds all names.
+        # Templates keep the tools' order.
         found = text.find(name, at)
         found = text.find(name) if found < 0 else found
         if found < 0:

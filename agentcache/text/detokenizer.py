@@ -24,8 +24,8 @@ class DummySpace(Enum):
 class Detokenizer:
     """Converts one reply's tokens to text.
 
-    `ends[i]` is the text's length after token i. If that token ends inside a character or adds nothing, it is final
-    once a later token completes a character, or after `finish`. `control_ids` are tokens without text.
+    `ends[i]` is the text's length after token i. If that token ends inside a character or adds nothing, a later token
+    or `finish` makes it final. `control_ids` have no text.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Detokenizer:
         return self._parts[0]
 
     def add(self, token_id: int) -> str:
-        """Add one token; return the new final text."""
+        """Return the new final text."""
         if token_id in self._control_ids:
             new_text = self.finish()
             self.ends.append(self._length)
@@ -96,11 +96,7 @@ class Detokenizer:
 
 
 class TokenBytes:
-    """Decodes single tokens to bytes.
-
-    The `decoder` of tokenizer.json is ByteLevel, or SentencePiece ("▁" is a space, "<0xAB>" a byte). Raises
-    UnsupportedModel if it does not work token by token.
-    """
+    """Decodes single tokens to bytes. Raises UnsupportedModel if `decoder` does not work token by token."""
 
     def __init__(
         self,
@@ -123,7 +119,7 @@ class TokenBytes:
         self._known: dict[int, bytes] = {}
 
     def __call__(self, token_id: int) -> bytes:
-        """Return a token's bytes, a control token's string; empty beyond the vocabulary."""
+        """Return a token's bytes; none beyond the vocabulary."""
         known = self._known.get(token_id)
         if known is None:
             known = self._known[token_id] = self._compute(token_id)
@@ -182,7 +178,7 @@ def _byte_level_bytes(piece: str) -> bytes:
 
 @cache
 def _byte_of_character() -> dict[str, int]:
-    # GPT-2's alphabet: bytes that are not printable become characters from U+0100.
+    # GPT-2's alphabet of bytes.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}

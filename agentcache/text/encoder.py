@@ -31,8 +31,8 @@ _SPLITTING = {"ByteLevel", "Metaspace", "Split", "Digits", "Punctuation"}
 class MarkedEncoder:
     """Tokenises marked text. Thread-safe.
 
-    Sections (between control tokens) with marks use a copy of the tokenizer in which each control token is renamed to
-    its mark, so that its string is plain text.
+    A section between control tokens that has marks uses a tokenizer that knows control tokens by their marks: there,
+    their strings are plain text.
     """
 
     def __init__(self, saved: str, marks: Marks, controls: Mapping[int, str]) -> None:
@@ -87,10 +87,9 @@ class MarkedEncoder:
             limit.check(at_least)
 
     def _num_tokens(self, piece: str) -> int:
-        """Return a lower bound of a piece's tokens, without offsets, which are slow."""
         if not self._marks.are_in(piece):
             return len(self._backend.encode_batch_fast([piece], add_special_tokens=False)[0])
-        # Space next to a control token may vanish, and a section may begin with a token for a space.
+        # A lower bound: space next to a control token may vanish, and a section may begin with a token for a space.
         sections = [self._marks.unmark(section).strip() for section in self._control.split(piece)]
         plain = self._plain_backend.encode_batch_fast(sections, add_special_tokens=False)
         return sum(max(0, len(section) - 1) for section in plain) + len(sections) - 1
@@ -120,7 +119,7 @@ class MarkedEncoder:
         return not all(self._is_control(token, text) for token in found)
 
     def _encode_plain(self, section: str, begin: int, control: int | None) -> Sequence[_Token]:
-        # Include the preceding control token: some tokenizers depend on it.
+        # Some tokenizers depend on the preceding control token.
         front = "" if control is None else self._marks.mark_of[self._controls[control]]
         plain = _encode(self._plain_backend, front + self._marks.unmark(section))
         offsets = MarkOffsets(self._marks, section)
@@ -145,7 +144,7 @@ def _encode(backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
 
 
 def _bare(saved: str) -> tokenizers.Tokenizer:
-    # No truncation, padding or post-processor, which also trims offsets.
+    # The post-processor also trims offsets.
     backend = tokenizers.Tokenizer.from_str(saved)
     backend.post_processor = None
     backend.no_truncation()
@@ -183,7 +182,7 @@ def _makes(merge: str | list[str], names: Mapping[str, str]) -> bool:
 
 
 def _clean_ends(offsets: Sequence[tuple[int, int]], length: int) -> list[int]:
-    """Return token ends. A token that is empty or overlaps the next gets the next one's end."""
+    # A token that is empty or overlaps the next gets the next one's end.
     ends = [length] * len(offsets)
     next_start = length
     for index in range(len(offsets) - 2, -1, -1):
@@ -263,9 +262,8 @@ def check_characters(text: str, param: str | None) -> None:
 
 
 def longest_token(saved: Mapping[str, Any]) -> int | None:
-    """Return the maximum characters per token; None if the tokenizer may drop characters.
-
-    White space that an added token absorbs does not count.
+    """Return the maximum characters per token, without white space that added tokens absorb; None if the tokenizer may
+    drop characters.
     """
     model = saved["model"]
     vocabulary = model.get("vocab")

@@ -1,7 +1,4 @@
-"""Reads and writes all JSON that clients and models send, whole or as a stream (`JsonText`).
-
-Depth is bounded and strings are valid: recursion and writing are safe. `tests/test_house.py` enforces its use.
-"""
+"""JSON of clients and models. Depth is bounded and strings are valid, so that recursion and writing are safe."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ _ESCAPES = frozenset('"\\/bfnrt')
 
 
 class _RefusedConstant(ValueError):
-    """NaN or Infinity, which only Python reads."""
+    """NaN or Infinity."""
 
 
 class _HalfOfPair(ValueError):
@@ -53,12 +50,8 @@ def parse_json(
 ) -> Any:
     """Parse JSON. The last of equal keys wins; numbers beyond float64 become the largest one.
 
-    Args:
-        max_depth: levels of objects and lists.
-        strict: whether raw control characters in strings are errors.
-        mends_halves: whether half of a surrogate pair becomes U+FFFD, not an error.
-
-    Raises TooDeep, or ValueError: not JSON, NaN, Infinity, too long, or an integer with thousands of digits.
+    `strict` refuses raw control characters in strings; `mends_halves` replaces half of a surrogate pair by U+FFFD.
+    Raises TooDeep, or ValueError: not JSON, NaN, Infinity, half of a pair, too long, or a huge integer.
     """
     if max_chars is not None and len(text) > max_chars:
         raise ValueError(f"it has more than {max_chars} characters")
@@ -109,7 +102,7 @@ def _path(steps: list[str | int]) -> str:
 
 
 def written_and_read(value: Any, *, max_depth: int = MAX_DEPTH) -> Any:
-    """Write and parse `value`: tuples become lists, keys strings."""
+    """Write and parse: tuples become lists, keys strings."""
     return parse_json(write_json(value), max_depth=max_depth)
 
 
@@ -122,7 +115,7 @@ def write_json(value: Any, *, ensure_ascii: bool = True) -> str:
 
 
 def canonical_json(value: Any) -> str:
-    """Write sorted JSON, equal only for equal values; `true`, `1` and `1.0` differ. Raises ValueError."""
+    """Write JSON with sorted keys; `true`, `1` and `1.0` differ. Raises ValueError."""
     try:
         return json.dumps(value, sort_keys=True, separators=(",", ":"))
     except (TypeError, RecursionError) as error:
@@ -146,7 +139,7 @@ def _too_deep() -> TooDeep:
 
 
 def _check_tree(value: Any, max_depth: int) -> None:
-    # Hot path: most of the time of `parse_json`.
+    # Hot path.
     level = [value] if type(value) in _NESTED else []
     for _ in range(max_depth):
         if not level:
@@ -196,7 +189,7 @@ class _Expect(Enum):
 
 
 class JsonText:
-    """Parser for one JSON value.
+    """Streaming parser for one JSON value.
 
     Repairs control characters and unknown escapes in strings, lone surrogates, trailing commas, and Python's constants.
     Any other error sets `is_broken`; `complete` can still close the value.
@@ -207,9 +200,9 @@ class JsonText:
         self.is_broken = False
         self._out: list[str] = []
         self._expect = _Expect.VALUE
-        self._open: list[str] = []  # closing brackets of the open containers
+        self._open: list[str] = []  # closing brackets
         self._held = ""  # a key, emitted with its value to stay completable
-        self._comma = False  # before the next value
+        self._comma = False
         self._string: list[str] = []
         self._is_key = False
         self._escape = ""  # incomplete
@@ -225,7 +218,7 @@ class JsonText:
         return self._expect is _Expect.KEY_OR_END
 
     def feed(self, text: str, at: int) -> int:
-        """Parse `text` from `at` up to the value's end or an error. Return the position reached."""
+        """Parse from `at` up to the value's end or an error; return the position reached."""
         while at < len(text) and not (self.is_done or self.is_broken):
             at = self._step(text, at)
         return at

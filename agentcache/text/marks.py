@@ -1,6 +1,5 @@
-"""Marked text: a private-use character, the mark, replaces special-token strings that are not control tokens.
+"""Marked text: a private-use character, the mark, replaces a special-token string that is not a control token.
 
-Users and models may spell "<|im_end|>" in plain text. In marked text, only control tokens appear as their strings.
 In a generated reply, `Codes` does the same for marker tokens.
 """
 
@@ -23,7 +22,7 @@ _FIRST_OF_MANY = 0x100000
 _LAST = 0x10FFFD
 _RESERVED_BYTES = re.compile(rb"\xf4[\x80-\xbf]{3}")  # plane 16 in UTF-8
 NO_SEALS = marshal.dumps(((), (), "", (), ""))
-# Roles inside control tokens that a template joins, as in "<|" + role + "|>".
+# A template may join them, as in "<|" + role + "|>".
 _ROLES = (
     *("system", "developer", "user", "human", "assistant", "model", "bot", "tool", "function", "ipython"),
     *("observation", "environment", "tool_response", "context", "documents"),
@@ -42,7 +41,7 @@ class MarkedEnds:
 
 
 def any_of(strings: Iterable[str]) -> re.Pattern[str]:
-    """Compile a pattern for the longest of `strings`, without capturing groups: a trie, fast for common prefixes."""
+    """Compile a pattern, without capturing groups, for the longest of `strings`: a trie, fast for common prefixes."""
     distinct = sorted(set(strings) - {""})
     try:
         return re.compile(_alternatives(distinct, 0) if distinct else r"(?!)")
@@ -105,7 +104,7 @@ class Marks:
         return self._reserved.finditer(text)
 
     def marked_ends(self, text: str, ends: Sequence[int]) -> MarkedEnds:
-        """Mark generated text. A token's end inside a mark moves to the next token's end outside."""
+        """Mark generated text. A token's end inside a mark moves to the next token's end outside it."""
         marked = self.mark(text)
         if len(marked) == len(text):
             return MarkedEnds(marked, list(ends))
@@ -121,8 +120,8 @@ class Marks:
 class Seals:
     """Reserved characters that replace a template's own control tokens during a render.
 
-    A template may join or edit a client's strings; without a seal, the result is never a control token. Two more seals
-    mark the halves of a control token that a template writes around a role.
+    An unsealed string, such as one that a template joins from a client's, is never a control token. Two more seals
+    mark the halves of a control token around a role.
     """
 
     def __init__(self, specials: Sequence[str], free: int) -> None:
@@ -164,7 +163,6 @@ class Seals:
 
 
 def _first_seal(num_specials: int, free: int) -> int:
-    # After the marks, or before them if there is no room.
     num_seals = num_specials + 2
     if free + num_seals - 1 <= _LAST:
         return free
@@ -211,7 +209,7 @@ class MarkOffsets:
 
 
 class Codes:
-    """Encoder and decoder of marker tokens. `tokens`: names, and whether clients see them in text."""
+    """Encodes and decodes marker tokens. `tokens`: names, and whether clients see them in text."""
 
     def __init__(self, tokens: Iterable[tuple[str, bool]]) -> None:
         self._shown = dict(tokens)

@@ -14,9 +14,9 @@ from typing import Any
 from agentcache.errors import InvalidRequest
 from agentcache.text.json_values import parse_json, write_json
 
-# Message fields for thoughts, the most common first.
+# The most common first.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-THOUGHT = REASONING_KEYS[0]  # the field in plain messages
+THOUGHT = REASONING_KEYS[0]
 _MOST_APPENDED = 8
 _MEDIA = ("image", "input_image", "audio", "input_audio", "video", "file", "input_file", "document")
 
@@ -34,7 +34,7 @@ def _ignore(note: str) -> None:
 def plain_messages(messages: Sequence[Mapping[str, Any]], note: Note = _ignore) -> list[dict[str, Any]]:
     """Return messages with content and thought as one string each, call arguments as objects; pass changes to `note`.
 
-    Raises InvalidRequest for a missing role, media, or a wrong type of content or calls.
+    Raises InvalidRequest for other forms, and for media.
     """
     return [_plain_message(message, f"messages[{index}]", note) for index, message in enumerate(messages)]
 
@@ -52,7 +52,7 @@ def with_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 def _with_keys(value: Mapping[Any, Any], change: Callable[[str], str]) -> dict[Any, Any]:
     changed = dict[Any, Any]()
-    copies = Counter[str]()  # by new name
+    copies = Counter[str]()
     for key, part in value.items():
         base = name = change(key) if isinstance(key, str) else key
         while name in changed:
@@ -161,9 +161,8 @@ def new_call_id() -> str:
 
 
 def with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Replace ids of calls and results by digests, except nine letters and digits (Mistral requires these).
-
-    Later messages never change earlier ids, so the prefix stays cached.
+    """Replace ids of calls and results by nine letters and digits, as Mistral requires; later messages never change
+    earlier ids.
     """
     short_of = _ShortIds()
     return [_with_ids(message, short_of) for message in messages]

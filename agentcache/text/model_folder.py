@@ -1,4 +1,4 @@
-"""What a model's folder says about text: end tokens, sampling defaults, chat templates, tokenisation rules."""
+"""What a model's folder says about text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _UNREADABLE = (ValueError, OSError, ImportError, LookupError, TypeError, Attribu
 _RULES = "tokenizer.json"
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _OTHERS = ("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt")
-_SCHEME = "tokens 1"  # part of the memo's key
+_SCHEME = "tokens 1"
 _FIRST_FILES = (  # the order matters
     "tokenizer.json",
     "tokenizer.model",
@@ -84,7 +84,7 @@ def sampling_defaults(folder: Path) -> SamplingDefaults:
             else:
                 values[name] = value
     if found.get("do_sample") is False:
-        values = {"temperature": 0.0}  # the other values are for sampling
+        values = {"temperature": 0.0}
     return SamplingDefaults(**values)
 
 
@@ -119,7 +119,7 @@ def load_wrapper(folder: Path) -> TokenizerWrapper:
 
 
 def _load_without_class(path: Path, error: Exception) -> TokenizerWrapper:
-    """Load from tokenizer.json alone, if the folder's class needs another package or is code."""
+    # The folder's class needs another package or is code.
     with TemporaryDirectory() as name:
         folder = Path(name)
         for file in path.iterdir():

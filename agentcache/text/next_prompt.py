@@ -1,7 +1,6 @@
 """Predicts how much of a chat's prompt the next prompt repeats.
 
-A template may end a prompt with an opened or empty thought and omit it once the reply is history. `NextPrompts`
-renders the chat's end as a prompt and with a continuation.
+A template may end a prompt with an opened or empty thought, and omit it once the reply is history.
 """
 
 from __future__ import annotations
@@ -33,14 +32,13 @@ _CALL_ID = "call00000"
 
 @dataclass(frozen=True)
 class _Ending:
-    """The part of a prompt after its last message's words, and the characters of it that the next prompt repeats."""
-
+    # Of a prompt, behind the last message's words; the next prompt repeats `left_at` characters of it.
     text: str
     left_at: int | None
 
 
 class NextPrompts:
-    """Predictions for one chat template. Thread-safe."""
+    """Renders a chat's end as a prompt and with continuations, and caches what they share. Thread-safe."""
 
     def __init__(self, chats: ChatRenderer, encoder: MarkedEncoder, form: ReplyFormat) -> None:
         self._chats = chats
@@ -61,8 +59,7 @@ class NextPrompts:
     ) -> int | None:
         """Return how many leading characters of `prompt` the next one repeats; None if with the reply, or unknown.
 
-        Args:
-            tells_thoughts: whether the next request includes this reply's thoughts.
+        `tells_thoughts`: the next request includes this reply's thoughts.
         """
         leading, end = _split(messages)
         variables = _name_of_variables(template_kwargs)
@@ -101,7 +98,6 @@ class NextPrompts:
         return _Ending(ending, min((place for place in places if place is not None), default=None))
 
     def _may_think(self, ending: str) -> bool:
-        """Whether the reply may begin with a thought: not if the ending closes one."""
         pairs = self._form.thoughts
         closed = any(end and end in ending for _, end in pairs)
         opened = any(start and ending.rstrip().endswith(start) for start, _ in pairs)
@@ -117,8 +113,7 @@ class NextPrompts:
         thought: bool,
         may_think: bool,
     ) -> int | None:
-        """Return `left_at` of `ending` before `following`; None, too, if `words` differ."""
-        # Where they differ, the turn before took that into account.
+        # Where `words` differ, the turn before took that into account.
         try:
             other_words, behind = chat.rendered(following, thought=thought)
         except InvalidRequest:
@@ -140,7 +135,7 @@ class NextPrompts:
 def _name_of_variables(template_kwargs: Mapping[str, Any]) -> str | None:
     try:
         name = canonical_json(dict(template_kwargs))
-    except ValueError:  # no JSON form
+    except ValueError:
         return None
     return name if len(name) <= _MOST_CHARS else None
 
@@ -151,7 +146,7 @@ def _longest_at(prompt: str, endings: Sequence[_Ending]) -> _Ending | None:
 
 
 def _split(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the leading system messages, and those after the last reply, with the reply if it has calls."""
+    # Leading system messages; messages after the last reply, with the reply if it has calls.
     roles = [message.get("role") for message in messages]
     num_leading = next((i for i, role in enumerate(roles) if role not in _SYSTEM_ROLES), len(roles))
     begin = next((i for i in range(len(roles), num_leading, -1) if roles[i - 1] == "assistant"), num_leading)
@@ -162,15 +157,12 @@ def _split(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]],
 
 @dataclass(frozen=True)
 class _Chat:
-    """A chat as `_split` returns it, with its renderer."""
-
     leading: Sequence[Mapping[str, Any]]
     end: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None
     render: Callable[[Sequence[Mapping[str, Any]]], str]
 
     def rendered(self, following: Sequence[Mapping[str, Any]], *, thought: bool) -> tuple[str, str]:
-        """Render with further messages; split after the chat's last message. Raises InvalidRequest."""
         end = [_with_thought(message, thought) for message in self.end]
         end[-1]["content"] = f"{end[-1]['content']} {_WORDS_END}"
         front = [_USER] if end[0]["role"] == "assistant" else []

@@ -1,8 +1,7 @@
-"""Keeps the system prefix cached when lines of it, such as the time, change between turns.
+"""Keeps the system prefix (all before the first user's words) cached when lines of it, such as the time, change.
 
-The system prefix is the prompt before the first user's words: system messages and tools. The prompt keeps the
-transcript's prefix; a notice before the newest message has the changed lines. Earlier notices stay in place, where
-their KV is cached.
+The prompt keeps the transcript's prefix; a notice before the newest message has the changed lines. Earlier notices
+stay in place, where their KV is cached.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def leading(messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
 
 
 def find_system_prefix(messages: Sequence[dict[str, Any]], text: str) -> SystemPrefix | None:
-    """Find the system prefix in a rendered prompt by text search, or None."""
+    """Find the system prefix in a rendered prompt, or None."""
     begin = missed = 0
     for message in messages:
         content = message.get("content")
@@ -65,7 +64,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class PrefixChanges:
-    """Differences between the system prefixes of a prompt and a transcript, where it ends at `held_end`."""
+    """Differences between the system prefixes of a prompt and of a transcript, where it ends at `held_end`."""
 
     edits: tuple[Edit, ...]
     held_end: int
@@ -122,7 +121,7 @@ def _pieces(text: str, begin: int, controls: re.Pattern[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class ClientForm:
-    """A transcript in the client's form: its current system prefix, no notices. `edits` restore the transcript."""
+    """A transcript with the client's system prefix and without notices. `edits` restore it."""
 
     text: str
     generated: tuple[tuple[int, int], ...]
@@ -140,7 +139,7 @@ class ClientForm:
         return "".join([*parts, text[done:]])
 
     def last_told(self, text: str) -> str:
-        """Return the content of the last notice in the common prefix with `text`."""
+        """Return the last notice in the common prefix with `text`."""
         notices = [edit.held for edit in self._edits_within(text) if (0, len(edit.held)) in find_notices(edit.held, 0)]
         return notices[-1][len(_NOTICE) : -len(_NOTICE_END)] if notices else _AS_WRITTEN
 
@@ -188,7 +187,7 @@ def what_changed(lines: Sequence[str]) -> str:
 
 
 def with_notice(messages: Sequence[dict[str, Any]], says: str) -> list[dict[str, Any]] | None:
-    """Put a notice before the newest user message's content, or the last tool result's; None without either."""
+    """Put a notice before the newest user message's content, else the last tool result's; None without either."""
     last = next((i for i in reversed(range(len(messages))) if messages[i].get("role") == "assistant"), -1)
     newest = range(len(messages) - 1, last, -1)
     place = next((i for i in newest if messages[i].get("role") == "user"), max(newest, default=None))

@@ -18,7 +18,7 @@ from agentcache.text.work_limit import WorkLimit
 MAX_BYTES = 64 << 20
 REFUSED = "refused_by_chat_template"
 
-# For `ChatTemplate._is_sealed`: no special-token strings. Every template accepts at least one.
+# Without special-token strings. Every template accepts at least one.
 _USER = {"role": "user", "content": "hello"}
 _CALL = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": {"place": "garden"}}}
 _LOOK = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}}}
@@ -72,16 +72,16 @@ def check_kwargs(template_kwargs: Mapping[str, Any]) -> None:
 
 
 class ChatTemplate:
-    """Renders a chat template as transformers does, in confined child processes. Thread-safe.
+    """Renders a chat template as transformers does, each time in a confined child process. Thread-safe.
 
-    Each concurrent render has a process. Templates that are code of mlx-lm or transformers run in this process.
+    Templates that are code of mlx-lm or transformers run in this process.
     """
 
     def __init__(self, wrapper: TokenizerWrapper, marks: Marks) -> None:
         self._wrapper = wrapper
         self._marks = marks
         self._work = ConfinedWork("agentcache.text.template_child", seconds_per_byte=SECONDS_PER_BYTE)
-        self._sealed: dict[str, bool] = {}  # by template
+        self._sealed: dict[str, bool] = {}
         self._greedy: set[str] = set()  # they hit a limit on `_HARMLESS`
 
     @property
@@ -114,10 +114,8 @@ class ChatTemplate:
     ) -> str:
         """Return the marked text of messages and variables with marked strings.
 
-        Raises:
-            InvalidRequest: messages refused, or time or memory limit.
-            UnsupportedModel: syntax error in the template.
-            RenderedTooLong: over `max_bytes` of UTF-8.
+        Raises InvalidRequest (messages refused, time or memory limit), UnsupportedModel (syntax error), RenderedTooLong
+        (over `max_bytes` of UTF-8).
         """
         if self._by_code:
             return self._run_code(messages, tools, add_generation_prompt, template_kwargs)
@@ -170,7 +168,7 @@ class ChatTemplate:
         raise _refused(text)
 
     def _is_sealed(self, template: str, limit: WorkLimit) -> bool:
-        """Whether to render with `Seals`: not if the template builds control tokens, as in "<|{}|>".format(role)."""
+        # No seals for a template that builds control tokens, as in "<|{}|>".format(role).
         if template not in self._sealed:
             try:
                 self._sealed[template] = all(self._keeps_controls(template, *each, limit) for each in _HARMLESS)
@@ -180,7 +178,7 @@ class ChatTemplate:
         return self._sealed[template]
 
     def is_greedy(self, tools: Sequence[Mapping[str, Any]] | None, limit: WorkLimit) -> bool:
-        """Whether a few words exceed a limit of time or memory."""
+        """Whether the template exceeds a limit of time or memory on a few words."""
         if self._by_code:
             return False
         template = self._choose(None if tools is None else list(tools))
@@ -188,7 +186,6 @@ class ChatTemplate:
         return template in self._greedy
 
     def _keeps_controls(self, template: str, messages: Any, tools: Any, limit: WorkLimit) -> bool:
-        """Whether seals preserve the control tokens; True if the messages are refused."""
         try:
             sealed, plain = (
                 self._render(template, is_sealed, messages, tools, True, {}, limit, MAX_BYTES)
@@ -247,7 +244,7 @@ def _failed(how: str) -> InvalidRequest:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop None fields except content; give the thought two names, as transformers does."""
+    # As in transformers, the thought has two names.
     kept = {key: value for key, value in message.items() if value is not None or key == "content"}
     thought = next((kept[key] for key in REASONING_KEYS if key in kept), None)
     return kept if thought is None else {"thinking": thought, **kept, "reasoning_content": thought}

@@ -103,8 +103,6 @@ def _seal(
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}`, without effect."""
-
     tags = {"generation"}
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
@@ -148,7 +146,7 @@ class _Dict:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """`namespace` without underscore names, for safety."""
+    """`namespace` without underscore names."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # a template's name may be `self`
         self, *rest = args

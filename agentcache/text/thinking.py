@@ -20,11 +20,10 @@ EFFORTS: Mapping[str, int] = {
     **dict.fromkeys(("xhigh", "very_high", "extra_high", "higher", "harder"), VERY_HIGH),
     **dict.fromkeys(("max", "maximum", "maximal", "xxhigh", "highest", "ultra", "extreme", "full", "huge"), MOST),
 }
-# Thinking tokens for each effort, to convert in both directions.
+# In tokens.
 _BUDGETS = {MINIMAL: 512, LOW: 1024, MEDIUM: 4096, HIGH: 16384, VERY_HIGH: 32768, MOST: -1}
 _NO_LIMIT = -1
 
-# Variables by type: bool; effort; tokens; mode.
 _SWITCHES = ("enable_thinking", "thinking", "enable_reasoning")
 _EFFORT_NAMES = ("reasoning_effort", "thinking_effort", "reasoning_strength", "effort")
 _BUDGET_NAMES = ("thinking_budget", "reasoning_budget", "thinking_token_budget")
@@ -52,10 +51,7 @@ def can_grade(variables: ThinkingVariables) -> bool:
 class ThinkingWish:
     """A request's thinking settings; None if not set.
 
-    Args:
-        effort: value of `EFFORTS`.
-        budget: maximum thinking tokens; -1 is no limit.
-        free: whether the model decides how much.
+    `effort`: of `EFFORTS`. `budget`: tokens, -1 for no limit. `free`: the model decides how much.
     """
 
     enabled: bool | None = None
@@ -146,7 +142,7 @@ def _code_in(template: str) -> Iterator[str]:
 
 
 def _reads(code: str, name: str) -> bool:
-    """Whether code reads the variable; assignments and attributes do not count."""
+    # Assignments and attributes do not count.
     return re.search(rf"(?<![.\w]){name}\b(?!\s*=(?!=))", code) is not None
 
 

@@ -89,7 +89,7 @@ class Tokenizer:
         return cls(load_wrapper(Path(path)), end_tokens(Path(path)))
 
     def start(self) -> None:
-        """Start the child processes and render a chat: the first request is faster."""
+        """Start the child processes and render a chat."""
         self.grammars.start()
         self.chats.start()
 
@@ -99,7 +99,7 @@ class Tokenizer:
         self.grammars.close()
 
     def raw_prompt(self, text: str) -> str:
-        """Convert to marked text, with special tokens as control, and BOS if the model uses it."""
+        """Convert to marked text, its special tokens as control tokens, with BOS if the model uses it."""
         text = self.marks.clean(text)
         check_characters(text, "prompt")
         return self._start.prompt(text)
@@ -130,7 +130,7 @@ class Tokenizer:
         return any_of(self._contents[token_id] for token_id in self.control_ids)
 
     def encode(self, marked_text: str, limit: WorkLimit = UNLIMITED) -> Encoding:
-        """Tokenise without adding special tokens. Raises InvalidRequest for lone surrogates."""
+        """See `MarkedEncoder.encode`."""
         return self.encoder.encode(marked_text, limit)
 
     def spell(self, token_ids: Sequence[int]) -> Spelling:

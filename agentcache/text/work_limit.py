@@ -20,7 +20,7 @@ def _take_any(num_tokens: int) -> None:
 class WorkLimit:
     """Conditions that stop the work on a prompt.
 
-    `refuse` raises the error for a prompt of at least that many tokens. `has_ended` is called on the working thread.
+    `refuse` raises the error for a prompt of at least that many tokens; the working thread calls `has_ended`.
     """
 
     max_tokens: int | None = None
@@ -28,7 +28,7 @@ class WorkLimit:
     has_ended: Callable[[], bool] = _never
 
     def check(self, at_least: int) -> None:
-        """Refuse the prompt if `at_least`, a lower bound of its tokens, exceeds the limit."""
+        """Refuse the prompt if `at_least`, a lower bound of its tokens, is too many."""
         if self.max_tokens is not None and at_least > self.max_tokens:
             self.refuse(at_least)
 

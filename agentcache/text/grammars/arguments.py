@@ -1,7 +1,6 @@
 """A tool's arguments one by one, for formats with one tag or field per argument, and grammar rules for fields.
 
-Strings are text, other values JSON. With more constraints, all arguments are one JSON object, which every dialect's
-parser accepts.
+Schemas that need more are one JSON object, which the parsers of all dialects accept.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class AnyText:
 
 @dataclass(frozen=True)
 class TextOfLength:
-    """A string of bounded length in characters; `most` None for no limit."""
+    """A string of bounded length in characters."""
 
     least: int
     most: int | None
@@ -67,7 +66,7 @@ Text = AnyText | TextOfLength | OneOf
 
 @dataclass(frozen=True)
 class TaggedArgument:
-    """One argument; `may_be_null` allows the word `null` instead of the text."""
+    """One argument; `may_be_null` allows the word `null` instead of text."""
 
     name: str
     value: Text | Json
@@ -85,7 +84,7 @@ class TaggedArguments:
 
 @dataclass(frozen=True)
 class ListOf:
-    """A list of bounded length; `most` None for no limit. The name of `item` is unused."""
+    """A list of bounded length. The name of `item` is unused."""
 
     item: TaggedArgument
     least: int
@@ -103,7 +102,7 @@ def tagged_arguments(source: str) -> TaggedArguments | None:
 
 
 def _repeats_much(root: Mapping[str, Any]) -> bool:
-    """Whether repeating the definitions in each argument's rule exceeds a grammar's size limit."""
+    # Each argument's rule repeats the definitions.
     properties, definitions = root.get("properties"), _definitions(root)
     if not isinstance(properties, Mapping) or not definitions:
         return False
@@ -150,7 +149,6 @@ def _argument(name: str, schema: Any, root: Mapping[str, Any], is_required: bool
 
 
 def _meant(schema: Any, root: Mapping[str, Any]) -> Any:
-    """Resolve references and single alternatives, or return None."""
     for _ in range(_MOST_REFERENCES):
         if not isinstance(schema, Mapping):
             return None
@@ -241,7 +239,7 @@ class FieldWriter:
         self._syntax = syntax
 
     def fields(self, arguments: TaggedArguments) -> str | None:
-        """Return the rule of all arguments without brackets; None if fields cannot express them."""
+        """Return the rule of all arguments; None if fields cannot express them."""
         if arguments.any_other:
             return self._any_fields()
         rules = [self._field(argument) for argument in arguments.known]
@@ -257,7 +255,7 @@ class FieldWriter:
         return f"({' | '.join(ways)}){'?' if may_be_empty else ''}"
 
     def _any_fields(self) -> str | None:
-        """Allow string fields of any names; None for Python syntax: a grammar cannot forbid repeated names."""
+        # A grammar for Python syntax could not forbid repeated names.
         if not self._syntax.quote:
             return None
         text = self._quoted(AnyText())
@@ -307,7 +305,7 @@ class FieldWriter:
         return f'"[" {items} "]"' if parts.least else f'"[" ({items})? "]"'
 
     def _quoted(self, value: Text) -> str:
-        """Return a string's rule. The string has no quotes: the parser may stop there."""
+        # The string has no quotes: the parser may stop there.
         opened, quote = self._rules.spelled(self._syntax.quote), escaped(self._syntax.quote)
         if isinstance(value, OneOf):
             text = f"({'|'.join(map(escaped, value.texts))})"

@@ -1,7 +1,7 @@
-"""Checks untrusted grammars in a confined process, whose time and memory the kernel limits.
+"""Checks untrusted grammars in a confined process.
 
-A request is a marshalled list of grammars. A reply has a kind of `Reply`; `REFUSED` has the marshalled index of the
-grammar and the reason.
+A request is a marshalled list of grammars; a reply has a kind of `Reply` and, if refused, the marshalled index and
+reason.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from agentcache.system.confined_child import serve
 _STEPS = 1000  # bytes of random text
 _MOST_SECONDS = 0.2  # CPU time of one mask
 _ENOUGH_SECONDS = 0.3  # CPU time of one grammar's check
-_ENOUGH_FOR_ALL = 0.6  # of all grammars of a request; the remaining ones share the rest equally
+_ENOUGH_FOR_ALL = 0.6  # of all grammars of a request
 _BYTES = 256
 MAX_CHARACTERS = 1 << 20  # of all parts together
 
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def _reason_against(grammar: str, tokenizer: LLTokenizer, enough: float) -> str | None:
-    """Return why a grammar is rejected; None if it passes `enough` CPU seconds of random text."""
+    # Random text for up to `enough` CPU seconds.
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
     chosen, begun = random.Random(0), time.thread_time()
     for step in range(_STEPS):

@@ -28,7 +28,7 @@ from agentcache.text.work_limit import UNLIMITED, WorkLimit
 GRACE = 0.05  # seconds that one answer's masks may delay other requests, in total
 QUICK = 0.0002  # seconds of CPU, about the cost of using another thread
 _MOST_THREADS = 8  # for masks
-_KEPT = 32  # cached grammars: agents repeat theirs every turn
+_KEPT = 32  # agents repeat theirs every turn
 _PLACE = re.compile(r"^(failed to compile JSON schema: |(text|reply|json)?\s*at \d+\(\d+\): )+")
 _CODE, _OFF_CODE = "grammar_unusable", "forms_unavailable"
 
@@ -65,7 +65,7 @@ class Vocabulary:
 class GrammarCompiler:
     """Compiles and caches grammars for one tokenizer. Thread-safe.
 
-    `refusal` says why llguidance rejects the vocabulary; empty if accepted or untried.
+    `refusal`: why llguidance rejects the vocabulary; empty if accepted or untried.
     """
 
     def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
@@ -79,7 +79,7 @@ class GrammarCompiler:
         self._finders: Executor = DaemonPool(min(_MOST_THREADS, os.cpu_count() or 1), "agentcache-masks")
 
     def start(self) -> None:
-        """Read the vocabulary, or set `refusal`. Holds the GIL, up to a second for large vocabularies."""
+        """Read the vocabulary, or set `refusal`. Holds the GIL, up to a second."""
         with suppress(InvalidRequest):
             self._tokenizer("response_format")
 
@@ -87,7 +87,7 @@ class GrammarCompiler:
         self._check.close()
 
     def compile(self, reply: ReplyGrammar, limit: WorkLimit = UNLIMITED) -> Grammar:
-        """Compile a grammar, or return the cached one.
+        """Return the grammar, compiled or cached.
 
         Raises InvalidRequest if a part is invalid, unsupported or too expensive, or llguidance rejects the vocabulary.
         """
@@ -130,7 +130,6 @@ class GrammarCompiler:
             raise _refused(parts[index].param, reason)
 
     def _tokenizer(self, param: str) -> tuple[LLTokenizer, NDArray[np.uint32]]:
-        """Return llguidance's tokenizer and the mask of end tokens."""
         with self._lock:
             if self._made is None and not self.refusal:
                 try:
@@ -167,11 +166,10 @@ class Grammar:
 
 
 class GrammarMatcher:
-    """Grammar matcher of one answer.
+    """Matches the tokens of one answer.
 
-    Once a token is known, the next mask is computed: inline if the last one took less than `QUICK`, else on another
-    thread. Slower inline masks are charged to `GRACE`; without grace, all masks go to threads. `is_over` tells that the
-    text is complete, `failure` why llguidance failed.
+    A known token starts the next mask: inline if the last one took less than `QUICK`, else on another thread. Slower
+    inline masks use up `GRACE`; after that, all masks go to threads. `is_over`: the text is complete.
     """
 
     def __init__(self, matcher: LLMatcher, ends: NDArray[np.uint32], finders: Executor) -> None:
@@ -221,7 +219,7 @@ class GrammarMatcher:
         return self._mask.done()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the mask up to `seconds` plus the remaining grace. Return `is_ready`."""
+        """Wait for the mask, up to `seconds` plus the remaining grace. Return `is_ready`."""
         if not self.is_ready and wait([self._mask], seconds).not_done and self._grace > 0:
             began = time.perf_counter()
             wait([self._mask], self._grace)

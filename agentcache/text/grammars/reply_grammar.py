@@ -29,7 +29,7 @@ from agentcache.text.replies.dialects import call_syntax
 
 # Accepted by the parsers of all dialects.
 _CALLABLE_NAME = re.compile(r"[\w./\-]{1,256}")
-# Masks are computed token by token: forced tokens need no special handling.
+# Masks are computed for every token.
 _HEADER = '%llguidance {"no_forcing": true}\n'
 _CALLS_FOLLOW = "<|python_tag|>"  # Llama's call marker, which Llama seldom writes
 _WHITE_SPACE = "/[ \\n\\r\\t]{0,4}/"
@@ -65,7 +65,7 @@ class ReplyGrammar:
 def reply_grammar(form: AnswerForm, reply: ReplyFormat, prompt_end: str | None) -> ReplyGrammar:
     """Build the grammar of a whole reply. Raises InvalidRequest for an invalid schema or tool name.
 
-    The marked prompt may open reasoning or calls; `prompt_end` is None for raw text.
+    `prompt_end`: end of the marked prompt, which may open reasoning or calls; None for raw text.
     """
     return _Writer(reply).write(form, prompt_end)
 
@@ -91,7 +91,7 @@ class _Writer:
         return ReplyGrammar(json.dumps({"grammars": grammars}), tuple(self._parts))
 
     def _marked(self, form: AnswerForm, prompt_end: str) -> str:
-        """Put reasoning before the body, as `MarkedReader.begin` expects it."""
+        # As `MarkedReader.begin` expects it.
         body, pairs = self._body(form), self._reply.thoughts
         end = prompt_end.rstrip(SPACE)
         opened = next((close for start, close in pairs if end.endswith(start)), None)
@@ -121,7 +121,7 @@ class _Writer:
         return " | ".join(ways)
 
     def _syntax(self, form: AnswerForm) -> CallSyntax | None:
-        """Return None, for text only, if calls would be ambiguous with text."""
+        # None, for text only, if calls would be ambiguous with text.
         syntax = call_syntax(self._reply)
         if form.text is None or not syntax.is_bare:
             return syntax
@@ -189,7 +189,7 @@ class _Writer:
         return f"{self._named(_ANY_NAME, syntax, 'string', self._value(AnyText(), syntax, may_be_null=False))}*"
 
     def _tagged_argument(self, argument: TaggedArgument, syntax: ArgumentSyntax) -> str | None:
-        """Return the argument's rule; None if the parser might read another value."""
+        # None if the parser might read another value.
         value, type_ = argument.value, "string"
         if isinstance(value, OneOf) and not all(_survives(text, syntax) for text in value.texts):
             return None
@@ -267,14 +267,12 @@ def _callable(tools: Sequence[CallableTool]) -> Sequence[CallableTool]:
 
 
 def _survives(text: str, syntax: ArgumentSyntax) -> bool:
-    """Whether the parser returns `text` unchanged."""
     if syntax.close in text or text.startswith(_CDATA) or has_surrogate(text):
         return False
     return syntax.on_lines or text == text.strip(SPACE)
 
 
 def _characters(value: TextOfLength | OneOf, end: str, close: str, syntax: ArgumentSyntax) -> str:
-    """Return a terminal for a text without `close`, and its `end`."""
     if isinstance(value, OneOf):
         return f"/({'|'.join(map(escaped, value.texts))}){end}/"
     most = "" if value.most is None else value.most

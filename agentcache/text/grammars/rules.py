@@ -11,7 +11,7 @@ from agentcache.text.marks import any_of
 # Supported by llguidance. JSON Schema allows ignoring other formats.
 _FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")  # maps from names to schemas
-_PLAIN = ("const", "enum", "default", "example", "examples")  # plain values, not schemas
+_PLAIN = ("const", "enum", "default", "example", "examples")
 # Bounded: an unsure model may write white space without end.
 _OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
 
@@ -57,7 +57,7 @@ def literal(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Escape a text for a regular expression: all but ASCII letters and digits as code points."""
+    """Escape all but ASCII letters and digits for a regular expression."""
     return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
 
 

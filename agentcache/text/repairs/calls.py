@@ -147,7 +147,6 @@ def one_call_a_message(work: Work) -> None:
 
 
 def _calls_with_results(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Yield runs: one message, or a call with its results."""
     run: list[Message] = []
     for message in messages:
         if run and message.get("role") == "tool" and run[0].get("tool_calls"):
@@ -240,7 +239,7 @@ def _marked(calls: Sequence[Message], mark: str) -> list[Message]:
 
 
 def with_words(text: str, words: Mapping[str, str], opening: str) -> str:
-    """Replace marks in rendered text by their words, before the marker `opening` of the calls."""
+    """Replace marks in rendered text by their words, before the calls' marker `opening`."""
     parts, done, missing = list[str](), 0, dict(words)
     for found in any_of(words).finditer(text):  # templates may repeat a name at the result
         place = text.rfind(opening, done, found.start()) if opening else -1
@@ -275,7 +274,7 @@ def _with_plain_schema(tool: Mapping[str, Any], describes_enums: bool) -> dict[s
 def plain_schema(schema: Mapping[str, Any], describes_enums: bool = False) -> Schema:
     """Expand references and give each value one type; return `schema` if that is too large.
 
-    Recursive references become plain objects, constants enumerations; null entries are dropped.
+    Recursive references become plain objects, constants enumerations; null is dropped.
     """
     try:
         return _Writer(schema, describes_enums).plain(schema, frozenset())

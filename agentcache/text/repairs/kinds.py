@@ -51,17 +51,10 @@ _NO_CHANGE = (False, EmptyContent.EMPTY, CallIds.AS_SENT, ThoughtField.USUAL)
 
 @dataclass(frozen=True)
 class Repairs:
-    """The repairs that a chat template needs; `docs/server.md` describes each.
+    """The repairs that a chat template needs (docs/server.md).
 
-    Attributes:
-        user_first: a user message inserted before a leading assistant message, or in a chat without one.
-        user_behind_result: user text after a tool result as part of it.
-        calls_without_words: text beside a call as a message before it.
-        words_at_calls: text beside a call before it in the rendered text.
-        worded_calls_as_text: calls beside text, with their results, as text.
-        results_with_calls: results of unknown calls as user text.
-        calls_with_results: empty results for calls without one.
-        describe_enums: with `plain_schemas`, enumeration values in descriptions.
+    `calls_without_words` makes text beside a call a message before it, `words_at_calls` moves it in the rendered text,
+    `results_with_calls` makes results of unknown calls user text.
     """
 
     rename_developer: bool = False
@@ -97,7 +90,7 @@ class Repairs:
         return tuple(each.name for each in fields(self) if getattr(self, each.name) not in (each.default, *_NO_CHANGE))
 
     def change(self, *names: str) -> bool:
-        """Whether any of the named repairs changes a conversation."""
+        """Whether any of the named repairs is on."""
         return any(getattr(self, name) not in _NO_CHANGE for name in names)
 
     def with_(self, *names: str) -> Repairs:
@@ -152,7 +145,7 @@ _HARMONY_CALL = CallSyntax("<|channel|>commentary to=functions.NAME <|constrain|
 
 @dataclass(frozen=True)
 class CallNotation:
-    """Text form of calls, readable by the reply reader. `opening`: the marker before calls or empty."""
+    """Text form of calls, which the reply reader reads. `opening`: the marker before calls, or empty."""
 
     syntax: CallSyntax
     opening: str = ""
@@ -186,7 +179,7 @@ class CallNotation:
 
 
 def call_notation(form: ReplyFormat, seal: Callable[[str], str]) -> CallNotation:
-    """Return a reply format's notation with sealed control tokens; default: `<tool_call>` with JSON."""
+    """Return a reply format's notation, its control tokens sealed; `<tool_call>` with JSON if it has none."""
     if form.dialect == HARMONY:
         return CallNotation(_sealed(_HARMONY_CALL, seal), _HARMONY_CALL.marker)
     syntax = call_syntax(form)

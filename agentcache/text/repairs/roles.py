@@ -114,10 +114,9 @@ def join_neighbours(work: Work) -> None:
 
 
 class _Joined:
-    """Joins consecutive messages in linear time: contents, thoughts, and else the last one's fields."""
-
+    # Joins in linear time.
     def __init__(self) -> None:
-        self._told: list[tuple[Message, list[Message]]] = []  # fields, and what is joined
+        self._told: list[tuple[Message, list[Message]]] = []
 
     @property
     def last(self) -> Message:

@@ -1,4 +1,4 @@
-"""Applies repairs to a conversation, and finds those that a template needs. Only the template sees the result.
+"""Applies repairs to a conversation, and finds those that a template needs.
 
 A step depends only on the template and earlier messages: a conversation's text is a prefix of a longer one's.
 """
@@ -31,13 +31,13 @@ from agentcache.text.template import REFUSED
 log = logging.getLogger("agentcache.models")
 
 _WORD = re.compile(r"Zq[a-z]+")
-# A quotation mark follows where a template writes out a value of a kind that it does not know.
+# Templates that write out an unknown kind of value end it with a quotation mark.
 _SHOWN_THOUGHT = re.compile(r"""Zqthought(?!\\*['"])""")
 Tools = Sequence[Message] | None
-# Renders messages and tools, with further variables.
+# Takes messages, tools and further variables.
 Render = Callable[[Sequence[Message], Sequence[Message] | None, Mapping[str, Any]], str]
 
-# Repairs that need a step, in this order; docs/server.md lists the steps.
+# In this order.
 _STEPS: tuple[tuple[Callable[[Work], None], tuple[str, ...]], ...] = (
     (calls.plain_schemas, ("plain_schemas",)),
     (calls.fill_tools, ("fill_tools",)),
@@ -89,7 +89,6 @@ class _Probe:
     repairs: Repairs = field(default_factory=Repairs)
 
     def shows(self, messages: Sequence[Message], tools: Tools = None, in_order: Sequence[str] = ()) -> bool:
-        """Whether the rendered text has every marker word, those of `in_order` in that order."""
         text = self.text(messages, tools)
         if text is None or not _words([messages, tools]) <= set(_WORD.findall(text)):
             return False
@@ -111,7 +110,7 @@ class _Probe:
         tools: Tools = None,
         in_order: Sequence[str] = (),
     ) -> None:
-        """If needed, add the first of `ways` with which the template shows the messages."""
+        # The first of `ways` that helps.
         if self.shows(messages, tools, in_order):
             return
         for way in (ways,) if isinstance(ways, str) else ways:
@@ -198,7 +197,7 @@ def _find_thoughts(probe: _Probe) -> None:
 
 
 def _try_further(probe: _Probe) -> None:
-    """For each conversation not yet shown, add a repair that fixes it and breaks no other."""
+    # A repair must fix the conversation and break none that was shown.
     shown = [each for each in _WHOLE if probe.shows(*each)]
     for each in _WHOLE:
         if each in shown:
@@ -288,7 +287,7 @@ _SWITCHES = (
 _CALL = _calling(_call("Zqgarden"))
 _CALLS = _calling(_call("Zqgarden"), _call("Zqcellar", 1), content="Zqwords")
 _RESULTS = [_result("Zqsleeps"), _result("Zqopened", 1)]
-# Templates may show a thought only beside a call, or only in an answer.
+# A template may show a thought only beside a call, or only in an answer.
 _THOUGHTFUL: list[tuple[list[Message], Tools]] = [
     ([_USER, {**_CALL, THOUGHT: "Zqthought"}, _result("Zqsleeps")], _TOOLS),
     ([_USER, {**_ANSWER, THOUGHT: "Zqthought"}], None),

@@ -18,10 +18,8 @@ _WORDS = re.compile(r"[A-Za-z0-9_\-]+")
 class ArgumentSyntax:
     """Syntax of a tagged argument. Line breaks are allowed between the parts.
 
-    Args:
-        name_open, name_close: text around the name, with the placeholders `TYPE` and `IS_STRING`.
-        close: text whose first occurrence ends the value.
-        on_lines: put the value on separate lines; else white space around it is not part of it.
+    `name_open` and `name_close` may hold `TYPE` and `IS_STRING`. The first `close` ends the value; without `on_lines`,
+    white space around it is no part of it.
     """
 
     name_open: str
@@ -43,8 +41,7 @@ class ArgumentSyntax:
 class FieldSyntax:
     """Syntax of arguments as `name value` fields.
 
-    Strings are unescaped between `quote`, and lists and objects use the same syntax. If `quote` is empty, values are
-    JSON and names are Python identifiers.
+    Strings are unescaped between `quote`; if that is empty, values are JSON and names are Python identifiers.
     """
 
     assign: str
@@ -64,12 +61,9 @@ def _is_python(name: str) -> bool:
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """Syntax of calls.
+    """Syntax of calls: `open` (with the placeholder `NAME`) and `close` around arguments, the rest around calls.
 
-    Args:
-        open, close: text around a call's arguments, with the placeholder `NAME`.
-        begin, between, end: text around and between all calls.
-        as_json: syntax of a call with JSON arguments; None if only the arguments differ.
+    `as_json`: syntax of a call with JSON arguments; None if only the arguments differ.
     """
 
     open: str
@@ -98,7 +92,7 @@ class CallSyntax:
         return self.open.replace(NAME, name)
 
     def with_plain_bars(self) -> CallSyntax:
-        """Use the ASCII markers of some conversions of DeepSeek models."""
+        """Use the ASCII markers of some DeepSeek conversions."""
         plain = str.maketrans("｜▁", "|_")
         return CallSyntax(
             self.open.translate(plain),
@@ -115,7 +109,7 @@ def as_object(before: str, after: str, between: str = "\n", arguments: str = "ar
 
 
 def as_fields(begin: str, call: str, opening: str, closing: str, end: str, fields: FieldSyntax) -> CallSyntax:
-    """Calls as a name and fields, or as JSON objects where fields cannot say the arguments."""
+    """Calls as a name and fields, or as JSON objects if fields cannot express the arguments."""
     as_json = as_object(begin, end, "")
     return CallSyntax(f"{begin}{call}{NAME}{opening}", f"{closing}{end}", "", fields=fields, as_json=as_json)
 

@@ -1,4 +1,4 @@
-"""Shared base of the tool-call parsers: event sink, tool schemas, step loop."""
+"""Base of the tool-call parsers: event sink, tool schemas, step loop."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class CallSink:
 
 @dataclass(frozen=True)
 class Left:
-    """Result of a finished call parser: text that is no call, unread text, whether a supposed call is none."""
+    """What a finished call parser leaves: text that is no call, unread text, whether a supposed call is none."""
 
     shown: str = ""
     rest: str = ""
@@ -68,7 +68,7 @@ class CallReader(Protocol):
 
 
 class Tools:
-    """Names and argument types of tools, `shown` in OpenAI's format."""
+    """Names and argument types of tools."""
 
     def __init__(self, shown: Sequence[Mapping[str, Any]] = ()) -> None:
         self.shown = shown
@@ -130,14 +130,14 @@ def _types(schema: Any, root: Mapping[str, Any], seen: set[str], depth: int = 0)
 
 
 def definition(reference: str, root: Mapping[str, Any]) -> Any:
-    """Resolve a `$ref` to one of the root's own definitions, or None."""
+    """Resolve a `$ref` to a definition in `root`, or None."""
     found = _DEFINITION.fullmatch(reference)
     definitions = root.get(found[1]) if found is not None else None
     return definitions.get(found[2]) if found is not None and isinstance(definitions, Mapping) else None
 
 
 def partial_end(text: str, strings: Sequence[str]) -> int:
-    """Return the length of the longest suffix of `text` that is a proper prefix of one of `strings`."""
+    """Return the length of the longest suffix that is a proper prefix of one of `strings`."""
     return max((_partial(text, string) for string in strings), default=0)
 
 
@@ -159,7 +159,7 @@ class Steps(ABC):
         self._sink = sink
         self._close = close
         self._text = ""  # unread
-        self._raw = ""  # text of the call, in case it is none
+        self._raw = ""  # in case it is no call
         self._started = False  # the sink has the call's start
 
     def feed(self, text: str, final: bool) -> Left | None:
@@ -195,12 +195,11 @@ class Steps(ABC):
         self._sink.end()
 
     def _behind_call(self, left_over: str) -> str:
-        """Strip white space and `left_over`: surplus brackets, the end of a code fence."""
+        # `left_over`: surplus brackets, the end of a code fence.
         self._text = self._text.lstrip(SPACE + left_over)
         return self._text
 
     def _after(self, text: str, final: bool) -> Left | None:
-        """End the calls at the closing marker or other text; None if more text is needed."""
         if self._close and text.startswith(self._close):
             return Left(rest=text[len(self._close) :])
         if final or (text and partial_end(text, [self._close]) != len(text)):

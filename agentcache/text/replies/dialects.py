@@ -1,7 +1,4 @@
-"""Tool-call formats (dialects) and reasoning markers of model families.
-
-An entry of `DIALECTS` says how a family's calls are read, written and recognised.
-"""
+"""Tool-call formats (dialects) and reasoning markers of model families."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ from agentcache.text.replies.tagged_calls import TaggedCalls, Tags
 
 @dataclass(frozen=True)
 class DialectParts:
-    """Inputs of a call parser; `marker` is the opening marker if clients may see it, else empty."""
+    """Inputs of a call parser; `marker`: the opening marker if clients may see it."""
 
     sink: CallSink
     tools: Tools
@@ -43,16 +40,15 @@ Open = Callable[[DialectParts], CallReader]
 
 @dataclass(frozen=True)
 class Dialect:
-    """Tool-call format of a model family.
+    """How a model family's calls are read, written and recognised.
 
     Args:
-        opens: parser factories by opening marker.
         noise: dropped markers.
         ends: markers after which a reply with calls may end, without a turn's end.
         bare: whether a reply that begins with a JSON object may be a call.
         hints: texts that identify the dialect in a template or its output; the opening markers if empty.
-        writes: syntax of demanded calls; the parsers must read it.
-        writes_with: a token, and the syntax for models whose tokenizer has it.
+        writes: syntax of demanded calls, which the parsers must read.
+        writes_with: a token, and the syntax for models that have it.
     """
 
     opens: Mapping[str, Open]
@@ -115,7 +111,7 @@ def bare_object(parts: DialectParts) -> CallReader:
 
 
 def _argument(tags: Tags, attribute: str = "", kind: str = "") -> ArgumentSyntax:
-    """Syntax of an argument in `tags`, its name in that attribute if not empty. `kind` is an attribute for its type."""
+    # `attribute` holds the name, `kind` the type; neither if empty.
     before, after = (f' {attribute}="', '"') if attribute else ("", "")
     name_close = f"{after}{kind}{tags.argument_end}"
     return ArgumentSyntax(tags.argument + before, name_close, tags.value_end, tags.value, tags.on_lines)
@@ -124,7 +120,6 @@ def _argument(tags: Tags, attribute: str = "", kind: str = "") -> ArgumentSyntax
 def _each_in_tags(
     opening: str, closing: str, tags: Tags, noise: tuple[str, ...] = (), hints: tuple[str, ...] = ()
 ) -> Dialect:
-    """Dialect with a pair of markers around each call."""
     line = "\n" if tags.call else ""
     writes = CallSyntax(
         f"{opening}{line}{tags.call}{NAME}{tags.name_end}\n",
@@ -146,7 +141,6 @@ def _all_in_tags(
     kind: str = "",
     line: str = "\n",
 ) -> Dialect:
-    """Dialect with a pair of markers around all calls; `tool` and `argument` are the attributes of their names."""
     before, after = (f' {tool}="', '"') if tool else ("", "")
     writes = CallSyntax(
         f"{tags.call}{before}{NAME}{after}{tags.name_end}{line}",
@@ -189,7 +183,6 @@ _XTML = Tags(
 def _in_fields(
     opening: str, closing: str, notation: FieldNotation, noise: tuple[str, ...], ends: tuple[str, ...] = ()
 ) -> Dialect:
-    """Dialect with `name value` fields."""
     syntax = FieldSyntax(notation.assign, ",", notation.quotes[0])
     writes = as_fields(opening, notation.opening, notation.open, notation.close, closing, syntax)
     return Dialect({opening: _fields(closing, notation)}, (closing, *noise), ends, writes=writes)
@@ -201,12 +194,12 @@ _PYTHON = FieldNotation("[],;", "", "(", ")", "=", ('"""', "'''", '"', "'"))
 
 _DSML_SECTIONS = ("tool_calls", "function_calls")
 
-# Of models without a dialect; `repairs/kinds.py` shows it in the prompt.
+# For models without a dialect.
 _TOLD = "json_tools"
 
 
 def _dsml(section: str, hints: tuple[str, ...]) -> Dialect:
-    """DeepSeek V3.2 and V4. Each reads both sections: a tokenizer alone does not identify one."""
+    # DeepSeek V3.2 and V4. Each reads both sections: a tokenizer alone does not identify one.
     opens = {f"<｜DSML｜{each}>": _tagged(f"</｜DSML｜{each}>", _DSML) for each in _DSML_SECTIONS}
     writes = _all_in_tags(f"<｜DSML｜{section}>", f"</｜DSML｜{section}>", _DSML, kind=f' string="{IS_STRING}"').writes
     return Dialect(opens, tuple(f"</｜DSML｜{each}>" for each in _DSML_SECTIONS), hints=hints, writes=writes)
@@ -221,7 +214,7 @@ _DEEPSEEK = CallSyntax(
 )
 
 
-# By mlx-lm's parser name, or our own. The order matters: see `find_dialect`.
+# By mlx-lm's parser name, or our own, in order (`find_dialect`).
 DIALECTS: dict[str, Dialect] = {
     "qwen3_coder": replace(
         _each_in_tags("<tool_call>", "</tool_call>", _XML),
@@ -450,17 +443,16 @@ DIALECTS: dict[str, Dialect] = {
 }
 DIALECTS["laguna"] = DIALECTS["glm47"]
 
-# Of replies whose calls stay text.
 NO_CALLS = Dialect({}, writes=CallSyntax("", ""))
 
 
 def calling_format(form: ReplyFormat) -> ReplyFormat:
-    """Return the format for a request with tools: `json_tools` without a dialect."""
+    """Return the format for a request with tools."""
     return form if form.dialect is not None else replace(form, dialect=_TOLD)
 
 
 def call_syntax(form: ReplyFormat) -> CallSyntax:
-    """Return a model's call syntax. `form` must not be Harmony, whose calls are messages."""
+    """Return a model's call syntax; not for Harmony, whose calls are messages."""
     dialect = DIALECTS[form.dialect or _TOLD]
     if dialect.writes_with is not None and any(token.name == dialect.writes_with[0] for token in form.tokens):
         return dialect.writes_with[1]
@@ -471,7 +463,7 @@ def call_ends(form: ReplyFormat) -> tuple[str, ...]:
     return DIALECTS[form.dialect].ends if form.dialect in DIALECTS else ()
 
 
-# Markers around reasoning. The prompt may end with the first of a pair.
+# The prompt may end with the first of a pair.
 THOUGHTS: tuple[tuple[str, str], ...] = (
     ("<think>", "</think>"),
     ("<longcat_think>", "</longcat_think>"),

@@ -1,4 +1,4 @@
-"""What the parser of a reply gives: events, which each HTTP dialect translates, and zones of the text."""
+"""Events of a reply, which each HTTP dialect translates, and zones of its text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TextDelta:
 
 @dataclass(frozen=True)
 class ToolCallStart:
-    """Start of a tool call. Calls do not overlap; `index` counts from 0."""
+    """Start of a tool call. Calls do not overlap."""
 
     index: int
     name: str
@@ -38,7 +38,7 @@ class ToolCallArguments:
 
 @dataclass(frozen=True)
 class ToolCallEnd:
-    """End of a tool call. Every start gets one, even in a cut-off reply."""
+    """End of a tool call, also of one that is cut off."""
 
     index: int
 
@@ -115,7 +115,7 @@ class Zones:
         self._zones.append((length, is_said))
 
     def pass_over(self, coded: str) -> None:
-        """Skip `coded` at the start of the next text: it is in a zone already."""
+        """Skip `coded` at the start of the next text: a zone has it."""
         self._passed_over += self._length(coded)
 
     def _length(self, coded: str) -> int:

@@ -33,12 +33,9 @@ _ESCAPED = {character: f"\\{character}" for character in '"\\bfnrt'} | {
 
 @dataclass(frozen=True)
 class FieldNotation:
-    """Punctuation of one call format.
+    """Punctuation of one call format. `around`: characters allowed around calls. `opening`: text before a call's name.
 
-    Args:
-        around: characters allowed around and between calls.
-        opening: text before a call's name.
-        quotes: string quotes, longer ones first; backslash escapes count only inside `'` and `"`.
+    `quotes`: longer ones first; backslash escapes count only inside `'` and `"`.
     """
 
     around: str
@@ -72,7 +69,7 @@ class FieldText:
             text = text[read:]
         return text
 
-    # Each step reads a piece and returns its length; 0 if it needs more text.
+    # Each step returns the length that it read; 0 if it needs more text.
 
     def _outside(self, text: str) -> int:
         if text[0] in SPACE:
@@ -132,7 +129,7 @@ class FieldText:
         return end
 
     def _is_followed(self, text: str) -> bool | None:
-        """Whether the text after a quote shows that it ends the string; None if more is needed."""
+        # A quote ends the string only before these; None if more is needed.
         text = text.lstrip(SPACE)
         return text[0] in (*_AFTER_STRING, self._notation.close, self._notation.assign) if text else None
 
@@ -163,7 +160,7 @@ class _At(Enum):
 
 
 class FieldCalls(Steps):
-    """Parses field calls up to the closing marker. Also accepts JSON objects (`call_syntax.py`)."""
+    """Parses field calls, or JSON objects, up to the closing marker."""
 
     _at: _At
 

@@ -23,7 +23,7 @@ from agentcache.text.template_child import RenderOutcome
 
 
 def format_of(wrapper: TokenizerWrapper, added: Mapping[int, Any], eos_ids: Collection[int]) -> ReplyFormat:
-    """Return a model's reply format. `added` has the tokenizer's added tokens by id."""
+    """Return a model's reply format. `added`: the tokenizer's added tokens by id."""
     templates = templates_of(wrapper)
     text = "\n".join(templates)
     tokens = {token.content: (i, token.special or i in eos_ids) for i, token in added.items()}
@@ -46,13 +46,7 @@ def find_format(
     mlx_lm_parser: str | None,
     written: Sequence[WrittenReply] = (),
 ) -> ReplyFormat:
-    """Return a model's reply format.
-
-    Args:
-        template: text of all its chat templates.
-        tokens: (id, is special) of each added token by content.
-        written: rendered replies with calls.
-    """
+    """Find the format from the text of all templates, added tokens as (id, is special), and rendered calls."""
     all_text = "\n".join([template, *(reply.prompt + reply.text for reply in written)])
     if all(marker in tokens for marker in ("<|start|>", "<|channel|>", "<|message|>")):
         dialect: str | None = HARMONY
@@ -75,7 +69,6 @@ def _has_pair(pair: tuple[str, str], text: str, tokens: Mapping[str, object]) ->
     start, end = pair
     if all(marker in tokens or marker in text for marker in pair) or (end in text and _is_tag(pair)):
         return True
-    # It is several tokens.
     return "<|channel>" in tokens and "<channel|>" in tokens and start == "<|channel>thought"
 
 
@@ -84,11 +77,11 @@ def _is_tag(pair: tuple[str, str]) -> bool:
 
 
 def _only_closes(pair: tuple[str, str], text: str) -> bool:
-    """Whether replies begin with unmarked reasoning: the template has only the closing marker."""
+    # The template has only the closing marker: replies begin with reasoning.
     start, end = pair
     if end not in text or start in text or not _is_tag(pair):
         return False
-    # A template that tests `end in reply` expects replies without reasoning: the model writes both markers.
+    # A template that tests `end in reply` expects both markers.
     return re.search(rf"""["']{re.escape(end)}["']\s+in\b""", text) is None
 
 
@@ -107,7 +100,7 @@ def _find_dialect(
 
 
 THOUGHT = "RIVERSTONE"
-# They tell the dialects apart: a string with quotes, a number, a list in an object.
+# They tell the dialects apart.
 _ARGUMENTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("look_around", {"place": 'the "east" GARDEN', "count": 3, "deep": {"list": ["a", 1, True]}}),
     ("look_up", {"word": "CELLAR"}),
@@ -158,7 +151,7 @@ def with_string_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class WrittenReply:
-    """A template's rendering of `call_message(num_calls)`, including the end of turn, after `prompt`."""
+    """A template's rendering of `call_message(num_calls)` after `prompt`, including the end of turn."""
 
     prompt: str
     text: str
@@ -170,7 +163,7 @@ class WrittenReply:
 
 
 def written_reply(prompt: str, whole: str, num_calls: int) -> WrittenReply:
-    """Cut the reply out of the conversation `whole`, which may lack the generation prompt that ends `prompt`."""
+    """Cut the reply out of the conversation `whole`, which may lack the generation prompt."""
     begin = next((at for at, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
     if begin < len(prompt):
         opened = whole.rfind("<", 0, begin)
@@ -179,9 +172,9 @@ def written_reply(prompt: str, whole: str, num_calls: int) -> WrittenReply:
 
 
 def find_dialect(written: WrittenReply, preferred: str | None) -> str | None:
-    """Return the dialect that parses all calls of a rendered reply correctly, or None.
+    """Return the dialect that parses all calls of a rendered reply, or None.
 
-    Order: least text left, signs in the text, `preferred`, first.
+    Of several: least text left, then signs in the text, `preferred`, the first.
     """
     left = {name: rest for name in DIALECTS if (rest := _left(name, written)) is not None}
 
@@ -202,7 +195,7 @@ def _left(name: str, written: WrittenReply) -> int | None:
 
 
 _MAX_BYTES = 1 << 20
-# Some templates demand these variables.
+# Some templates demand these.
 DEFAULTS = {"bos_token": "", "eos_token": "", "functions": "", "datetime": ""}
 _THOUGHT = {"reasoning_content": THOUGHT, "thinking": THOUGHT, "reasoning": THOUGHT}
 # Templates accept different samples.
@@ -218,7 +211,7 @@ _WAYS: tuple[dict[str, Any], ...] = (
 
 @lru_cache(maxsize=64)
 def write_replies(template: str, special_tokens: tuple[tuple[str, str], ...]) -> tuple[WrittenReply, ...]:
-    """Return the first sample in which the template shows the calls, or else all that it accepts; empty on a limit."""
+    """Return the first sample whose calls the template shows, else all that it accepts; none on a limit."""
     if "tool_calls" not in template:
         return ()
     work = ConfinedWork("agentcache.text.template_child")

@@ -43,10 +43,10 @@ class HarmonyReader:
         self._text = ""
         self._tool = ""
         self._arguments = JsonText()
-        self._has_begun = False  # part of the message or call is emitted
+        self._has_begun = False  # part is emitted
         self._zones = Zones(self._codes.shown)
-        self._undecided: list[str] = []  # a header, or plain text of a model that ignores the format
-        self._pause = {ReasoningDelta: "", TextDelta: ""}  # text to emit before the next message of the kind
+        self._undecided: list[str] = []  # a header, or plain text
+        self._pause = {ReasoningDelta: "", TextDelta: ""}  # to emit before the next message of the kind
 
     @property
     def num_calls(self) -> int:
@@ -74,7 +74,7 @@ class HarmonyReader:
     def finish(self, *, cut_off: bool) -> list[Event]:
         said = "".join(self._header).removeprefix(self._prompted)
         if self._state is _State.HEADER and said and self._channel not in said:
-            self._state = _State.TEXT  # no message: the model ignores the format
+            self._state = _State.TEXT  # the model ignores the format
             self._zones.pass_over(said.removesuffix("".join(self._undecided)))
             self._pass_on(said)
         else:
