@@ -1,4 +1,4 @@
-"""The engine without a server: an agent knows what it was told, also after the engine was closed and opened again.
+"""The engine without a server: an agent remembers after the engine was closed and opened again.
 
     python examples/offline_llm.py [MODEL]
 

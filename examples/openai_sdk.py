@@ -4,7 +4,7 @@
     agentcache serve                                 # in another terminal
     python examples/openai_sdk.py [--url URL]        # default: $AGENTCACHE_URL, else http://127.0.0.1:8000
 
-Run it again, also after a restart of the server: the first turn is then no longer cold.
+Run it again, also after a restart of the server: the first turn is no longer cold.
 """
 
 import argparse
