@@ -51,11 +51,9 @@ class _LogWrite:
 
 
 class AgentFolder:
-    """The lineages in one folder below ``agents/``; the only writer of their files. `name` as in `LineageReader`.
+    """The lineages in one folder below ``agents/``, adopted by `usage`; the only writer of their files.
 
-    Args:
-        folder: adopted by `usage`.
-        served: cache of the served model; None for another model, whose lineages are not rebuilt.
+    `name` as in `LineageReader`. `served` is None for another model, whose lineages are not rebuilt.
     """
 
     def __init__(
@@ -91,12 +89,12 @@ class AgentFolder:
 
     @property
     def unavailable(self) -> Mapping[str, str]:
-        """Unavailable lineages with the reason. Their files stay."""
+        """Reasons by lineage; the files stay."""
         return self._unavailable
 
     @property
     def damaged(self) -> Mapping[str, str]:
-        """Another model's damaged lineages with the reason; its server rebuilds them."""
+        """Reasons by another model's lineage; that model's server rebuilds them."""
         return self._damaged
 
     def has_agent(self, agent_id: str) -> bool:
@@ -104,10 +102,10 @@ class AgentFolder:
         return agent_id in self._names or any(agent_of(name) == agent_id for name in self._names)
 
     def load(self, take: Callable[[SavedAgent], None] = lambda agent: None) -> None:
-        """Read all lineages, once. `take` gets each, and may release its transcript from RAM.
+        """Read all lineages once; `take` gets each, and may release its transcript from RAM.
 
-        Unavailable files stay. Damaged lineages of the served model are rebuilt or, if nothing is provable,
-        quarantined. Logs whose manifest is neither here nor in quarantine are removed.
+        Unavailable files stay. Damaged lineages are rebuilt or, if nothing is provable, quarantined. Logs without a
+        manifest here or in quarantine are removed.
         """
         if self._loaded:
             return
@@ -149,7 +147,6 @@ class AgentFolder:
         logger.warning("agent %s (%s) is unavailable, its files are unchanged: %s", name, self._folder.name, reason)
 
     def _rebuild(self, name: str, served: ServedCache, reason: str) -> None:
-        """Rebuild a lineage as far as it is proven, else quarantine it. Raises FileUnavailable."""
         found, stated_log = self._reader.rebuild(name, served, self._generations.get(name, ()))
         if found is None:
             self._reject(name, reason)
@@ -201,11 +198,8 @@ class AgentFolder:
     def save(self, record: AgentRecord, spec: str, groups: tuple[str, ...]) -> int:
         """Make `record` durable; return the bytes written.
 
-        Raises:
-            InvalidRequest: invalid agent id.
-            Conflict: another id differs only by case.
-            DiskBudgetExceeded, FileUnavailable: nothing has changed.
-            OSError: the lineage on disk is the previous one or `record`, complete.
+        Raises InvalidRequest, Conflict (ids differ only by case), DiskBudgetExceeded, FileUnavailable: nothing changed.
+        After an OSError, the lineage on disk is the previous one or `record`, complete.
         """
         self.require_available(record.name)
         self._check(record, groups)
@@ -224,7 +218,7 @@ class AgentFolder:
         return len(log.data) + len(encoded)
 
     def delete(self, name: str) -> None:
-        """Remove the lineage's files, the manifest first. Raises FileUnavailable, without any change, or OSError."""
+        """Remove the lineage's files, manifest first. Raises OSError, or FileUnavailable without any change."""
         self.require_available(name)
         if name not in self._names:
             return

@@ -5,8 +5,8 @@
     index: JSON, kind, length and SHA-256 of each content, in file order
     length of the index (8 bytes, little endian), SHA-256 of magic line, index and length (32 bytes)
 
-The index has the model's identity (`model_files.py`) if manifests use an older name, and no file names. Digests detect
-damage, not forgery: import only from trusted sources.
+The index has no file names, and the model's identity if manifests use an older name. Digests detect damage, not
+forgery.
 """
 
 from __future__ import annotations
@@ -66,7 +66,6 @@ class ArchiveWriter:
         self._file.write(data)
 
     def finish(self, manifest: Manifest, ranks: int = 1, identity: str = "") -> None:
-        """Write the index; `identity` only if the manifest has another name."""
         further = ({"identity": identity} if identity not in ("", manifest.model) else {}) | (
             {"ranks": ranks} if ranks > 1 else {}
         )
@@ -103,11 +102,11 @@ def _none_there() -> ArchiveRejected:
 
 
 def _parse_index(index: bytes) -> tuple[str, str, str, int, list[ArchivedContent]]:
-    """Return agent, model, identity, ranks and contents. Parsed by entry: JSON objects take 20 times the bytes."""
     head = _INDEX_HEAD.match(index)
     if head is None:
         raise ArchiveRejected("the index is unreadable", param="path")
     contents, at, begin = list[ArchivedContent](), head.end(), len(_MAGIC)
+    # By entry: parsed JSON takes 20 times the bytes.
     while (entry := _INDEX_ENTRY.match(index, at)) is not None:
         kind, num_bytes, sha256 = sys.intern(entry[1].decode()), int(entry[2]), entry[3].decode()
         contents.append(ArchivedContent(kind, begin, num_bytes, sha256))
@@ -166,7 +165,6 @@ class ArchiveFile:
         return b"".join(parts)
 
     def read(self, content: ArchivedContent, max_bytes: int) -> bytes:
-        """Raises ArchiveRejected for too many or damaged bytes."""
         if content.num_bytes > max_bytes:
             raise ArchiveRejected(f"a {content.kind} of {content.num_bytes} bytes is too long", param="path")
         data = self._pread(content.num_bytes, content.begin)
@@ -192,14 +190,8 @@ def export_agent(
 ) -> Exported:
     """Write an agent to a new archive. Only reads the cache folder, so a server may run.
 
-    Args:
-        others: cache folders of ranks 1, 2, …; only blocks in all of them are exported.
-        fingerprint: prefix of the model's fingerprint.
-
-    Raises:
-        NotFound: no such agent.
-        Conflict: several models have one, or `target` exists.
-        StoreError: read or write failed.
+    Only blocks in the folders of all ranks are exported; `others` are those of ranks 1, 2, …. `fingerprint` may be a
+    prefix. Raises NotFound, StoreError; Conflict if `target` exists or several models have the agent.
     """
     if target.exists() or target.is_symlink():
         raise Conflict(f"there is {target} already", param="file")
@@ -208,7 +200,7 @@ def export_agent(
             ranks = [CacheFiles(folder.resolve()) for folder in (cache_dir, *others)]
             return _export(ranks, agent_id, target, fingerprint or "")
         except (FileNotFoundError, BlockRejected) as error:
-            if not tries_left:  # no server is changing it, then
+            if not tries_left:
                 raise StoreError(f"agent {agent_id} cannot be exported: {error}") from error
         except OSError as error:
             raise StoreError(f"agent {agent_id} cannot be exported: {error}{whose(error)}") from error
@@ -252,7 +244,7 @@ def _export(ranks: Sequence[CacheFiles], agent_id: str, target: Path, fingerprin
 
 
 def _put_in_place(temp: Path, target: Path) -> None:
-    """Give a complete file its name. Never replaces a file; raises FileExistsError."""
+    """Never replace a file: raises FileExistsError."""
     try:
         os.link(temp, target)
     except FileExistsError:

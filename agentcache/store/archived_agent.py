@@ -51,18 +51,14 @@ _MAX_RESIDUAL_BYTES = 1 << 27  # an adapter's block; the adapter may not be load
 
 @dataclass(frozen=True)
 class _ExpectedBlock:
-    """A block that a lineage names; `group` is its index in the cache."""
-
     header: BlockHeader
-    group: int
+    group: int  # index in the cache
 
 
 @dataclass(frozen=True)
 class _ArchivedBlock(_ExpectedBlock):
-    """A block in the archive; `header` is its address here, `contents` has one entry per rank."""
-
-    contents: Sequence[ArchivedContent]
-    archived: BlockHeader
+    contents: Sequence[ArchivedContent]  # by rank
+    archived: BlockHeader  # its address in the archive; `header` is the one here
 
 
 class ArchivedAgent:
@@ -93,7 +89,7 @@ class ArchivedAgent:
         return sum(content.num_bytes for content in self._file.contents if content.kind not in others)
 
     def writes(self) -> Iterator[list[BlockWrite | BlockCopy]]:
-        """The blocks in chunks, verified again. Raises ArchiveRejected."""
+        """Yield the blocks in chunks, verified again. Raises ArchiveRejected."""
         chunk, num_bytes = list[BlockWrite | BlockCopy](), 0
         for block in self._blocks:
             chunk.append(self._write(block))
@@ -117,11 +113,7 @@ class ArchivedAgent:
 def read_archive(
     path: Path, spec: CacheSpec, names: ModelNames | str, agent_id: str, num_token_ids: int | None = None
 ) -> ArchivedAgent:
-    """Read an agent from an archive, verified, as `agent_id` of the served model. Writes nothing.
-
-    Raises:
-        ArchiveRejected: damaged, not an archive, another model or number of ranks, or a newer format.
-    """
+    """Verify an archive's agent, as `agent_id` of the served model. Writes nothing. Raises ArchiveRejected."""
     file, names = ArchiveFile(path), ModelNames.of(names)
     check_model(file, names)
     if file.ranks != len(spec.by_rank):
@@ -180,7 +172,7 @@ def _verified(file: ArchiveFile, served: ServedCache, model: str, agent_id: str)
 
 
 def _addressed(lineage: SavedAgent, model: str) -> SavedAgent:
-    """The lineage under another name of its model, without residual KV: only a loaded adapter can rewrite it."""
+    """Without residual KV: only a loaded adapter can rewrite it."""
     manifest = replace(lineage.manifest, model=model, caches=lineage.manifest.caches[:1])
     base, ids = manifest.base, lineage.content.transcript.ids
     chains = tuple(chain_keys(manifest.root_of(base), ids, base.spans()))
@@ -250,7 +242,6 @@ def _check_chains(lineage: SavedAgent) -> None:
 
 
 def _expected(lineage: SavedAgent) -> Iterator[_ExpectedBlock]:
-    """Yield all blocks of the lineage, recurrent-state checkpoints last."""
     for cache in lineage.manifest.caches:
         chains, root = lineage.content.chains.get(cache.name, ()), lineage.manifest.root_of(cache)
         for span in cache.spans():

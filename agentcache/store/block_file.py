@@ -1,7 +1,7 @@
 """Encode and verify one cache block as a safetensors file.
 
-The reader rebuilds the header and compares it byte by byte. Only three fields come from the file: compressed token ids
-(zlib versions differ), extras, and the checksum, which covers the rest.
+The reader rebuilds the header and compares bytes. Only compressed token ids (zlib versions differ), extras, and the
+checksum, which covers the rest, come from the file.
 Format: https://github.com/huggingface/safetensors#format
 """
 
@@ -35,7 +35,7 @@ from agentcache.errors import BlockRejected, BrokenInvariant, FileUnavailable, S
 from agentcache.kv.block_layout import ALIGNMENT, Array, block_tensors, first_float, float_ranges, header_entries
 from agentcache.kv.spec import DTYPES, CacheSpec, GroupSpec
 
-# Small named tensors and texts in a block's header, e.g. the quantisation error. Not part of the address.
+# Small tensors and texts in a block's header. Not part of the address.
 Extra: TypeAlias = "str | Array"
 Extras: TypeAlias = "Mapping[str, Extra]"
 
@@ -51,8 +51,8 @@ _NO_CHECKSUM = "0" * 32
 _CHECKSUM_FIELD = b'"checksum":"'
 # Metadata fields that differ within a group and KV origin, in order.
 _OWN_TEXTS = ("format_version", "total_tokens", "num_blocks", "block_key", "parent", "token_ids")
-# By item size: bits of +infinity as a signed and of -infinity as an unsigned integer. Infinities and NaNs have the
-# largest bits of their sign: two maxima find them without a copy.
+# By item size: bits of +infinity (signed), -infinity (unsigned). Infinities and NaNs have the largest bits of their
+# sign: two maxima find them without a copy.
 _INFINITIES: dict[int, tuple[np.integer[Any], np.integer[Any]]] = {
     2: (np.int16(0x7C00), np.uint16(0xFC00)),
     4: (np.int32(0x7F800000), np.uint32(0xFF800000)),
@@ -60,7 +60,7 @@ _INFINITIES: dict[int, tuple[np.integer[Any], np.integer[Any]]] = {
 
 
 def encode_extras(extras: Extras) -> str:
-    """Write the extras as text; empty for none. Raises StoreError if they are invalid or over `MAX_EXTRAS_BYTES`."""
+    """Encode extras as text, empty for none. Raises StoreError if invalid or over `MAX_EXTRAS_BYTES`."""
     if not extras:
         return ""
     if bad := [name for name in extras if not _EXTRA_NAME.fullmatch(name)]:
@@ -73,7 +73,7 @@ def encode_extras(extras: Extras) -> str:
 
 
 def decode_extras(text: str) -> dict[str, Extra]:
-    """Parse the extras. Raises BlockRejected unless `text` is output of `encode_extras`."""
+    """Parse extras. Raises BlockRejected unless `text` is output of `encode_extras`."""
     try:
         extras = {name: _decode_extra(value) for name, value in json.loads(text).items()}
         if encode_extras(extras) == text:
@@ -101,24 +101,16 @@ def _decode_extra(value: Any) -> Extra:
 
 @dataclass(frozen=True)
 class BlockHeader:
-    """Expected metadata of a block.
+    """Expected metadata of a block."""
 
-    Args:
-        block_key: content address and file name.
-        parent: chain key of the preceding block, or the namespace's root.
-        position: block number.
-        packed: 1 to 256 token ids (`radix_tree.pack`).
-        cache: not in the file; its root begins the chain.
-    """
-
-    block_key: str
+    block_key: str  # content address and file name
     chain: str
-    parent: str
+    parent: str  # chain key of the preceding block, or the namespace's root
     group: str
-    position: int
-    packed: bytes
+    position: int  # block number
+    packed: bytes  # 1 to 256 token ids (`radix_tree.pack`)
     producer: str = BASE_ORIGIN
-    cache: str = BASE_CACHE
+    cache: str = BASE_CACHE  # not in the file; its root begins the chain
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_tokens <= BLOCK_SIZE or self.position < 0:
@@ -159,14 +151,13 @@ def make_header(
 
 
 def max_encoded_size(spec: CacheSpec, header: BlockHeader) -> int:
-    """Upper bound of a valid file's size."""
     return MAX_HEADER_BYTES + spec.group(header.group).bytes_per_block
 
 
 def encode_block(
     spec: CacheSpec, header: BlockHeader, data: Array, extras: Extras = NO_EXTRAS
 ) -> tuple[bytes, memoryview]:
-    """Encode a block as a safetensors file: header, and `data` itself, uint8 [n].
+    """Return a block's file: header, and `data` itself, uint8 [n].
 
     Raises StoreError for a wrong size, a float that is not finite, or an invalid extra.
     """
@@ -192,7 +183,7 @@ def decode_block(spec: CacheSpec, header: BlockHeader, buffer: bytes | memoryvie
 
 
 def find_data(spec: CacheSpec, header: BlockHeader, begin: bytes | bytearray | memoryview, file_size: int) -> int:
-    """Tensors' offset in a file that starts with the `HEAD_BEGIN` bytes `begin`. Raises BlockRejected."""
+    """Return the tensors' offset in a file that starts with `begin`, `HEAD_BEGIN` bytes. Raises BlockRejected."""
     if len(begin) < HEAD_BEGIN:
         raise BlockRejected(f"the file has {len(begin)} bytes, too few for a header")
     head_size = HEAD_BEGIN + int.from_bytes(begin, "little")
@@ -207,13 +198,8 @@ def verify_block(
 ) -> Extras:
     """Verify a file; return its extras.
 
-    Args:
-        integers: bytes before the first float, in pieces.
-        rest: remaining bytes, uint8 [n].
-
-    Raises:
-        BlockRejected: not the block of `header`.
-        FileUnavailable: of a newer release.
+    `integers` are the bytes before the first float, in pieces; `rest`, uint8 [n], the remaining ones.
+    Raises BlockRejected: not the block of `header`; FileUnavailable: of a newer release.
     """
     unsigned = _plain_head(spec, header, len(head))
     checksum, extras = _only_difference(unsigned, head), ""
@@ -306,7 +292,7 @@ def _head(spec: CacheSpec, header: BlockHeader, metadata: Mapping[str, str], siz
 
 
 def _head_of(spec: CacheSpec, header: BlockHeader, metadata: str, size: int) -> bytes:
-    """Return length (8 bytes) and JSON header, padded to `ALIGNMENT` or as an existing header of `size` bytes."""
+    """Pad to `ALIGNMENT`, or as an existing header of `size` bytes."""
     entries = header_entries(spec.group(header.group), header.position, header.num_tokens)
     text = b'{"__metadata__":%b,%b}' % (metadata.encode(), entries)
     end = HEAD_BEGIN + len(text)
@@ -325,9 +311,8 @@ def _checksum(unsigned_head: bytes, *data: bytes | memoryview) -> str:
     return state.hexdigest()
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=256)  # for the files of all groups
 def _compressed(packed: bytes) -> str:
-    """Compress token ids for the header; cached for the files of all groups."""
     return base64.b64encode(zlib.compress(pack_token_ids(unpack(packed)), 9)).decode()
 
 
@@ -371,7 +356,6 @@ def read_version(head: bytes) -> str | None:
 
 
 def refuse_newer(version: object) -> None:
-    """Raise FileUnavailable for a newer version."""
     if isinstance(version, str) and version.isascii() and version.isdigit() and int(version[:6]) > FORMAT_VERSION:
         raise FileUnavailable(f"a newer release wrote it: format version {version:.6}, and {FORMAT_VERSION} is known")
 

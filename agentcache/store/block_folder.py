@@ -59,12 +59,9 @@ class BlockCopy:
 
 
 class BlockReader:
-    """Reads the files below ``blocks/``. Writes and deletes none; damaged ones go to quarantine.
+    """Reads the files below `folder`, adopted by `usage`; moves damaged ones to quarantine.
 
-    Args:
-        folder: adopted by `usage`.
-        specs: by cache name.
-        unavailable: keys of unavailable files.
+    `specs`: by cache name. `unavailable`: keys of unavailable files.
     """
 
     def __init__(
@@ -82,7 +79,7 @@ class BlockReader:
         self._unavailable = set() if unavailable is None else unavailable
 
     def know_cache(self, name: str, spec: CacheSpec) -> None:
-        """Register a further cache. Thread-safe."""
+        """Thread-safe."""
         self._specs[name] = spec
 
     def has(self, key: str) -> bool:
@@ -90,7 +87,7 @@ class BlockReader:
         return self._name(key) in self._usage and key not in self._unavailable
 
     def is_there(self, key: str) -> bool:
-        """Whether a file exists, available or not."""
+        """As `has`, but available or not."""
         return self._name(key) in self._usage
 
     def size_of(self, key: str) -> int:
@@ -100,7 +97,7 @@ class BlockReader:
         return [os.path.basename(path).removesuffix(_SUFFIX) for path in self._paths()]
 
     def all_there(self, keys: Iterable[str]) -> bool:
-        """Whether the files still exist on disk. Raises OSError for a link instead of a folder."""
+        """Whether the files are on disk. Raises OSError for a link instead of a folder."""
         return self._files.all_there(self._folder, [f"{key[:2]}/{key}{_SUFFIX}" for key in keys])
 
     @contextmanager
@@ -111,15 +108,9 @@ class BlockReader:
             yield BlockReader(files, self._folder, self._specs, self._usage, self._unavailable)
 
     def read(self, header: BlockHeader, buffer: Array | None = None) -> StoredBlock:
-        """Read and verify a block.
+        """Read and verify a block; its data is a view of `buffer`, uint8, if given.
 
-        Args:
-            buffer: uint8, large enough; the block's data is a view of it.
-
-        Raises:
-            BlockMissing: no file.
-            BlockRejected: not that block; now in quarantine.
-            FileUnavailable: the file stays until rewritten.
+        Raises BlockMissing; BlockRejected: now in quarantine; FileUnavailable: the file stays until rewritten.
         """
         spec = self._spec_of(header)
         size = data_bytes(spec, header)
@@ -128,7 +119,7 @@ class BlockReader:
         return StoredBlock(data, self.read_apart(header, [data[:first].data], data[first:]))
 
     def read_apart(self, header: BlockHeader, integers: Sequence[memoryview], rest: Array) -> Extras:
-        """Read and verify a block in pieces, as in `verify_block`; return its extras. Raises as `read`."""
+        """As `read`, in pieces as in `verify_block`; return the extras."""
         spec, name = self._spec_of(header), self._checked_name(header.block_key)
         try:
             try:
@@ -196,8 +187,7 @@ class BlockReader:
 class BlockFolder(BlockReader):
     """The only writer of the files below ``blocks/``; `Store` says which may be deleted.
 
-    Args:
-        is_covered: whether syncs of manifests cover the blocks: same drive (`durable.sync`).
+    `is_covered`: whether syncs of manifests, on the same drive, cover the blocks (`durable.sync`).
     """
 
     def __init__(
@@ -216,16 +206,13 @@ class BlockFolder(BlockReader):
         self._has_new_folders = False  # not durable yet
 
     def classify(self, keys: Iterable[str], kind: str) -> None:
-        """Set the kind of block files, which may not exist yet."""
         for key in keys:
             self._usage.classify(self._name(key), kind)
 
     def write(self, blocks: Sequence[BlockWrite | BlockCopy]) -> int:
         """Write blocks, all or none, ordered before later writes; skip existing ones. Return the bytes written.
 
-        Raises:
-            DiskBudgetExceeded, OSError: nothing was written.
-            StoreError: a malformed block.
+        Raises DiskBudgetExceeded, OSError, or StoreError for a malformed block: nothing was written.
         """
         new = {block.header.block_key: block for block in blocks if not self.has(block.header.block_key)}
         encoded = {key: self._encode(block) for key, block in new.items()}
@@ -252,11 +239,9 @@ class BlockFolder(BlockReader):
         return encode_block(self._spec_of(block.header), block.header, block.data, block.extras)
 
     def delete(self, keys: Iterable[str]) -> int:
-        """Delete existing files; return the bytes freed."""
         return sum(self._usage.remove(self._path(key)) for key in keys)
 
     def delete_all_but(self, keys: Iterable[str]) -> int:
-        """Delete all other blocks; return their number."""
         kept = {self._name(key) for key in keys}
         others = [path for path in self._paths() if path not in kept]
         for path in others:
@@ -283,7 +268,7 @@ class BlockFolder(BlockReader):
             self._files.sync_folder(folder, covered=self._is_covered or left > 0)
 
     def _undo(self, files: Iterable[Replacement]) -> None:
-        """Remove a failed batch, as a renamed block may vanish if its folder was not synced. Earlier files stay."""
+        """Remove a failed batch: a renamed block may vanish if its folder was not synced. Earlier files stay."""
         for file in files:
             file.discard()
             if self.is_there(file.path.stem):

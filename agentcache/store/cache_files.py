@@ -1,8 +1,4 @@
-"""File access below one folder that no symbolic link can leave.
-
-Descriptors that refuse links, or the kernel, resolve folders from the root. If a link replaces a folder, calls fail
-and touch nothing outside.
-"""
+"""File access below one folder that no symbolic link can leave: folders are opened one by one, and links refused."""
 
 from __future__ import annotations
 
@@ -36,7 +32,7 @@ _MAX_COMPANION_BYTES = 1 << 24
 
 
 class WrongFile(BlockRejected, OSError):
-    """Not a regular file (`NotAFile`), or too long. Other OSErrors say nothing about content."""
+    """Not a regular file (`NotAFile`), too long, or truncated. Other OSErrors say nothing about content."""
 
 
 class NotAFile(WrongFile):
@@ -44,7 +40,7 @@ class NotAFile(WrongFile):
 
 
 class IsLink(OSError):
-    """A symbolic link in a file's place; not followed."""
+    """A symbolic link in a file's place."""
 
 
 def whose(error: OSError | MemoryError) -> str:
@@ -62,7 +58,7 @@ def whose(error: OSError | MemoryError) -> str:
 
 
 def set_mode(fd: int, mode: int) -> None:
-    """Set the mode of an open file or folder, except own ones if the file system refuses modes. Raises OSError."""
+    """Set an open file's or folder's mode; if the file system refuses modes, own ones stay as they are."""
     status = os.fstat(fd)
     if stat.S_IMODE(status.st_mode) == mode:
         return
@@ -105,7 +101,6 @@ class RegularFile:
         os.close(self.fd)
 
     def read_into(self, buffers: Sequence[memoryview]) -> int:
-        """Fill buffers in order; return the bytes read."""
         total = os.readv(self.fd, buffers[:MOST_PARTS])
         if total == self.size:  # usual, and there may be many buffers
             return total
@@ -141,20 +136,18 @@ class _Folder:
 
 
 class CacheFiles:
-    """Files and folders below `root`, by absolute path. Folders are 0700, whatever the umask.
+    """Files (0600) and folders (0700) below `root`, by absolute path, whatever the umask.
 
-    Methods raise OSError: FileNotFoundError, or NotADirectoryError if a folder on the path is a link or no folder.
-
-    Attributes:
-        lasting: folders kept open after `keep_open`, until `close`.
+    Methods raise OSError: NotADirectoryError if a folder on the path is a link.
     """
 
     def __init__(self, root: Path, durability: Durability = Durability.FULL) -> None:
         self.root = root
         self._durability = durability
         self._root = os.fspath(root)
-        self.lasting: Collection[str] = ()
-        self._owner: tuple[int, int] | tuple[()] | None = None  # of new files; None if unknown
+        self.lasting: Collection[str] = ()  # folders kept open after `keep_open`, until `close`
+        # Of root's new files: the folder's owner could not read them otherwise. None if unknown.
+        self._owner: tuple[int, int] | tuple[()] | None = None
         self._kept: dict[str, _Folder] = {}
         self._keeper: int | None = None  # thread in `keep_open`; only it uses kept folders
 
@@ -181,7 +174,7 @@ class CacheFiles:
 
     @contextmanager
     def keep_open(self) -> Iterator[bool]:
-        """Resolve each folder once within the block. Yields whether it is the outermost one. One thread at a time.
+        """Resolve each folder once within the block, on one thread; yield whether it is the outermost block.
 
         A replaced folder goes unnoticed until a file in it is missing.
         """
@@ -199,7 +192,7 @@ class CacheFiles:
             self._keeper = None
 
     def close_replaced(self) -> bool:
-        """Within `keep_open`: close replaced folders and those below; returns whether there were any."""
+        """Within `keep_open`: close replaced folders and those below; return whether there were any."""
         replaced: set[str] = set()
         for path in sorted(self._kept):  # parents first
             if os.path.dirname(path) in replaced or not self._is_in_place(path):
@@ -219,7 +212,6 @@ class CacheFiles:
         return _identity(status) == self._kept[path].identity
 
     def close(self, folders: Iterable[str] | None = None) -> None:
-        """Close kept folders, by default all."""
         for folder in list(self._kept) if folders is None else folders:
             os.close(self._kept.pop(folder).descriptor.fd)
 
@@ -239,7 +231,7 @@ class CacheFiles:
             os.close(fd)
 
     def identity(self, folder: Path) -> tuple[int, int]:
-        """Device and inode: a replacement differs in them."""
+        """Device and inode; a replacement has others."""
         with self.folder(folder) as fd:
             kept = self._kept.get(os.fspath(folder))
             return _identity(os.fstat(fd)) if kept is None else kept.identity
@@ -267,12 +259,10 @@ class CacheFiles:
 
     @staticmethod
     def describe(path: Path, error: OSError | MemoryError) -> str:
-        """Explain why `path` is unreadable."""
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
         return f"{path.name} cannot be read: {reason}{whose(error)}"
 
     def open(self, path: Path | str, flags: int) -> Descriptor:
-        """Open a file. A new one is 0600, whatever the umask."""
         above, name = os.path.split(path)
         with self.folder(above) as folder, _naming(path):
             fd = os.open(name, flags | _FILE, 0o600, dir_fd=folder)
@@ -287,7 +277,6 @@ class CacheFiles:
         return descriptor
 
     def _give_to_owner(self, file: int | str, folder: int | None = None) -> None:
-        """Give root's new files to the cache folder's owner, who could not read them otherwise."""
         if self._owner is None:
             root = os.stat(self._root)
             self._owner = (root.st_uid, root.st_gid) if os.geteuid() == 0 and root.st_uid != 0 else ()
@@ -317,7 +306,7 @@ class CacheFiles:
         return True
 
     def is_writable(self, path: Path) -> bool:
-        """Whether this process may write. Another user's file can only be read or replaced."""
+        """Whether this process may write. Another user's file can only be replaced."""
         with self.folder(path.parent) as folder:
             return os.access(path.name, os.W_OK, dir_fd=folder)
 
@@ -337,14 +326,13 @@ class CacheFiles:
             os.unlink(name, dir_fd=folder)
 
     def read(self, path: Path, max_bytes: int) -> bytes:
-        """Read a whole file. Raises WrongFile, NotAFile, IsLink; OSError or MemoryError if it is unavailable."""
+        """Read a whole file. Raises WrongFile, IsLink; another OSError, or MemoryError, if it is unavailable."""
         with closing(self.open_regular(path, max_bytes)) as file:
             data = bytearray(file.size)
             file.require_all(file.read_into([memoryview(data)]))
             return bytes(data)
 
     def open_regular(self, path: Path | str, max_bytes: int) -> RegularFile:
-        """Open a regular file. Raises like `read`."""
         try:
             try:
                 fd = self.open(path, os.O_RDONLY).fd
@@ -368,7 +356,7 @@ class CacheFiles:
         return RegularFile(fd, status.st_size)
 
     def is_companion(self, path: Path | str) -> bool:
-        """Whether the file is AppleDouble (metadata of macOS), by its content: an agent's id may start with `._`."""
+        """Whether the file is AppleDouble (macOS metadata), by its content: an agent's id may start with `._`."""
         if not os.path.basename(path).startswith("._"):
             return False
         head = bytearray(len(_APPLE_DOUBLE))

@@ -61,24 +61,17 @@ def automatic_budget(free: int, held: int) -> DiskBudget:
 
 
 class DiskUsage:
-    """Owner of file sizes and the disk budget. Thread-safe.
+    """File sizes, and the disk budget: `budget` bytes; None for an automatic one. Thread-safe.
 
-    A file's kind is its top folder; a block's is its content, base KV by default. Access to files raises OSError.
-
-    Args:
-        budget: the user's limit in bytes; None for an automatic budget.
-
-    Attributes:
-        total: bytes of all files, with quarantine.
-        written, read: bytes since start; `read` of blocks.
+    A file's kind is its top folder; a block's is its content, base KV by default.
     """
 
     def __init__(self, files: CacheFiles, budget: int | None) -> None:
         self._explicit = None if budget is None else explicit_budget(budget)
         self._measured: DiskBudget | None = None
-        self.total = 0
-        self.written = 0
-        self.read = 0
+        self.total = 0  # bytes of all files, with quarantine
+        self.written = 0  # bytes since start
+        self.read = 0  # bytes of blocks since start
         self._files = files
         self.quarantine = Quarantine(files, self)
         self._sizes: dict[str, int] = {}
@@ -99,7 +92,7 @@ class DiskUsage:
         return str(path) in self._sizes
 
     def paths(self, folder: Path) -> list[str]:
-        """Known files below `folder`. Strings: there may be hundreds of thousands."""
+        """As strings: there may be hundreds of thousands."""
         beginning = f"{folder}/"
         with self._lock:
             return [path for path in self._sizes if path.startswith(beginning)]
@@ -117,7 +110,7 @@ class DiskUsage:
 
     @property
     def evicts(self) -> bool:
-        """Whether files are evicted to keep the budget: if the user set it."""
+        """Whether files may be evicted: only for a user's budget."""
         return self._explicit is not None
 
     @property
@@ -159,13 +152,11 @@ class DiskUsage:
             self._by_kind[kind] += size
 
     def record_written(self, path: Path, size: int, written: int) -> None:
-        """Record a write of `written` bytes; the file now has `size`."""
         self.record(str(path), size)
         with self._lock:
             self.written += written
 
     def refresh(self, path: Path) -> None:
-        """Record the size after a failed write."""
         try:
             self.record(str(path), self._files.status(path).st_size)
         except OSError:
@@ -176,12 +167,11 @@ class DiskUsage:
             self.read += num_bytes
 
     def remove(self, path: Path | str) -> int:
-        """Delete a file; return its size."""
         self._files.remove(path)
         return self.forget(path)
 
     def move(self, source: Path, target: Path) -> None:
-        """Rename a file; not durable yet."""
+        """Not durable yet."""
         self._files.rename(source, target)
         self.forget(source)
         self.refresh(target)
@@ -216,10 +206,10 @@ class DiskUsage:
 
 
 class Quarantine:
-    """Files that failed verification. Thread-safe: readers add files. `count`: blocks and agents added since start."""
+    """Files that failed verification. Thread-safe: readers add files."""
 
     def __init__(self, files: CacheFiles, usage: DiskUsage) -> None:
-        self.count = 0
+        self.count = 0  # blocks and agents added since start
         self._files = files
         self._folder = files.root / QUARANTINE
         self._usage = usage
@@ -250,14 +240,13 @@ class Quarantine:
         self._note(reason, path)
 
     def files(self) -> list[tuple[str, str]]:
-        """Paths with the files' original names."""
+        """With the files' original names."""
         return [(path, os.path.basename(path).rpartition(".")[0]) for path in self._usage.paths(self._folder)]
 
     def has(self, *suffixes: str) -> bool:
         return any(name.endswith(suffixes) for _, name in self.files())
 
     def remove(self, is_meant: Callable[[str], bool]) -> None:
-        """Delete files by original name."""
         for path, name in self.files():
             if is_meant(name):
                 self._usage.remove(path)

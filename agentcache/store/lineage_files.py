@@ -1,7 +1,6 @@
 """A lineage's files as values: read and checked, or rebuilt from their proven parts. Changes no file.
 
-Server start, import and `agentcache doctor --check` all call `decode_manifest`, `parse_log`, then `check_lineage` for
-all checks beyond checksums. The engine relies on checked values.
+All readers call `decode_manifest`, `parse_log`, then `check_lineage`: the engine relies on checked values.
 """
 
 from __future__ import annotations
@@ -62,7 +61,6 @@ class SavedAgent:
 
     @property
     def is_current(self) -> bool:
-        """Whether blocks of its format version are used."""
         return self.manifest.format_version == FORMAT_VERSION
 
     def block_keys(self) -> Iterator[str]:
@@ -70,7 +68,7 @@ class SavedAgent:
             yield from cache.block_keys(self.content.chains.get(cache.name, ()))
 
     def keys_by_kind(self) -> Iterator[tuple[str, list[str]]]:
-        """Keys of blocks other than base KV, by kind."""
+        """Keys of blocks other than base KV."""
         for cache in self.manifest.caches if self.is_current else ():
             if cache.snapshots:
                 yield STATE, [block_key(each.chain, STATE_GROUP) for each in cache.snapshots]
@@ -108,9 +106,9 @@ class SavedAgent:
 
 
 class LineageReader:
-    """Reads the manifests and logs of one folder. Changes no file.
+    """Reads the manifests and logs of one folder; `name` is a lineage's (`manifest.lineage_name`).
 
-    `name` is a lineage's name (`manifest.lineage_name`). Methods raise FileUnavailable, and BlockRejected for damage.
+    Methods raise FileUnavailable, and BlockRejected for damage.
     """
 
     def __init__(self, files: CacheFiles, folder: Path) -> None:
@@ -134,12 +132,12 @@ class LineageReader:
         return self.as_saved(manifest, content)
 
     def as_saved(self, manifest: Manifest, content: Content) -> SavedAgent:
-        """A lineage whose transcript can be read again from the log."""
+        """The transcript can be read again from the log."""
         content.transcript.store_in(partial(self._read_again, manifest))
         return SavedAgent(manifest, content)
 
     def rebuild(self, name: str, served: ServedCache, generations: Iterable[int]) -> tuple[Rebuilt | None, int | None]:
-        """Rebuild a damaged lineage; also return the log that its manifest names, if that is sound."""
+        """Rebuild a damaged lineage; also return the log generation that a sound manifest names."""
         stated, is_sound = self._stated_manifest(name)
         paths = [self.log_path(name, generation) for generation in sorted(generations)]
         logs = [log for path in paths if (log := self._read_log(path))]
@@ -297,11 +295,8 @@ def rebuild(
 ) -> Rebuilt | None:
     """Rebuild from the log that proves most; None if no log proves anything.
 
-    Args:
-        model: prefix of the fingerprint.
-        hint: manifest, or result of `read_hint`.
-        time: last use, Unix time, if no manifest has one.
-        is_sound: whether `hint` is undamaged.
+    `model`: prefix of the fingerprint. `hint`: manifest, undamaged if `is_sound`, or result of `read_hint`.
+    `time`: last use, in Unix time, if no manifest has one.
     """
     end = None if hint is None else hint.log
     found = [salvage_log(data, name, model, end) for data in logs]
@@ -342,7 +337,6 @@ def _blank(served: ServedCache) -> SavedCache:
 
 
 def _bare_manifest(name: str, served: ServedCache, salvaged: SalvagedLog, time: float) -> Manifest:
-    """Settings of a new agent: only manifests have adapter, policy and salt."""
     return Manifest(
         id=agent_of(name),
         model=salvaged.model,

@@ -62,35 +62,23 @@ class ResidualBlocks:
 
 @dataclass(frozen=True)
 class AgentRecord:
-    """All durable data of a lineage, with its agent's settings. Times are Unix times.
-
-    Args:
-        model: fingerprint.
-        created: of the agent.
-        last_used: of the lineage.
-        producer: KV origin; None for base.
-        num_saved: tokens with KV on disk.
-        blocks: one per span of `spans`.
-        lineage: id within the agent.
-        snapshots: checkpoints on disk, ordered.
-        residuals: one per adapter.
-    """
+    """All durable data of a lineage, with its agent's settings. Times are Unix times."""
 
     id: str
-    model: str
+    model: str  # fingerprint
     salt: str
-    created: float
-    last_used: float
+    created: float  # of the agent
+    last_used: float  # of the lineage
     adapter: str | None
     policy: str
     system: str | None
-    producer: KVOrigin | None
+    producer: KVOrigin | None  # None for base
     transcript: Transcript
-    num_saved: int
-    blocks: tuple[NamedBlock, ...]
+    num_saved: int  # tokens with KV on disk
+    blocks: tuple[NamedBlock, ...]  # one per span of `spans`
     lineage: str = FIRST_LINEAGE
-    snapshots: tuple[NamedSnapshot, ...] = ()
-    residuals: tuple[ResidualBlocks, ...] = ()
+    snapshots: tuple[NamedSnapshot, ...] = ()  # ordered
+    residuals: tuple[ResidualBlocks, ...] = ()  # one per adapter
 
     @property
     def name(self) -> str:
@@ -105,7 +93,6 @@ class AgentRecord:
         return (*self.blocks, *(snapshot.block for snapshot in self.snapshots), *further)
 
     def with_blocks_of(self, other: AgentRecord) -> AgentRecord:
-        """Return this lineage with the blocks of another state of it."""
         return replace(
             self,
             num_saved=other.num_saved,
@@ -156,23 +143,14 @@ class SavedSnapshot:
 
 @dataclass(frozen=True)
 class SavedCache:
-    """A lineage's data in one cache; the log has the chains.
+    """A lineage's data in one cache; the log has the chains."""
 
-    Args:
-        name: `Namespace.cache`.
-        spec: digest of the cache spec.
-        groups: names; with chains they give file names.
-        num_saved: tokens on disk.
-        producer: KV origin; None for base.
-        snapshots: ordered; only if the last group is the state's.
-    """
-
-    name: str
-    spec: str
-    groups: tuple[str, ...]
-    num_saved: int
-    producer: SavedOrigin | None = None
-    snapshots: tuple[SavedSnapshot, ...] = ()
+    name: str  # `Namespace.cache`
+    spec: str  # digest of the cache spec
+    groups: tuple[str, ...]  # with chains they give file names
+    num_saved: int  # tokens on disk
+    producer: SavedOrigin | None = None  # None for base
+    snapshots: tuple[SavedSnapshot, ...] = ()  # ordered; only if the last group is the state's
 
     @property
     def has_state(self) -> bool:
@@ -197,7 +175,7 @@ class SavedCache:
         return spans(self.num_saved, self.named_origin(), self.num_block_groups, has_state=self.has_state)
 
     def block_keys(self, chains: Iterable[str]) -> Iterator[str]:
-        """Keys of the files of blocks with these chains, and of checkpoints."""
+        """With those of checkpoints."""
         for block in name_blocks(chains, self.spans()):
             for name in block.names:
                 yield block_key(name.chain, self.groups[name.group])
@@ -235,7 +213,7 @@ class Manifest:
         return self.caches[0]
 
     def root_of(self, cache: SavedCache) -> str:
-        """Chain key in front of the first block in that cache."""
+        """Chain key in front of the cache's first block."""
         return Namespace(self.model, cache.spec, self.salt, cache.name).root
 
 
@@ -269,7 +247,7 @@ def agent_of(name: str) -> str:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Encode as JSON in the current format version, with a checksum over all other fields."""
+    """Encode as JSON in the current format version, with a checksum."""
     fields = {
         **vars(manifest),
         "caches": list(map(_cache_fields, manifest.caches)),
@@ -294,9 +272,7 @@ def _cache_fields(cache: SavedCache) -> dict[str, Any]:
 def decode_manifest(data: bytes) -> Manifest:
     """Parse a manifest of this format version or version 1.
 
-    Raises:
-        BlockRejected: damaged, or with values that no release writes.
-        FileUnavailable: of a newer release.
+    Raises BlockRejected: damaged, or with values that no release writes; FileUnavailable: of a newer release.
     """
     try:
         fields = json.loads(data)

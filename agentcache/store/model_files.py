@@ -1,10 +1,7 @@
 """What a cache folder records about models: their names, and the precision of their KV.
 
-A name is in the agent folder, manifests and chain roots: the model's identity or, in older folders, a digest that also
-covered e.g. the chat template. The label ``agents/<name[:16]>/model`` maps a folder to an identity.
-
-A measured precision holds for all starts, so that they share blocks. If ``precision.json`` is damaged, precision is
-measured again. If it is unavailable, the start ends: another precision would lose all blocks.
+A name is in the agent folder, manifests and chain roots: the model's identity or, in older folders, another digest. The
+label ``agents/<name[:16]>/model`` maps a folder to an identity.
 """
 
 from __future__ import annotations
@@ -36,19 +33,12 @@ log = logging.getLogger("agentcache.store")
 
 @dataclass(frozen=True)
 class ModelNames:
-    """The names of one model.
+    """The names of one model."""
 
-    Args:
-        current: name for new blocks and agents, 32 hex digits.
-        former: names of other folders with its agents.
-        others: further names, without a folder.
-        identity: content identity; empty to write no labels.
-    """
-
-    current: str
-    former: tuple[str, ...] = ()
-    others: tuple[str, ...] = ()
-    identity: str = ""
+    current: str  # for new blocks and agents, 32 hex digits
+    former: tuple[str, ...] = ()  # of other folders with its agents
+    others: tuple[str, ...] = ()  # without a folder
+    identity: str = ""  # of its content; empty to write no labels
 
     def __post_init__(self) -> None:
         # The folders must differ: former agents are deleted once saved under the current name.
@@ -61,7 +51,7 @@ class ModelNames:
         return cls(names) if isinstance(names, str) else names
 
     def mean(self, name: str, identity: str = "") -> bool:
-        """Whether a manifest or archive is of this model; `identity` is the archive's, or empty."""
+        """Whether a manifest or archive is of this model; `identity` is the archive's."""
         return name in (self.current, *self.former, *self.others) or (identity != "" and identity == self.identity)
 
 
@@ -77,7 +67,7 @@ def folder_of(name: str) -> str:
 
 
 def find_names(cache_dir: Path, identity: str, first: Sequence[str]) -> ModelNames:
-    """Find a model's names in a cache folder, which may not exist; other arguments as in `ModelFingerprints`."""
+    """Find a model's names in a cache folder, which may not exist."""
     files = CacheFiles(cache_dir.resolve())
     labels = [label for label in _labels(files) if label.identity == identity]
     labelled = [label.name for label in sorted(labels, key=lambda label: label.order)]
@@ -113,7 +103,10 @@ def identity_of(files: CacheFiles, folder: str) -> str:
 
 
 def read_precision(cache_dir: Path, fingerprint: str) -> Precision | None:
-    """Return a model's precision, or None. Raises FileUnavailable."""
+    """Return a model's precision, the same for all starts, so that they share blocks; None to measure it.
+
+    Raises FileUnavailable: another precision would lose all blocks.
+    """
     try:
         return Precision.of(_read_precisions(cache_dir)[fingerprint])
     except (LookupError, TypeError, ValueError):
@@ -121,7 +114,7 @@ def read_precision(cache_dir: Path, fingerprint: str) -> Precision | None:
 
 
 def write_precision(cache_dir: Path, fingerprint: str, precision: Precision, fault: Fault = lambda step: None) -> None:
-    """Save a model's precision, under the lock. Raises FileUnavailable, without a change, or StoreError."""
+    """Save a model's precision, under the lock. Raises StoreError, or FileUnavailable without a change."""
     if read_precision(cache_dir, fingerprint) == precision:
         return
     models = _read_precisions(cache_dir) | {fingerprint: precision.as_data()}

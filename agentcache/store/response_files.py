@@ -1,8 +1,8 @@
 """Stored responses of `/v1/responses`: one file per agent, ``agents/<model>/<id>.responses``.
 
-A line is a checksum and a JSON object: response, echo of the request, and the request's items. Shared values are in the
-first line that uses them; later lines have their digests. Damaged lines are skipped; the next write drops them. Ids
-contain a tag of their agent, instead of an index, and never become part of a path.
+A line is a checksum and a JSON object: response, echo, and the request's items. Shared values are in the first line
+that uses them; later lines have their digests. Damaged lines are skipped, and dropped by the next write. Ids contain
+their agent's tag, instead of an index, and never become part of a path.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TooLarge(StoreError):
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response as sent to the client, `echo`, which repeats the request, and the request's items, resolved."""
+    """A response as sent, the echo of its request, and the request's items, resolved."""
 
     body: Mapping[str, Any]
     echo: Mapping[str, Any]
@@ -71,19 +71,12 @@ class StoredResponse:
 
 @dataclass(frozen=True)
 class Continued:
-    """Stored data that a request refers to.
+    """Stored data that a request refers to."""
 
-    Args:
-        agent: of the continued response, else of the first item.
-        responses: continued response and predecessors, oldest first.
-        items: by id.
-        missing: ids that are not stored; a response's first.
-    """
-
-    agent: str | None = None
-    responses: tuple[StoredResponse, ...] = ()
+    agent: str | None = None  # of the continued response, else of the first item
+    responses: tuple[StoredResponse, ...] = ()  # oldest first, the continued one last
     items: Mapping[str, Item] = field(default_factory=dict)
-    missing: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()  # ids that are not stored; a response's first
 
     def history(self) -> Iterator[Item]:
         for response in self.responses:
@@ -102,17 +95,15 @@ def _tag(agent: str) -> str:
 
 @dataclass
 class _Content:
-    """Parsed content of an agent's file: responses, output items and shared values, by id or digest, oldest first."""
-
-    responses: dict[str, StoredResponse] = field(default_factory=dict)
+    responses: dict[str, StoredResponse] = field(default_factory=dict)  # oldest first
     items: dict[str, Item] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)  # by digest
     num_bytes: int = 0
     weight: int = 0
     is_whole: bool = True
 
     def line_of(self, response: StoredResponse) -> bytes:
-        """Encode a response; adds its new values to `values`."""
+        """Adds the response's new values to `values`."""
         new: dict[str, Any] = {}
 
         def named(value: Any) -> str:
@@ -127,7 +118,6 @@ class _Content:
         return b"%s %s\n" % (_checksum(line), line)
 
     def read(self, line: bytes) -> None:
-        """Parse a line. Raises ValueError, LookupError or TypeError."""
         text = line[_CHECKSUM_CHARS + 1 :]
         if line[: _CHECKSUM_CHARS + 1] != _checksum(text) + b" ":
             raise ValueError("its checksum does not match")
@@ -151,12 +141,8 @@ class _Content:
 class ResponseFiles:
     """Stored responses of one model's agents; the only reader and writer of their files. One thread.
 
-    Methods raise StoreError for unreadable files.
-
-    Args:
-        folder: the agents' folder, adopted by `usage`.
-        is_saved: whether an agent is on disk.
-        former: folders with former names of the model. Their files move to `folder`, unless the agent has one there.
+    Files in `former`, folders with the model's former names, move to `folder` unless the agent has one there. Methods
+    raise StoreError for unreadable files.
     """
 
     def __init__(
@@ -201,14 +187,12 @@ class ResponseFiles:
         self._agents_of[_tag(agent)].add(agent)
 
     def find(self, response_id: str) -> tuple[str, StoredResponse] | None:
-        """Return the response and its agent."""
         for agent, content in self._tagged(response_id):
             if (found := content.responses.get(response_id)) is not None:
                 return agent, found
         return None
 
     def continued(self, previous: str | None, item_ids: Sequence[str]) -> Continued:
-        """Resolve a request's references."""
         agents, responses, items, missing = list[str](), list[StoredResponse](), dict[str, Item](), list[str]()
         seen = set[str]()
         while previous is not None and previous not in seen:
@@ -276,9 +260,7 @@ class ResponseFiles:
     def add(self, agent: str, response: StoredResponse) -> int:
         """Store a response durably; return the bytes written. A full file drops the stalest conversations.
 
-        Raises:
-            TooLarge, DiskBudgetExceeded: nothing has changed.
-            StoreError: write failed, or the agent is not on disk.
+        Raises TooLarge, DiskBudgetExceeded: nothing has changed; StoreError: the agent is not on disk; OSError.
         """
         if not self._is_saved(agent):
             raise StoreError(f"agent {agent} is not on disk")
@@ -305,7 +287,7 @@ class ResponseFiles:
         return len(line)
 
     def delete(self, response_id: str) -> bool:
-        """Delete a response; return whether it existed. Raises StoreError, OSError."""
+        """Return whether the response existed. Raises StoreError, OSError."""
         found = self.find(response_id)
         if found is None:
             return False
@@ -328,7 +310,6 @@ class ResponseFiles:
             self._agents_of[_tag(agent)].discard(agent)
 
     def remove_orphans(self) -> None:
-        """Remove files of agents that are not on disk."""
         for agent in sorted(self._agents):
             if not self._is_saved(agent):
                 self.remove(agent)
@@ -371,10 +352,7 @@ class ResponseFiles:
 
 
 def _latest(content: _Content, continued: str | None) -> list[StoredResponse]:
-    """Return whole conversations, latest first, within half of the bound.
-
-    That of `continued`, about to be continued, is first, and cut if too long.
-    """
+    """Choose whole conversations within half of the bound, latest first; `continued`'s before them, cut if needed."""
     chosen: set[str] = set()
     room, sizes = MOST_BYTES // 2, _Content()
     for newest in filter(None, (content.responses.get(continued or ""), *reversed(content.responses.values()))):

@@ -24,14 +24,10 @@ log = logging.getLogger("agentcache.store")
 
 
 class SavedAgents:
-    """The lineages in all agent folders.
+    """The lineages in all agent folders, given by `model[:16]`.
 
-    Blocks of another model or precision are **unreadable**. They stay for a server that reads them, until room is
-    needed or their lineage is saved again or deleted.
-
-    Args:
-        folders: by `model[:16]`.
-        model, spec: fingerprint of the served model; digest of its cache spec.
+    Blocks of another model or precision (cache spec of digest `spec`) are **unreadable**. They stay for a server that
+    reads them, until room is needed or their lineage is saved again or deleted.
     """
 
     def __init__(self, folders: Mapping[str, AgentFolder], model: str, spec: str, blocks: BlockFolder) -> None:
@@ -42,7 +38,7 @@ class SavedAgents:
         self.served = folders[model[:16]]
 
     def load_served(self, take: Callable[[SavedAgent], None] = lambda agent: None) -> list[SavedAgent]:
-        """Load the served model's lineages, as `AgentFolder.load`."""
+        """As `AgentFolder.load`, for the served model's lineages."""
         self._load(self.served, lambda agent: take(agent) if self._is_served(agent) else _leave_ram(agent))
         return [agent for agent in self.served.agents if self._is_served(agent)]
 
@@ -112,26 +108,18 @@ class SavedAgents:
 
 
 class BlockClaims:
-    """Which blocks the manifests name, and which must stay. Deletes nothing: `Store` asks before it deletes.
-
-    Args:
-        has: as `Store.has`.
-
-    Attributes:
-        agents: all saved lineages.
-        knows_all_manifests: whether `look` found all manifests and logs readable.
-    """
+    """Which blocks the manifests name, and which must stay. Deletes nothing: `Store` asks before it deletes."""
 
     def __init__(self, blocks: BlockReader, has: Callable[[str], bool]) -> None:
         self.agents: SavedAgents | None = None
-        self.knows_all_manifests = False
+        self.knows_all_manifests = False  # and logs, as found by `look`
         self._blocks = blocks
         self._has = has
         self._unclaimed: set[str] = set()  # blocks that only unavailable or damaged manifests or logs may name
         self._spared: set[str] = set()  # all blocks at start, if manifests are unavailable; deleted only for room
 
     def look(self, *, is_unavailable: bool, is_damaged: bool) -> None:
-        """Compare files and manifests at start, after `SavedAgents.load_all`. Arguments: whether some manifests are."""
+        """Compare files and manifests at start, after `SavedAgents.load_all`."""
         self.knows_all_manifests = not is_unavailable and not is_damaged
         if self.knows_all_manifests:
             return
@@ -143,7 +131,7 @@ class BlockClaims:
             log.warning("%d blocks stay that no readable manifest names: %s", len(self._unclaimed), why)
 
     def spare_none(self) -> None:
-        """Record that all manifests are available again."""
+        """All manifests are available again."""
         self._spared = set()
 
     def named(self) -> set[str]:
@@ -167,11 +155,10 @@ class BlockClaims:
         return unclaimed.difference(self.named(), in_use) if unclaimed else set()
 
     def stalest_unreadable(self) -> SavedAgent | None:
-        """The least recently used lineage with unreadable blocks on disk."""
         return None if self.agents is None else self.agents.stalest_unreadable(self._has)
 
     def unreadable_last_used(self) -> float | None:
-        """Last use of that lineage, in Unix time."""
+        """Unix time."""
         agent = self.stalest_unreadable()
         return None if agent is None else agent.manifest.last_used
 
@@ -183,11 +170,8 @@ def _leave_ram(agent: SavedAgent) -> None:
 class FormerAgents:
     """The lineages in folders with former names of the served model, renamed if the served folder has the name.
 
-    Their blocks, whose addresses contain the former name, are not used. A lineage stays in its folder until it is saved
-    in the served folder, or deleted.
-
-    Args:
-        folders: by former name; earlier ones take precedence.
+    Their blocks are not used: the addresses contain the former name. A lineage stays until it is saved in the served
+    folder or deleted. Earlier `folders`, by former name, take precedence.
     """
 
     def __init__(self, model: str, folders: Mapping[str, AgentFolder]) -> None:
@@ -198,7 +182,7 @@ class FormerAgents:
     def take_in(self, served: Sequence[AgentRecord], most: int) -> list[AgentRecord]:
         """Load former lineages, at most `most` per agent; return those added. A served one is never replaced.
 
-        A former lineage that a served one continues was saved there; its files are removed.
+        One that a served lineage continues was saved there; its files are removed.
         """
         agents: dict[str, list[AgentRecord]] = {}
         for record in served:
@@ -283,18 +267,15 @@ def _continues(other: AgentRecord, record: AgentRecord) -> bool:
 
 
 def _new_lineage(saved: SavedAgent) -> str:
-    """Return an id that is the same at each start."""
+    """The same at each start."""
     name = f"{saved.manifest.model} {lineage_name(saved.manifest.id, saved.manifest.lineage)}"
     return hashlib.blake2b(name.encode(), digest_size=4).hexdigest()
 
 
 class QuarantinedAgents:
-    """Sound agents in quarantine, which come back at a start, before any folder of agents is loaded.
+    """Restores sound agents from quarantine at a start, before any folder of agents is loaded.
 
     Earlier releases quarantined files that were unreadable then, or of a newer release.
-
-    Args:
-        served: cache of the served model, by its folders' names.
     """
 
     def __init__(

@@ -1,18 +1,6 @@
-"""The cache folder: durable blocks and agents.
+"""The cache folder: durable blocks and agents. Its layout is in docs/memory.md.
 
-``blocks/ab/<block_key>.safetensors``     a block of one cache group
-``agents/<model>/<id>.json``              manifest of an agent's first lineage, beside its transcript log
-``agents/<model>/<id>~<lineage>.json``    manifest of another lineage
-``agents/<model>/<id>.responses``         stored responses (`response_files.py`)
-``agents/<model>/model``                  label of the model (`model_files.py`)
-``quarantine/``                           files that failed verification
-``lock``                                  lock of the one process that uses the folder
-
-After a crash each agent is as of one of its saves; the next start removes leftovers. If the folder is removed while in
-use, the next write recreates it.
-
-`Store` alone deletes blocks and agents, after asking `BlockClaims`. Its parts delete what they own: `BlockFolder` block
-files, `AgentFolder` manifests and logs, `ResponseFiles` stored responses, `Quarantine` its files.
+After a crash each agent is as of one of its saves; the next start removes leftovers.
 """
 
 from __future__ import annotations
@@ -51,24 +39,21 @@ _OWN_ENTRIES = {"agents", "blocks", "lock", "quarantine"}
 
 
 def no_fault(step: str) -> None:
-    """No fault: the default of `Fault` arguments."""
+    """The default `Fault`: none."""
 
 
 class Store:
     """Owner of one cache folder, for one model: its only writer, on one thread. Methods raise StoreError if files fail.
 
     Args:
-        disk_budget: limit in bytes for all files; None for an automatic budget.
-        num_token_ids: vocabulary size; None if unknown.
-        blocks_only: whether manifests are in another rank's folder; then each batch of blocks is flushed.
-        when_lost: called on the writer thread after files were lost; see `has`.
+        disk_budget: bytes; None for an automatic budget.
+        blocks_only: manifests are in another rank's folder; each batch of blocks is flushed.
+        when_lost: called on the writer thread after files were lost.
 
     Attributes:
-        groups: cache groups; recurrent state is last.
-        blocks: reads block files. Thread-safe.
+        blocks: thread-safe.
         claims: valid after `collect_orphans`.
         usage: callers only read.
-        responses: for the writer thread.
 
     Raises CacheFolderInUse.
     """
@@ -177,7 +162,7 @@ class Store:
         self._lock.release()
 
     def read_agents(self, take: Callable[[AgentRecord], None], most: int = 2**62) -> None:
-        """Load the served model's lineages. `take` gets each, and may release its transcript from RAM."""
+        """As `AgentFolder.load`, for the served model."""
         served: list[AgentRecord] = []
 
         def take_served(agent: SavedAgent) -> None:
@@ -203,7 +188,7 @@ class Store:
             return [agent.record(self._spec.digest) for agent in found]
 
     def save_agent(self, record: AgentRecord) -> int:
-        """Make a lineage durable; its blocks must be. Return the bytes written. Raises as `AgentFolder.save`.
+        """Make a lineage durable, after its blocks; return the bytes written.
 
         After a StoreError, the lineage on disk is the previous one or `record`, complete.
         """
@@ -235,7 +220,7 @@ class Store:
             if not self._has_manifest_of(agent_of(name)):
                 self.responses.remove(agent_of(name))
                 self.usage.quarantine.remove(lambda file: _agent_of_file(file) == agent_of(name))
-            if unreadable:  # without their manifest, no eviction would find them
+            if unreadable:
                 self.delete_blocks(unreadable)
 
     def _unreadable_blocks(self, name: str) -> list[str]:
@@ -245,7 +230,7 @@ class Store:
         ]
 
     def has(self, block_key: str) -> bool:
-        """Whether a file exists and is not known to be unavailable. Thread-safe."""
+        """As `BlockReader.has`. Thread-safe."""
         return self._blocks.has(block_key)
 
     def read_blocks(
@@ -265,10 +250,7 @@ class Store:
         return self._blocks.decode_zeros(header, buffer)
 
     def write_blocks(self, blocks: Sequence[BlockWrite | BlockCopy]) -> int:
-        """Make blocks durable, all or none; skip existing ones. Return the bytes written.
-
-        Raises DiskBudgetExceeded, StoreError: nothing was written.
-        """
+        """As `BlockFolder.write`; StoreError instead of OSError."""
         with as_store_error("write blocks"), self.visit():
             return self._blocks.write(blocks)
 
@@ -281,7 +263,7 @@ class Store:
                 raise BlocksLost("blocks are gone from the cache folder")
 
     def delete_blocks(self, keys: Iterable[str], *, for_room: bool = False) -> int:
-        """Remove block files, unless they must stay (`BlockClaims.deletable`); return the bytes freed."""
+        """Remove block files, except those that must stay (`BlockClaims.deletable`); return the bytes freed."""
         with as_store_error("delete blocks"), self.visit():
             return self._blocks.delete(self.claims.deletable(keys, for_room=for_room))
 
@@ -301,7 +283,7 @@ class Store:
             return self._blocks.delete_all_but(self.claims.named())
 
     def evict_unclaimed(self, in_use: Collection[str]) -> int:
-        """Empty quarantine; remove unclaimed blocks (`BlockClaims.take_unclaimed`). Return the bytes freed."""
+        """Empty quarantine, remove unclaimed blocks (`BlockClaims.take_unclaimed`); return the bytes freed."""
         freed = self.usage.quarantine.empty()
         unclaimed = self.claims.take_unclaimed(in_use)
         return freed + (self.delete_blocks(unclaimed, for_room=True) if unclaimed else 0)
@@ -312,7 +294,7 @@ class Store:
         return 0 if agent is None else self.delete_blocks(agent.block_keys(), for_room=True)
 
     def latest_use(self) -> float:
-        """Latest use of any lineage in Unix time, or 0."""
+        """Unix time, or 0."""
         return self._agents.latest_use()
 
 

@@ -31,9 +31,7 @@ _EMPTY = Transcript("", array("I"), array("I"), ())
 class Content:
     """All data of a lineage that grows with its transcript.
 
-    Args:
-        chains: chain keys by cache, in the order of `origin_paths.spans`; no empty entries.
-        system: text of the system message.
+    `chains`: chain keys by cache, in the order of `origin_paths.spans`; no empty entries.
     """
 
     transcript: Transcript
@@ -46,17 +44,11 @@ EMPTY = Content(_EMPTY, {}, None)
 
 @dataclass(frozen=True)
 class LogEnd:
-    """End of a log's valid part, as in the manifest.
+    """End of a log's valid part, as in the manifest."""
 
-    Args:
-        generation: number of the log file; compaction starts a new one.
-        num_bytes: later bytes are ignored.
-        checksum: of the last line.
-    """
-
-    generation: int
-    num_bytes: int
-    checksum: str
+    generation: int  # number of the log file; compaction starts a new one
+    num_bytes: int  # later bytes are ignored
+    checksum: str  # of the last line
 
 
 def least_bytes(content: Content) -> int:
@@ -80,9 +72,7 @@ def extend_log(end: LogEnd, old: Content, new: Content) -> tuple[bytes, LogEnd]:
 def parse_log(data: bytes, agent_id: str, model: str, end: LogEnd, format_version: int = FORMAT_VERSION) -> Content:
     """Parse the valid part of a log.
 
-    Raises:
-        BlockRejected: not the log of that agent and model with that end.
-        FileUnavailable: of a newer release.
+    Raises BlockRejected: not the log of that agent and model with that end; FileUnavailable: of a newer release.
     """
     try:
         return _parse_log(data, agent_id, model, end, format_version)
@@ -120,9 +110,7 @@ class SalvagedLog:
 def salvage_log(data: bytes, agent_id: str, model: str, end: LogEnd | None) -> SalvagedLog | None:
     """Return the longest proven prefix of a log; None without content of that agent and model.
 
-    Args:
-        model: prefix of the fingerprint.
-        end: as a manifest states; if no record ends there, the whole log is read.
+    `model`: prefix of the fingerprint. The whole log is read if no record ends at `end`, as a manifest states it.
     """
     _refuse_newer(data)
     texts = _proven_texts(data[: end.num_bytes] if end is not None else data)
@@ -155,7 +143,7 @@ def _checksum_of(line: bytes) -> str:
 
 
 def _records(data: bytes, end: LogEnd) -> Iterator[Any]:
-    """Yield the records up to `end`. Raises BlockRejected, even after the last one."""
+    """Raises BlockRejected, even after the last record."""
     checksum, begin, count = "", 0, 0
     while (stop := data.find(b"\n", begin, end.num_bytes)) >= 0:
         line, begin, count = data[begin:stop], stop + 1, count + 1
@@ -202,7 +190,7 @@ def _first_record(agent_id: str, model: str, generation: int, format_version: in
 
 
 def _changes(old: Content, new: Content) -> dict[str, Any]:
-    """Return the record that changes `old` to `new`: `keep` has the tokens, characters and spans that stay."""
+    """`keep`: numbers of tokens, characters and spans that stay."""
     changes = _changed_words(old.transcript, new.transcript)
     changes["chains"] = dict(_changed_chains(old.chains, new.chains))
     return changes if new.system == old.system else {**changes, "system": new.system}

@@ -42,21 +42,14 @@ _ITEM_BYTES = {"F32": 4, "U32": 4, "I32": 4, "I64": 8, "F16": 2, "BF16": 2, "U8"
 
 @dataclass(frozen=True)
 class FolderReport:
-    """Summary of a cache folder.
+    """Summary of a cache folder."""
 
-    Args:
-        blocks, agents: number of valid ones.
-        missing_blocks: evicted blocks that agents name; 0 if a block folder is unavailable.
-        unnamed_blocks: blocks without an agent; the next start removes them.
-        problems, unavailable: one sentence per damaged file, and per unavailable file or folder.
-    """
-
-    blocks: int
-    agents: int
-    missing_blocks: int
-    unnamed_blocks: int
-    problems: tuple[str, ...]
-    unavailable: tuple[str, ...] = ()
+    blocks: int  # sound ones
+    agents: int  # sound ones
+    missing_blocks: int  # evicted blocks that agents name; 0 if a block folder is unavailable
+    unnamed_blocks: int  # the next start removes them
+    problems: tuple[str, ...]  # a sentence per damaged file
+    unavailable: tuple[str, ...] = ()  # a sentence per file or folder
 
 
 def verify_folder(cache_dir: Path) -> FolderReport:
@@ -196,7 +189,7 @@ def _digest(head: bytes, tensors: memoryview, stated: str) -> str:
 
 
 def _refuse_newer(head: bytes, tensors: memoryview, version: str, stated: str) -> None:
-    """Raise FileUnavailable for a newer version, unless only the version is damaged."""
+    """A version that is damaged alone is not refused."""
     if version in _VERSIONS:
         return
     field = '"format_version":"{}"'
@@ -206,7 +199,6 @@ def _refuse_newer(head: bytes, tensors: memoryview, version: str, stated: str) -
 
 
 def _check_entries(entries: Iterable[Mapping[str, Any]]) -> int:
-    """Return the bytes of all tensors, which must be contiguous and fit their shapes."""
     end = 0
     for entry in entries:
         num_bytes = _num_items(entry["shape"]) * _ITEM_BYTES[entry["dtype"]]
@@ -235,8 +227,7 @@ def _check_extras(text: str) -> None:
 
 
 def _unpack(packed: str) -> array[int]:
-    """Return a block's token ids; bounded, against zip bombs."""
-    inflater, most = zlib.decompressobj(), BLOCK_SIZE * 4
+    inflater, most = zlib.decompressobj(), BLOCK_SIZE * 4  # no zip bomb
     data = inflater.decompress(base64.b64decode(packed), most + 1)
     if not inflater.eof or inflater.unused_data or not 0 < len(data) <= most:
         raise ValueError("it does not hold the ids of 1 to 256 tokens")

@@ -1,7 +1,6 @@
-"""How the cache folder is written: by one process, on one thread, each file atomically and durably.
+"""Atomic, durable writes to the cache folder: temporary file, sync, rename, sync of the folder.
 
-Atomic: temporary file, sync, rename, sync of the folder. A turn flushes the drive once, with the last sync, of the
-manifest's folder; that covers the earlier ones.
+A turn flushes the drive once, with its last sync, of the manifest's folder; that covers the earlier ones.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def write_all(fd: int, parts: Sequence[bytes | memoryview], offset: int) -> None
 
 
 class Replacement:
-    """An atomic replacement of `path`: `write`, `replace`; then the caller syncs the folder."""
+    """An atomic replacement of `path`: call `write`, `replace`, then sync the folder."""
 
     def __init__(self, files: CacheFiles, path: Path, kind: str, fault: Fault) -> None:
         self.path = path
@@ -81,9 +80,9 @@ class Replacement:
 
 
 def replace_file(files: CacheFiles, path: Path, data: bytes, kind: str, fault: Fault, *, covered: bool = False) -> None:
-    """Replace the content of `path` atomically and durably; if `covered`, a later sync makes it durable.
+    """Replace `path` atomically, durable at once or, if `covered`, after a later sync.
 
-    Raises OSError: `path` has the old or the new content, complete.
+    After an OSError it has the old or the new content, complete.
     """
     replacement = Replacement(files, path, kind, fault)
     try:
@@ -98,9 +97,9 @@ def replace_file(files: CacheFiles, path: Path, data: bytes, kind: str, fault: F
 def append_file(
     files: CacheFiles, path: Path, data: bytes, offset: int, kind: str, fault: Fault, *, covered: bool = True
 ) -> None:
-    """Write `data` durably at `offset` and truncate behind it. `covered` as in `replace_file`.
+    """Write `data` at `offset`, as durably as `replace_file`, and truncate behind it.
 
-    Raises OSError: the first `offset` bytes are unchanged.
+    After an OSError the first `offset` bytes are unchanged.
     """
     with files.open(path, os.O_WRONLY) as fd:
         try:
@@ -117,10 +116,7 @@ def append_file(
 
 
 class FolderLock:
-    """An exclusive lock on a cache folder, until `release` or the process ends.
-
-    Raises CacheFolderInUse, which names the process, and StoreError.
-    """
+    """An exclusive lock on a cache folder, until `release` or process exit. Raises CacheFolderInUse, StoreError."""
 
     def __init__(self, files: CacheFiles) -> None:
         cache_dir = files.root
@@ -145,7 +141,7 @@ class FolderLock:
             raise StoreError(f"cannot lock {cache_dir}: {error}") from error
 
     def is_in_place(self) -> bool:
-        """Whether the path has the locked file; False after the folder was removed."""
+        """Whether the locked file is still at its path."""
         assert self._fd is not None
         try:
             return os.path.samestat(os.fstat(self._fd), self._files.status(self._path))
@@ -162,7 +158,6 @@ class FolderLock:
         self._fd = new._fd
 
     def release(self) -> None:
-        """Unlock; idempotent."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -192,8 +187,7 @@ class _Job(Generic[T]):
 class Writer:
     """Runs jobs in order on one thread, so that a manifest never precedes its blocks.
 
-    Args:
-        max_bytes: bytes of queued jobs above which `submit` blocks.
+    `submit` blocks while the queued jobs have more than `max_bytes`.
     """
 
     def __init__(self, max_bytes: int = 512 << 20) -> None:
@@ -206,7 +200,7 @@ class Writer:
         self._thread = start_thread("agentcache-writer", self._loop, self._died)
 
     def submit(self, run: Callable[[], T], done: Callable[[T | StoreError], None], num_bytes: int = 0) -> None:
-        """Queue `run`; `done` gets its result or error on the writer thread, after `close` at once."""
+        """Queue `run`; `done` gets its result or error on the writer thread."""
         if not self._queue(_Job(run, done, num_bytes)):
             done(StoreError("the writer is closed"))
 
@@ -250,11 +244,10 @@ class Writer:
 
 
 def _outcome(run: Callable[[], T]) -> T | StoreError:
-    """Turn errors into results: none may end the thread."""
     try:
         return run()
     except StoreError as error:
         return error
-    except BaseException as error:
+    except BaseException as error:  # none may end the thread
         log.exception("a write has failed")
         return StoreError(f"{type(error).__name__}: {error}")
