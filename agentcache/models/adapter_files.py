@@ -1,7 +1,4 @@
-"""Read adapter folders of mlx-lm or PEFT into one convention, on any thread.
-
-Only safetensors files are opened, never pickles. Anything but plain LoRA of linear modules is refused by name.
-"""
+"""Read LoRA folders of mlx-lm or PEFT, on any thread. Pickles are never opened, other adapters refused."""
 
 from __future__ import annotations
 
@@ -57,7 +54,7 @@ _PEFT_EXTRAS = {
     "use_bdlora": "BD-LoRA",
     "arrow_config": "Arrow routing",
 }
-# Other values (PiSSA, OLoRA, CorDA, LoftQ …) change the base weights before training.
+# Others (PiSSA, LoftQ …) change the base weights before training.
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
@@ -85,7 +82,7 @@ class LowRank:
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """Contents of a folder; `matrices` are float32 numpy arrays, by the trainer's module names."""
+    """Contents of a folder: float32 numpy matrices by the trainer's module names."""
 
     path: Path
     format: str
@@ -124,7 +121,7 @@ def _format_of(folder: Path) -> _Format:
 
 
 def _read_tensors(file: Path, max_bytes: int) -> dict[str, Array]:
-    """Sorted by name, so that a broken file always gives the same error."""
+    """Sorted: a broken file always gives the same error."""
     try:
         tensors = sorted(deserialize(_read_safetensors(file, max_bytes)), key=itemgetter(0))
     except SafetensorError as error:
@@ -133,7 +130,7 @@ def _read_tensors(file: Path, max_bytes: int) -> dict[str, Array]:
 
 
 def _read_safetensors(file: Path, max_bytes: int) -> bytes:
-    """The whole file, if its size agrees with the header, which may claim gigabytes."""
+    """Checks the size first: a header may claim gigabytes."""
     with open_plain_file(file, max_bytes) as (stream, size):
         header_bytes = int.from_bytes(read_exactly(stream, min(8, size), file.name), "little")
         if header_bytes > MAX_HEADER_BYTES or 8 + header_bytes > size:
@@ -246,7 +243,6 @@ class AlphaScale:
     alpha_pattern: Mapping[str, float]
 
     def of(self, module: str, rank: int) -> float:
-        """As `ExplicitScale.of`, by the trainer's name."""
         _check_rank(module, _first_match(self.rank_pattern, module, self.rank), rank)
         alpha = _first_match(self.alpha_pattern, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.stabilised else rank)
@@ -262,7 +258,7 @@ def _first_match(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
 
 
 def _expression(key: str) -> re.Pattern[str]:
-    """As PEFT's `get_pattern_key`: names that end with `key`, by whole components."""
+    """As PEFT's `get_pattern_key`."""
     return re.compile(rf"(.*\.)?({key})$")
 
 
@@ -270,9 +266,8 @@ def _expression(key: str) -> re.Pattern[str]:
 class AdapterConfig:
     """Settings for serving.
 
-    Args:
-        invocation_tokens: token ids from whose last occurrence the adapter acts; None if always.
-        activation_shift: offset to that start; adapters older than PEFT's rule start one later.
+    The adapter acts from the last occurrence of `invocation_tokens`, or always if None. `activation_shift` is added:
+    adapters older than PEFT's rule start one later.
     """
 
     scale: ExplicitScale | AlphaScale
@@ -375,9 +370,9 @@ def _check_pattern(name: str, key: str) -> None:
 
 @contextmanager
 def open_plain_file(path: Path, max_bytes: int) -> Iterator[tuple[BinaryIO, int]]:
-    """Open a regular file, also through a link, with its size; never a device or a pipe.
+    """Open a regular file, or a link to one; yields also its size.
 
-    Raises UnreadableAdapter, also within the context, or UnsupportedAdapter if larger than `max_bytes`.
+    Raises UnreadableAdapter, also within the context; UnsupportedAdapter beyond `max_bytes`.
     """
     try:
         with open(_open(path), "rb") as stream:
@@ -397,7 +392,7 @@ def _open(path: Path) -> int:
 
 
 def read_plain_file(path: Path, max_bytes: int) -> bytes:
-    """Read all of such a file; raises the same."""
+    """Read a file whole; errors as `open_plain_file`."""
     with open_plain_file(path, max_bytes) as (stream, size):
         return read_exactly(stream, size, path.name)
 

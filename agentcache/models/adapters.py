@@ -1,4 +1,4 @@
-"""Adapters fitted to a model: target modules, identity, changed cache groups, and a step's rows."""
+"""Adapters fitted to a model."""
 
 from __future__ import annotations
 
@@ -51,11 +51,9 @@ class Target:
 
 @dataclass(frozen=True)
 class TargetModules:
-    """Modules that adapters can act on. Plain data: any thread may read it.
+    """Modules that adapters can act on. Any thread may read it.
 
-    Args:
-        targets: by adapters' names; q, k, v (gate, up) also if fused.
-        absorbed: modules that attention has absorbed, so never called.
+    `targets` have adapters' names, parts of fused modules included. `absorbed` modules are never called.
     """
 
     num_layers: int
@@ -121,12 +119,12 @@ def _fused_spans(leaf: str, out_dim: int, kv_dim: int) -> dict[str, tuple[int, i
 
 @dataclass(frozen=True)
 class Adapter:
-    """Identity and sizes of an adapter. Its weights may be loaded and dropped.
+    """Identity and sizes of an adapter, without its weights.
 
     Args:
-        digest: of modules, matrices and effective scale, not of name or format; 40 hex digits.
+        digest: of modules, matrices and effective scale; 40 hex digits.
         first_kv_layer: lowest layer whose keys or values can differ from base's; number of layers if none.
-        invocation_tokens: an activated LoRA (arXiv 2504.12397) acts from their last occurrence on.
+        invocation_tokens: of an activated LoRA (arXiv 2504.12397), see `AdapterConfig`.
         family: digest of all A matrices.
     """
 
@@ -152,9 +150,9 @@ class AdapterContent:
 
 
 def read_adapter(folder: Path, modules: TargetModules, max_bytes: int = MAX_BYTES) -> AdapterContent:
-    """Read an adapter's folder, on any thread; takes up to four times the file's size.
+    """Read an adapter's folder, on any thread, in up to four times its file's size.
 
-    Raises UnsupportedAdapter: broken, more than LoRA, or made for another model.
+    Raises UnsupportedAdapter: broken, not plain LoRA, or of another model.
     """
     try:
         return _read_adapter(folder, modules, max_bytes)
@@ -222,7 +220,7 @@ def _fit(
 
 
 def _join(parts: Sequence[tuple[Target, LowRank]], out_dim: int) -> LowRank:
-    """Ranks side by side, each with its own columns of b."""
+    """Ranks side by side, each in its own columns of b."""
     if len(parts) == 1 and parts[0][1].b.shape[1] == out_dim:
         return parts[0][1]
     b = np.zeros((sum(pair.rank for _, pair in parts), out_dim), np.float32)
@@ -249,7 +247,7 @@ def _fields(matrices: Mapping[ModuleName, LowRank]) -> Iterator[bytes]:
 
 
 def _family_fields(matrices: Mapping[ModuleName, LowRank], sides: AdapterSides) -> Iterator[bytes]:
-    """In a fused module B decides which columns of A keys and values use."""
+    """With components: in a fused module B decides which columns of A keys and values use."""
     for name, pair in sorted(matrices.items()):
         yield str(name).encode()
         yield from _matrix_fields(pair.a)
@@ -263,7 +261,7 @@ def _matrix_fields(matrix: Any) -> Iterator[bytes]:
 
 
 def trunk_cut(adapter: Adapter, spec: CacheSpec) -> int:
-    """Lowest layer of the adapter's groups if it can continue from base's hidden states there, else 0."""
+    """Layer at which the adapter can continue from base's hidden states; 0 if none."""
     if spec.recurrent:
         return 0  # the state of lower recurrent layers would be missing
     own = producer_groups(adapter, spec)
@@ -313,10 +311,7 @@ class RowParts:
 
 
 class AdapterRows:
-    """Adapters of a step's rows; `lengths` are tokens before the step.
-
-    `adapters` act on at least one token.
-    """
+    """Adapters of a step's rows; `lengths` are tokens before the step, `adapters` those that act on any token."""
 
     def __init__(self, rows: Sequence[RowAdapter | None], lengths: Sequence[int], num_tokens: int) -> None:
         self.shape = (len(lengths), num_tokens)

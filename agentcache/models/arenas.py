@@ -1,4 +1,4 @@
-"""RAM of a cache: blocks, measurements of their tokens, checkpoints of recurrent state."""
+"""RAM of a cache."""
 
 from __future__ import annotations
 
@@ -29,16 +29,12 @@ class Slots(Protocol):
 class CacheArenas:
     """Arenas of one cache, for the thread that runs the model.
 
-    Host access waits until the device is idle: a running step may still write to slots of ended requests, and holds the
-    arrays that a resize replaces.
+    Host access calls `wait` until the device is idle: a running step may still write to slots of ended requests, and
+    holds the arrays that a resize replaces.
 
     Args:
-        wait: waits until the device has finished all started work.
         evaluate: finishes all pending writes.
-        room: maximum bytes of a group, to which it grows without a copy if the device allows it.
-
-    Attributes:
-        measures: measurements of tokens, by group.
+        room: bytes to which a group grows without a copy, if the device allows it.
     """
 
     def __init__(
@@ -66,7 +62,7 @@ class CacheArenas:
             yield measures.tokens
 
     def fit(self) -> None:
-        """Follow the pools: move blocks, free dropped slots, then add slots."""
+        """Follow the pools: move blocks, shrink all groups, then grow."""
         self._follow_moves()
         pairs = list(zip(self.groups, self._pools, strict=True))
         if all(arena.capacity == pool.capacity for arena, pool in pairs):
@@ -110,7 +106,7 @@ class CacheArenas:
             self.measures[copy.group].copy(copy.source, copy.target)
 
     def put_blocks(self, group: int, block_ids: Sequence[int], blocks: Sequence[Array]) -> None:
-        """Write blocks from files, uint8 [n] each; they may change after the call."""
+        """Write blocks, uint8 [n] each; they may change after the call."""
         self.fit()
         self._wait()
         self.groups[group].put(block_ids, blocks)
@@ -140,10 +136,9 @@ class CacheArenas:
 
 
 class BaseArenas(CacheArenas):
-    """Arenas of base's cache. A further last group has checkpoints of recurrent state.
+    """Arenas of base's cache; a further last group has checkpoints of recurrent state.
 
-    Args:
-        measures: whether to measure the rounding energy of each token (`StepMeasures`).
+    With `measures`, steps note each token's rounding energy (`StepMeasures`).
     """
 
     def __init__(

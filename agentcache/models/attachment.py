@@ -1,4 +1,4 @@
-"""Put a model on the paged cache: inspect its caches, replace its attention, prove the result."""
+"""Put a model on the paged cache."""
 
 from __future__ import annotations
 
@@ -61,13 +61,11 @@ def host(
 ) -> Hosted:
     """Make a model of mlx-lm run on step caches.
 
+    Raises UnsupportedModel: an unknown kind of cache or, with `check`, other numbers than mlx-lm's.
+
     Args:
-        check: whether to prove that it computes mlx-lm's numbers.
         within: context of measurement and proof, such as `in_float32`.
         adapted: inspection of a model that already runs on step caches.
-
-    Raises:
-        UnsupportedModel: an unknown kind of cache, or other numbers than mlx-lm's.
     """
     seen = _adapted(model) if adapted is None else adapted
     with within(model):
@@ -115,10 +113,7 @@ def _in_pieces(
 
 
 def is_capped(module: nn.Module) -> bool:
-    """Whether a module is Gemma 2's attention, or has exactly its parts.
-
-    It caps scores itself, from keys as arrays, so `CappedAttention` computes its parts with a step cache.
-    """
+    """Whether a module has exactly the parts of Gemma 2's attention, which caps scores itself, from keys as arrays."""
     has_parts = all(part in module for part in _PARTS) and set(module.children()) == set(_PARTS)
     return has_parts and all(getattr(module, size, None) for size in _SIZES)
 

@@ -1,6 +1,6 @@
-"""Attention over the paged Q4 cache.
+"""Attention over the paged cache.
 
-It reads quantised values only, also within the prefilled chunk, so cold, warm and hot prompts read the same.
+Also a chunk's own tokens are read quantised, so that cold, warm and hot prompts read the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from agentcache.metal_kernels.kernel_text import device
 from agentcache.models import fused
 from agentcache.models.fused import read_by_kernels
 
-# Up to this many query tokens, packed products are faster than unpacking (CPU and GPU).
+# Up to this many query tokens, packed products are faster than unpacking.
 MAX_PACKED_QUERIES = 8
 log = logging.getLogger("agentcache.models")
 
@@ -33,12 +33,7 @@ _BLOCKS, _HEADS = 3, 2
 
 
 class AttentionOptions(NamedTuple):
-    """Operations on scores.
-
-    Args:
-        softcap: c in c * tanh(scores / c).
-        sinks: float [H_q], one more logit per head, without a value.
-    """
+    """Operations on scores: c * tanh(scores / c), and one more logit per head without a value, float [H_q]."""
 
     scale: float
     softcap: float | None = None
@@ -46,7 +41,7 @@ class AttentionOptions(NamedTuple):
 
 
 def reads_packed(num_tokens: int, batch_size: int, softcap: float | None = None) -> bool:
-    """Whether a step reads packed blocks; else they are unpacked first."""
+    """Whether a step reads blocks packed, not unpacked first."""
     return num_tokens <= MAX_PACKED_QUERIES or batch_size > 1 or softcap is not None
 
 
@@ -115,13 +110,12 @@ def packed_attention(
 ) -> mx.array:
     """Attention on packed blocks; returns [B, H_q, n, D_v] in the queries' type.
 
-    The softmax is merged over a row's blocks, as in flash-decoding, in float32. Query heads of a kv head are rows of
-    one product, so a block is read once.
+    A row's blocks are merged as in flash-decoding, in float32. Query heads of a kv head are rows of one product.
 
     Args:
         queries: [B, H_q, n, D_k].
-        keys, values: [num_blocks, H_kv, 256, ·], packed as in `arena`; without its values, both as its keys.
-        added: addition to the rows' sums of values, [B, H_kv, repeats * n, D_v], from weights [num_blocks, H_kv,
+        keys, values: [num_blocks, H_kv, 256, ·], packed as in `arena`; if it has no values, as its keys.
+        added: makes an addition to the values' sums, [B, H_kv, repeats * n, D_v], from weights [num_blocks, H_kv,
             repeats, n, 256].
     """
     batch, num_heads, num_tokens, _ = queries.shape
@@ -158,7 +152,7 @@ def _softmax(scores: mx.array, reads: Reads, options: AttentionOptions) -> tuple
 
 
 def activation_dtype(linear: nn.Module) -> mx.Dtype:
-    """Type of a linear module's float parameters, in which it computes."""
+    """Type in which a linear module computes."""
     dtype = linear.scales.dtype if "scales" in linear else linear.weight.dtype
     return dtype if mx.issubdtype(dtype, mx.floating) else mx.bfloat16  # mxfp4's scales are uint8
 
@@ -166,14 +160,9 @@ def activation_dtype(linear: nn.Module) -> mx.Dtype:
 def packed_product(x: mx.array, packed: Packed, quantisation: Packing, *, transpose: bool) -> mx.array:
     """Multiply float32 `x` with packed blocks [num_blocks, H, 256, D].
 
-    Back ends lack some kernels, or have wrong ones, so each is compared with the definition once. CUDA never tries
-    MLX's kernel for blocks that ours read: compiling it would block serving.
-
-    Args:
-        x: [num_blocks, H, n, D] with `transpose`, else [num_blocks, H, n, 256].
-
-    Returns:
-        [num_blocks, H, n, 256] with `transpose`, else [num_blocks, H, n, D].
+    `x` is [num_blocks, H, n, D], the result [num_blocks, H, n, 256]; without `transpose` the other way round. Back ends
+    lack some kernels, or have wrong ones, so each is compared with the definition once. CUDA never tries MLX's kernel
+    for blocks that ours read: compiling it would block serving.
     """
     if isinstance(quantisation, Plain) or (device() == "cuda" and read_by_kernels(quantisation)):
         return by_definition(x, packed, quantisation, transpose)
@@ -183,7 +172,7 @@ def packed_product(x: mx.array, packed: Packed, quantisation: Packing, *, transp
 
 
 def by_kernel(x: mx.array, packed: Packed, quantisation: Packing, transpose: bool) -> mx.array:
-    """Product by MLX's kernel; evaluation raises RuntimeError if there is none for the shape."""
+    """Product by MLX's kernel; evaluation raises RuntimeError if it lacks the shape."""
     assert isinstance(quantisation, Quantisation)
     packing = {"group_size": quantisation.group_size, "bits": quantisation.bits}
     return mx.quantized_matmul(x, *packed, transpose=transpose, **packing)

@@ -1,7 +1,4 @@
-"""Decoders: full fine-tunes of the base model that continue from its cache (PrefillShare, arXiv 2602.12029).
-
-Base computes the prompt, the decoder its last token and the answer.
-"""
+"""Decoders: full fine-tunes of base that continue from its cache after the prompt (PrefillShare, arXiv 2602.12029)."""
 
 from __future__ import annotations
 
@@ -26,11 +23,11 @@ _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.
 
 @dataclass(frozen=True)
 class Decoder:
-    """Identity of a decoder, used like an adapter of every layer. Its weights may be loaded and dropped.
+    """Identity of a decoder, used like an adapter of every layer.
 
     Args:
         digest: of config and weights, 32 hex digits.
-        files: `file_identity` of each file, taken with the digest.
+        files: `file_identity` of each file.
     """
 
     digest: str
@@ -47,7 +44,7 @@ class Decoder:
 
 @dataclass(frozen=True, eq=False)
 class DecoderWeights:
-    """A decoder on the device. Its modules see base's steps."""
+    """A decoder on the device."""
 
     decoder: Decoder
     model: nn.Module
@@ -63,17 +60,16 @@ def is_decoder_folder(folder: Path) -> bool:
 
 
 def read_decoder(folder: Path, base: Path, memo: Path | None = None) -> Decoder:
-    """Inspect the files of a decoder of the model in folder `base`. Any thread.
+    """Inspect a decoder's files, on any thread.
 
-    Raises:
-        UnsupportedAdapter: different weight names, shapes or vocabulary.
+    Raises UnsupportedAdapter: weight names, shapes or vocabulary differ from those in folder `base`.
     """
     try:
         check_files(folder)
         files = _identities(folder)
         _check_weights(folder, base)
         _check_vocabulary(folder, base)
-        # Not `identity`: names of existing blocks and residuals contain this digest.
+        # Not `identity`: existing blocks and residuals are named by this digest.
         digest = first_fingerprint(folder, memo, tokenizer=False)
         nbytes = sum(file.stat().st_size for file in _weight_files(folder))
     except (OSError, ValueError, SafetensorError, UnsupportedModel) as error:
@@ -127,12 +123,9 @@ def _check_vocabulary(folder: Path, base: Path) -> None:
 
 
 def load_decoder(decoder: Decoder, base: LoadedModel) -> Iterator[DecoderWeights | None]:
-    """Put a decoder on the device, in pieces, on the thread that loaded `base`; steps may run between pieces.
+    """Put a decoder on the device, on the thread that loaded `base`; steps may run between pieces.
 
-    Yields None after each piece, at last the decoder.
-
-    Raises:
-        UnsupportedAdapter: other caches than base's, or changed files.
+    Yields None after each piece, then the decoder. Raises UnsupportedAdapter: other caches than base's, changed files.
     """
     try:
         model, config = load_model(decoder.path, lazy=True)

@@ -1,29 +1,20 @@
 """Identity of models, from content, never from a name or a path.
 
-The **identity** decides which agents belong to a model: it names the model in a new cache folder, and roots every chain
-of blocks. The **source digest** is part of the cache spec: if mlx-lm's sources change, agents stay and their blocks are
-computed again.
+The **identity** names the model in a new cache folder and roots every chain of blocks. The **source digest** is part of
+the cache spec: if mlx-lm's sources change, agents stay and their blocks are computed again.
 
 ====================================  ========  ====================================================================
 input                                 part of   why
 ====================================  ========  ====================================================================
-weights (`model*.safetensors`)        identity  decide every byte
-`config.json`                         identity  all fields but `HARMLESS`: unknown fields may decide bytes
-quantisation (`config.json`,          identity  how weights are read
-`hf_quant_config.json`)
-`generation_config.json`              no        how tokens are chosen, not how they are cached
-tokens (`token_rules`)                identity  text and ids are kept together: with another rule the same text has
-                                                other ids, and warm answers would differ from cold ones
-chat template                         no        makes text only: prompts match by text, then by tokens
-post-processor, padding, truncation,  no        in the prompt's text, or never applied
-ids of BOS, EOS, padding
+weights, quantisation                 identity  decide every byte
+`config.json` but `HARMLESS`          identity  unknown fields may decide bytes
+tokens (`token_rules`)                identity  another rule gives the same text other ids
+chat template, `generation_config`,   no        make or choose tokens; prompts match by text, then by tokens
+post-processor, padding, BOS, EOS
 sources of mlx-lm that compute it     spec      a corrected model file gives other keys and values
-mlx-lm's version                      no        its releases leave most models' sources alone
-MLX, device, driver, our kernels      no        differ by rounding only; compared at load (`Proof`, self-test)
+MLX, device, driver, our kernels      no        differ by rounding only; compared at load
 our formats, chains and quantisation  root      `FORMAT_VERSION` and the cache spec
 ====================================  ========  ====================================================================
-
-Adapters have `Adapter.digest`. Decoders keep `first_fingerprint`.
 """
 
 from __future__ import annotations
@@ -66,8 +57,7 @@ HARMLESS = frozenset(
 )
 _PARTS = ("text_config", "vision_config", "audio_config")  # of config.json, with the same fields
 _PACKAGE = "mlx_lm"
-# Definitions that decide bytes. Keys and values lie in our own caches, so only recurrent layers' cache classes count;
-# of `utils`, reading the weights.
+# Definitions that decide bytes: recurrent layers' cache classes (others are ours), and reading the weights.
 _COUNTED = {
     "mlx_lm.models.cache": {"_BaseCache", "ArraysCache"},
     "mlx_lm.utils": {
@@ -81,7 +71,7 @@ _COUNTED = {
 }
 _READS_WEIGHTS = "mlx_lm.utils"
 _LEFT_OUT = {
-    "mlx_lm.models",  # the packages: their imported members are modules
+    "mlx_lm.models",  # a package: its imported members are modules
     "mlx_lm",
     "mlx_lm.models.pipeline",  # layers over several machines, unused here
 }
@@ -90,7 +80,7 @@ _SCHEME = "source 1"  # of the digests and the memo's keys
 
 @dataclass(frozen=True)
 class ModelFingerprints:
-    """Names of a model, 32 hex digits each; `first`: those in older cache folders (format version 2)."""
+    """Names of a model, 32 hex digits each; `first` are those in cache folders of format version 2."""
 
     identity: str
     first: tuple[str, ...]
@@ -125,10 +115,7 @@ def _other_revisions(folder: Path) -> list[Path]:
 
 
 def first_fingerprint(folder: Path, memo: Path | None = None, *, tokenizer: bool = True) -> str:
-    """Older name of a model, still that of a decoder. Must never change.
-
-    Covers all fields of the configs and the chat template; a decoder's `tokenizer` is base's.
-    """
+    """Older name of a model, from all fields and the chat template; still a decoder's. Must never change."""
     known = Memo(memo)
     name = _digest(
         [*_configs(folder), tokenizer_files(folder, known) if tokenizer else "", *_weight_digests(folder, known)]
@@ -185,9 +172,9 @@ def _digest_file(file: Path) -> str:
 
 
 def source_digest(model: nn.Module, memo: Memo) -> str:
-    """Digest of mlx-lm's sources that compute `model`'s keys and values; 16 hex digits.
+    """Digest of the code in mlx-lm that computes `model`'s keys and values; 16 hex digits, empty for `FIRST_SOURCES`.
 
-    Comments, docstrings, layout and error texts do not count. Empty for `FIRST_SOURCES`.
+    Comments, docstrings, layout and error texts do not count.
     """
     names = {type(module).__module__ for module in (model, *model.modules())}
     sources = _with_imports({name for name in names if _is_theirs(name)} | {_READS_WEIGHTS}, memo)
@@ -250,7 +237,7 @@ def _is_module(name: str) -> bool:
 
 
 def _spell(node: object, text: list[str]) -> list[str]:
-    """Append a syntax tree to `text`, in words independent of Python's version."""
+    """Append a syntax tree to `text`, the same in all versions of Python."""
     if isinstance(node, ast.Raise):
         text.append("Raise;")
     elif isinstance(node, ast.AST):

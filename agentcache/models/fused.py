@@ -1,8 +1,7 @@
 """Run attention, packing and unpacking by kernels, or by MLX's operations as the reference.
 
-A kernel runs if the device compiles kernels, the head shape is supported, and a child process has verified it
-(`metal_kernels.self_test`, once per shape and machine). `AGENTCACHE_KERNELS` is `on` (default), `off`, or `check`:
-compute both, count differences, use the reference's result.
+Kernels run for supported shapes that passed `metal_kernels.self_test` on this machine. With `AGENTCACHE_KERNELS=check`
+both are computed, differences counted, and the reference's results used.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from agentcache.system.threads import start_thread
 log = logging.getLogger("agentcache.models")
 
 VARIABLE = "AGENTCACHE_KERNELS"
-# Per row; sixteen queries read the blocks once. Flash attention needs unpacked blocks; cuDNN is slow on new lengths.
+# Per row; sixteen read the blocks once. Flash attention would unpack them, and cuDNN is slow on new lengths.
 MAX_QUERIES = 32
 _MAX_DIM = 256
 PACKED_BITS = 4  # for keys and values; latents may also have 8
@@ -52,7 +51,7 @@ _MAX_QUERIES_PER_HEAD = 16
 MAX_RANK = 64  # of residual KV
 _MAX_LATENT_DIM, _MAX_LATENT_HEADS = 576, 128
 _DTYPES = (mx.float32, mx.float16, mx.bfloat16)
-# Limits of `check`; `_TOLERANCE` is relative to the largest value. 16-bit models multiply in half precision.
+# Limits of `check`; `_TOLERANCE` is relative to the largest value.
 _MOST_STEPS, _MOST_MISSED = 1.05, 1.1  # appended values: in quantisation steps; mean error over MLX's
 _TOLERANCE = {mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 3e-2}
 _BEING_TRIED = Verdict(False, "they are being tested")
@@ -63,7 +62,7 @@ _FOUND_RIGHT = "right"
 
 
 class KernelMemo:
-    """Shapes that passed the self-test on this machine, so that later starts skip it; one per process."""
+    """Shapes that passed the self-test on this machine; one per process."""
 
     def __init__(self) -> None:
         self.found: dict[str, str] = {}
@@ -81,7 +80,7 @@ class KernelMemo:
         self.found |= read_memo(file)
 
     def keep_in(self, file: Path) -> None:
-        """Write results, now and as they come."""
+        """Write results to `file`, now and as they come."""
         self._file = file
         before = read_memo(file)
         if not self.found.keys() <= before.keys():
@@ -96,7 +95,7 @@ class Mode(StrEnum):
 
 @dataclass
 class Counts:
-    """Comparisons made in `check`, and differences found."""
+    """Comparisons in `check`."""
 
     checked: int = 0
     different: int = 0
@@ -108,7 +107,7 @@ counts = Counts()
 
 @cache
 def mode() -> Mode:
-    """Mode of the environment, read once. Raises ConfigError."""
+    """Mode of the environment. Raises ConfigError."""
     asked = os.environ.get(VARIABLE, Mode.ON)
     try:
         return Mode(asked)
@@ -118,7 +117,7 @@ def mode() -> Mode:
 
 @cache
 def why_none() -> str:
-    """Why this process uses no kernels for any shape; empty if it may."""
+    """Why this process uses no kernels; empty if it may."""
     if mode() is Mode.OFF:
         return f"{VARIABLE}=off"
     return "this device compiles no kernels" if device() == NO_DEVICE else ""
@@ -129,7 +128,7 @@ def read_by_kernels(packing: Packing) -> bool:
 
 
 class Attended(NamedTuple):
-    """Key of launch data that a group's equal layers share in `Reads.prepared`."""
+    """Key in `Reads.prepared` of launch data that equal layers of a group share."""
 
     shape: HeadShape
     scale: float
@@ -227,10 +226,7 @@ def _places(writes: Writes) -> Places:
 
 
 def _checked_pack(x: mx.array, quantisation: Packing) -> Packed:
-    """Pack by MLX's operations, and compare the kernel's result.
-
-    Rounding ties go either way: each value must be right to a step, the mean error close to MLX's.
-    """
+    """Rounding ties go either way: each value must be right to a step, the mean error close to MLX's."""
     assert isinstance(quantisation, Quantisation)
     expected = quantise(x, quantisation)
     data, scales, biases = packed_alone(x, quantisation.group_size)
@@ -251,7 +247,7 @@ def shape_of(side: SideArena, num_heads: int, dtype: mx.Dtype) -> HeadShape:
     return _head_shape(side.dim, side.num_heads, num_heads // side.num_heads, side.quantisation, dtype)
 
 
-@cache  # called for every layer
+@cache
 def _head_shape(dim: int, kv_heads: int, queries_per_head: int, packing: Packing, dtype: mx.Dtype) -> HeadShape:
     group_size = packing.group_size if isinstance(packing, Quantisation) else dim
     return HeadShape(dim, kv_heads, queries_per_head, group_size, dtype, packing.bits)
@@ -273,7 +269,7 @@ def layer_verdict(
     residuals: ResidualKind = NO_RESIDUALS,
     latent_rank: int | None = None,
 ) -> Verdict:
-    """Whether kernels compute this layer's attention; `latent_rank` is None for keys and values."""
+    """Whether kernels compute this layer's attention."""
     if latent_rank is not None:
         return usable(latent_shape(latent_rank, layer.key_dim, num_heads, packing.keys, dtype))
     if why := _why_no_pair(layer):

@@ -1,4 +1,4 @@
-"""Hidden-state cache: a step stores hidden states, or reads them to skip the layers below."""
+"""Hidden-state cache: a step stores hidden states, or skips the layers below them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agentcache.models.step import CurrentStep, StepInputs
 
 
 class HiddenBlocks:
-    """Contents of slots, [256, hidden] in the model's type, allocated on first write."""
+    """Contents of slots, [256, hidden], allocated on first write."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, mx.array] = {}
@@ -44,13 +44,13 @@ class HiddenBlocks:
         return mx.concatenate(parts)[None]
 
     def keep_first(self, num_slots: int) -> int:
-        """Drop slots from `num_slots` on; return the freed bytes."""
+        """Drop later slots; return the freed bytes."""
         dropped = [slot for slot in self._blocks if slot >= num_slots]
         self._written.difference_update(dropped)
         return sum(self._blocks.pop(slot).nbytes for slot in dropped)
 
     def written(self) -> list[mx.array]:
-        """Arrays to evaluate, written since the last call."""
+        """Arrays written since the last call, to evaluate."""
         arrays = [self._blocks[slot] for slot in sorted(self._written)]
         self._written.clear()
         return arrays
@@ -67,11 +67,10 @@ class ModelHiddenStates:
         self.layer_tokens = 0
 
     def forget(self) -> None:
-        """Drop all hidden states."""
         self.blocks = HiddenBlocks()
 
     def prepare(self, step: StepInputs) -> None:
-        """Wrap the layers that a step stores from or starts at; count its tokens."""
+        """Wrap the layers at which a step stores or starts."""
         plan = step.hidden_states
         if plan.cut or plan.writes:
             self._wrap(max([plan.cut, *plan.writes]))
@@ -105,8 +104,6 @@ class ModelHiddenStates:
 
 
 class SkippableLayer(Stand):
-    """A layer that steps can skip."""
-
     def __init__(self, original: nn.Module, index: int, hidden_states: ModelHiddenStates) -> None:
         super().__init__(original)
         self._index = index
@@ -120,5 +117,5 @@ class SkippableLayer(Stand):
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The first of the model's own lists of layers."""
+    """The model's own list of layers."""
     return layer_lists(model)[0]

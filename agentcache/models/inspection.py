@@ -56,8 +56,7 @@ class Inspection:
 
     Args:
         refs: places of caches, in the model's order.
-        layers, recurrent: KV caches and states, in order of computation.
-        latents, dtypes: MLA's latent or None, and the keys' type, for each of `layers`.
+        layers, recurrent: KV caches and states, in order of computation; `latents`, `dtypes` (of keys) as `layers`.
         hidden_bytes: bytes per token between layers; 0 if layers cannot be skipped: they keep a state, do not run once
             each in order, or give more than hidden states.
         linears: whether all calls follow the layer's cache writes, by layer and path.
@@ -80,7 +79,7 @@ class Inspection:
 
     @cached_property
     def packings(self) -> tuple[LayerPacking, ...]:
-        """Packing by layer; raises UnsupportedModel if heads cannot be quantised in groups."""
+        """By layer; raises UnsupportedModel if heads cannot be quantised in groups."""
         layers = zip(self.precision.layers, self.dtypes, strict=True)
         return tuple(
             LayerPacking(self._packing(bits.keys, dtype), self._packing(bits.values, dtype)) for bits, dtype in layers
@@ -98,8 +97,8 @@ class Inspection:
         return CacheSpec(model_type, self.num_heads, groups, _rope_text(config), recurrent=self.recurrent)
 
     def caches(self, paged: Sequence[Any], states: Sequence[ArraysCache]) -> list[Any]:
-        """Caches in the model's order, from those for `layers` and `recurrent`."""
-        # A recursive closure's cycle would keep a step's arrays until garbage collection.
+        """Caches in the model's order."""
+        # A recursive closure would be a cycle that keeps a step's arrays.
         return [_cache_at(ref, paged, states) for ref in self.refs]
 
 
@@ -112,11 +111,7 @@ def _cache_at(ref: CacheRef, paged: Sequence[Any], states: Sequence[ArraysCache]
 
 
 def inspect_model(model: nn.Module) -> Inspection:
-    """Return what a model caches, with keys and values in 4 bits.
-
-    Raises:
-        UnsupportedModel: an unknown kind of cache, or the model does not run.
-    """
+    """Return what a model caches. Raises UnsupportedModel: an unknown kind of cache, or the model does not run."""
     _check_ropes(model)
     run = watch_run(model)
     if run.calls and [id(layer) for layer in run.calls[: len(model.layers)]] != [id(layer) for layer in model.layers]:
@@ -199,14 +194,14 @@ def _rope_text(config: dict[str, Any]) -> str:
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The text model's own config; empty if there is none."""
+    """The text model's own config, or {}."""
     inner = config.get("text_config")
     return inner if isinstance(inner, dict) else {}
 
 
 @dataclass
 class Seen:
-    """One cache: depth of its first user, shapes of keys and values, type of keys."""
+    """One cache: its first user's depth, shapes of keys and values."""
 
     cache: Any
     depth: int | None = None
@@ -222,11 +217,10 @@ class Run:
 
     Attributes:
         tuples: whether a layer gave more than hidden states.
-        layer, x: layer in progress; input of the last one.
         used: caches, in order of their first write.
         called: linears called since the last `resolve`, with the number of writes before.
         behind: by layer and path of a linear: whether all writes came before its calls.
-        norms: norms outside of layers, with owner and name.
+        norms: those outside of layers.
     """
 
     calls: list[nn.Module] = field(default_factory=list)
@@ -366,7 +360,7 @@ def _unwrap(watched: Sequence[Any]) -> list[Any]:
 
 
 def watch_run(model: nn.Module) -> Run:
-    """Run the model once. Raises UnsupportedModel if it does not run, or keeps an unknown kind of cache."""
+    """Run the model once; errors as `inspect_model`."""
     run = Run()
     try:
         run.caches = [_watch(cache, index, run) for index, cache in enumerate(make_prompt_cache(model))]

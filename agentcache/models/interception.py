@@ -1,7 +1,6 @@
-"""mlx-lm's attention on the paged cache. Modules stay; the function that they call is replaced.
+"""The function that replaces mlx-lm's attention: modules pass it the handles of `StepCache.update_and_fetch`.
 
-`StepCache.update_and_fetch` returns handles, which modules pass to `attention`. No class is defined in this file:
-`replace_attention` would replace mlx-lm's function here, too.
+Define no class in this file: `replace_attention` would replace mlx-lm's function here, too.
 """
 
 from __future__ import annotations
@@ -35,12 +34,9 @@ def attention(
     sinks: mx.array | None = None,
     **others: Any,
 ) -> mx.array:
-    """`mlx_lm.models.base.scaled_dot_product_attention` that also takes handles; returns [B, H_q, n, D_v].
+    """`mlx_lm.models.base.scaled_dot_product_attention`, also of handles; [B, H_q, n, D_v].
 
-    Args:
-        queries: [B, H_q, n, D_k].
-        keys, values: arrays, or handles of a step's cache.
-        mask: None with handles; for MLA see `latent_attention`.
+    With handles `mask` is None, but for MLA (`latent_attention`).
     """
     return observe(_attention(queries, keys, values, cache, scale, mask, sinks, others))
 
@@ -74,7 +70,7 @@ def _attention(
 
 
 def attend(queries: mx.array, kv: PagedKV, options: AttentionOptions) -> mx.array:
-    """Attention of `queries` [B, H_q, n, D_k] over paged rows, some maybe with residuals; [B, H_q, n, D_v]."""
+    """`paged_attention`, also of rows with residuals."""
     if kv.residual_kv is not None:
         return overlaid_attention(queries, kv.arena, kv.residual_kv, options)
     return paged_attention(queries, kv, options)

@@ -1,7 +1,4 @@
-"""Whether kernels compute each kind of layer of a model, for the doctor.
-
-Runs in a child process, because a broken back end may crash. Reads no weights.
-"""
+"""Whether kernels compute each kind of layer, for the doctor, in a child process: a broken back end may crash."""
 
 from __future__ import annotations
 
@@ -39,9 +36,7 @@ _OWN_CODE = Verdict(False, "a state is computed by mlx-lm's own operations")
 class LayerKind:
     """How layers of one kind are computed, `by` "kernel" or "reference".
 
-    Args:
-        heads: query heads, cached heads and key size, as `8/2 x 64`; empty for a state.
-        residuals: `by` and `why` for rows with residual KV; empty for a state.
+    `heads` is like `8/2 x 64`: query heads, cached heads, key size. A state has no `heads` and `residuals`.
     """
 
     kind: GroupKind
@@ -56,12 +51,11 @@ class LayerKind:
     def phrase(self) -> str:
         name = self.kind.value if self.window is None else f"{self.kind.value} of {self.window:,}"
         said = f"{name}: {self.by}{f' ({self.why})' if self.why else ''}"
-        # Without kernels, residuals have none either.
         return f"{said}, with residuals on {self.residuals}" if self.residuals and not self.why else said
 
 
 def layer_kinds(folder: Path, kv: str = "4") -> list[LayerKind]:
-    """Layer kinds of the model in a folder; `kv` as in `BITS`. Raises UnsupportedModel."""
+    """Layer kinds of a model folder; `kv` as in `BITS`. Reads no weights. Raises UnsupportedModel."""
     read = read_model(str(folder))
     seen = inspect_model(read.model)
     seen = seen.kept_in(Precision((BITS[kv],) * len(seen.layers)))

@@ -35,14 +35,13 @@ class Stand(nn.Module):
 
 
 def in_dim(linear: nn.Module) -> int:
-    """Input size of a linear module."""
     width = int(linear.weight.shape[-1])
     return width * 32 // linear.bits if "scales" in linear else width
 
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """A layer about to be computed; its first argument is the input [B, n, hidden]."""
+    """A layer about to be computed; its first argument is [B, n, hidden]."""
 
     layer: nn.Module
     function: Callable[..., Any]
@@ -66,7 +65,7 @@ Hook = Callable[[LayerCall], Any]
 
 @functools.cache
 def _hooked(kind: Any) -> Any:
-    """A subclass, because models distinguish layers by class."""
+    """A subclass: models distinguish layers by class."""
 
     class Hooked(kind):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +75,7 @@ def _hooked(kind: Any) -> Any:
 
 
 def layer_lists(model: nn.Module) -> list[list[nn.Module]]:
-    """The lists that a model runs through: `model.layers` may be a copy. Raises UnsupportedModel if there is none."""
+    """The lists that a model runs through (`model.layers` may be a copy). Raises UnsupportedModel if none."""
     layers = {id(layer) for layer in getattr(model, "layers", None) or ()}
     lists = [
         value
@@ -106,7 +105,7 @@ def hooked(model: nn.Module, hook: Hook) -> Iterator[None]:
 
 
 def observe(y: mx.array) -> mx.array:
-    """Pass an attention result to this thread's observer and return it."""
+    """Return `y`, passed to this thread's observer."""
     if (observer := _observer.get()) is not None:
         observer(y)
     return y
@@ -114,7 +113,7 @@ def observe(y: mx.array) -> mx.array:
 
 @contextmanager
 def observing(observer: Callable[[mx.array], None]) -> Iterator[None]:
-    """Pass this thread's attention results to `observer`, for the proof at load."""
+    """Pass this thread's attention results to `observer`."""
     token = _observer.set(observer)
     try:
         yield
@@ -130,9 +129,9 @@ class UnsortedSwitchLinear(SwitchLinear):  # type: ignore[misc]
 
 
 def distrust_sorted_rows(model: nn.Module) -> None:
-    """On CUDA, make a model's unquantised experts `UnsortedSwitchLinear`.
+    """On CUDA, make unquantised experts `UnsortedSwitchLinear`.
 
-    MLX 0.32.4 multiplies rows sorted by expert wrongly (`grouped_gemm_unaligned.cu`).
+    MLX 0.32.4 multiplies sorted rows wrongly (`grouped_gemm_unaligned.cu`).
     """
     if device() != "cuda":
         return

@@ -50,20 +50,14 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _VOCABULARY_SIZES = ("vocab_size", "num_vocab")
 _TEXT_SUFFIXES = (".json", ".jinja", ".txt")
 _MAX_TEXT_BYTES = 1 << 28
-_CHAT_TOKENS, _TEXT_TOKENS = 80, 56  # of each sample text; a pass reads them all
+_CHAT_TOKENS, _TEXT_TOKENS = 80, 56  # of each sample text
 _PROVING = "comparing the model on the cache with mlx-lm"
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run on the paged cache.
-
-    Args:
-        names: current and earlier names of the model in a cache folder.
-        ranks: number of processes that share the model.
-        search: unfinished choice of the precision; None if `precision` is final.
-    """
+    """A model ready to run on the paged cache; `search` is None if its `precision` is final."""
 
     model: nn.Module
     current: CurrentStep
@@ -84,7 +78,7 @@ class LoadedModel:
 
     @property
     def fingerprint(self) -> str:
-        """Name of the model; part of every block key."""
+        """Part of every block key."""
         return self.names.current
 
     @property
@@ -93,13 +87,13 @@ class LoadedModel:
 
     @cached_property
     def num_embeddings(self) -> int | None:
-        """Rows of the token embedding; larger ids read out of bounds. None if unknown."""
+        """Rows of the token embedding; larger ids read out of bounds."""
         sizes = self.config | text_config(self.config)
         return next((size for name in _VOCABULARY_SIZES if isinstance(size := sizes.get(name), int)), None)
 
     @property
     def num_token_ids(self) -> int | None:
-        """Upper bound of token ids, of embedding or tokenizer; None if unknown."""
+        """Upper bound of token ids."""
         rows = self.num_embeddings
         return None if rows is None else max(rows, self.tokenizer.vocab_size)
 
@@ -109,13 +103,13 @@ class LoadedModel:
 
     @property
     def is_half(self) -> bool:
-        """Whether the model computes in 16 bits, by its largest array."""
+        """By the largest array."""
         floats = [x for _, x in tree_flatten(self.model.parameters()) if mx.issubdtype(x.dtype, mx.floating)]
         return max(floats, key=lambda x: x.size).dtype.size == 2
 
 
 class WantedPositions(nn.Module):
-    """Final norm of only the positions whose logits are wanted."""
+    """Final norm, of wanted positions only."""
 
     def __init__(self, norm: nn.Module, current: CurrentStep) -> None:
         super().__init__()
@@ -129,7 +123,7 @@ class WantedPositions(nn.Module):
 
 @dataclass(frozen=True)
 class ReadModel:
-    """A model folder as mlx-lm builds it. Weights are lazy until `evaluate`."""
+    """A model as mlx-lm builds it, lazy until `evaluate`."""
 
     path: Path
     model: nn.Module
@@ -137,8 +131,8 @@ class ReadModel:
     tokenizer: Tokenizer
 
     def evaluate(self) -> None:
-        # Also lazy arrays beside the parameters: only the thread that made them can compute them.
         """Read the weights. Raises UnsupportedModel."""
+        # Also lazy arrays beside the parameters: only the thread that made them can compute them.
         others = [array for module in self.model.modules() for array in module.values() if isinstance(array, mx.array)]
         _or_unsupported(self.path, "model", lambda: mx.eval(self.model.parameters(), others))
 
@@ -162,17 +156,16 @@ def load(
 ) -> LoadedModel:
     """Load a model on the calling thread, which must also run it.
 
+    Raises UnsupportedModel: no model folder, or an architecture that cannot be served exactly.
+
     Args:
         path_or_hub_id: model folder, or Hugging Face id to download once.
-        memo: file of remembered weight digests.
+        memo: file of weight digests.
         check_weights: called with the weights' bytes before they are read; may raise.
         kv: one of `BITS`, or `auto`.
-        kept: with `auto`, lookup of an earlier choice by fingerprint.
-        find_names: lookup of the model's names in a cache folder.
-        measured, measure_seconds: with `auto`, file of measurements, and time limit (`Measured.unfinished`).
-
-    Raises:
-        UnsupportedModel: no model folder, or an architecture that cannot be served exactly.
+        kept: with `auto`, finds an earlier choice by fingerprint.
+        find_names: finds the model's names in a cache folder.
+        measured, measure_seconds: with `auto`, file of measurements, and time limit (`Measured`).
     """
     progress = progress or StartProgress()
     progress.begin("reading the model")
@@ -204,7 +197,7 @@ def put_on_cache(
     measure_seconds: float = math.inf,
     progress: StartProgress | None = None,
 ) -> LoadedModel:
-    """Second half of `load`, with its errors; `agree` as in `PrecisionSearch`."""
+    """Second half of `load`; `agree` as in `PrecisionSearch`."""
     progress = progress or StartProgress()
     model, config, tokenizer = read.model, read.config, read.tokenizer
     check_weights(weight_bytes(model))
@@ -229,7 +222,6 @@ def put_on_cache(
     else:
         choose = Everywhere(BITS[kv])
     progress.begin(_PROVING)
-    # All ranks compute in the same dtype.
     within = in_float32 if agree(float(gains_by_float32(model))) else nullcontext
     hosted = host(model, config["model_type"], config, choose=choose, within=within)
     install_wanted_positions(hosted.inspection, current)
@@ -250,10 +242,7 @@ def put_on_cache(
 
 
 def in_chosen_precision(loaded: LoadedModel, progress: StartProgress) -> LoadedModel:
-    """Return the same model in the bits that its search chose, proved again. Raises UnsupportedModel.
-
-    `loaded` must not run any more.
-    """
+    """Return the model in the bits that its search chose, proved again; `loaded` must not run any more."""
     assert loaded.search is not None and loaded.search.precision is not None
     model, config, precision = loaded.model, loaded.config, loaded.search.precision
     progress.begin(_PROVING)
@@ -277,7 +266,7 @@ def _numbers_in(file: Path | None, fingerprint: str, texts: Sequence[Sequence[in
 
     def keep(numbers: Numbers) -> None:
         if file is not None:
-            with suppress(OSError):  # a cache folder that cannot be made fails the start later
+            with suppress(OSError):  # fails the start later
                 make_private_folder(file.parent)
             write_memo(file, read_memo(file) | {key: json.dumps(dict(numbers))})
 
@@ -295,9 +284,9 @@ def sample_ids(tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
 
 
 def read_model(path_or_hub_id: str) -> ReadModel:
-    """First half of `load`, with its errors."""
+    """First half of `load`."""
     folder = _folder(path_or_hub_id)
-    # Never with trust_remote_code: nothing in a model folder is executed.
+    # Without trust_remote_code: nothing in a model folder is executed.
     model, config = _or_unsupported(folder, "model", lambda: load_model(folder, lazy=True))
     distrust_sorted_rows(model)
     tokenizer = _or_unsupported(folder, "tokenizer", lambda: Tokenizer.load(folder))
@@ -335,7 +324,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def check_files(folder: Path) -> None:
-    """Refuse large text files, and files at which mlx-lm would block, such as pipes. Raises UnsupportedModel."""
+    """Refuse large text files, and pipes, at which mlx-lm would block. Raises UnsupportedModel."""
     for file in folder.iterdir():
         if file.is_symlink() and not file.exists() and file.suffix in (*_TEXT_SUFFIXES, ".safetensors"):
             raise UnsupportedModel(f"{file} is a link to a file that is missing")
@@ -352,13 +341,12 @@ def _or_unsupported(folder: Path, what: str, load: Callable[[], _T]) -> _T:
         return load()
     except UnsupportedModel:
         raise
-    # A wrong config entry can raise anything in mlx-lm or transformers; one file of mlx-lm even exits.
+    # A wrong config entry can raise anything; one file of mlx-lm even exits.
     except (Exception, SystemExit) as error:
         raise UnsupportedModel(f"the {what} in {folder} cannot be loaded: {error}") from error
 
 
 def install_wanted_positions(inspection: Inspection, current: CurrentStep) -> None:
-    """Install `WantedPositions`, if there is a final norm."""
     if inspection.final_norm is not None:
         owner, name = inspection.final_norm
         setattr(owner, name, WantedPositions(owner[name], current))

@@ -1,7 +1,4 @@
-"""LoRA beside base's weights: rows of a batch use different adapters, or none, from different tokens on.
-
-Tokens without an adapter get the original's output bit for bit.
-"""
+"""LoRA beside base's weights, by row. Tokens without an adapter get the original's output bit for bit."""
 
 from __future__ import annotations
 
@@ -22,14 +19,13 @@ from agentcache.models.layers import Stand
 from agentcache.models.residual.forms import ResidualForms, find_forms
 from agentcache.models.step import CurrentStep
 
-# MLX 0.32.4 on CUDA gathers from misaligned addresses and crashes if matrices' rows are no multiple of this
-# (`gather_mm` checks the length of the sums only).
+# MLX 0.32.4 on CUDA crashes in `gather_mm` on misaligned addresses if rows are no multiple of this.
 _RANKS = 8
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A module's matrices of several adapters, zero-padded to one rank: a [S, in, r], b [S, r, out]."""
+    """A module's matrices of several adapters, padded to one rank: a [S, in, r], b [S, r, out]."""
 
     indices: Mapping[AdapterWeights, int]
     a: mx.array
@@ -44,7 +40,7 @@ class Stack:
 
 
 def can_stack(adapters: Collection[AdapterWeights]) -> bool:
-    """Whether the device can use stacks: MLX's CPU back end gathers float32 only."""
+    """MLX's CPU back end gathers float32 only."""
     if mx.default_device() != mx.cpu:
         return True
     pairs = (pair for weights in adapters for pair in weights.matrices.values())
@@ -52,7 +48,7 @@ def can_stack(adapters: Collection[AdapterWeights]) -> bool:
 
 
 def stacked_bytes(adapters: Collection[AdapterWeights]) -> int:
-    """Bytes of stacks, for modules shared by several of these."""
+    """Bytes of stacks: of modules that several adapters share."""
     counts = Counter(name for weights in adapters for name in weights.matrices)
     shared = [name for name, count in counts.items() if count > 1]
     return sum(_stack_bytes([each.matrices[name] for each in adapters if name in each.matrices]) for name in shared)
@@ -68,7 +64,7 @@ def _stacked_rank(pairs: Iterable[LowRank]) -> int:
 
 
 class Stacks:
-    """Stacks of a set of adapters, made by module on first use; `nbytes` counts all, made or not."""
+    """Stacks of a set of adapters, made on first use; `nbytes` counts all."""
 
     def __init__(self) -> None:
         self.built = 0
@@ -107,11 +103,10 @@ class ModelAdapters:
 
     @cached_property
     def residual_forms(self) -> ResidualForms:
-        """How the model makes keys and values. The first call runs it on a few tokens."""
+        """The first call runs the model on a few tokens."""
         return find_forms(self._model, self._inspection, self.modules)
 
     def load(self, content: AdapterContent) -> AdapterWeights:
-        """Put an adapter on the device."""
         matrices = {name: self._put(name, pair) for name, pair in content.matrices.items()}
         weights = AdapterWeights(content.adapter, matrices)
         mx.eval([(pair.a, pair.b) for pair in matrices.values()])
@@ -148,7 +143,7 @@ class ModelAdapters:
         return adapted if mask is None else mx.where(mask, adapted, y)
 
     def _delta(self, rows: AdapterRows, name: ModuleName, x: mx.array, pairs: Sequence[LowRank | None]) -> mx.array:
-        """x @ a @ b [B, n, out] with each row's own matrices; MLX accumulates in float32."""
+        """x @ a @ b [B, n, out] with each row's own matrices."""
         acting = [pair for pair in pairs if pair is not None]
         if len(acting) == 1:
             return x @ acting[0].a @ acting[0].b
@@ -162,7 +157,7 @@ class ModelAdapters:
 
 
 class AdaptedLinear(Stand):
-    """A linear module whose output `adapt` makes from the input and the original's output."""
+    """A linear module whose output `adapt` makes from x and the original's."""
 
     def __init__(self, original: nn.Module, adapt: partial[mx.array]) -> None:
         super().__init__(original)

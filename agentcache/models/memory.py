@@ -1,7 +1,6 @@
-"""Memory: estimated use of a step beside weights and cache, available bytes, MLX's limits.
+"""Memory of a step beside weights and cache, available bytes, MLX's limits.
 
-On a Mac, a command buffer without enough memory ends the process: such a step must not start. `Probe` measures steps;
-attention beyond the probed depth follows from the cache's layout, and without a probe config.json stands for the model.
+On a Mac, a command buffer without enough memory ends the process: such a step must not start.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ from agentcache.settings.memory_plan import DeviceMemory, MemoryPlan
 from agentcache.system.memory import SystemMemory, free_heap
 
 _FLOAT = 4  # bytes; half precision takes less
-# Copies alive at a time on the CPU back end, which allocates up to ten operations ahead.
-_HIDDEN_COPIES = 8  # hidden state: residual, norm, projections
-_QUERY_COPIES = 4  # queries: projected, normed, rotated, attended
-_INNER_COPIES = 4  # feed-forward: gate, its sigmoid, up, product
+# Copies alive at a time on the CPU back end, which allocates ahead.
+_HIDDEN_COPIES = 8  # residual, norm, projections
+_QUERY_COPIES = 4  # projected, normed, rotated, attended
+_INNER_COPIES = 4  # gate, its sigmoid, up, product
 _LOGIT_COPIES = 3  # as given, in float32, normalised
-_UNPACKED_COPIES = 3  # keys and values: packed, dequantised, contiguous
+_UNPACKED_COPIES = 3  # packed, dequantised, contiguous
 _FLASH_SCORES = 1.25  # softmax overwrites the scores
 _FLASH_SCORES_WITH_SINKS = 3.25  # the sink's logit is added beside them, then removed
-# For a piece of a residual row: keys and values (packed, unpacked, residual, rotated, contiguous); scores.
+# For a piece of a residual row: keys and values; scores.
 _REBUILT_COPIES, _REBUILT_SCORES = 10, 8
-_STATES_A_TOKEN = 1.3  # recurrent layers, token by token: each output keeps its state alive
+_STATES_A_TOKEN = 1.3  # of recurrent layers: each token's output keeps its state alive
 _CHANNEL_COPIES = 8  # projected, before and after the convolution, gated
 _LEAST_TEMPORARIES = 64 << 20
 _SMALL_ARRAYS = 16 << 10  # positions, tables, scalars
@@ -57,7 +56,7 @@ _LEAST_CACHE_LIMIT = 256 << 20
 
 
 class ProbedStep(NamedTuple):
-    """A step after `context` tokens of each row, and its measured temporary bytes."""
+    """A step after `context` tokens of each row, and its temporary bytes."""
 
     rows: int
     num_tokens: int
@@ -67,10 +66,9 @@ class ProbedStep(NamedTuple):
 
 @dataclass(frozen=True)
 class StepNeeds:
-    """Bounds for other steps, from probed ones, margin included, without logits of sampling.
+    """Bounds for other steps, with margin, without logits of sampling.
 
-    Args:
-        steps: at least a decode step and a chunk without context.
+    `steps` has at least a decode step and a chunk without context.
     """
 
     steps: tuple[ProbedStep, ...]
@@ -86,7 +84,7 @@ class StepNeeds:
         return int(_margin() * (decode + chunk))
 
     def of_larger(self, contexts: Sequence[int], num_tokens: int) -> int | None:
-        """Peak of the least probed step that computes the same way and is as large; None if none is."""
+        """Bound from the least probed step of the same kind that is as large."""
         larger = [
             step.num_bytes
             for step in self.steps
@@ -104,11 +102,11 @@ def _margin() -> float:
 class Footprint:
     """Upper estimate of a step's temporary memory: that of its largest layer.
 
+    With `needs` (a probe), only attention to the cache and logits are estimated; else all, from config.json.
+
     Args:
         query_dim: values per head in a chunk's queries.
         unpacked_dim: values per token decompressed from latents in a chunk.
-        fused: whether kernels exist.
-        needs: measured steps; None without a probe.
     """
 
     spec: CacheSpec
@@ -131,7 +129,7 @@ class Footprint:
         experts = max(_int(sizes.get(name)) for name in ("num_experts_per_tok", "num_experts_per_token")) or 1
         query_dim = max((layer.key_dim for group in spec.groups for layer in group.layers), default=0)
         unpacked_dim = 0
-        if sizes.get("kv_lora_rank"):  # a chunk decompresses the latent for each head
+        if sizes.get("kv_lora_rank"):
             query_dim = _int(sizes.get("qk_nope_head_dim")) + _int(sizes.get("qk_rope_head_dim")) or query_dim
             unpacked_dim = spec.num_attention_heads * (query_dim + (_int(sizes.get("v_head_dim")) or query_dim))
         return cls(
@@ -155,7 +153,7 @@ class Footprint:
         all_logits: bool = False,
         residual: Sequence[int] = (),
     ) -> int:
-        """Bytes for `num_tokens` tokens per row, after `contexts` (plain rows) and `residual` tokens."""
+        """Bytes for `num_tokens` per row, after `contexts` tokens of plain rows and `residual` tokens of others."""
         rows = len(contexts) + len(residual)
         logits = rows * (num_tokens if all_logits else 1) * self.vocab * _LOGIT_COPIES * _FLOAT + _SMALL_ARRAYS
         reads = self._read_bytes(contexts, num_tokens, residual)
@@ -166,7 +164,7 @@ class Footprint:
         return (bound if larger is None else min(bound, larger)) + logits
 
     def _model_bytes(self, rows: int, num_tokens: int) -> int:
-        """By config.json; recurrent layers as if they kept a state for each token."""
+        """As if recurrent layers kept a state for each token."""
         queries = self.spec.num_attention_heads * self.query_dim
         width = _HIDDEN_COPIES * self.hidden + _QUERY_COPIES * queries + _INNER_COPIES * self.intermediate
         states = 0 if self.spec.state_group is None else 2 * self.spec.state_group.bytes_per_block
@@ -212,13 +210,13 @@ class Footprint:
         # Each block has a copy of its row's queries, and own sums.
         sums = queries * (num_blocks * (kind.key_dim + kind.value_dim) + 2 * padded * kind.value_dim)
         mask = num_blocks * BLOCK_SIZE * num_tokens * (1 + _FLOAT)
-        # A GPU frees memory at a command buffer's end, and several are in flight. Not measured.
+        # A GPU frees memory at a command buffer's end, and several are in flight.
         ahead = 2 * (keys + values) if self.fused else keys
         by_operations = keys + values + mask + max(ahead + 2 * scores, 3 * scores + sums)
         return max(by_operations, self._latent_bytes(kind, len(contexts) * num_tokens))
 
     def _latent_bytes(self, kind: _LayerKind, num_queries: int) -> int:
-        """The latent kernel's partial sums, which exceed MLX's temporaries for short contexts."""
+        """The latent kernel's partial sums."""
         if not self.fused or not kind.is_latent:
             return 0
         return partial_bytes(num_queries, self.spec.num_attention_heads, kind.key_dim, THREADGROUPS)
@@ -228,7 +226,7 @@ class Footprint:
         (num_blocks,) = kind.num_blocks([context], num_tokens)
         piece = piece_blocks(num_blocks, heads * num_tokens) * BLOCK_SIZE
         sums = 2 * heads * num_tokens * kind.value_dim
-        mask = num_tokens * num_blocks * BLOCK_SIZE  # one byte each
+        mask = num_tokens * num_blocks * BLOCK_SIZE
         values = _REBUILT_COPIES * piece * kind.cached_dim + _REBUILT_SCORES * heads * num_tokens * piece + sums
         return values * _FLOAT + mask
 
@@ -239,7 +237,7 @@ class Footprint:
         return num_rows * self.spec.num_attention_heads * num_tokens * MAX_SPLITS * width * _FLOAT
 
     def _added_bytes(self, kind: _LayerKind, contexts: Sequence[int], num_tokens: int) -> int:
-        """Attention on a CPU of rows with value residuals only."""
+        """On a CPU, of rows with value residuals only (`attention_on_values`)."""
         if self.fused:
             return 0
         if num_tokens <= MAX_PACKED_QUERIES:
@@ -252,7 +250,7 @@ class Footprint:
         unpacked = keys * (self.unpacked_dim + kind.cached_dim) * _UNPACKED_COPIES * _FLOAT
         scores = self.spec.num_attention_heads * num_tokens * keys * _FLOAT
         copies = _FLASH_SCORES_WITH_SINKS if self.has_sinks else _FLASH_SCORES
-        mask = num_tokens * keys  # one byte each
+        mask = num_tokens * keys
         return unpacked + mask + (0 if self._has_flash(kind) else int(copies * scores))
 
     def _has_flash(self, kind: _LayerKind) -> bool:
@@ -263,11 +261,8 @@ class Footprint:
 
 
 def has_flash_kernel(device: str, key_dim: int, value_dim: int, is_half: bool) -> bool:
-    """Whether MLX computes a chunk's attention without all scores in memory.
-
-    See `use_fallback` in `scaled_dot_product_attention.cpp` (0.32).
-    """
-    if device == "metal":  # it has kernels for 192 and 256, but takes the faster way
+    """Whether MLX 0.32 attends without all scores in memory (`use_fallback`, `scaled_dot_product_attention.cpp`)."""
+    if device == "metal":  # its kernels for 192 and 256 are not used
         return key_dim == value_dim and key_dim in (64, 72, 80, 96, 128)
     # cuDNN, from Ampere on.
     is_recent = device == "cuda" and mx.device_info().get("compute_capability_major", 8) >= 8
@@ -284,7 +279,7 @@ def _int(value: Any) -> int:
 
 @dataclass(frozen=True)
 class _LayerKind:
-    """Sizes of a layer's cache: bytes of a gathered block, values per head; `cached_dim` over all heads."""
+    """Bytes of a gathered block; values per head, `cached_dim` over all heads."""
 
     window: int | None
     key_bytes: int
@@ -314,14 +309,14 @@ class _LayerKind:
 
 @dataclass(frozen=True)
 class _Scan:
-    """Sizes of a recurrent layer's state: channels; bytes without convolutions."""
+    """Channels of a recurrent layer; bytes of its state without convolutions."""
 
     width: int
     state_bytes: int
 
     @classmethod
     def of(cls, spec: RecurrentSpec) -> _Scan:
-        """From [tokens, channels] of a convolution; [heads, values, keys] or [channels, values] of a state."""
+        """A convolution is [tokens, channels], a state [heads, values, keys] or [channels, values]."""
         shapes = [tensor.shape for tensor in spec.tensors if tensor is not None]
         states = [shape for shape in shapes if len(shape) > 2 or (len(shape) == 2 and shape[0] > shape[1])]
         matrices = [shape for shape in shapes if len(shape) == 3]
@@ -330,7 +325,7 @@ class _Scan:
 
 
 def _packed_size(dim: int, packing: Packing, *, transpose: bool) -> int:
-    """Bytes of a head in a gathered block, with unpacked values if MLX has no right kernel for packed ones."""
+    """Bytes per token and head, with unpacked values if MLX has no right kernel for packed ones."""
     packed = sum(width * DTYPES[dtype].itemsize for dtype, width in packing.parts(dim).values())
     if read_by_kernels(packing) or not isinstance(packing, Quantisation):
         return packed + dim * _FLOAT
@@ -340,13 +335,13 @@ def _packed_size(dim: int, packing: Packing, *, transpose: bool) -> int:
 
 
 def free_memory(limit: int | None = None) -> int:
-    """Bytes that a step can allocate, malloc's kept memory included; `limit` caps MLX's allocations."""
+    """Bytes that a step can allocate; `limit` caps MLX's allocations."""
     spare = spare_memory(limit)
     return spare if mx.default_device() == mx.gpu else spare + free_heap()
 
 
 def spare_memory(limit: int | None = None) -> int:
-    """As `free_memory`, without malloc's kept memory."""
+    """`free_memory` without what malloc keeps."""
     active = allocated_bytes()
     free = device_memory().usable - active if limit is None else limit - active
     if mx.default_device() == mx.gpu:
@@ -356,14 +351,13 @@ def spare_memory(limit: int | None = None) -> int:
 
 
 def least_temporaries(footprint: Footprint, num_tokens: int, max_context: int) -> int:
-    """Memory kept free for steps: a chunk, or eight decoding rows, within the first 8K tokens."""
+    """Bytes kept free for steps: a chunk, or eight decoding rows, within 8K tokens."""
     end = min(USUAL_CONTEXT, max_context)
     chunk = footprint.step_bytes([max(0, end - num_tokens)], num_tokens)
     return max(_LEAST_TEMPORARIES, chunk, footprint.step_bytes([end - 1] * USUAL_ROWS, 1))
 
 
 def device_memory() -> DeviceMemory:
-    """Memory of the default device."""
     total = SystemMemory().total()
     if mx.default_device() != mx.gpu:
         return DeviceMemory(total)
@@ -392,14 +386,9 @@ CACHE = Setter("cache", mx.set_cache_limit)
 
 
 def wanted_limits(plan: MemoryPlan, device_type: Any = None) -> list[tuple[Setter, int]]:
-    """MLX's limits for the default device.
-
-    - Memory: above it, evaluation waits for running work.
-    - Cache of freed buffers: a step's temporaries; MLX's default on a GPU starves other programs. On CUDA, where
-      allocation is slow, at least an eighth of the limit; none on a CPU.
-    - Wired memory: Metal only.
-    """
+    """MLX's limits for the default device; above the memory limit, evaluation waits for running work."""
     on_gpu = (device_type or mx.default_device()) == mx.gpu
+    # Of freed buffers: MLX's default starves other programs. On CUDA allocation is slow.
     kept = max(plan.temporaries, _LEAST_CACHE_LIMIT, plan.limit // 8 if mx.cuda.is_available() else 0)
     limits = [(MEMORY, plan.limit), (CACHE, kept if on_gpu else 0)]
     if plan.wired is not None:

@@ -1,8 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) on the paged cache.
 
 The cache holds the normed latent and the roped shared key part, as one head of `kv_lora_rank + qk_rope_head_dim`
-values. Few queries move into the latent space and read packed blocks (absorbed weights); many read one layer's
-decompressed latent.
+values. Few queries move into the latent space and read packed blocks; many read the decompressed latent.
 """
 
 from __future__ import annotations
@@ -38,27 +37,25 @@ from agentcache.models.layers import Stand, in_dim
 
 _EXPANDED = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
 _ABSORBED = ("embed_q", "unembed_out")
-MAX_LATENT_QUERIES = 8  # per row; each reads the row's latents by itself
+MAX_LATENT_QUERIES = 8  # per row
 
 
 def is_expanded(module: nn.Module) -> bool:
-    """DeepSeek-V2's form: the module expands the latent before caching."""
+    """DeepSeek-V2's form: the module caches the expanded latent."""
     sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "num_heads")
     return all(part in module for part in _EXPANDED) and all(hasattr(module, size) for size in sizes)
 
 
 def is_absorbed(module: nn.Module) -> bool:
-    """The form of `mlx_lm/models/mla.py`, from DeepSeek-V3 on: the module caches the latent."""
+    """The form of `mlx_lm/models/mla.py`: the module caches the latent."""
     return all(isinstance(module.get(part), (MultiLinear, QuantizedMultiLinear)) for part in _ABSORBED)
 
 
 @dataclass(frozen=True)
 class Latent:
-    """Sizes of a token's cached latent.
+    """Sizes of a token's latent; `rope` of the key part that all heads share.
 
-    Args:
-        rope: values of the key part that all heads share.
-        nope: values of a key made of the latent; None if the model caches latents.
+    `nope` is the size of a key made of the latent, None if the model caches latents.
     """
 
     rank: int
@@ -67,7 +64,7 @@ class Latent:
 
 
 def latent_of(layer: nn.Module, keys: mx.array, values: mx.array) -> Latent | None:
-    """Latent that a layer's cache can keep; None for other attention."""
+    """Latent that a layer's cache can keep."""
     for module in layer.modules():
         if is_absorbed(module) and keys.shape[1] == 1:
             return Latent(keys.shape[-1], values.shape[-1], None)
@@ -98,13 +95,11 @@ def latent_attention(
 ) -> mx.array:
     """Attention over cached latents, with the arguments of mlx-lm's modules; [B, H, n, v].
 
-    Without projections in `values`, queries and result are in the latent space, [B, H, n, rank].
+    Without projections in `values`, queries and result are in the latent space, [B, H, n, rank]. `keys` are unused.
 
     Args:
         queries: [B, H, n, nope]; with the rope part if `mask` is None.
-        keys: unused.
-        mask: rope part of the queries times `scale`, [B, H, n, rope]: the module multiplies it with the identity that
-            the cache returns as keys.
+        mask: rope part of the queries times `scale`, [B, H, n, rope], as the module multiplies it with cached keys.
     """
     kv, projections = values.kv, values.projections
     if projections is None:
@@ -156,7 +151,7 @@ def _in_latent_space(q_latent: mx.array, q_rope: _RopeQueries, kv: PagedKV, scal
 
 
 def packed_latent_attention(q_latent: mx.array, q_rope: mx.array, kv: PagedKV, scale: float) -> mx.array:
-    """Latent attention by MLX's operations: scores (q W_k) · latent, values the latent."""
+    """Latent attention by MLX's operations."""
     queries = mx.concatenate([q_latent.astype(mx.float32), q_rope.astype(mx.float32)], axis=-1)
     side = kv.arena.keys
     packed = side.gather(kv.reads.blocks.ids)
@@ -165,7 +160,7 @@ def packed_latent_attention(q_latent: mx.array, q_rope: mx.array, kv: PagedKV, s
 
 
 def _leading(packed: Packed, rank: int, kv: PagedKV) -> Packed:
-    """Latent part of packed keys; the rank is a multiple of a quantisation group's size."""
+    """Latent part of packed keys, which is whole quantisation groups."""
     parts = kv.arena.keys.quantisation.parts(rank).values()
     leading = [part[..., :width] for part, (_, width) in zip(packed.parts, parts, strict=True)]
     # On CUDA, MLX multiplies contiguous arrays only.
@@ -195,11 +190,9 @@ def attend_latents(
     dtype: mx.Dtype,
     reference: Callable[[], mx.array],
 ) -> mx.array:
-    """Attention over latents in their space, [B, H, n, rank] in `dtype`, by kernels if usable.
+    """Attention in the latent space by kernels, if usable; [B, H, n, rank] in `dtype`.
 
-    Args:
-        q_latent: [B, H, n, rank].
-        q_rope: [B, H, n, rope], not yet multiplied with `rope_scale`.
+    `q_latent` is [B, H, n, rank], `q_rope` [B, H, n, rope], still to be multiplied with `rope_scale`.
     """
     if q_latent.shape[2] > MAX_LATENT_QUERIES:
         return reference()
@@ -216,7 +209,7 @@ def attend_latents(
 
 
 def unpack_latents(queries: mx.array, rank: int, kv: PagedKV) -> mx.array:
-    """Latents [1, 1, T, rank + rope] of one row for queries [1, H, n, ·], T up to the end of the step."""
+    """`unpack_row` of latents: [1, 1, T, rank + rope]."""
     side, reads, dtype = kv.arena.keys, kv.reads, queries.dtype
     reference = partial(unpack_row, side, reads, dtype)
     if fused.why_none():
@@ -237,7 +230,6 @@ def _latent_plan(reads: Reads) -> LatentPlan:
     return plan
 
 
-# -- the form of mlx_lm/models/mla.py ----------------------------------------------------------------------------------
 @dataclass(frozen=True, eq=False)
 class _AbsorbedProjections:
     embed_q: nn.Module
@@ -255,7 +247,7 @@ class _AbsorbedProjections:
 
 
 class _EmbedQ(Stand):
-    """Returns zeros [B, H, rope, 1] for a cached latent: attention reads the handle in `values`."""
+    """For a handle returns zeros [B, H, rope, 1]: attention reads the one in `values`."""
 
     def __init__(self, original: nn.Module, rank: int) -> None:
         super().__init__(original)
@@ -286,9 +278,8 @@ def _adapt_absorbed(module: nn.Module) -> None:
     module.unembed_out = _UnembedOut(projections.unembed_out, projections)
 
 
-# -- DeepSeek-V2's form ------------------------------------------------------------------------------------------------
 def dense_weight(linear: nn.Module) -> mx.array:
-    """[out, in], dequantised if needed."""
+    """[out, in]."""
     if "scales" not in linear:
         return linear.weight
     packing = {"group_size": linear.group_size, "bits": linear.bits, "mode": linear.mode}
@@ -296,7 +287,7 @@ def dense_weight(linear: nn.Module) -> mx.array:
 
 
 class ExpandedProjections:
-    """Projections by a `kv_b_proj`, whose rows make keys, then values, for each head."""
+    """Projections by a `kv_b_proj`: keys, then values, for each head."""
 
     def __init__(self, module: nn.Module) -> None:
         self.rank = int(module.kv_lora_rank)
@@ -315,7 +306,7 @@ class ExpandedProjections:
 
 
 class _NotedNorm(Stand):
-    """Norm that keeps its output [B, n, rank] for the cache."""
+    """Norm that keeps its output for the cache."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__(original)
@@ -330,7 +321,7 @@ class _NotedNorm(Stand):
 
 
 class _LatentCache:
-    """Step cache that stores the latent; keys and values made from it are never evaluated."""
+    """Step cache that stores the latent; the module's keys and values are never evaluated."""
 
     def __init__(self, cache: StepCache, norm: _NotedNorm, projections: ExpandedProjections) -> None:
         self.offset = cache.offset
@@ -340,7 +331,7 @@ class _LatentCache:
         self._projections = projections
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Handle, Handle]:
-        """Store keys [B, H, n, nope + rope], whose rope part is equal for all heads."""
+        """Of keys [B, H, n, nope + rope], the rope part is equal for all heads."""
         k_rope = keys[:, :1, :, self._projections.nope :]
         kv = self._cache.update(mx.concatenate([self._norm.take()[:, None], k_rope], axis=-1), None)
         handle = Handle(kv, keys.dtype, self._projections)
@@ -373,7 +364,7 @@ def _adapt_expanded(module: nn.Module) -> None:
 
 @contextmanager
 def rounded_latents(model: nn.Module, round_trips: Sequence[Callable[[mx.array], mx.array]]) -> Iterator[None]:
-    """Within the context, `round_trips` (one per module) round DeepSeek-V2 modules' latents."""
+    """Round DeepSeek-V2 modules' latents, each by its own of `round_trips`."""
     modules = [module for layer in model.layers for module in layer.modules() if is_expanded(module)]
     noted = [(module, module.kv_a_layernorm) for module in modules]
     try:

@@ -1,4 +1,4 @@
-"""`--kv auto`: measure the fewest bits of keys and values that keep a model's answers.
+"""`--kv auto`: find the fewest bits of keys and values that keep a model's answers.
 
 Harm is the Kullback-Leibler divergence of next-token probabilities over a sample, in nats.
 """
@@ -22,7 +22,7 @@ from agentcache.models.precision_runs import PrecisionRuns
 from agentcache.models.step import CurrentStep
 
 MAX_DIVERGENCE = 0.005
-MOST_PASSES = 15  # including the unquantised one; most models take two, or six to nine
+MOST_PASSES = 15  # including the unquantised one
 _HOPELESS = 8.0  # times the limit: a larger divergence is not measured exactly
 _COARSEST, _UNQUANTISED = LayerBits(4, 4), LayerBits(16, 16)
 Numbers = Mapping[str, Sequence[float]]  # by name of the measurement
@@ -36,10 +36,9 @@ Layers = Sequence[LayerBits]
 class PrecisionSearch:
     """Chooses the bits of a model's layers, one forward pass at a time, on the model's thread.
 
-    After each pass `find_precision` runs again with all known numbers. So a search can continue in another process.
+    After each pass `find_precision` runs again with all known numbers, also those of an earlier process.
 
     Args:
-        known: numbers of an earlier process for this model and sample.
         keep: called with all numbers after each measurement.
         agree: function from a number to the value that all ranks use.
         limit: highest divergence, in nats.
@@ -74,12 +73,12 @@ class PrecisionSearch:
 
     @property
     def precision(self) -> Precision | None:
-        """Final choice; None before the end."""
+        """None before the end."""
         return self._precision
 
     @property
     def safe(self) -> Precision:
-        """Precision until the search ends: 8 bits, or 16 if 8 are known to be too few."""
+        """Precision until the search ends: 8 bits, or 16 if 8 are too few."""
         eight = Precision((SAFE,) * len(self._inspection.layers))
         too_few = self._known.get(str(eight), [0.0])[0] > self._limit
         return Precision((_UNQUANTISED,) * len(self._inspection.layers)) if too_few else eight
@@ -111,8 +110,6 @@ class PrecisionSearch:
             return find_precision(self, self._limit), nothing
         except _NotMeasured as missing:
             return None, missing.measurement
-
-    # Measurements for `find_precision`:
 
     @property
     def num_layers(self) -> int:
@@ -160,14 +157,9 @@ def _bytes(packing: Packing, dim: int) -> float:
 
 
 class Measured:
-    """Chooses the bits of a model's layers by measuring; a `ChoosePrecision`.
+    """A `ChoosePrecision` that takes the earlier choice `kept`, if it fits, or measures.
 
-    Args:
-        kept: earlier choice, used if it has as many layers.
-        seconds: time limit, after which the model is served in `safe` bits.
-
-    Attributes:
-        unfinished: search to continue; None if the choice is final.
+    After `seconds` it chooses `safe` bits, and `unfinished` is the search to continue.
     """
 
     def __init__(
@@ -201,7 +193,7 @@ class Measured:
 
 
 class Measurements(Protocol):
-    """Measurements of a model. Each costs at most one forward pass; exceptions end the search."""
+    """Measurements of a model; each costs at most one forward pass. Exceptions end the search."""
 
     @property
     def num_layers(self) -> int:
@@ -214,18 +206,17 @@ class Measurements(Protocol):
         """Divergence from the unquantised model, in nats."""
 
     def errors(self, bits: LayerBits) -> Sequence[float]:
-        """Change of each layer's output with that layer alone in these bits. Only ratios matter."""
+        """Change of each layer's output with that layer alone in these bits."""
 
 
 def find_precision(model: Measurements, limit: float) -> Precision:
     """Return the smallest precision within `limit` that the search measures.
 
-    First all layers get the same bits, from the fewest, until the limit holds. Then single layers are lowered, those
-    that save most bytes per harm first.
+    All layers get the same bits, the fewest within the limit. Then layers are lowered, most bytes per harm first.
     """
     search = _Search(model, limit)
     search.run()
-    assert search.best is not None  # unquantised layers are within every limit
+    assert search.best is not None  # unquantised, at the worst
     return search.best
 
 
@@ -248,7 +239,7 @@ class _Search:
         failed = math.inf  # divergence of the level below
         for level, bits in enumerate(_LEVELS):
             layers = self._taken(bits, ())
-            # 8 bits are nearly always within the limit; the first mixture shows it as well.
+            # 8 bits are measured only if no mixture is within the limit.
             divergence = 0.0 if bits == SAFE else self._measure(layers)
             if divergence <= self.limit:
                 if level and self._lower(level, divergence, failed):
@@ -268,7 +259,7 @@ class _Search:
     def _lower(self, level: int, at_level: float, failed: float) -> bool:
         """Take as many steps down from `level` as the limit allows; return whether it allowed any.
 
-        `at_level` and `failed` are the divergences of all layers at this level, and one below.
+        `at_level` and `failed` are the divergences at this level and one below.
         """
         if at_level > _NEAR * self.limit:
             return False
@@ -296,7 +287,7 @@ class _Search:
             size, error, cost = self.model.size(layer, base), 0.0, 0.0
             for bits in sorted(errors, reverse=True):
                 saved = size - self.model.size(layer, bits)
-                if saved <= 0:  # e.g. fewer bits for values, in a layer that caches keys only
+                if saved <= 0:  # e.g. bits of values in a layer with keys only
                     continue
                 added = max(0.0, errors[bits][layer] - error)
                 cost = max(cost, added / saved)
@@ -312,7 +303,7 @@ class _Search:
 
 
 def _share(sums: Sequence[float], low: int, high: int, more: float) -> int:
-    """Number of steps after `low` with errors of `more`; half of the range if that is not finite."""
+    """Number of steps after `low` whose errors sum up to `more`."""
     if not math.isfinite(more):
         return (high - low) // 2
     fitting = sum(1 for index in range(low + 1, high) if sums[index] - sums[low] <= more)

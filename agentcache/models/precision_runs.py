@@ -24,19 +24,16 @@ from agentcache.models.step import CurrentStep, StepInputs, make_caches
 from agentcache.system.memory import SystemMemory
 
 _COMPARED_AT_ONCE = 32  # a vocabulary may have a quarter of a million entries
-_FAMILIAR = 0.5  # share of a uniform guess's loss; above it, the model does not know the language
+_FAMILIAR = 0.5  # share of a uniform guess's loss; above it, the model does not know the text's language
 _UNQUANTISED = LayerBits(UNQUANTISED_BITS, UNQUANTISED_BITS)
 Texts = Sequence[Sequence[int]]
-_COPY_SHARE = 4  # the copy takes at most this fraction (1/n) of available memory
+_COPY_SHARE = 4  # the float32 copy takes at most 1/n of available memory
 _PLAIN: dict[type[nn.Module], type[nn.Module]] = {nn.QuantizedLinear: nn.Linear, nn.QuantizedEmbedding: nn.Embedding}
 
 
 @dataclass
 class Reference:
-    """A model's results with unquantised KV; `logprobs` are [tokens, vocabulary] per text.
-
-    `inputs` and `outputs` are those of each layer call, for the shortest text.
-    """
+    """Results with unquantised KV: `logprobs` [tokens, vocabulary] per text, layer calls of the shortest text."""
 
     is_float32: bool = False
     texts: Texts = ()
@@ -47,9 +44,9 @@ class Reference:
 
 
 class PrecisionRuns:
-    """Runs a model on the paged cache, as serving does, on the model's thread.
+    """Runs a model on the paged cache, on the model's thread.
 
-    Texts in languages that the model does not know count only if all are.
+    Texts in languages that the model does not know are left out, unless all are.
     """
 
     def __init__(self, model: nn.Module, inspection: Inspection, texts: Texts, current: CurrentStep) -> None:
@@ -65,7 +62,6 @@ class PrecisionRuns:
 
     @property
     def has_reference(self) -> bool:
-        """Whether `compute_reference` was called, which all measurements need."""
         return self._reference is not None
 
     def forget(self) -> None:
@@ -79,9 +75,7 @@ class PrecisionRuns:
     ) -> float:
         """Mean divergence over all positions, in nats; infinite if a logit is NaN.
 
-        Args:
-            hopeless: once the mean must be above it, the mean of the texts read so far is returned.
-            agree: as in `PrecisionSearch`, so that all ranks stop at the same text.
+        Once it must exceed `hopeless`, that of the texts read so far; all ranks stop at one text by `agree`.
         """
         reference = self._reference
         assert reference is not None
@@ -96,16 +90,13 @@ class PrecisionRuns:
         return total / count
 
     def errors(self, bits: LayerBits) -> list[float]:
-        """Mean squared change of each layer's output, relative to the output, for the shortest text.
-
-        A layer gets its input of the reference run, so errors of lower layers do not count.
-        """
+        """Relative mean squared change of each layer's output for its input of the reference run."""
         reference, count = self._reference, len(self._inspection.layers)
         assert reference is not None
         trace = _Trace(reference.inputs)
         with self._device_dtype(reference):
             with hooked(self._model, trace.compute):
-                self._forward(reference.shortest, [bits] * count)  # lazy, so the head is never computed
+                self._forward(reference.shortest, [bits] * count)  # lazy: the head is never computed
             changes = [_change(*pair) for pair in zip(reference.outputs, trace.outputs, strict=True)]
             mx.eval(changes)
         errors = [float(each.item()) for each in changes]
@@ -113,7 +104,7 @@ class PrecisionRuns:
         return [errors[layer.index] / shared.count(layer.index) for layer in self._inspection.layers]
 
     def compute_reference(self, agree: Callable[[float], float] = lambda number: number) -> None:
-        """Run the texts unquantised; `agree` so that all ranks compute in the same dtype."""
+        """Run the texts unquantised, on all ranks in the same dtype."""
         faster = is_float32(self._model) or gains_by_float32(self._model)
         made = Reference(is_float32=bool(agree(float(faster))))
         runs = []
@@ -157,7 +148,7 @@ class PrecisionRuns:
 
 
 class _Trace:
-    """Inputs and outputs of layer calls; `given` inputs replace those from lower layers."""
+    """Layer calls; `given` inputs replace those from lower layers."""
 
     def __init__(self, given: Sequence[mx.array | None] | None = None) -> None:
         self.inputs: list[mx.array | None] = []
@@ -173,7 +164,6 @@ class _Trace:
 
 
 def _change(expected: mx.array, actual: mx.array) -> mx.array:
-    """Mean squared change of [..., hidden], relative to each position's norm. Lazy scalar."""
     expected, actual = expected.astype(mx.float32), actual.astype(mx.float32)
     squares = mx.maximum(mx.square(expected).sum(axis=-1), 1e-12)
     return mx.nan_to_num((mx.square(actual - expected).sum(axis=-1) / squares).mean(), nan=1.0, posinf=1.0)
@@ -185,7 +175,7 @@ def _loss(text: Sequence[int], logprobs: mx.array) -> float:
 
 
 def mean_divergence(reference: mx.array, logits: mx.array) -> float:
-    """Mean divergence of `logits` from `reference`, [n, vocabulary], in nats; infinite with NaN."""
+    """Of `logits` from `reference`, [n, vocabulary], in nats; infinite with NaN."""
     return divergence_of(_log_softmax(reference), logits)
 
 
@@ -195,11 +185,11 @@ def divergence_of(theirs: mx.array, logits: mx.array) -> float:
 
 
 def divergences_of(theirs: mx.array, logits: mx.array) -> np.ndarray:
-    """Divergence at each position, float64 [n]: NaN if a logit is NaN; may be slightly negative."""
+    """At each position, float64 [n]; NaN if a logit is; may be slightly negative."""
     parts = []
     for begin in range(0, theirs.shape[0], _COMPARED_AT_ONCE):
         logs = theirs[begin : begin + _COMPARED_AT_ONCE]
-        # Padding of a vocabulary may have logits of minus infinity on both sides.
+        # A vocabulary's padding may have logits of minus infinity.
         odds = mx.exp(logs)
         ours = _log_softmax(logits[begin : begin + _COMPARED_AT_ONCE])
         parts.append(np.array(mx.where(odds > 0, odds * (logs - ours), odds).sum(axis=-1), np.float64))
@@ -213,7 +203,7 @@ def _log_softmax(logits: mx.array) -> mx.array:
 
 @contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
-    """Within the context, the model computes in float32, on a copy of its weights."""
+    """Compute in float32, on a copy of the weights."""
     quantised = [(path, module) for path, module in model.named_modules() if type(module) in _PLAIN]
     model.update_modules(tree_unflatten([(path, _plain(module)) for path, module in quantised]))
     before = model.parameters()
@@ -234,7 +224,7 @@ def is_float32(model: nn.Module) -> bool:
 
 
 def gains_by_float32(model: nn.Module) -> bool:
-    """Whether the model computes faster in float32, as on a CPU, and memory holds the copy."""
+    """Whether float32 is faster, as on a CPU, and memory holds the copy."""
     if mx.default_device() != mx.Device(mx.cpu) or is_float32(model):
         return False
     arrays = [array for _, array in tree_flatten(model.parameters())]
@@ -261,8 +251,7 @@ def _as_float32(array: mx.array) -> mx.array:
     return array.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else array
 
 
-# Texts for measuring: a coarse cache first spoils answers that depend on single distant words; prose and code depend on
-# all earlier text.
+# A coarse cache first spoils answers that depend on single distant words; prose and code depend on all earlier text.
 _FACTS = (
     "Marc lives in Cairo. Marc wears a silver coat. Alan works at the windmill. Dora has a friend called Nadia. "
     "The ladder is in the barn. Ines likes nuts best. Nadia likes figs best. The watch is in the red box.",

@@ -1,8 +1,4 @@
-"""Measure the temporary memory of a few steps at start, before the cache gets its share, as vLLM does.
-
-Probe steps go through the real paged attention. All blocks of a row's context are one slot: memory depends on shapes
-only.
-"""
+"""Measure the temporary memory of a few steps at start, before the cache gets its share, as vLLM does."""
 
 from __future__ import annotations
 
@@ -32,7 +28,7 @@ log = logging.getLogger("agentcache.engine")
 _SHARE = 0.9  # of free memory, for the estimate of a probe step
 # Limits on a CPU, where a chunk takes minutes with a large model.
 _MOST_SECONDS, _MOST_WEIGHT_BYTES = 2.0, 256 << 20
-# Tokens of steps that predict a chunk's time, and how much faster each token of a chunk is.
+# Tokens of steps that predict a chunk's time; how much faster a chunk's tokens are.
 _PREDICTED_FROM = ((1, 8), (16, 1))
 _DECODE_RUNS = 8
 _FAR_BELOW = 4
@@ -40,13 +36,11 @@ _LARGEST = 2**62
 
 
 class Probe:
-    """Measured steps of one model and its settings, kept in a file for later starts.
-
-    At least 256 tokens of a chunk are measured: some recurrent layers compute 256 at once.
-    """
+    """Measured steps of one model and its settings, kept in a file for later starts."""
 
     def __init__(self, file: Path, loaded: LoadedModel, chunk: int) -> None:
         self._file, self._loaded = file, loaded
+        # At least a block: some recurrent layers compute 256 tokens at once.
         self._num_tokens = min(max(chunk, BLOCK_SIZE), loaded.max_context)
         self._key = (
             f"{loaded.fingerprint}, {loaded.spec.digest}, {self._num_tokens} of {loaded.max_context} tokens, "
@@ -56,14 +50,14 @@ class Probe:
         self.needs = _as_needs(self._known.get(self._key))
 
     def measure(self, footprint: Footprint, free: Callable[[], int]) -> None:
-        """Measure unless the file has the result, or several ranks must measure together."""
+        """Measure unless the file has the result; not with several ranks, which would have to measure together."""
         if self.needs is None and self._loaded.ranks == 1 and self._num_tokens > 1:
             self.needs = measure_steps(self._loaded, footprint, self._num_tokens, free)
             if self.needs is not None:
                 compare(self.needs, footprint)
 
     def keep(self) -> None:
-        """Write a new result. The caller holds the folder's lock."""
+        """Write a new result, under the folder's lock."""
         if self.needs is not None and self._key not in self._known:
             write_memo(self._file, self._known | {self._key: json.dumps(self.needs.steps)})
 
@@ -79,13 +73,11 @@ def measure_steps(
 ) -> StepNeeds | None:
     """Compute decode steps and chunks of `num_tokens`, without context and then deep in one.
 
-    Args:
-        footprint: the estimate; a step above `free` bytes is not computed.
-        depth: tokens up to the end of deep steps; by default 8K, or none on a CPU, where they take seconds.
-        seconds: time limit of a chunk; by default 2 on a CPU, and none elsewhere.
+    Steps that `footprint` estimates above `free` bytes are left out; None if the smallest are, or take too long.
 
-    Returns:
-        None if the smallest steps do not fit, or would take too long.
+    Args:
+        depth: end of deep steps in tokens; by default 8K, on a CPU none.
+        seconds: time limit of a chunk; by default 2 on a CPU, else none.
     """
     on_cpu = device() == NO_DEVICE
     depth = (0 if on_cpu else min(USUAL_CONTEXT, loaded.max_context)) if depth is None else depth
@@ -110,7 +102,7 @@ def measure_steps(
 
 
 class _Slots:
-    """A runner with slots for one probe step's own tokens, and one that stands for all blocks before them."""
+    """Slots for a probe step's own tokens; slot 0 is all blocks before, as memory depends on shapes only."""
 
     def __init__(self, loaded: LoadedModel, num_tokens: int) -> None:
         self._own = -(-num_tokens // BLOCK_SIZE) + 1
@@ -131,11 +123,11 @@ class _Slots:
         return seconds
 
     def peak(self, rows: int, num_tokens: int, context: int) -> int:
-        """Temporary bytes of a step. Short ones differ more, and the first finds no recurrent state."""
+        """Of several short steps: they differ more, and the first finds no recurrent state."""
         return max(self._peak(rows, num_tokens, context) for _ in range(_DECODE_RUNS if num_tokens == 1 else 1))
 
     def _peak(self, rows: int, num_tokens: int, context: int) -> int:
-        """In one step, or in two where the device gets the next one early."""
+        """Of two steps where the device gets the next one early."""
         runner, lengths = self._runner, [context] * rows
         tables = [[self._table(row, num_tokens, context)] * len(self._pools) for row in range(rows)]
         runner.evaluate()
@@ -144,7 +136,7 @@ class _Slots:
         mx.reset_peak_memory()
         for _ in range(1 if device() == NO_DEVICE else 2):
             reads, writes = runner.reads(tables, lengths, num_tokens), runner.writes(tables, lengths, num_tokens)
-            # In another order, so that they are joined as for rows that come from several steps.
+            # Reversed, so that they are joined like rows of several steps.
             states = (*reversed(self._states), *[None] * rows)[:rows] if self._has_states else ()
             step = StepInputs(mx.zeros((rows, num_tokens), mx.int32), lengths, reads, writes, states=states)
             outputs = runner.forward(step)
@@ -164,7 +156,7 @@ class _Slots:
 
 
 def compare(needs: StepNeeds, footprint: Footprint) -> None:
-    """Log one line if the estimate from config.json is too low, or far too high."""
+    """Log if the estimate from config.json is too low, or far too high."""
     off = [
         f"{step.num_bytes / 1e6:.1f} MB where {estimate / 1e6:.1f} MB were expected "
         f"({step.rows} × {step.num_tokens} tokens after {step.context})"

@@ -3,11 +3,11 @@
 The model runs twice on the same tokens, in steps that cover every path of attention:
 
 1. on caches that quantise keys and values and return them as arrays, as mlx-lm's would;
-2. on step caches, each layer with its input of the first run, so that its error shows in that layer only.
+2. on step caches, each layer with its input of the first run, so that errors do not add up.
 
 Attention's results and, in float32, layers' outputs are compared: in half precision a last bit may change a router's
-choice. Products round by their number of rows, so a single row runs as a batch of copies, as large as the other run's.
-Windows are cut short, so that tokens leave them.
+choice. Products round by their number of rows, so both runs have batches of one size. Windows are cut short, so that
+tokens leave them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PRODUCTS = 10  # allowed error of a float32 layer, in errors of one matrix prod
 
 @cache
 def product_error() -> float:
-    """Largest relative error of this device's float32 products: 1e-7; 1e-4 for TF32 on CUDA."""
+    """Largest relative error of this device's float32 products, e.g. 1e-4 for TF32."""
     left, right = (mx.random.normal((256, 256), key=mx.random.key(number)) for number in range(2))
     exact = np.array(left, np.float64) @ np.array(right, np.float64)
     return float(np.abs(np.array(left @ right) - exact).max() / np.abs(exact).max())
@@ -62,7 +62,7 @@ _NUM_ROWS = 2
 
 @dataclass
 class _Layer:
-    """A layer's call: input [B, n, hidden], output, results of attention [B, H, n, D]."""
+    """A layer's call, with attention's results [B, H, n, D]."""
 
     x: mx.array | None
     out: mx.array | None = None
@@ -73,7 +73,7 @@ _Pair = tuple[_Layer, _Layer]  # expected, actual
 
 
 class _Trace:
-    """Layer calls of one step, after an entry for the whole model; `inputs` replace those from lower layers."""
+    """Layer calls of a step, after an entry for the model; `inputs` replace those from lower layers."""
 
     def __init__(self, inputs: Sequence[mx.array | None] | None = None) -> None:
         self.layers = [_Layer(None)]
@@ -115,11 +115,11 @@ def _joined(traces: Sequence[_Trace]) -> list[_Layer]:
 
 
 class _RoundTripCache:
-    """Cache of one row, in any number of copies, that quantises and dequantises keys and values.
+    """Cache of one row, in any number of copies, that quantises and dequantises.
 
     Args:
         layer: spec with the proof's window; `window` is the model's.
-        nope: leading key values made of a rounded latent, as are values; None if keys and values are cached.
+        nope: leading key values that, as the values, are made of a rounded latent; None without latent.
     """
 
     def __init__(self, layer: LayerSpec, window: int | None, nope: int | None, packing: LayerPacking) -> None:
@@ -157,7 +157,7 @@ def _copies(of_row: mx.array, count: int) -> mx.array:
 
 
 def round_trip(x: mx.array, packing: Packing) -> mx.array:
-    """`x` as attention reads it: quantised, then dequantised."""
+    """`x` as attention reads it."""
     return dequantise(quantise(x, packing), packing, x.dtype)
 
 
@@ -191,7 +191,7 @@ class Proof:
         self._lengths = [0] * _NUM_ROWS
 
     def pieces(self) -> Iterator[None]:
-        """Lay out all runs, one per piece, then compute a layer per piece. Raises UnsupportedModel."""
+        """Lay out one run per piece, then compute a layer per piece. Raises UnsupportedModel."""
         try:
             yield from self._prove()
         except UnsupportedModel:
@@ -205,13 +205,13 @@ class Proof:
         layers = deque(rest)
         rest.clear()
         for index in range(len(layers)):
-            _compare(f"layer {index}", layers.popleft())  # its arrays are then freed
+            _compare(f"layer {index}", layers.popleft())  # frees its arrays
             yield
         _compare("the model", whole)
         yield
 
     def _lay_out(self) -> Generator[None, None, list[list[_Pair]]]:
-        """Lay out all runs lazily: the whole model, then each layer, a pair per step."""
+        """Results, lazy: of the whole model, then of each layer, a pair per step."""
         calls: list[list[_Pair]] = []
         for number, step in enumerate(STEPS):
             ids = mx.random.randint(0, _TOKEN_IDS, (len(step.rows), step.num_tokens), key=mx.random.key(number))
@@ -280,8 +280,6 @@ class Proof:
 
 @dataclass(frozen=True)
 class _Difference:
-    """Lazy scalars that compare two arrays."""
-
     where: str
     what: str
     tolerance: float

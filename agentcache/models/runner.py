@@ -1,4 +1,4 @@
-"""Run the model over the arenas: one forward pass for a batch of rows."""
+"""Run the model over the arenas."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ Tables = Sequence[Sequence[BlockTable]]  # [row][cache group]
 class Started:
     """Work that the device got in one call; `last` is an array to wait for.
 
-    Attributes:
-        began_at: `time.perf_counter` when the device could begin.
-        done_at: when the work was known to be done; None before.
+    Times are `time.perf_counter`: when the device could begin, and when the work was known to be done.
     """
 
     last: mx.array | None
@@ -44,7 +42,7 @@ class Started:
 
 
 class ModelRunner:
-    """Owner of all calls into the model, on the thread that loaded it; `base` and `residuals` are its arenas.
+    """Owner of all calls into the model, on the thread that loaded it.
 
     Up to two steps are in flight. The device works in order, and a step that writes with kernels
     (`metal_kernels/append.py`) touches only its own tokens' places, so it can start behind another.
@@ -53,10 +51,6 @@ class ModelRunner:
       and a row reads only places that its request has written.
     - MLX assigns to a part of an arena in place only if no step in flight reads it, and else copies all of it. So
       assignments start while the device is idle.
-
-    Args:
-        snapshots: checkpoints of recurrent state.
-        room, measures: as in `BaseArenas`.
     """
 
     def __init__(
@@ -71,7 +65,7 @@ class ModelRunner:
     ) -> None:
         self._loaded = loaded
         self._room = room
-        own = proxy(self)  # a dropped runner's memory is free at once
+        own = proxy(self)  # so that a dropped runner's memory is free at once
         self.base = make_base(
             loaded.spec, pools, lambda: own.wait(), lambda: own.evaluate(), snapshots, room=room, measures=measures
         )
@@ -92,11 +86,9 @@ class ModelRunner:
         self.forward_tokens = 0
 
     def reads(self, tables: Tables, lengths: Sequence[int], num_tokens: int, cut: int = 0) -> list[Reads | None]:
-        """Block reads of a step of `num_tokens` tokens per row, by cache group; None for groups below layer `cut`.
+        """Block reads of a step of `num_tokens` per row, after `lengths`, by cache group; None below layer `cut`.
 
-        Args:
-            tables: with the step's tokens reserved; below `cut` they may begin anywhere.
-            lengths: tokens of each row before the step.
+        `tables` have the step's tokens reserved; below `cut` they may begin anywhere.
         """
         return [
             Reads([row[index] for row in tables], lengths, num_tokens, arena.spec.window) if end > cut else None
@@ -104,14 +96,14 @@ class ModelRunner:
         ]
 
     def writes(self, tables: Tables, lengths: Sequence[int], num_tokens: int, cut: int = 0) -> list[Writes | None]:
-        """Writes of the same step; `tables` may differ from those that are read."""
+        """Writes of a step, as `reads`, maybe to other tables."""
         return [
             Writes([row[index] for row in tables], lengths, num_tokens) if end > cut else None
             for index, end in enumerate(self._layer_ends)
         ]
 
     def open_residual(self, spec: CacheSpec, pools: Sequence[BlockPool], *, is_family: bool = False) -> ResidualArenas:
-        """Open residual KV of an adapter or a family; it follows `pools` until `close_residual`."""
+        """Open residual KV, which follows `pools` until `close_residual`."""
         measures = bool(self.base.measures)
         arenas = ResidualArenas(
             spec, pools, self.wait, self.evaluate, room=self._room, measures=measures, is_family=is_family
@@ -127,7 +119,7 @@ class ModelRunner:
 
     @property
     def saturated_residuals(self) -> int:
-        """Number of residual values that were NaN or beyond float16."""
+        """Residual values that were NaN or beyond float16."""
         return self._saturated_before + sum(int(arenas.saturated.item()) for arenas in self.residuals)
 
     def residual_rows(self, rows: Sequence[ResidualRow], batch_size: int, num_tokens: int) -> ResidualRows | None:
@@ -138,7 +130,7 @@ class ModelRunner:
         return ResidualRows(rows, self._loaded.adapters.residual_forms, batch_size, num_tokens)
 
     def forward(self, step: StepInputs) -> StepOutputs:
-        """Lay out a step and its KV writes, lazily; the next `start` evaluates writes and states."""
+        """Lay out a step, lazily; the next `start` evaluates its writes and states."""
         self.base.fit()
         self.forward_tokens += step.token_ids.size
         self._loaded.hidden_states.prepare(step)
@@ -186,7 +178,7 @@ class ModelRunner:
         return has_due(self._tensors())
 
     def start(self, *outputs: mx.array) -> Started:
-        """Start `outputs` and all due arena writes on the device, without waiting for them."""
+        """Start `outputs` and all due arena writes on the device."""
         assigned = take_due(self._tensors())
         if assigned:
             self.wait()
@@ -209,7 +201,6 @@ class ModelRunner:
 
     @property
     def is_busy(self) -> bool:
-        """Whether some started work may not be done."""
         return bool(self._under_way)
 
     def wait(self) -> None:
@@ -219,7 +210,7 @@ class ModelRunner:
             self._note_done(len(self._under_way))
 
     def wait_for(self, started: Started) -> None:
-        """Wait for this and earlier work; later work may still run."""
+        """Wait for this and earlier work."""
         if started.done_at is not None:
             return
         if started is self._under_way[-1] or started.last is None:
@@ -241,12 +232,12 @@ class ModelRunner:
         self.wait()
 
     def release_buffers(self) -> None:
-        """Free a large step's temporaries, which on a Mac are taken from everything else."""
+        """Free a large step's temporaries, which on a Mac other programs lack."""
         if mx.default_device() == mx.gpu and mx.metal.is_available():
             mx.clear_cache()
 
     def give_back(self) -> None:
-        """Fit memory to the cache's slots, and return the rest to the system."""
+        """Fit memory to the cache's slots."""
         self.base.fit()
         mx.clear_cache()
         give_back_freed()

@@ -1,6 +1,6 @@
 """Sample tokens and compute log probabilities for a batch, lazily.
 
-A row's token depends only on its logits, settings and position, not on other rows or discarded steps.
+A row's token depends only on its logits, settings and position, not on other rows.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Tally:
         self._counted = 0
 
     def of(self, token_ids: Sequence[int], start: int, end: int) -> Mapping[int, int]:
-        """Counts of `token_ids[start:end]`, valid until the next call. Fast if `end` does not decrease."""
+        """Counts of `token_ids[start:end]`, valid until the next call."""
         end = max(start, end)
-        if start + self._counted > end:  # the sequence has lost tokens not yet computed
+        if start + self._counted > end:  # tokens not yet computed were dropped
             self._counts.clear()
             self._counted = 0
         self._counts.update(token_ids[start + self._counted : end])
@@ -43,7 +43,7 @@ class Tally:
 
 
 class Sampler:
-    """Sampling settings and random key of a request; `eos_ids` end the text."""
+    """Sampling settings and random key of a request."""
 
     def __init__(self, params: SamplingParams, eos_ids: Iterable[int] = ()) -> None:
         self.temperature = float(params.temperature)
@@ -75,7 +75,7 @@ class Sampler:
         return not self.is_greedy and not self.truncates
 
     def key(self, position: int) -> tuple[int, int]:
-        """Random key (two uint32) of token `position`, from the seed and the position only."""
+        """Two uint32 from the seed and the position."""
         high, low = self._key
         return high, (low + position) % 2**32
 
@@ -91,7 +91,7 @@ class Sampler:
         return bool(self._bias)
 
     def bias(self, vocab_size: int) -> tuple[mx.array, mx.array]:
-        """Biased tokens [n], and their biases [n]."""
+        """Tokens [n], biases [n]."""
         if self._bias_arrays is None:
             known = {token: value for token, value in self._bias.items() if 0 <= token < vocab_size}
             self._bias_arrays = mx.array(list(known), mx.int32), mx.array(list(known.values()), mx.float32)
@@ -104,8 +104,8 @@ class Row:
 
     Args:
         recent: tokens before the step's last one, for a repetition penalty.
-        position: number of tokens generated before this one.
-        counts: of these without the step's last one, if needed.
+        position: number of tokens generated before.
+        counts: of these, without the step's last one.
     """
 
     sampler: Sampler
@@ -139,8 +139,7 @@ def choose(rows: Sequence[Row], logits: mx.array, last: mx.array) -> mx.array:
 def masked(logits: mx.array, masks: Mapping[int, np.ndarray]) -> mx.array:
     """Logits [B, vocabulary] in float32, minus infinity for forbidden tokens.
 
-    Args:
-        masks: by row, uint32 [n]: bit i of word w allows token 32 w + i.
+    Masks are uint32 [n] by row: bit i of word w allows token 32 w + i.
     """
     size = logits.shape[-1]
     words = np.zeros((len(masks), -(-size // 32)), np.uint32)
@@ -222,11 +221,11 @@ def _counted(rows: Sequence[Row], logits: mx.array, last: mx.array) -> mx.array:
         return logits
     index = mx.array(members)
     counts = mx.zeros((len(members), logits.shape[-1]))
-    # The device may still be choosing it.
+    # `last` is in no count: the device may still be choosing it.
     counts = counts.at[mx.arange(len(members)), last[index]].add(1.0)
     known = [(member, rows[i].counts) for member, i in enumerate(members) if rows[i].counts]
     if known:
-        # numpy: a Python list of a long answer's counts would take most of a step.
+        # numpy: a Python list would take most of a step.
         sizes = [len(each) for _, each in known]
         indices = np.repeat(np.array([member for member, _ in known], np.int32), sizes)
         tokens = np.concatenate([np.fromiter(each.keys(), np.int32, len(each)) for _, each in known])
@@ -271,7 +270,7 @@ def log_softmax(logits: mx.array) -> mx.array:
 
 @dataclass(frozen=True)
 class TokenScore:
-    """Log probability of a token, and of the most likely tokens, best first."""
+    """Log probability of a token, and of the most likely ones, best first."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]

@@ -1,7 +1,4 @@
-"""One rank's part of a model that mlx-lm's `shard` has split: its own heads and parts of matrices.
-
-Each rank has the full activations between layers.
-"""
+"""One rank's part of a model that mlx-lm's `shard` has split; between layers each rank has the full activations."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ class _Shape:
 
 
 class Shards:
-    """Split of a model over the ranks of `group`."""
+    """Split of a model over ranks."""
 
     def __init__(self, group: mx.distributed.Group) -> None:
         self.group = group
@@ -47,7 +44,7 @@ class Shards:
         self._whole: dict[ModuleName, _Shape] = {}
 
     def spread(self, model: nn.Module) -> None:
-        """Keep this rank's part of a model with unread weights; raises UnsupportedModel if it cannot be split."""
+        """Keep this rank's part of a model with unread weights. Raises UnsupportedModel."""
         kind = type(model).__module__.rpartition(".")[2]
         if not hasattr(model, "shard"):
             raise UnsupportedModel(f"{kind} cannot be spread over {self.size} ranks: mlx-lm has no `shard` for it")
@@ -75,17 +72,13 @@ class Shards:
                         )
 
     def spec(self, spec: CacheSpec) -> CacheSpec:
-        """Spec of this rank: its blocks never match those of other ranks or numbers of ranks.
-
-        Raises:
-            UnsupportedModel: recurrent state.
-        """
+        """Spec of this rank, whose blocks match no others'. Raises UnsupportedModel: recurrent state."""
         if spec.recurrent:
             raise UnsupportedModel(f"{spec.model_type} keeps recurrent state, which is not spread over ranks")
         return replace(spec, rank=f"{self.rank} of {self.size}")
 
     def whole(self, modules: TargetModules) -> TargetModules:
-        """Adapter targets in the whole model's sizes, without fused modules."""
+        """Targets in the whole model's sizes, without fused modules."""
         kept = [name for name in modules.linears if name in self._whole and name.path.rpartition(".")[2] not in _FUSED]
         linears = {
             name: LinearShape(self._whole[name].in_dim, self._whole[name].out_dim, modules.linears[name].item_bytes)
@@ -99,7 +92,7 @@ class Shards:
         return replace(modules, linears=linears, targets=targets)
 
     def cut(self, name: ModuleName, pair: LowRank, linear: nn.Module) -> LowRank:
-        """This rank's part of an adapter's matrices; `linear` is its part of the module."""
+        """This rank's part of an adapter's matrices, like `linear`, its part of the module."""
         own = _Shape.of(linear)
         a, b = pair.a, pair.b
         if own.in_dim < a.shape[0]:
@@ -121,9 +114,7 @@ class ShardedAdapters(ModelAdapters):
         return super()._put(name, self._shards.cut(name, pair, self._wrap(name).original))
 
     def _delta(self, rows: AdapterRows, name: ModuleName, x: mx.array, pairs: Sequence[LowRank | None]) -> mx.array:
-        """Summed over ranks if the module sums its own output; else this rank's columns, or a part of the surrounding
-        module's sum.
-        """
+        """Summed over ranks if the module sums its own output."""
         delta = super()._delta(rows, name, x, pairs)
         if isinstance(self._wrap(name).original, _ADDS_UP):
             return mx.distributed.all_sum(delta, group=self._shards.group)

@@ -32,13 +32,13 @@ class StepInputs:
     Args:
         token_ids: int32 [B, n]; may be lazy results of a step in flight.
         lengths: tokens of each row before the step.
-        reads, writes: one per cache group, None for groups below `hidden_states.cut`; empty on other kinds of caches.
-        model: model that replaces base, on the same cache.
-        adapters: adapter of each row, or None; empty for base alone.
-        hidden_states: those to continue from and to keep, for one row by base.
-        all_logits: whether logits of every position are wanted, not only of the last.
-        states: recurrent state of each row; None for a row without tokens; empty without recurrent layers.
-        residual: rows with residual KV. Then `reads` cover all rows, `writes` only `residual.writers`, if any.
+        reads, writes: by cache group, None below `hidden_states.cut`; empty on other caches.
+        model: replaces base, on the same cache.
+        adapters: by row; empty for base alone.
+        hidden_states: to continue from and to keep, for one row by base.
+        all_logits: whether every position's logits are wanted, not only the last.
+        states: by row, None before its first token; empty without recurrent layers.
+        residual: rows with residual KV. Then `reads` cover all rows, `writes` only `residual.writers`.
     """
 
     token_ids: mx.array
@@ -54,7 +54,7 @@ class StepInputs:
 
     @cached_property
     def offset(self) -> int | mx.array:
-        """Position of each row's first token: an int for one row, else int32 [B]."""
+        """Of each row's first token: an int for one row, else int32 [B]."""
         return self.lengths[0] if len(self.lengths) == 1 else mx.array(self.lengths, mx.int32)
 
     @cached_property
@@ -64,7 +64,7 @@ class StepInputs:
 
 @dataclass(frozen=True, eq=False)
 class StepOutputs:
-    """Lazy results: logits [B, n or 1, vocabulary], and a recurrent state per row, even if empty."""
+    """Lazy results: logits [B, n or 1, vocabulary], and a state per row, even if empty."""
 
     logits: mx.array
     states: Sequence[RowState]
@@ -100,14 +100,14 @@ class BatchState:
 
 @dataclass(frozen=True, eq=False)
 class RowState:
-    """One row's recurrent state: a row of a batch, whose arrays it keeps alive. Lazy, see `ModelRunner.forward`."""
+    """One row's recurrent state, lazy; it keeps the batch's arrays alive."""
 
     batch: BatchState
     index: int = 0
 
     @classmethod
     def of(cls, arrays: Arrays) -> RowState:
-        """From arrays [1, ...], such as a checkpoint's."""
+        """From arrays [1, ...]."""
         return cls(BatchState(arrays, 1))
 
     def arrays(self) -> list[list[mx.array | None]]:
@@ -116,10 +116,7 @@ class RowState:
 
 
 def join(rows: Sequence[RowState | None], specs: Sequence[RecurrentSpec]) -> BatchState | None:
-    """Join the rows' states (None: a row without tokens); free if they are one whole batch in its order.
-
-    Returns None if no row has tokens: the model then starts by itself.
-    """
+    """Join the rows' states (None before a row's first token), without a copy if they are one whole batch in order."""
     present = [row for row in rows if row is not None]
     if not present:
         return None
@@ -140,7 +137,7 @@ def join(rows: Sequence[RowState | None], specs: Sequence[RecurrentSpec]) -> Bat
 
 
 def _concatenate(rows: Sequence[mx.array | None], tensor: StateTensor) -> mx.array:
-    """[B, ...] from rows [1, ...]; zeros for a row without state, as in `ArraysCache.merge`."""
+    """Zeros for a row without state, as in `ArraysCache.merge`."""
     empty = mx.zeros((1, *tensor.shape), getattr(mx, tensor.dtype))
     return mx.concatenate([empty if row is None else row for row in rows])
 

@@ -1,8 +1,7 @@
 """Traced decode steps: later steps of a kind reuse the graph of an earlier one.
 
-On a fast device, steps wait for Python to lay out the layers. So a plain decode step is traced (`mx.compile`), with all
-that changes between steps as inputs. It is by base alone, without reused hidden states, recurrent state, residuals or
-measurements, and all its attention goes by kernels, which write into arenas themselves.
+On a fast device, steps wait for Python to lay out the layers. So a plain decode step (`_is_plain`), with all attention
+by kernels, is traced (`mx.compile`), with all that changes between steps as inputs.
 """
 
 from __future__ import annotations
@@ -70,12 +69,12 @@ class StepTraces:
         self._put = put
         self._kinds: list[_Kinds] = []  # by group; empty before the first step
         self._traces: OrderedDict[Hashable, Callable[..., Sequence[mx.array]] | None] = OrderedDict()
-        self._proved: set[bool] = set()  # proved kinds: True for several rows, False for one
+        self._proved: set[bool] = set()  # True for several rows, False for one
         self._is_off = False
         self.replayed = 0
 
     def logits(self, step: StepInputs, lay_out: Callable[[], mx.array]) -> mx.array:
-        """Logits [B, n, vocabulary] of a step, whose KV is written; `lay_out`, the untraced way, may run, too."""
+        """Logits [B, n, vocabulary] of a step, whose KV is written; `lay_out` is the untraced way."""
         if self._is_off or not _is_plain(step):
             return lay_out()
         if not self._kinds:

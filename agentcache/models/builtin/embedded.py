@@ -1,7 +1,6 @@
-"""The model that serves when none is named, contained in the package.
+"""The model that serves when none is named: a Qwen3 of 4.7 million parameters, made by `training/`.
 
-A Qwen3 of 4.7 million parameters, made by `training/`, that repeats facts of its prompt when asked. The package has
-float16 weights; first use writes float32, which CPUs compute fastest.
+The package has float16 weights; first use writes float32, which CPUs compute fastest.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ WEIGHTS_FILE = "model.safetensors"
 
 
 def embedded_file(name: str) -> bytes:
-    """Content of one of the packaged files."""
+    """Content of a packaged file."""
     return (DATA / name).read_bytes()
 
 
@@ -40,13 +39,7 @@ def embedded_config() -> dict[str, Any]:
 
 
 def embedded_model_path(home: Path) -> Path:
-    """Folder of the embedded model under `home`, made on first use (19 MB).
-
-    Its name has a digest of the packaged files, so a newer agentcache makes a new folder.
-
-    Raises:
-        StoreError: `home` cannot be read or written.
-    """
+    """Folder of the embedded model under `home`, named by content, made on first use (19 MB). Raises StoreError."""
     packaged = {name: embedded_file(name) for name in (*TEXT_FILES, "config.json", WEIGHTS_FILE)}
     folder = home / "models" / f"embedded-{_digest(packaged)[:8]}"
     try:
@@ -66,12 +59,9 @@ def _digest(files: dict[str, bytes]) -> str:
 
 
 def make_folder(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write `files` beside `folder` and rename them into place; a second writer keeps the first one's.
+    """Write `files` beside `folder` and rename them into place, unless another writer was first.
 
-    Folders have mode 0700, files 0600. What root makes belongs to the owner of the folder above.
-
-    Raises:
-        OSError: the disk is full or may not be written; nothing is left behind.
+    Folders have mode 0700, files 0600; root's belong to the owner of the folder above. An OSError leaves nothing.
     """
     for parent in (folder.parent.parent, folder.parent):
         make_private_folder(parent)

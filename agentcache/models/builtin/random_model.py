@@ -1,8 +1,4 @@
-"""Models of random weights, of any size, for benchmarks.
-
-A Qwen3 in the embedded model's shape, with its tokenizer. The same prompt always gets the same random text, and every
-token of the prompt counts.
-"""
+"""Models of random weights for benchmarks, with the embedded model's tokenizer: every token of a prompt counts."""
 
 from __future__ import annotations
 
@@ -20,21 +16,15 @@ from agentcache.models.builtin.embedded import TEXT_FILES, embedded_config, embe
 _RECIPE = 2  # raise it whenever the weights of the same config change
 _SEED = 1
 _NORM_SPREAD = 0.3
-_EMBEDDING_SIZE = 0.1  # layers add 1.0: text depends on context, not on the last token only
+_EMBEDDING_SIZE = 0.1  # layers add 1.0: text depends on context
 _HEAD_NORM = 1.6  # sharp attention: a token of a long context still matters
 _QUIET = 0.02  # embeddings of tokens to avoid
 
 
 def random_model_path(home: Path, **shape: int) -> Path:
-    """Folder of such a model under `home`, made on first use.
+    """Folder of such a model under `home`, named by its recipe, made on first use. Raises OSError.
 
-    Its name has a digest of the recipe, so another shape or a newer agentcache makes a new folder.
-
-    Args:
-        shape: entries of the embedded model's config to change, such as `num_hidden_layers`.
-
-    Raises:
-        OSError: `home` cannot be written.
+    `shape` changes entries of the embedded model's config, such as `num_hidden_layers`.
     """
     config = embedded_config() | shape
     folder = home / "models" / f"random-{_digest(config)[:8]}"

@@ -1,4 +1,4 @@
-"""RAM for the residual KV of an adapter or family, and measurements of how far base's KV is from its own."""
+"""RAM for the residual KV of an adapter or family, and the divergence of base's KV from its own."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class ResidualArenas(CacheArenas):
     """Arenas of one residual KV cache.
 
     Args:
-        measures: whether to record how far each token's own KV is from base's.
-        is_family: whether a family shares the cache. Measures then depend on the reading adapter and are not saved.
+        measures: whether to measure each token's divergence.
+        is_family: whether a family shares the cache; measures depend on the reading adapter and are not saved.
 
     Attributes:
         measured: group of the measures, which are sums over the whole model.
@@ -55,14 +55,14 @@ class ResidualArenas(CacheArenas):
         self._named = {tensor.spec.name: (i, tensor) for i, group in enumerate(self.groups) for tensor in group.tensors}
 
     def tensor(self, name: str) -> tuple[int, TensorArena]:
-        """Return (group index, tensor); raises KeyError."""
+        """Group index and tensor."""
         return self._named[name]
 
     def has(self, name: str) -> bool:
         return name in self._named
 
     def saturate(self, x: mx.array) -> mx.array:
-        """Float32 as float16: NaN becomes 0, large values saturate; both count."""
+        """As float16; counts NaNs, which become 0, and large values."""
         self.saturated = self.saturated + mx.logical_not(mx.abs(x) <= LARGEST_FLOAT16).sum()
         return mx.clip(mx.where(mx.isnan(x), 0, x), -LARGEST_FLOAT16, LARGEST_FLOAT16).astype(mx.float16)
 
@@ -74,10 +74,7 @@ class ResidualArenas(CacheArenas):
             super().put_extras(group, block_id, num_tokens, extras)
 
     def measured_of(self, tables: Sequence[BlockTable], num_tokens: int) -> tuple[np.ndarray, int]:
-        """Sums over a prompt's known tokens, float64 [4], and their number.
-
-        For a family only the last token counts, which the reading adapter has computed.
-        """
+        """Sums over a prompt's known tokens, float64 [4], and their number; of a family's only over the last."""
         if not self.measures:
             return np.zeros(4), 0
         self.fit()
@@ -88,14 +85,14 @@ class ResidualArenas(CacheArenas):
 
 @dataclass(frozen=True)
 class Divergence:
-    """Divergence over some tokens, relative to their own KV."""
+    """Divergence over some tokens, relative to their own KV (`StepMeasures`)."""
 
     value: float
     num_tokens: int
 
     @classmethod
     def of(cls, sums: np.ndarray, num_tokens: int) -> Divergence | None:
-        """From sums over tokens: difference and own energy of keys, then of values."""
+        """From sums of difference and own energy of keys, then of values."""
         if not num_tokens:
             return None
         keys, own_keys, values, own_values = sums
@@ -106,11 +103,11 @@ class Divergence:
 class StepMeasures:
     """Measurements of one step; `energies` are base's rounding energy per token, by cache group.
 
-    Residual rows' own KV is base's weights times the row's own input. The cache's rounding is subtracted:
+    A residual row's own KV is base's weights times its own input. The cache's rounding is subtracted:
 
         divergence² = (|own - cached|² - |base - cached|²) / |own|²
 
-    over all tokens and layers, as the mean of keys' and values'.
+    over tokens and layers, as the mean of keys' and values'.
     """
 
     def __init__(self, energies: Mapping[int, TokenMeasures]) -> None:
@@ -120,17 +117,13 @@ class StepMeasures:
         self._places: dict[int, tuple[mx.array, mx.array]] = {}
 
     def note_written(self, group: int, arena: LayerArena, keys: mx.array, values: mx.array | None) -> None:
-        """Note base's keys [W, H_kv, n, D_k] and values, as written in a layer."""
+        """Note keys [W, H_kv, n, D_k] and values that a layer has written."""
         sides = zip(arena.sides, (keys, values), strict=False)
         errors = [_rounding(side, new) for (_, side), new in sides if new is not None]
         self._rounding[group].append(mx.stack([errors[0], errors[-1] if len(errors) > 1 else 0 * errors[0]], axis=-1))
 
     def note_own(self, group: int, arena: LayerArena, reads: Sequence[Reads], keys: mx.array, values: mx.array) -> None:
-        """Note residual rows' keys [R, H_kv, n, D_k] and values, made by base's weights from their own input.
-
-        Args:
-            reads: reads of base's blocks, already written.
-        """
+        """Note residual rows' own keys [R, H_kv, n, D_k] and values; `reads` are of base's blocks, already written."""
         if group not in self._places:
             self._places[group] = _places(reads)
         ids, offsets = self._places[group]
@@ -143,7 +136,7 @@ class StepMeasures:
         self._own[group].append(mx.stack(numbers, axis=-1))
 
     def finish(self, writes: Sequence[Writes | None]) -> mx.array | None:
-        """Write base's energies; return residual rows' measurements, float32 [R, n, 4], as for `Divergence.of`."""
+        """Write base's energies; return float32 [R, n, 4] of residual rows, as for `Divergence.of`."""
         for group, errors in self._rounding.items():
             target = writes[group]
             if target is not None:
@@ -152,7 +145,7 @@ class StepMeasures:
         for group, layers in self._own.items():
             numbers, (ids, offsets) = sum(layers[1:], layers[0]), self._places[group]
             rounding = self._energies[group].tokens.array[ids, offsets].reshape(*numbers.shape[:2], 2)
-            # Blocks older than measurements have none: the row's own, nearly equal rounding stands in.
+            # Old blocks have none: the row's own, nearly equal rounding stands in.
             rounding = mx.where(mx.isnan(rounding), numbers[..., 2::3], rounding)
             keys, values = rounding[..., 0], rounding[..., 1]
             of_group = mx.stack(
@@ -172,7 +165,7 @@ def _rounding(side: SideArena, x: mx.array) -> mx.array:
 
 
 def _places(reads: Sequence[Reads]) -> tuple[mx.array, mx.array]:
-    """Slots of the step's tokens, and places in them, row after row."""
+    """Slots of the step's tokens, and places in them."""
     ids, offsets = list[int](), list[int]()
     for each in reads:
         (row,) = each.rows

@@ -1,10 +1,9 @@
 """Attention of residual rows (ForkKV, arXiv 2604.06370) by MLX's operations: the specification of every kernel.
 
-A key is base's cached key plus R(x·A·B), where R is the layer's own rope. Queries multiply with both separately; one
-softmax runs over the sums. Low-rank values are summed separately: out = P·V + (P·x·A)·B.
+A key is base's cached key plus R(x·A·B), R the rope. Queries multiply with both separately, one softmax runs over the
+sums, and out = P·V + (P·x·A)·B.
 
-Rows run one by one, a few blocks at a time. The softmax is merged over pieces (Milakov and Gimelshein, arXiv
-1805.02867).
+Rows run one by one, a few blocks at a time. The softmax is merged over pieces (arXiv 1805.02867).
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def _by_operations(
     done = list(before)
     for row in rows:
         q = queries[row.row].astype(mx.float32) * options.scale
-        # Rows depend on each other: one row's memory is free before the next begins.
+        # A row's memory is free before the next begins.
         ids = row.reads.block_ids[0] if not done else mx.depends([row.reads.block_ids[0]], [done[-1]])[0]
         done.append(_row_attention(q, arena, row, ids, options)[None].astype(queries.dtype))
     return mx.concatenate(done[len(before) :])
@@ -71,12 +70,8 @@ def _by_operations(
 
 @dataclass
 class _Sums:
-    """Running sums of a row's queries.
-
-    Args:
-        peak: largest score, float32 [H_kv, g, n, 1].
-        total: sum of exp(score - peak), of that shape.
-        values, residuals: weighted sums, [H_kv, g, n, D_v] and [H_kv, g, n, r].
+    """Running float32 sums of a row's queries: largest score and sum of exp(score - peak), [H_kv, g, n, 1];
+    weighted sums, [H_kv, g, n, D_v] and [H_kv, g, n, r].
     """
 
     peak: mx.array
@@ -88,7 +83,7 @@ class _Sums:
 def _row_attention(
     q: mx.array, arena: LayerArena, row: RowResidualKV, ids: mx.array, options: AttentionOptions
 ) -> mx.array:
-    """Float32 [H_q, n, D_v] of one row's scaled queries [H_q, n, D_k]; `ids` are base's slots."""
+    """Float32 [H_q, n, D_v] of scaled queries [H_q, n, D_k]; `ids` are base's slots."""
     assert arena.values is not None  # MLA has no residuals
     num_heads, num_tokens, _ = q.shape
     kv_heads = arena.keys.num_heads
@@ -148,7 +143,7 @@ def _read(
 def _scores(
     grouped: mx.array, arena: LayerArena, row: RowResidualKV, ids: mx.array, residual_ids: mx.array, piece: slice
 ) -> mx.array:
-    """Scores of keys with the adapter's addition, float32 [blocks, H_kv, g, n, 256]."""
+    """Float32 [blocks, H_kv, g, n, 256]."""
     heads, shared_by, num_tokens, dim = grouped.shape
     queries = mx.broadcast_to(grouped.reshape(heads, -1, dim), (ids.shape[0], heads, shared_by * num_tokens, dim))
     scores = _product(queries, arena.keys, ids, num_tokens, transpose=True)
@@ -160,7 +155,7 @@ def _scores(
             norms = row.key_norms.array[residual_ids].astype(mx.float32)
             without = norms[..., 0]
             agent = norms[..., 1] if norms.shape[-1] == 2 else _factor(arena.keys, row, ids, without, delta, starts)
-            # Unwritten places hold zeros; masked, but must not become infinite.
+            # Unwritten places hold zeros: masked, but must not become infinite.
             ratio = mx.where(without > 0, agent / mx.maximum(without, SMALLEST_FACTOR), 0).swapaxes(1, 2)
             scores = scores * ratio[:, :, None]
         scores = scores + queries @ row.form.rotated(delta, agent, starts).swapaxes(-1, -2)
@@ -170,7 +165,7 @@ def _scores(
 def _factor(
     side: SideArena, row: RowResidualKV, ids: mx.array, without: mx.array, delta: mx.array, starts: mx.array
 ) -> mx.array:
-    """ρ for a family, whose members' own norms are not stored."""
+    """ρ of a family's member, which is not stored."""
     return row.form.agent_factor(dequantise(side.gather(ids), side.quantisation, mx.float32), without, delta, starts)
 
 
@@ -180,10 +175,7 @@ def _product(x: mx.array, side: SideArena, ids: mx.array, num_tokens: int, *, tr
 
 
 def acts_on_values(num_tokens: int, residual_kv: LayerResidualKV, options: AttentionOptions) -> bool:
-    """Whether all rows can run together, on a CPU: no adapter acts on keys.
-
-    The pieces above are slow on a CPU, where each operation costs as much as a small product.
-    """
+    """Whether all rows run together, on a CPU, where pieces are slow: no adapter acts on keys."""
     if mx.default_device() != mx.cpu or not fused.why_none():
         return False
     if num_tokens > MAX_PACKED_QUERIES and options.softcap is not None:
@@ -194,7 +186,7 @@ def acts_on_values(num_tokens: int, residual_kv: LayerResidualKV, options: Atten
 def attention_on_values(
     queries: mx.array, arena: LayerArena, residual_kv: LayerResidualKV, options: AttentionOptions
 ) -> mx.array:
-    """`overlaid_attention` of such rows, [B, H_q, n, D]. A chunk reads values with residuals already added."""
+    """`overlaid_attention` of such rows. A chunk reads values with residuals already added."""
     if queries.shape[2] <= MAX_PACKED_QUERIES:
         return _of_few_tokens(queries, arena, residual_kv, options)
     done = []
@@ -202,7 +194,7 @@ def attention_on_values(
         done.append(paged_attention(queries[residual_kv.plain], PagedKV(arena, residual_kv.plain_reads), options))
     for row in residual_kv.rows:
         own = queries[row.row : row.row + 1]
-        # Rows depend on each other: one row's memory is free before the next begins.
+        # As in `_by_operations`.
         done.append(_of_a_chunk(mx.depends([own], [done[-1]])[0] if done else own, arena, row, options))
     return mx.concatenate(done)[residual_kv.order]
 
@@ -217,9 +209,7 @@ def _of_few_tokens(
 
 
 def _added(residual_kv: LayerResidualKV, reads: Reads, weights: mx.array) -> mx.array:
-    """Residuals' part of each row's sums of values, float32 [B, H_kv, g * n, D], from weights [num_blocks, H_kv, g, n,
-    256].
-    """
+    """Residuals' part of the values' sums, [B, H_kv, g * n, D], from weights [num_blocks, H_kv, g, n, 256]."""
     _, heads, shared_by, num_tokens, _ = weights.shape
     ends = [0, *accumulate(len(row.block_ids) for row in reads.rows)]
     of_rows = {row.row: row for row in residual_kv.rows}

@@ -1,13 +1,13 @@
-"""How each layer makes keys and values, as residual KV needs it: found in its modules, then proved.
+"""How each layer makes keys and values: found in its modules, then proved.
 
-Keys with an adapter must be base's cached keys plus something made of x·A alone. With ρ = 1 / rms of a head's key
-before its norm, γ the norm's weights and R the rope:
+Keys with an adapter must follow from base's cached keys and x·A alone. With ρ = 1 / rms of a head's key before its
+norm, γ the norm's weights and R the rope:
 
     K + R(x·A·B)                                   without a key norm,
     ρ_agent / ρ_base * K + ρ_agent * R(γ * x·A·B)  with a norm of each head.
 
-The proof runs the model on two equal rows, with noise on the second row's module outputs. The formula must give the
-second row's cached keys from the first row's.
+The proof runs the model on two equal rows, with noise on the second row's module outputs: the formula must give its
+keys from the first row's.
 """
 
 from __future__ import annotations
@@ -50,19 +50,14 @@ class LayerForm:
 
 @dataclass(frozen=True)
 class ResidualSupport:
-    """Layers of a model that can have residuals. Plain data: any thread may read it.
-
-    Args:
-        refusal: reason why none can; empty if all can.
-        dtype: MLX's name of the compute type.
-    """
+    """Whether a model can have residuals (`refusal` is empty). Any thread may read it."""
 
     refusal: str = ""
     normed: frozenset[int] = frozenset()
     dtype: str = ""
 
     def shape_of(self, adapter: Adapter, *, is_family: bool = False) -> ResidualShape:
-        """Shape of residual KV of an adapter or its family; raises UnsupportedPolicy if none."""
+        """Shape of residual KV of an adapter or its family. Raises UnsupportedPolicy."""
         if why := self.refusal or _adapter_refusal(adapter):
             raise UnsupportedPolicy(
                 f"the policy 'residual' does not serve this: {why}; use 'exact'", param="agentcache.policy"
@@ -96,7 +91,7 @@ def _adapter_refusal(adapter: Adapter) -> str:
 
 @dataclass(frozen=True, eq=False)
 class ResidualForms:
-    """Layer forms by index; empty after a refusal."""
+    """Layer forms by index; none after a refusal."""
 
     support: ResidualSupport
     layers: Mapping[int, LayerForm] = field(default_factory=dict)
@@ -107,7 +102,7 @@ class _Unfit(Exception):
 
 
 def find_forms(model: nn.Module, inspection: Inspection, modules: TargetModules) -> ResidualForms:
-    """Inspect a model on the paged cache, and run it once on a few tokens."""
+    """Inspect a model on the paged cache, and run it on a few tokens."""
     try:
         _check_caches(inspection, len(model.layers))
         parts = [_parts_of(model.layers[layer.index], layer, modules) for layer in inspection.layers]
@@ -194,7 +189,7 @@ def _proved(model: nn.Module, inspection: Inspection, parts: Sequence[_Parts]) -
 
 
 class _TwinCache:
-    """Cache of two rows that attend to the first row's KV, so that layers' inputs are equal."""
+    """Cache of two rows that both attend to the first row's KV, so that layers' inputs are equal."""
 
     def __init__(self) -> None:
         self.offset = _OFFSET
@@ -209,7 +204,7 @@ class _TwinCache:
 
 
 class _Disturbed(Stand):
-    """Adds noise to the second of two equal rows; notes the first's output and the noise, float32 [n, out]."""
+    """Adds noise to the second of two equal rows; notes the first's output and the noise, [n, out]."""
 
     def __init__(self, original: nn.Module, key: mx.array) -> None:
         super().__init__(original)
@@ -242,7 +237,6 @@ def _disturbed(model: nn.Module, parts: Sequence[_Parts]) -> Iterator[dict[Modul
 
 
 def _prove(parts: _Parts, cache: _TwinCache, modules: Mapping[ModuleName, _Disturbed]) -> LayerForm:
-    """First combination of parts that gives the keys; raises _Unfit."""
     spec = parts.layer
     value = modules[parts.values.module].noted[1][:, parts.values.start : parts.values.stop]
     expected = cache.values[0].astype(mx.float32) + _by_heads(value, spec).swapaxes(0, 1)
@@ -263,7 +257,7 @@ def _by_heads(x: mx.array, spec: LayerSpec) -> mx.array:
 
 
 def _with_residual(form: KeyForm, keys: mx.array, given: mx.array, added: mx.array) -> mx.array:
-    """Keys with `added`, from base's cached keys [H_kv, n, D]; `given`, `added` are [n, H_kv, D]."""
+    """Keys with `added`, from cached keys [H_kv, n, D]; `given`, `added` are [n, H_kv, D]."""
     start = mx.array([_OFFSET], mx.int32)
     if form.norm is None:
         return keys.astype(mx.float32) + form.rotated(added[None], None, start)[0]

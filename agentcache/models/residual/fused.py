@@ -1,8 +1,4 @@
-"""Run attention of rows with residual KV by kernels, or by the reference.
-
-For few tokens, rows of one adapter run together. For a chunk, a row's blocks are unpacked with residuals for flash
-attention.
-"""
+"""Run attention of rows with residual KV by kernels, or by the reference."""
 
 from __future__ import annotations
 
@@ -22,10 +18,10 @@ from agentcache.models import fused
 from agentcache.models.attention import AttentionOptions, flash_attention, unpack_for
 from agentcache.models.residual.kv import KeyForm, Rope, RowResidualKV
 
-_TRIED_AT = 31  # here no angle is 0 or a whole turn, except constant ones
+_TRIED_AT = 31  # no angle is 0 or a whole turn, except constant ones
 _CHECKED_AT = (3, 50, 1021, 8191)
 _SMALLEST = 1e-6
-# Of an angle: position times frequency is rounded in float32, here and in the rope.
+# Position times frequency is rounded in float32.
 _TOLERANCE, _TOLERANCE_A_POSITION = 2e-5, 5e-7
 _LEAST_POSITIONS = 4096
 
@@ -37,22 +33,21 @@ def attention_by_kernels(
     options: AttentionOptions,
     reference: Callable[[], mx.array],
 ) -> mx.array:
-    """Attention of `queries` [B, H_q, n, D] over rows of one adapter: [rows, H_q, n, D], in their order."""
+    """Attention of `queries` [B, H_q, n, D] over rows of one adapter: [rows, H_q, n, D]."""
     first = rows[0]
     if fused.why_none() or not fused.is_pair(arena):
         return reference()
     is_chunk = queries.shape[2] > fused.MAX_QUERIES
     if is_chunk and options.softcap is not None:
         return reference()
-    # Kept in the first row's reads, for all layers of a group.
     kind = _kind(first, arena)
     if kind is None:
         return reference()
     shape = kind.on(fused.shape_of(arena.keys, queries.shape[1], queries.dtype))
     key = "residual", tuple(row.row for row in rows), shape, *options[:2], options.sinks is None
-    prepared = first.reads.prepared
+    prepared = first.reads.prepared  # shared by all layers of a group
     if key not in prepared:
-        prepared[key] = fused.usable_by_now(shape).right  # without blocking: other requests are being served
+        prepared[key] = fused.usable_by_now(shape).right  # does not block
         if prepared[key] and not is_chunk:
             prepared[key] = prepare(_plan(shape, rows), shape, *options[:2], options.sinks is not None)
     found: PreparedDecode | bool = prepared[key]
@@ -99,7 +94,7 @@ def _decoded(
 
 
 def _flash(queries: mx.array, arena: LayerArena, rows: Sequence[RowResidualKV], options: AttentionOptions) -> mx.array:
-    """Rows depend on each other, so that one row's memory is free before the next begins."""
+    """A row's memory is free before the next begins."""
     assert arena.values is not None  # see `is_pair`
     done: list[mx.array] = []
     for row in rows:
@@ -158,14 +153,10 @@ def _plan(shape: HeadShape, rows: Sequence[RowResidualKV]) -> DecodePlan:
 
 
 class Turning:
-    """Tables of one rope for kernels, for keys of `dim` values, found by running the rope.
+    """Tables of one rope for kernels, found by running it on keys of `dim` values.
 
-    Kernels rotate a key by its place in a tile, then by the tile's position; whether the rope allows that is checked.
-
-    Attributes:
-        pairs: number of rotated pairs.
-        interleaved: whether pairs are neighbours, not half of the rotated values apart.
-        why_not: why kernels cannot rotate so; empty if they can.
+    Kernels rotate a key by its place in a tile, then by the tile's position; `why_not` says if the rope forbids that.
+    Of the rotated `pairs`, `interleaved` ones are neighbours, others half of the rotated values apart.
     """
 
     def __init__(self, rope: Rope, dim: int) -> None:
@@ -254,7 +245,7 @@ _of_forms: WeakKeyDictionary[KeyForm, Turning] = WeakKeyDictionary()
 
 
 def turning_of(form: KeyForm, dim: int) -> Turning:
-    """Rotation of a layer's keys; equal ones are shared."""
+    """Rotation of a layer's keys, shared by equal forms."""
     if form not in _of_forms:
         found = Turning(form.rope, dim)
         _of_forms[form] = next((known for known in _of_forms.values() if known.same_as(found)), found)

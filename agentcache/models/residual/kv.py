@@ -22,14 +22,14 @@ _PIECES = 4
 
 
 def piece_blocks(num_blocks: int, num_queries: int) -> int:
-    """Blocks that a residual row reads at a time; `num_queries` counts all heads."""
+    """Blocks that a row reads at a time; `num_queries` counts all heads."""
     part = min(_MOST_BLOCKS, max(_LEAST_BLOCKS, num_blocks // _PIECES))
     return max(1, min(part, _MOST_SCORES // (num_queries * BLOCK_SIZE)))
 
 
 @dataclass(frozen=True, eq=False)
 class KeyNorm:
-    """Norm of each head's keys: ρ(k) * k * weight with ρ(k) = 1 / sqrt(mean(k²) + eps); float32 weight [D]."""
+    """Norm of each head's keys: ρ(k) * k * weight, ρ(k) = 1 / sqrt(mean(k²) + eps); float32 weight [D]."""
 
     weight: mx.array
     eps: float
@@ -41,7 +41,7 @@ class KeyNorm:
 
 @dataclass(frozen=True, eq=False)
 class KeyForm:
-    """Operations on keys before they are cached; `rope` rotates keys [N, H_kv, n, D] from `offset` on."""
+    """Operations on keys before they are cached; `rope` takes [N, H_kv, n, D]."""
 
     rope: Rope
     norm: KeyNorm | None
@@ -62,9 +62,8 @@ class KeyForm:
     def agent_factor(self, base: mx.array, without: mx.array, delta: mx.array, starts: mx.array) -> mx.array:
         """ρ of keys with an adapter, [N, n, H_kv], from cached keys without it, for a family.
 
-        With key k without the adapter and its addition d, 1/ρ² = mean(k²) + 2 mean(k·d) + mean(d²) + eps; `without`
-        gives mean(k²) + eps. Cached keys are ρ_base * R(γk). R is a rotation up to its gain, so R(γk) · R(d / (γ
-        gain²)) = k · d.
+        For a key k and its addition d, 1/ρ² = mean(k²) + 2 mean(k·d) + mean(d²) + eps; `without` gives mean(k²) + eps.
+        Cached keys are ρ_base * R(γk), and R is a rotation up to its gain: R(γk) · R(d / (γ gain²)) = k · d.
 
         Args:
             base: cached keys, float32 [N, H_kv, n, D].
@@ -79,7 +78,7 @@ class KeyForm:
 
     @cached_property
     def _inverse(self) -> mx.array:
-        """1 / (γ gain²), float32 [D]; 0 where γ is 0, as no cache has that part of k."""
+        """1 / (γ gain²), [D]; 0 where γ is 0, as no cache has that part of k."""
         assert self.norm is not None
         weight = self.norm.weight
         unit = mx.eye(weight.shape[0])[None, :, None]  # one value per head
@@ -101,10 +100,7 @@ class LayerMatrices:
 
 @dataclass(frozen=True, eq=False)
 class KernelMatrices:
-    """B matrices of one layer in the kernels' layout, float32 [H_kv, r, D], kept while the adapter is on the device.
-
-    `key_b` includes the key norm's weights.
-    """
+    """B matrices of one layer in the kernels' layout, float32 [H_kv, r, D]; `key_b` includes the key norm's weights."""
 
     key_b: mx.array | None
     value_b: mx.array | None
@@ -122,9 +118,9 @@ class RowResidualKV:
     """One residual row in one layer.
 
     Args:
-        reads: base blocks that it reads.
-        residual_slots, residual_ids: slots for these blocks; as int32 [num_blocks].
-        key_a, key_norms, value_a: arenas; a family's norms are those without adapter.
+        reads: of base's blocks.
+        residual_slots, residual_ids: slots beside these blocks; as int32 [num_blocks].
+        key_norms: a family's are those without adapter.
     """
 
     row: int
@@ -143,10 +139,10 @@ class LayerResidualKV:
     """Rows of a step in one layer, some with residuals.
 
     Args:
-        plain: indices of plain rows, int32.
+        plain: indices of the others, int32.
         rows: those of one adapter are neighbours with the same `matrices`.
         order: index of each row in plain rows followed by `rows`; int32 [B].
-        reads: base blocks of all rows, in step order.
+        reads: of all rows, in step order.
     """
 
     plain: mx.array

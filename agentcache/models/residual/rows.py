@@ -1,7 +1,7 @@
-"""Residual rows of a step: they read base's KV plus the residual KV of their adapter.
+"""Residual rows of a step: they read base's KV plus the residual KV of their adapter, and write no KV.
 
-A residual row writes no KV. For its tokens, modules that make keys and values return base's weights times the row's
-input; the adapter's addition is kept apart, as x·A. In a family (equal A matrices), base rows make x·A.
+For their tokens, modules that make keys and values return base's weights times the row's input; the adapter's addition
+is kept apart, as x·A. In a family (equal A matrices), base rows make x·A.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class ResidualRow:
 
     Args:
         row: index in the step.
-        tables: block table for each group of `arenas`, with the step's tokens reserved.
-        source: row whose x makes x·A: base's for a family; None for the row itself.
+        tables: by group of `arenas`, with the step's tokens reserved.
+        source: row whose x makes x·A: base's for a family; None for itself.
     """
 
     row: int
@@ -60,7 +60,6 @@ def layer_matrices(weights: AdapterWeights, form: LayerForm) -> LayerMatrices:
 
 
 def _by_heads(b: mx.array, num_heads: int) -> mx.array:
-    """[r, H_kv * D] to [H_kv, r, D]."""
     return b.reshape(b.shape[0], num_heads, -1).swapaxes(0, 1)
 
 
@@ -75,7 +74,7 @@ def _for_kernels(
         if key_b is not None:
             norm = form.key_form.norm
             key_b = _by_heads(key_b, form.layer.num_kv_heads) * (1.0 if norm is None else norm.weight)
-        # Contiguous, so that no launch copies them.
+        # So that no launch copies them.
         in_order = [None if b is None else mx.contiguous(b) for b in (key_b, value_b)]
         by_layer[form] = KernelMatrices(in_order[0], in_order[1])
     return by_layer[form]
@@ -94,7 +93,7 @@ def _pair(weights: AdapterWeights, side: Side | None) -> tuple[mx.array | None, 
 
 @dataclass
 class _Captured:
-    """One row's residuals in a layer: x·A, float16 [1, n, r]; key norms, float16 [1, n, H_kv, 1 or 2]."""
+    """A row's residuals in a layer, float16: x·A, [1, n, r]; key norms, [1, n, H_kv, 1 or 2]."""
 
     key_a: mx.array | None = None
     key_norms: mx.array | None = None
@@ -102,12 +101,7 @@ class _Captured:
 
 
 class ResidualRows:
-    """Residual rows of one step, and the residuals produced so far.
-
-    Attributes:
-        writers: indices of rows that write KV.
-        readers: rows that read residuals.
-    """
+    """Residual rows of one step, and the residuals produced so far. `writers` write KV, `readers` read residuals."""
 
     def __init__(
         self,
@@ -131,12 +125,7 @@ class ResidualRows:
         self._reads: dict[tuple[int, int], tuple[Sequence[int], mx.array]] = {}
 
     def take(self, name: ModuleName, x: mx.array, y: mx.array, adapted: mx.array) -> mx.array:
-        """Keep a module's residuals; return the output to continue with.
-
-        Args:
-            x: module input [B, n, in].
-            y, adapted: outputs [B, n, out] without and with adapters.
-        """
+        """Keep residuals of a module, from x [B, n, in] and outputs without and with adapters; return its output."""
         form = self._forms.layers.get(name.layer)
         if form is None or name not in (form.keys.module, form.values.module):
             return adapted
@@ -162,7 +151,7 @@ class ResidualRows:
         return self._matrices[key]
 
     def _norms(self, form: LayerForm, given: mx.array, delta: mx.array | None) -> mx.array:
-        """ρ of keys [1, n, H_kv * D], without and with `delta`: float16 [1, n, H_kv, 1 or 2]."""
+        """ρ of keys [1, n, H_kv * D], without and with `delta`."""
         assert form.key_form.norm is not None
         heads = (1, self._num_tokens, form.layer.num_kv_heads, form.layer.key_dim)
         both = (given,) if delta is None else (given, given + delta)
@@ -170,7 +159,7 @@ class ResidualRows:
         return mx.minimum(mx.stack(factors, axis=-1), LARGEST_FLOAT16).astype(mx.float16)
 
     def _masked(self, name: ModuleName, form: LayerForm, width: int) -> mx.array:
-        """Where base's output is used: key and value columns of residual rows, bool [B, 1, width]."""
+        """Key and value columns of residual rows, bool [B, 1, width]."""
         columns = mx.zeros(width, mx.bool_)
         for side in (form.keys, form.values):
             if side.module == name:
@@ -205,7 +194,7 @@ class ResidualRows:
                     raise BrokenInvariant(f"nothing was computed for {name}")
 
     def overlaid(self, arena: LayerArena, group: int, reads: Reads) -> PagedKV:
-        """KV of a layer as the step's rows read it; `group` is in base's spec, `reads` are all rows'."""
+        """KV of a layer as all rows read it; `group` is in base's spec."""
         layer = arena.layer.index
         rows = [
             residual_kv
@@ -243,7 +232,7 @@ class ResidualRows:
         return self._row_reads[row.row, group]
 
     def keep_measures(self, measures: mx.array) -> None:
-        """Store measurements of the readers' tokens, float32 [R, n, 4], lazily."""
+        """Store the readers' measurements, float32 [R, n, 4], lazily."""
         for index, row in enumerate(self.readers):
             if row.arenas.measures:
                 writes = self._places[self.rows.index(row)][row.arenas.measured]
@@ -273,7 +262,7 @@ class ResidualRows:
 
 
 class OverlaidStepCache(StepCache):
-    """One layer's cache in a step with residual rows or measurements; `group` is in base's spec."""
+    """One layer's cache in a step with residual rows or measurements."""
 
     def __init__(
         self,
@@ -292,7 +281,7 @@ class OverlaidStepCache(StepCache):
         self._measures = measures
 
     def update(self, keys: mx.array, values: mx.array | None) -> PagedKV:
-        """Write keys [B, H_kv, n, D_k] and values of the writing rows, and all residuals."""
+        """Write KV of the writing rows, and all residuals."""
         if self._rows is None:
             kv = super().update(keys, values)
             if self._measures is not None:

@@ -1,7 +1,7 @@
 """Parts of an adapter that act on keys and values, and the layout of their residual KV.
 
-Adapters with equal As can share it, as a family (LRAgent, arXiv 2602.01053). Each token, layer and side has x·A:
-float16, one copy for all heads, before rope. For models that norm each head's keys, the norm factors are added.
+Adapters with equal As can share it, as a family (LRAgent, arXiv 2602.01053). Each token, layer and side has x·A, before
+rope, once for all heads.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ _SPLIT = (KEYS, VALUES, "qkv_proj")
 
 @dataclass(frozen=True)
 class Side:
-    """Columns of a module's output that are one layer's keys, or values, and the components of its rank that act on
-    them.
-    """
+    """Columns of a module's output that are keys, or values, and the components of its rank that act on them."""
 
     module: ModuleName
     begin: int
@@ -37,12 +35,7 @@ class Side:
 
 @dataclass(frozen=True)
 class AdapterSides:
-    """An adapter's parts, by layer. Plain data.
-
-    Args:
-        keys, values: without unchanged layers.
-        unsplit: adapted module that makes keys or values otherwise.
-    """
+    """An adapter's parts, by changed layer; `unsplit` is an adapted module that makes keys or values otherwise."""
 
     keys: Mapping[int, Side] = field(default_factory=dict)
     values: Mapping[int, Side] = field(default_factory=dict)
@@ -50,7 +43,7 @@ class AdapterSides:
 
 
 def find_side(module: ModuleName, begin: int, end: int, pair: LowRank) -> Side | None:
-    """Part of `pair` (numpy arrays) that acts on columns `begin` to `end`; None if none does.
+    """Part of `pair` (numpy arrays) that acts on columns `begin` to `end`.
 
     In a fused module the matrix decides; all zeros, as before training, act on all columns.
     """
@@ -61,13 +54,13 @@ def find_side(module: ModuleName, begin: int, end: int, pair: LowRank) -> Side |
 
 
 def is_split(name: ModuleName) -> bool:
-    """Whether a module's low-rank part in keys or values can be kept apart from base's."""
+    """Whether a module's part in keys or values can be kept apart from base's."""
     return name.path.rpartition(".")[2] in _SPLIT
 
 
 @dataclass(frozen=True)
 class ResidualLayer:
-    """Residual KV of one layer: ranks of x·A, 0 for an unchanged side; whether the model norms each head's keys."""
+    """Residual KV of one layer: ranks of x·A, 0 for an unchanged side; whether each head's keys are normed."""
 
     index: int
     key_rank: int
@@ -77,13 +70,7 @@ class ResidualLayer:
 
 @dataclass(frozen=True)
 class ResidualShape:
-    """Residual KV of a model.
-
-    Args:
-        layers: in order of depth; at least one.
-        dtype: the model's compute dtype, in MLX's terms.
-        is_family: whether x is base's.
-    """
+    """Residual KV of a model computing in `dtype`: at least one layer, in order; of a family, x is base's."""
 
     layers: tuple[ResidualLayer, ...]
     dtype: str
@@ -96,20 +83,20 @@ def key_a_name(layer: int) -> str:
 
 
 def value_a_name(layer: int) -> str:
-    """Like `key_a_name`, for values."""
+    """`key_a_name`, for values."""
     return f"residual.layers.{layer}.value_a.{POSITION}"
 
 
 def key_norms_name(layer: int) -> str:
-    """1 / rms of a layer's keys before their norm, without and with the adapter: float16 [tokens, H_kv, 2].
+    """1 / rms of keys before their norm, without and with the adapter: float16 [tokens, H_kv, 2].
 
-    A family's: [tokens, H_kv, 1], without an adapter; members compute their own when reading.
+    A family's are [tokens, H_kv, 1], without adapter; members compute their own when reading.
     """
     return f"residual.layers.{layer}.key_norms.{POSITION}"
 
 
 def residual_spec(base: CacheSpec, shape: ResidualShape) -> CacheSpec:
-    """Return the residual spec beside `base`, with its names and windows."""
+    """The residual spec beside `base`, with its names and windows."""
     touched = {layer.index: layer for layer in shape.layers}
     groups = []
     for group in base.groups:
