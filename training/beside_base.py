@@ -22,12 +22,7 @@ class KeysValues:
 
 @dataclass(frozen=True)
 class BasePass:
-    """Forward pass of the frozen base.
-
-    Args:
-        inputs: hidden states before each layer and after the last, [B, n, hidden].
-        layers: KV of each layer before rounding.
-    """
+    """Base's forward pass: hidden states before each layer and after the last [B, n, hidden]; unrounded KV."""
 
     inputs: Sequence[mx.array]
     layers: Sequence[KeysValues]
@@ -42,9 +37,7 @@ class _Kept(RoundedCache):
 
 
 class BesideBase:
-    """A cache that returns base's rounded KV plus the adapter's difference to `plain`, the KV of base's weights for its
-    input.
-    """
+    """A cache of base's rounded KV plus the adapter's difference to `plain`, the KV of base's weights for its input."""
 
     offset = 0
 
@@ -81,9 +74,7 @@ def _original(linear: Any) -> Any:
 
 
 def squared_divergence(plain: Sequence[KeysValues], base: Sequence[KeysValues], weights: mx.array) -> mx.array:
-    """Squared divergence of the last layers' KV from base's, as in `models/residual/arenas.py`; `weights` [B, n] of
-    tokens.
-    """
+    """Squared divergence of the last layers' KV from base's (`models/residual/arenas.py`); `weights` [B, n]."""
 
     def energy(x: mx.array) -> mx.array:
         return (mx.square(x).sum(axis=(1, 3)) * weights).sum()

@@ -31,7 +31,7 @@ WRITERS: Mapping[str, Writer] = {
     "tools": tool_talk,
     "small_talk": small_talk,
 }
-# Loss weights of the agent's tokens, and of those it reads.
+# Loss weights of tokens that the agent writes and reads.
 SPOKEN_WEIGHT, READ_WEIGHT = 1.0, 0.05
 _INVENTED = (0.0, 0.1, 0.5)
 _WRAPPED_SHARE, _WIDTHS = 0.4, (60, 80, 100, 120)
@@ -56,7 +56,7 @@ class Corpus:
     @cached_property
     def _template(self) -> jinja2.Template:
         environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
-        environment.filters["tojson"] = _plain_json  # as in transformers: no HTML escapes, keys in order
+        environment.filters["tojson"] = _plain_json  # as in transformers
         return environment.from_string((self.folder / "chat_template.jinja").read_text())
 
     def render(self, dialogue: Dialogue) -> str:

@@ -27,7 +27,7 @@ from training.scenery import scene, scene_sentence
 from training.words import Words, held_out
 
 NOTED = "Noted."
-_TOKENS_A_WORD = 1.45  # estimate, with punctuation and control tokens
+_TOKENS_A_WORD = 1.45  # estimate
 
 
 @dataclass
@@ -52,7 +52,6 @@ class Dialogue:
         return self.tokens >= self.budget
 
     def wrap(self, width: int) -> None:
-        """Break lines, like text from files."""
         self.system = _wrapped(self.system, width)
         for message in self.messages:
             if message["role"] == "user":
@@ -205,7 +204,7 @@ class _FactTalk:
             two_hops = ask_two_hops(self._facts, self._random)
             if two_hops:
                 return self._random.choice(two_hops)
-        # Prefer facts that no answer has repeated: they occur only where they were stated.
+        # Prefer facts that no answer has repeated.
         unasked = [fact for fact in self._facts if fact not in self._asked]
         fact = self._random.choice(unasked if unasked and self._random.random() < 0.85 else self._facts)
         self._asked.add(fact)

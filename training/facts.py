@@ -17,9 +17,7 @@ _MOST_TRIES = 100
 class Relation:
     """One kind of fact. In texts, {s} is the subject and {v} the value.
 
-    Args:
-        subject, value: kinds of words (`words.LISTS`).
-        first: (statement, question, answer) in the first person; None for things. The rest is in the third.
+    `subject` and `value` are kinds of words (`words.LISTS`). `first`: texts in the first person; None for things.
     """
 
     name: str
@@ -170,7 +168,7 @@ class Question:
 
 
 def ask_two_hops(facts: Sequence[Fact], random: Random) -> list[Question]:
-    """All two-hop questions that `facts` answer; the answer states both facts."""
+    """All two-hop questions that `facts` answer."""
     by_subject = {(fact.relation.name, fact.subject): fact for fact in facts}
     questions = []
     for (first, second), texts in TWO_HOPS.items():
@@ -201,7 +199,7 @@ class FactMaker:
         self._stated: set[tuple[str, str]] = set()
 
     def make(self, relation: Relation, subject: str | None = None) -> Fact:
-        """Return a new fact. Raises OutOfWords."""
+        """Raises OutOfWords."""
         for _ in range(_MOST_TRIES):
             about = subject or self._subject(relation)
             value = self._value(relation, about)

@@ -30,10 +30,7 @@ CONFIG: dict[str, Any] = {
 
 
 class RoundedCache:
-    """A stateless cache for mlx-lm's models that rounds KV to 4 bits.
-
-    Gradients bypass the rounding (Bengio et al. 2013), so that KV learns to survive it.
-    """
+    """A stateless cache for mlx-lm's models that rounds KV to 4 bits; gradients bypass that (Bengio et al. 2013)."""
 
     offset = 0
 
@@ -66,9 +63,7 @@ def forward(model: Model, parameters: dict[str, Any], token_ids: mx.array, dtype
 
 
 def weighted_loss(logits: mx.array, token_ids: mx.array, weights: mx.array) -> mx.array:
-    """Weighted mean cross entropy of next tokens; logits float32 [rows, length - 1, vocab], ids and weights [rows,
-    length].
-    """
+    """Weighted mean cross entropy of next tokens: float32 logits [rows, length - 1, vocab], the rest [rows, length]."""
     weights = weights[:, 1:].astype(mx.float32)
     losses = nn.losses.cross_entropy(logits, token_ids[:, 1:], reduction="none")
     return (losses * weights).sum() / mx.maximum(weights.sum(), 1)

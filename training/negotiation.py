@@ -123,7 +123,7 @@ def make_game(random: Random, words: Words) -> Game:
 class _View:
     def __init__(self, random: Random, words: Words, game: Game, budget: int) -> None:
         self.random, self.words, self.game = random, words, game
-        # About seven turns share the rest of the budget.
+        # About seven turns share it.
         self.scenery = max(0, int((budget * random.uniform(0.3, 0.9) - 450) / 16 / 4))
         self.dialogue = Dialogue(budget)
         self.heard: list[str] = []
@@ -208,7 +208,7 @@ def _prisoner(view: _View, me: Prisoner, other: Prisoner) -> None:
     view.random.shuffle(mine)
     around = _facts_around(view, view.random.randrange(0, view.scenery * 2 + 1))
     lines = [f"You are {me.name}. You and {other.name} were arrested by the {game.title} for a theft."]
-    told_later = view.random.random() < 0.6  # in the first turn, not in the system prompt
+    told_later = view.random.random() < 0.6  # in the first turn
     view.dialogue.system = " ".join([*lines, *_mixed(view.random, [] if told_later else mine, around)])
     view.hear(_title(game), _question_of(game))
     if told_later:

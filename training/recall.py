@@ -1,4 +1,4 @@
-"""Held-out recall: facts whose pairs training never states, asked for many tokens later."""
+"""Held-out recall: facts that training never states, asked for many tokens later."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from training.words import Words
 
 _FACTS_SHARE = 0.6  # of sentences; the rest is scenery
 _SENTENCES_A_MESSAGE = 8
-_MESSAGE_TOKENS = 14  # template tokens per message, with "Noted."
+_MESSAGE_TOKENS = 14  # of the template, with "Noted."
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
-"""Train role adapters on the frozen embedded model, in minutes on two cores.
+"""Trains role adapters on the frozen embedded model.
 
-An adapter acts from the first token (plain LoRA), from its invocation (activated LoRA, arXiv 2504.12397), or from the
-prompt's last token (PrefillShare, arXiv 2602.12029). As in serving, earlier KV is base's, in 4 bits. Only answers
-contribute to the loss.
+An adapter acts from the first token (LoRA), from its invocation (activated LoRA, arXiv 2504.12397), or from the
+prompt's last token (PrefillShare, arXiv 2602.12029). Earlier KV is base's, in 4 bits. The loss covers answers.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ RECIPES: Mapping[Kind, RoleRecipe] = {
     Kind.CONDITIONED: replace(_UNSHARED, start=Start.LAST),
     Kind.DEEP: RoleRecipe(layers=None, closeness=0.0, steps=100, learning_rate=1e-2),
 }
-TRAINED = Path(__file__).with_name("adapters")  # KIND/ROLE, trained by these recipes
+TRAINED = Path(__file__).with_name("adapters")  # KIND/ROLE
 # End of a role's prompt: the template's header of an answer.
 INVOCATION = "<|im_start|>assistant\n"
 
@@ -197,7 +196,7 @@ class RoleTrainer:
         layers, parts = self.base.model.layers, self.base.model.model
         base = base_pass(layers if self.recipe.closeness else layers[: self._first], parts.embed_tokens(ids))
         mx.eval(base.inputs, [(each.keys, each.values) for each in base.layers])
-        # Alternate: an adapter must be right with shared KV and with its own.
+        # An adapter must be right with shared KV and with its own.
         is_shared = bool(self.recipe.closeness) and step % 2 == 1
 
         def loss_of(trained: Matrices) -> mx.array:
@@ -257,7 +256,7 @@ def _padded(ids: Sequence[int], width: int) -> list[int]:
 
 
 def _answer_places(examples: Sequence[Example]) -> tuple[list[list[int]], list[list[int]], list[list[float]]]:
-    """Positions that predict answers, their targets, and weights that mask padding."""
+    # Positions that predict answers, their targets, and weights.
     width = max(len(example.answer) for example in examples)
     places = [list(range(len(each.prompt) - 1, len(each) - 1)) for each in examples]
     weights = [_padded_weights(each, width) for each in examples]

@@ -1,4 +1,4 @@
-"""Roles for adapters of the embedded model. Answers depend on the conversation, so wrong KV shows."""
+"""Roles for adapters of the embedded model. Answers depend on the conversation: wrong KV shows."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RoleCase:
 
 
 def role_case(seed: int, index: int, num_tokens: int, *, is_held_out: bool) -> RoleCase:
-    """Make a conversation; if held out, its facts are absent from training."""
+    """Make a conversation; if held out, of facts that training does not have."""
     random = random_for(seed, "roles", index, num_tokens, is_held_out)
     words = Words(random)
     maker = FactMaker(random, words, held_out_only=is_held_out)

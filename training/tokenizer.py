@@ -1,4 +1,4 @@
-"""Train the embedded model's byte-level BPE tokenizer on the corpus and on English."""
+"""Trains the embedded model's byte-level BPE tokenizer on the corpus and on English."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from training.words import LISTS, Words
 
 VOCAB_SIZE = 2048
 CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-# Qwen's pattern: words with a leading space, single digits, punctuation runs, line ends.
+# Qwen's pattern.
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -49,7 +49,7 @@ def _texts(seed: int) -> Iterator[str]:
         random = random_for(seed, "tokenizer", index)
         dialogue = random.choice(tuple(WRITERS.values()))(random, Words(random), 600)
         yield from (message["content"] for message in dialogue.rendered())
-    # Repeated, so that every listed word with a leading space becomes one token.
+    # So that every listed word with a leading space becomes one token.
     for _ in range(600):
         yield from (f" {word}" for words in LISTS.values() for word in words)
     yield from _english(random_for(seed, "english"))

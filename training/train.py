@@ -28,10 +28,8 @@ from training.recall import recall_case
 class Stage:
     """Part of the curriculum.
 
-    Args:
-        lengths: document lengths in tokens, used in turn.
-        mixture: share of each kind of document (`corpus.WRITERS`).
-        rounded: whether KV is rounded to 4 bits.
+    `lengths`: document lengths in tokens, used in turn. `mixture`: shares of documents (`corpus.WRITERS`). `rounded`:
+    KV has 4 bits.
     """
 
     steps: int
@@ -92,7 +90,7 @@ def conversations(corpus: Corpus, count: int, length: int = 512) -> Iterator[Map
 
 
 class Trainer:
-    """Trainer of one model, with float32 parameters and arithmetic in `dtype`."""
+    """Trains one model, with float32 parameters and arithmetic in `dtype`."""
 
     def __init__(self, recipe: Recipe, config: dict[str, Any], corpus: Corpus, dtype: mx.Dtype = mx.float32) -> None:
         self.recipe, self.config, self.corpus, self.dtype = recipe, config, corpus, dtype
@@ -106,7 +104,7 @@ class Trainer:
     def run(
         self, workers: int = 0, report: Callable[[Progress], None] = lambda progress: None, every: int = 50
     ) -> None:
-        """Train to the end of the recipe, from the step that `load` restored."""
+        """Train to the end of the recipe, also after `load`."""
         losses, tokens, since = [], 0, time.perf_counter()
         for stage, batch in self._batches(workers):
             losses.append(self.train_on(batch, stage.rounded))
@@ -169,7 +167,7 @@ class Trainer:
         dialogue = Dialogue(0, messages=list(messages))
         dialogue.say(question.text, question.answer)
         ids, spoken = self.corpus.encode(dialogue)
-        # The template ends with a newline after the answer's closing token.
+        # The template ends with a newline.
         length = int(spoken[::-1][1:].argmin())
         token_ids = mx.array(ids)[None, :-1]
         logits = forward(self.model, self.parameters, token_ids, self.dtype, rounded=True)

@@ -75,7 +75,7 @@ _ONE_HELD_OUT_IN = 8
 
 
 def held_out(subject: str, value: str) -> bool:
-    """Whether training never states this pair: its recall shows reading, not memory."""
+    """Whether training never states this pair."""
     digest = hashlib.blake2b(f"{subject}|{value}".lower().encode(), digest_size=2).digest()
     return int.from_bytes(digest, "big") % _ONE_HELD_OUT_IN == 0
 

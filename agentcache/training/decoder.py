@@ -1,7 +1,7 @@
 """Cache-conditioned fine-tuning (PrefillShare, arXiv 2602.12029): a LoRA decoder that reads the frozen base's cache.
 
-As under `prefill-share`, base computes the prompt's KV, in 4 bits, and the decoder the rest from the prompt's last
-token on; the loss covers the answer. An adapter trained on its own KV performs badly there.
+Base computes the prompt's KV, in 4 bits, the decoder the rest, from the prompt's last token on. The loss covers the
+answer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from agentcache.training.decoder_model import FrozenBase
 _TARGETS = {"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"}
 _TARGETS |= {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}
 
-# Bytes. Each length has buffers of its own; keeping all of them would fill the device.
+# Bytes. Each length has buffers of its own.
 CACHE_LIMIT = 8 << 30
 
 
@@ -44,12 +44,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class DecoderRecipe:
-    """Hyperparameters of a decoder.
+    """Hyperparameters of a decoder, which adds scale * x @ a @ b to projections of the last `num_layers`.
 
-    Args:
-        rank, scale: the decoder adds scale * x @ a @ b to each projection.
-        num_layers: adapted layers, from the last one down.
-        learning_rate: peak, after a tenth of the steps; a cosine decays it to a twentieth.
+    `learning_rate`: peak, after a tenth of the steps; a cosine decays it to a twentieth.
     """
 
     rank: int = 16
@@ -155,7 +152,7 @@ def _parameter(name: ModuleName, side: str) -> str:
 
 
 def _new_matrices(base: FrozenBase, recipe: DecoderRecipe) -> dict[str, mx.array]:
-    """As in mlx-lm: a uniform, b zero."""
+    # As in mlx-lm.
     first = len(base.model.layers) - recipe.num_layers
     matrices = {}
     key = mx.random.key(recipe.seed)

@@ -1,4 +1,4 @@
-"""The two KV caches of decoder training, in place of mlx-lm's own; both round KV to 4 bits.
+"""The two KV caches of decoder training, which round to 4 bits.
 
 Base's pass over the prompt fills a `PromptCache`, which the decoder's pass reads through a `DecoderCache`.
 """
@@ -18,8 +18,7 @@ from agentcache.kv.packing import Quantisation
 class Rounding:
     """Rounds a layer's KV to the values of the 4-bit cache; gradients ignore that (Bengio et al. 2013).
 
-    `latent_dim`: for MLA, the number of leading key values derived from the latent, which `RoundedNorm` has rounded
-    with all values.
+    `latent_dim`: leading key values derived from MLA's latent, which `RoundedNorm` has rounded with all values.
     """
 
     quantisation: Quantisation
@@ -37,7 +36,6 @@ class Rounding:
         return mx.concatenate([from_latent, self(roped)], axis=-1)
 
     def values(self, values: mx.array) -> mx.array:
-        """Round values [B, H, n, D]."""
         return self(values) if self.latent_dim is None else values
 
 
@@ -70,7 +68,7 @@ class PromptCache:
 class DecoderCache:
     """One layer's KV of prompts [B, H, P, D], followed by the decoder's own.
 
-    `lengths`: int32 [B], tokens of each row's prompt; the rest is padding.
+    `lengths`: int32 [B], tokens of each prompt; the rest is padding.
     """
 
     def __init__(self, prompt: PromptCache, lengths: mx.array) -> None:

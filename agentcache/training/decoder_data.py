@@ -15,12 +15,12 @@ import numpy as np
 from agentcache.errors import AgentCacheError, ConfigError
 from agentcache.text.tokenizer import Tokenizer
 
-_PAD_TO = 32  # limits the number of shapes, so that buffers are reused
+_PAD_TO = 32  # few shapes: buffers are reused
 
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids of a prompt (at least one) and of its answer, which includes the end-of-turn token."""
+    """Token ids of a prompt (at least one) and of its answer, end-of-turn token included."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -31,14 +31,14 @@ class Example:
 
 @dataclass(frozen=True)
 class DecoderBatch:
-    """Rows padded at the end.
+    """Rows padded at the end, int32.
 
     Args:
-        prompts: int32 [B, P], without their last token.
-        lengths: int32 [B], tokens of `prompts`.
-        inputs: int32 [B, A], a prompt's last token and the answer without its last.
-        targets: int32 [B, A], answers.
-        weights: float32 [B, A], 1 for an answer's tokens, 0 for padding.
+        prompts: [B, P], without their last token.
+        lengths: [B], tokens of `prompts`.
+        inputs: [B, A], a prompt's last token and the answer without its last.
+        targets: [B, A], answers.
+        weights: float32 [B, A], 0 for padding.
     """
 
     prompts: np.ndarray
@@ -75,7 +75,7 @@ def _conversation(entry: Any) -> Mapping[str, Any]:
 
 
 def make_examples(conversations: Iterable[Mapping[str, Any]], tokenizer: Tokenizer) -> Iterator[Example]:
-    """Yield an example for each assistant message; its prompt is everything before, as base computes it in serving.
+    """Yield an example for each assistant message; all before it is the prompt.
 
     Raises ConfigError if the chat template refuses the messages.
     """
@@ -98,7 +98,7 @@ def _tokenise(messages: Sequence[Mapping[str, Any]], tools: Any, tokenizer: Toke
     read = tokenizer.encode(prompt).ids
     answer = tokenizer.marks.mark(messages[-1]["content"])
     whole = tokenizer.encode(prompt + answer).ids
-    # Some tokenizers merge letters across the border; serving tokenises the prompt alone.
+    # Some tokenizers merge letters across the border; serving does not.
     said = whole[len(read) :] if whole[: len(read)] == read else tokenizer.encode(answer).ids
     return Example(tuple(read), (*said, _end_of_turn(messages, tools, tokenizer)))
 

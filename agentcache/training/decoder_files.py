@@ -43,7 +43,6 @@ def write_adapter(folder: Path, model: Any, matrices: Mapping[str, mx.array], sc
 
 
 def _layers_name(model: Any) -> str:
-    """`model.layers`, or `language_model.model.layers` in multimodal models."""
     first = next(name for name, module in model.named_modules() if module is model.layers[0])
     return str(first.rpartition(".")[0])
 

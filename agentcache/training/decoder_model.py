@@ -1,7 +1,4 @@
-"""A frozen base model and a LoRA decoder on its cache (PrefillShare, arXiv 2602.12029).
-
-The modules are mlx-lm's, which support gradients.
-"""
+"""A frozen base model and a LoRA decoder on its cache. The modules are mlx-lm's, which support gradients."""
 
 from __future__ import annotations
 
@@ -48,10 +45,8 @@ class FrozenBase:
     ) -> mx.array:
         """Run a decoder behind prompts. Returns logits, float32 [B, A, vocabulary].
 
-        Args:
-            inputs: int32 [B, A], the prompt's last token and the answer.
-            prompt: result of `prefill`, without the prompt's last token.
-            lengths: int32 [B], tokens of `prompt` without padding.
+        `inputs`: int32 [B, A], the prompt's last token and the answer. `prompt`: from `prefill`, without that token.
+        `lengths`: int32 [B], tokens of `prompt` without padding.
         """
         caches = [DecoderCache(layer, lengths) for layer in prompt]
         rows = inputs.shape[0]

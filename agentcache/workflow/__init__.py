@@ -1,4 +1,1 @@
-"""Multi-phase workflows over agents.
-
-`parse` reads a script from TOML, `run` takes its turns (`schedule`: in parallel), and `transcript` keeps them.
-"""
+"""Multi-phase workflows over agents: `parse` reads a script, `run` takes its turns, `transcript` keeps them."""

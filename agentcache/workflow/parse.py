@@ -1,21 +1,12 @@
-"""Read workflow scripts strictly from TOML.
+"""Reads workflow scripts strictly from TOML. Keys that `examples/workflow.toml` does not show:
 
-    [workflow]                      [[agents]]                    [[phases]]
-    name = "interview"              id = "ann"                    name = "opening"
-    title = "A job interview"       name = "Ann"      # optional
-    max_tokens = 64   # optional    system = "You are Ann."       [[phases.turns]]
-    temperature = 0.0 # optional    max_tokens = 40   # optional  speaker = "ann"
-    seed = 1          # optional    adapter = "poet"  # optional  prompt = "Greet Bob, who lives in {town}."
-                                                                  sees = ["bob"]    # or "all"; default: none
-    [[tools]]         # see `tools`                               max_tokens = 20   # optional, as all below
-    name = "lookup"                                               expect = ["{town}"]         # words of the answer
-    description = "Who lives where."                              reject = ["{other_town}"]   # forbidden words
-    key = "name"      # optional                                  tools = ["lookup"]          # callable tools
-    entries = { "Bob" = "{town}" }                                max_calls = 2
-                                                                  expect_call = { name = "lookup", arguments = { … } }
+    [[tools]]                           [[phases.turns]]
+    name = "lookup"                     tools = ["lookup"]
+    description = "Who lives where."    max_calls = 2
+    key = "name"  # optional            max_tokens = 20
+    entries = { Bob = "{town}" }        expect_call = { name = "lookup", arguments = { … } }
 
-`[draw.…]` and `[[when]]` define the values of `{town}` (see `values`). An unknown key is an error. Every error is a
-`ConfigError` that names its place.
+`[[agents]]` may have `max_tokens` and `adapter`. `values` reads `[draw.…]` and `[[when]]`.
 """
 
 from __future__ import annotations
@@ -64,10 +55,7 @@ _TURN_OPTIONS: dict[str, Kind] = {
 
 
 def read_script(path: Path | str, seed: int | None = None) -> Script:
-    """Read a script from a file, or a shipped one by name.
-
-    Raises ConfigError, whose message begins with the path. `seed` overrides the script's.
-    """
+    """Read a script from a file, or a shipped one by name; `seed` overrides its. Raises ConfigError with the path."""
     found = _find(Path(path))
     try:
         return parse_script(tomllib.loads(found.read_text(encoding="utf-8")), seed)
@@ -103,7 +91,7 @@ class _Known:
 
 
 def parse_script(data: Mapping[str, Any], seed: int | None = None) -> Script:
-    """Build a script from parsed TOML. Raises ConfigError, which names agent, phase and turn."""
+    """Build a script from parsed TOML. Raises ConfigError with the place."""
     top = read_table(
         data,
         "the script",
@@ -241,7 +229,7 @@ def _expected_call(entry: Any, known: _Known, where: str) -> ToolCall:
 def _check_agents(agents: tuple[Agent, ...]) -> None:
     if not agents:
         raise ConfigError("the script has no agents")
-    # File systems may ignore case, so ids must differ by more than case.
+    # File systems may ignore case.
     check_unique([agent.id.lower() for agent in agents], "the agents' ids (upper and lower case count as the same)")
     check_unique([agent.name for agent in agents], "the agents' names")
 

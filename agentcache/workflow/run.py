@@ -1,4 +1,4 @@
-"""A workflow in progress: histories of agents, and turns, which run the calls of an answer until one has none."""
+"""A workflow in progress: histories of agents, and turns with their tool calls."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ from agentcache.workflow.transcript import ToolRound, TurnRecord, WorkflowTransc
 class Settings:
     """Settings of a run.
 
-    Args:
-        session: prefix of the agents' ids on the server; the same session finds the same agents again.
-        max_tokens: override of every max_tokens of the script.
-        forget_phases: whether agents lose their history at each phase, except the system prompt.
+    `session` prefixes the agents' ids on the server. `max_tokens` overrides the script's. With `forget_phases`, a
+    phase begins with the system prompt alone.
     """
 
     session: str
@@ -53,10 +51,7 @@ class WorkflowRun:
         return WorkflowTranscript(*about, names, script.values, tuple(turns))
 
     def pending(self, phases: range | None = None) -> list[Step]:
-        """Steps still to take, optionally of some phases.
-
-        Raises ConfigError: steps of an earlier phase are missing.
-        """
+        """Steps still to take, optionally of some phases. Raises ConfigError if earlier steps are missing."""
         left = [step for step in self._steps if step.index not in self._conversation.done]
         if phases is None:
             return left
@@ -69,7 +64,7 @@ class WorkflowRun:
         return chosen
 
     def ready(self, steps: Iterable[Step], after: Iterable[Step] = ()) -> list[Step]:
-        """Steps whose predecessors are done, assuming that the steps `after` end."""
+        """Steps whose predecessors are done or in `after`."""
         done = self._conversation.done.union(step.index for step in after)
         return [step for step in steps if self._conversation.needs(step) <= done]
 
@@ -77,7 +72,7 @@ class WorkflowRun:
         return self._agent_ids[step.turn.speaker]
 
     def take(self, step: Step) -> TurnRecord:
-        """Take a ready step. If the chat raises, nothing changes, and the step can be retried."""
+        """Take a ready step. If the chat raises, nothing changes: the step can be retried."""
         turn = self.open(step)
         return self.end_turn(turn, speak(self.chat, turn))
 
@@ -119,7 +114,7 @@ class WorkflowRun:
 
 
 def server_agent_id(session: str, agent: str) -> str:
-    """Raises ConfigError if session and id form an invalid one."""
+    """Join an agent's id on the server. Raises ConfigError if it is invalid."""
     joined = f"{session}.{agent}"
     if not is_name(joined):
         raise ConfigError(f'"{joined}" is no valid agent id: {RULE} (choose another session)')
@@ -127,7 +122,7 @@ def server_agent_id(session: str, agent: str) -> str:
 
 
 def parse_phases(text: str, script: Script) -> range:
-    """Parse `"3"` or `"1-3"` into phase numbers, from 1. Raises ConfigError."""
+    """Parse `"3"` or `"1-3"`, from 1. Raises ConfigError."""
     found = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
     if not found:
         raise ConfigError(f'phases must look like "3" or "1-3", not "{text}"')
@@ -161,7 +156,7 @@ class SpokenTurn:
 
 
 def speak(chat: Chat, turn: OpenTurn) -> SpokenTurn:
-    """Take the turn. Changes only the engine's cache, so that it can be retried."""
+    """Take the turn. Changes only the engine's cache: it can be retried."""
     question = turn.question
     replies: list[Reply] = []
     rounds: list[ToolRound] = []
@@ -224,7 +219,7 @@ def _calls_in(rounds: Sequence[ToolRound]) -> list[ToolCall | None]:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Messages that a turn adds to the speaker's history, and its final answer, which other agents hear."""
+    """Messages that a turn adds to the speaker's history, and the answer that other agents hear."""
 
     messages: tuple[Message, ...]
     text: str
@@ -233,8 +228,8 @@ class Exchange:
 class Conversation:
     """The histories of all agents. Each only grows at its end.
 
-    Statements since the speaker's last turn are part of its next user message, in script order, if the turn sees them.
-    This depends on positions only, so independent turns may run in any order.
+    Statements since the speaker's last turn that it sees are part of its next user message, in script order. This
+    depends on positions only, so independent turns may run in any order.
     """
 
     def __init__(self, script: Script) -> None:
@@ -247,12 +242,12 @@ class Conversation:
         return frozenset(self._exchanges)
 
     def needs(self, step: Step) -> frozenset[int]:
-        """Steps that must end before this one: those that it hears or that its speaker took, and earlier phases."""
+        """Steps that must end first: those that it hears or that its speaker took, and earlier phases."""
         before = (other for other in self._steps[: step.index] if other.phase_number < step.phase_number)
         return frozenset(other.index for other in (*before, *self._own(step), *self._heard(step)))
 
     def message_for(self, step: Step) -> Message:
-        """The opening user message: statements heard, then the prompt."""
+        """Statements heard, then the prompt."""
         heard = [self._spoken(other) for other in self._heard(step)]
         return message("user", "\n\n".join([*heard, step.turn.prompt]))
 

@@ -13,7 +13,7 @@ from agentcache.workflow.script import Step
 from agentcache.workflow.transcript import TurnRecord
 
 PARALLEL = 8
-PREFETCHES = 2  # parallel restores; they share a disk
+PREFETCHES = 2  # parallel; they share a disk
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ ONE_BY_ONE = Schedule(parallel=1, prefetch=False)  # makes the costs of turns co
 def take_all(run: WorkflowRun, steps: Sequence[Step], pace: Schedule) -> Iterator[TurnRecord]:
     """Take pending steps, in parallel where possible; yield their records in script order.
 
-    If a turn fails, parallel turns are awaited and discarded; on a retry their prompts are cached.
+    If a turn fails, parallel turns are awaited and discarded; a retry finds their prompts cached.
     """
     with ThreadPoolExecutor(pace.parallel) as pool, ThreadPoolExecutor(PREFETCHES) as disk_pool:
         prefetcher = _Prefetcher(run.chat, disk_pool) if pace.prefetch else None
@@ -100,7 +100,7 @@ class _Prefetcher:
                 self._restores[agent] = self._pool.submit(self._restore, agent)
 
     def speaks(self, agent: str) -> None:
-        """Cancel a restore that has not started."""
+        # A restore that has not started would be late.
         if agent in self._restores and self._restores[agent].cancel():
             del self._restores[agent]
 
@@ -111,5 +111,5 @@ class _Prefetcher:
     def _restore(self, agent: str) -> Restored | None:
         try:
             return self._chat.restore(agent)
-        except AgentCacheError:  # the turn itself restores, or reports the error
+        except AgentCacheError:  # the turn itself reports it
             return None

@@ -1,4 +1,4 @@
-"""Data classes of workflow scripts; `parse` reads them from TOML."""
+"""Data classes of workflow scripts."""
 
 from __future__ import annotations
 
@@ -25,13 +25,9 @@ class Agent:
 
 @dataclass(frozen=True)
 class Turn:
-    """One agent's turn.
+    """One agent's turn. It hears what `sees` said since the speaker's last turn.
 
-    Args:
-        sees: agents whose statements since the speaker's last turn it hears.
-        expect, expect_calls: expected words and calls, one point each.
-        reject: forbidden words; one of them costs all points of `expect`.
-        max_calls: most rounds of calls.
+    `expect` and `expect_calls`: a point for each; a word of `reject` costs all points of `expect`.
     """
 
     speaker: str
@@ -53,7 +49,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Script:
-    """A whole workflow, validated by `parse`; `seed` determines its `values`, and seeds sampled turns."""
+    """A whole workflow; `seed` determines its `values`, and seeds sampled turns."""
 
     name: str
     title: str
@@ -72,14 +68,14 @@ class Script:
         raise KeyError(agent_id)
 
     def tools_of(self, agent_id: str) -> tuple[LookupTable, ...]:
-        """The tools of all the agent's turns: different ones in a later turn would change the prompt's beginning."""
+        """The tools of all the agent's turns: new ones in a later turn would change the prompt's beginning."""
         turns = [turn for phase in self.phases for turn in phase.turns if turn.speaker == agent_id]
         return tuple(tool for tool in self.tools if any(tool.name in turn.tools for turn in turns))
 
 
 @dataclass(frozen=True)
 class Step:
-    """A turn; `index` counts all turns from 0, the numbers from 1."""
+    """A turn; `index` counts from 0, the numbers from 1."""
 
     index: int
     phase_number: int

@@ -1,11 +1,4 @@
-"""Lookup tables, the tools of workflow scripts.
-
-The model calls one in the format of Qwen and Hermes and gets the entry in a message of role `tool`:
-
-    <tool_call>
-    {"name": "lookup", "arguments": {"key": "Cedar"}}
-    </tool_call>
-"""
+"""Lookup tables, the tools of workflow scripts. Calls have the format of Qwen and Hermes."""
 
 from __future__ import annotations
 

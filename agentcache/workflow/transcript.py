@@ -1,4 +1,4 @@
-"""Transcripts of workflows: every turn with its cost and score, as JSON for resuming, and as Markdown."""
+"""Transcripts of workflows: each turn with its cost and score, as JSON and as Markdown."""
 
 from __future__ import annotations
 
@@ -32,17 +32,13 @@ class TurnRecord:
     """One finished turn. Times in milliseconds, sizes in bytes.
 
     Of several answers (tool calls), match, cache state, prompt and cached tokens, time to first token and restore are
-    the first's; other costs are sums.
+    the first's; other costs are sums. The caller measures `ttft_ms` and `total_ms`, which includes saving.
 
     Args:
         speaker, agent: the agent's ids in the script and on the server.
-        message: the complete user message.
-        token_ids: all generated tokens, calls included.
         match: relation of the prompt to the agent's cached tokens.
-        ttft_ms, server_ttft_ms: measured by the caller and by the server.
-        total_ms: saving included.
         written_bytes, saved: None if not reported.
-        prefetched, prefetch_ms: whether a restore ran during another turn, and its duration, not in the times.
+        prefetched, prefetch_ms: a restore during another turn; not in the times.
     """
 
     phase: int
@@ -89,7 +85,7 @@ class WorkflowTranscript:
 
 
 def from_json(data: Any) -> WorkflowTranscript:
-    """Inverse of `transcript_files.as_json`. Raises ConfigError for another format."""
+    """Inverse of `as_json`. Raises ConfigError for another format."""
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ConfigError(f"this is not a workflow transcript of format {FORMAT}")
     try:
@@ -110,7 +106,7 @@ def _turn_from_json(turn: Mapping[str, Any]) -> TurnRecord:
 
 
 def read_transcript(path: Path) -> WorkflowTranscript:
-    """Raises ConfigError, whose message begins with the path."""
+    """Raises ConfigError with the path."""
     try:
         return from_json(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, ConfigError) as error:
@@ -150,7 +146,7 @@ class Recall:
 
     @property
     def share(self) -> float:
-        """Share of found points; 1 if nothing was expected."""
+        """1 if nothing was expected."""
         return self.found / self.total if self.total else 1.0
 
     def __str__(self) -> str:
@@ -170,7 +166,7 @@ class Miss:
 
 @dataclass(frozen=True)
 class Score:
-    """A run's recall: total, by phase, by agent, and the misses."""
+    """A run's recall: total, by phase, by agent; and its misses."""
 
     recall: Recall
     by_phase: dict[int, Recall]
@@ -225,7 +221,7 @@ def as_markdown(transcript: WorkflowTranscript) -> str:
 
 
 def write_transcript(transcript: WorkflowTranscript, folder: Path) -> Path:
-    """Write `transcript.json` and `transcript.md` atomically; return the path of the first."""
+    """Write `transcript.json` and `transcript.md` atomically; return the first's path."""
     folder.mkdir(parents=True, exist_ok=True)
     _replace(folder / "transcript.md", as_markdown(transcript))
     path = folder / "transcript.json"

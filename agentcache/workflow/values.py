@@ -8,8 +8,7 @@
     if = { hiding_place = "mill" }
     then = { finder = "the miller at the {hiding_place}" }
 
-Words are ordered by the blake2b digest of seed, table and word; the first ones are drawn. So a seed draws the same
-words on every Python version, whatever else the script draws.
+The blake2b digest of seed, table and word orders the words: the same on every Python version.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 class Filler:
     """Fills values into a script's texts, and records which are used.
 
-    `known`: names that have a value with some seed. `used`: names that the rules use.
+    `known`: names with a value for some seed. `used`: names that the rules use.
     """
 
     def __init__(self, seed: int, values: Mapping[str, str], known: Iterable[str], used: Iterable[str]) -> None:

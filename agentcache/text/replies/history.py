@@ -25,7 +25,7 @@ from agentcache.text.tokenizer import Tokenizer
 
 Said = tuple[str, tuple[tuple[str, str], ...]]  # text, and calls as in `ReadReply`
 
-_PROMPT_END = 256  # characters of the prompt that may open reasoning or calls
+_PROMPT_END = 256  # characters that may open reasoning or calls
 _MOST_ENDS = 8  # for a reply's end
 _ROLES = "(?:[Aa]ssistant|ASSISTANT|model|bot|ai name=assistant)"
 
@@ -52,7 +52,7 @@ class ReadReply:
         return "".join(self.texts).strip()
 
     def says(self, generated: ReadReply, *, also_thinks: bool = False) -> bool:
-        """Whether text and calls are those of `generated`, as clients repeat them; reasoning, too, if `also_thinks`."""
+        """Whether text and calls are as clients repeat those of `generated`; reasoning, too, if `also_thinks`."""
         return any(
             (self.text, self.calls) in each.repeated
             and (self.thought in _joined(each.thoughts) if self.thought else not (also_thinks and each.thought))
@@ -61,7 +61,7 @@ class ReadReply:
 
     @cached_property
     def repeated(self) -> set[Said]:
-        """Texts and calls as clients repeat them: blocks joined in any way, numbers as in JavaScript or Go."""
+        """As clients repeat them: blocks joined in any way, numbers as in JavaScript or Go."""
         doubles = tuple((name, _canonical(arguments, doubles=True)) for name, arguments in self.calls)
         return {(text, calls) for text in _joined(self.texts) for calls in (self.calls, doubles)}
 
@@ -127,7 +127,7 @@ class ReplyReading:
         return self.read(text[begin:end], text[max(0, begin - _PROMPT_END) : begin])
 
     def opened_at(self, text: str, begin: int) -> int:
-        """Return the start of reasoning that the prompt opens, or opens and closes, before `begin`; else `begin`."""
+        """Return the start of reasoning that the prompt opens before `begin`, even if it closes it; else `begin`."""
         opened = _opened_at(self._form, text, begin)
         return opened if opened < begin else self._closed_thought_at(text, begin)
 
@@ -154,7 +154,7 @@ class ReplyReading:
         """Find a reply at `begin` with the content of `reply`; some templates split it into several turns.
 
         Return whether the reasoning, too, is equal, and the reply's end or None. An end marker that is not in
-        `generated`, the text of `reply`, is not part of it.
+        `generated`, the text of `reply`, is no part of it.
         """
         without_thought: int | None = None
         has_end = False
@@ -170,7 +170,7 @@ class ReplyReading:
         return (False, without_thought) if has_end else self._same_spelling(text, begin, reply, generated)
 
     def _same_spelling(self, text: str, begin: int, reply: ReadReply, generated: str) -> tuple[bool, int | None]:
-        """As `same_reply`, where no token ends a turn: only in the spelling of `generated`."""
+        # No token ends a turn.
         closed = [generated.rfind(end) + len(end) for _, end in self._form.thoughts if end in generated]
         said, front = generated[max(closed, default=0) :].strip(), text[begin : begin + _PROMPT_END]
         at = begin + len(front) - len(front.lstrip())
@@ -218,12 +218,11 @@ class Retold:
 def as_generated(text: str, transcript: Words, reading: ReplyReading) -> Retold:
     """Return `text` with its replies spelled as generated, up to the first that differs in content.
 
-    The cache holds the generated spelling; templates may order and space it differently. From the first omitted
-    reasoning on, `text` stays unchanged.
+    The cache holds that spelling. From the first omitted reasoning on, `text` stays unchanged.
     """
     old, at, old_at = transcript.text, 0, 0
     done: list[str] = []  # result for `text[:at]`
-    is_own = True  # so far the result equals the transcript
+    is_own = True  # so far equal to the transcript
     same_until = shared_until(old, text, 0, 0)  # in the transcript
     for begin, end in transcript.generated_ranges():
         front = reading.opened_at(old, begin)
@@ -298,7 +297,6 @@ def _canonical(arguments: Any, *, doubles: bool = False) -> str:
 
 
 def _with_doubles(value: Any) -> Any:
-    """Round numbers to doubles; 2.0 becomes 2."""
     if isinstance(value, dict):
         return {name: _with_doubles(inner) for name, inner in value.items()}
     if isinstance(value, list):

@@ -106,9 +106,7 @@ class _InObject(Enum):
 class ObjectCalls(Steps):
     """Parses a sequence or list of call objects up to a closing marker.
 
-    Args:
-        must_be_known: accept only the request's tools, for calls without a marker.
-        is_keyed: a call is `{name: arguments}`.
+    `must_be_known`: accept only the request's tools. `is_keyed`: a call is `{name: arguments}`.
     """
 
     _at: _InObject
@@ -126,7 +124,7 @@ class ObjectCalls(Steps):
         self._at = _InObject.BEGIN
         self._started = False
         self._name: str | None = None
-        self._held = ""  # they preceded the name
+        self._held = ""  # before the name
         self._key = ""
         self._nested = 0
         self._value = JsonText()
@@ -315,7 +313,7 @@ def function_name(header: str) -> str | None:
 
 
 class HeaderEnd:
-    """Drops a header up to its end marker `message`. A header `to=self` stays: it opens reasoning."""
+    """Drops a header up to its end `message`, but for `to=self`, which opens reasoning."""
 
     def __init__(self, message: str) -> None:
         self._message = message

@@ -15,8 +15,7 @@ _ITEM = "item"
 
 @dataclass
 class _Element:
-    """An argument or a part of one, with its JSON schema types (empty if unknown) and nesting limit."""
-
+    # `types`: of its JSON schema; empty if unknown.
     name: str
     max_depth: int
     types: frozenset[str] = frozenset()
@@ -42,7 +41,7 @@ class _At(Enum):
 
 
 class NestedCalls(Steps):
-    """Parses nested calls up to the marker `close`. Emits complete arguments; the token `sign` precedes each tag."""
+    """Parses nested calls up to the marker `close`. The token `sign` precedes each tag."""
 
     _at: _At
 
@@ -106,7 +105,7 @@ class NestedCalls(Steps):
         tag = text[begin:end].lstrip("<")
         self._text = text[end + 1 :]
         if not tag.startswith("/"):
-            max_depth = MAX_REPLY_DEPTH - 1 - len(self._open)  # the arguments object is one level
+            max_depth = MAX_REPLY_DEPTH - 1 - len(self._open)
             if not max_depth:
                 return self._break_off()
             types = frozenset[str]() if self._open else self._tools.types(self._name, tag)

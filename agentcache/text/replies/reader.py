@@ -17,17 +17,15 @@ from agentcache.text.replies.dialects import DIALECTS, NO_CALLS, Dialect, Dialec
 from agentcache.text.replies.events import Event, ReasoningDelta, TextDelta, Zone, Zones
 from agentcache.text.replies.harmony import HarmonyReader
 
-# Characters that a stream holds after a closing marker, in case a second one follows.
+# Characters that a stream holds after a closing marker.
 DOUBTED, DOUBTED_UNTHOUGHT = 120, 400
 
 
 class ReplyReader(Protocol):
     """Parser for one reply.
 
-    Attributes:
-        is_doubtful: whether a stream may have told some of the reasoning as text.
-        thought_ends: strings that end the current reasoning; unread text may be a prefix of one. None outside
-            reasoning, or if a marker token may have begun the end.
+    `is_doubtful`: a stream may have told reasoning as text. `thought_ends`: strings that end the current reasoning,
+    perhaps begun in unread text; None outside reasoning, or if a marker token may have begun the end.
     """
 
     is_doubtful: bool
@@ -42,7 +40,7 @@ class ReplyReader(Protocol):
         """Take the end of the marked prompt, which may open reasoning or calls."""
 
     def add(self, text: str, placed: Sequence[Placed] = ()) -> list[Event]:
-        """Parse more text; `placed` has the offset and name of each marker token in it."""
+        """Parse more text; `placed`: offset and name of each marker token in it."""
 
     def finish(self, *, cut_off: bool) -> list[Event]:
         """End the reply; `cut_off` if the model did not end it."""
@@ -52,7 +50,7 @@ class ReplyReader(Protocol):
 
 
 def open_reader(form: ReplyFormat, tools: Tools | None, *, thoughts: bool, whole: bool = False) -> ReplyReader:
-    """Create a parser; without `tools`, calls stay in the text. `whole`: no event is used before the reply's end."""
+    """Create a parser; without `tools`, calls stay text. `whole`: events are used only after the reply's end."""
     if form.dialect == HARMONY:
         return HarmonyReader(form, tools)
     dialect = DIALECTS.get(form.dialect or "") if tools is not None else None
@@ -69,7 +67,7 @@ def read_as(reading: Reading, *, whole: bool = False) -> ReplyReader:
 
 
 class PlainReader:
-    """Parser of replies that are only text."""
+    """Parser for replies that are only text."""
 
     num_calls = 0
     is_doubtful = False
@@ -98,8 +96,8 @@ class MarkedReader:
     """Parser for replies with markers around reasoning and calls. Drops white space next to them.
 
     A model may close its reasoning twice: all text before the last closing marker is reasoning, unless a call comes
-    first. A stream cannot take text back: it holds `DOUBTED` characters after a closing marker (`DOUBTED_UNTHOUGHT`
-    after empty reasoning), and ignores later ones.
+    first. A stream, which cannot take text back, holds `DOUBTED` characters after a closing marker
+    (`DOUBTED_UNTHOUGHT` after empty reasoning) and ignores later ones.
     """
 
     def __init__(
@@ -128,24 +126,24 @@ class MarkedReader:
         self._any = any_of(markers)
         self._keeps_spaces = dialect.markers == ()
         self._may_begin = _beginnings(markers, r"(?!)" if self._keeps_spaces else r"\s\Z")
-        # Models forget to close reasoning: these begin a call inside it, too.
+        # These begin a call inside reasoning that a model forgot to close, too.
         self._breaks = [marker for marker in self._opens if len(marker) == 1]
         self._thinks_first = form.thinks_first and bool(pairs)
         self._state = _State.TEXT
         self._text = ""  # unread
-        self._gap = ""  # white space, emitted before more text
+        self._gap = ""  # white space before more text
         self._strips = False  # drop white space before the next text
         self._said = False
         self._thought: list[str] = []  # reasoning without an opening marker
-        self._stops: list[str] = []  # end markers of the current reasoning, its own first
+        self._stops: list[str] = []  # of the current reasoning, its own end first
         self._may_stop = self._may_begin
         self._thought_gap = ""
         self._calls: CallReader | None = None
         self._undecided: list[str] = []  # possible calls
-        self._num_before = 0  # `num_calls` before these
+        self._num_before = 0
         self._zones = Zones(codes.shown)
         self._is_whole = whole and bool(pairs)
-        self._doubted = inf if self._is_whole else 0.0  # characters still to be held
+        self._doubted = inf if self._is_whole else 0.0  # characters to hold
         self._held: list[tuple[str, bool]] = []  # possible reasoning; True if clients never see it
         self._has_closed = self._has_thought = self.is_doubtful = False
 
@@ -202,7 +200,7 @@ class MarkedReader:
         return self._zones.take()
 
     def _is_plain(self, text: str) -> bool:
-        """Whether to emit `text` at once: no marker begins in it and all its white space counts."""
+        # No marker begins in it and all its white space counts.
         if not text or self._may_begin.search(text) is not None:
             return False
         if not self._said:
@@ -215,7 +213,7 @@ class MarkedReader:
         while steps[self._state](final):
             continue
 
-    # Each step reads a piece of `_text` and returns whether to continue.
+    # Each step reads from `_text` and returns whether to continue.
 
     def _in_text(self, final: bool) -> bool:
         text = self._text

@@ -1,4 +1,4 @@
-"""Stop strings: an automaton that finds them (Aho and Corasick, 1975), and the search in a reply's answer text."""
+"""Stop strings: an automaton that finds them (Aho and Corasick, 1975), and their search in a reply's answer text."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class FoundStop:
 class StopStrings:
     """Finds non-empty strings in a text that arrives in pieces. Immutable: the caller keeps the state.
 
-    A state is the longest suffix of the text that is a prefix of a string; 0 for none. Of several matches in one piece,
-    the earliest start wins, then the shortest.
+    A state is the longest suffix that is a prefix of a string; 0 for none. Of several matches in one piece, the
+    earliest start wins, then the shortest.
     """
 
     def __init__(self, strings: Iterable[str]) -> None:
@@ -83,7 +83,7 @@ class StopStrings:
         return state
 
     def _link(self) -> None:
-        # Breadth first: deeper states use these values.
+        # Breadth first.
         following: dict[int, list[tuple[int, int]]] = {}
         for key, state in self._next.items():
             following.setdefault(key >> _CHARACTER_BITS, []).append((key & (1 << _CHARACTER_BITS) - 1, state))
@@ -101,33 +101,32 @@ NO_STOPS = StopStrings(())
 
 @lru_cache(maxsize=16)
 def stop_strings(strings: tuple[str, ...]) -> StopStrings:
-    # Clients repeat them in every request.
     return StopStrings(strings) if strings else NO_STOPS
 
 
 class StopSearch:
     """Incremental search for stop strings. Positions count from the start of the reply.
 
-    A string counts only if all of it is answer text (`ReplyReader.take_zones`). The reader costs more than the
-    automaton: it runs only while a found string's zone is unknown. Reasoning is searched only for its end.
+    A string counts only if all of it is answer text. The reader is slow: it runs only while a found string's zone is
+    unknown. Reasoning is searched only for its end.
     """
 
     def __init__(self, stops: StopStrings, reader: ReplyReader | None) -> None:
         self._stops = stops
         self._reader = reader
-        self._state = 0  # of the automaton, over the whole text
+        self._state = 0  # over the whole text
         self._length = 0
-        self._unread: list[str] = []  # not read by the reader
-        self._read_length = 0  # characters before that
+        self._unread: list[str] = []
+        self._read_length = 0  # characters before `_unread`
         self._placed: list[Placed] = []
         self._waits = False  # the zone of a found string is unknown
         self._zoned = 0
         self._undecided = ""  # text after the zones, read by the reader
-        self._said = 0  # as `_state`, over answer text up to `_zoned`
+        self._said = 0  # state over answer text up to `_zoned`
         self._from = 0  # first possible start of a string
         self._thought_end: re.Pattern[str] | None = None
         self._longest_end = 0
-        self._tail = ""  # last characters, a possible beginning of the reasoning's end
+        self._tail = ""  # may begin the reasoning's end
 
     @property
     def num_held(self) -> int:
@@ -145,7 +144,7 @@ class StopSearch:
         self._thought_end = None
 
     def feed(self, text: str, placed: Sequence[Placed] = (), *, is_last: bool = False) -> FoundStop | None:
-        """Return the first stop string that counts, or None. `placed` has the offset and name of each marker token."""
+        """Return the first stop string that counts, or None. `placed`: offset and name of each marker token."""
         if self._thought_end is not None:
             if not placed and self._goes_on(self._thought_end, text):
                 return None
@@ -186,7 +185,6 @@ class StopSearch:
             self._state, self._waits, self._tail = 0, False, self._undecided
 
     def _goes_on(self, end: re.Pattern[str], text: str) -> bool:
-        """Take text that continues the reasoning; False if it may end it."""
         tail = self._tail + text
         if end.search(tail) is not None:
             return False
@@ -196,7 +194,7 @@ class StopSearch:
         return True
 
     def _look(self, piece: str, *, is_said: bool) -> FoundStop | None:
-        """Search the next zone. A stop string may span two zones only if both are answer text."""
+        # A stop string may span two zones only if both are answer text.
         if not is_said:
             self._said = 0
             return None

@@ -14,7 +14,7 @@ from agentcache.text.json_values import MAX_REPLY_DEPTH, JsonText, json_string, 
 from agentcache.text.replies.calls import LONGEST_HEADER, SPACE, CallSink, Left, Steps, Tools, partial_end
 from agentcache.text.replies.json_calls import ObjectCalls
 
-_MAX_DEPTH = MAX_REPLY_DEPTH - 1  # of one argument; the arguments object is one more level
+_MAX_DEPTH = MAX_REPLY_DEPTH - 1  # of one argument
 _LONGEST_LITERAL = 10_000  # characters
 _NAME_ATTRIBUTE = re.compile(r'(?:name|tool|key)\s*=\s*(?:"([^"]*)"|\'([^\']*)\'|([^\s"\'>]+))')
 _TYPE_ATTRIBUTE = re.compile(r'\btype\s*=\s*"([^"]*)"')
@@ -77,7 +77,7 @@ class _At(Enum):
 class TaggedCalls(Steps):
     """Parses tagged calls up to the marker `close`, which may be empty.
 
-    Streams arguments that the schema declares as strings; emits the rest when complete.
+    Streams arguments of type string, emits others when complete.
     """
 
     _at: _At
@@ -96,10 +96,10 @@ class TaggedCalls(Steps):
         self._num_arguments = 0
         self._key = ""
         self._types: frozenset[str] = frozenset()
-        self._begun = False  # part of the value is emitted
-        self._value: list[str] = []  # unemitted part of the value
-        self._behind: list[str] = []  # a closing tag and the white space after it
-        self._has_inner: bool | None = None  # the value is a list or an object; None if unknown
+        self._begun = False  # part of it is emitted
+        self._value: list[str] = []  # unemitted
+        self._behind: list[str] = []
+        self._has_inner: bool | None = None  # None if unknown
         self._inner = JsonText()
         self._json = JsonText()
 
@@ -228,7 +228,7 @@ class TaggedCalls(Steps):
         return None
 
     def _behind_value(self, final: bool) -> Left | None:
-        """End the value at a closing tag, but only if the next tag or the end of the reply follows."""
+        # A closing tag ends the value only before the next tag or the end of the reply.
         text = self._text.lstrip(SPACE)
         self._behind.append(self._text[: len(self._text) - len(text)])
         self._text, tags = text, self._tags
@@ -271,7 +271,7 @@ class TaggedCalls(Steps):
             self._inner.take()
 
     def _pass_on(self, text: str) -> None:
-        """Emit a piece of a string. A final line break waits in `_value`: it may belong to the tag."""
+        # A final line break waits in `_value`: it may belong to the tag.
         on_lines = self._tags.on_lines
         if not self._begun:
             text, self._begun = text.removeprefix("\n") if on_lines else text, True
@@ -339,7 +339,7 @@ class TaggedCalls(Steps):
         return Left(rest="" if self._at is _At.KEY else self._text)
 
     def _cut_value(self) -> None:
-        """End a value that is cut off: a string keeps its text so far, other values need a closing tag."""
+        # A string keeps its text so far, other values need a closing tag.
         self._value.append(self._text)
         value, end = "".join(self._value), self._tags.value_end
         self._text = ""
@@ -353,7 +353,7 @@ class TaggedCalls(Steps):
 
 
 def name_in(tag: str) -> str:
-    """Return the tag's name attribute, or the whole text without quotes."""
+    """Return the tag's name attribute, or the text without quotes."""
     attribute = _NAME_ATTRIBUTE.search(tag)
     if attribute is None:
         return tag.strip().strip("\"'")
@@ -369,11 +369,9 @@ def _types_in(tag: str) -> frozenset[str] | None:
 
 
 def converted(text: str, types: frozenset[str], *, untyped: bool, max_depth: int = _MAX_DEPTH) -> Any:
-    """Convert an argument's text to a value. Text nested deeper than `max_depth` stays text.
+    """Convert an argument's text to a value of the JSON schema `types` (empty if unknown); too deep, it stays text.
 
-    Args:
-        types: JSON schema types; empty if unknown.
-        untyped: parse a value of unknown type as JSON or a Python literal; else it stays text, except null.
+    `untyped`: parse a value of unknown type as JSON or a Python literal; else it stays text, except null.
     """
     if "string" in types and len(types) == 1:
         return text
@@ -421,7 +419,7 @@ def _structure(text: str) -> Any:
             raise
         return ast.literal_eval(text)
     if isinstance(value, float) and math.isinf(float(text)):
-        # `parse_json` replaces an overflowing number with the largest float.
+        # `parse_json` would return the largest float.
         raise ValueError("no float64 holds it")
     return value
 
