@@ -1,5 +1,3 @@
-"""Loads adapters to the device while requests run."""
-
 from __future__ import annotations
 
 import asyncio
@@ -42,18 +40,14 @@ _MOST_TIMES_PASSED_OVER = 16
 
 @dataclass(eq=False)
 class _Wait:
-    """A request that waits for weights. `passed_over`: later requests for other weights."""
+    """`passed_over`: later requests for other weights."""
 
     digest: str
     passed_over: int = 0
 
 
 class AdapterLoader:
-    """Keeps the weights of adapters in use on the device. Belongs to one event loop.
-
-    Args:
-        memo: cache file for digests of decoders.
-    """
+    """Keeps the weights of adapters in use on the device. Belongs to one event loop."""
 
     def __init__(self, thread: EngineThread, memo: Path) -> None:
         self._thread = thread
@@ -69,8 +63,6 @@ class AdapterLoader:
 
     async def close(self, error: AgentCacheError) -> None:
         await self._reader.close(error)
-
-    # -- names --------------------------------------------------------------------------------------------------------
 
     def list(self) -> tuple[AdapterInfo, ...]:
         return tuple(self._table.info(adapter) for adapter in self._table)
@@ -140,16 +132,11 @@ class AdapterLoader:
         self._table.remove(name)
         self._drop_orphans()
 
-    # -- use ----------------------------------------------------------------------------------------------------------
-
     @asynccontextmanager
     async def lease(self, name: str | None) -> AsyncIterator[ServedAdapter | None]:
         """Keep the adapter's weights on the device inside the block, even if its name changes. None for base.
 
-        Raises:
-            NotFound: unknown adapter.
-            UnsupportedAdapter: its weights were dropped, and its folder is gone or changed.
-            Overloaded: running requests use the RAM budget.
+        Raises NotFound, UnsupportedAdapter (dropped weights whose folder is gone or changed), Overloaded (RAM budget).
         """
         if name is None:
             yield None
@@ -215,8 +202,6 @@ class AdapterLoader:
     def _tell_released(self) -> None:
         self._released.set()
         self._released = asyncio.Event()
-
-    # -- weights ------------------------------------------------------------------------------------------------------
 
     def _make_room(self, source: AdapterSource) -> bool:
         if self._table.is_resident(source.digest):

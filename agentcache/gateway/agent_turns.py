@@ -1,4 +1,4 @@
-"""Locks for agents: one request at a time per lineage, and exclusive access for operations on a whole agent."""
+"""Locks of agents: one request at a time per lineage, or one operation on a whole agent."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ from agentcache.store.manifest import AgentRecord
 
 @dataclass(frozen=True)
 class Claim:
-    """The part of an agent that a turn locks.
+    """The part of an agent that a turn locks: the lineage of this name, and prompts that start with `prompt`.
 
-    Args:
-        lineage: name of the lineage that it extends.
-        prompt: later prompts that start with it wait.
-        found: lineage that it extends or changes.
+    `found`: lineage that it extends or changes.
     """
 
     lineage: str | None = None
@@ -42,7 +39,7 @@ class Turn:
     """A place in an agent's queue. Belongs to one event loop."""
 
     def __init__(self, others: list[Turn]) -> None:
-        self._others = others  # the agent's turns in order of arrival, including this one
+        self._others = others  # in order of arrival, including this one
         self._claim: Claim | None = None
         self._changed = asyncio.Event()
         self._work: asyncio.Future[Any] | None = None
@@ -64,7 +61,7 @@ class Turn:
         changed.set()
 
     def _blocker(self, claim: Claim) -> Turn | None:
-        """The last conflicting turn. A turn without a claim yet conflicts."""
+        """The last conflicting turn; one without a claim yet conflicts."""
         earlier = self._others[: self._others.index(self)]
         return next((turn for turn in reversed(earlier) if turn._claim is None or turn._claim.keeps_out(claim)), None)
 

@@ -1,5 +1,3 @@
-"""The asyncio interface of the engine."""
-
 from __future__ import annotations
 
 import asyncio
@@ -43,15 +41,15 @@ log = logging.getLogger("agentcache.engine")
 MOST_ARCHIVES = 8  # that may wait to be read
 PERIOD_SECONDS = 1.0
 REPEAT_SECONDS = 5.0  # memory freed by the last report shows in the readings by then
-MEASURE_SECONDS = 4.0  # limit at start; beyond it, serve in safe bits and measure between requests
+MEASURE_SECONDS = 4.0  # limit at start
 
 
 class AsyncEngine:
     """The engine for asyncio: `start` it, then `generate` and `call`. Belongs to one event loop.
 
-    With `kv` "auto", the first start with a model measures the bits for keys and values. With `warm_up`, which makes
-    the first request fast, a long measurement is postponed: the engine serves in 8 bits, measures while no request
-    runs, and is then replaced by one on the same model. Calls wait during that. KV in 8 bits is computed again.
+    With `kv` "auto", the first start with a model measures the bits for keys and values. With `warm_up`, a long
+    measurement is postponed: the engine serves in 8 bits, measures while no request runs, and is then replaced by one
+    on the same model. Calls wait during that. KV in 8 bits is computed again.
     """
 
     def __init__(self, config: Config, *, warm_up: bool = False, system: SystemMemory | None = None) -> None:
@@ -77,17 +75,11 @@ class AsyncEngine:
         self._adapters: AdapterLoader | None = None
         self._completions: Completions | None = None
 
-    # -- requests ---------------------------------------------------------------------------------------------------
-
     async def generate(self, request: Request, take: Callable[[Update], None]) -> None:
-        """Run a request and call `take` with each of its updates. Cancelling this cancels the request.
+        """Run a request and call `take` with each update. Cancelling this cancels the request.
 
-        With `Request.n` > 1, each answer ends with a report.
-
-        Raises:
-            RequestError: the request cannot run; before any update.
-            Overloaded: too many requests wait, or the engine closed.
-            EngineStopped: the engine failed.
+        With `Request.n` > 1, each answer ends with a report. Raises RequestError (before any update), Overloaded,
+        EngineStopped.
         """
         async with self._gate.inside():
             completions = self._required(self._completions)
@@ -102,7 +94,7 @@ class AsyncEngine:
             return await completions.count_tokens(request)
 
     async def call(self, operation: Operation[T]) -> T:
-        """Run an operation of `gateway/operations.py`; its class lists the errors.
+        """Run an operation, whose class lists the errors.
 
         Its agents stay locked until it is done, even if the caller is cancelled.
         """
@@ -141,8 +133,6 @@ class AsyncEngine:
         async with self._gate.inside():
             self.adapters.unload(name)
             self._folders.pop(name, None)
-
-    # -- state ------------------------------------------------------------------------------------------------------
 
     @property
     def starting(self) -> Phase | None:
@@ -184,8 +174,6 @@ class AsyncEngine:
             raise EngineStopped(why)
         return part
 
-    # -- life -------------------------------------------------------------------------------------------------------
-
     async def start(self) -> None:
         """Load the model and adapters, and open the cache folder."""
         try:
@@ -206,7 +194,6 @@ class AsyncEngine:
             self._replacing = asyncio.create_task(self._choose_precision())
 
     def _make_thread(self, served: LoadedModel | None = None) -> EngineThread:
-        """`served`: the model of an engine that it replaces."""
         return EngineThread(
             lambda thread: open_engine(
                 self.config,
@@ -256,10 +243,8 @@ class AsyncEngine:
         adapters = [] if self._adapters is None else [self._adapters.close(end)]
         await asyncio.gather(self._thread.close(), *adapters)
 
-    # -- the first start with a model -------------------------------------------------------------------------------
-
     async def _choose_precision(self) -> None:
-        """Measure between requests, then replace the engine. A failure to replace it ends the server (`failure`)."""
+        """Measure between requests, then replace the engine. If that fails, the server ends (`failure`)."""
         try:
             measuring = Measuring(0)
             while measuring.chosen is None:

@@ -1,5 +1,3 @@
-"""Runs requests: agent's queue, prompt, engine, updates. On the event loop."""
-
 from __future__ import annotations
 
 import asyncio
@@ -46,9 +44,7 @@ _COUNTED = 4  # tokens that can be counted, as a multiple of those that can run
 class Receiver:
     """Passes a request's updates to `take`.
 
-    Attributes:
-        ended: done after the last update.
-        finished: done when the engine has finished with the request, including its save.
+    `ended`: done after the last update. `finished`: done when the engine has finished, including the save.
     """
 
     def __init__(self, take: Callable[[Update], None]) -> None:
@@ -96,7 +92,7 @@ class Receiver:
 
 
 class Completions:
-    """Queues requests by agent, prepares their prompts on workers, and submits them."""
+    """Queues requests by agent, prepares their prompts on workers, and submits them. On the event loop."""
 
     def __init__(
         self, config: Config, thread: EngineThread, workers: Workers, turns: AgentTurns, adapters: AdapterLoader

@@ -1,5 +1,3 @@
-"""The thread that owns the engine and MLX, and its messages."""
-
 from __future__ import annotations
 
 import asyncio
@@ -29,15 +27,13 @@ _LOOK_SECONDS = 0.005
 
 
 class EngineThread:
-    """Runs an engine's steps. Belongs to one event loop, unless noted. `open_engine` runs on the thread.
+    """The thread that owns the engine and MLX. Belongs to one event loop, unless noted.
 
-    Attributes:
-        failure: error that ended the engine or prevented its start.
-        engine: for the engine thread only.
+    `open_engine` runs on the thread; `engine` is for it only.
     """
 
     def __init__(self, open_engine: Callable[[EngineThread], Engine]) -> None:
-        self.failure: Exception | None = None
+        self.failure: Exception | None = None  # ended the engine or prevented its start
         self.engine: Engine | None = None
         self._open_engine = open_engine
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -48,8 +44,6 @@ class EngineThread:
         self._is_stuck = False
         self._thread: threading.Thread | None = None
         self._started: asyncio.Future[None] | None = None
-
-    # -- life ---------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -69,12 +63,7 @@ class EngineThread:
 
     @property
     def view(self) -> EngineView:
-        """The state when the engine was last between steps.
-
-        Raises:
-            EngineStopped: no engine, or it failed.
-            Overloaded: it is shutting down.
-        """
+        """The state when the engine was last between steps. Raises EngineStopped, or Overloaded while shutting down."""
         if isinstance(self.failure, EngineStopped):
             raise self.failure
         if self.failure is not None:
@@ -103,7 +92,6 @@ class EngineThread:
         self._deliver(started, self._fail(error))
 
     def _fail(self, error: BaseException) -> Exception:
-        """Keep the first error."""
         if self.failure is None:
             self.failure = lost_rank(error) or as_exception(error)
         return self.failure
@@ -164,8 +152,6 @@ class EngineThread:
         self._deliver(self._started, failure)
         self._loop.call_soon_threadsafe(self._tell_waiters, failure)
 
-    # -- to the thread ------------------------------------------------------------------------------------------------
-
     def post(self, function: Callable[[], None]) -> None:
         """Run `function` on the engine thread between steps. Callable from any thread."""
         self._inbox.put(function)
@@ -196,8 +182,6 @@ class EngineThread:
         self.tell_of_the_end(finish, until=future)
         self.tell(message, finish)
         return future
-
-    # -- and back -----------------------------------------------------------------------------------------------------
 
     def _send(self, receive: Receive, reply: Any) -> None:
         # Replies of a step go together, after the view: waking the event loop is slow.

@@ -1,7 +1,4 @@
-"""Operations on agents and on the cache: what clients ask of the engine beside completions.
-
-A new operation is one class here. `AsyncEngine.call` runs it, `server/agents.py` has its route, `LLM` its method.
-"""
+"""Operations on agents and on the cache. `AsyncEngine.call` runs them."""
 
 from __future__ import annotations
 
@@ -30,11 +27,11 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Operation(Message[T_co]):
-    """One operation, whose reply is of type T_co. `prepare` runs on the event loop, `handle` on the engine thread."""
+    """One operation with a reply of type T_co: `prepare` runs on the event loop, `handle` on the engine thread."""
 
     @property
     def existing(self) -> str | None:
-        """The agent that it needs. If it is unavailable, its files are looked at again."""
+        """An agent that it needs. If it is unavailable, its files are looked at again."""
         return None
 
     @property
@@ -93,10 +90,7 @@ class CreateAgent(Operation[AgentInfo]):
 
 @dataclass(frozen=True)
 class ImportAgent(Operation[AgentInfo]):
-    """Create an agent from a file of `agentcache export`. `prepare` reads `archive`.
-
-    Raises ArchiveRejected, Conflict, StoreError; nothing is changed then.
-    """
+    """Create an agent from a file of `agentcache export`. Raises ArchiveRejected, Conflict, StoreError."""
 
     agent_id: str
     path: str
@@ -121,10 +115,7 @@ class ImportAgent(Operation[AgentInfo]):
 
 @dataclass(frozen=True)
 class ForkAgent(Operation[AgentInfo]):
-    """Copy an agent, or one lineage, sharing every block. None keeps a setting.
-
-    Raises NotFound, InvalidRequest (policy), Conflict.
-    """
+    """Copy an agent, or one lineage; None keeps a setting. Raises NotFound, InvalidRequest (policy), Conflict."""
 
     agent_id: str
     new_id: str
@@ -155,8 +146,6 @@ class ForkAgent(Operation[AgentInfo]):
 
 @dataclass(frozen=True)
 class _OnAgent(Operation[T_co]):
-    """An operation on one agent, or on one of its lineages."""
-
     agent_id: str
     lineage: str | None = None
 

@@ -183,11 +183,8 @@ def prepare_request(
 ) -> Prepared:
     """Compute everything that a request needs before it runs.
 
-    Args:
-        found: lineage that it extends, if any.
-        has_state: whether the model has recurrent layers.
-
-    Raises InvalidRequest: the prompt does not suit the adapter, or no answer can have the required form.
+    `found`: lineage that it extends. `has_state`: the model has recurrent layers. Raises InvalidRequest if the prompt
+    does not suit the adapter, or no answer can have the required form.
     """
     matched = match(prompt, held_by(request, found), tokenizer, limit)
     _check_embeddings(matched.transcript.ids, num_embeddings)
@@ -250,9 +247,6 @@ def choose_lineage(request: Request, prompt: PlainPrompt, agents: Agents) -> Age
     return choose(agents.known(request.agent), prompt, request.salt)
 
 
-# -- in the words of a transcript -------------------------------------------------------------------------------------
-
-
 def read_conversation(
     request: Request,
     system: str | None,
@@ -264,10 +258,8 @@ def read_conversation(
 ) -> PlainPrompt:
     """Render the prompt, with the model's own text for replies that say the same, and thoughts that the client omits.
 
-    Args:
-        stable_prefix: whether changed lines of the system prefix stay as cached, with a moved notice.
-
-    Raises AgentUnavailable if a transcript is unreadable now, and as `read_prompt`.
+    With `stable_prefix`, changed lines of the system prefix stay as cached, with a moved notice. Raises
+    AgentUnavailable if a transcript is unreadable now, and as `read_prompt`.
     """
     transcripts = transcripts_for(request, agents)
     try:

@@ -1,5 +1,3 @@
-"""Thread pools for work that requests wait for."""
-
 from __future__ import annotations
 
 import asyncio
@@ -38,7 +36,7 @@ class _Entry(Generic[T]):
 class AgedQueue(Generic[T]):
     """Yields the cheapest item, or the oldest overdue one. Belongs to one thread at a time.
 
-    An item is overdue once later items taken before it cost as much as itself, and at least `patience`.
+    An item is overdue once later items that went first cost as much as itself, and at least `patience`.
     """
 
     def __init__(self, patience: int = 0) -> None:
@@ -55,7 +53,7 @@ class AgedQueue(Generic[T]):
         self._entries.append(_Entry(item, cost))
 
     def take(self, may_go: Callable[[T], bool]) -> T | None:
-        """Remove and return the next item that may go. O(n)."""
+        """Remove the next item that may go. O(n)."""
         candidates = [entry for entry in self._entries if may_go(entry.item)]
         if not candidates:
             return None
@@ -109,11 +107,7 @@ class _PromptJob(Generic[T]):
 class Workers:
     """Daemon threads that run the smallest job first (`AgedQueue`). At least one of several stays free of large jobs.
 
-    `run` and `close` belong to one event loop.
-
-    Args:
-        num_workers: None for one per core, from 2 to 4.
-        large: size above which a job is large.
+    `run` and `close` belong to one event loop. `num_workers`: None for one per core, from 2 to 4.
     """
 
     def __init__(
@@ -135,11 +129,7 @@ class Workers:
         self._closed: AgentCacheError | None = None
 
     async def run(self, size: int, work: Callable[[HasEnded], T]) -> T:
-        """Run `work` on a thread; its argument returns True once the result is not needed. Raises Overloaded.
-
-        Args:
-            size: characters or token ids.
-        """
+        """Run `work` on a thread. Its argument returns True once the result is not needed. Raises Overloaded."""
         if self._closed is not None:
             raise self._closed
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()

@@ -1,7 +1,7 @@
 """Commands of rank 0 to the workers, their answers, and the encoding of both: msgpack of tagged structs.
 
 A command with a `number` is a question; its answer, in bytes, comes with a later message. A handle is rank 0's number
-for an array of a block's bytes, of which each worker keeps its own part.
+for an array of a block's bytes, of which each worker keeps its part.
 """
 
 from __future__ import annotations
@@ -37,9 +37,6 @@ class _Command(_Part, frozen=True, tag=True):
     pass
 
 
-# -- steps ------------------------------------------------------------------------------------------------------------
-
-
 class Rows(_Part, frozen=True):
     """Slots of one group that each row reads or writes, and the first slot's block index."""
 
@@ -59,11 +56,9 @@ class RowUse(_Part, frozen=True):
 
 
 class Forward(_Command, frozen=True):
-    """Compute a step. Encoding reads the token ids, which are known by then.
+    """Compute a step. Encoding reads the token ids, int32 [B, n], which are known by then.
 
-    Args:
-        token_ids: int32 [B, n].
-        uses: per row its adapter or None; empty without adapters.
+    `uses`: per row its adapter or None; empty without adapters.
     """
 
     token_ids: mx.array
@@ -75,7 +70,6 @@ class Forward(_Command, frozen=True):
 
     @classmethod
     def of(cls, step: StepInputs, uses: Sequence[RowUse | None]) -> Forward:
-        """The command for a step of what ranks support."""
         has_hidden_states = step.hidden_states.cut or step.hidden_states.writes
         if step.model is not None or has_hidden_states or step.states or step.residual is not None:
             raise BrokenInvariant("a step with what only one process has")
@@ -102,19 +96,13 @@ def _written_rows(writes: Writes | None, lengths: Sequence[int]) -> Rows:
 
 
 class Start(_Command, frozen=True):
-    """Start the device on the preceding commands.
-
-    `whole`: whether logits are needed. If not, no rank computes what KV does not need: it contains reductions.
-    """
+    """Start the device. Without `whole` (logits), no rank computes what KV does not need: it contains reductions."""
 
     whole: bool
 
 
 class Stop(_Command, frozen=True):
     """Finish pending writes and end."""
-
-
-# -- adapters ---------------------------------------------------------------------------------------------------------
 
 
 class LoadAdapter(_Command, frozen=True):
@@ -140,9 +128,6 @@ class DropAdapter(_Command, frozen=True):
     """Free an adapter's memory."""
 
     number: int
-
-
-# -- arenas, and block bytes that workers keep under handles ----------------------------------------------------------
 
 
 class GiveBack(_Command, frozen=True):
@@ -198,9 +183,6 @@ class Forget(_Command, frozen=True):
     handles: Sequence[int]
 
 
-# -- block files ------------------------------------------------------------------------------------------------------
-
-
 class Block(_Part, frozen=True):
     """A block's header, and the handle of its bytes."""
 
@@ -253,11 +235,8 @@ def pack_keys(keys: Sequence[str]) -> bytes:
 
 
 def unpack_keys(data: bytes) -> Iterator[str]:
-    """Inverse of `pack_keys`."""
     return (data[start : start + _KEY_BYTES].hex() for start in range(0, len(data), _KEY_BYTES))
 
-
-# -- encoding ---------------------------------------------------------------------------------------------------------
 
 Question = WriteBlocks | ReadBlocks | Require | TakeStock
 Command = (
@@ -281,7 +260,6 @@ Command = (
 
 
 def _as_data(value: object) -> tuple[str, tuple[int, ...], memoryview]:
-    """An array's dtype, shape and bytes."""
     if not isinstance(value, (mx.array, np.ndarray)):
         raise TypeError(f"a message with a {type(value).__name__}")
     array = np.ascontiguousarray(value)

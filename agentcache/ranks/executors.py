@@ -50,17 +50,15 @@ class Executor:
         return config
 
     def load(self, path_or_hub_id: str, **options: Any) -> LoadedModel:
-        """As `loader.load`."""
         return load(path_or_hub_id, **options)
 
     def runner(
         self, loaded: LoadedModel, pools: Sequence[BlockPool], snapshots: Snapshots | None, *, room: int, measures: bool
     ) -> ModelRunner:
-        """See `ModelRunner`."""
         return ModelRunner(loaded, pools, snapshots, room=room, measures=measures)
 
     def store(self, config: Config, loaded: LoadedModel, when_lost: Callable[[], None]) -> Store:
-        """Store of the cache folder in `config`. `when_lost` as in `Store`."""
+        """`when_lost` as in `Store`."""
         return self._make_store(
             config.cache_dir,
             loaded.spec,
@@ -72,7 +70,6 @@ class Executor:
         )
 
     def traffic(self) -> Traffic:
-        """Traffic between ranks."""
         return Traffic()
 
 
@@ -114,7 +111,7 @@ class RankZeroExecutor(Executor):
 
 
 def join(config: Config, post: Post, give_up: Callable[[RankLost], None]) -> Executor:
-    """Return this process's executor. Raises ConfigError if other ranks are unreachable."""
+    """This process's executor. Raises ConfigError if other ranks are unreachable."""
     if own_rank() is None:
         return Executor()
     return RankZeroExecutor(join_group(), post, give_up, config.rank_timeout)
@@ -129,7 +126,7 @@ def join_group() -> mx.distributed.Group:
 
 
 def rank_settings(config: Config, shards: Shards) -> Config:
-    """Return one rank's settings. Raises ConfigError for those that several ranks do not support."""
+    """One rank's settings. Raises ConfigError for those that several ranks do not support."""
     if config.max_divergence:
         raise ConfigError("max_divergence: adapters cannot share base's keys and values where ranks share the model")
     if config.trunk_budget:
@@ -146,9 +143,9 @@ def load_part(
     kept: Callable[[str], Precision | None] = lambda fingerprint: None,
     **options: Any,
 ) -> LoadedModel:
-    """Load and prove one rank's part of a model, like `loader.load`. All ranks must call it.
+    """Load and prove one rank's part of a model, like `loader.load`, in rank 0's precision. All ranks must call it.
 
-    Rank 0 decides the precision of KV. Raises UnsupportedModel, also for this number of ranks, and RankLost.
+    Raises UnsupportedModel, also for this number of ranks, and RankLost.
     """
     read = read_model(path_or_hub_id)
     shards.spread(read.model)
@@ -166,10 +163,7 @@ def load_part(
 
 
 class PrecisionOfRank0:
-    """Rank 0's choice of precision: sums may differ between ranks in their last bits.
-
-    All ranks call the methods in the same order.
-    """
+    """Rank 0's precision, as sums may differ between ranks. All ranks call the methods in the same order."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire

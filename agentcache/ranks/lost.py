@@ -21,7 +21,7 @@ _BACK_ENDS: Sequence[str] = ("ring", "jaccl", "nccl", "mpi")
 
 
 def lost_rank(error: BaseException) -> RankLost | None:
-    """Return the `RankLost` behind `error`; connection errors of `mx.distributed` back ends count."""
+    """The `RankLost` behind `error`; connection errors of `mx.distributed` back ends count."""
     due, seen = [error], set[int]()
     while due:
         link = due.pop()
@@ -58,10 +58,7 @@ _CUT = select.POLLHUP | select.POLLERR | select.POLLNVAL | getattr(select, "POLL
 
 
 class Connections:
-    """Polls the connections to neighbour ranks. MLX owns the sockets until the process ends.
-
-    `sockets` is empty for other back ends, whose losses are not detected.
-    """
+    """Polls the connections to neighbour ranks, whose sockets MLX owns. Without them, losses are not detected."""
 
     def __init__(self, sockets: Sequence[int] = ()) -> None:
         self._poll = select.poll()
@@ -106,7 +103,7 @@ CUT_SECONDS = 1.0  # after a cut, for MLX to raise an error in the waiting threa
 class Watchdog:
     """Ends a worker, whose thread may be stuck in MLX, if a connection is cut or after `seconds` of silence.
 
-    `close` is called before; it completes running writes.
+    `close` completes running writes before.
     """
 
     def __init__(self, seconds: float, connections: Connections, close: Callable[[], None] = lambda: None) -> None:

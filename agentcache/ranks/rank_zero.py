@@ -76,7 +76,7 @@ class RankZeroAdapters(ShardedAdapters):
 
 
 class RankZeroArenas(BaseArenas):
-    """Rank 0's `BaseArenas`, which also sends its operations to workers."""
+    """Rank 0's `BaseArenas`."""
 
     def __init__(self, link: WorkerLink, handles: RemoteHandles, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -122,7 +122,7 @@ class RankZeroArenas(BaseArenas):
 
 
 class RankZeroRunner(ModelRunner):
-    """Rank 0's `ModelRunner`, which also sends its operations to workers."""
+    """Rank 0's `ModelRunner`."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class RankZeroRunner(ModelRunner):
 class RankZeroStore(Store):
     """Store of rank 0's folder and, through `link`, of the workers'. Only rank 0 has manifests and transcripts.
 
-    Writes count once all ranks have finished; a block that is missing or invalid on one rank is missing.
+    Writes count once all ranks have finished; a block missing or invalid on one rank is missing.
     """
 
     def __init__(self, *args: Any, link: WorkerLink, handles: RemoteHandles, **options: Any) -> None:

@@ -185,7 +185,7 @@ class WorkerFiles:
         self._store.close()
 
     def answers(self, seconds: float) -> dict[int, bytes]:
-        """Return ready answers. Waits up to `seconds` if some are due but none is ready."""
+        """Ready answers. Waits up to `seconds` if some are due but none is ready."""
         wait(self._due.values(), seconds, FIRST_COMPLETED)
         ready = [number for number, answer in self._due.items() if answer.done()]
         return {number: self._due.pop(number).result() for number in ready}

@@ -1,9 +1,3 @@
-"""Rank 0's channel to workers: ordered commands, and questions with answers.
-
-The engine thread's commands go out with the next step, in one message. Other threads ask questions; without a step,
-extra messages carry them.
-"""
-
 from __future__ import annotations
 
 import math
@@ -39,12 +33,11 @@ class _Asked:
 
 
 class WorkerLink:
-    """Sends commands and questions to workers. `tell` and `ask` are thread-safe; the rest needs the engine thread.
+    """Rank 0's channel to workers. `tell` and `ask` are thread-safe; the rest needs the engine thread.
 
-    Args:
-        post: schedules a function on the engine thread. Thread-safe.
-        give_up: called on another thread when a rank is lost. The engine thread is then stuck in MLX.
-        patience: longest silence of a rank, in seconds.
+    Commands go out with the next step, in one message; without a step, extra messages carry questions. `post` runs a
+    function on the engine thread, from any thread. `give_up` is called on another thread when a rank is lost: the
+    engine thread is then stuck in MLX. `patience`: longest silence of a rank, in seconds.
     """
 
     def __init__(
@@ -77,7 +70,7 @@ class WorkerLink:
         self._outbox.append(command)
 
     def ask(self, question: Callable[[int], Question]) -> Future[list[bytes]]:
-        """Return a future of the workers' answers, by rank. It raises `RankLost` if a rank is lost."""
+        """The workers' answers by rank. The future raises RankLost if a rank is lost."""
         asked = _Asked(self.wire.size - 1)
         with self._lock:
             if self._lost is not None:
